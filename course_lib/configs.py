@@ -14,6 +14,7 @@ e for experts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,13 @@ def read_config(file: Path | str) -> dict[str, Any]:
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(
-            f"config must be a file that can be read, got {str(file)!r} ({error.strerror})"
-        ) from None
+        message = f"config must be a file that can be read, got {str(file)!r} ({error.strerror})"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(file)) and not str(file).endswith(".json"):
+            message = (
+                f"{message}. If this is a model's name on the Hugging Face Hub, save its"
+                f" configuration first: hf download {file} config.json --local-dir ."
+            )
+        raise ValueError(message) from None
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise ValueError(

@@ -25,7 +25,7 @@ from course_lib.configs import KNOWN, model_from, read_config
 from course_lib.configs import shape_of as config_shape
 from course_lib.labels import text, verbatim
 from course_lib.memory import symbolic
-from course_lib.models import Decoder, random_tokens
+from course_lib.models import Attention, Decoder, random_tokens
 
 HEAD_DIM = 128
 VOCABULARY = 32_000
@@ -34,13 +34,19 @@ BY_SIZES = ("sequence", "batch", "vocabulary")  # of the course's decoder
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batch, as `fit` takes them, and what they are in words."""
+    """A model and its batch, as `fit` takes them, and what they are in words.
+
+    Attributes:
+        attention: the `attention` of the plain recipe that the model is compared with. None leaves
+            the model as it is: it calls PyTorch's `scaled_dot_product_attention` already.
+    """
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[], Any]
     loss_sum: Callable | None
     name: str
     batch: str
+    attention: str | None = None
 
     def parameters(self) -> int:
         with symbolic():
@@ -50,8 +56,12 @@ class Workload:
 def workload_of(given: Namespace) -> Workload:
     """Workload by --config, by --model, or else by sizes.
 
+    A model of a config or of sizes calls PyTorch's `scaled_dot_product_attention`, which is also
+    the default of transformers; a function's model is left as it is.
+
     Raises:
-        ValueError: something is missing, cannot be found, or does not go together; in one sentence.
+        ValueError: an option is missing, names something that cannot be found, or cannot be
+            combined with another one.
     """
     sizes = [
         name
@@ -76,6 +86,8 @@ def workload_of(given: Namespace) -> Workload:
             )
     if given.model:
         return _by_function(given)
+    if given.config:
+        read_config(given.config)  # an unreadable file is named before a missing option
     for name in ("sequence", "batch"):
         if getattr(given, name) is None:
             raise ValueError(f"--{name} is missing: pass a whole number")
@@ -175,9 +187,17 @@ def _by_config(given: Namespace) -> Workload:
         else "{file} ({kind}, by transformers)"
     )
     name = text(said, file=verbatim(Path(given.config).name), kind=verbatim(kind))
-    return Workload(
-        found.make_model, partial(found.make_batch, given.batch), None, name, _samples(given)
-    )
+    make_model = partial(_with_fused_attention, found.make_model)
+    return Workload(make_model, partial(found.make_batch, given.batch), None, name, _samples(given))
+
+
+def _with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
+    """The model, whose own `Attention` modules call PyTorch's `scaled_dot_product_attention`."""
+    model = make_model()
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.fused = True
+    return model
 
 
 def _by_function(given: Namespace) -> Workload:
@@ -196,6 +216,7 @@ def _by_function(given: Namespace) -> Workload:
         getattr(make_model, "loss_sum", None),
         verbatim(given.model),
         text("{count} samples", count=samples_of(make_batch)),
+        attention="standard",
     )
 
 
@@ -233,7 +254,7 @@ def _by_sizes(given: Namespace) -> Workload:
         **sizes,
     )
     return Workload(
-        lambda: Decoder(**sizes, sequence=given.sequence),
+        lambda: Decoder(**sizes, sequence=given.sequence, fused=True),
         *_tokens(given, vocabulary),
         name,
         _samples(given),

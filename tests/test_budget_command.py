@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from course_lib import labels
+from course_lib import labels, options
 from course_lib.budget import (
     RATES,
     Estimate,
@@ -257,7 +257,7 @@ def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
     assert f"{count:,} parameters" in printed
     best = re.search(r"the cheapest: (Recipe\(.*\))", printed)[1]
     found = estimate(
-        lambda: Decoder(vocabulary=100, hidden=64, heads=2, layers=2, sequence=32),
+        lambda: Decoder(vocabulary=100, hidden=64, heads=2, layers=2, sequence=32, fused=True),
         lambda: random_tokens(4, 32, 100),
         eval(best, {"Recipe": Recipe}),
     )
@@ -266,7 +266,11 @@ def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("language", "words"), [("en", "the least peak found is"), ("zh", "找到的最小峰值是")]
+    ("language", "words"),
+    [
+        ("en", ("the least found is", "most of it is", "108,544 parameters")),
+        ("zh", ("找到的最小值是", "其中最大的一类是", "个参数")),
+    ],
 )
 def test_the_command_says_what_the_least_is(language, words, capsys, monkeypatch):
     monkeypatch.setenv("COURSE_LANG", language)
@@ -274,7 +278,8 @@ def test_the_command_says_what_the_least_is(language, words, capsys, monkeypatch
         command.main([*SMALL.split(), "--budget", "1kB", "--optimizer", "sgd", "--batch", "1"]) == 1
     )
     told = capsys.readouterr().err
-    assert words in told and re.search(r"\d[\d,.]* (k|M)B", told) and "sgd" in told
+    assert all(word in told for word in words)
+    assert re.search(r"\d[\d,.]* (k|M)B", told) and "sgd" in told
 
 
 @pytest.mark.parametrize(
@@ -285,10 +290,42 @@ def test_the_command_says_what_the_least_is(language, words, capsys, monkeypatch
         ("1.5 kB", 1500),
         ("2e9", 2 * 10**9),
         ("7MiB", 7 * 2**20),
+        ("24G", 24 * 10**9),
+        ("24g", 24 * 10**9),
+        ("24Gi", 24 * 2**30),
+        ("3B", 3),
     ],
 )
 def test_a_budget_has_a_unit_or_is_in_bytes(text, count):
-    assert command.bytes_from(text) == count
+    assert options.byte_count(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("7B", 7e9), ("7e9", 7e9), ("124M", 124e6), ("1.5b", 1.5e9), ("60k", 6e4)]
+)
+def test_a_number_of_parameters_may_have_a_unit(text, count):
+    assert options.parameter_count(text) == count
+
+
+@pytest.mark.parametrize(
+    ("option", "typed", "meant"),
+    [
+        ("device", "rtx 4090", "RTX 4090"),
+        ("device", "NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("device", "5090", "RTX 5090"),
+        ("device", "t4", "T4"),
+        ("device", "a100-80gb", "A100"),
+        ("device", "A100 40 GB", "A100 40GB"),
+        ("device", "mi300x", "MI300X"),
+        ("device", "this", "this"),
+        ("optimizer", "AdamW", "adam"),
+        ("optimizer", "adamw_bnb_8bit", "adam8bit"),
+        ("precision", "bfloat16", "bf16"),
+    ],
+)
+def test_names_are_taken_as_people_type_them(option, typed, meant):
+    given = command.arguments().parse_args([f"--{option}", typed])
+    assert getattr(given, option) == meant
 
 
 @pytest.mark.parametrize(
@@ -300,6 +337,15 @@ def test_a_budget_has_a_unit_or_is_in_bytes(text, count):
         ),
         ("--budget lots", "must be a number of bytes such as 80GiB or 24GB, got 'lots'"),
         ("--budget 0MB", "must be between 1 byte and 1e18 bytes, got '0MB'"),
+        (
+            "--budget 24",
+            "got '24': did you mean 24GB (10**9 bytes each) or 24GiB (2**30 bytes each)?",
+        ),
+        ("--budget 1GB --devise T4", "unrecognized arguments: --devise T4; did you mean --device?"),
+        ("--budget 1GB config.json", "config.json; did you mean --config config.json?"),
+        ("--budget 1GB --device H10", "got 'H10'; did you mean 'H100'?"),
+        ("--budget 1GB --precision fp16", "got 'fp16'; fp16 needs loss scaling"),
+        ("--budget 1MB --device t4", "--budget must be more than the 455,213,056 bytes"),
         ("--budget 1GB --layers 0", "must be a whole number between 1 and 10,000,000, got '0'"),
         ("--budget 1GB --heads 3", "divisor of hidden"),
         ("--budget 1GB --plot way.foo", "the file's extension must be one of"),
@@ -313,7 +359,7 @@ def test_a_budget_has_a_unit_or_is_in_bytes(text, count):
         ),
         (
             "--budget 1GB --parameters many",
-            "must be a number of parameters such as 7e9, at least 1e4, got 'many'",
+            "must be a number of parameters such as 7B, 124M or 7e9, at least 1e4, got 'many'",
         ),
     ],
 )
@@ -377,7 +423,7 @@ ERRORS = [
     ("--layers 0", "参数 --layers：必须是 1 到 10,000,000 之间的整数，实际是 '0'"),
     (
         "--parameters many",
-        "参数 --parameters：必须是 7e9 这样的参数量，并且不小于 1e4，实际是 'many'",
+        "参数 --parameters：必须是 7B、124M 或 7e9 这样的参数量，并且不小于 1e4，实际是 'many'",
     ),
     ("--plot way.foo", "参数 --plot：'way.foo' 的扩展名必须是 "),
     ("--plot nowhere/way.png", "参数 --plot：所在的目录必须已经存在，实际是 'nowhere/way.png'"),
@@ -385,6 +431,21 @@ ERRORS = [
     ("--plot", "参数 --plot：需要一个值"),
     ("--tier below", "参数 --tier：没有 'below' 这一项，可选："),
     ("--what", "无法识别的参数：--what"),
+    ("--devise T4", "无法识别的参数：--devise T4。是想写 --device 吗？"),
+    (
+        "--budget 24",
+        "参数 --budget：必须带单位，实际是 '24'。是想写 24GB（每个 10**9 字节）还是 24GiB",
+    ),
+    ("--device X", "参数 --device/--machine：必须是 laptop, "),
+    (
+        "--device H10",
+        f"参数 --device/--machine：必须是 {', '.join([*RATES, 'this'])} 之一，实际是 'H10'。是想写",
+    ),
+    (
+        "--precision fp16",
+        "参数 --precision：必须是 fp32, bf16 之一，实际是 'fp16'。fp16 需要损失缩放",
+    ),
+    ("--device t4 --budget 1MB", "--budget 必须大于 CUDA 和 cuBLAS 在 T4 上占用的 455,213,056"),
     ("--hidden 64", "缺少 --budget，请给出 80GiB 这样的字节数"),
 ]
 
@@ -531,7 +592,8 @@ def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
 def test_the_way_leads_from_the_plain_step_to_the_recipe(recipe):
     steps = steps_to(recipe)
     assert steps[-1] == recipe and len(set(steps)) == len(steps) > 1
-    assert steps[0].changed().keys() <= {"precision", "optimizer", "update"}
+    assert steps[0].changed().keys() <= {"precision", "optimizer", "update", "attention"}
+    assert steps[0].attention == (None if recipe.attention is None else "standard")
 
 
 # ---- which model
@@ -565,9 +627,8 @@ def test_a_config_is_read_and_its_cheapest_step_is_taken(config, capsys):
         p.numel() for p in command.workload_of(namespace(config)).make_model().parameters()
     )
     assert told["budget_bytes"] == 10**7 and told["recipes"][0]["peak_bytes"] <= 10**7
-    assert told["recipes"][0]["recipe"] == {"optimizer": "sgd"} and told["way"][-1]["recipe"] == {
-        "optimizer": "sgd"
-    }
+    plain = {"optimizer": "sgd", "attention": None}
+    assert told["recipes"][0]["recipe"] == told["way"][-1]["recipe"] == plain
     check = told["check"]
     assert check["predicted_bytes"] == told["recipes"][0]["peak_bytes"]
     if check["device"] == "cpu":
@@ -592,17 +653,17 @@ def test_the_command_speaks_the_language_that_is_asked_for(config, capsys, monke
         monkeypatch.setenv("COURSE_LANG", spoken)
         assert (
             command.main(
-                ["--config", config, *CHEAP, "--budget", "1MB", "--check", "--device", "RTX 4090"]
+                ["--config", config, *CHEAP, "--budget", "1GB", "--check", "--device", "RTX 4090"]
             )
             == 0
         )
         said[spoken] = capsys.readouterr().out
     assert (
         "the way there:" in said["en"]
-        and "recipes fit into" in said["en"]
+        and "1 of 1 fit into" in said["en"]
         and not re.search("[一-鿿]", said["en"])
     )
-    assert "从普通的一步走到这里：" in said["zh"] and "种配方装得进" in said["zh"]
+    assert "从普通的一步走到这里：" in said["zh"] and "个配方里有 1 个装得进" in said["zh"]
     numbers = [re.findall(r"\d[\d,.]*\d", text) for text in said.values()]
     assert sorted(numbers[0]) == sorted(numbers[1])
 
@@ -655,7 +716,7 @@ def test_a_function_of_the_users_says_what_the_model_is(own_module, which, capsy
     named = [name if name.startswith("--") else f"{own_module}:{name}" for name in which]
     assert (
         command.main(
-            ["--model", *named, "--budget", "1MB", "--device", "laptop", "--precision", "fp32"]
+            ["--model", *named, "--budget", "1GB", "--device", "laptop", "--precision", "fp32"]
         )
         == 0
     )
@@ -775,7 +836,7 @@ def refused(capfd, *arguments):
 def test_what_the_users_own_code_raises_is_told_in_two_lines_with_the_users_line(
     which, text, function, said, failing, capfd
 ):
-    status, lines = refused(capfd, "--model", f"fails_in_a_test:{which}", "--budget", "1MB")
+    status, lines = refused(capfd, "--model", f"fails_in_a_test:{which}", "--budget", "1GB")
     place = f"fails_in_a_test.py, line {failing(text)}, in {function}"
     assert status == 1 and len(lines) == 2 and text in lines[1]
     assert re.match(f"error: {re.escape(place)}: {said}", lines[0]) and "Fake" not in lines[0]
@@ -789,7 +850,7 @@ def test_what_the_users_own_code_raises_is_told_in_two_lines_with_the_users_line
 def test_what_is_refused_in_the_users_code_is_one_sentence_that_names_the_line(
     which, text, function, said, failing, capfd
 ):
-    status, [line] = refused(capfd, "--model", f"fails_in_a_test:{which}", "--budget", "1MB")
+    status, [line] = refused(capfd, "--model", f"fails_in_a_test:{which}", "--budget", "1GB")
     assert (
         status == 2
         and re.match(f"error: .*{said}", line)
@@ -822,7 +883,7 @@ def test_a_module_that_fails_is_told_from_one_that_is_not_found(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_import", raising=False)
-    code, lines = refused(capfd, "--model", "own_import:model", "--budget", "1MB")
+    code, lines = refused(capfd, "--model", "own_import:model", "--budget", "1GB")
     assert code == status and lines[0].startswith(said) and len(lines) <= 2
 
 
@@ -910,7 +971,7 @@ def test_no_bar_is_left_on_the_line_of_an_error(failing, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(SystemExit):
-        command.main(["--model", "fails_in_a_test:net", "--budget", "1MB"])
+        command.main(["--model", "fails_in_a_test:net", "--budget", "1GB"])
     assert "recipes" in terminal.getvalue()  # there was one
     assert terminal.screen().startswith("error: fails_in_a_test.py, line ")
 
@@ -941,7 +1002,7 @@ def test_a_config_is_refused_before_the_search(changes, said, tmp_path, capfd, m
     path.write_text(json.dumps(LLAMA | changes), encoding="utf-8")
     monkeypatch.setattr(command, "fit", None)
     status, [line] = refused(
-        capfd, "--config", str(path), "--sequence", "8", "--batch", "1", "--budget", "1MB"
+        capfd, "--config", str(path), "--sequence", "8", "--batch", "1", "--budget", "1GB"
     )
     assert status == 2 and line.startswith(f"error: {said}")
 
@@ -956,16 +1017,16 @@ def test_a_device_has_the_budget_where_none_is_given(capsys):
     assert command.main([*size, "--device", "RTX 4090"]) == 0
     told = json.loads(capsys.readouterr().out)
     memory = RATES["RTX 4090"].memory_bytes
-    assert (
-        told["budget_bytes"] == memory - kept_bytes("RTX 4090")
-        and told["rates"]["memory_bytes"] == memory
-    )
+    assert told["budget_bytes"] == told["rates"]["memory_bytes"] == memory and told[
+        "room_bytes"
+    ] == memory - kept_bytes("RTX 4090")
     assert told["device"] == "RTX 4090" and told["kind"] == "cuda"
 
 
 def test_cublas_keeps_8_mib_and_four_times_that_on_hopper():
     assert workspace_bytes("A100") == workspace_bytes("this") == 8320 * 1024
     assert workspace_bytes("H100") == workspace_bytes("H200") == 32 << 20
+    assert kept_bytes("MI300X") == 0  # without CUDA
 
 
 def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_none_of_them(capsys):
@@ -973,7 +1034,7 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
     assert command.main([*size, "--device", "H100", "--budget", "1GB"]) == 0
     printed = capsys.readouterr().out
     best = estimate(
-        partial(Decoder, vocabulary=100, hidden=64, heads=2, layers=1, sequence=32),
+        partial(Decoder, vocabulary=100, hidden=64, heads=2, layers=1, sequence=32, fused=True),
         partial(random_tokens, 1, 32, 100),
         eval(re.search(r"the cheapest: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe}),
         tier="host",
@@ -983,14 +1044,16 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
     allocator = CachingAllocator()
     allocator.replay(best.trace())
     reserved = allocator.memory_stats()["reserved_bytes.all.peak"]
-    left = RATES["H100"].memory_bytes - reserved - (32 << 20) - CONTEXT_BYTES
-    _, table = printed.split("the first line alone is exact:")
+    left = 10**9 - reserved - (32 << 20) - CONTEXT_BYTES
+    first, table = printed.split("what one step of the cheapest holds on a GPU;")
+    [row] = [line for line in first.splitlines() if line.endswith(str(best.recipe))][:1]
+    assert f"{best.peak_bytes / 1e6:,.1f}  " in row and f"  {left / 1e6:,.1f}  " in row
     for line, count in (
         ("tensors at the peak", best.peak_bytes),
         ("reserved, by the allocator's rules", reserved),
         ("workspace that cuBLAS keeps", 32 << 20),
         ("the context of CUDA", CONTEXT_BYTES),
-        ("of 85,520.8 MB that leaves", left),
+        ("of 1,000.0 MB that leaves", left),
     ):
         [row] = [row for row in table.splitlines() if row.startswith(line)]
         assert f" {count / 1e6:,.1f} " in f"{row} "
@@ -1000,14 +1063,60 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
 
 
 def test_the_search_goes_by_what_is_reserved_where_that_is_asked_for(capsys):
-    size = [*ONE_LAYER.split(), "--device", "H100", "--budget", "3MB", "--json"]
-    assert command.main([*size, "--count", "reserved"]) == 0
+    budget = 3_000_000 + kept_bytes("H100")
+    size = [*ONE_LAYER.split(), "--device", "H100", "--budget", f"{budget}B", "--json"]
+    assert command.main(size) == 0
     told = json.loads(capsys.readouterr().out)
     best = told["on_device"]
+    assert told["count"] == "reserved"
     assert best["tensors"] == told["recipes"][0]["peak_bytes"] < best["reserved"] <= 3_000_000
+    assert best["reserved"] == told["recipes"][0]["reserved_bytes"]
+    tensors = [*size[:-2], "3MB", "--json", "--count", "tensors"]
+    assert command.main(tensors) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["room_bytes"] == 3_000_000 >= told["recipes"][0]["peak_bytes"]
     with pytest.raises(SystemExit) as raised:
         command.main([*size, "--device", "laptop", "--count", "reserved"])
     assert raised.value.code == 2 and "no caching allocator" in capsys.readouterr().err
+
+
+def test_where_the_cheapest_leaves_little_a_recipe_that_leaves_more_is_shown(capsys):
+    """The budget is the cheapest recipe's own peak, so that it leaves nothing."""
+    size = [*ONE_LAYER.split(), "--device", "laptop", "--json", "--budget"]
+    assert command.main([*size, "1GB"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["leaner"] == []
+    peak = told["recipes"][0]["peak_bytes"]
+    assert command.main([*size, f"{peak}B"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    [leaner] = told["leaner"]
+    assert told["recipes"][0]["peak_bytes"] == peak
+    assert leaner["peak_bytes"] <= 0.95 * peak and leaner not in told["recipes"]
+    assert command.main([*size[:-2], "--budget", f"{peak}B"]) == 0
+    assert "the cheapest leaves less than 5% of the budget" in capsys.readouterr().out
+
+
+def test_the_plain_step_calls_the_attention_that_people_have(config, capsys):
+    """The baseline of a config is PyTorch's attention, as transformers' default, and no recipe
+    replaces it by the course's tiles."""
+    size = ["--config", config, "--sequence", "32", "--batch", "2", "--device", "laptop"]
+    assert command.main([*size, "--budget", "1GB", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert all(each["recipe"]["attention"] is None for each in (*told["recipes"], *told["way"]))
+    made = command.workload_of(command.arguments().parse_args(size)).make_model
+    with symbolic():
+        assert {layer.attention.fused for layer in made().layers} == {True}
+
+
+def test_progress_is_a_line_at_times_where_there_is_no_terminal(monkeypatch, capsys):
+    now = iter([0.0, 10.0, 31.0, 40.0, 70.0])
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(now))
+    watch = command._a_line_at_times()
+    for _ in range(4):
+        watch(Recipe())
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("1 recipes estimated in 31 s; now ")
+    assert second.startswith("3 recipes estimated in 70 s; now ")
 
 
 def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):
@@ -1067,6 +1176,6 @@ def test_a_config_of_an_unknown_class_is_named_with_what_is_known(tmp_path, caps
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "model_type": "lama"}), encoding="utf-8")
     with pytest.raises(SystemExit):
-        command.main(["--config", str(path), *CHEAP, "--budget", "1MB"])
+        command.main(["--config", str(path), *CHEAP, "--budget", "1GB"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert "got 'lama'" in last and all(name in last for name in ("llama", "mixtral", "gpt2"))

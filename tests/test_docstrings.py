@@ -15,6 +15,7 @@ import pytest
 
 from course_lib.budget import __main__ as budget_command
 from course_lib.distributed import __main__ as distributed_command
+from course_lib.labels.command import Parser
 from course_lib.lessons import __main__ as lessons_command
 
 ROOT = Path(__file__).parents[1]
@@ -159,14 +160,17 @@ def refuses(command: str, monkeypatch) -> str | None:
 
 def refuses_when_run(name: str, arguments: list[str], monkeypatch) -> str | None:
     """Run a module until it has parsed its arguments."""
-    parse_args = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(parser, *args, **options):
-        parse_args(parser, *args, **options)
-        raise Parsed
+    def that_stops(parse_args):
+        def parse_and_stop(parser, *args, **options):
+            parse_args(parser, *args, **options)
+            raise Parsed
+
+        return parse_and_stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        for parser in (argparse.ArgumentParser, Parser):
+            patch.setattr(parser, "parse_args", that_stops(parser.parse_args))
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(os, "_exit", sys.exit)
         patch.delitem(sys.modules, name, raising=False)

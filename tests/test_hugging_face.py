@@ -348,17 +348,27 @@ def test_experts_that_look_where_tokens_go_are_refused_by_the_name_of_the_operat
     assert run(make, text, Recipe()).result.stepped
 
 
-def test_a_search_puts_flash_into_a_model_that_keeps_its_scores():
+def test_a_search_switches_a_model_that_keeps_its_scores_to_sdpa():
     make_model = made("Llama:LlamaForCausalLM", **SHARED, attn_implementation="eager")
     make_batch = partial(text, "ones", 2, 128)
     plain = estimate(make_model, make_batch, Recipe(optimizer="sgd"))
     found = fit(
         make_model, make_batch, plain.peak_bytes // 2, base=Recipe(optimizer="sgd"), progress=False
     )
-    assert {"flash"} <= {e.recipe.attention for e in found}
+    assert {"sdpa"} <= {e.recipe.attention for e in found} <= {"sdpa", "standard"}
     assert all(
         e.peak_bytes == run(make_model, make_batch, e.recipe).meter.peak_bytes for e in found
     )
+
+
+def test_a_search_leaves_the_attention_of_a_model_that_calls_sdpa_as_it_is():
+    make_model = made("Llama:LlamaForCausalLM", **SHARED, attn_implementation="sdpa")
+    make_batch = partial(text, "ones", 2, 128)
+    base = Recipe(optimizer="sgd")
+    plain = estimate(make_model, make_batch, base)
+    options = {"base": base, "quick": True, "progress": False}
+    found = fit(make_model, make_batch, plain.peak_bytes * 3 // 4, **options)
+    assert found.rates and {e.recipe.attention for e in found} == {"standard"}
 
 
 def llama():

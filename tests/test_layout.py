@@ -18,13 +18,15 @@ MOST_IN_A_CLASS, MOST_IN_A_FUNCTION = 120, 50
 # A room -> the rooms whose modules it may import; its own are always allowed.
 BELOW_ALL = {"_check", "_origin", "_torch", "_losses", "labels"}
 TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
-CORE = {"memory", "models", "configs", "workload", *TECHNIQUES, "distributed", "budget", *BELOW_ALL}
+CORE = {"memory", "models", "configs", "workload", "options", *TECHNIQUES, *BELOW_ALL}
+CORE |= {"distributed", "budget"}
 ALLOWED = {
     "_check": set(),
     "_origin": set(),
     "_torch": {"_check"},
     "_losses": {"_check", "_torch"},
     "labels": set(),
+    "options": set(),
     "models": BELOW_ALL,
     "configs": {"models", *BELOW_ALL},
     "memory": BELOW_ALL,
@@ -32,7 +34,7 @@ ALLOWED = {
     "schedule": {"memory", "checkpoint", *BELOW_ALL},
     "simulated": {"offload", *BELOW_ALL},
     "workload": {"memory", "models", "configs", "accumulation", *BELOW_ALL},
-    "distributed": {"memory", "models", "configs", "workload", *TECHNIQUES, *BELOW_ALL},
+    "distributed": {"memory", "models", "configs", "workload", "options", *TECHNIQUES, *BELOW_ALL},
     "budget": CORE,
     # an instrument, which the library does without and what teaches may use
     "teaching": {*CORE, "simulated"},

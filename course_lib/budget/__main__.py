@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,34 +20,39 @@ from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, said_error
 from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
-from course_lib.memory.show import bytes_text
+from course_lib.memory.show import Table, bytes_text
+from course_lib.options import add_shared, byte_count, named, parameter_count, whole_number
 from course_lib.workload import Workload, workload_of
 
 from .check import check
-from .device import OnDevice, kept_bytes
+from .device import Fitting, OnDevice, kept_bytes
 from .estimate import TIERS, Estimate
-from .rates import RATES, Rates, this_machine
+from .rates import DEVICE_NAMES, RATES, Rates, this_machine
 from .recipe import Recipe
 from .reservation import COUNTS
 from .search import Estimates, fit
 from .show import Way, waterfall
+from .techniques import TECHNIQUES
 from .techniques.optimizer import OPTIMIZERS
 from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 THIS = "this"
+SPARE = 0.05  # of the budget: where the cheapest recipe leaves less, the search goes on
+SECONDS_BETWEEN_LINES = 30
+#: Names that people type -> names of `OPTIMIZERS`.
+OPTIMIZER_NAMES = {
+    "adamw": "adam",
+    "adamw_torch": "adam",
+    "adamw8bit": "adam8bit",
+    "adamw_bnb_8bit": "adam8bit",
+    "sgd with momentum": "momentum",
+}
+_NO_FP16 = (
+    "fp16 needs loss scaling, which no recipe has, and its tensors have as many bytes as those of"
+    " bf16"
+)
+NO_PRECISION = dict.fromkeys(("fp16", "float16", "half"), _NO_FP16)
 HELP = """Find the recipes that train a model within a byte budget, the cheapest first. Nothing
 is allocated or run, except with --check. The model comes from a Hugging Face
 config.json, from a function, or is the course's decoder (course_lib.models.Decoder)
@@ -60,26 +66,6 @@ exit status:
   2   an argument is refused"""
 
 
-def bytes_from(text: str) -> int:
-    """ "80GiB" -> 85899345920; 1 GB = 10**9 bytes, 1 GiB = 2**30."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    try:
-        number = float(match[1])
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f"must be a number of bytes such as 80GiB or 24GB, got {text!r}"
-        ) from None
-    if match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(
-            "the unit must be one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, got"
-            f" {match[2]!r} in {text!r}"
-        )
-    count = number * UNITS[match[2].upper()]
-    if not 1 <= count < 1e18:
-        raise argparse.ArgumentTypeError(f"must be between 1 byte and 1e18 bytes, got {text!r}")
-    return int(count)
-
-
 def arguments() -> argparse.ArgumentParser:
     parser = Parser(
         "python -m course_lib.budget",
@@ -87,71 +73,83 @@ def arguments() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a config.json: gpt2, llama, mistral, mixtral, qwen2, qwen3; others by transformers",
-    )
-    parser.add_argument(
-        "--model", metavar="PACKAGE:FUNCTION", help="a function that returns a model in fp32"
-    )
+    add_shared(parser, {"--config": {}, "--model": {}})
     parser.add_argument(
         "--batch-from",
         metavar="PACKAGE:FUNCTION",
-        help="returns a batch; else --model's .make_batch",
+        help="function that returns a batch; only with --model (default its .make_batch)",
     )
     parser.add_argument(
-        "--parameters", type=_number, help="about so many; sets hidden and layers if left out"
+        "--parameters",
+        type=parameter_count,
+        help="of the decoder, about, such as 7B; sets hidden and layers if left out",
     )
-    parser.add_argument("--hidden", type=_count, help="width of the decoder")
-    parser.add_argument("--layers", type=_count, help="decoder layers")
+    parser.add_argument("--hidden", type=whole_number, help="width of the decoder")
+    parser.add_argument("--layers", type=whole_number, help="decoder layers")
     parser.add_argument(
         "--heads",
-        type=_count,
+        type=whole_number,
         help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below",
     )
     parser.add_argument(
-        "--vocabulary", type=_count, help="different tokens of the decoder (default 32000)"
+        "--vocabulary", type=whole_number, help="different tokens of the decoder (default 32000)"
     )
-    parser.add_argument("--sequence", type=_count, help="tokens of a sample; not with --model")
-    parser.add_argument("--batch", type=_count, help="samples of a step; not with --model")
+    add_shared(parser, {"--sequence": {"type": whole_number}, "--batch": {"type": whole_number}})
     parser.add_argument(
         "--budget",
-        type=bytes_from,
-        help="80GiB (2**30 each), 24GB (10**9), or bytes; else the device's memory",
+        type=byte_count,
+        help="80GiB (2**30 bytes each) or 24GB (10**9 bytes each); default the device's memory",
     )
     parser.add_argument(
-        "--precision", choices=PRECISIONS, default="bf16", help="default %(default)s"
+        "--precision",
+        type=named(PRECISIONS, {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
+        metavar="|".join(PRECISIONS),
+        default="bf16",
+        help="default %(default)s",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    parser.add_argument(
+        "--optimizer",
+        type=named(OPTIMIZERS, OPTIMIZER_NAMES),
+        metavar="|".join(OPTIMIZERS),
+        default="adam",
+        help="default %(default)s, which is AdamW",
+    )
     parser.add_argument(
         "--device",
         "--machine",
-        choices=[*RATES, THIS],
-        help=(
-            "whose rates are used, and whose memory where no budget is given (default H100); this:"
-            " measured here"
+        type=named([*RATES, THIS], DEVICE_NAMES),
+        metavar="NAME",
+        help=text(
+            "machine whose rates are used, and whose memory where no budget is given: {names}, or"
+            " this, which is measured (default H100)",
+            names=verbatim(", ".join(RATES)),
         ),
     )
     parser.add_argument(
-        "--ranks", type=_count, help="devices that share the batch; each way to shard is tried"
+        "--ranks",
+        type=whole_number,
+        help="devices that share the batch; each way to shard is tried",
     )
     parser.add_argument("--shard", choices=SHARDS, help="with --ranks, this one alone")
     parser.add_argument(
-        "--tier", choices=TIERS, help="below: default file for a CPU, else host (memory)"
+        "--tier",
+        choices=TIERS,
+        help="where offloaded tensors go: default file for a CPU, else host (memory)",
     )
     parser.add_argument(
         "--count",
         choices=COUNTS,
-        default=COUNTS[0],
-        help="what fits: tensors, or what a GPU's allocator reserves for them (default tensors)",
+        help=(
+            "what must fit: tensors, or what PyTorch's allocator reserves for them together with"
+            " what CUDA keeps (default reserved on a GPU, else tensors)"
+        ),
     )
     parser.add_argument(
-        "--quick", action="store_true", help="sooner; what is found may not be the cheapest"
+        "--quick",
+        action="store_true",
+        help="search less and sooner; what is found may not be the cheapest",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, for other programs"
-    )
+    add_shared(parser, {"--json": {}})
     parser.add_argument(
         "--check", action="store_true", help="take the cheapest step for real on this machine"
     )
@@ -169,37 +167,49 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     given = parser.parse_args(argv)
     told: dict = {}
+    model = None
     try:
         model = workload_of(given)
         rates, tier = _rates(given)
         device = given.device or "H100"
         kind = _kind(given)
-        budget = given.budget or _budget(given, rates)
+        count = given.count or ("reserved" if kind == "cuda" else "tensors")
+        memory = given.budget or _memory(given, rates)
+        # A budget for tensors alone leaves aside what CUDA keeps.
+        whole_memory = count == "reserved" or given.budget is None
+        kept = kept_bytes(device) if kind == "cuda" and whole_memory else 0
+        room = memory - kept
         told = {
             "model": model.name,
             "batch": model.batch,
             "device": device,
             "kind": kind,
-            "budget_bytes": budget,
+            "count": count,
+            "budget_bytes": memory,
+            "room_bytes": room,
         }
-        base = _base(given)
+        if room < 1:
+            raise ValueError(
+                f"--budget must be more than the {bytes_text(kept)} that CUDA and cuBLAS keep of a"
+                f" {device}, got {bytes_text(memory)}; or pass --count tensors, to count tensors"
+                " alone"
+            )
+        base = _base(given, model)
         options = {"loss_sum": model.loss_sum, "tier": tier, "kind": kind}
-        options |= {"count": given.count, "quick": given.quick}
-        options["progress"] = sys.stderr.isatty()
-        found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
+        options |= {"count": count, "quick": given.quick}
+        # Called from Python, as in a notebook, the command writes nothing but its answer.
+        options["progress"] = sys.stderr.isatty() or (argv is None and _a_line_at_times())
+        found = fit(model.make_model, model.make_batch, room, base=base, rates=rates, **options)
         way = found.way()
+        leaner = _leaner(found, memory, room, count)
         checked = check(model, found[0].recipe) if given.check else None
-        gpu = OnDevice.of(found[0], device, rates.memory_bytes) if kind == "cuda" else None
+        gpu = OnDevice.of(found[0], device, memory) if kind == "cuda" else None
     except InfeasibleBudget as error:
         if given.json:
-            print(
-                json.dumps(
-                    {**told, "recipes": [], "error": str(error), "least_bytes": error.least_bytes},
-                    indent=1,
-                )
-            )
+            told |= {"recipes": [], "error": str(error), "least_bytes": error.least_bytes}
+            print(json.dumps(told, indent=1))
         else:
-            print(say(_nothing_fits(error)), file=sys.stderr)
+            print(_nothing_fits(error, model), file=sys.stderr)
         return 1
     except Exception as error:
         sentence = say(text("error: {sentence}", sentence=said_error(message(error))))
@@ -208,33 +218,115 @@ def main(argv: list[str] | None = None) -> int:
         told |= {
             "parameters": model.parameters(),
             "rates": _plain(rates),
-            "recipes": [_told(e, rates) for e in found],
+            "recipes": [_told(e, rates, kind) for e in found],
+            "leaner": [_told(e, rates, kind) for e in leaner],
         }
         told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
         told["on_device"] = gpu and asdict(gpu)
         print(json.dumps(told, indent=1, allow_nan=False))
     else:
-        _print(given, model, rates, found, way, gpu)
+        _print(given, model, rates, found, leaner, way, gpu)
         if checked:
             print(f"\n{checked}")
     if given.plot:
-        _plot(parser, given, model, way, budget)
+        _plot(parser, given, model, way, memory)
     return 0
 
 
-def _nothing_fits(error: InfeasibleBudget) -> str:
+def _leaner(found: Estimates, memory: int, room: int, count: str) -> list[Estimate]:
+    """The cheapest recipe that leaves some memory to spare, where the cheapest of all does not.
+
+    A longer sample or another process, which no estimate knows of, needs some memory.
+    """
+
+    def taken(each: Estimate) -> int:
+        return each.peak_bytes if count == "tensors" else each.reserved_bytes()
+
+    most = room - int(SPARE * memory)
+    if taken(found[0]) <= most or most < 1:
+        return []
+    try:
+        others = found.within(most)
+    except InfeasibleBudget:
+        return []
+    return [each for each in others if each not in found][:1]
+
+
+def _a_line_at_times() -> Callable[[Recipe], None]:
+    """A function that prints a line now and then, for a log: it is called before each estimate."""
+    began = last = time.monotonic()
+    count = 0
+
+    def watch(recipe: Recipe) -> None:
+        nonlocal last, count
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            values = {"count": count, "seconds": f"{now - began:.0f}", "recipe": str(recipe)}
+            told = text(
+                "{count} recipes estimated in {seconds} s; now {recipe}",
+                **values,
+            )
+            print(say(told), file=sys.stderr, flush=True)
+            last = now
+        count += 1
+
+    return watch
+
+
+def _nothing_fits(error: InfeasibleBudget, model: Workload) -> str:
+    """The message of a search without a result: the recipe with the lowest peak, the bytes that are
+    live there by category, and the techniques that act on the largest category."""
+    budget = bytes_text(error.budget_bytes)
     if error.least is None:
+        return say(text("nothing was found that fits into {budget}", budget=budget))
+    least = error.least
+    parts = [
+        text(
+            "{model}: {count:,} parameters; {batch}",
+            model=model.name,
+            count=model.parameters(),
+            batch=model.batch,
+        ),
+        text(
+            "nothing was found that fits into {budget}; the least found is {least}: {recipe}",
+            budget=budget,
+            least=bytes_text(error.least_bytes),
+            recipe=str(least.recipe),
+        ),
+        text("what is live at its peak, in {operator}:", operator=verbatim(least.operator)),
+        least,
+        _advice(least),
+    ]
+    return "\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts)
+
+
+def _advice(least: Estimate) -> str:
+    """A sentence: the techniques that make the largest category of the peak smaller."""
+    largest = max(least.at_peak, key=lambda name: least.at_peak[name])
+    changed = least.recipe.changed()
+    unused = [
+        "micro_batches" if "micro_batches" in technique.fields else technique.field
+        for technique in TECHNIQUES
+        if largest in technique.acts_on and not changed.keys() & technique.fields.keys()
+    ]
+    if least.recipe.in_backward and "micro_batches" in unused:
+        unused.remove("micro_batches")  # cannot be combined with steps in backward
+    category = text("optimizer state" if largest == "optimizer" else largest)
+    if unused:
         return text(
-            "nothing was found that fits into {budget}", budget=bytes_text(error.budget_bytes)
+            "most of it is {category}; of the fields of a Recipe these act on it and are not used"
+            " here: {fields}",
+            category=category,
+            fields=verbatim(", ".join(unused)),
         )
     return text(
-        "nothing was found that fits into {budget}; the least peak found is {least}: {recipe}",
-        **{"budget": bytes_text(error.budget_bytes), "least": bytes_text(error.least_bytes)},
-        **{"recipe": str(error.least.recipe)},
+        "most of it is {category}, and this recipe uses every technique that acts on it; what"
+        " remains is a smaller batch, shorter samples, fewer trained parameters or more ranks",
+        category=category,
     )
 
 
-def _base(given: argparse.Namespace) -> Recipe:
+def _base(given: argparse.Namespace, model: Workload) -> Recipe:
     ranks = given.ranks or 1
     if given.check and ranks > 1:
         raise ValueError(
@@ -242,7 +334,12 @@ def _base(given: argparse.Namespace) -> Recipe:
             " several, use python -m course_lib.distributed"
         )
     more = {"ranks": ranks, "shard": given.shard} if ranks > 1 or given.shard else {}
-    return Recipe(precision=given.precision, optimizer=given.optimizer, **more)
+    return Recipe(
+        precision=given.precision,
+        optimizer=given.optimizer,
+        attention=model.attention,
+        **more,
+    )
 
 
 def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
@@ -254,14 +351,14 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
     )
 
 
-def _budget(given: argparse.Namespace, rates: Rates) -> int:
-    """The memory of the device, if it was named and has one, without what others keep of it."""
+def _memory(given: argparse.Namespace, rates: Rates) -> int:
+    """The memory of the device, if it was named and has memory of its own."""
     if given.device is None or rates.memory_bytes is None:
         raise ValueError(
             "--budget is missing: pass bytes such as 80GiB, or a --device that has memory"
             " of its own"
         )
-    return rates.memory_bytes - kept_bytes(given.device)
+    return rates.memory_bytes
 
 
 def _kind(given: argparse.Namespace) -> str:
@@ -270,12 +367,14 @@ def _kind(given: argparse.Namespace) -> str:
     return "cpu" if on_cpu else "cuda"
 
 
-def _told(estimate: Estimate, rates: Rates) -> dict:
+def _told(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
     values = {
         **asdict(estimate),
         "in_words": str(estimate.recipe),
         "seconds": rates.seconds(estimate),
     }
+    if kind == "cuda":
+        values["reserved_bytes"] = estimate.reserved_bytes()
     return {**values, "recipe": estimate.recipe.changed(), "seconds_of": rates.parts(estimate)}
 
 
@@ -289,15 +388,24 @@ def _print(
     model: Workload,
     rates: Rates,
     found: Estimates,
+    leaner: Sequence[Estimate],
     way: Way,
     gpu: OnDevice | None,
 ) -> None:
     best = found[0]
-    device = verbatim(given.device or "H100")
-    machine = {
-        "device": text("this machine") if device == THIS else device,
-        "source": rates.source,
-    }
+    name = given.device or "H100"
+    device: str = verbatim(name)
+    if given.device is None:
+        device = text("{device}, as no --device is given", device=device)
+    elif name == THIS:
+        device = text("this machine")
+    machine = {"device": device, "source": rates.source}
+
+    def table(estimates: Sequence[Estimate], title: str) -> Table:
+        if gpu is None:
+            return Estimates(estimates, rates, title)
+        return Fitting(estimates, rates, name, gpu.memory_bytes, title)
+
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [
         text(
@@ -306,7 +414,7 @@ def _print(
             count=model.parameters(),
             batch=model.batch,
         ),
-        found,
+        table(found, found.title),
         text(
             "seconds at the rates of {device}, {flops:.0%} of the FLOPs and {link:.0%} of the link"
             " ({source})",
@@ -321,8 +429,18 @@ def _print(
         text("the way there:"),
         way,
     ]
+    if leaner:
+        told = text(
+            "the cheapest leaves less than {share:.0%} of the budget; this one leaves more:",
+            share=SPARE,
+        )
+        parts += [told, table(leaner, "")]
     if gpu:
-        parts += [text("what one step of it holds on a GPU; the first line alone is exact:"), gpu]
+        told = text(
+            "what one step of the cheapest holds on a GPU; `course_lib/budget/kinds.py` lists the"
+            " operators that keep other tensors on CUDA than on a CPU:"
+        )
+        parts += [told, gpu]
     print("\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts))
 
 
@@ -362,30 +480,6 @@ def _picture(text: str) -> str:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be in a folder that exists, got {text!r}")
     return text
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if not 1 <= number <= 10**7:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number between 1 and 10,000,000, got {text!r}"
-        )
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0
-    if not 1e4 <= number < 1e15:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of parameters such as 7e9, at least 1e4, got {text!r}"
-        )
-    return number
 
 
 if __name__ == "__main__":

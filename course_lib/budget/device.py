@@ -1,53 +1,62 @@
-"""A GPU's memory beside a step's tensors: what its allocator reserves, and what others keep.
+"""Memory of a GPU besides a step's tensors: what the allocator reserves and what CUDA keeps.
 
-Each figure says where it is from; none is part of an estimate's `peak_bytes`.
+None of these figures is part of an estimate's `peak_bytes`. Each row of the table names its source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from course_lib.labels import text
 from course_lib.memory.show import Table
 
 from .estimate import Estimate
+from .rates import Rates
 
 MIB = 1 << 20
 EXPANDABLE = "expandable_segments:True"
 HOPPER = ("H100", "H200")
+WITHOUT_CUDA = ("MI300X",)
 # Of each cuBLAS handle and stream, kept from the first matrix product on: PyTorch's documentation,
 # "CUDA semantics", cuBLAS workspaces. :4096:2:16:8 is 2 * 4096 + 8 * 16 KiB, :4096:8 is 32 MiB.
 CUBLAS_BYTES = (2 * 4096 + 8 * 16) << 10
 CUBLAS_HOPPER_BYTES = (8 * 4096) << 10
-# What nvidia-smi showed of a process with PyTorch 2.10 and CUDA 13.0 that had made its context and
-# nothing else, on an RTX 6000 Ada: github.com/unslothai/unsloth-zoo, pull request 1053. Kernels are
-# loaded into it as they are first used.
+# The figure that nvidia-smi showed for a process with PyTorch 2.10 and CUDA 13.0 that had made its
+# context and nothing else, on an RTX 6000 Ada: github.com/unslothai/unsloth-zoo, pull request 1053.
+# Kernels are loaded into the context when they are first used.
 CONTEXT_BYTES = 426 * MIB
 
 
 def workspace_bytes(device: str) -> int:
-    """Bytes that cuBLAS keeps on a device, for one stream."""
+    """Bytes that cuBLAS keeps on a device for one stream; 0 where there is no cuBLAS."""
+    if device in WITHOUT_CUDA:
+        return 0
     return CUBLAS_HOPPER_BYTES if device in HOPPER else CUBLAS_BYTES
 
 
+def context_bytes(device: str) -> int:
+    """Bytes of the CUDA context; 0 where there is none, as what ROCm keeps is not known here."""
+    return 0 if device in WITHOUT_CUDA else CONTEXT_BYTES
+
+
 def kept_bytes(device: str) -> int:
-    """Bytes of a device that are neither a tensor nor reserved for one."""
-    return workspace_bytes(device) + CONTEXT_BYTES
+    """Bytes of a device that no tensor can use: cuBLAS's workspace and the CUDA context."""
+    return workspace_bytes(device) + context_bytes(device)
 
 
 @dataclass(frozen=True, repr=False)
 class OnDevice(Table):
-    """Bytes that a step takes of a GPU, by whom they are held.
+    """Bytes of a GPU's memory during a step, by what holds them.
 
     Attributes:
-        tensors: at the peak; exact, of what is estimated.
-        reserved: at its peak, by the rules of PyTorch's allocator, followed by `CachingAllocator`
-            on one step that begins with what is there on entry, packed.
-        reserved_expandable: likewise with expandable segments.
-        workspace: of cuBLAS.
-        context: of CUDA.
-        memory_bytes: what the device has, or None.
+        tensors: tensor bytes at the peak, as estimated.
+        reserved: the most that PyTorch's allocator reserves, by its rules: `CachingAllocator`
+            follows one step whose tensors on entry are packed.
+        reserved_expandable: the same with expandable segments.
+        workspace: bytes that cuBLAS keeps.
+        context: bytes of the CUDA context.
+        memory_bytes: what there is: the budget, or else the device's memory; None if not known.
     """
 
     tensors: int
@@ -61,13 +70,21 @@ class OnDevice(Table):
 
     @classmethod
     def of(cls, found: Estimate, device: str, memory_bytes: int | None) -> OnDevice:
+        """The table of an estimated step on a device of `RATES`."""
         trace = found.trace()
         reserved = [
             trace.allocated(settings).memory_stats()["reserved_bytes.all.peak"]
             for settings in (None, EXPANDABLE)
         ]
-        kept = workspace_bytes(device), CONTEXT_BYTES
+        kept = workspace_bytes(device), context_bytes(device)
         return cls(found.peak_bytes, *reserved, *kept, memory_bytes)
+
+    @property
+    def left(self) -> int | None:
+        """Bytes that the step leaves free, negative where it does not fit; None if not known."""
+        if self.memory_bytes is None:
+            return None
+        return self.memory_bytes - self.reserved - self.workspace - self.context
 
     def rows(self) -> list[Sequence]:
         rules = text("the allocator's rules, simulated")
@@ -76,7 +93,11 @@ class OnDevice(Table):
         return [
             (name, f"{count / 1e6:,.1f}", by)
             for name, count, by in (
-                (text("tensors at the peak"), self.tensors, text("the estimate, exact")),
+                (
+                    text("tensors at the peak"),
+                    self.tensors,
+                    text("the estimate, exact for the CPU's operators"),
+                ),
                 (text("reserved, by the allocator's rules"), self.reserved, rules),
                 (text("with `expandable_segments`"), self.reserved_expandable, rules),
                 (text("workspace that cuBLAS keeps"), self.workspace, documented),
@@ -85,8 +106,41 @@ class OnDevice(Table):
         ]
 
     def caption(self) -> str:
-        if self.memory_bytes is None:
+        if self.left is None:
             return ""
-        left = self.memory_bytes - self.reserved - self.workspace - self.context
-        values = {"memory": f"{self.memory_bytes / 1e6:,.1f}", "left": f"{left / 1e6:,.1f}"}
+        values = {"memory": f"{self.memory_bytes / 1e6:,.1f}", "left": f"{self.left / 1e6:,.1f}"}
+        if self.left < 0:
+            values["left"] = f"{-self.left / 1e6:,.1f}"
+            return text("this step needs {left} MB more than the {memory} MB there are", **values)
         return text("of {memory} MB that leaves {left} MB", **values)
+
+
+class Fitting(Table):
+    """Recipes that fit a GPU, each with what is reserved for its step and what is left of the
+    budget."""
+
+    columns = ("peak, MB", "reserved, MB", "left, MB", "TFLOPs", "GB moved", "seconds", "recipe")
+
+    def __init__(
+        self, found: Iterable[Estimate], rates: Rates, device: str, memory_bytes: int, title: str
+    ):
+        self.found, self.rates, self.title = list(found), rates, title
+        self.reserved = [each.reserved_bytes() for each in self.found]
+        self.room = memory_bytes - kept_bytes(device)
+
+    def rows(self) -> list[Sequence]:
+        return [
+            (
+                f"{each.peak_bytes / 1e6:,.1f}",
+                f"{reserved / 1e6:,.1f}",
+                f"{(self.room - reserved) / 1e6:,.1f}",
+                f"{each.flops / 1e12:,.3f}",
+                f"{each.moved_bytes / 1e9:,.3f}",
+                f"{self.rates.seconds(each):,.3f}",
+                str(each.recipe),
+            )
+            for each, reserved in zip(self.found, self.reserved, strict=True)
+        ]
+
+    def caption(self) -> str:
+        return self.title

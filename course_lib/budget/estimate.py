@@ -107,8 +107,14 @@ class Estimate(Table):
 
     def reserved_bytes(self, settings: AllocatorSettings | str | None = None) -> int:
         """The most that PyTorch's allocator reserves for the step on a GPU, by its rules
-        (`Trace.allocated`); the step is run again, as for `trace`."""
-        return self.trace().allocated(settings).memory_stats()["reserved_bytes.all.peak"]
+        (`Trace.allocated`). The first call for some settings runs the step again, as `trace` does.
+        """
+        known = vars(self).setdefault("_reserved", {})  # no field: equal estimates stay equal
+        key = str(settings)
+        if key not in known:
+            allocator = self.trace().allocated(settings)
+            known[key] = allocator.memory_stats()["reserved_bytes.all.peak"]
+        return known[key]
 
     def __getstate__(self) -> dict[str, Any]:
         # a function may not be pickled

@@ -34,15 +34,15 @@ class Rates:
     """Work that a machine does in a second. A step's cost is the seconds that result, by `seconds`.
 
     Attributes:
-        fp32_flops: of matrix products in fp32.
-        bf16_flops: of matrix products in bf16.
-        link_bytes: to or from the tier below.
+        fp32_flops: FLOPs per second of matrix products in fp32.
+        bf16_flops: FLOPs per second of matrix products in bf16.
+        link_bytes: bytes per second, each way, between the device and its store.
         source: where the figures are from.
         host_bytes: read and written by the host in its memory, for the optimizer's update there;
             infinity leaves that work out.
         memory_bytes: what the device has; None if that is not known.
-        flops_share: of the FLOPs, what a training step reaches.
-        link_share: of the link, what a copy reaches.
+        flops_share: share of `fp32_flops` or `bf16_flops` that a training step reaches.
+        link_share: share of `link_bytes` that a copy reaches.
         peer_bytes: from one device to another, one way, within a machine of `peers`; infinity
             leaves that out.
         network_bytes: likewise, where there are more ranks than `peers`.
@@ -154,34 +154,72 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
 
 
 MIB = 1 << 20
+_PCIE3 = text("PCIe 3.0 x16, at the share of its rate that PCIe 4.0 reaches")
 _PCIE4 = text("PCIe 4.0 x16, 24.8 of 31.5 GB/s as nvbandwidth measures on an A100")
 _PCIE5 = text("PCIe 5.0 x16, 55.6 of 63 GB/s as in NVIDIA's article on nvbandwidth")
 _SIZE = text("memory as nvidia-smi shows it")
+_DESKTOP = text("host memory of a desktop, 2 channels of DDR5-5600")
+_EPYC = text("host memory of one EPYC 7742, 8 channels of DDR4-3200")
+_XEON = text("host memory of one Xeon 8480C, 8 channels of DDR5-4800")
+_HOST_BYTES = {_DESKTOP: 89.6e9, _EPYC: 204.8e9, _XEON: 307.2e9}
+# Generation of the link -> rate of each direction, and the share of it that a copy reaches.
+_LINKS = {
+    _PCIE3: (15.75e9, 24.8 / 31.5),
+    _PCIE4: (31.5e9, 24.8 / 31.5),
+    _PCIE5: (63e9, 55.6 / 63),
+}
+_FLOPS_SHARE = 0.4  # as Llama 3 reached on H100s
 
 
-def _sources(sheet: str, link: str, host: str) -> str:
-    """Where the figures of a GPU, its link and its host are from."""
+def _gpu(
+    teraflops: tuple[float, float],
+    sheet: str,
+    mebibytes: int,
+    *,
+    link: str,
+    host: str,
+    peer_bytes: float | None = None,
+    network_bytes: float = 12.5e9,
+) -> Rates:
+    """Rates of a GPU.
+
+    Args:
+        teraflops: rates of matrix products in fp32 and bf16, dense, with sums in fp32.
+        sheet: where they are from.
+        mebibytes: memory.
+        link, host: keys of `_LINKS` and `_HOST_BYTES`.
+        peer_bytes: bytes per second to another GPU of the machine, one way; the link's rate if left
+            out.
+        network_bytes: bytes per second to another machine; a round figure of 100 Gb/s if left out.
+    """
+    link_bytes, link_share = _LINKS[link]
     dense = text(
-        "NVIDIA {sheet}, dense, at 40% as Llama 3 reached on H100s (38 to 43%, arXiv:2407.21783)",
+        "{sheet}, dense, at 40% as Llama 3 reached on H100s (38 to 43%, arXiv:2407.21783)",
         sheet=sheet,
     )
-    return listed([dense, link, host, _SIZE], "; ")
+    return Rates(
+        teraflops[0] * 1e12,
+        teraflops[1] * 1e12,
+        link_bytes,
+        listed([dense, link, host, _SIZE], "; "),
+        host_bytes=_HOST_BYTES[host],
+        memory_bytes=mebibytes * MIB,
+        flops_share=_FLOPS_SHARE,
+        link_share=link_share,
+        peer_bytes=peer_bytes or link_bytes,
+        network_bytes=network_bytes,
+    )
 
 
-_SLOW = {"link_share": 24.8 / 31.5, "flops_share": 0.4}
-_FAST = {"link_share": 55.6 / 63, "flops_share": 0.4, "host_bytes": 307.2e9}
-# one way, at best: NVLink 4, 400 Gb/s a GPU (DGX H100 datasheet)
-_FAST |= {"peer_bytes": 450e9, "network_bytes": 50e9}
-# NVLink 3, 200 Gb/s a GPU (DGX A100 datasheet)
-_NVLINK3 = {"peer_bytes": 300e9, "network_bytes": 25e9}
-# no NVLink; 100 Gb/s a machine, a round figure
-_ON_PCIE4 = {"peer_bytes": 31.5e9, "network_bytes": 12.5e9}
-_XEON = text("host memory of one Xeon 8480C, 8 channels of DDR5-4800")
-_A100 = _sources(
-    text("A100 datasheet"),
-    _PCIE4,
-    text("host memory of one EPYC 7742, 8 channels of DDR4-3200"),
-)
+_ADA = text("NVIDIA Ada whitepaper, fp32 accumulate")
+_A100 = text("NVIDIA A100 datasheet")
+_ON_DESKTOP = {"link": _PCIE4, "host": _DESKTOP}
+_ON_EPYC = {"link": _PCIE4, "host": _EPYC}
+_ON_XEON = {"link": _PCIE5, "host": _XEON}
+# NVLink 3 and 200 Gb/s a GPU: DGX A100 datasheet. NVLink 4 and 400 Gb/s: DGX H100 datasheet.
+_DGX_A100 = {**_ON_EPYC, "peer_bytes": 300e9, "network_bytes": 25e9}
+_DGX_H100 = {**_ON_XEON, "peer_bytes": 450e9, "network_bytes": 50e9}
+_INFINITY_FABRIC = 448e9  # seven links of 64 GB/s one way: AMD MI300X data sheet
 
 RATES = {
     "laptop": Rates(
@@ -192,56 +230,51 @@ RATES = {
         peer_bytes=1e9,
         network_bytes=1e9,
     ),
-    "RTX 4090": Rates(
-        82.6e12,
-        165.2e12,
-        31.5e9,
-        _sources(
-            text("Ada whitepaper, fp32 accumulate"),
-            _PCIE4,
-            text("host memory of a desktop, 2 channels of DDR5-5600"),
-        ),
-        host_bytes=89.6e9,
-        memory_bytes=24_564 * MIB,
-        **_SLOW,
-        **_ON_PCIE4,
+    "T4": _gpu(
+        (8.1, 8.1),
+        text("NVIDIA T4 datasheet; without tensor cores for bf16, at the rate of fp32"),
+        15_360,
+        link=_PCIE3,
+        host=_EPYC,
     ),
-    "A100": Rates(
-        19.5e12,
-        312e12,
-        31.5e9,
-        _A100,
-        host_bytes=204.8e9,
-        memory_bytes=81_920 * MIB,
-        **_SLOW,
-        **_NVLINK3,
+    "L4": _gpu((30.3, 121), text("NVIDIA L4 datasheet"), 23_034, **_ON_EPYC),
+    "A10": _gpu((31.2, 125), text("NVIDIA A10 datasheet"), 23_028, **_ON_EPYC),
+    "L40S": _gpu((91.6, 362), text("NVIDIA L40S datasheet"), 46_068, **_ON_EPYC),
+    "RTX 3090": _gpu(
+        (35.6, 71), text("NVIDIA GA102 whitepaper, fp32 accumulate"), 24_576, **_ON_DESKTOP
     ),
-    "A100 40GB": Rates(
-        19.5e12,
-        312e12,
-        31.5e9,
-        _A100,
-        host_bytes=204.8e9,
-        memory_bytes=40_960 * MIB,
-        **_SLOW,
-        **_NVLINK3,
+    "RTX 4080": _gpu((48.7, 97.5), _ADA, 16_376, **_ON_DESKTOP),
+    "RTX 4090": _gpu((82.6, 165.2), _ADA, 24_564, **_ON_DESKTOP),
+    "RTX 5090": _gpu(
+        (104.8, 209.5),
+        text("NVIDIA RTX Blackwell whitepaper, fp32 accumulate"),
+        32_607,
+        link=_PCIE5,
+        host=_DESKTOP,
     ),
-    "H100": Rates(
-        67e12,
-        989e12,
-        63e9,
-        _sources(text("H100 SXM datasheet"), _PCIE5, _XEON),
-        memory_bytes=81_559 * MIB,
-        **_FAST,
+    "A100": _gpu((19.5, 312), _A100, 81_920, **_DGX_A100),
+    "A100 40GB": _gpu((19.5, 312), _A100, 40_960, **_DGX_A100),
+    "H100": _gpu((67, 989), text("NVIDIA H100 SXM datasheet"), 81_559, **_DGX_H100),
+    "H200": _gpu((67, 989), text("NVIDIA H200 SXM datasheet"), 143_771, **_DGX_H100),
+    "MI300X": _gpu(
+        (163.4, 1307.4),
+        text("AMD MI300X data sheet"),
+        196_592,
+        **{**_ON_XEON, "peer_bytes": _INFINITY_FABRIC, "network_bytes": 50e9},
     ),
-    "H200": Rates(
-        67e12,
-        989e12,
-        63e9,
-        _sources(text("H200 SXM datasheet"), _PCIE5, _XEON),
-        memory_bytes=143_771 * MIB,
-        **_FAST,
-    ),
+}
+#: Names that people type -> names of `RATES`.
+DEVICE_NAMES = {
+    "A100 80GB": "A100",
+    "A100 SXM4 80GB": "A100",
+    "A100 SXM4 40GB": "A100 40GB",
+    "H100 80GB": "H100",
+    "H100 SXM": "H100",
+    "3090": "RTX 3090",
+    "4080": "RTX 4080",
+    "4090": "RTX 4090",
+    "5090": "RTX 5090",
+    "cpu": "laptop",
 }
 
 

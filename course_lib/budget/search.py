@@ -42,9 +42,10 @@ class Estimates(Table, list):
         rates: Rates,
         title: str = "",
         estimate: Callable | None = None,
+        within: Callable[[int], Estimates] | None = None,
     ):
         list.__init__(self, found)
-        self.rates, self.title, self.estimate = rates, title, estimate
+        self.rates, self.title, self.estimate, self.within = rates, title, estimate, within
 
     def way(self) -> Way:
         """Way from the plain step to the cheapest, one technique at a time, by the search's own
@@ -84,7 +85,7 @@ def fit(
     kind: str = "cpu",
     count: str = "tensors",
     quick: bool = False,
-    progress: bool = True,
+    progress: bool | Callable[[Recipe], None] = True,
 ) -> Estimates:
     """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer
     micro-batches.
@@ -144,7 +145,8 @@ def fit(
         quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or
             none, flash attention where the model takes it, all of the optimizer's state offloaded
             or none, one micro-batch or the most.
-        progress: show a bar, where tqdm is installed.
+        progress: show a bar, where tqdm is installed; or a function that is called with each
+            recipe before it is estimated.
 
     Raises:
         InfeasibleBudget: nothing was found that fits; the least peak met in the search is named,
@@ -179,7 +181,12 @@ def fit(
         def within(room: int) -> Estimates:
             return that_fit(Search(known, room, rates), base, recipes)
 
-        return within(budget_bytes) if count == "tensors" else that_reserve(budget_bytes, within)
+        def fitting(room: int) -> Estimates:
+            found = within(room) if count == "tensors" else that_reserve(room, within)
+            found.within = fitting
+            return found
+
+        return fitting(budget_bytes)
 
 
 def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None) -> Estimates:
@@ -400,9 +407,14 @@ def _find_least(search: Search) -> None:
 
 
 @contextmanager
-def _progress(wanted: bool) -> Iterator[Callable[[Recipe], None]]:
-    """Yield what is to be called before each estimate: it moves a bar, where one is wanted and tqdm
-    is installed."""
+def _progress(
+    wanted: bool | Callable[[Recipe], None],
+) -> Iterator[Callable[[Recipe], None]]:
+    """Yield the function that is called before each estimate: the caller's own, or one that moves a
+    bar where a bar is wanted and tqdm is installed."""
+    if callable(wanted):
+        yield wanted
+        return
     try:
         from tqdm.auto import tqdm
     except ImportError:

@@ -17,6 +17,7 @@ from .techniques import BY_PLACE
 from .techniques.micro_batches import MicroBatches
 
 ORDER = tuple(tuple(technique.fields) for technique in BY_PLACE)  # what is cheap comes first
+VISIBLE_BYTES = 10**5  # a change of the peak that the table's column shows
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
@@ -30,6 +31,8 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
         "optimizer": recipe.optimizer,
         "update": recipe.update,
     }
+    if recipe.attention is None:  # the model is left as it is, which is no step of its own
+        base["attention"] = None
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps = [Recipe(**base)]
     changed = recipe.changed()
@@ -59,7 +62,14 @@ class Way(Table, list):
         list.__init__(self, estimates)
 
     def rows(self) -> list[Sequence]:
-        more = [text("+ {added}", added=added(a.recipe, b.recipe)) for a, b in pairwise(self)]
+        raises, other = "+ {added} (raises the peak)", "+ {added}"
+        more = [
+            text(
+                raises if b.peak_bytes - a.peak_bytes > VISIBLE_BYTES else other,
+                added=added(a.recipe, b.recipe),
+            )
+            for a, b in pairwise(self)
+        ]
         names = [str(self[0].recipe), *more]
         return [
             (

@@ -28,6 +28,7 @@ from course_lib.distributed.torchrun import process_group, resumed, train
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, said_error
 from course_lib.memory import MemoryBudgetExceeded, symbolic
+from course_lib.options import add_shared, byte_count, whole_number
 
 MUCH = 0.2  # of the parameters, in no block
 RANK = int(os.environ.get("RANK", 0))
@@ -58,14 +59,16 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, default=10, help="of each mode; bytes are the third's; default 10"
     )
-    parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json")
-    parser.add_argument(
-        "--model",
-        metavar="PACKAGE:FUNCTION",
-        help="returns a model; its .make_batch returns a batch",
-    )
-    parser.add_argument("--batch", type=int, help="samples of all ranks together; default 8")
-    parser.add_argument("--sequence", type=int, help="tokens of a sample; default 128")
+    options: dict[str, dict[str, Any]] = {"--config": {}, "--model": {}}
+    options["--batch"] = {
+        "type": whole_number,
+        "help": "samples of a step, on all ranks together; not with --model; default 8",
+    }
+    options["--sequence"] = {
+        "type": whole_number,
+        "help": "tokens of a sample; not with --model; default 128",
+    }
+    add_shared(parser, options)
     parser.add_argument(
         "--unequal",
         action="store_true",
@@ -100,7 +103,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget",
         metavar="BYTES",
-        help="stop a rank that would hold more, such as 48e6; fsdp=48e6 for one mode of several",
+        help="stop a rank that would hold more, such as 48MB; fsdp=48MB for one mode of several",
     )
     parser.add_argument(
         "--wrapper", action="store_true", help="fsdp-checkpoint by PyTorch's checkpoint_wrapper"
@@ -125,7 +128,7 @@ def arguments() -> argparse.ArgumentParser:
         metavar="N",
         help="predict for N ranks, without torchrun, and start none",
     )
-    parser.add_argument("--json", action="store_true", help="one line of JSON a mode")
+    add_shared(parser, {"--json": {"help": "print one line of JSON for each mode"}})
     parser.add_argument(
         "--details", action="store_true", help="with --json: what was live at each rank's peak, too"
     )
@@ -223,19 +226,17 @@ def _modes(text: str) -> list[str]:
 
 
 def _budgets(given: str | None, modes: list[str]) -> dict[str, int]:
-    """Mode -> bytes, of '48e6' for all modes, or of 'fsdp=48e6' for that one."""
+    """Mode -> bytes, of '48MB' for all modes, or of 'fsdp=48MB' for that one."""
     budgets: dict[str, int] = {}
     for part in given.split(",") if given else ():
         mode, _, count = part.rpartition("=")
         try:
-            budget = int(float(count))
-        except (ValueError, OverflowError):
-            budget = 0
-        if budget < 1 or (mode and mode not in modes):
-            allowed = (
-                f"bytes, such as 48e6, or {modes[-1]}=48e6 with one of --mode {','.join(modes)}"
-            )
-            raise ValueError(f"--budget must be {allowed}, got {given!r}")
+            budget = byte_count(count)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--budget {error}") from None
+        if mode and mode not in modes:
+            allowed = f"bytes such as 48MB, or {modes[-1]}=48MB with one of --mode"
+            raise ValueError(f"--budget must be {allowed} {','.join(modes)}, got {given!r}")
         budgets |= dict.fromkeys([mode] if mode else modes, budget)
     return budgets
 

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, NoReturn
 
@@ -22,7 +23,6 @@ _OWN = (
     "invalid %(type)s value: %(value)r",
     "invalid choice: %(value)r (choose from %(choices)s)",
     "the following arguments are required: %s",
-    "unrecognized arguments: %s",
 )
 
 
@@ -30,7 +30,12 @@ class Parser(argparse.ArgumentParser):
     """argparse's, whose words are labels: those that it is given, and its own.
 
     With COURSE_LANG=both it speaks English: a terminal has no room for two.
+
+    Attributes:
+        options: names of the options that were added.
     """
+
+    options: list[str]
 
     def __init__(self, *args: Any, description: str = "", epilog: str = "", **options: Any) -> None:
         try:
@@ -42,11 +47,25 @@ class Parser(argparse.ArgumentParser):
             super().__init__(*args, description=_said(description), epilog=_said(epilog), **options)
 
     def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
+        self.__dict__.setdefault("options", []).extend(names)
         return super().add_argument(*names, help=_said(help), **options)
 
     def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
         with _own_words():
-            return super().parse_args(*args, **options)
+            given, others = self.parse_known_args(*args, **options)
+            if others:
+                self.error(f"unrecognized arguments: {self._explained(others)}")
+            return given
+
+    def _explained(self, others: list[str]) -> str:
+        """Arguments that no option takes, and what was probably meant by the first of them."""
+        words, first = " ".join(others), others[0]
+        if not first.startswith("-"):
+            meant = f"--config {first}" if "--config" in self.options else ""
+        else:
+            near = get_close_matches(first.partition("=")[0], self.options, 1)
+            meant = "".join(near)
+        return f"{words}; did you mean {meant}?" if meant else words
 
     def format_help(self) -> str:
         with _own_words():
@@ -58,9 +77,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line; argparse's own says all options first."""
-        sentence = text(
-            "error: {sentence}; --help says what there is", sentence=said_error(message)
-        )
+        sentence = text("error: {sentence} (see --help)", sentence=said_error(message))
         self.exit(2, f"{_said(sentence)}\n")
 
 
@@ -82,9 +99,9 @@ def said_error(message: str) -> str:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Each sentence under [errors] as a pattern with a group a value; those with few values
-    first."""
-    known = sorted(sentences().items(), key=lambda entry: entry[0].count("{"))
+    """Each sentence under [errors] as a pattern with a group for each value; those with the most
+    words of their own first, since a value may be any text."""
+    known = sorted(sentences().items(), key=lambda entry: -len(re.sub(r"\{\w+\}", "", entry[0])))
     return [
         (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(english)), re.S), zh)
         for english, zh in known

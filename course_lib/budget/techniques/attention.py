@@ -30,6 +30,7 @@ class AttentionKind(Technique):
 
     fields = fields_of(attention=choice(*ATTENTIONS, *SWITCHED, None))
     place = 0
+    acts_on = frozenset({"activation", "temporary"})
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         """Say what can be said before the model runs."""
@@ -56,12 +57,19 @@ class AttentionKind(Technique):
         return [] if recipe.attention in ("standard", None) else [verbatim(recipe.attention)]
 
     def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        standard, flash = ({"attention": name} for name in ATTENTIONS)
-        if drop_probability(attentions_of(known.model)) or not known.goes_with(**flash):
-            return [standard]
-        if known.quick:
-            return [flash]
-        return sorted((standard, flash), key=lambda each: known.with_base(**each).flops)
+        """The model's attention as it is, and flash attention where the model does not use it
+        already. A model that calls F.scaled_dot_product_attention does."""
+        unchanged = {"attention": "standard"}
+        own = attentions_of(known.model)
+        if own:
+            fused = {"attention": "flash"}
+        elif "eager" in _implementations(known.model):
+            fused = {"attention": "sdpa"}
+        else:
+            return [unchanged]
+        if drop_probability(own) or not known.goes_with(**fused):
+            return [unchanged]
+        return sorted((unchanged, fused), key=lambda each: known.with_base(**each).flops)
 
 
 @contextmanager
@@ -118,6 +126,11 @@ def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
 
 
 # ---- Hugging Face models
+
+
+def _implementations(model: nn.Module) -> set[str]:
+    """The attention implementations that a model's own switch has set."""
+    return {config._attn_implementation for config in configs_of(model, "_attn_implementation")}
 
 
 def _with_switch(model: nn.Module) -> list[nn.Module]:

@@ -41,6 +41,7 @@ class Checkpoint(Technique):
         schedule_bytes=count_or_none(1),
     )
     place = 2
+    acts_on = frozenset({"activation"})
 
     def conflict(self, recipe: Recipe) -> str | None:
         for name, kinds in OF_KINDS.items():

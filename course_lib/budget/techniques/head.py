@@ -26,6 +26,7 @@ class ChunkedHead(Technique):
 
     fields = fields_of(head_chunk=count_or_none(1))
     place = 1
+    acts_on = frozenset({"activation", "temporary"})
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         if recipe.head_chunk:

@@ -15,6 +15,7 @@ class InBackward(Technique):
 
     fields = fields_of(in_backward=yes_or_no)
     place = 4
+    acts_on = frozenset({"gradient"})
     in_forward = False
 
     def conflict(self, recipe: Recipe) -> str | None:

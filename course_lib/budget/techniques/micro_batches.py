@@ -14,6 +14,7 @@ class MicroBatches(Technique):
 
     fields = fields_of(accumulate=choice("fp32", None), micro_batches=count(1))
     place = 3
+    acts_on = frozenset({"activation", "temporary", "input"})
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.in_backward and recipe.accumulate:

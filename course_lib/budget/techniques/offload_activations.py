@@ -25,6 +25,7 @@ class OffloadedActivations(Technique):
     )
     around = "forward"
     place = 6
+    acts_on = frozenset({"activation"})
     hooks_saved_tensors = True
 
     def conflict(self, recipe: Recipe) -> str | None:

@@ -43,6 +43,7 @@ class OffloadedState(Technique):
 
     fields = fields_of(offload_optimizer=fraction, page_bytes=count(1, of="bytes"))
     place = 5
+    acts_on = frozenset({"optimizer"})
     graded = True
     in_forward = False
 

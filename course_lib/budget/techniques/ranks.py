@@ -30,6 +30,7 @@ RUN: dict[str, tuple[Any, ...]] = {
 
 class Ranks(Technique):
     fields = fields_of(ranks=count(1), shard=choice(*SHARDS, None))
+    acts_on = frozenset({"parameter", "gradient", "optimizer", "activation"})
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.ranks == 1 and recipe.shard:

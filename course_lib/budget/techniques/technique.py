@@ -31,6 +31,7 @@ class Technique:
         graded: each of its candidates uses more of it than the one before; else they exclude one
             another.
         in_forward: it changes what a forward pass keeps, and so what offloading would move.
+        acts_on: categories of live bytes that it makes smaller.
         hooks_saved_tensors: `applied` puts `torch.autograd.graph.saved_tensors_hooks`, or a context
             manager that is built on them, around each forward pass. PyTorch runs only the innermost
             of such hooks, so a `Recipe` refuses two techniques of this kind. Checkpoints of blocks
@@ -42,6 +43,7 @@ class Technique:
     place: int | None = None
     graded: bool = False
     in_forward: bool = True
+    acts_on: frozenset[str] = frozenset()
     hooks_saved_tensors: bool = False
 
     @property

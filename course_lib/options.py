@@ -1,0 +1,143 @@
+"""Options that the commands of the library share, and the values that their texts stand for.
+
+Each function that converts a value raises `argparse.ArgumentTypeError`, which argparse prints after
+the option's name.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+BYTE_UNITS |= {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
+PARAMETER_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+FEWEST_BYTES_WITHOUT_UNIT = 10**6  # fewer are almost certainly meant in GB
+
+#: Option -> arguments of `add_argument`.
+SHARED: dict[str, dict[str, Any]] = {
+    "--config": {
+        "metavar": "FILE",
+        "help": (
+            "config.json of a Hugging Face model: gpt2, llama, mistral, mixtral, qwen2, qwen3; with"
+            " transformers installed, any other as well"
+        ),
+    },
+    "--model": {
+        "metavar": "PACKAGE:FUNCTION",
+        "help": "function that returns a model in fp32; its .make_batch returns a batch",
+    },
+    "--sequence": {"help": "tokens of a sample; not with --model"},
+    "--batch": {"help": "samples of a step, on all ranks together; not with --model"},
+    "--json": {"action": "store_true", "help": "print JSON, for other programs"},
+}
+
+
+def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add shared options to a command's parser.
+
+    Args:
+        changes: option -> arguments of `add_argument` that replace those in `SHARED` or are added
+            to them.
+    """
+    for option, changed in changes.items():
+        parser.add_argument(option, **{**SHARED[option], **changed})
+
+
+# ---- values
+
+
+def byte_count(text: str) -> int:
+    """Bytes of a text: "80GiB" -> 85899345920, "24GB" and "24G" -> 24000000000.
+
+    1 GB is 10**9 bytes, 1 GiB 2**30 bytes.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    try:
+        number = float(match[1])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"must be a number of bytes such as 80GiB or 24GB, got {text!r}"
+        ) from None
+    named = match[2]  # type: ignore[index]
+    unit = named.upper().removesuffix("B")
+    if unit not in BYTE_UNITS:
+        raise ArgumentTypeError(
+            f"the unit must be one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, got {named!r} in"
+            f" {text!r}"
+        )
+    if not named and 0 < number < FEWEST_BYTES_WITHOUT_UNIT:
+        shown = match[1]  # type: ignore[index]
+        raise ArgumentTypeError(
+            f"must have a unit, got {text!r}: did you mean {shown}GB (10**9 bytes each) or"
+            f" {shown}GiB (2**30 bytes each)?"
+        )
+    count = number * BYTE_UNITS[unit]
+    if not 1 <= count < 1e18:
+        raise ArgumentTypeError(f"must be between 1 byte and 1e18 bytes, got {text!r}")
+    return int(count)
+
+
+def parameter_count(text: str) -> float:
+    """Number of parameters of a text: "7B" and "7e9" -> 7e9, "124M" -> 124e6."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
+    try:
+        number = float(match[1]) * PARAMETER_UNITS[match[2].upper()]  # type: ignore[index]
+    except (TypeError, ValueError):
+        number = 0
+    if not 1e4 <= number < 1e15:
+        raise ArgumentTypeError(
+            f"must be a number of parameters such as 7B, 124M or 7e9, at least 1e4, got {text!r}"
+        )
+    return number
+
+
+def whole_number(text: str) -> int:
+    """A whole number between 1 and 10,000,000."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= 10**7:
+        raise ArgumentTypeError(f"must be a whole number between 1 and 10,000,000, got {text!r}")
+    return number
+
+
+def named(
+    names: Iterable[str],
+    others: Mapping[str, str] | None = None,
+    refused: Mapping[str, str] | None = None,
+) -> Callable[[str], str]:
+    """Conversion of a text to one of some names, whatever its case, spaces and hyphens.
+
+    Args:
+        names: what the library calls them.
+        others: further names that people type -> the library's name.
+        refused: a name that people type -> why it is not among them.
+    """
+    names = list(names)
+    known = {_plain(name): name for name in names}
+    known |= {_plain(other): name for other, name in (others or {}).items()}
+    reasons = {_plain(name): reason for name, reason in (refused or {}).items()}
+
+    def convert(text: str) -> str:
+        plain = _plain(text)
+        if plain in known:
+            return known[plain]
+        message = f"must be one of {', '.join(names)}, got {text!r}"
+        if plain in reasons:
+            message = f"{message}; {reasons[plain]}"
+        elif nearest := get_close_matches(plain, known, 1):
+            message = f"{message}; did you mean {known[nearest[0]]!r}?"
+        raise ArgumentTypeError(message)
+
+    return convert
+
+
+def _plain(name: str) -> str:
+    """A name without case, spaces, hyphens and its maker's name."""
+    name = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"^(nvidia|amd|geforce|tesla|instinct)+", "", name) or name
