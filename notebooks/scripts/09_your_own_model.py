@@ -410,28 +410,28 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # %% [markdown]
 # <div lang="en">
 #
-# 50 GB, with a third of the card to spare: flash takes the scores away, and the state goes to the host. The same line with other devices, and with another configuration:
+# 49 GB, and two fifths of the card remain: PyTorch's attention keeps no scores, and the optimizer's state goes to the host. The same line with other devices, and with another configuration:
 #
 # | model | device, GB | recipe | tensors, GB | reserved, GB | moved, GB |
 # |---|---|---|---|---|---|
-# | Llama 3 8B | H100, 85.5 | state below, flash | 50.0 | 51.4 | 32.1 |
-# | Llama 3 8B | RTX 4090, 25.8 | state and activations below, flash, steps in backward | 22.4 | 24.4 | 87.3 |
-# | Mixtral 8x7B | H200, 150.8 | state below, flash, steps in backward | 145.1 | 150.3 | 186.8 |
+# | Llama 3 8B | H100, 85.5 | state offloaded | 49.0 | 50.3 | 32.1 |
+# | Llama 3 8B | RTX 4090, 25.8 | state and activations offloaded, steps in backward | 22.4 | 24.4 | 85.1 |
+# | Mixtral 8x7B | H200, 150.8 | state offloaded, steps in backward | 144.1 | 149.3 | 186.8 |
 #
-# The first column of bytes counts tensors alone. It is exact for the CPU's operators; on CUDA some operators keep other tensors, and `course_lib/budget/kinds.py` lists them. The second column is what PyTorch's allocator would reserve for these tensors by its rules (lesson 01, in depth). Mixtral's tensors fit, and yet this step would not: 150.3 GB reserved and 0.5 of context are more than there is. With `expandable_segments` it is 145.8. (No GPU has run these yet.)
+# The first column of bytes counts tensors alone. It is exact for the CPU's operators; on CUDA some operators keep other tensors, and `course_lib/budget/kinds.py` lists them. The second column is what PyTorch's allocator would reserve for these tensors by its rules (lesson 01, in depth). It has to fit, together with what CUDA keeps for itself. Mixtral fits with 1.0 GB to spare. Where less than 5% remains, the command shows another recipe: with a checkpoint around every layer 102.9 GB are reserved, for 3% more seconds. (No GPU has run these yet.)
 #
 # </div>
 # <div lang="zh">
 #
-# 50 GB，卡上还剩三分之一：flash 去掉了分数，状态放到了主机上。同一行命令，换几种设备，再换一份配置：
+# 49 GB，卡上还剩五分之二：PyTorch 的注意力不保存分数，优化器状态放到了主机上。同一行命令，换几种设备，再换一份配置：
 #
 # | 模型 | 设备（GB） | 配方 | 张量（GB） | 已预留（GB） | 搬运（GB） |
 # |---|---|---|---|---|---|
-# | Llama 3 8B | H100，85.5 | 状态卸载，flash | 50.0 | 51.4 | 32.1 |
-# | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，flash，在反向中更新 | 22.4 | 24.4 | 87.3 |
-# | Mixtral 8x7B | H200，150.8 | 状态卸载，flash，在反向中更新 | 145.1 | 150.3 | 186.8 |
+# | Llama 3 8B | H100，85.5 | 状态卸载 | 49.0 | 50.3 | 32.1 |
+# | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，在反向中更新 | 22.4 | 24.4 | 85.1 |
+# | Mixtral 8x7B | H200，150.8 | 状态卸载，在反向中更新 | 144.1 | 149.3 | 186.8 |
 #
-# 前一列字节只统计张量，对 CPU 的算子是精确的；在 CUDA 上，有些算子保存的张量不同，列在 `course_lib/budget/kinds.py` 里。后一列是 PyTorch 的分配器按它的规则要为它们预留多少（第 01 课，深入）。Mixtral 的张量装得下，这一步却装不下，因为要预留 150.3 GB，再加 0.5 GB 的上下文，超出了设备的容量。用 `expandable_segments` 则是 145.8 GB。（这些还没有在 GPU 上运行过。）
+# 前一列字节只统计张量，对 CPU 的算子是精确的；在 CUDA 上，有些算子保存的张量不同，列在 `course_lib/budget/kinds.py` 里。后一列是 PyTorch 的分配器按它的规则要为它们预留多少（第 01 课，深入）。要装得下的是后一列，再加上 CUDA 自己占用的部分。Mixtral 装得下，还剩 1.0 GB。剩下的不到 5% 时，命令会再给出一种配方：每层都设检查点，预留 102.9 GB，秒数只多 3%。（这些还没有在 GPU 上运行过。）
 #
 # </div>
 
