@@ -241,7 +241,7 @@ OPTIMAL = Recipe(checkpoint="optimal", schedule_bytes=10**9)
         (wrap_blocks, Recipe(checkpoint="segments", segments=2)),
         (wrap_blocks, Recipe(offload_activations=True, min_bytes=1000)),
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", None) or str(each),
 )
 def test_train_step_on_a_compiled_decoder_is_that_of_the_plain_one(recipe, compile_):
     model, optimizer = build(decoder, Recipe())
