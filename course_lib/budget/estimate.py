@@ -1,5 +1,8 @@
-"""Estimates: a recipe's needs, read off the trace of its step on symbolic tensors; and the same
-step for real, to check them."""
+"""Estimate what a recipe's step needs, and run the same step for real to check the estimate.
+
+`estimate` runs the whole step on symbolic tensors, which need no memory, and reads the result from
+its trace. `extrapolate` makes equal estimates with less work, for a search.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +34,30 @@ TIERS = ("file", "host")
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Table):
-    """Needs of one step by a recipe, from the second step on; the batch itself is not counted.
+    """Memory, FLOPs and traffic of one training step by a recipe.
+
+    The step is the second one or a later one, so the optimizer state exists. The batch is not
+    counted.
 
     Attributes:
-        recipe: the recipe.
-        peak_bytes: most tensor bytes live at once: model, gradients, optimizer state, and all that
+        recipe: Recipe of the step.
+        peak_bytes: Most tensor bytes live at once: model, gradients, optimizer state, and all that
             the step makes.
-        at_peak: category -> bytes at that moment.
-        phase_peaks: phase ("forward", "backward", "optimizer") -> the most bytes live in it.
-        operator: the one that reaches the peak.
-        flops: of matrix products, forward, backward and recomputed; those of fused attention among
+        at_peak: Mapping from category to live bytes at the peak.
+        phase_peaks: Mapping from phase ("forward", "backward", "optimizer") to the most bytes live
+            in it.
+        operator: Name of the operator that reaches the peak.
+        flops: FLOPs of the matrix products in forward, backward and recomputation, including those
+            of fused attention.
+        bytes_down: Bytes copied to the lower tier.
+        bytes_up: Bytes copied back from it.
+        tier: Lower tier, "file" (as on a CPU) or "host" (as on a GPU). With "host", the host
+            updates the offloaded parameters, so only gradients are copied to it and parameters
+            back.
+        host_parameters: Number of parameters that the host updates, with "host".
+        sent_bytes: Bytes that a rank communicates, as `course_lib.distributed.Communicated` counts
             them.
-        bytes_down: moved to the tier below.
-        bytes_up: moved back from it.
-        tier: "file" (as a CPU does it) or "host" (as a GPU does it: the update runs below, so that
-            only gradients go down and parameters come up).
-        host_parameters: how many parameters the host updates, with "host" below.
-        sent_bytes: communicated by a rank, as `course_lib.distributed.Communicated` counts.
-        kind: of the device, one of `KINDS`.
+        kind: Kind of device, one of `KINDS`.
     """
 
     recipe: Recipe
@@ -70,7 +79,7 @@ class Estimate(Table):
     def of(
         cls, trace: Trace, recipe: Recipe, tier: str, host_parameters: int = 0, kind: str = "cpu"
     ) -> Estimate:
-        """The estimate that is read off the trace of a step by the recipe."""
+        """Read the estimate of a recipe from the trace of its step."""
         return cls(
             recipe,
             trace.peak_bytes,
@@ -87,15 +96,17 @@ class Estimate(Table):
         )
 
     def traced_by(self, run: Callable[[], Trace]) -> Estimate:
-        """Keep how the step is run again, for `trace`."""
-        object.__setattr__(self, "_run", run)  # no field: two estimates are equal without it
+        """Store the function that runs the step again, for `trace`, and return the estimate."""
+        object.__setattr__(self, "_run", run)  # not a field, so it is not compared
         return self
 
     def trace(self) -> Trace:
-        """The step's events, by running the symbolic step again: no estimate keeps them.
+        """Run the symbolic step again and return its trace with all events.
+
+        An estimate does not keep the events.
 
         Raises:
-            ValueError: this one was not made by `estimate` or `fit`.
+            ValueError: The estimate was not made by `estimate` or `fit`.
         """
         run = getattr(self, "_run", None)
         if run is None:
@@ -106,10 +117,12 @@ class Estimate(Table):
         return run()
 
     def reserved_bytes(self, settings: AllocatorSettings | str | None = None) -> int:
-        """The most that PyTorch's allocator reserves for the step on a GPU, by its rules
-        (`Trace.allocated`). The first call for some settings runs the step again, as `trace` does.
+        """Return the most bytes that PyTorch's allocator reserves for the step on a GPU.
+
+        The bytes follow from the allocator's rules (`Trace.allocated`). The first call for some
+        settings runs the step again, as `trace` does.
         """
-        known = vars(self).setdefault("_reserved", {})  # no field: equal estimates stay equal
+        known = vars(self).setdefault("_reserved", {})  # not a field, so it is not compared
         key = str(settings)
         if key not in known:
             allocator = self.trace().allocated(settings)
@@ -117,7 +130,7 @@ class Estimate(Table):
         return known[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        # a function may not be pickled
+        # The function may not be picklable.
         return {name: value for name, value in vars(self).items() if name != "_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,7 +138,7 @@ class Estimate(Table):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes to another tier or another rank, both ways."""
+        """Bytes copied to and from the lower tier, and bytes sent to other ranks."""
         return self.bytes_down + self.bytes_up + self.sent_bytes
 
     def rows(self) -> list[Sequence]:
@@ -156,7 +169,13 @@ class Estimate(Table):
 
 @dataclass(frozen=True)
 class Run:
-    """A step that was run: its `StepResult`, the meter that watched it, and what moved."""
+    """Result of a step that was run for real.
+
+    Attributes:
+        result: Loss and other values of the step.
+        meter: Meter that measured the step.
+        traffic: Bytes copied to and from the lower tier.
+    """
 
     result: StepResult
     meter: MemoryMeter
@@ -173,43 +192,49 @@ def estimate(
     tier: str = "file",
     kind: str = "cpu",
 ) -> Estimate:
-    """Run the step by the recipe on symbolic tensors, which take no memory, under the meter.
+    """Estimate the training step of a recipe by running it on symbolic tensors under a meter.
 
-    Of micro-batches that are alike two are run, since all after the first find the same memory.
-    Flash attention goes through the tiles of one group of heads, as all groups take the same.
-    Everything else is the step of `train_step`.
+    Symbolic tensors need no memory. The step is that of `train_step`, with two shortcuts. Of the
+    micro-batches that are alike, only the last one is run, plus the very first of the step, because
+    all after the first find the same memory. Flash attention runs the tiles of one group of heads,
+    because all groups need the same.
 
-    A step for real takes as many tensor bytes on a CPU, but for the states of random generators
-    (5,056 bytes each) that an "optimal" schedule keeps where there is dropout. On top come, there
-    and on a GPU, what operators allocate inside themselves (`course_lib.memory.measure` reports it)
-    and what the allocator rounds up; and on a GPU, flash attention runs as a kernel and needs no
-    tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is refused;
-    without oneDNN it is not fused. So are sparse gradients, and all other operators of
-    `course_lib.memory.cpu_kernels.INEXACT`.
+    **Accuracy on a CPU.** A real step uses the same number of tensor bytes on a CPU, with one
+    exception: an "optimal" schedule also keeps states of random generators (5,056 bytes each) where
+    there is dropout. Two things are not counted on any device: memory that operators allocate
+    inside themselves (`course_lib.memory.measure` reports it), and the rounding of the allocator.
+    On a GPU, flash attention runs as a kernel and needs no tensors for its tiles.
 
-    A model that `torch.compile` has compiled, or whose modules are compiled, is estimated as it was
-    written. `train_step` runs it compiled, which can take less memory or more: measure that step
-    with `course_lib.memory.measure`.
+    **Models that are refused.** `nn.LSTM` is refused, because its fused operator on a CPU keeps a
+    workspace. Without oneDNN it is not fused and can be estimated. Sparse gradients and all other
+    operators of `course_lib.memory.cpu_kernels.INEXACT` are refused as well.
 
-    Of a recipe with several `ranks` it is what the rank that holds most takes of its share of the
-    batch, from the second step on, to the byte what `course_lib.distributed` measures there, but
-    for the losses of all micro-batches after the second, some bytes each.
+    **Compiled models.** A model that `torch.compile` has compiled, or whose modules are compiled,
+    is estimated uncompiled. `train_step` runs it compiled, which can need less memory or more.
+    Measure that step with `course_lib.memory.measure`.
+
+    **Several ranks.** For a recipe with several `ranks`, the estimate is for the rank that needs
+    the most memory, with its share of the batch. It equals what `course_lib.distributed` measures
+    there from the second step on, except for the losses of all micro-batches after the second one,
+    which are a few bytes each.
 
     Args:
-        make_model, make_batch: make the model in fp32, and a batch, that of all ranks; called with
-            symbolic tensors.
-        recipe: the recipe.
-        loss_sum: as for `train_step`. A weight that is counted in the batch must stay a tensor,
-            since symbolic ones have no numbers.
-        max_norm: as for `train_step`. What is estimated is a step whose gradient is clipped.
-        tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
-        kind: "cpu" or "cuda", where PyTorch updates all parameters at once unless the recipe says
-            otherwise; what else differs is listed in `course_lib.budget.kinds`.
+        make_model, make_batch: Functions that return the model in fp32 and a batch. They are called
+            in symbolic mode. The batch is that of all ranks.
+        recipe: Recipe of the step.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. A weight
+            that is counted in the batch must stay a tensor, because symbolic tensors have no
+            values.
+        max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimated step does
+            clip.
+        tier: Lower tier for the optimizer: "file", as on a CPU, or "host", as on a GPU.
+        kind: Kind of device, "cpu" or "cuda". On CUDA, PyTorch updates all parameters at once
+            unless the recipe sets `update`. `course_lib.budget.kinds` lists the other differences.
 
     Raises:
-        ValueError: the model's step looks at values of its data, which symbolic tensors don't have,
-            or at tensors that were there before; recipe, model and batch do not go together, or the
-            ranks do not divide the batch.
+        ValueError: The step reads values of its data, which symbolic tensors do not have, or uses
+            tensors that existed before. Or recipe, model and batch cannot be combined. Or the ranks
+            do not divide the batch.
     """
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
@@ -239,16 +264,17 @@ def run(
     budget_bytes: int | None = None,
     store: DiskStore | None = None,
 ) -> Run:
-    """The same step for real, under a meter: the model is made, the optimizer's state too, and one
-    step is taken.
+    """Make the model and its optimizer state, and run one real step by the recipe under a meter.
 
     Args:
-        make_model, make_batch, recipe, loss_sum, max_norm: as for `estimate`.
-        budget_bytes: the meter stops the operator that passes it.
-        store: the tier below; a file that is dropped afterwards if left out.
+        make_model, make_batch, recipe, loss_sum, max_norm: Model, batch and options, as in
+            `estimate`.
+        budget_bytes: Limit in bytes. The meter stops the operator that exceeds it.
+        store: Lower tier. The default is a temporary file.
 
     Raises:
-        course_lib.memory.MemoryBudgetExceeded: the step passed the budget; the operator is named.
+        course_lib.memory.MemoryBudgetExceeded: The step exceeded the budget. The message names the
+            operator.
     """
     check_arguments(make_model, make_batch, recipe)
     own = store is None

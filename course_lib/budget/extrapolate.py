@@ -1,8 +1,14 @@
-"""Estimates of a model with many equal blocks, from its step with few of them and with one more.
+"""Estimate models with many equal blocks from their steps with few blocks and with one more.
 
-Moment by moment, what is live grows by as much with each block; so do FLOPs and what is moved. The
-optimizer's part of a step is put together from updates of few parameters, so that recipes that
-differ in it alone share the rest.
+At each moment of the step, the live bytes grow by the same amount with each block, and so do FLOPs
+and bytes moved (`course_lib.memory.growth` has the formula). This module runs forward and backward
+without an optimizer and takes the memory of the optimizer from `updates`, so recipes that differ
+only in their optimizer settings share a run. The result equals that of `estimate`, which runs the
+whole step.
+
+Other modules shorten a step in other ways: `alike` finds micro-batches that run alike, so that one
+stands in for several, and `updates` measures optimizer steps with few parameters. `blocks` finds
+the equal blocks of a model and removes all but a few.
 """
 
 from __future__ import annotations
@@ -35,11 +41,11 @@ from .stages import fastest
 from .step import chain_of, check_model, default_dtype, model_of, pieces_of
 from .updates import Updates
 
-FEW = 2  # the first block and the last
-MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less work
-TRIED_COPIES = 2  # fetched ahead, or going down; with more of them, all blocks are run
-# Of the fields of a recipe, those that this module has been tried with, and the checkpoints that
-# treat blocks alike.
+FEW = 2  # the first block and the last one
+MANY = 2 * FEW + 2  # smallest number of blocks for which running FEW and FEW + 1 is less work
+TRIED_COPIES = 2  # largest `prefetch` and `in_flight` tested; beyond it all blocks are run
+# Recipe fields with which this module has been tested. A recipe that changes any other field is
+# estimated by its whole step. ALIKE lists the checkpoints that treat all blocks in the same way.
 FIELDS = {
     "precision",
     "optimizer",
@@ -65,12 +71,11 @@ ALIKE = ("none", "selective", "layers")
 
 @dataclass
 class Moments:
-    """The trace of a step without an optimizer, in whose place one operator stands, that of
-    `RecordingOptimizer`.
+    """Trace of a step in which `RecordingOptimizer` replaces the optimizer by one operator.
 
     Attributes:
-        trace: of the step.
-        due: of each moment, the parameters to be stepped; none for all but those of
+        trace: Trace of the step.
+        due: Parameters to be updated at each moment of the trace. Empty except at the moments of
             `RecordingOptimizer`.
     """
 
@@ -79,9 +84,9 @@ class Moments:
 
 
 class Composer:
-    """Makes estimates of one model and batch, equal to those of `estimate`, with less work.
+    """Makes the same estimates of one model and batch as `estimate`, with less work.
 
-    A model that does not run with fewer blocks may raise anything.
+    A model that does not run with fewer blocks may raise any exception.
     """
 
     def __init__(
@@ -101,8 +106,8 @@ class Composer:
             with default_dtype(base.dtype):
                 self.batch = make_batch()
         self.trained, self.blocks = trained(self.model), equal_blocks(self.model)
-        self.runs_them = False  # as the segments of a schedule
-        with suppress(ValueError):  # without a list of like modules
+        self.runs_them = False  # whether segments consist of the equal blocks
+        with suppress(ValueError):  # the model has no list of modules of one kind
             self.runs_them = list(
                 map(self.model.get_submodule, names_of(self.model, None))
             ) == list(self.blocks)
@@ -125,7 +130,7 @@ class Composer:
             return self.with_optimizer(self._moments[key], recipe)
 
     def whole(self, recipe: Recipe) -> Estimate:
-        """The same with all blocks in their places."""
+        """Return the estimate with all blocks in forward and backward, to confirm `estimate`."""
         with self.checked(recipe):
             return self.with_optimizer(
                 self.measured(without_optimizer(recipe), len(self.blocks), repeats=False), recipe
@@ -143,10 +148,10 @@ class Composer:
         return FIELDS.issuperset(recipe.changed())
 
     def scheduled(self, recipe: Recipe) -> Cost:
-        """Bytes of the chain's activations by a schedule, and the time of one micro-batch.
+        """Return the cost of the recipe's schedule for one micro-batch: activation bytes and time.
 
         Raises:
-            InfeasibleBudget: none fits into the recipe's bytes.
+            InfeasibleBudget: No schedule fits into the recipe's `schedule_bytes`.
         """
         pieces = pieces_of(self.batch, recipe.micro_batches)
         with symbolic(self.mode):
@@ -154,17 +159,21 @@ class Composer:
             return dearest(self.model, unlike, recipe, self.loss_sum)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
-        """Groups of the recipe's micro-batches that are alike."""
+        """Return the groups of micro-batches that run alike, as lists of indices."""
         if (count := recipe.micro_batches) not in self._groups:
             self._groups[count] = groups_of(self.model, pieces_of(self.batch, count), self.loss_sum)
         return self._groups[count]
 
-    # ---- forward and backward
+    # ---- Forward and backward
 
     def moments(self, recipe: Recipe) -> Moments:
+        """Return the moments of forward and backward, extrapolated from few blocks where possible.
+
+        Otherwise all blocks are run.
+        """
         count = len(self.blocks)
         first = recipe.first_blocks or 0
-        # a segment each, of which the last is not recomputed
+        # Whether each block is a segment. The last segment is not recomputed, so it differs.
         alone = recipe.segments == count and self.runs_them
         reach = self.reach(recipe)
         few = FEW + alone + reach
@@ -172,7 +181,7 @@ class Composer:
             count < MANY + 2 * bool(first)
             or recipe.blocks
             or not (recipe.checkpoint in ALIKE or alone)
-            or (reach and few > count - first)  # into what comes after the blocks
+            or (reach and few > count - first)  # copies reach beyond the last block
         ):
             return self.measured(recipe, count)
 
@@ -182,7 +191,7 @@ class Composer:
             return self.grown(moments(few), moments(few + 1), blocks - few)
 
         def with_blocks(ones: int, others: int) -> Moments:
-            """Moments of so many blocks with a checkpoint, and then so many without."""
+            # `ones` blocks have a checkpoint, and the `others` after them have none.
             fields = {"first_blocks": ones} if first else {"segments": others} if alone else {}
             return self.few(replace(recipe, **fields), ones + others)
 
@@ -194,12 +203,13 @@ class Composer:
             return self.measured(recipe, count)
 
     def reach(self, recipe: Recipe) -> int:
-        """Number of other blocks that copies reach into: of what is fetched ahead, or still goes
-        down.
+        """Return in how many other blocks the copies of one block can still be in flight.
 
-        Found for up to 2 of each kind, in decoders and in chains with sums between their blocks:
-        the least number from which on each moment equals that of a step with all blocks. It is
-        less where a block keeps more storages than its input.
+        A storage of one block may be fetched while an earlier block runs, or may still be copied
+        out while a later block runs. The numbers were found by experiment for up to two copies of
+        each kind, in decoders and in chains with sums between their blocks. They are the smallest
+        for which each moment equals that of a step with all blocks. A block that keeps more
+        storages than its input needs a smaller number.
         """
         if not recipe.offload_activations:
             return 0
@@ -216,6 +226,13 @@ class Composer:
         return self._few[recipe, count]
 
     def measured(self, recipe: Recipe, count: int, repeats: bool = True) -> Moments:
+        """Run forward and backward with the first `count` blocks and return their moments.
+
+        Args:
+            recipe: Recipe of the step.
+            count: Number of equal blocks to run.
+            repeats: Whether one of several equal stages of a schedule is run for all.
+        """
         store = SymbolicStore()
         optimizer = RecordingOptimizer(self.trained)
         with shortened(self.blocks, count):
@@ -230,8 +247,11 @@ class Composer:
         )
 
     def grown(self, few: Moments, more: Moments, blocks: int) -> Moments:
-        """Moments with so many blocks more than `few`; a parameter's place is further on by the
-        blocks that follow it."""
+        """Return the moments with `blocks` more blocks than `few`.
+
+        A parameter of a block after the inserted ones is replaced by the same parameter of a later
+        block.
+        """
         growth = Growth(few.trace, more.trace)
         due = {id(few.trace): few.due, id(more.trace): more.due}
         rows: list[Sequence[Tensor]] = []
@@ -243,13 +263,14 @@ class Composer:
         return Moments(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
-        """The parameter in the same place, so many blocks further on."""
+        # The same parameter of the block that comes `by` blocks later. A parameter outside the
+        # blocks stays the same.
         if p not in self.places:
             return p
         i, k = self.places[p]
         return self.parameters_of[i + by][k]
 
-    # ---- the optimizer
+    # ---- The optimizer
 
     def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
@@ -265,7 +286,7 @@ class Composer:
                     if recipe.in_backward
                     else update
                 )
-                # no operator runs: nothing is seen there
+                # An update that runs no operator has no moment at which a meter counts.
                 live[row] = live[row] + own.more if own.operator else 0
                 operators[row] = own.operator, operators[row][1]
         flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
@@ -276,18 +297,22 @@ class Composer:
 
 
 class Composing:
-    """Estimates of one model and batch: composed, or of whole steps where the model does not allow
-    it."""
+    """Function from a recipe to its estimate, for one model and batch.
+
+    An estimate is composed by a `Composer` where the recipe and the model allow it. Otherwise the
+    whole step is run.
+    """
 
     def __init__(self, make_model: Callable, make_batch: Callable, base: Recipe, **options: Any):
         self.given = (make_model, make_batch)
         self.base = base
         self.options = options
-        self.composing, self.composers = True, {}  # by precision
+        self.composing, self.composers = True, {}  # composers by precision
         with explained():
             self.composer_of(base)
 
     def composer_of(self, recipe: Recipe) -> Composer:
+        """Return the composer for the recipe's precision."""
         if recipe.precision not in self.composers:
             base = replace(self.base, precision=recipe.precision)
             self.composers[recipe.precision] = Composer(*self.given, base, **self.options)
@@ -302,7 +327,8 @@ class Composing:
                 return found.traced_by(lambda: run()[0])
             except InfeasibleBudget:
                 raise
-            # any: the model may need all its blocks. If not that, the whole step says what is wrong
+            # The model may need all its blocks and raise anything without them. Other errors occur
+            # again in the whole step, which reports them.
             except Exception:
                 pass
         whole = estimate(*self.given, recipe, **self.options)
@@ -310,22 +336,25 @@ class Composing:
         return whole
 
     def confirms(self, found: Estimate) -> bool:
-        """Whether an estimate is that of the step with all blocks; if not, none will be composed
-        any more."""
+        """Return whether the estimate equals that of the step with all blocks.
+
+        If it does not, no estimate is composed from then on.
+        """
         if Composer.takes(found.recipe):
             self.composing = self.composer_of(found.recipe).whole(found.recipe) == found
         return self.composing
 
 
 def without_optimizer(recipe: Recipe) -> Recipe:
-    """The recipe with all of the optimizer's state above: what forward and backward take does not
-    depend on where it is."""
+    """Return the recipe with the default offloading and pages of its optimizer.
+
+    Forward and backward do not depend on where the optimizer state is kept.
+    """
     return replace(recipe, offload_optimizer=0.0, page_bytes=Recipe.page_bytes)
 
 
 class RecordingOptimizer(torch.optim.Optimizer):
-    """Does one operator, which takes nothing, in place of a step, and notes what was to be
-    stepped."""
+    """Optimizer that runs one operator without memory and records which parameters are due."""
 
     def __init__(self, parameters: list[Tensor]):
         super().__init__(parameters, {})
@@ -345,7 +374,12 @@ class RecordingOptimizer(torch.optim.Optimizer):
 def dearest(
     model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
-    """Cost of a schedule for that one of unlike micro-batches which takes the most."""
+    """Return the cost of the schedule for the micro-batch that needs the most memory.
+
+    Raises:
+        InfeasibleBudget: No schedule fits for some micro-batch. The error with the largest
+            requirement is raised.
+    """
     costs = []
     errors = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Recipe: the techniques of a training step, as a value that is checked when it is made."""
+"""Recipe: the memory-saving techniques of a training step, as a value that checks itself."""
 
 from __future__ import annotations
 
@@ -17,67 +17,74 @@ from .techniques.precision import PRECISIONS
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """All that a training step uses to save memory. The default is the plain step.
+    """Settings of all memory-saving techniques of a training step.
+
+    The default is the baseline, which uses none of them.
 
     Attributes:
-        precision: "fp32"; or "bf16" for parameters, gradients and activations, with fp32 master
-            weights; None leaves the model in the dtypes that it has, without master weights unless
-            the optimizer is offloaded.
-        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9) or "adafactor"; or
-            "adam8bit", which is estimated by a formula of what its state takes, and run where
-            bitsandbytes is installed. One for all parameters: a step with several, as a GAN's, is
-            no recipe, but `MemoryMeter(model, [a, b])` counts it.
-        update: "loop" updates one parameter after the other; "foreach" all at once, with
-            temporaries as large as all of them; "fused" in one operator, which Adafactor has not;
-            None as PyTorch does by itself, "loop" on a CPU and "foreach" on CUDA.
-        offload_optimizer: the fraction of the optimizer's state, masters included, that lives one
-            tier down.
-        attention: "flash" saves one number a row of scores, in any model that calls
-            `F.scaled_dot_product_attention` without masks or dropout, or is made of
-            `course_lib.models.Attention`. "standard" has the latter save the scores' softmax, and
-            leaves other models as they are; None leaves all as they are. "eager" and "sdpa" are for
-            the switch of Hugging Face models (`set_attn_implementation`).
-        checkpoint: "none"; "layers", of every block the input; "selective", of every block its
-            matrix products; "segments", of so many runs of blocks the input; "optimal", what the
-            fastest schedule keeps. The last two run the model's own chain, if it gives one (see
-            `course_lib.models.Decoder.stages`); else its blocks have to form one: each has what the
-            one before returned.
-        blocks: what is checkpointed: a name with wildcards, such as "model.layers.*", or several;
-            None takes all lists of like modules (see `course_lib.checkpoint.checkpoint_blocks`), an
-            encoder and a decoder both. Where they form no chain, "segments" and "optimal" take a
-            name.
-        first_blocks: checkpoint only so many, the first ones, through several lists in their order;
-            None for all.
-        segments: how many, for "segments" alone. The last one is not recomputed.
-        schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone;
-            of its blocks, in models that do not give a chain of their own.
-        offload_activations: what is saved for backward goes one tier down; not with "selective" or
-            "optimal".
-        min_bytes: the smallest storage of activations that goes down.
-        prefetch: of activations below, how many storages backward fetches ahead; None for as many
-            as the device does by itself, 1 on a CPU and 2 on CUDA. Such an estimate goes by its
-            tier: 1 with a file below, 2 with the host.
-        in_flight: of activations, how many copies down may be under way; None as for `prefetch`.
-            More hide longer copies, and hold more memory.
-        page_bytes: of the optimizer's state in a file, master weights included, that are updated at
-            once: the step holds three such pages; a parameter with more state is a page by itself.
-            Master weights that stay above take gradients in fp32, as many bytes at once.
-        head_chunk: tokens of the loss head at a time; None for all at once.
-        in_backward: the optimizer steps as each gradient is there, and the gradient goes; takes one
-            micro-batch.
-        accumulate: "fp32" adds up the gradients of parameters in 16 bits in fp32, 4 bytes a
-            parameter in place of 2; None in the parameters' dtype.
-        micro_batches: pieces of the batch, equal but for the last; of a rank's batch where there
-            are several.
-        ranks: devices that share the batch. Such a recipe is estimated, for the rank that holds
-            most, and run by `python -m course_lib.distributed`; its update is fused.
-        shard: what is cut among the ranks: "ddp" nothing, "zero1" the optimizer's state, "zero2"
-            gradients too, and "zero3" parameters too (see `course_lib.budget.rank`); None leaves
-            the choice to `fit`.
+        precision: "fp32"; or "bf16" for parameters, gradients and activations in bfloat16 with fp32
+            master weights. None keeps the dtypes of the model, without master weights unless the
+            optimizer is offloaded.
+        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor" or
+            "adam8bit". The last one is estimated by a formula for its state, and runs where
+            bitsandbytes is installed. One optimizer updates all parameters. A step with several
+            optimizers, as in a GAN, cannot be written as a recipe, but `MemoryMeter(model, [a, b])`
+            measures it.
+        update: "loop" updates one parameter after the other. "foreach" updates all at once, with
+            temporaries as large as all of them. "fused" updates all in one operator, which
+            Adafactor does not have. None is PyTorch's own choice: "loop" on a CPU and "foreach" on
+            CUDA.
+        offload_optimizer: Fraction of the optimizer state, master weights included, that is kept in
+            the lower tier.
+        attention: "flash" saves one number per row of scores. It works in any model that calls
+            `F.scaled_dot_product_attention` without masks or dropout, or that is built from
+            `course_lib.models.Attention`. "standard" lets the latter save the softmax of the
+            scores, and leaves other models unchanged. None leaves all models unchanged. "eager" and
+            "sdpa" set the switch of Hugging Face models (`set_attn_implementation`).
+        checkpoint: "none"; "layers" saves the input of every block; "selective" saves the matrix
+            products of every block; "segments" saves the input of every segment, a run of
+            consecutive blocks; "optimal" saves what the fastest schedule keeps. The last two run
+            the model's own chain if it defines one (see `course_lib.models.Decoder.stages`).
+            Otherwise its blocks must form a chain, in which the input of each block is the output
+            of the one before.
+        blocks: Names of the blocks to checkpoint: one name with wildcards, such as
+            "model.layers.*", or several. None selects all lists of modules of one kind (see
+            `course_lib.checkpoint.checkpoint_blocks`), for example both an encoder and a decoder.
+            If these do not form one chain, "segments" and "optimal" need a name.
+        first_blocks: Number of blocks to checkpoint, counted from the first and through several
+            lists in their order; None for all.
+        segments: Number of segments, for "segments" only. The last segment is not recomputed.
+        schedule_bytes: Limit in bytes for the activations of one micro-batch, for "optimal" only.
+            In a model without a chain of its own, it counts the activations of the blocks.
+        offload_activations: Whether the tensors saved for backward are moved to the lower tier.
+            Cannot be combined with "selective" or "optimal".
+        min_bytes: Size in bytes of the smallest storage of activations that is offloaded.
+        prefetch: Number of storages of offloaded activations that backward fetches ahead. None for
+            the number that the device chooses, 1 on a CPU and 2 on CUDA. An estimate chooses it by
+            the tier, 1 for "file" and 2 for "host".
+        in_flight: Number of copies of activations to the lower tier that may be in flight at once.
+            None as for `prefetch`. More copies in flight hide longer copies and need more memory.
+        page_bytes: Bytes of optimizer state in a file, master weights included, that are updated at
+            once. The step holds three such pages. A parameter with more state is a page by itself.
+            Master weights that stay on the device need their gradients in fp32, which are made for
+            this number of bytes at a time.
+        head_chunk: Number of tokens for which the loss head runs at a time; None for all at once.
+        in_backward: Whether the optimizer updates each parameter as soon as its gradient is
+            complete and then releases the gradient. Requires a single micro-batch.
+        accumulate: "fp32" accumulates the gradients of 16-bit parameters in fp32, with 4 bytes per
+            parameter instead of 2. None accumulates them in the dtype of the parameters.
+        micro_batches: Number of micro-batches into which the batch is split. All have the same size
+            except the last one. With several ranks, the batch of each rank is split.
+        ranks: Number of devices that share the batch. A recipe with several ranks is estimated for
+            the rank that needs the most memory, and run by `python -m course_lib.distributed`. Its
+            update is "fused".
+        shard: Tensors that are sharded across the ranks: none with "ddp", the optimizer state with
+            "zero1", the gradients as well with "zero2", and the parameters as well with "zero3"
+            (see `course_lib.budget.rank`). None leaves the choice to `fit`.
 
     Raises:
-        TypeError, ValueError: a field is not of its kind, out of its range, or does not go with
-            another one.
+        TypeError, ValueError: A field has a wrong type, is out of its range, or cannot be combined
+            with another one.
     """
 
     precision: str | None = "fp32"
@@ -104,7 +111,7 @@ class Recipe:
 
     def __post_init__(self):
         if isinstance(self.blocks, list):
-            object.__setattr__(self, "blocks", tuple(self.blocks))  # a recipe can be hashed
+            object.__setattr__(self, "blocks", tuple(self.blocks))  # makes the recipe hashable
         for name, check in (
             (name, check) for each in TECHNIQUES for name, check in each.fields.items()
         ):
@@ -117,7 +124,10 @@ class Recipe:
         self._refuse_several_hooks()
 
     def _refuse_several_hooks(self) -> None:
-        """Of several techniques with saved-tensor hooks, all but the innermost would do nothing."""
+        """Raise if several techniques put saved-tensor hooks around the forward pass.
+
+        All hooks but the innermost would do nothing.
+        """
         changed = self.changed()
         hooked = [t.field for t in TECHNIQUES if t.hooks_saved_tensors and t.field in changed]
         if len(hooked) > 1:
@@ -128,8 +138,7 @@ class Recipe:
             )
 
     def copies(self, tier: str) -> tuple[int, int]:
-        """Numbers of storages of activations that are fetched ahead, and that go down at once, with
-        such a tier below."""
+        """Return `prefetch` and `in_flight`, with None replaced by the default of the tier."""
         own = Cuda.ahead if tier == "host" else Device.ahead
         return (
             own if self.prefetch is None else self.prefetch,
@@ -137,7 +146,10 @@ class Recipe:
         )
 
     def on(self, tier: str) -> Recipe:
-        """The recipe with these numbers in place of None."""
+        """Return the recipe with the tier's defaults for `prefetch` and `in_flight`.
+
+        A recipe without offloaded activations is returned unchanged.
+        """
         prefetch, in_flight = self.copies(tier)
         return (
             replace(self, prefetch=prefetch, in_flight=in_flight)
@@ -147,24 +159,26 @@ class Recipe:
 
     @property
     def has_pages(self) -> bool:
-        """Whether the optimizer is an `OffloadedOptimizer`: its state is below, or it has master
-        weights."""
+        """Whether the optimizer is an `OffloadedOptimizer`.
+
+        This is the case if some of its state is offloaded or if it has master weights.
+        """
         return self.precision == "bf16" or self.offload_optimizer > 0
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model; the default one where the model is left as it is."""
+        """Dtype of the model; PyTorch's default dtype if `precision` is None."""
         return PRECISIONS.get(self.precision, torch.get_default_dtype())
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
 
     def __str__(self) -> str:
-        """A label: "bf16, adam, flash, checkpoint layers, 4 micro-batches"."""
+        """Return a label: "bf16, adam, flash, checkpoint layers, 4 micro-batches"."""
         return listed(words_of(self))
 
     def changed(self) -> dict[str, object]:
-        """The fields that are not as in the plain step."""
+        """Return the fields that differ from the baseline."""
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
@@ -173,5 +187,5 @@ class Recipe:
 
 
 def words_of(recipe: Recipe) -> list[str]:
-    """A recipe's parts, as labels."""
+    """Return the label of each technique that the recipe uses."""
     return [word for technique in TECHNIQUES for word in technique.words(recipe)]

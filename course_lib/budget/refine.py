@@ -1,5 +1,8 @@
-"""The cheapest recipe of one combination of techniques: how many micro-batches, segments, blocks,
-schedule bytes."""
+"""Find the cheapest recipe of one family (one combination of techniques) that fits the budget.
+
+A family fixes the techniques. This module chooses their numbers: micro-batches, segments, blocks,
+schedule bytes and copies in flight. `search` decides which families are refined at all.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from course_lib.schedule import Cost
 from .knowledge import Search
 from .recipe import Recipe
 
-# estimates of schedules for one family and number of micro-batches, besides that of the least
+# Number of schedules that are estimated per family and number of micro-batches, in addition to the
+# schedule that needs the least memory.
 ROUNDS = 3
 
 
 def refine(search: Search, family: Recipe) -> Recipe | None:
-    """The cheapest of the family that fits."""
+    """Return the cheapest recipe of the family that fits, or None."""
     if family.offload_activations:
         return best_copies(search, family)
-    # with as many segments or bytes as the base says
+    # The base fixes the checkpoints, so the number of segments or bytes is fixed as well.
     if family.checkpoint == search.known.base.checkpoint:
         return fewest_pieces(search, family)
     if family.checkpoint == "segments":
@@ -31,11 +35,11 @@ def refine(search: Search, family: Recipe) -> Recipe | None:
 
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
-    """The recipe with the cheapest number of activations' copies under way that fits; None where
-    the fewest, the family's own, do not fit.
+    """Return the recipe with the cheapest number of copies in flight that fits.
 
-    How many go down at a time changes the price but not what is moved, so that each number is
-    priced before it is estimated.
+    The family itself has the fewest copies in flight. If it does not fit, the result is None. The
+    number of copies to the lower tier changes the cost but not the bytes that are moved. Therefore
+    each number is priced before it is estimated.
     """
     if not search.fits(family):
         return None
@@ -49,10 +53,11 @@ def best_copies(search: Search, family: Recipe) -> Recipe | None:
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
-    """The recipe with as few micro-batches as fit; None if no number does. A single one is tried
-    first: it has no full set of gradients beside its activations.
+    """Return the recipe with the fewest micro-batches that fit, or None.
 
-    From two on, each more takes less memory: a piece has no more samples than before.
+    From two micro-batches on, each more needs less memory, because a micro-batch then has no more
+    samples than before. A single micro-batch is tried first: it needs no full set of gradients next
+    to its activations.
     """
     one, *more = [
         replace(family, micro_batches=n) for n in pieces or search.known.pieces_for(family)
@@ -61,8 +66,10 @@ def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) ->
 
 
 def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
-    """The first of them that fits with some number of micro-batches, by bisection; with as few as
-    fit."""
+    """Return the first recipe that fits with some number of micro-batches, or None.
+
+    It is found by bisection and has the fewest micro-batches that fit.
+    """
 
     def fits(recipe: Recipe) -> bool:
         most, least = search.known.pieces_for(recipe)[-1], search.known.pieces_for(recipe)[0]
@@ -75,8 +82,11 @@ def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
 
 
 def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
-    """The fewest segments that fit: of those up to the square root of the blocks, where each more
-    takes less; or one a block."""
+    """Return the recipe with the fewest segments that fit, or None.
+
+    Up to the square root of the number of blocks, each more segment saves memory. Beyond that, only
+    one segment per block is tried.
+    """
     blocks = search.known.segments
     few = range(2, math.isqrt(blocks) + 1)
     most = replace(family, segments=blocks)
@@ -88,21 +98,23 @@ def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
 
 
 def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
-    """Checkpoints around as few of the first blocks as fit, and no more than the most.
+    """Return the recipe that checkpoints the fewest of the first blocks and fits, or None.
 
-    Of equal blocks each adds as much to each moment, so that the peak is convex in the number of
-    those with a checkpoint: where none is too few and the most are enough, there is one number from
-    which on all are.
+    At most `most` blocks are checkpointed. Each of several equal blocks adds the same number of
+    bytes at each moment, so the peak is a convex function of the number of checkpointed blocks.
+    Therefore, if the step does not fit without checkpoints but fits with `most` of them, it fits
+    from some number on, and bisection finds this number.
     """
     return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, most + 1)])
 
 
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:
-    """The cheapest recipe with a schedule: smaller micro-batches leave it room to keep more layers,
-    so that their number is halved for as long as that costs no more.
+    """Return the cheapest recipe with a schedule that fits, or None.
 
-    The time of each schedule is known before it is estimated; all gradients are there from the
-    second piece on.
+    Smaller micro-batches leave room for the schedule to keep more layers. The search starts from
+    the smallest micro-batches and halves their number for as long as that does not cost more. The
+    time of a schedule is computed before its step is estimated. From two micro-batches on, the room
+    for activations is smaller, because all gradients exist while the later ones run.
     """
     known = search.known
     trials: list[tuple[float, Recipe]] = []
@@ -130,11 +142,12 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
 
 
 def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
-    """A fast schedule that fits; None where the one that takes the least does not.
+    """Return the recipe with a fast schedule that fits, or None.
 
-    The room for activations is what the budget leaves beside all else that there was with another
-    schedule; as that is not the same with each, it is found in rounds, between what fits and what
-    does not.
+    The result is None if even the schedule with the least memory does not fit. The room for
+    activations is the budget minus everything else that was live with another schedule. As this
+    differs from schedule to schedule, the room is found in rounds, between bytes that fit and bytes
+    that do not.
     """
     best = least_schedule(search, recipe)
     if not search.fits(best):
@@ -157,8 +170,10 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
 
 
 def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
-    """Cost of the fastest schedule in so many bytes; where there is none, of the one that takes the
-    least."""
+    """Return the cost of the fastest schedule that needs at most `nbytes` bytes.
+
+    If there is none, return the cost of the schedule that needs the least memory.
+    """
     try:
         return scheduled(search, replace(recipe, schedule_bytes=max(1, nbytes)))
     except InfeasibleBudget:
@@ -166,11 +181,12 @@ def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
 
 
 def scheduled(search: Search, recipe: Recipe) -> Cost:
+    """Return the cost of the recipe's schedule, without estimating its step."""
     return search.known.composer.scheduled(recipe)
 
 
 def least_schedule(search: Search, recipe: Recipe) -> Recipe:
-    """The recipe with the schedule that takes the least memory."""
+    """Return the recipe with the schedule that needs the least memory."""
     least = 1
     try:
         scheduled(search, replace(recipe, schedule_bytes=least))
@@ -180,10 +196,13 @@ def least_schedule(search: Search, recipe: Recipe) -> Recipe:
 
 
 def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:
-    """The first one that fits, by bisection: where one fits, all after it do."""
+    """Return the first recipe that fits, by bisection, or None.
+
+    If a recipe of the sequence fits, all later ones must fit too.
+    """
     if not recipes or not fits(recipes[-1]):
         return None
-    low, high = -1, len(recipes) - 1  # the one at low does not fit, the one at high does
+    low, high = -1, len(recipes) - 1  # low does not fit, high does
     while high - low > 1:
         middle = (low + high + 1) // 2
         low, high = (low, middle) if fits(recipes[middle]) else (middle, high)

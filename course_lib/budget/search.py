@@ -1,4 +1,10 @@
-"""A search for the recipes that fit a budget, the cheapest first."""
+"""Search for the recipes that fit a memory budget, cheapest first.
+
+This module decides which combinations of techniques are tried, in which order, and which can be
+skipped. It leaves two tasks to its neighbors: `knowledge` makes and stores the estimates, and
+`refine` finds the best numbers (of micro-batches, segments, blocks or schedule bytes) for one
+combination of techniques, which is called a family.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +38,14 @@ from .techniques import BY_FIELD
 
 
 class Estimates(Table, list):
-    """A list of `Estimate` values that shows itself as a table."""
+    """List of `Estimate` values that prints as a table.
+
+    Attributes:
+        rates: Rates that convert an estimate into seconds.
+        title: Caption of the table.
+        estimate: Function from a recipe to its estimate, which shares the estimates of the search.
+        within: Function from another budget in bytes to the `Estimates` that fit it.
+    """
 
     columns = ("peak, MB", "TFLOPs", "GB moved", "seconds", "recipe")
 
@@ -48,8 +61,8 @@ class Estimates(Table, list):
         self.rates, self.title, self.estimate, self.within = rates, title, estimate, within
 
     def way(self) -> Way:
-        """Way from the plain step to the cheapest, one technique at a time, by the search's own
-        estimates."""
+        """Return estimates from the baseline to the cheapest recipe, adding one technique at a
+        time."""
         return Way(map(self.estimate, steps_to(self[0].recipe)))
 
     def rows(self) -> list[Sequence]:
@@ -87,71 +100,85 @@ def fit(
     quick: bool = False,
     progress: bool | Callable[[Recipe], None] = True,
 ) -> Estimates:
-    """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer
-    micro-batches.
+    """Return the estimates of the recipes whose step fits the budget, cheapest first.
 
-    Without `recipes`, combinations of the techniques that leave the training as it is: attention
-    standard or flash; checkpoints "layers" (around all blocks, or the first few), "selective",
-    "segments" and "optimal"; offloaded activations, alone or with "layers", with the host below
-    fetched 0 to 2 ahead and 1 or 2 in flight; the loss head at once or in chunks; steps in
-    backward, or any number of micro-batches (with offloaded activations the numbers double); none
-    of the optimizer's state offloaded, or 1 to 4 quarters, in pages of 16, 4 or 1 MiB. What `base`
-    sets other than the default is in every recipe. What comes out needs all that it uses: what
-    could do with less, and would come first, is left out; of equal price fewer micro-batches,
-    larger pages and fewer copies under way come first.
+    The cost of a recipe is its number of seconds by `Rates.seconds`.
 
-    Not all are run. What is passed over, and why that loses nothing:
+    **Recipes that are tried.** Without `recipes`, `fit` combines the techniques that do not change
+    what the model learns. Each recipe also has every field that `base` sets to a value other than
+    the default.
 
-    - A recipe whose optimizer's step alone exceeds the budget. It takes the same whatever forward
-      and backward did; of steps in backward, model and state are always there.
-    - One that adds to a recipe that fits, since to add takes no FLOPs and no copies away. It may
-      where activations are offloaded (with a checkpoint, a head in chunks or more micro-batches
-      less goes down), and where "segments" and "optimal" get more room: what adds to these is
-      passed over if the least FLOPs that it can take and the copies of its state cost as much as
-      the cheapest that was found.
-    - Standard attention where flash attention was too large, if the base's forward and backward
-      take no more with flash.
-    - Offloaded activations where fewer micro-batches had none that was large enough: a smaller
-      piece has none either.
-    - Checkpoints around more of the first blocks than cost less than the cheapest found.
+    - Attention: the model's own, or the fused attention that it supports.
+    - Checkpoints: "none", "layers" (around all blocks or around the first few), "selective",
+      "segments" and "optimal".
+    - Offloaded activations: alone or with "layers". With the tier "host", 0 to 2 storages are
+      fetched ahead and 1 or 2 copies are in flight.
+    - Loss head: all tokens at once, or in chunks.
+    - Optimizer: steps in backward, or else any number of micro-batches. With offloaded activations,
+      each number of micro-batches is at least twice the one before.
+    - Optimizer state: 0 to 4 quarters of it offloaded, in pages of 16, 4 or 1 MiB.
 
-    And what is taken for granted: a step takes no more memory with more micro-batches (from two
-    on), more segments (up to the square root of the layers), a checkpoint more, smaller pages,
-    fewer copies under way, or less for a schedule. So the least that fits is found by bisection,
-    and a schedule in some rounds. `tests/brute_force_fit.py` compares what is found with all
-    recipes of a grid.
+    A recipe is dropped if another one that fits uses a subset of its techniques and ranks ahead of
+    it. Recipes of equal cost are ranked by fewer micro-batches, then by larger pages, then by fewer
+    copies in flight.
 
-    An estimate is put together from the step with few of the model's equal blocks, where it has
-    such and grows evenly with them, and from updates of few parameters
-    (`course_lib.budget.extrapolate`); it equals that of the whole step. The cheapest is confirmed
-    by the step with all blocks; where that takes something else, all are searched again by whole
+    **Recipes that are skipped.** Not every combination is estimated. These are skipped without
+    losing the cheapest recipe:
+
+    - A recipe whose optimizer step alone exceeds the budget. The optimizer step needs the same
+      memory whatever forward and backward did. With steps in backward, the model and the optimizer
+      state must fit, because they are live throughout the step.
+    - A recipe that adds techniques to one that fits, because an added technique saves neither FLOPs
+      nor copies. There are two exceptions. With offloaded activations, a checkpoint, a chunked head
+      or more micro-batches leave less to be copied. With "segments" and "optimal", any memory that
+      is saved lets the schedule recompute less. Recipes that extend these are skipped only if a
+      lower bound on their cost is not below the cheapest cost found. The bound counts the fewest
+      FLOPs that they can have and the copies of their optimizer state.
+    - A recipe whose attention needs more memory than the other one, if the recipe with the other
+      one was too large. This is decided by the base's forward and backward.
+    - A recipe with offloaded activations, if no activation was large enough to be moved with fewer
+      micro-batches. Smaller micro-batches have smaller activations.
+    - Checkpoints around more of the first blocks than can cost less than the cheapest recipe found.
+
+    **Assumptions.** The search assumes that a step does not need more memory with more
+    micro-batches (from two on), with more segments (up to the square root of the number of layers),
+    with one more checkpoint, with smaller pages, with fewer copies in flight, or with fewer bytes
+    for a schedule. Therefore the smallest number that fits is found by bisection, and a schedule in
+    a few rounds. `tests/brute_force_fit.py` compares the result with all recipes of a grid.
+
+    **Estimates.** Where the model has equal blocks and its step grows evenly with them, an estimate
+    is composed from the steps of a model with few blocks and from updates of few parameters
+    (`course_lib.budget.extrapolate`). It equals the estimate of the whole step. The cheapest recipe
+    is confirmed with all blocks. If the confirmation differs, the search is repeated with whole
     steps.
 
     Args:
-        make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the
-            loss's weight is known.
-        budget_bytes: for all tensors of the step, the batch aside.
-        max_norm: clip the gradient to this norm, as `train_step` does; steps in backward are then
-            passed over.
-        blocks: what is checkpointed, as for a `Recipe`.
-        recipes: to look among these alone.
-        base: what all recipes have, such as precision, optimizer and `min_bytes`; and `ranks`, for
-            which each `shard` is tried unless it names one.
-        rates: of the machine, or the name of one in `RATES`.
-        kind: as for `estimate`.
-        count: what must fit: "tensors"; or "reserved", with "cuda" alone, by the rules of PyTorch's
-            allocator (`course_lib.budget.reservation`), for which each recipe's step is run again.
-        tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
-        quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or
-            none, flash attention where the model takes it, all of the optimizer's state offloaded
-            or none, one micro-batch or the most.
-        progress: show a bar, where tqdm is installed; or a function that is called with each
-            recipe before it is estimated.
+        make_model, make_batch, loss_sum: Functions as in `estimate`. More than one micro-batch is
+            tried only where the weight of the loss is known.
+        budget_bytes: Limit in bytes for all tensors of the step except the batch.
+        max_norm: Norm to which the gradient is clipped, as in `train_step`. Recipes with steps in
+            backward are then skipped.
+        blocks: Names of the blocks to checkpoint, as in `Recipe`.
+        recipes: Recipes to choose from, instead of those listed above.
+        base: Recipe with the fields that all recipes share, such as precision, optimizer and
+            `min_bytes`. With several `ranks`, each `shard` is tried unless the base names one.
+        rates: Rates of the machine, or the name of an entry of `RATES`.
+        tier: Lower tier, as in `estimate`. The default is "file" for the rates "laptop", and "host"
+            for those of any other machine.
+        kind: Kind of device, as in `estimate`.
+        count: Quantity that must fit. "tensors" counts the bytes of live tensors. "reserved", which
+            requires the kind "cuda", counts what PyTorch's allocator reserves by its rules
+            (`course_lib.budget.reservation`), and runs the step of each recipe again for this.
+        quick: Whether to search fewer recipes. The result comes sooner but may not be the cheapest.
+            Checkpoints are tried around all blocks or none, with all of the optimizer state
+            offloaded or none, and with one micro-batch or the most.
+        progress: Whether to show a progress bar, if tqdm is installed; or a function that is called
+            with each recipe before it is estimated.
 
     Raises:
-        InfeasibleBudget: nothing was found that fits; the least peak met in the search is named,
-            with its recipe.
-        TypeError, ValueError: an argument is not of its kind, or out of its range.
+        InfeasibleBudget: No recipe that fits was found. The message names the lowest peak of the
+            search and its recipe.
+        TypeError, ValueError: An argument has a wrong type or is out of its range.
     """
     whole("budget_bytes", budget_bytes, 1, of="bytes")
     if tier is None:
@@ -171,7 +198,7 @@ def fit(
         for recipe in recipes:
             of_kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
-        # nothing was large enough: the search finds out
+        # A recipe that offloads nothing is detected by the search, so users need no warning.
         warnings.filterwarnings("ignore", "no activation was moved")
         options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm, "kind": kind}
         known = Known(
@@ -190,7 +217,7 @@ def fit(
 
 
 def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None) -> Estimates:
-    """`fit`, by what is known already."""
+    """Run `fit` for the budget of a `Search`, reusing the estimates that it already has."""
     known = search.known
     while True:
         if recipes is not None:
@@ -222,23 +249,23 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
     return Estimates(found, search.rates, title, known.estimate)
 
 
-# ---- where to look
+# ---- Which recipes are tried
 
 
 def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
-    """Recipes of these that fit, and all of them."""
+    """Return the estimates of the given recipes that fit, and those of all given recipes."""
     tried = []
     for recipe in dict.fromkeys(recipes):
-        with suppress(InfeasibleBudget):  # of the recipe's own schedule_bytes
+        with suppress(InfeasibleBudget):  # no schedule fits the recipe's own schedule_bytes
             tried.append(search.known.estimate(recipe))
     return [e for e in tried if e.peak_bytes <= search.budget], tried
 
 
 def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """Estimates that fit on several ranks: each sharding, with the fewest micro-batches, and with
-    checkpoints where it does not fit without.
+    """Return the estimates that fit on several ranks, and all that were made.
 
-    The second list has all that were estimated.
+    Each sharding is tried with the fewest micro-batches that fit. Checkpoints are added only where
+    the step does not fit without them.
     """
     known = search.known
     make_model, make_batch = known.composing.given
@@ -259,14 +286,14 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
         if any(
             replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found
         ):
-            continue  # it fits without checkpoints
+            continue  # this sharding and attention already fit without checkpoints
         optional = keep != keeps[0] or (base.shard is None and shard not in rank.REPLICATED)
-        # a model without blocks, or a loss not by its call
+        # The model may have no blocks to checkpoint, or its loss may not call the model itself.
         with suppress(ValueError) if optional else nullcontext():
             best = fewest_pieces(search, family, pieces)
             found += [known.estimate(best)] if best else []
     tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
-    if not tried:  # even weights, gradients and state do not fit
+    if not tried:  # not even weights, gradients and optimizer state fit
         shard = base.shard or "zero3"
         blocks = None if keeps[-1] == "none" else known.blocks
         more = {
@@ -279,7 +306,7 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
 
 
 def _all(search: Search) -> list[Estimate]:
-    """Combinations of techniques, those of few techniques first."""
+    """Return the estimates that fit, trying combinations with few techniques first."""
     known = search.known
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
@@ -291,7 +318,7 @@ def _all(search: Search) -> list[Estimate]:
             continue
         try:
             best = refine(search, family)
-        # it changes in place what "selective" has kept, say
+        # For example, the model changes a tensor in place that "selective" has kept.
         except (RuntimeError, InfeasibleBudget):
             continue
         if best is None:
@@ -311,22 +338,23 @@ def _all(search: Search) -> list[Estimate]:
 
 
 def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
-    """The recipe with the largest pages that fit; they cost what small ones do."""
+    """Return the recipe with the largest pages that fit, because small ones are not cheaper."""
     pages = (replace(recipe, page_bytes=size) for size in search.known.pages_for(recipe))
     return next(filter(search.fits, pages))
 
 
 def _size(known: Known, recipe: Recipe) -> tuple[float, int]:
-    """Amount that a recipe adds to the plain step, for the order of the search."""
+    """Return the sort key of a recipe in the search: its techniques, then its micro-batches."""
     return known.amounts(recipe), recipe.micro_batches
 
 
 def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
-    """Whether the family adds to what fits, and can be no cheaper.
+    """Return whether a family extends a recipe that fits and cannot be cheaper.
 
-    To add costs, but to two kinds: with offloaded activations, a checkpoint, a head in chunks and
-    micro-batches leave less to be moved; with a schedule or segments, any room that is won makes
-    them cheaper. What adds to these is tried where it may be the cheapest of all.
+    An added technique costs something, with two exceptions. With offloaded activations, a
+    checkpoint, a chunked head or more micro-batches leave less to be copied. With a schedule or
+    segments, any memory that is saved makes the step cheaper. Families that extend recipes of these
+    two kinds are tried if a lower bound on their cost is below the cheapest cost found.
     """
     smaller = [recipe for recipe in found if search.known.adds_to(family, recipe)]
     if any(
@@ -339,6 +367,7 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
 
 
 def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
+    """Return whether the extended recipe offloads as many activations as the smaller one."""
     names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
     return not smaller.offload_activations or all(
         getattr(recipe, name) == getattr(smaller, name) for name in ("micro_batches", *names)
@@ -346,8 +375,10 @@ def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
 
 
 def _idle(known: Known, family: Recipe) -> bool:
-    """Whether nothing is large enough to go down: it was not with fewer micro-batches, whose
-    tensors are larger."""
+    """Return whether the family offloads activations but none is large enough.
+
+    This is the case if none was large enough with fewer micro-batches, whose tensors are larger.
+    """
     fewer = (
         replace(family, micro_batches=count)
         for count in known.pieces_for(family)
@@ -358,14 +389,14 @@ def _idle(known: Known, family: Recipe) -> bool:
 
 
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
-    """Whether another one uses part of it and comes first."""
+    """Return whether another recipe uses a subset of the techniques and ranks ahead of it."""
     order = search.order(search.known.estimate(recipe))
     others = (other for other in found if other != recipe and search.known.adds_to(recipe, other))
     return any(search.order(search.known.estimate(other)) < order for other in others)
 
 
 def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Checkpoints around the first blocks only, where that is the cheapest of all."""
+    """Add recipes that checkpoint only the first blocks, where they are the cheapest of all."""
     known = search.known
     if known.quick or known.base.checkpoint != "none" or "layers" not in known.values("checkpoint"):
         return
@@ -385,10 +416,14 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
 
 
 def _find_least(search: Search) -> None:
-    """Estimate, for the message, what takes the least, among the recipes that use the most."""
+    """Estimate the recipes that may have the lowest peak, so that an error can name it.
+
+    Only the recipes that use the most techniques are estimated.
+    """
     known = search.known
     attentions = known.leanest or known.values("attention")
-    # of which more is not always less; of all others, the most
+    # The last candidate of these fields does not always need the least memory. For all other
+    # fields it does.
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
     most = {field: known.values(field)[-1] for field in BY_FIELD if field not in either}
     families = dict.fromkeys(
@@ -402,7 +437,7 @@ def _find_least(search: Search) -> None:
         least = min(e.peak_bytes for e in known.estimates.values())
         if known.floor_bytes(recipe) >= least:
             continue
-        with suppress(RuntimeError, InfeasibleBudget):  # as in a search
+        with suppress(RuntimeError, InfeasibleBudget):  # for the same reasons as in `_all`
             known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
 
 
@@ -410,8 +445,11 @@ def _find_least(search: Search) -> None:
 def _progress(
     wanted: bool | Callable[[Recipe], None],
 ) -> Iterator[Callable[[Recipe], None]]:
-    """Yield the function that is called before each estimate: the caller's own, or one that moves a
-    bar where a bar is wanted and tqdm is installed."""
+    """Yield the function that is called before each estimate.
+
+    It is the caller's own function, or one that advances a progress bar if one is wanted and tqdm
+    is installed.
+    """
     if callable(wanted):
         yield wanted
         return
