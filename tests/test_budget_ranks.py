@@ -230,7 +230,8 @@ def test_the_command_asks_for_ranks(capsys):
         "--batch",
         "4",
     ]
-    assert main([*sizes, "--ranks", "4", "--budget", "2MB", "--precision", "fp32", "--json"]) == 0
+    sizes += ["--ranks", "4", "--budget", "2MB", "--count", "tensors"]
+    assert main([*sizes, "--precision", "fp32", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     recipes = [found["recipe"] for found in told["recipes"]]
     assert recipes and all(
@@ -238,7 +239,7 @@ def test_the_command_asks_for_ranks(capsys):
     )
     assert all(found["sent_bytes"] > 0 for found in told["recipes"])
     with pytest.raises(SystemExit):
-        main([*sizes, "--ranks", "4", "--budget", "2MB", "--check"])
+        main([*sizes, "--check"])
     assert "--check cannot be combined with --ranks 4" in capsys.readouterr().err
 
 
