@@ -909,7 +909,7 @@ def refused(monkeypatch, capsys, folder):
             2,
             "--micro-batches must be a divisor of a rank's 4 samples, got 3",
         ),
-        (["--sequence", "0"], 2, "sequence must be a whole number, at least 1, got 0"),
+        (["--sequence", "0"], 2, "--sequence: must be a whole number between 1 and 10,000,000"),
         (
             ["--config", "nowhere.json"],
             2,

@@ -357,7 +357,7 @@ def test_a_lesson_that_says_what_is_shown_shows_that_and_speaks_its_prose():
 def test_slide_metadata_of_another_kind_is_named(cell, wrong):
     notebook = told_lesson()  # its cell 3 is prose, its cell 4 code
     notebook.cells[cell].metadata.slide = wrong
-    with pytest.raises(EditionError, match="`slide` is"):
+    with pytest.raises(EditionError, match="`slide` must be"):
         page_of(notebook)
 
 
