@@ -1,4 +1,8 @@
-"""Groups of micro-batches that are alike, so that one stands for the others in an estimate."""
+"""Group the micro-batches that run alike, so that an estimate runs one of each group.
+
+This shortens a step by its micro-batches, whereas `extrapolate` shortens it by the blocks of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from .recipe import Recipe
 
 
 class OpSignature(TorchDispatchMode):
-    """The operators that run, and the shapes of what they make, as a number."""
+    """Dispatch mode that hashes the operators that run and the shapes of their outputs."""
 
     def __init__(self):
         super().__init__()
@@ -32,9 +36,11 @@ class OpSignature(TorchDispatchMode):
 def groups_of(
     model: nn.Module, pieces: Sequence[Any], loss_sum: LossSum | None = None
 ) -> list[list[int]]:
-    """The indices of micro-batches that are alike, in symbolic mode: they have as many samples, and
-    where the model looks at values, as at an attention mask, the same operators run in its forward
-    pass. Up to two are not compared.
+    """Return groups of micro-batches that are alike, as lists of indices, in symbolic mode.
+
+    Micro-batches are alike if they have the same number of samples. If the model reads values of
+    its batch, for example of an attention mask, the same operators must run in the forward pass
+    too. Up to two micro-batches are not compared: each is a group by itself.
     """
     if len(pieces) < 3:
         return [[i] for i in range(len(pieces))]

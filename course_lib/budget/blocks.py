@@ -1,4 +1,7 @@
-"""A model's equal blocks: which they are, and the model with few of them."""
+"""Find the equal blocks of a model, and run the model with only a few of them.
+
+`extrapolate` and `rank` use this to estimate a deep model from a shallow one.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from course_lib._torch import look_of
 
 
 def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """The longest list of blocks with the same modules, tensors and settings; an empty one if there
-    is none."""
+    """Return the longest list of blocks with the same modules, tensors and settings.
+
+    If the model has no such list, the result is an empty `nn.ModuleList`.
+    """
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     return max(
         (part for part in lists if len(set(map(look_of, part))) == 1),
@@ -23,7 +28,7 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
 
 @contextmanager
 def shortened(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
-    """Cut the list, inside the block, to its first `count` blocks."""
+    """Keep only the first `count` blocks of the list inside the `with` block."""
     rest = list(blocks)[count:]
     del blocks[count:]
     try:

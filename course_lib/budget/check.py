@@ -1,4 +1,4 @@
-"""A recipe's step for real on this machine: predicted, measured, and what the allocator saw."""
+"""Run a recipe's step on this machine and compare its memory with the estimate."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .step import build, default_dtype, train_step
 
 @dataclass(frozen=True, repr=False)
 class Check(Table):
-    """A step as it was predicted and as it was measured.
+    """Estimated and measured memory of one step.
 
     Attributes:
-        predicted_bytes: by `estimate`, for this machine's tier.
-        measured_bytes: of tensors, by the meter.
-        allocator_bytes: the allocator's peak in another step, without a meter: workspace and
-            rounding included.
-        device: where it ran.
+        predicted_bytes: Peak in bytes by `estimate`, for this machine's lower tier.
+        measured_bytes: Peak of tensor bytes, by the meter.
+        allocator_bytes: Peak of the allocator in bytes, in another step without a meter. It
+            includes workspaces and rounding.
+        device: Device on which the step ran.
     """
 
     predicted_bytes: int
@@ -58,10 +58,10 @@ class Check(Table):
 
 
 def check(workload: Workload, recipe: Recipe) -> Check:
-    """Take the step: once under a meter, once for the allocator.
+    """Run the step twice, once under a meter and once for the allocator's peak.
 
     Raises:
-        MemoryError: the machine has less memory than is predicted.
+        MemoryError: The machine has less memory than the estimate.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tier = "host" if device.type == "cuda" else "file"
@@ -92,6 +92,7 @@ def check(workload: Workload, recipe: Recipe) -> Check:
 
 
 def _memory(device: torch.device) -> int:
+    """Return the free bytes of a GPU, or all bytes of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return (

@@ -194,7 +194,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the training step of a recipe by running it on symbolic tensors under a meter.
 
-    Symbolic tensors need no memory. The step is that of `train_step`, with two shortcuts. Of the
+    Symbolic tensors need no memory. The step is that of `train_step`, with two shortcuts. Among
     micro-batches that are alike, only the last one is run, plus the very first of the step, because
     all after the first find the same memory. Flash attention runs the tiles of one group of heads,
     because all groups need the same.

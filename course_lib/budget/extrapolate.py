@@ -249,8 +249,8 @@ class Composer:
     def grown(self, few: Moments, more: Moments, blocks: int) -> Moments:
         """Return the moments with `blocks` more blocks than `few`.
 
-        A parameter of a block after the inserted ones is replaced by the same parameter of a later
-        block.
+        The parameters in `due` are those of the blocks that run at these moments in the longer
+        model.
         """
         growth = Growth(few.trace, more.trace)
         due = {id(few.trace): few.due, id(more.trace): more.due}

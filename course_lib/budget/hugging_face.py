@@ -1,4 +1,4 @@
-"""The configurations of Hugging Face models, whose attributes switch what they do."""
+"""Read and change the configurations of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import nn
 
 
 def configs_of(model: nn.Module, name: str) -> list[Any]:
-    """The configurations of the modules, each once, that have such an attribute."""
+    """Return the configurations of all modules that have an attribute `name`, each once."""
     found = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in found if hasattr(config, name)}.values())
 
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Keep no keys and values, inside the block, for tokens to come: nothing in training reads
-    them."""
+    """Turn off the cache of keys and values inside the `with` block.
+
+    The cache serves the generation of later tokens, and training does not read it.
+    """
     configs = configs_of(model, "use_cache")
     before = [config.use_cache for config in configs]
     try:

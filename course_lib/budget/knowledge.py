@@ -168,15 +168,15 @@ class Estimator:
     def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
         """Return a lower bound on the seconds of a step.
 
-        It counts the FLOPs as without offloaded activations and, of all copies, only those of the
-        optimizer state.
+        It counts the fewest FLOPs that the recipe can have (`least_flops`) and, of all copies, only
+        those of the optimizer state.
         """
         down, up = self.state_moved(recipe)
         least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
         return rates.seconds(replace(self.state_of(recipe), **least))
 
     def state_moved(self, recipe: Recipe) -> tuple[int, int]:
-        """Return the bytes of optimizer state that a step copies to and from the lower tier."""
+        """Return two numbers: the bytes of optimizer state copied to the lower tier, and back."""
         state, none = self.state_of(recipe), self.state_of(replace(recipe, offload_optimizer=0.0))
         return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
 
@@ -224,7 +224,7 @@ class Estimator:
 
 
 class Known(Estimator):
-    """Estimator that also knows which values can be tried for the model.
+    """Estimator with the values that can be tried for the model.
 
     Searches for several budgets can share it.
     """
@@ -389,7 +389,8 @@ class Known(Estimator):
     def goes_with(self, **technique: Any) -> bool:
         """Return whether the model supports a technique.
 
-        For example, it needs blocks for checkpoints and a suitable head for a chunked head.
+        For example, checkpoints need blocks, and a chunked head needs a head that can run in
+        chunks.
         """
         tried = partial(self.estimate, shown=False)
         if self.staged and self.base.checkpoint == "none":

@@ -1,5 +1,7 @@
-"""The loss of one micro-batch: its sum and its weight, the model's own or given, with checkpoints
-and loss head."""
+"""The loss of one micro-batch as (sum of losses, weight), by the model or a given function.
+
+This module also refuses models and recipes whose losses cannot be added up.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from course_lib._losses import (
     has_method,
     is_hugging_face,
     own_loss,
-    samples_in,  # noqa: F401 - for the package
+    samples_in,  # noqa: F401 - imported from here by the package
     takes_arguments,
     wrapped_in,
 )
@@ -23,14 +25,19 @@ from course_lib._torch import is_symbolic
 
 from .stages import CHAINED, runs_stages, staged_loss
 
-Recipe = Any  # a `course_lib.budget.Recipe`, whose techniques need what is here
+# A `course_lib.budget.Recipe`. Its techniques import this module, so it cannot be imported here.
+Recipe = Any
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
 def loss_of(
     model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None
 ) -> tuple[Tensor, float | Tensor]:
-    """The sum of losses of one micro-batch and its weight."""
+    """Return (sum of losses, weight) of one micro-batch.
+
+    Raises:
+        ValueError: The model's code has kept a symbolic tensor of an earlier estimate.
+    """
     try:
         return _loss_of(model, batch, recipe, loss_sum)
     except AssertionError as error:
@@ -51,11 +58,18 @@ def _loss_of(model, batch, recipe: Recipe, loss_sum) -> tuple[Tensor, float | Te
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
-    """Whether there is a loss, and its weight is known where micro-batches are to be added up."""
+    """Raise if the model has no loss, or if losses of several micro-batches cannot be added up.
+
+    To add them up, the weight of the loss must be known.
+
+    Raises:
+        TypeError, ValueError: The message says what is missing.
+    """
     advice = (
         "pass a loss_sum(model, batch) -> (sum of losses, weight), or give the model such a method"
     )
@@ -93,7 +107,7 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
 
 
 def warn_if_not_compiled(model: nn.Module, loss_sum: Any) -> None:
-    """Warn if the model was compiled, but its loss calls the module inside, which was not."""
+    """Warn if the model was compiled but its loss calls the uncompiled module inside it."""
     names = [name for name in ("loss_sum", "loss") if has_method(model, name)]
     if loss_sum is None and hasattr(model, "_orig_mod") and names:
         name = type(wrapped_in(model)).__name__
@@ -106,7 +120,7 @@ def warn_if_not_compiled(model: nn.Module, loss_sum: Any) -> None:
 
 
 def mixes_samples(model: nn.Module) -> bool:
-    """Whether a sample's loss depends on the others in its batch."""
+    """Return whether the loss of a sample depends on the other samples of its batch."""
     return any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()
     )

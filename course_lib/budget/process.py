@@ -1,4 +1,7 @@
-"""The step of one process on symbolic tensors, which take no memory, as a trace."""
+"""Trace the step of a single process on symbolic tensors, which need no memory.
+
+`rank` does the same for one of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ from .step import (
 
 
 def check_arguments(make_model, make_batch, recipe) -> None:
+    """Raise if the arguments are not two functions without arguments and a recipe."""
     check_function("make_model", make_model)
     check_function("make_batch", make_batch)
     check_recipe(recipe)
@@ -50,12 +54,15 @@ def process_trace(
     kind: str = "cpu",
     events: bool = False,
 ) -> tuple[Trace, int]:
-    """The step by the recipe, with all of the model's blocks, and how many parameters the host
-    updates.
+    """Return the trace of the recipe's step, and the number of parameters that the host updates.
+
+    The step runs all blocks of the model.
 
     Args:
-        kind: of the device, one of `KINDS`.
-        events: keep the births and releases of storages, and in which module they are.
+        make_model, make_batch, recipe, loss_sum, max_norm, tier: Model, batch and options, as in
+            `course_lib.budget.estimate`.
+        kind: Kind of device, one of `KINDS`.
+        events: Whether to record when each storage is allocated and released, and in which module.
     """
     recipe = on_kind(recipe, kind)
     with symbolic():
@@ -75,6 +82,7 @@ def process_trace(
 def symbolic_optimizer(
     model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str
 ) -> torch.optim.Optimizer:
+    """Return the recipe's optimizer for a symbolic step with this lower tier."""
     if tier == "host" and recipe.offload_optimizer:
         return _PartlyOnHost(model, recipe, store)
     return optimizer_of(model, recipe, store=store)
@@ -92,20 +100,23 @@ def watched(
     events: bool = False,
     repeats: bool = False,
 ) -> Trace:
-    """The step under a meter. Its totals (FLOPs, bytes down, bytes up) are of all micro-batches.
+    """Run the step under a meter and return its trace.
 
-    Of micro-batches that are alike the last one stands for all but the very first: it finds what
-    the others have left.
+    Among micro-batches that are alike, only the last one is run, plus the very first of the step.
+    The last one finds in memory what the others have left. FLOPs and bytes moved are the totals of
+    all micro-batches.
 
     Args:
-        repeats: of equal stages of a schedule one stands for all.
+        groups: Groups of micro-batches that are alike; found here by default.
+        events: Whether to record events, as in `process_trace`.
+        repeats: Whether one of several equal stages of a schedule is run for all.
     """
     groups = groups_of(model, pieces, loss_sum) if groups is None else groups
     times = {0: 1} | {group[-1]: sum(map(bool, group)) for group in groups if group[-1]}
     store.stats = Traffic()
     marks: list[tuple[int, int, int]] = []
-    # bytes that a piece leaves until the optimizer's step: its loss, and its weight if that is a
-    # tensor
+    # Bytes that a micro-batch keeps live until the optimizer step: its loss, and its weight if this
+    # is a tensor.
     left = 0
 
     def noted(model, piece):
@@ -119,7 +130,7 @@ def watched(
         before = -1
         for i in sorted(times):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
-            if passed := i - before - 1:  # what is not run leaves as much
+            if passed := i - before - 1:  # micro-batches that are not run
                 unseen.append(
                     next(tensors_in(pieces[i])).new_empty(passed * left, dtype=torch.uint8)
                 )
@@ -135,7 +146,7 @@ def watched(
     ):
         run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
-    # Between two marks lies one micro-batch; after the last one, the optimizer.
+    # One micro-batch runs between two marks, and the optimizer after the last mark.
     spans = [
         [b - a for a, b in zip(*pair, strict=True)]
         for pair in zip(marks, [*marks[1:], end], strict=True)
@@ -148,7 +159,7 @@ def watched(
 
 
 def _told(events: bool) -> dict[str, bool]:
-    """Options of a meter: operators' places are noted, which takes time, only where asked for."""
+    """Return options of the meter. Places of operators take time to record."""
     return {"module_paths": events, "source_lines": events}
 
 
@@ -156,11 +167,10 @@ _TILES = torch.ops.course_lib.tiles.default
 
 
 class StepMeter(UnguardedMeter):
-    """The meter of an estimate."""
+    """Meter that refuses operators whose memory an estimate cannot know."""
 
     def repeating(self) -> AbstractContextManager[None]:
-        """Let one of a schedule's stages that are alike run, inside the block, and stand for the
-        others."""
+        """Run, inside the `with` block, one of several equal stages of a schedule for all."""
         return Repeats(self._ledger, self._usage, look_of).used()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -173,15 +183,17 @@ class StepMeter(UnguardedMeter):
                 " estimate runs on symbolic tensors, which have shapes only; pass"
                 " sparse=False to the embedding"
             )
-        if func is _TILES:  # it stands for many, and tells which of them takes the most
+        if func is _TILES:  # stands for many operators, and its argument names the largest
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
         return result
 
 
 class _PartlyOnHost(torch.optim.Optimizer):
-    """Stand-in, in symbolic steps, that takes what `OffloadedOptimizer` takes on a GPU. The part
-    below has its state and its update on the host: on the device nothing is left of it, and its
-    gradients go down and its parameters come up."""
+    """Optimizer for symbolic steps with the memory and copies of `OffloadedOptimizer` on a GPU.
+
+    The offloaded parameters have their state and their update on the host. The device holds nothing
+    of their state. Their gradients are copied to the host, and the parameters are copied back.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
         parameters = trained(model)

@@ -1,14 +1,16 @@
-"""One rank's needs by a recipe for several: its share of the batch, by the engines of
-`course_lib.distributed`.
+"""Estimate what one rank needs for its share of the batch under a recipe with several ranks.
 
-None of the ranks is started: the step is that of `course_lib.distributed.Trainer` on symbolic
-tensors, with few of the model's equal blocks where it grows evenly with them. "zero2" is FSDP2 that
-keeps gathered parameters until backward has used them, since no engine of PyTorch stops at ZeRO 2:
-each rank's own part of the parameters is there beside them.
+No rank is started. The step is that of `course_lib.distributed.Trainer` on symbolic tensors. If the
+model has equal blocks and its step grows evenly with them, only a few blocks are run, as in
+`extrapolate`.
 
-The optimizer steps by one fused operator, without temporaries. With "bf16", "ddp" and "zero1" have
-fp32 masters beside parameters in bf16, "zero2" and "zero3" shards in fp32 that are gathered, and
-computed with, in bf16.
+"zero2" is FSDP2 that keeps gathered parameters until backward has used them. No engine of PyTorch
+implements ZeRO-2 itself. Therefore each rank holds its own shard of the parameters in addition to
+the gathered ones.
+
+The optimizer updates by one fused operator, without temporaries. With "bf16", "ddp" and "zero1"
+keep bf16 parameters and fp32 master weights. "zero2" and "zero3" keep shards in fp32, which are
+gathered in bf16 and used for computing in bf16.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
 from .recipe import Recipe
 from .step import applied, check_model, default_dtype, model_of
 
-# zero1's forward and backward are ddp's
+# The engine of `course_lib.distributed` for each shard. "zero1" runs forward and backward as "ddp".
 MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}
-FEW = 4  # blocks: one is gathered while another is used and the gradients of a third go
+# Fewest blocks for extrapolation. While one block is used, another one is gathered, and the
+# gradients of a third one are reduced and released.
+FEW = 4
 MANY = 2 * FEW + 2
-SHOWN = 2  # micro-batches that are run: those after them find the same memory
+SHOWN = 2  # number of micro-batches that are run; later ones find the same memory
 
 
 def rank_trace(
@@ -49,10 +53,15 @@ def rank_trace(
     max_norm: float | None = None,
     events: bool = False,
 ) -> Trace:
-    """The step of the rank that holds most; with `events`, of all of the model's blocks.
+    """Return the trace of the step on the rank that needs the most memory.
+
+    Args:
+        make_model, make_batch, recipe, loss_sum, max_norm: Model, batch and options, as in
+            `course_lib.budget.estimate`.
+        events: Whether to record events. All blocks of the model are run then.
 
     Raises:
-        ValueError: recipe, model and batch do not go together, or the ranks do not divide the
+        ValueError: Recipe, model and batch cannot be combined, or the ranks do not divide the
             batch.
     """
     if recipe.shard is None:
@@ -64,7 +73,7 @@ def rank_trace(
             _check(model, recipe, loss_sum)
             shapes = shapes_of(model, recipe.blocks)
             count = len(equal_blocks(model))
-            pieces(recipe, samples_in(make_batch()))  # says what does not divide
+            pieces(recipe, samples_in(make_batch()))  # raises if something does not divide
         measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm, events)
         trace = None
         if count >= MANY and not events:
@@ -74,6 +83,7 @@ def rank_trace(
 
 
 def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
+    """Raise if the loss cannot be used on several ranks."""
     check_loss(model, single(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(
@@ -92,7 +102,7 @@ def _measured(
     count: int,
     steps: int = 1,
 ) -> Trace:
-    """The rank's step with so many of the equal blocks."""
+    """Run the rank's step with the first `count` of the equal blocks and return its trace."""
     alone = single(recipe)
 
     def make_short() -> nn.Module:
@@ -131,14 +141,16 @@ def _measured(
 
 
 def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
-    """The trace with the optimizer's state of the fullest rank in place of the first one's, and all
-    of its micro-batches."""
+    """Return the trace with the optimizer state of the fullest rank and all micro-batches.
+
+    The trace that is given has the state of the first rank and at most two micro-batches.
+    """
     live = trace.live.copy()
     if trace.spans is None:
         live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)
     repeats = recipe.micro_batches / min(recipe.micro_batches, SHOWN)
     sent = int(trace.sent_bytes * (1 if recipe.shard in REPLICATED else repeats))
-    if recipe.shard == "zero1":  # its updated parameters are broadcast
+    if recipe.shard == "zero1":  # each rank broadcasts the parameters that it updated
         sent += shapes.updated_bytes
     flops = int(trace.flops * repeats)
     return Trace(
@@ -155,7 +167,7 @@ def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
 
 @contextmanager
 def _gathered(recipe: Recipe) -> Iterator[None]:
-    """Says of parameters that are sharded why a loss cannot compute with them."""
+    """Explain the error of a loss that computes with sharded parameters."""
     try:
         yield
     except RuntimeError as error:
@@ -168,7 +180,10 @@ def _gathered(recipe: Recipe) -> Iterator[None]:
 
 
 def single(recipe: Recipe) -> Recipe:
-    """The recipe of one rank's own step; FSDP2 takes a model in fp32, whatever it computes in."""
+    """Return the recipe of one rank's own step.
+
+    With sharded parameters (FSDP2), the model stays in fp32, whatever precision it computes in.
+    """
     sharded = recipe.shard not in REPLICATED
     return replace(
         recipe, ranks=1, shard=None, micro_batches=1, **({"precision": "fp32"} if sharded else {})
@@ -176,7 +191,10 @@ def single(recipe: Recipe) -> Recipe:
 
 
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Adam's state on the fullest rank, with the masters of parameters in bf16."""
+    """Return the bytes of Adam's state on the fullest rank.
+
+    The fp32 master weights of bf16 parameters are included.
+    """
     each = 12 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 8
     if recipe.shard == "zero1":
         parts = zero1_parts(shapes.trained, recipe.ranks)
@@ -186,7 +204,10 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Bytes that the fullest rank holds when its optimizer steps."""
+    """Return the bytes that the fullest rank holds when its optimizer updates.
+
+    These are parameters, gradients and optimizer state.
+    """
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
     size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
     return sum((1 + w.trained) * size * w.share(ranks) for w in shapes.all) + state_bytes(
@@ -195,10 +216,11 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def pieces(recipe: Recipe, samples: int) -> list[int]:
-    """The numbers of micro-batches that a rank's samples can be cut into.
+    """Return the numbers of micro-batches into which a rank's samples can be split.
 
     Raises:
-        ValueError: the ranks do not divide the batch, or the micro-batches a rank's samples.
+        ValueError: The ranks do not divide the batch, or the micro-batches do not divide a rank's
+            samples.
     """
     if samples % recipe.ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)

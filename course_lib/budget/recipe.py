@@ -1,4 +1,7 @@
-"""Recipe: the memory-saving techniques of a training step, as a value that checks itself."""
+"""Recipe: the memory-saving techniques of a training step, as an immutable value.
+
+A recipe raises when it is made if its fields are wrong or cannot be combined.
+"""
 
 from __future__ import annotations
 

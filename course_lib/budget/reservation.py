@@ -1,4 +1,7 @@
-"""A search that counts what a GPU's allocator reserves for a step, in place of its tensors."""
+"""Search by the memory that a GPU's caching allocator reserves, instead of by tensor bytes.
+
+`search.fit` calls this module for `count="reserved"`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ COUNTS = ("tensors", "reserved")
 
 
 def check_count(count: str, kind: str) -> None:
+    """Raise if `count` is "reserved" for a kind of device without a caching allocator."""
     if count == "reserved" and kind != "cuda":
         raise ValueError(
             f"kind must be 'cuda' when count is 'reserved', got {kind!r}, which has no caching"
@@ -24,18 +28,19 @@ def check_count(count: str, kind: str) -> None:
 
 
 def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
-    """Estimates of the recipes for whose step no more than the budget is reserved, the cheapest
-    first.
+    """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
 
-    The search itself goes by tensors. Where its cheapest reserves too much, it goes again with as
-    much less room, until the cheapest fits; a recipe between the two rooms may be missed.
+    The search itself counts tensor bytes. If its cheapest recipe reserves too much, the search is
+    repeated with a limit on tensor bytes that is lower by the excess, until the cheapest recipe
+    fits. A recipe between two limits may be missed.
 
     Args:
-        within: gives the `Estimates` of the recipes whose tensors fit so many bytes.
+        budget_bytes: Limit in bytes for the memory that the allocator reserves.
+        within: Function from a limit in tensor bytes to the `Estimates` that fit it.
 
     Raises:
-        InfeasibleBudget: none was found; the least that was reserved is named, or else the least
-            peak of tensors.
+        InfeasibleBudget: No recipe was found. The message names the fewest bytes reserved, or the
+            lowest peak of tensor bytes if even the tensors of no recipe fit.
     """
     taken: dict[Recipe, tuple[int, Estimate]] = {}
     room = budget_bytes
@@ -44,7 +49,7 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
         try:
             found = within(room)
         except InfeasibleBudget:
-            if found is None:  # not even its tensors fit
+            if found is None:  # not even the tensors of a recipe fit
                 raise
             break
         for each in found:

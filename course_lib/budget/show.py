@@ -1,4 +1,4 @@
-"""Way from the plain step to a recipe, one technique at a time: the steps, and their figure."""
+"""The steps from the baseline to a recipe, one technique at a time, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .recipe import Recipe, words_of
 from .techniques import BY_PLACE
 from .techniques.micro_batches import MicroBatches
 
-ORDER = tuple(tuple(technique.fields) for technique in BY_PLACE)  # what is cheap comes first
-VISIBLE_BYTES = 10**5  # a change of the peak that the table's column shows
+ORDER = tuple(tuple(technique.fields) for technique in BY_PLACE)  # cheap techniques first
+VISIBLE_BYTES = 10**5  # smallest change of the peak that the table's column shows
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
-    """The plain step in the recipe's precision and with its optimizer, then one technique more each
-    time.
+    """Return recipes from the baseline to the given one, each with one technique more.
 
-    On several ranks it is that of "ddp".
+    The first recipe is the baseline in the recipe's precision and with its optimizer. With several
+    ranks, it is that of "ddp".
     """
     base: dict = {
         "precision": recipe.precision,
         "optimizer": recipe.optimizer,
         "update": recipe.update,
     }
-    if recipe.attention is None:  # the model is left as it is, which is no step of its own
+    if recipe.attention is None:  # the model stays unchanged, so no step is needed
         base["attention"] = None
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps = [Recipe(**base)]
     changed = recipe.changed()
-    # A schedule's bytes are meant for its micro-batches: it need not fit the whole batch.
+    # The schedule was made for its micro-batches, so it may not fit the whole batch.
     first = [tuple(MicroBatches.fields)] if recipe.checkpoint == "optimal" else []
     if recipe.shard not in (None, "ddp"):
         steps.append(replace(steps[-1], shard=recipe.shard))
@@ -48,13 +48,14 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
 
 
 def added(before: Recipe, after: Recipe) -> str:
-    """A label: what the second recipe has that the first one has not."""
+    """Return a label for the techniques that the second recipe adds to the first one."""
     had = words_of(before)
     return listed([word for word in words_of(after) if word not in had])
 
 
 class Way(Table, list):
-    """Estimates of recipes, each with a change from the last, as a table."""
+    """List of estimates, each with one technique more than the one before, that prints as a
+    table."""
 
     columns = ("step", "peak, MB", "× FLOPs", "GB moved")
 
@@ -93,16 +94,17 @@ def waterfall(
     labels: Mapping[str, str] | None = None,
     ax=None,
 ):
-    """Draw the predicted peaks as stacked bars, by category, with each step's price, and the
-    measured ones as points.
+    """Draw the estimated peaks as stacked bars by category, with the cost of each recipe.
+
+    Measured peaks are drawn as points.
 
     Args:
-        estimates: of recipes, each with a change from the last.
-        measured: the peak of each in bytes; None for one that was not run.
-        budget_bytes: drawn as a line.
-        names: of the steps; what each adds, if left out.
-        labels: category -> its label.
-        ax: matplotlib axes; without them, new ones.
+        estimates: Estimates of recipes, each with one technique more than the one before.
+        measured: Measured peak in bytes for each estimate, or None for a step that was not run.
+        budget_bytes: Budget in bytes, drawn as a line.
+        names: Names of the bars. The default names what each recipe adds.
+        labels: Mapping from a category, "measured" or "budget" to its label.
+        ax: Axes of matplotlib to draw on. The default makes new ones.
 
     Returns:
         The axes.
@@ -120,7 +122,7 @@ def waterfall(
             look: dict[str, Any] = {
                 "facecolor": CATEGORY_COLORS[category],
                 "hatch": CATEGORY_HATCHES.get(category),
-                "edgecolor": (1.0, 1.0, 1.0, 0.35),  # of the hatching
+                "edgecolor": (1.0, 1.0, 1.0, 0.35),  # color of the hatching
             }
             ax.bar(
                 steps,
@@ -139,7 +141,7 @@ def waterfall(
         )
     for i, (estimate, height) in enumerate(zip(estimates, heights, strict=True)):
         price = _price(estimate, estimates[0], height, unit, name)
-        # the budget's line must not cross the words
+        # A white background keeps the line of the budget from crossing the words.
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         ax.annotate(
             price,
@@ -171,6 +173,10 @@ def waterfall(
 
 
 def _price(estimate: Estimate, first: Estimate, height: float, unit: float, name: str) -> str:
+    """Return the words above a bar: its peak, and its FLOPs relative to the first bar.
+
+    Bytes moved are added if there are any.
+    """
     price = [
         f"{height:,.{2 if unit == 1e9 else 0}f} {name}",
         f"{estimate.flops / first.flops:.2f} × FLOPs",
@@ -181,6 +187,7 @@ def _price(estimate: Estimate, first: Estimate, height: float, unit: float, name
 
 
 def _wrapped(text: str, width: int = 16) -> str:
+    """Wrap a text at spaces into lines of at most `width` characters."""
     lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:

@@ -1,11 +1,14 @@
-"""A model's own chain: what its `stages(batch)` gives, run by a recipe's schedule or segments.
+"""Run the chain that a model itself defines by its method `stages(batch)`.
 
-A model offers it by a method `stages(batch)` beside its loss. It returns callables, of which the
-first takes the batch, each other one what the one before returned, and the last returns (sum of
-losses, weight), as `loss_sum` does; the weight is a number, or a tensor of whole numbers. What they
-hand on is as for `course_lib.schedule.ScheduledSequential`. Callables in front that hold no
-parameters, as one that takes the inputs out of a batch, run before the chain. An `nn.Sequential`
-is a block: segments keep it whole, a schedule has its parts for stages.
+The checkpoints "segments" and "optimal" use this chain if the model has one. `stages(batch)`
+returns a sequence of callables. The first takes the batch, and each other one takes the output of
+the one before. The last returns (sum of losses, weight), as `loss_sum` does, where the weight is a
+number or a tensor of whole numbers. The outputs must be such as
+`course_lib.schedule.ScheduledSequential` accepts.
+
+Callables at the beginning that hold no parameters, for example one that takes the inputs out of a
+batch, run before the chain. Segments keep an `nn.Sequential` whole as one block, whereas a schedule
+treats each of its parts as a stage.
 
 `course_lib.models.Decoder.stages` is an example.
 """
@@ -27,16 +30,20 @@ from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 from course_lib.schedule.chain import symbolic_chain
 from course_lib.schedule.stages import as_modules
 
-Recipe = Any  # a `course_lib.budget.Recipe`, whose techniques need what is here
-# checkpoints that run a chain: a model's own, or its blocks
+# A `course_lib.budget.Recipe`. Its techniques import this module, so it cannot be imported here.
+Recipe = Any
+# Checkpoints that run a chain, which is the model's own or consists of its blocks.
 CHAINED = ("segments", "optimal")
 OWN_LOSS = ("forward", "loss", "loss_sum")
 
 
 def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
-    """The model's `stages`; None if there are none, or they are not what the model computes any
-    more: a newer forward pass or loss, of a subclass or put on the model, hides them, and so do
-    forward hooks, which would not run."""
+    """Return the model's method `stages`, or None.
+
+    The result is None if the model has no such method, or if the stages no longer compute what the
+    model does. This is the case if a subclass or the instance overrides the forward pass or the
+    loss, or if forward hooks are registered, which would not run.
+    """
     if model._forward_hooks or model._forward_pre_hooks:
         return None
     for names in (vars(model), *map(vars, type(model).__mro__)):
@@ -49,12 +56,15 @@ def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
 
 
 def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
-    """Whether the recipe runs the model's own chain; else it runs blocks, or no chain at all."""
+    """Return whether the recipe runs the model's own chain.
+
+    Otherwise the recipe runs the model's blocks, or no chain at all.
+    """
     return recipe.checkpoint in CHAINED and recipe.blocks is None and own_stages(model) is not None
 
 
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:
-    """The sum of losses and its weight, by the model's own chain."""
+    """Run the model's own chain by the recipe and return (sum of losses, weight)."""
     x, stages = _staged(model, batch)
     if recipe.checkpoint == "optimal":
         schedule = fastest(chain_of_stages(model, batch, recipe), recipe.schedule_bytes)
@@ -66,22 +76,26 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
             f" {type(model).__name__}.stages gives between the first and the last, got"
             f" {recipe.segments}"
         )
-    # Not by the runner of schedules: it runs a stage to its end when it runs it again, where a
-    # checkpoint stops at the last tensor that backward needs, before the last product of a segment.
-    # The course's decoder would take 2 % more FLOPs with 4 layers in 2 segments, 7 % with 8 in 8,
-    # and up to 3 kB more. Nor can checkpoints run the segments of blocks, which others call.
+    # Segments are run by checkpoints, not by a `ScheduledSequential`. The latter recomputes a stage
+    # to its end, whereas a checkpoint stops at the last tensor that backward needs, before the last
+    # product of a segment. The course's decoder would need 2 % more FLOPs with 4 layers in 2
+    # segments, 7 % more with 8 layers in 8 segments, and up to 3 kB more. Segments of blocks cannot
+    # be run by checkpoints, because the model's own code calls the blocks.
     options = {"use_reentrant": False, "preserve_rng_state": may_draw(model)}
     inner = checkpoint_sequential(stages[1:-1], recipe.segments, stages[0](x), **options)
     return stages[-1](inner)
 
 
 def most_segments(model: nn.Module, batch: Any) -> int:
-    """Number of segments that the model's own chain takes: all but its first stage and its last."""
+    """Return the number of stages of the model's own chain without the first and the last.
+
+    This is the largest number of segments.
+    """
     return len(_staged(model, batch)[1]) - 2
 
 
 def _staged(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
-    """Input of the chain, and its stages."""
+    """Return the input of the chain and its stages."""
     name = f"{type(model).__name__}.stages"
     function = own_stages(model)
     takes_arguments(name, function, "(batch), unless the recipe names blocks", batch)
@@ -92,14 +106,16 @@ def _staged(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
 
 
 def _parts(stages: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the stages, with each `nn.Sequential` replaced by its modules."""
     found: list[nn.Module] = []
     for stage in stages:
-        hooked = stage._forward_hooks or stage._forward_pre_hooks  # they run with all of it
+        # Hooks run only with the whole stage, so a stage with hooks is not taken apart.
+        hooked = stage._forward_hooks or stage._forward_pre_hooks
         found += stage if type(stage) is nn.Sequential and not hooked else [stage]
     return found
 
 
-# ---- schedules
+# ---- Schedules
 
 
 _chains: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
@@ -107,10 +123,10 @@ _fastest = lru_cache(64)(optimal)
 
 
 def fastest(chain: Chain, budget_bytes: int) -> Schedule:
-    """The fastest schedule within a recipe's bytes, found once for each chain.
+    """Return the fastest schedule within the recipe's `schedule_bytes`, from a cache.
 
     Raises:
-        InfeasibleBudget: no schedule fits.
+        InfeasibleBudget: No schedule fits.
     """
     try:
         return _fastest(chain, budget_bytes)
@@ -120,16 +136,16 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
-    """Store of a model's chains, once they are measured."""
+    """Return the cache of a model's measured chains for the recipe's attention."""
     return _chains.setdefault(model, {}).setdefault(recipe.attention, {})
 
 
 def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
-    """The model's own chain, with the recipe's attention and head in place."""
+    """Return the model's own chain, measured with the recipe's attention and loss head."""
 
     def stages_of(probe: tuple[nn.Module, Any]) -> tuple[Sequence[nn.Module], Any]:
         for copied, module in zip(probe[0].modules(), model.modules(), strict=True):
-            # A copy is not compiled, but it is the same stage as a module that is.
+            # A copy of a compiled module is not compiled, but it counts as the same stage.
             if copied is not module and module._compiled_call_impl is not None:
                 copied._compiled_call_impl = copied._call_impl
         x, stages = _staged(*probe)
@@ -146,9 +162,10 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Whether a forward pass may draw random numbers, which a checkpoint must then repeat.
+    """Return whether a forward pass may draw random numbers, which a checkpoint must repeat.
 
-    A model with stages says that it does not by an attribute `draws_random_numbers`, hidden where
-    they are; others may call `F.dropout`, which nobody sees from here.
+    A model with stages can declare by the attribute `draws_random_numbers` that it draws none. The
+    attribute is ignored if `own_stages` is None. Other models may call `F.dropout`, which cannot be
+    detected here.
     """
     return own_stages(model) is None or getattr(model, "draws_random_numbers", True)

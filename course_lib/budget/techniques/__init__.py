@@ -1,8 +1,8 @@
-"""All ways of saving memory that a recipe names, a file each, in the order in which a table names
-them.
+"""All memory-saving techniques of a recipe, one file per technique.
 
-To add one, write a file with a `Technique` and add its row here; its fields, with their defaults,
-stand in `Recipe`.
+`TECHNIQUES` is in the order in which tables name them. To add a technique, write a file with a
+subclass of `Technique` and add an instance to `TECHNIQUES`. Add its fields with their defaults to
+`Recipe`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ TECHNIQUES: tuple[Technique, ...] = (
     Ranks(),
 )
 
-# By the field that tells what is tried of each.
+# Techniques by the field whose values the search tries.
 BY_FIELD = {each.field: each for each in TECHNIQUES}
-# As they are put on a model, and added one by one on the way from the plain step to a recipe.
+# Techniques in the order in which they are applied to a model. The steps from the baseline to a
+# recipe add them in the same order.
 BY_PLACE = sorted(
     (each for each in TECHNIQUES if each.place is not None), key=lambda each: each.place or 0
 )

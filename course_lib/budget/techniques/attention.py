@@ -1,5 +1,7 @@
-"""A recipe's attention, put into any model for a while: by its own switch, or where it calls
-PyTorch's attention."""
+"""Set the attention of any model for one step.
+
+The model's attention is changed by its own switch, or where it calls PyTorch's attention.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,22 @@ from ..hugging_face import configs_of
 from .technique import Check, Known, Recipe, Technique, choice, fields_of
 
 ATTENTIONS = ("standard", "flash")
-SWITCHED = ("eager", "sdpa")  # by a model's own switch
+SWITCHED = ("eager", "sdpa")  # set by a model's own switch
 
 
 class AttentionKind(Technique):
-    """Flash attention, or another kind, in a model that has its own switch or calls PyTorch's
-    attention."""
+    """Flash attention or another implementation of attention.
+
+    The model must have its own switch, be built from `course_lib.models.Attention`, or call
+    `F.scaled_dot_product_attention`.
+    """
 
     fields = fields_of(attention=choice(*ATTENTIONS, *SWITCHED, None))
     place = 0
     acts_on = frozenset({"activation", "temporary"})
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Say what can be said before the model runs."""
+        """Return a problem that can be detected before the model runs, or None."""
         wanted = recipe.attention
         own = attentions_of(model)
         if wanted in SWITCHED and (own or not _with_switch(model)):
@@ -57,8 +62,11 @@ class AttentionKind(Technique):
         return [] if recipe.attention in ("standard", None) else [verbatim(recipe.attention)]
 
     def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        """The model's attention as it is, and flash attention where the model does not use it
-        already. A model that calls F.scaled_dot_product_attention does."""
+        """Return the model's own attention, and a fused one where the model does not use it
+        already.
+
+        A model that calls `F.scaled_dot_product_attention` already uses it.
+        """
         unchanged = {"attention": "standard"}
         own = attentions_of(known.model)
         if own:
@@ -74,8 +82,10 @@ class AttentionKind(Technique):
 
 @contextmanager
 def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
-    """Give the model the wanted attention inside the block; what is yielded raises if a forward
-    pass has not used it."""
+    """Give the model the wanted attention inside the `with` block.
+
+    The yielded function raises if flash attention is wanted but no forward pass has used it.
+    """
     own = attentions_of(model)
     with ExitStack() as stack:
         calls: list[bool] = []
@@ -98,17 +108,19 @@ def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], 
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
+    """Return the modules of the class `course_lib.models.Attention`."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def drop_probability(attentions: Iterable[Attention]) -> float:
+    """Return the largest dropout probability of attention that is in training mode."""
     drops = [module.drop_probabilities for module in attentions]
     return max((drop.p for drop in drops if drop.training), default=0.0)
 
 
 @contextmanager
 def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
-    """Set the attention of `course_lib.models.Attention` inside the block, by its attributes."""
+    """Set the attention of `course_lib.models.Attention` modules inside the `with` block."""
     before = [
         {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)}
         for module in modules
@@ -129,12 +141,12 @@ def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
 
 
 def _implementations(model: nn.Module) -> set[str]:
-    """The attention implementations that a model's own switch has set."""
+    """Return the attention implementations to which a model's own switch is set."""
     return {config._attn_implementation for config in configs_of(model, "_attn_implementation")}
 
 
 def _with_switch(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that have a switch, which sets those inside too."""
+    """Return the outermost modules with a switch, which also sets the modules inside them."""
     if callable(getattr(model, "set_attn_implementation", None)):
         return [model]
     return [found for child in model.children() for found in _with_switch(child)]
@@ -142,8 +154,10 @@ def _with_switch(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterator[None]:
-    """Switch a model's attention inside the block; `asked` is what the recipe says, if not the
-    same."""
+    """Switch a model's attention inside the `with` block.
+
+    An error message names `asked`, the recipe's value, if it differs from `wanted`.
+    """
     configs = configs_of(model, "_attn_implementation")
     before = [config._attn_implementation for config in configs]
     try:
@@ -169,19 +183,22 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
                 ) from problem
         yield
     finally:
-        # outer ones first, which set the inner ones too
+        # Outer configurations come first, because setting one also sets those inside it.
         for config, value in zip(configs, before, strict=True):
             config._attn_implementation = value
 
 
-# ---- modules that call PyTorch's attention
+# ---- Modules that call PyTorch's attention
 
 
 class _Flash(TorchFunctionMode):
-    """Mode in which `F.scaled_dot_product_attention` is `flash_attention`, which refuses the masks
-    and dropout it gets."""
+    """Mode in which `F.scaled_dot_product_attention` runs `flash_attention`.
 
-    when_recomputed = True  # nor is it inside `backward`, where checkpoints enter it again
+    Masks and dropout are refused.
+    """
+
+    # PyTorch does not enter the mode inside `backward`, so checkpoints enter it again.
+    when_recomputed = True
 
     def __init__(self, calls: list[bool]):
         super().__init__()
@@ -190,8 +207,8 @@ class _Flash(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
-        # A mode is not active inside itself, and does not see what these call: attention, a model's
-        # own checkpoints.
+        # A mode is not active inside the functions that it handles. Therefore it would miss
+        # attention that `multi_head_attention_forward` or checkpoints in `backward` call.
         if func in (F.multi_head_attention_forward, Tensor.backward):
             before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self.attention
             try:

@@ -1,5 +1,4 @@
-"""Activations that are forgotten and computed again: around blocks, or by a schedule (lessons 02
-and 03)."""
+"""Activation checkpointing, around blocks or by a schedule (lessons 02 and 03)."""
 
 from __future__ import annotations
 
@@ -21,18 +20,23 @@ from ..stages import CHAINED, chains_of, fastest, may_draw, runs_stages
 from .technique import Check, Known, Recipe, Technique, all_of, choice, count_or_none, fields_of
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
-PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
-# A field that goes with some kinds of checkpoint alone; the last two are needed there.
+# Operators whose outputs "selective" keeps.
+PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+# OF_KINDS maps a field to the checkpoints that allow it. NEEDED maps a field to the checkpoint that
+# requires it; all others refuse it.
 OF_KINDS = {"blocks": CHECKPOINTS[1:], "first_blocks": CHECKPOINTS[1:3]}
 NEEDED = {"segments": "segments", "schedule_bytes": "optimal"}
 
 
 def _blocks(name: str, value: Any) -> None:
+    """Check that a value is a name, a tuple of names or None."""
     for each in value if isinstance(value, tuple) and value else [value]:
         kind(name, each, (str, type(None)), "a name with wildcards, a tuple of such names or None")
 
 
 class Checkpoint(Technique):
+    """Checkpoints around blocks, or schedules of a chain."""
+
     fields = fields_of(
         checkpoint=choice(*CHECKPOINTS),
         blocks=_blocks,
@@ -88,8 +92,10 @@ class Checkpoint(Technique):
         return [words]
 
     def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        """Kinds of checkpoints that the model takes, with the fewest segments and bytes; more are
-        tried later."""
+        """Return the kinds of checkpoints that the model supports.
+
+        They have the fewest segments and bytes. Larger numbers are tried later, by `refine`.
+        """
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]
         if known.goes_with(checkpoint="layers"):
             kinds = ("layers",) if known.quick else ("selective", "layers")
@@ -103,9 +109,10 @@ class Checkpoint(Technique):
 
 @contextmanager
 def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
+    """Apply the recipe's checkpoints to the model inside the `with` block."""
     checks: list[Check] = []
     with ExitStack() as stack:
-        # else the loss runs the model's own chain
+        # Otherwise the loss runs the model's own chain (`course_lib.budget.stages`).
         if recipe.checkpoint in CHAINED and not runs_stages(model, recipe):
             checks.append(stack.enter_context(scheduled(model, recipe)).check)
         if recipe.checkpoint in ("layers", "selective"):
@@ -118,6 +125,7 @@ def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
 
 
 def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
+    """Return the context manager that runs the model's blocks by the recipe's schedule."""
     names = names_of(model, block_names(recipe))
     if recipe.checkpoint == "segments":
         return ScheduledBlocks(model, names, segments(Chain.uniform(len(names)), recipe.segments))
@@ -126,6 +134,7 @@ def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
 
 
 def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
+    """Return the context manager that checkpoints the model's blocks."""
     policy = PRODUCTS if recipe.checkpoint == "selective" else None
     random = may_draw(model)
     options = {"first": recipe.first_blocks, "policy": policy, "preserve_rng_state": random}
@@ -133,6 +142,7 @@ def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
 
 
 def block_names(recipe: Recipe) -> str | list[str] | None:
+    """Return the recipe's `blocks`, with a tuple turned into a list."""
     return list(recipe.blocks) if isinstance(recipe.blocks, tuple) else recipe.blocks
 
 
@@ -140,11 +150,13 @@ def block_names(recipe: Recipe) -> str | list[str] | None:
 def statistics_kept(
     model: nn.Module, names: Sequence[str], checkpoint: str
 ) -> Iterator[Callable[[], None]]:
-    """Norms in these blocks change their running statistics in the forward pass, and not again when
-    it is repeated.
+    """Undo the second update of running statistics that recomputation makes.
 
-    What is yielded is to be called after the forward pass. It raises if other buffers have changed,
-    since the block may compute with them.
+    Norms in these blocks update their running statistics in the forward pass. A checkpoint repeats
+    the forward pass, but the statistics must be updated only once.
+
+    The yielded function must be called after the forward pass. It raises if other buffers have
+    changed, because the block may compute with them.
     """
     modules = {module for name in names for module in model.get_submodule(name).modules()}
     norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
@@ -182,12 +194,13 @@ def statistics_kept(
         put_back()
 
 
-# ---- what the model must have
+# ---- Checks of the model
 
 
 def _check_chain(model: nn.Module, recipe: Recipe) -> None:
+    """Raise if the model's blocks are fewer than the recipe's segments."""
     if runs_stages(model, recipe):
-        return  # their number is known with the batch
+        return  # the number of stages is not known without a batch
     count = len(names_of(model, block_names(recipe)))
     if recipe.checkpoint == "segments" and recipe.segments > count:
         raise ValueError(
@@ -196,7 +209,7 @@ def _check_chain(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
-    """The blocks are of one kind for each name, or list, and as many as are to be checkpointed."""
+    """Raise if a name matches blocks of several types, or if there are too few blocks."""
     blocks = block_names(recipe)
     count = 0
     for name in blocks if isinstance(blocks, list) else [blocks]:

@@ -1,5 +1,5 @@
-"""The loss head of any model, some tokens at a time: its logits are not there before the loss asks
-for them."""
+"""A chunked loss head for any model: logits are computed inside the loss, a few tokens at a
+time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from course_lib.labels import text
 
 from .technique import Check, Known, Recipe, Technique, count_or_none, fields_of
 
-# tokens, or a sixteenth of the batch's where that is more: smaller ones save little
+# Number of tokens per chunk that the search tries, unless a sixteenth of the batch's tokens is
+# more. Smaller chunks save little memory.
 HEAD_CHUNK = 512
 
 
 class ChunkedHead(Technique):
-    """Logits and their loss for so many tokens at a time."""
+    """Logits and their loss, computed for `head_chunk` tokens at a time."""
 
     fields = fields_of(head_chunk=count_or_none(1))
     place = 1
@@ -52,12 +53,11 @@ class ChunkedHead(Technique):
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], None]]:
-    """Let the head return `Logits` inside the block; what is yielded raises if none of them has
-    come to a loss.
+    """Let the model's head return `Logits` inside the `with` block.
 
-    The model's own forward pass and loss run as they are written. They may do to logits
-    only what does the same to each token alone, so that loss and gradient are the model's own; all
-    else is refused.
+    The yielded function raises if no `Logits` have reached a loss. The model's own forward pass and
+    loss run unchanged. They may apply only operations to the logits that treat each token
+    separately, so that loss and gradients equal the model's own. All other operations are refused.
     """
     if chunk is None:
         yield lambda: None
@@ -84,15 +84,18 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
 
 
 class _ForwardInChunks:
-    """Replacement for a head's forward. What it knows are attributes, so that a copy of the head,
-    such as a schedule's chain is measured on, has one of its own."""
+    """Replacement for the forward method of a head.
+
+    Its values are attributes, so a copy of the head, as a schedule makes it to measure the chain,
+    has a replacement of its own.
+    """
 
     def __init__(self, head: nn.Module, chunk: int, about: str, used: list[bool]):
         self.head = head
         self.forward = head.forward
         self.about = about
         self.used = used
-        random = type(head) is not nn.Linear  # an adapter's may have dropout
+        random = type(head) is not nn.Linear  # the head of an adapter may have dropout
         self.options = {"chunk": chunk, "preserve_rng_state": random}
 
     def __call__(self, hidden: Tensor) -> Logits:
@@ -101,9 +104,14 @@ class _ForwardInChunks:
 
 
 def head_of(model: nn.Module, chunk: int) -> nn.Module:
-    """The model's output embedding; else the widest Linear outside its blocks, of several the
-    last."""
-    for module in model.modules():  # the model may be inside others
+    """Return the model's output embedding, or else its widest `nn.Linear` outside the blocks.
+
+    The last one is returned if several are equally wide.
+
+    Raises:
+        ValueError: The model has no such module.
+    """
+    for module in model.modules():  # a wrapper may contain the model
         found = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor):
             return found
@@ -123,18 +131,18 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
     return max(reversed(linear), key=lambda module: module.out_features)
 
 
-# shape, dtype, device and so on
+# Functions that read only shape, dtype, device and similar properties of the logits.
 LOOKED_AT = {"__get__", "size", "dim", "numel", "__len__", "is_floating_point"}
 ALLOWED = {"float", "to", "contiguous", "view", "reshape", "flatten", "getitem"}
 
 
 class Logits(Tensor):
-    """Stands for `forward(hidden)`, which is computed by the loss, a chunk of tokens at a time.
+    """Placeholder for `forward(hidden)`, which the loss computes for some tokens at a time.
 
     Attributes:
-        hidden: what enters the head, in the shape that the model has given its logits, but for the
-            last dimension.
-        casts: dtypes to which it has converted them, one after the other.
+        hidden: Input of the head. The model may have reshaped its logits; `hidden` has the same
+            shape except for the last dimension.
+        casts: Dtypes to which the model has converted the logits, in order.
     """
 
     @staticmethod
@@ -183,7 +191,7 @@ class Logits(Tensor):
         reduction="mean",
         label_smoothing=0.0,
     ) -> Tensor:
-        """`F.cross_entropy` of the logits."""
+        """Return `F.cross_entropy` of the logits, computed in chunks."""
         if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
             raise ValueError(
                 "head_chunk must be None unless F.cross_entropy is called with no options but"
@@ -208,7 +216,7 @@ class Logits(Tensor):
         options = {"ignore_index": ignore_index, "reduction": reduction, **self.options}
         return checkpointed_loss(self.hidden, logits_of, target, **options)
 
-    # ---- what a model may do to its logits: None for what it may not
+    # ---- Allowed operations on logits; the result is None if the arguments are not allowed
 
     def _made(self, hidden: Tensor, *dtypes: torch.dtype) -> Logits:
         return Logits(hidden, (*self.casts, *dtypes), *self.rest)
@@ -220,7 +228,7 @@ class Logits(Tensor):
         if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             return None
         named = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
-        return self._made(self.hidden, *named)  # a device is the one that they are on
+        return self._made(self.hidden, *named)  # the device stays the same
 
     def _contiguous(self, **_) -> Logits:
         return self

@@ -1,4 +1,4 @@
-"""The optimizer steps in backward, so that no full set of gradients is ever there (lesson 05)."""
+"""Optimizer steps in backward, so that the full set of gradients never exists (lesson 05)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .technique import Known, Recipe, Technique, fields_of, yes_or_no
 
 
 class InBackward(Technique):
-    """A step of its own: `course_lib.budget.step` runs it."""
+    """Optimizer steps in backward, which `course_lib.budget.step` runs by its own function."""
 
     fields = fields_of(in_backward=yes_or_no)
     place = 4

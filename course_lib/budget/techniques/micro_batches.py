@@ -1,4 +1,4 @@
-"""The batch in pieces, whose gradients add up (lesson 05)."""
+"""Micro-batches whose gradients are accumulated (lesson 05)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .technique import Recipe, Technique, choice, count, fields_of
 
 
 class MicroBatches(Technique):
-    """Micro-batches, which `AccumulatedStep` runs."""
+    """Gradient accumulation over micro-batches, which `AccumulatedStep` runs."""
 
     fields = fields_of(accumulate=choice("fp32", None), micro_batches=count(1))
     place = 3
@@ -32,6 +32,8 @@ class MicroBatches(Technique):
 
 
 def pieces_allowed(samples: int) -> list[int]:
-    """The numbers of micro-batches into which so many samples can be split, equal but for the
-    last."""
+    """Return the numbers of micro-batches into which the samples can be split.
+
+    All micro-batches have the same size except the last one.
+    """
     return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]

@@ -1,4 +1,4 @@
-"""Activations on the tier below (lesson 04)."""
+"""Activations offloaded to the lower tier (lesson 04)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ MIN_BYTES = 1 << 20
 
 
 class OffloadedActivations(Technique):
+    """Tensors saved for backward, moved to the lower tier until backward needs them."""
+
     fields = fields_of(
         offload_activations=yes_or_no,
         min_bytes=count(0),

@@ -14,7 +14,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Precision(Technique):
-    """A model in fp32, or in bf16 with fp32 master weights; `build` casts it."""
+    """A model in fp32, or in bf16 with fp32 master weights; `build` converts it."""
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
 

@@ -1,4 +1,4 @@
-"""Several devices that share the batch, and what is cut among them (lesson 08)."""
+"""Several ranks that share the batch, and the tensors that are sharded across them (lesson 08)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .precision import PRECISIONS
 from .technique import Recipe, Technique, choice, count, fields_of
 
 SHARDS = ("ddp", "zero1", "zero2", "zero3")
-# What the engines of `course_lib.distributed` run: field -> values.
+# Field -> values that the engines of `course_lib.distributed` support.
 RUN: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
     "optimizer": ("adam",),
@@ -29,6 +29,8 @@ RUN: dict[str, tuple[Any, ...]] = {
 
 
 class Ranks(Technique):
+    """Data parallelism over several ranks, with or without sharding."""
+
     fields = fields_of(ranks=count(1), shard=choice(*SHARDS, None))
     acts_on = frozenset({"parameter", "gradient", "optimizer", "activation"})
 

@@ -1,5 +1,7 @@
-"""Technique: a way of saving memory and all that it tells of itself, a row of the table
-`course_lib.budget.techniques.TECHNIQUES`."""
+"""Base class of the memory-saving techniques, and checks for the fields of a recipe.
+
+Each technique is a row of the table `course_lib.budget.techniques.TECHNIQUES`.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,37 @@ from torch import nn
 
 from course_lib._check import kind, number, one_of, whole
 
-Recipe = Any  # a `course_lib.budget.Recipe`: it is made of these, and so cannot be imported here
-Known = Any  # a `course_lib.budget.knowledge.Known`, likewise
+# A `course_lib.budget.Recipe` and a `course_lib.budget.knowledge.Known`. Both modules import the
+# techniques, so they cannot be imported here.
+Recipe = Any
+Known = Any
 Check = Callable[[], None]
 
 
 class Technique:
-    """One way of saving memory: fields of a recipe, what they refuse, how they are put on a model,
-    and their words.
+    """One memory-saving technique and everything that recipes and the search need to know about it.
+
+    A technique has some fields of a recipe. It checks them, applies them to a model, and describes
+    them in labels.
 
     Attributes:
-        fields: name -> what raises where a value is not of the field's kind: `check(name, value)`.
-        around: what `applied` is around: the whole step, or each micro-batch's forward pass.
-        place: in the order in which they are put on a model (the head is looked for before its
-            blocks are wrapped), and are added on the way from the plain step to a recipe: cheap
-            ones first. None for what the plain step has.
-        graded: each of its candidates uses more of it than the one before; else they exclude one
-            another.
-        in_forward: it changes what a forward pass keeps, and so what offloading would move.
-        acts_on: categories of live bytes that it makes smaller.
-        hooks_saved_tensors: `applied` puts `torch.autograd.graph.saved_tensors_hooks`, or a context
-            manager that is built on them, around each forward pass. PyTorch runs only the innermost
-            of such hooks, so a `Recipe` refuses two techniques of this kind. Checkpoints of blocks
-            do not count: their hooks are inside the forward pass, and nest on purpose.
+        fields: Mapping from each field to its check. `check(name, value)` raises if the value is
+            not allowed.
+        around: Part of the training that `applied` surrounds: the whole step, or the forward pass
+            of each micro-batch.
+        place: Position in the order in which techniques are applied to a model. For example, the
+            head must be found before its blocks are wrapped. The steps from the baseline to a
+            recipe use the same order, with cheap techniques first. None for settings that the first
+            of these steps already has, such as the precision.
+        graded: Whether each candidate uses more of the technique than the one before. Otherwise the
+            candidates exclude one another.
+        in_forward: Whether the technique changes what a forward pass keeps, and so what is
+            offloaded.
+        acts_on: Categories of live bytes that the technique makes smaller.
+        hooks_saved_tensors: Whether `applied` puts `torch.autograd.graph.saved_tensors_hooks`, or a
+            context manager that is built on them, around each forward pass. PyTorch runs only the
+            innermost of such hooks, so a `Recipe` refuses two techniques of this kind. Checkpoints
+            of blocks do not count: their hooks are inside the forward pass, and nest on purpose.
     """
 
     fields: Mapping[str, Callable[[str, Any], object]] = MappingProxyType({})
@@ -48,42 +58,48 @@ class Technique:
 
     @property
     def field(self) -> str:
-        """Name of the field that tells its candidates apart: the first."""
+        """Name of the first field, whose values are the candidates of the technique."""
         return next(iter(self.fields))
 
     def conflict(self, recipe: Recipe) -> str | None:
-        """Say in one sentence what of the recipe's fields does not go together; None if all
-        does."""
+        """Return a sentence about fields of the recipe that cannot be combined, or None."""
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Say why it does not go with the model; None if it does. What looks for parts of the model
-        may raise as well."""
+        """Return a sentence that says why the model does not support the recipe, or None.
+
+        Code that searches the model for its blocks or its head may also raise.
+        """
         return None
 
     def applied(
         self, recipe: Recipe, model: nn.Module, store: Any = None
     ) -> AbstractContextManager[Check | None]:
-        """Let the model use the technique inside the block; afterwards it is as before.
+        """Return a context manager inside which the model uses the technique.
 
-        What is entered may give a function to be called after a forward pass, which raises if that
-        has bypassed it.
+        Afterwards the model is as before. The context manager may yield a function to call after a
+        forward pass. This function raises if the forward pass has bypassed the technique.
         """
         return nullcontext()
 
     def words(self, recipe: Recipe) -> list[str]:
-        """Labels of what the recipe has of it, for a table; none where it has nothing."""
+        """Return labels of what the recipe uses of the technique, for a table.
+
+        The list is empty if the recipe does not use it.
+        """
         return []
 
     def candidates(self, known: Known) -> Sequence[Mapping[str, Any]]:
-        """Values of its fields that `fit` tries, by what is known of the model: first the plainest,
-        with the fewest FLOPs and copies. Where the base sets the technique, that is kept instead.
+        """Return values of the technique's fields that `fit` tries for the model.
+
+        The first has the fewest FLOPs and copies. `fit` does not call this if the base sets the
+        technique.
         """
         return ({},)
 
 
 def all_of(checks: Iterable[Check | None]) -> Check:
-    """One check that runs these."""
+    """Return one check that runs all given checks, ignoring None."""
     told = [check for check in checks if check is not None]
 
     def run() -> None:
@@ -94,11 +110,12 @@ def all_of(checks: Iterable[Check | None]) -> Check:
 
 
 def fields_of(**checks: Callable[[str, Any], object]) -> Mapping[str, Callable[[str, Any], object]]:
-    """Checks by field, each of which raises where a value is not of its kind."""
+    """Return an immutable mapping from each field to its check."""
     return MappingProxyType(checks)
 
 
 def choice(*options: Any) -> Callable[[str, Any], object]:
+    """Return a check that a value is one of the options."""
     return partial(_one_of, options)
 
 
@@ -107,14 +124,18 @@ def _one_of(options: tuple, name: str, value: Any) -> None:
 
 
 def yes_or_no(name: str, value: Any) -> None:
+    """Check that a value is True or False."""
     kind(name, value, bool, "True or False")
 
 
 def count(least: int, of: str = "") -> Callable[[str, Any], object]:
+    """Return a check that a value is a whole number of at least `least`."""
     return partial(whole, least=least, of=of)
 
 
 def count_or_none(least: int) -> Callable[[str, Any], object]:
+    """Return a check that a value is None or a whole number of at least `least`."""
+
     def check(name: str, value: Any) -> None:
         if value is not None:
             whole(name, value, least)
@@ -123,4 +144,5 @@ def count_or_none(least: int) -> Callable[[str, Any], object]:
 
 
 def fraction(name: str, value: Any) -> None:
+    """Check that a value is between 0 and 1."""
     number(name, value, 0, 1)
