@@ -284,7 +284,7 @@ MUTANTS = [
         (
             "budget",
             "budget/updates.py",
-            'if on_kind(recipe, self.kind).update != "loop" or recipe.optimizer == "adam8bit":',
+            'if on_kind(recipe, self.kind).update != "loop" or shares_state:',
             'if on_kind(recipe, self.kind).update != "loop":',
         ),
         ("budget", "budget/extrapolate.py", "1 + 2 * in_flight + prefetch", "1 + in_flight"),

@@ -39,6 +39,7 @@ from course_lib.budget import (
     train_step,
 )
 from course_lib.budget.knowledge import Known, Search
+from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
 from course_lib.budget.techniques import TECHNIQUES, Technique
@@ -111,15 +112,16 @@ def consistent(fields):
     if fields["checkpoint"] not in ("layers", "selective"):
         fields["blocks"] = fields["first_blocks"] = None
     fields["accumulate"] = None if fields["in_backward"] else fields["accumulate"]
-    if fields["optimizer"] in ("adafactor", "adam8bit"):
-        fields["offload_optimizer"], fields["update"] = 0, "loop"
+    row = OPTIMIZERS[fields["optimizer"]]
+    fields["update"] = fields["update"] if fields["update"] in row.updates else "loop"
+    fields["offload_optimizer"] = fields["offload_optimizer"] if row.can_offload_state else 0
     return fields
 
 
 any_recipe = st.fixed_dictionaries(
     {
         "precision": st.sampled_from(["fp32", "bf16", None]),
-        "optimizer": st.sampled_from(["adam", "sgd", "momentum", "adafactor", "adam8bit"]),
+        "optimizer": st.sampled_from(list(OPTIMIZERS)),
         "update": st.sampled_from(["loop", "foreach", "fused"]),
         "offload_optimizer": st.one_of(st.floats(0, 1), st.integers(0, 1)),
         "attention": st.sampled_from(["standard", "flash", "eager", "sdpa", None]),

@@ -32,9 +32,7 @@ from course_lib.budget import (
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
 from course_lib.budget.device import CONTEXT_BYTES, kept_bytes, workspace_bytes
-from course_lib.budget.rates import UPDATE_BYTES
 from course_lib.budget.show import steps_to
-from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
 from course_lib.memory import CachingAllocator, symbolic
@@ -163,10 +161,6 @@ def test_an_update_on_the_host_reads_and_writes_28_bytes_a_parameter():
     assert ROUND.parts(priced(sgd, down=12, up=12, below=3))["update"] == pytest.approx(
         3 * (2 * 4 + 4) / 28
     )
-
-
-def test_the_update_of_every_optimizer_that_the_host_can_run_has_a_price():
-    assert UPDATE_BYTES.keys() == set(OPTIMIZERS) - set(ALL_ABOVE)
 
 
 def test_steps_in_backward_have_nothing_to_overlap_with():

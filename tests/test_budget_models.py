@@ -27,7 +27,7 @@ from course_lib._check import InfeasibleBudget
 from course_lib._torch import tensors_in
 from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.kinds import on_kind
-from course_lib.budget.optimizers import base_of
+from course_lib.budget.optimizers import OPTIMIZERS, class_and_settings
 from course_lib.memory import cast, symbolic
 from course_lib.models import seeded
 
@@ -233,7 +233,7 @@ def assert_measured(make, make_batch, recipe, **options):
     return guess
 
 
-OPTIMIZERS = [
+OF_PYTORCH = [
     Recipe(optimizer=name, update=update)
     for name in ("adam", "sgd", "momentum", "adafactor")
     for update in ("loop", "foreach", "fused")
@@ -355,7 +355,7 @@ def test_adam_in_8_bits_is_not_run_without_bitsandbytes(monkeypatch):
             attempt()
 
 
-@pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("recipe", OF_PYTORCH, ids=str)
 def test_each_optimizer_steps_as_pytorchs_does(recipe):
     classes = {"adam": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
     options = {"momentum": 0.9} if recipe.optimizer == "momentum" else {}
@@ -1378,10 +1378,12 @@ def test_on_cuda_the_update_is_foreach_where_nobody_says_otherwise():
         estimate(Encoder, partial(sentences, 1), Recipe(), kind="gpu")
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "momentum", "adafactor"])
+@pytest.mark.parametrize(
+    "optimizer", [name for name, row in OPTIMIZERS.items() if row.load_base is None]
+)
 def test_what_pytorch_updates_all_at_once_on_cuda_is_what_its_own_rule_says(optimizer, monkeypatch):
     """The rule asks for the device of the parameters, and is told that any is CUDA."""
-    base, settings = base_of(Recipe(optimizer=optimizer))
+    base, settings = class_and_settings(optimizer, None)
     rule = sys.modules["torch.optim.optimizer"]
     monkeypatch.setattr(rule, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
     ran = []

@@ -27,13 +27,13 @@ from course_lib.workload import Workload, workload_of
 from .check import check
 from .device import Fitting, OnDevice, kept_bytes
 from .estimate import TIERS, Estimate
+from .optimizers import OPTIMIZERS
 from .rates import DEVICE_NAMES, RATES, Rates, this_machine
 from .recipe import Recipe
 from .reservation import COUNTS
 from .search import Estimates, fit
 from .show import Way, waterfall
 from .techniques import TECHNIQUES
-from .techniques.optimizer import OPTIMIZERS
 from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
 
@@ -41,13 +41,7 @@ THIS = "this"
 SPARE = 0.05  # of the budget: where the cheapest recipe leaves less, the search goes on
 SECONDS_BETWEEN_LINES = 30
 #: Names that people type -> names of `OPTIMIZERS`.
-OPTIMIZER_NAMES = {
-    "adamw": "adam",
-    "adamw_torch": "adam",
-    "adamw8bit": "adam8bit",
-    "adamw_bnb_8bit": "adam8bit",
-    "sgd with momentum": "momentum",
-}
+OPTIMIZER_NAMES = {alias: name for name, row in OPTIMIZERS.items() for alias in row.aliases}
 _NO_FP16 = (
     "fp16 needs loss scaling, which no recipe has, and its tensors have as many bytes as those of"
     " bf16"

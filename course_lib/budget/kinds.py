@@ -1,60 +1,69 @@
 """Differences between a step on a GPU and one on a CPU.
 
-Every estimate runs on symbolic tensors of the CPU, and counts what operators keep and make there.
-Of two kinds of device, "cpu" and "cuda", one thing is estimated for itself: the update, which
-PyTorch makes "foreach" on CUDA where nobody says otherwise, with a temporary copy more of what it
-updates (`torch.optim.optimizer._default_to_fused_or_foreach`; Adafactor alone does not). What else
-differs, by the source of torch 2.13, and what an estimate makes of it:
+Every estimate runs on symbolic tensors of the CPU and counts the tensors that the CPU's operators
+save and allocate. It takes the kind of device, "cpu" or "cuda", into account in one respect: the
+variant of the update. If a recipe leaves the choice to PyTorch, most optimizers use "foreach" on
+CUDA, which allocates temporary tensors as large as all the parameters. The attribute
+`default_on_cuda` of each row of `course_lib.budget.optimizers.OPTIMIZERS` states the rule of
+`torch.optim.optimizer._default_to_fused_or_foreach`. The table lists the other differences,
+according to the source of torch 2.13.
 
-==================  =======================  ==========================  =======================
-operator            on a CPU                 on CUDA                     in an estimate
-==================  =======================  ==========================  =======================
-dropout             saves a mask in the      native_dropout saves one    as on a CPU: with
-                    input's dtype, 4 or 2    byte an element             "cuda" 3 bytes or 1 an
-                    bytes an element         (Dropout.cpp)               element too many
-attention by        flash: saves q, k, v,    flash in 16 bits: the       as on a CPU; a mask or
-scaled_dot_         output, one fp32 number  same, and a seed; memory-   dropout on CUDA saves
-product_attention   a row of scores; with    efficient in fp32 or with   less than is counted
-                    dropout the scores,      a mask: rows rounded up
-                    in fp32                  to 32; dropout inside the
-                                             kernel (sdp_utils.cpp)
-its backward        nothing                  flash adds up the gradient  not covered
-                                             of q in fp32: a temporary
-                                             of 4 bytes an element
-                                             (flash_api.cpp)
-attention="flash"   tiles, as tensors        one kernel                  as on a CPU: the tiles
-of a recipe                                                              of one group too many
-layer norm          mean and deviation in    in fp32                     as on a CPU: with bf16
-                    the input's dtype        (layer_norm_kernel.cu)      4 bytes a row too few
-nn.RMSNorm          products one by one,     one operator, saves its     as on a CPU: too many
-                    in fp32                  input and a number a row
-                                             (layer_norm.cpp)
-convolution, LSTM   workspace of oneDNN,     workspace and reserve of    not covered; an LSTM
-                    no tensors               cuDNN                       fused by oneDNN is
-                                                                         refused
-embedding,          nothing                  many indices are sorted:    not covered
-index_put           (backward)               temporaries of 16 bytes
-                                             each (Embedding.cu,
-                                             Indexing.cu)
-matrix products     workspace of oneDNN      workspace of cuBLAS: see    not covered
-                    with bf16                `course_lib.budget.device`
-==================  =======================  ==========================  =======================
+==================  ========================  ===========================  =========================
+operator            on a CPU                  on CUDA                      in an estimate
+==================  ========================  ===========================  =========================
+dropout             saves a mask in the       native_dropout saves one     as on a CPU: 1 or 3
+                    input's dtype: 2 or 4     byte per element             bytes per element more
+                    bytes per element         (Dropout.cpp)                than on CUDA
+scaled_dot_         flash attention: saves    16 bits: flash attention     as on a CPU: with a mask
+product_attention,  q, k, v, the output, and  saves the same and a seed;   or with dropout, more
+forward             one fp32 number per row   fp32 or a mask: memory-      than on CUDA
+                    of scores; with dropout,  efficient attention rounds
+                    the scores in fp32        rows up to 32; dropout runs
+                                              inside the kernel
+                                              (sdp_utils.cpp)
+scaled_dot_         allocates nothing else    flash attention sums the     not included
+product_attention,                            gradient of q in fp32, a
+backward                                      temporary tensor of 4 bytes
+                                              per element
+                                              (flash_api.cpp)
+a recipe's          tiles are tensors         the tiles are inside one     as on a CPU: the tiles of
+attention="flash"                             kernel                       one group more than on
+                                                                           CUDA
+layer norm          saves mean and deviation  saves them in fp32           as on a CPU: with bf16, 4
+                    in the input's dtype      (layer_norm_kernel.cu)       bytes per row less than
+                                                                           on CUDA
+nn.RMSNorm          several products, each    one operator, which saves    as on a CPU: more than
+                    of them in fp32           its input and one number     on CUDA
+                                              per row (layer_norm.cpp)
+convolution, LSTM   oneDNN uses a workspace,  cuDNN uses a workspace and   not included; an LSTM
+                    which is not a tensor     a reserve                    that oneDNN fuses is
+                                                                           refused
+embedding,          backward allocates        backward sorts the indices,  not included
+index_put           nothing else              if there are many of them,
+                                              with temporary tensors of
+                                              16 bytes per index
+                                              (Embedding.cu, Indexing.cu)
+matrix product      with bf16, oneDNN uses a  cuBLAS uses a workspace:     not included
+                    workspace                 `course_lib.budget.device`
+==================  ========================  ===========================  =========================
 
-No line of it has been confirmed on a GPU here.
+None of these rows has been confirmed on a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from .optimizers import OPTIMIZERS
 from .recipe import Recipe
 
 KINDS = ("cpu", "cuda")
 
 
 def on_kind(recipe: Recipe, kind: str) -> Recipe:
-    """The recipe with the update that PyTorch makes on such a device, where it names none."""
+    """Return the recipe with the variant of the update that PyTorch chooses on a kind of device,
+    "cpu" or "cuda", if the recipe leaves the choice to PyTorch."""
     if recipe.update is not None:
         return recipe
-    together = kind == "cuda" and recipe.optimizer in ("adam", "sgd", "momentum")
-    return replace(recipe, update="foreach" if together else "loop")
+    on_cuda = OPTIMIZERS[recipe.optimizer].default_on_cuda
+    return replace(recipe, update=on_cuda if kind == "cuda" else "loop")

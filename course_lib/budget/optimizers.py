@@ -1,10 +1,19 @@
-"""The optimizers that a recipe names: a class and its settings, and how each runs on symbolic
-tensors."""
+"""Optimizers that a recipe can name: one table, with a row per optimizer.
+
+`OPTIMIZERS` is the only place that knows them. The recipe's field, the conflicts, the price of an
+update on the host, the variant that PyTorch chooses on CUDA and the command's `--optimizer` read
+their part from it. No attribute of a row has a default, so that a row that lacks one cannot be
+made.
+
+To add an optimizer, add its row. If PyTorch has no class for it, write one in this file.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,22 +21,36 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from course_lib._check import one_of, whole
 from course_lib._torch import is_symbolic
-
-from .recipe import Recipe
 
 LR = 1e-3
 MOMENTS = ("exp_avg", "exp_avg_sq")
-UPDATES = {
-    None: {},  # PyTorch chooses by the device of the parameters
-    "loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+Settings = Mapping[str, Any]
+Updates = Mapping[str | None, Settings]
+
+# Variant of the update -> arguments that choose it in a class of torch.optim.
+IN_PYTORCH: Updates = MappingProxyType(
+    {
+        None: {},  # PyTorch chooses by the device of the parameters
+        "loop": {"foreach": False},
+        "foreach": {"foreach": True},
+        "fused": {"fused": True},
+    }
+)
+UNFUSED: Updates = MappingProxyType({name: IN_PYTORCH[name] for name in (None, "loop", "foreach")})
+ONLY_LOOP: Updates = MappingProxyType({None: {}, "loop": {}})
+UPDATES = tuple(IN_PYTORCH)
+
+
+# ---- the classes that torch.optim does not have, or that symbolic tensors cannot run
 
 
 class _AnyNumber(TorchFunctionMode):
-    """Mode in which a symbolic tensor has a value, so that a program that asks for one runs on."""
+    """Mode in which `item()` of a symbolic tensor returns 1.0, so that code that reads a number
+    runs on."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.item and isinstance(args[0], FakeTensor):
@@ -36,8 +59,10 @@ class _AnyNumber(TorchFunctionMode):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """PyTorch's Adafactor, which scales its steps by norms that it reads; what it takes does not
-    depend on them."""
+    """PyTorch's Adafactor, which also runs on symbolic tensors.
+
+    It reads norms to scale its steps. Its bytes do not depend on their values.
+    """
 
     def step(self, closure=None):
         with _AnyNumber():
@@ -45,13 +70,13 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Adam with moments in 8 bits, on symbolic tensors. A formula gives what the state of
-    bitsandbytes' optimizer takes.
+    """Bytes of Adam with moments in 8 bits, by a formula for the state of bitsandbytes' optimizer.
 
-    Each of the two moments has one byte per element, one scale in fp32 per 256 elements, and a
-    table of 256 numbers, which all parameters share. Small parameters keep their moments in fp32,
-    and so do the weights that a module has registered for that with bitsandbytes, as its own
-    `StableEmbedding` and `Embedding` do. The step makes no tensors, since it is one operator there.
+    It allocates the state on symbolic tensors and changes no parameter. Each of the two moments has
+    one byte per element, one scale in fp32 per 256 elements, and a table of 256 numbers, which all
+    parameters share. Small parameters keep their moments in fp32, and so do the weights that a
+    module has registered for that with bitsandbytes, as its own `StableEmbedding` and `Embedding`
+    do. The step makes no tensors, because bitsandbytes runs it as one operator.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit and the registered weights
     are those of `bitsandbytes.optim.optimizer`.
@@ -93,8 +118,8 @@ class Adam8bit(torch.optim.Optimizer):
 
 
 def _registered_with_bitsandbytes() -> dict[Tensor, dict[str, Any]]:
-    """Settings that modules have registered with bitsandbytes for their parameters; none while it
-    is not imported."""
+    """Settings that modules have registered with bitsandbytes for their parameters; empty if it has
+    not been imported."""
     optimizers = sys.modules.get("bitsandbytes.optim")
     if optimizers is None:
         return {}
@@ -102,27 +127,7 @@ def _registered_with_bitsandbytes() -> dict[Tensor, dict[str, Any]]:
     return {getattr(module, name): settings for module, name, settings in registered}
 
 
-BASES = {
-    "adam": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "momentum": torch.optim.SGD,
-    "adafactor": Adafactor,
-}
-
-
-def base_of(recipe: Recipe) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """The optimizer's class and its settings but for lr.
-
-    Raises:
-        ValueError: the class is another library's, which is not installed.
-    """
-    if recipe.optimizer == "adam8bit":
-        return Adam8bit if is_symbolic() else _of_bitsandbytes(), {}
-    momentum = {"momentum": 0.9} if recipe.optimizer == "momentum" else {}
-    return BASES[recipe.optimizer], {**UPDATES[recipe.update], **momentum}
-
-
-def _of_bitsandbytes() -> type[torch.optim.Optimizer]:
+def _adamw_of_bitsandbytes() -> OptimizerClass:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -131,3 +136,143 @@ def _of_bitsandbytes() -> type[torch.optim.Optimizer]:
             " 'adam8bit'; pip install bitsandbytes, or choose another optimizer"
         ) from error
     return AdamW8bit
+
+
+# ---- the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRow:
+    """Everything that the library knows about an optimizer.
+
+    Attributes:
+        base: Class that updates the parameters, on symbolic tensors too.
+        load_base: Function that imports the class that runs outside an estimate, where that class
+            belongs to another package and `base` only counts its bytes; it raises a ValueError if
+            the package is not installed. None if `base` runs everywhere.
+        settings: Arguments of the class, apart from the learning rate and the variant.
+        updates: Variant of the update -> arguments that choose it. None, the default of the class,
+            is always among the variants.
+        default_on_cuda: Variant that the class uses by default for parameters on CUDA.
+        state_tensors: Number of tensors of the parameter's size that the state consists of. None if
+            the state is smaller than a parameter; a recipe then refuses to offload it.
+        shares_state: Whether parameters share a tensor of the state, so that the state of all of
+            them is smaller than the sum over each.
+        aliases: Other names that people type on the command line.
+
+    Raises:
+        TypeError: an attribute is missing.
+        ValueError: `default_on_cuda` is not among `updates`, or None is not, or `state_tensors` is
+            negative.
+    """
+
+    base: OptimizerClass
+    load_base: Callable[[], OptimizerClass] | None
+    settings: Settings
+    updates: Updates
+    default_on_cuda: str
+    state_tensors: int | None
+    shares_state: bool
+    aliases: tuple[str, ...]
+
+    def __post_init__(self):
+        if None not in self.updates:
+            raise ValueError(f"updates must contain None, got {list(self.updates)}")
+        one_of("default_on_cuda", self.default_on_cuda, list(self.updates))
+        if self.state_tensors is not None:
+            whole("state_tensors", self.state_tensors, 0)
+
+    @property
+    def can_offload_state(self) -> bool:
+        """Whether a recipe may offload the state, or the master weights of an optimizer without
+        state."""
+        return self.state_tensors is not None
+
+    @property
+    def host_update_bytes(self) -> int:
+        """Bytes per parameter that the host reads and writes in its memory for an update there.
+
+        It reads the gradient, the weight and the state in fp32, and writes the weight and the
+        state. With master weights the sum is the same: the gradient arrives in bf16, and the
+        parameter is also written in bf16.
+
+        Raises:
+            ValueError: the state cannot be offloaded, so the host never updates.
+        """
+        if self.state_tensors is None:
+            raise ValueError(
+                "state_tensors must be a whole number for an update on the host, got None"
+            )
+        read, written = 2 + self.state_tensors, 1 + self.state_tensors
+        return (read + written) * torch.float32.itemsize
+
+
+OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
+    {
+        "adam": OptimizerRow(
+            base=torch.optim.AdamW,
+            load_base=None,
+            settings={},
+            updates=IN_PYTORCH,
+            default_on_cuda="foreach",
+            state_tensors=2,
+            shares_state=False,
+            aliases=("adamw", "adamw_torch"),
+        ),
+        "sgd": OptimizerRow(
+            base=torch.optim.SGD,
+            load_base=None,
+            settings={},
+            updates=IN_PYTORCH,
+            default_on_cuda="foreach",
+            state_tensors=0,
+            shares_state=False,
+            aliases=(),
+        ),
+        "momentum": OptimizerRow(
+            base=torch.optim.SGD,
+            load_base=None,
+            settings={"momentum": 0.9},
+            updates=IN_PYTORCH,
+            default_on_cuda="foreach",
+            state_tensors=1,
+            shares_state=False,
+            aliases=("sgd with momentum",),
+        ),
+        "adafactor": OptimizerRow(
+            base=Adafactor,
+            load_base=None,
+            settings={},
+            updates=UNFUSED,
+            default_on_cuda="loop",
+            state_tensors=None,
+            shares_state=False,
+            aliases=(),
+        ),
+        "adam8bit": OptimizerRow(
+            base=Adam8bit,
+            load_base=_adamw_of_bitsandbytes,
+            settings={},
+            updates=ONLY_LOOP,
+            default_on_cuda="loop",
+            state_tensors=None,
+            shares_state=True,
+            aliases=("adamw8bit", "adamw_bnb_8bit"),
+        ),
+    }
+)
+
+
+def class_and_settings(optimizer: str, update: str | None) -> tuple[OptimizerClass, dict[str, Any]]:
+    """Return the optimizer's class and its arguments, apart from the learning rate.
+
+    Args:
+        optimizer: Name in `OPTIMIZERS`.
+        update: One of the row's variants.
+
+    Raises:
+        ValueError: the class belongs to another package, which is not installed.
+    """
+    row = OPTIMIZERS[optimizer]
+    base = row.base if row.load_base is None or is_symbolic() else row.load_base()
+    return base, {**row.updates[update], **row.settings}

@@ -22,7 +22,7 @@ from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chose
 from .alike import groups_of
 from .kinds import on_kind
 from .loss import LossSum, check_loss, loss_of, trained
-from .optimizers import LR, base_of
+from .optimizers import LR, class_and_settings
 from .recipe import Recipe
 from .step import (
     check_function,
@@ -201,7 +201,7 @@ class _PartlyOnHost(torch.optim.Optimizer):
         self.below = chosen_below(parameters, recipe.offload_optimizer)
         self.traffic = store
         above = [p for p in parameters if p not in self.below]
-        base, settings = base_of(recipe)
+        base, settings = class_and_settings(recipe.optimizer, recipe.update)
         options = {"fraction": 0.0, "page_bytes": recipe.page_bytes, "lr": LR}
         self.rest = OffloadedOptimizer(above, base, **options, **settings) if above else None
 

@@ -19,14 +19,11 @@ from course_lib._check import number, positive, whole
 from course_lib._torch import wait_for
 from course_lib.labels import listed, text, verbatim
 
+from .optimizers import OPTIMIZERS
+
 if TYPE_CHECKING:
     from .estimate import Estimate
     from .recipe import Recipe
-
-# Bytes through the host's memory for each parameter that it updates: gradient, weights and state
-# are read, weights and state written, in fp32; with masters the gradient comes in bf16, and the
-# parameter is written in bf16 as well.
-UPDATE_BYTES = {"adam": 28, "momentum": 20, "sgd": 12}  # the others' state stays on the device
 
 
 @dataclass(frozen=True)
@@ -98,9 +95,7 @@ class Rates:
             "down": max(0, estimate.bytes_down - sent) / link,
             "up": max(0, estimate.bytes_up - sent) / link,
             "gradients": sent / link,
-            "update": (
-                estimate.host_parameters * UPDATE_BYTES.get(recipe.optimizer, 0) / self.host_bytes
-            ),
+            "update": _host_update_bytes(estimate) / self.host_bytes,
             "parameters": sent / link,
             "ranks": estimate.sent_bytes * (1 - 1 / recipe.ranks) / wire,
         }
@@ -122,6 +117,13 @@ class Rates:
         step = sum(rest) if estimate.recipe.in_backward else max(rest)
         copied = exposed_seconds(estimate.recipe, part["compute"], part["down"], part["up"])
         return max(part["compute"] + copied, part["ranks"]) + step
+
+
+def _host_update_bytes(estimate: Estimate) -> int:
+    """Bytes that the host reads and writes to update the parameters whose state is offloaded."""
+    if estimate.host_parameters == 0:
+        return 0  # also for optimizers whose state cannot be offloaded, which have no such bytes
+    return estimate.host_parameters * OPTIMIZERS[estimate.recipe.optimizer].host_update_bytes
 
 
 def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> float:

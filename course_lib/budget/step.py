@@ -36,7 +36,7 @@ from .loss import (
     trained,
     warn_if_not_compiled,
 )
-from .optimizers import LR, base_of
+from .optimizers import LR, class_and_settings
 from .recipe import Recipe
 from .stages import chain_of_stages, chains_of, runs_stages
 from .techniques import BY_PLACE, TECHNIQUES
@@ -107,7 +107,7 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer, of the parameters that are trained."""
     parameters = trained(model)
-    base, settings = base_of(recipe)
+    base, settings = class_and_settings(recipe.optimizer, recipe.update)
     if not recipe.has_pages:
         return base(parameters, lr=lr, **settings)
     options = {

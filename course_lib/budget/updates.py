@@ -1,4 +1,9 @@
-"""Memory of an optimizer's updates, found by updates of few parameters."""
+"""Memory of an optimizer's update, found from updates of a few parameters.
+
+A model's equal blocks have parameters of equal shapes, and each of their updates needs the same
+bytes. So the update of one parameter is measured once per shape, and the update of a deep model is
+measured without most of its blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from torch import Tensor, nn
 from course_lib.offload import SymbolicStore, Traffic
 
 from .kinds import on_kind
+from .optimizers import OPTIMIZERS
 from .process import StepMeter, symbolic_optimizer
 from .recipe import Recipe
 from .step import make_state
@@ -20,10 +26,14 @@ from .step import make_state
 
 @dataclass
 class Update:
-    """Memory of an update of some parameters: the state they hold, and, at the peak, how much more
-    in each category.
+    """Memory of an update of some parameters.
 
-    `totals` are FLOPs, bytes moved down, bytes moved up.
+    Attributes:
+        held: Bytes of state, before and after the update.
+        more: Bytes that are live at the peak in addition to those before the update, per category
+            of `course_lib.memory.CATEGORIES`; shape (categories,).
+        operator: Name of the operator at the peak; empty if no operator ran.
+        totals: FLOPs, bytes copied to the lower tier, and bytes copied from it; shape (3,).
     """
 
     held: int
@@ -33,7 +43,14 @@ class Update:
 
 
 class Updates:
-    """Updates of the parameters of one model, each measured once, in symbolic mode."""
+    """Updates of the parameters of one model, each of them measured once, on symbolic tensors.
+
+    Args:
+        trained: Parameters that the optimizer updates.
+        blocks: Equal blocks of the model, in their order; some of `trained` belong to them.
+        tier: Where offloaded state is kept, "file" or "host".
+        kind: Kind of device, "cpu" or "cuda".
+    """
 
     def __init__(
         self, trained: Sequence[Tensor], blocks: Sequence[nn.Module], tier: str, kind: str = "cpu"
@@ -42,8 +59,14 @@ class Updates:
         self.known: dict[Any, Update] = {}
 
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
-        """Update of all parameters, one after the other or in pages. Of equal blocks few are run,
-        and count for the others."""
+        """Return the update of all parameters.
+
+        The parameters in `left_out` do not take part in the run; the state and the totals that each
+        of them adds are those of its own update.
+
+        Args:
+            below: Parameters whose state is offloaded.
+        """
         recipe = on_kind(recipe, self.kind)
         key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
         if key not in self.known:
@@ -56,13 +79,16 @@ class Updates:
         return self.known[key]
 
     def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
-        """Parameters of blocks with two like them before and two after, among those that go the
-        same way.
+        """Return the parameters whose update cannot raise the peak, because equal ones precede and
+        follow it.
 
-        What is small shares a page with its neighbours; where nothing large stands between them,
-        none is left out. Nor is it where all are updated at once, or share a table.
+        They belong to blocks with two equal blocks before and two after them. Offloaded parameters
+        and the others are compared separately. The set is empty if all parameters are updated at
+        once or share a tensor of the state. Small parameters share a page with their neighbors, so
+        a paged update leaves out a block only if one of its parameters is larger than a page.
         """
-        if on_kind(recipe, self.kind).update != "loop" or recipe.optimizer == "adam8bit":
+        shares_state = OPTIMIZERS[recipe.optimizer].shares_state
+        if on_kind(recipe, self.kind).update != "loop" or shares_state:
             return set()
         found: set[Tensor] = set()
         for way in (True, False):
@@ -80,8 +106,9 @@ class Updates:
         return found
 
     def of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
+        """Return the update of one parameter, whose state is offloaded if `below` is true."""
         recipe = on_kind(recipe, self.kind)
-        # a page by itself, whatever its size
+        # A single parameter is one page, so the result does not depend on page_bytes.
         key = p.shape, p.dtype, below, recipe.optimizer, recipe.update
         if key not in self.known:
             self.known[key] = self.stepped(
@@ -90,11 +117,12 @@ class Updates:
         return self.known[key]
 
     def stepped(self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]) -> Update:
-        """Update of these parameters alone."""
+        """Return the update of these parameters alone, after one that has made their state."""
         size, of_all = (
             sum(p.numel() for p in parameters if p in group) for group in (below, set(parameters))
         )
-        # it takes the same ones then
+        # The largest parameters are offloaded first. Half an element less than their total makes
+        # the optimizer choose exactly those in `below`, despite rounding.
         recipe = replace(recipe, offload_optimizer=max(0.0, size - 0.5) / of_all)
         part = nn.ParameterList(parameters)
         store = SymbolicStore()

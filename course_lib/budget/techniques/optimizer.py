@@ -1,5 +1,4 @@
-"""The optimizer, how many parameters it updates at once, and how much of its state is one tier down
-(lesson 04)."""
+"""The optimizer, its update, and how much of its state is offloaded (lesson 04)."""
 
 from __future__ import annotations
 
@@ -10,20 +9,19 @@ from course_lib._check import any_of, must_be
 from course_lib.labels import text, verbatim
 from course_lib.offload.optimizer import PAGE_BYTES
 
+from ..optimizers import OPTIMIZERS, UPDATES
 from .technique import Known, Recipe, Technique, choice, count, fields_of, fraction
 
-OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
-ALL_ABOVE = ("adafactor", "adam8bit")  # whose state is small, and is not offloaded
-UPDATES = (None, "loop", "foreach", "fused")
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Optimizer(Technique):
+    """The optimizer and the variant of its update, by the rows of `OPTIMIZERS`."""
+
     fields = fields_of(optimizer=choice(*OPTIMIZERS), update=choice(*UPDATES))
 
     def conflict(self, recipe: Recipe) -> str | None:
-        updates = {"adafactor": (None, "loop", "foreach"), "adam8bit": (None, "loop")}
-        options = updates.get(recipe.optimizer, UPDATES)
+        options = OPTIMIZERS[recipe.optimizer].updates
         if recipe.update in options:
             return None
         allowed = f"{any_of(map(repr, options))} when optimizer is {recipe.optimizer!r}"
@@ -31,7 +29,7 @@ class Optimizer(Technique):
 
     def words(self, recipe: Recipe) -> list[str]:
         name: str = verbatim(recipe.optimizer)
-        if recipe.optimizer == "adam8bit":
+        if OPTIMIZERS[recipe.optimizer].load_base is not None:
             name = text("{optimizer} (by a formula)", optimizer=name)
         if recipe.update is None:
             return [name]
@@ -39,7 +37,7 @@ class Optimizer(Technique):
 
 
 class OffloadedState(Technique):
-    """The optimizer's state on the tier below; `build` makes an `OffloadedOptimizer`."""
+    """Offloaded optimizer state; `build` then makes an `OffloadedOptimizer`."""
 
     fields = fields_of(offload_optimizer=fraction, page_bytes=count(1, of="bytes"))
     place = 5
@@ -48,7 +46,7 @@ class OffloadedState(Technique):
     in_forward = False
 
     def conflict(self, recipe: Recipe) -> str | None:
-        if recipe.optimizer not in ALL_ABOVE or not recipe.offload_optimizer:
+        if OPTIMIZERS[recipe.optimizer].can_offload_state or not recipe.offload_optimizer:
             return None
         return (
             f"offload_optimizer must be 0 when optimizer is {recipe.optimizer!r}, whose state is"
@@ -66,15 +64,15 @@ class OffloadedState(Technique):
         return words
 
     def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        base = known.base
-        stateless = base.optimizer in ALL_ABOVE
-        stateless |= (base.optimizer, base.precision) == ("sgd", "fp32")
+        tensors = OPTIMIZERS[known.base.optimizer].state_tensors
+        # Without state, only the master weights of bf16 parameters can be offloaded.
+        nothing = tensors is None or (tensors == 0 and known.base.precision == "fp32")
         shares = FRACTIONS[:: len(FRACTIONS) - 1] if known.quick else FRACTIONS
-        return [{self.field: share} for share in (FRACTIONS[:1] if stateless else shares)]
+        return [{self.field: share} for share in (FRACTIONS[:1] if nothing else shares)]
 
 
 def _binary(nbytes: int) -> str:
-    """A size in the largest unit of which it is a whole number."""
+    """Return a size in the largest unit that divides it."""
     units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
     size, unit = next((size, unit) for size, unit in units if nbytes % size == 0)
     return f"{nbytes // size:,} {unit}"
