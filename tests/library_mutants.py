@@ -41,7 +41,7 @@ ROOMS = {
     "budget/alike.py": ("hugging_face",),
     "budget/updates.py": ("budget_search",),
     "budget/extrapolate.py": ("budget_search",),
-    "budget/optimizers.py": ("budget_models",),
+    "budget/optimizers.py": ("budget_optimizers", "budget_models"),
     "budget/stages.py": ("budget_models",),
     "budget/techniques/offload_activations.py": ("budget",),
     "budget/techniques/attention.py": ("hugging_face",),
@@ -268,6 +268,12 @@ MUTANTS = [
             "budget/optimizers.py",
             "-(-p.numel() // self.BLOCK)",
             "p.numel() // self.BLOCK",
+        ),
+        (
+            "budget",
+            "budget/optimizers.py",
+            'p.mul_(1 - lr * group["weight_decay"])',
+            'p.mul_(1 - group["weight_decay"])',
         ),
         (
             "budget",

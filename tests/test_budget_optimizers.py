@@ -1,12 +1,17 @@
 """course_lib.budget.optimizers: the table agrees with the classes that it lists."""
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from course_lib.budget.optimizers import LR, OPTIMIZERS, OptimizerRow
+from course_lib.budget import RATES, Recipe, estimate, fit, run
+from course_lib.budget import __main__ as command
+from course_lib.budget.optimizers import LR, OPTIMIZERS, Lion, OptimizerRow
+from course_lib.models import Decoder, random_tokens
+from course_lib.offload import OffloadedOptimizer
 
 ROWS = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
@@ -90,3 +95,107 @@ def test_a_row_refuses_attributes_that_contradict_each_other(attribute, value, m
 def test_no_alias_is_the_name_of_an_optimizer_or_names_two():
     names = [*OPTIMIZERS, *(alias for row in OPTIMIZERS.values() for alias in row.aliases)]
     assert len(names) == len(set(names))
+
+
+# ---- Lion
+
+
+def lion_by_the_formula(weights, gradients, lr, betas, weight_decay):
+    """Algorithm 2 of arXiv:2302.06675 in float64, number by number for one tensor."""
+    momentum = torch.zeros_like(weights)
+    for gradient in gradients:
+        direction = (betas[0] * momentum + (1 - betas[0]) * gradient).sign()
+        weights = weights - lr * (direction + weight_decay * weights)
+        momentum = betas[1] * momentum + (1 - betas[1]) * gradient
+    return weights, momentum
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.7)], ids=str)
+@pytest.mark.parametrize("offload", [False, True], ids=["memory", "file"])
+def test_lion_steps_as_the_formula_says(betas, weight_decay, offload):
+    settings = {"lr": 0.02, "betas": betas, "weight_decay": weight_decay}
+    generator = torch.Generator().manual_seed(3)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
+    starts = [draw(7, 5), draw(11)]
+    gradients = [[draw(start.shape) for _ in range(6)] for start in starts]
+    weights = [nn.Parameter(start.clone()) for start in starts]
+    base = OffloadedOptimizer if offload else Lion
+    optimizer = base(weights, *([Lion] if offload else []), **settings)
+    for step in range(6):
+        for weight, steps in zip(weights, gradients, strict=True):
+            weight.grad = steps[step].clone()
+        optimizer.step()
+    for weight, start, steps in zip(weights, starts, gradients, strict=True):
+        expected, momentum = lion_by_the_formula(start, steps, **settings)
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-13, atol=1e-13)
+        found = optimizer.state[weight]["momentum"]
+        torch.testing.assert_close(found, momentum, rtol=1e-13, atol=1e-13)
+
+
+def test_lion_leaves_parameters_without_a_gradient_and_returns_the_loss():
+    with_gradient, without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = Lion([with_gradient, without], weight_decay=0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = with_gradient.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 3
+    assert (with_gradient < 1).all() and (without == 1).all() and without not in optimizer.state
+
+
+SIZES = {"vocabulary": 61, "hidden": 32, "heads": 4, "layers": 3, "sequence": 24}
+STEP = partial(Decoder, **SIZES), partial(random_tokens, 5, 24, 61)
+
+
+@pytest.mark.parametrize("offload_optimizer", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", None])
+def test_a_step_with_lion_needs_the_bytes_that_are_estimated(precision, offload_optimizer):
+    recipe = Recipe(
+        precision, "lion", offload_optimizer=offload_optimizer, page_bytes=30_000, micro_batches=2
+    )
+    guess, real = estimate(*STEP, recipe), run(*STEP, recipe)
+    assert guess.peak_bytes == real.meter.peak_bytes
+    assert (guess.bytes_down, guess.bytes_up) == (real.traffic.bytes_down, real.traffic.bytes_up)
+    assert guess.phase_peaks == real.meter.trace().phase_peaks()
+    assert guess.flops == real.meter.flops > 0
+
+
+@pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 4), ("bf16", 8)])
+def test_the_state_of_lion_is_one_momentum_and_the_master_weight(precision, per_parameter):
+    parameters = sum(p.numel() for p in STEP[0]().parameters())
+    found = estimate(*STEP, Recipe(precision, "lion", checkpoint="layers", micro_batches=5))
+    assert found.at_peak["optimizer"] == per_parameter * parameters
+
+
+def test_fit_finds_recipes_with_lion_and_prices_its_update_on_the_host():
+    base = Recipe(optimizer="lion")
+    budget = estimate(*STEP, base).peak_bytes * 2 // 3
+    found = fit(*STEP, budget, base=base, tier="host", quick=True, progress=False)
+    assert found and all(
+        each.recipe.optimizer == "lion" and each.peak_bytes <= budget for each in found
+    )
+    rates = RATES["H100"]
+    moved = estimate(*STEP, replace(base, offload_optimizer=1.0), tier="host")
+    parameters = sum(p.numel() for p in STEP[0]().parameters())
+    # Five fp32 numbers per parameter: it reads the parameter, the gradient and the momentum, and
+    # writes the parameter and the momentum.
+    seconds = parameters * 5 * 4 / rates.host_bytes
+    assert rates.parts(moved)["update"] == pytest.approx(seconds, rel=1e-12) and seconds > 0
+
+
+@pytest.mark.parametrize("update", ["foreach", "fused"])
+def test_a_recipe_refuses_the_variants_that_lion_does_not_have(update):
+    message = f"update must be None or 'loop' when optimizer is 'lion', got '{update}'"
+    with pytest.raises(ValueError, match=message):
+        Recipe(optimizer="lion", update=update)
+
+
+def test_the_command_accepts_lion(capsys):
+    size = ["--hidden", "64", "--layers", "2", "--vocabulary", "97", "--sequence", "16"]
+    options = ["--batch", "2", "--budget", "2MB", "--device", "laptop", "--quick"]
+    assert command.main([*size, *options, "--optimizer", "Lion"]) == 0
+    assert "lion" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, run, train_step
+from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.memory import CATEGORIES
 from course_lib.models import Decoder, random_tokens
 
@@ -38,7 +39,7 @@ MODELS = {
 LEVERS = {
     "model": tuple(MODELS),
     "precision": ("fp32", "bf16", None),
-    "optimizer": ("adam", "sgd", "momentum", "adafactor"),
+    "optimizer": tuple(name for name, row in OPTIMIZERS.items() if row.load_base is None),
     "update": ("loop", "foreach", "fused"),
     "offload_optimizer": (0.0, 0.5, 1.0),
     "page_bytes": (Recipe.page_bytes, 30_000),

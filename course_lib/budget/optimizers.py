@@ -5,7 +5,8 @@ update on the host, the variant that PyTorch chooses on CUDA and the command's `
 their part from it. No attribute of a row has a default, so that a row that lacks one cannot be
 made.
 
-To add an optimizer, add its row. If PyTorch has no class for it, write one in this file.
+To add an optimizer, add its row. If PyTorch has no class for it, write one in this file; `Lion` is
+an example.
 """
 
 from __future__ import annotations
@@ -67,6 +68,52 @@ class Adafactor(torch.optim.Adafactor):
     def step(self, closure=None):
         with _AnyNumber():
             return super().step(closure)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion: the sign of a momentum as the update, with decoupled weight decay.
+
+    With gradient g, momentum m (0 at first) and parameter p, each step computes
+
+        p <- p - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)
+        m <- beta2 * m + (1 - beta2) * g
+
+    All numbers change by the same amount per step, so the learning rate has to be smaller than
+    Adam's; the source proposes a third to a tenth of it.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        betas: Weights of the momentum in the update, and in the new momentum.
+        weight_decay: Coefficient of the decoupled weight decay.
+
+    Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(state["momentum"].lerp(p.grad, 1 - beta1).sign_(), alpha=-lr)
+                state["momentum"].lerp_(p.grad, 1 - beta2)
+        return loss
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -258,6 +305,16 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
             state_tensors=None,
             shares_state=True,
             aliases=("adamw8bit", "adamw_bnb_8bit"),
+        ),
+        "lion": OptimizerRow(
+            base=Lion,
+            load_base=None,
+            settings={},
+            updates=ONLY_LOOP,
+            default_on_cuda="loop",
+            state_tensors=1,
+            shares_state=False,
+            aliases=("lion_32bit",),
         ),
     }
 )

@@ -28,15 +28,15 @@ class Recipe:
         precision: "fp32"; or "bf16" for parameters, gradients and activations in bfloat16 with fp32
             master weights. None keeps the dtypes of the model, without master weights unless the
             optimizer is offloaded.
-        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor" or
+        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion" or
             "adam8bit". The last one is estimated by a formula for its state, and runs where
             bitsandbytes is installed. One optimizer updates all parameters. A step with several
             optimizers, as in a GAN, cannot be written as a recipe, but `MemoryMeter(model, [a, b])`
             measures it.
         update: "loop" updates one parameter after the other. "foreach" updates all at once, with
-            temporaries as large as all of them. "fused" updates all in one operator, which
-            Adafactor does not have. None is PyTorch's own choice: "loop" on a CPU and "foreach" on
-            CUDA.
+            temporaries as large as all of them. "fused" updates all in one operator. None
+            is PyTorch's own choice: "loop" on a CPU and, for most optimizers, "foreach" on CUDA.
+            The rows of `course_lib.budget.optimizers.OPTIMIZERS` list the variants of each.
         offload_optimizer: Fraction of the optimizer state, master weights included, that is kept in
             the lower tier.
         attention: "flash" saves one number per row of scores. It works in any model that calls

@@ -6,7 +6,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from course_lib.budget import RATES, Estimate, Recipe, waterfall
-from course_lib.labels import listed
+from course_lib.budget.optimizers import OPTIMIZERS
+from course_lib.labels import listed, verbatim
 from course_lib.memory import CATEGORIES
 from course_lib.teaching import (
     COLORS,
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
 #: Field of a recipe -> what it says.
 FIELDS = {
     "precision": "dtype of the step; `bf16` has fp32 master weights",
-    "optimizer": (
-        "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` runs where bitsandbytes is installed"
+    "optimizer": text(
+        "{optimizers}; `adam8bit` runs where bitsandbytes is installed",
+        optimizers=listed(
+            [verbatim(f"`{name}`") for name, row in OPTIMIZERS.items() if row.load_base is None]
+        ),
     ),
     "update": (
         "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`);"
