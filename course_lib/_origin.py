@@ -24,7 +24,7 @@ CELL = re.compile(r"ipykernel_|<ipython-input")
 REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _fake = torch._subclasses.fake_tensor
-_NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
+NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
 # asked for in Python
 _NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")
 # PyTorch's error for a class whose tensors are made of others without an operator, such as the
@@ -166,14 +166,19 @@ def unlogged() -> Iterator[None]:
         _SYMBOLIC_LOG.removeFilter(drop)
 
 
+def needs_values(error: Exception) -> bool:
+    """Whether an error says that a symbolic tensor has no values."""
+    return isinstance(error, NEEDS_DATA) or _NEEDS_NUMBERS.search(str(error)) is not None
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Says of symbolic tensors why a step cannot run on them, and where in the user's code."""
     try:
         with unlogged(), noted(), _subclasses_refused():
             yield
-    except (*_NEEDS_DATA, RuntimeError, TypeError) as error:
-        if not isinstance(error, _NEEDS_DATA) and not _NEEDS_NUMBERS.search(str(error)):
+    except (*NEEDS_DATA, RuntimeError, TypeError) as error:
+        if not needs_values(error):
             raise
         advice = "change the model and the batch so that they do not"
         if goes_through(error, torch.distributions):
@@ -190,14 +195,14 @@ def explained() -> Iterator[None]:
             )
         raise ValueError(
             "the step reads values of its data"
-            f" ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate runs on"
+            f" ({str(error).splitlines()[0][:80]}){place_of(error)}, but an estimate runs on"
             f" symbolic tensors, which have shapes only; {advice}"
         ) from error
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            f"make_model or make_batch uses a tensor that existed before{_at(error)}, or"
+            f"make_model or make_batch uses a tensor that existed before{place_of(error)}, or"
             " that no operator made, such as one of torch.frombuffer, but an estimate"
             " runs on symbolic tensors; both functions must make new tensors"
         ) from error
@@ -213,10 +218,11 @@ def _subclasses_refused() -> Iterator[None]:
             raise
         raise ValueError(
             "make_model must make parameters of PyTorch's own classes for an estimate, got"
-            f" {subclass[1]}{_at(error)}, which cannot be made of symbolic tensors. Measure the"
-            " step with run() instead"
+            f" {subclass[1]}{place_of(error)}, which cannot be made of symbolic tensors. Measure"
+            " the step with run() instead"
         ) from error
 
 
-def _at(error: Exception) -> str:
+def place_of(error: Exception) -> str:
+    """The place of an error in the user's code, " at mine.py, line 5"; "" where there is none."""
     return f" at {where}" if (where := place(error)) else ""

@@ -8,12 +8,14 @@ import dataclasses
 import gc
 import inspect
 import operator
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -131,6 +133,47 @@ def _settings(part: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, told(name, value)) for name, value in vars(part).items() if isinstance(value, simple)
     ]
+
+
+# ---- operators that write into what they have saved
+
+# In training, rrelu saves its noise and then draws it, and does not count that as a change in
+# place. `tests/sweep_gradients.py` looks for others.
+WRITES_AFTER_SAVING = (
+    torch.ops.aten.rrelu_with_noise.default,
+    torch.ops.aten.rrelu_with_noise_.default,
+)
+
+
+def writes_after_saving(node: Any) -> bool:
+    """Whether a node of autograd's graph is that of such an operator."""
+    return node is not None and node.name().startswith("RreluWithNoiseBackward")
+
+
+def saves_unset_memory(node: Any) -> bool:
+    """Whether a node of autograd's graph is that of an operator that saves memory which holds
+    arbitrary values: `rrelu` before it draws its noise, and `ctc_loss`, which never fills or reads
+    the padding of its table."""
+    names = ("RreluWithNoiseBackward", "CtcLossBackward")
+    return node is not None and node.name().startswith(names)
+
+
+# ---- attributes of modules
+
+# nn.Module's own attributes; whether it is in training mode is a setting like others
+_INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes: not its parameters, buffers, submodules and hooks, and not weights
+    that a hook computes before each run, as those of weight norm and pruning do."""
+    hooks = module._forward_pre_hooks.values()
+    computed = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _INTERNAL and name not in computed
+    }
 
 
 # ---- symbolic tensors
@@ -253,10 +296,24 @@ class RandomState:
     __hash__ = None
 
 
+class AllRandomState:
+    """The states of all global generators: PyTorch's, Python's and NumPy's. Arguments are those of
+    `RandomState`."""
+
+    def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
+        self.of_torch = RandomState(devices, counted=counted)
+        self.of_python, self.of_numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        self.of_torch.restore()
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+
+
 @contextmanager
 def random_numbers_undone() -> Iterator[None]:
     """Restore the generators after an error inside the block."""
-    state = RandomState(counted=False)  # no part of what the block takes
+    state = AllRandomState(counted=False)  # no part of what the block takes
     try:
         yield
     except BaseException:

@@ -25,10 +25,10 @@ import random
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -63,7 +63,8 @@ class Finding:
     reason: str = ""
 
 
-Check = Callable[[OpInfo, SampleInput], Finding]
+Result = TypeVar("Result")
+Check = Callable[[OpInfo, SampleInput], Result]
 
 
 # ---- samples
@@ -185,12 +186,12 @@ def check_peak(operator: OpInfo, sample: SampleInput) -> Finding:
     try:
         real = _trace(operator, sample, lambda tensor: tensor.detach())
     except Exception as error:
-        return Finding("fails", _kind_of(error))
+        return Finding("fails", kind_of(error))
     try:
         with symbolic():
             predicted = _trace(operator, sample, _symbolic_like)
     except Exception as error:
-        return Finding("refused", _kind_of(error))
+        return Finding("refused", kind_of(error))
     if real.peak_bytes != predicted.peak_bytes:
         return Finding("different", f"peak: {_difference(real, predicted)}")
     if _course(real) != _course(predicted):
@@ -235,29 +236,29 @@ def _difference(real: Trace, predicted: Trace) -> str:
     return f"{len(real)} operators for real, {len(predicted)} with symbolic tensors"
 
 
-def _kind_of(error: Exception) -> str:
+def kind_of(error: Exception) -> str:
     """An error's type and its first line, without the numbers that differ between samples."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {re.sub(r'[0-9]+', 'N', line)[:110]}"
 
 
-CHECKS: dict[str, Check] = {"peak": check_peak}
+CHECKS: dict[str, Check[Finding]] = {"peak": check_peak}
 
 
 # ---- the sweep
 
 
 def findings(
-    check: Check,
+    check: Check[Result],
     dtype: torch.dtype,
     most: int | None = None,
     names: tuple[str, ...] = (),
     layout: Callable[[Tensor], Tensor] = as_given,
-) -> Iterator[tuple[str, int, Finding]]:
-    """(operator, number of the sample, finding) of each sample.
+) -> Iterator[tuple[str, int, Result]]:
+    """(operator, number of the sample, what the check returns) of each sample.
 
     Args:
-        check: one of `CHECKS`.
+        check: function of an operator and a sample, such as those in `CHECKS`.
         dtype: dtype of the samples.
         most: samples of each operator; all if left out.
         names: parts of operators' names; all operators if left out.
@@ -275,37 +276,58 @@ def findings(
                 yield name, number, check(operator, sample)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", choices=CHECKS, default="peak")
+def report(title: str, found: Iterable[tuple[str, int, Finding]], verbose: bool) -> None:
+    """Print how many samples have each verdict, and the reasons with their operators.
+
+    Args:
+        title: what the totals are of.
+        found: findings and where they are from, the yield of `findings`.
+        verbose: list each sample that is not equal.
+    """
+    totals: Counter[str] = Counter()
+    reasons: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for name, number, finding in found:
+        totals[finding.verdict] += 1
+        if finding.verdict != "equal":
+            reasons[finding.verdict, finding.reason][name] += 1
+            if verbose:
+                print(f"{title} {name} [{number}] {finding.verdict}: {finding.reason}")
+    print(f"\n{title}: " + ", ".join(f"{totals[each]:,} {each}" for each in VERDICTS))
+    for verdict in VERDICTS[1:]:
+        rows = {key: names for key, names in reasons.items() if key[0] == verdict}
+        operators = {name for names in rows.values() for name in names}
+        print(f"{verdict}: {totals[verdict]:,} samples of {len(operators)} operators")
+        for (_, reason), names_of in sorted(rows.items(), key=lambda row: -row[1].total()):
+            shown = ", ".join(f"{name} {count}" for name, count in names_of.most_common())
+            print(f"  {names_of.total():5,}  {reason}\n         {shown}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose samples."""
     parser.add_argument("--dtype", action="append", help="such as float32; twice for two")
     parser.add_argument("--layout", choices=LAYOUTS, default="as_given", help="of the tensors")
     parser.add_argument("--most", type=int, help="samples of each operator")
     parser.add_argument("--names", default="", help="parts of operators' names, with commas")
     parser.add_argument("--verbose", action="store_true", help="list all that is not equal")
+
+
+def chosen(
+    given: argparse.Namespace, check: Check[Result]
+) -> Iterator[tuple[torch.dtype, Iterator[tuple[str, int, Result]]]]:
+    """(dtype, findings of the check) for the samples that the options choose."""
+    names = tuple(filter(None, given.names.split(",")))
+    for dtype in [getattr(torch, name) for name in given.dtype or ()] or DTYPES:
+        yield dtype, findings(check, dtype, given.most, names, LAYOUTS[given.layout])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", choices=CHECKS, default="peak")
+    add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    names = tuple(filter(None, given.names.split(",")))
-    dtypes = [getattr(torch, name) for name in given.dtype or ()] or DTYPES
-    for dtype in dtypes:
-        totals: Counter[str] = Counter()
-        reasons: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for name, number, finding in findings(
-            CHECKS[given.check], dtype, given.most, names, LAYOUTS[given.layout]
-        ):
-            totals[finding.verdict] += 1
-            if finding.verdict != "equal":
-                reasons[finding.verdict, finding.reason][name] += 1
-                if given.verbose:
-                    print(f"{dtype} {name} [{number}] {finding.verdict}: {finding.reason}")
-        print(f"\n{dtype}: " + ", ".join(f"{totals[each]:,} {each}" for each in VERDICTS))
-        for verdict in VERDICTS[1:]:
-            found = {key: names for key, names in reasons.items() if key[0] == verdict}
-            operators = {name for names in found.values() for name in names}
-            print(f"{verdict}: {totals[verdict]:,} samples of {len(operators)} operators")
-            for (_, reason), names_of in sorted(found.items(), key=lambda row: -row[1].total()):
-                shown = ", ".join(f"{name} {count}" for name, count in names_of.most_common())
-                print(f"  {names_of.total():5,}  {reason}\n         {shown}")
+    for dtype, found in chosen(given, CHECKS[given.check]):
+        report(str(dtype), found, given.verbose)
 
 
 if __name__ == "__main__":

@@ -365,6 +365,84 @@ def test_autocast_in_the_recomputation_is_that_of_the_forward_pass(use_reentrant
     assert seen[0] == seen[1] == (enabled, torch.bfloat16, cached)
 
 
+@pytest.mark.parametrize("used_before", [True, False])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        [aten.addmm.default],
+        [aten.addmm.default, aten._to_copy.default],
+        lambda *_, **__: CheckpointPolicy.MUST_SAVE,
+        lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE,
+    ],
+    ids=["products", "products and casts", "all", "none"],
+)
+def test_selective_checkpoint_shares_weights_with_autocast_cache(policy, used_before):
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def function(x):
+        return first(second(first(x).relu())).sin()
+
+    def step(run):
+        x = torch.ones(4, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(first(x) if used_before else x).float().sum() + first(x).float().sum()
+        y.backward()  # after autocast has emptied its cache
+        found = [x.grad, *(p.grad for module in (first, second) for p in module.parameters())]
+        first.zero_grad(), second.zero_grad()
+        return found
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    selective = step(lambda x: not_reentrant(function, x, context_fn=contexts))
+    assert all(map(torch.equal, step(function), selective))
+
+
+@both_modes
+@pytest.mark.parametrize("named", [True, False])
+def test_statistics_passed_to_instance_norm_change_once(use_reentrant, named):
+    if use_reentrant and named:
+        pytest.skip("the reentrant mode passes no keywords on")
+
+    def step(run):
+        mean, variance = torch.zeros(3), torch.ones(3)
+        x = torch.linspace(-1, 2, 24).view(2, 3, 4).requires_grad_()
+        names = "running_mean", "running_var"
+        statistics = dict(zip(names, (mean, variance), strict=True))
+        y = (
+            run(F.instance_norm, x, **statistics)
+            if named
+            else run(F.instance_norm, x, *statistics.values())
+        )
+        y.pow(3).sum().backward()
+        return x.grad, mean, variance
+
+    plain = step(lambda function, *args, **kwargs: function(*args, **kwargs))
+    found = step(partial(checkpoint, use_reentrant=use_reentrant))
+    assert all(map(torch.equal, plain, found))
+    assert not plain[1].equal(torch.zeros(3))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("policy", [None, True, False])
+def test_noise_that_rrelu_writes_after_saving_it_is_recomputed(policy, last):
+    def function(x):
+        y = F.rrelu(x * 2, training=True)
+        return y if last else y.exp() * y
+
+    def step(run):
+        torch.manual_seed(0)
+        x = torch.linspace(-2, 2, 96).requires_grad_()
+        run(function, x).sum().backward()
+        return x.grad
+
+    options = {}
+    if policy is not None:
+        contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
+        options = {"context_fn": contexts}
+    plain = step(lambda function, x: function(x))
+    assert torch.equal(step(partial(not_reentrant, **options)), plain)
+    assert len(plain.unique()) > 40  # one slope of its own for each negative value
+
+
 @both_modes
 def test_the_default_device_in_the_recomputation_is_that_of_the_forward_pass(use_reentrant):
     seen, x = [], leaf(3)

@@ -63,6 +63,29 @@ def offloaded(module, **options):
     return run
 
 
+def test_storage_that_rrelu_writes_after_its_copy_is_refused():
+    x = torch.linspace(-2, 2, 96)
+
+    def run(x):
+        torch.manual_seed(0)
+        return nn.functional.rrelu(x * 2, training=True)
+
+    plain = gradients(nn.Module(), run, x)
+
+    def step(prefetch):
+        options = {"min_bytes": 0, "prefetch": prefetch, "in_flight": 0}
+
+        def moved(x):
+            with offload_activations(HostStore(), **options):
+                return run(x)
+
+        return gradients(nn.Module(), moved, x)
+
+    assert_same_bits(step(prefetch=1), plain)
+    with pytest.raises(RuntimeError, match=r"^RreluWithNoise.*wrote only after it had been copied"):
+        step(prefetch=0)
+
+
 class Views(nn.Module):
     """Saves views of every kind: a square transpose, a slice, overlapping windows, an expanded row,
     a permutation."""

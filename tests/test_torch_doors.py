@@ -456,6 +456,7 @@ def test_operators_are_of_two_kinds():
 
 @door(
     "torch.ops.aten._to_copy",
+    "torch.ops.aten._to_copy.default",
     "torch.ops.aten._embedding_bag.default",
     "torch.ops.aten._index_put_impl_",
     "torch.ops.aten._grouped_mm.default",
@@ -470,6 +471,7 @@ def test_public_functions_are_these_operators():
         F.grouped_mm(rows, torch.ones(2, 16, 16, dtype=torch.bfloat16), offs=ends)
     seen = {func for func, _ in calls}
     assert {aten._embedding_bag.default, aten._grouped_mm.default} <= seen
+    assert aten._to_copy.default in seen
     assert aten._to_copy in {func.overloadpacket for func in seen}
     where = [torch.tensor([1])]
     into = aten._index_put_impl_(torch.zeros(3), where, torch.tensor([2.0]))
@@ -985,6 +987,22 @@ def test_a_compiled_model_knows_the_original_and_leaves_out_what_is_not_to_be_co
 
 
 # ---- modules and optimizers
+
+
+@door("torch.nn.modules.instancenorm._InstanceNorm")
+def test_instance_norms_have_one_base():
+    base = nn.modules.instancenorm._InstanceNorm
+    for norm in nn.InstanceNorm1d(2), nn.InstanceNorm2d(2), nn.LazyInstanceNorm3d():
+        assert isinstance(norm, base)
+    assert not isinstance(nn.BatchNorm1d(2), base)
+
+
+@door("torch.utils._pytree.tree_leaves")
+def test_leaves_of_nested_containers_are_listed():
+    from torch.utils._pytree import tree_leaves
+
+    generator = torch.Generator()
+    assert tree_leaves({"a": [generator, (1, None)], "b": "c"}) == [generator, 1, None, "c"]
 
 
 @door("torch.nn.modules.batchnorm._BatchNorm", "torch.nn.modules.batchnorm._NormBase")

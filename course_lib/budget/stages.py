@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
 from course_lib._losses import takes_arguments
-from course_lib._torch import autocast_of, kind_of, look_of, tensors_in
-from course_lib.checkpoint import checkpoint_sequential
+from course_lib._torch import autocast_of, is_symbolic, kind_of, look_of, tensors_in
+from course_lib.checkpoint import checkpoint
+from course_lib.checkpoint.repeatable import BlockState, Comparison, Repeatable
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 from course_lib.schedule.chain import symbolic_chain
 from course_lib.schedule.stages import as_modules
@@ -68,7 +69,9 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     x, stages = _staged(model, batch)
     if recipe.checkpoint == "optimal":
         schedule = fastest(chain_of_stages(model, batch, recipe), recipe.schedule_bytes)
-        return ScheduledSequential(_parts(stages), schedule)(x)
+        chain = ScheduledSequential(_parts(stages), schedule)
+        chain.advice = ADVICE if is_compared(model, recipe) else None
+        return chain(x)
     inside = len(stages) - 2
     if recipe.segments > inside:
         raise ValueError(
@@ -81,9 +84,19 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     # product of a segment. The course's decoder would need 2 % more FLOPs with 4 layers in 2
     # segments, 7 % more with 8 layers in 8 segments, and up to 3 kB more. Segments of blocks cannot
     # be run by checkpoints, because the model's own code calls the blocks.
-    options = {"use_reentrant": False, "preserve_rng_state": may_draw(model)}
-    inner = checkpoint_sequential(stages[1:-1], recipe.segments, stages[0](x), **options)
-    return stages[-1](inner)
+    hidden = first = stages[0](x)
+    size = inside // recipe.segments
+    last = 1 + size * (recipe.segments - 1)  # the last segment is not recomputed
+    for start in range(1, last, size):
+        segment = nn.Sequential(*stages[start : start + size])
+        name = " to ".join(f"stage {i}" for i in sorted({start, start + size - 1}))
+        comparison = Comparison(name, ADVICE) if is_compared(model, recipe) else None
+        function = Repeatable(segment, BlockState(segment, comparison, statistics=True))
+        options = {"use_reentrant": False, "preserve_rng_state": may_draw(model)}
+        hidden = checkpoint(function, hidden, **options)
+    hidden = nn.Sequential(*stages[last:-1])(hidden)
+    del first  # held until here, as `checkpoint_sequential` would hold its input
+    return stages[-1](hidden)
 
 
 def most_segments(model: nn.Module, batch: Any) -> int:
@@ -113,6 +126,25 @@ def _parts(stages: Sequence[nn.Module]) -> list[nn.Module]:
         hooked = stage._forward_hooks or stage._forward_pre_hooks
         found += stage if type(stage) is nn.Sequential and not hooked else [stage]
     return found
+
+
+# ---- Comparison in the first step
+
+
+ADVICE = 'exclude it from checkpointing, with checkpoint="none" or other blocks'
+_compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
+
+
+def is_compared(model: nn.Module, recipe: Recipe) -> bool:
+    """Whether recomputations are compared with first runs: in a model's first step by a recipe, of
+    real tensors."""
+    return not is_symbolic() and recipe not in _compared.get(model, ())
+
+
+def note_compared(model: nn.Module, recipe: Recipe) -> None:
+    """Note that a step by the recipe has ended without a difference."""
+    if not is_symbolic():
+        _compared.setdefault(model, set()).add(recipe)
 
 
 # ---- Schedules

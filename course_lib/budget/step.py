@@ -159,6 +159,16 @@ def train_step(
     `torch.compile(block)` whose copies compute with the original. `torch.compile(model)` does not
     compile a method `loss` or `loss_sum` of the model, and a warning says so.
 
+    Blocks that run again under checkpoints find the random numbers (those of PyTorch, Python, NumPy
+    and generators in attributes of their modules) and the attributes (tensors, arrays, numbers and
+    containers of these) of their first run. The first step of a model by a recipe also compares
+    checksums of the tensors that both runs save for backward (in a schedule, of their outputs), and
+    of the block's parameters and buffers. This takes time, but `MemoryMeter` does not count its
+    memory. Later steps, symbolic tensors, and sparse, nested and quantized tensors and tensor
+    subclasses are not compared. Checkpoints inside a compiled model restore and compare none of
+    this, except for PyTorch's random numbers. Tensors in attributes of a block are copied during
+    its first run; the copies of those that it changes are kept for its recomputation.
+
     Args:
         model: in the recipe's precision, as from `build`.
         optimizer: as from `build`.
@@ -187,6 +197,8 @@ def train_step(
 
     Raises:
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
+        RuntimeError: A block that ran again computed other values, since it depends on state that
+            is not kept, such as a global variable; the message names the block.
     """
     check_model(model, recipe)
     check_loss(model, recipe, loss_sum)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .._check import kind, shown, whole
 from .nonreentrant import checkpoint
+from .repeatable import BlockState, Comparison, Repeatable
 from .selective import create_selective_checkpoint_contexts
 
 
@@ -28,6 +29,7 @@ def checkpoint_blocks(
     first: int | None = None,
     policy: Callable | list | None = None,
     preserve_rng_state: bool = True,
+    preserve_module_state: bool = False,
 ) -> CheckpointedBlocks:
     """Let the blocks of a model forget their activations: in place, until the handle is removed.
 
@@ -58,6 +60,10 @@ def checkpoint_blocks(
             If no block has run any of the listed operators when the first block is computed again,
             a warning names the matrix products that the blocks did run.
         preserve_rng_state: keep the states of random generators too, for blocks that draw numbers.
+        preserve_module_state: keep also the attributes of a block's modules (tensors, numbers,
+            containers of these, and generators), and the states of Python's and NumPy's generators.
+            The recomputation computes with them, and leaves attributes and generators as the first
+            run did. Has no effect inside a compiled model.
 
     Returns:
         A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with`
@@ -74,9 +80,10 @@ def checkpoint_blocks(
         >>> with checkpoint_blocks(decoder, "layers.*"):
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
-    What a block changes besides its outputs, it changes twice, and the second time it computes with
-    what it has changed: running statistics, spectral norms, and a key-value cache that grows (with
-    Hugging Face models, train with `use_cache=False`).
+    A block changes everything else besides its outputs twice, and the second time it computes with
+    the changed values: running statistics, spectral norms, and a key-value cache that grows (with
+    Hugging Face models, train with `use_cache=False`). Without `preserve_module_state` the same
+    holds for attributes.
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
@@ -86,7 +93,7 @@ def checkpoint_blocks(
     names = names_of(model, blocks)[:first][every - 1 :: every]
     if not names:
         raise ValueError(f"every must be at most the number of blocks, got {every}")
-    return CheckpointedBlocks(model, names, policy, preserve_rng_state)
+    return CheckpointedBlocks(model, names, policy, preserve_rng_state, preserve_module_state)
 
 
 # ---- a forward of its own
@@ -126,7 +133,14 @@ class BlocksInPlace:
 
 
 class CheckpointedBlocks(BlocksInPlace):
-    """Result of `checkpoint_blocks`."""
+    """Result of `checkpoint_blocks`.
+
+    Attributes:
+        advice: what to do instead of checkpoints, for the error of a recomputation that differs
+            from the first run; None does not compare them.
+    """
+
+    advice: str | None = None
 
     def __init__(
         self,
@@ -134,6 +148,7 @@ class CheckpointedBlocks(BlocksInPlace):
         names: Sequence[str],
         policy: Callable | list | None,
         preserve_rng_state: bool,
+        preserve_module_state: bool,
     ):
         super().__init__(model, names)
         # A list is watched; a policy that is a function may keep nothing on purpose.
@@ -146,6 +161,7 @@ class CheckpointedBlocks(BlocksInPlace):
             "context_fn": noop_context_fn if policy is None else contexts,
             "preserve_rng_state": preserve_rng_state,
         }
+        self._preserve_module_state = preserve_module_state
         self._called = False
 
     def check(self) -> None:
@@ -178,6 +194,11 @@ class CheckpointedBlocks(BlocksInPlace):
             again = True
             return forward(*args, **kwargs)
 
+        # In compiled code, PyTorch's own checkpoint takes over.
+        preserved = self._preserve_module_state and not torch.compiler.is_compiling()
+        if preserved and torch.is_grad_enabled():
+            comparison = self.advice and Comparison(self.names[i], self.advice)
+            run = Repeatable(run, BlockState(self._forwards[i].block(), comparison or None))
         return checkpoint(run, args, kwargs, use_reentrant=False, **self._options)
 
 

@@ -14,7 +14,7 @@ What a maintainer should know before changing a line here:
   function are: they are slots of the outer region. Reading one recomputes the outer function first,
   and with it the inner forward pass.
 - **Early stop.** Once as many tensors were saved as in the first run, the rest of the function is
-  not needed.
+  not needed. It is where the last operator writes into what it has saved, as rrelu does.
 - **The compiler.** A checkpoint inside code that `torch.compile` compiles becomes PyTorch's own,
   which the compiler puts into its graph (see `_run`). Elsewhere both runs are hidden from the
   compiler (see `uncompiled` and `_checkpointed`), because one run compiled and one not would save
@@ -38,20 +38,41 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
-from .._torch import ObserverMode, tensors_in, torch_func_refused
-from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tensors, without_tensors
+from .._torch import (
+    ObserverMode,
+    saves_unset_memory,
+    tensors_in,
+    torch_func_refused,
+    writes_after_saving,
+)
+from .reentrant import (
+    CheckpointFunction,
+    Statistics,
+    Surroundings,
+    kept_inputs,
+    with_tensors,
+    without_tensors,
+)
+from .repeatable import Repeatable
 from .selective import Hooks, _CachingTorchDispatchMode
 
 
 class _Slot:
     """Stands in the graph for a tensor that was not kept, and holds it from its recomputation until
-    it is read."""
+    it is read.
 
-    __slots__ = ("__weakref__", "tensors")
+    Attributes:
+        tensors: which backward pass -> the tensor, or None once it was read.
+        unfinished: whether the recomputation ended before the operator that saved the tensor.
+        difference: description of how its values differ from those of the first run; empty if they
+            do not, or are not compared.
+    """
+
+    __slots__ = ("__weakref__", "difference", "tensors", "unfinished")
 
     def __init__(self):
-        # which backward pass -> the tensor, or None once it was read
         self.tensors: dict[Any, Tensor | None] = {}
+        self.unfinished, self.difference = False, ""
 
 
 class _Stop(BaseException):
@@ -108,12 +129,19 @@ class Region:
         self.context, self.logs = context, logs
         self.surroundings = Surroundings(tensors, preserve_rng_state)
         self.inputs = without_tensors((args, kwargs))
-        # its node lives as long as it does
-        self.kept = _Keep.apply(_ANCHOR, tensors) if tensors else None
+        self.statistics = Statistics(tensors)
+        # Its nodes live as long as it does. Running statistics, which the function may change, have
+        # nodes of their own.
+        apart = self.statistics.copies
+        others = [x for i, x in enumerate(tensors) if i not in apart]
+        self.kept = _Keep.apply(_ANCHOR, others) if others else None
+        self.kept_apart = {i: _Keep.apply(_ANCHOR, [tensors[i]]) for i in apart}
+        self.count = len(tensors)
         self.slots: list[weakref.ref[_Slot]] = []
         # the metadata of what each slot stands for, if they are compared
         self.saved: list[tuple | None] = []
         self.complete = False  # whether the forward pass is through
+        self.comparison = function.state.comparison if isinstance(function, Repeatable) else None
 
     def forward(self, args: tuple, kwargs: dict, context: AbstractContextManager) -> Any:
         """The first run, which leaves slots in the graph."""
@@ -134,20 +162,39 @@ class Region:
                 " exception raised during the checkpointed forward"
             )
         self.surroundings.check_devices()
+        self.statistics.settle()
         return result
+
+    def given(self) -> list[Tensor]:
+        """The inputs of the first run; an error if they are not what they were."""
+
+        def kept(node: Tensor | None) -> tuple[Tensor, ...]:
+            return () if node is None else kept_inputs(node.grad_fn, self.function)
+
+        changed = {i: copy.clone() for i, copy in self.statistics.copies.items()}
+        apart = {i: kept(node)[0] for i, node in self.kept_apart.items() if i not in changed}
+        others = iter(kept(self.kept))
+        found = changed | apart
+        return [found[i] if i in found else next(others) for i in range(self.count)]
 
     def pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot()
         self.slots.append(weakref.ref(slot))
         self.saved.append(_metadata(tensor) if self.compare_metadata else None)
+        if self.comparison is not None:
+            self.comparison.note(tensor)
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
         key = _group()  # the same for backward passes that share a recomputation
         if key is None:
             key = torch._C._current_graph_task_id()
+        node = torch._C._current_autograd_node()
+        late = writes_after_saving(node)
         if key not in slot.tensors:
-            _Recomputation(self, key).run()
+            _Recomputation(self, key, to_end=late).run()
+        elif late and slot.unfinished:
+            _Recomputation(self, key, to_end=True, only=slot).run()
         tensor, slot.tensors[key] = slot.tensors[key], None
         if tensor is None:
             raise CheckpointError(
@@ -155,6 +202,8 @@ class Region:
                 " unpacked once. Read ctx.saved_tensors only once in backward. Performing two"
                 " backward calls that overlap is not allowed under GraphExecGroup"
             )
+        if slot.difference and not saves_unset_memory(node):
+            self.comparison.fail(slot.difference)
         if key == -1:  # no backward pass, somebody looks at the graph: keep nothing
             for other in filter(None, (ref() for ref in self.slots)):
                 other.tensors.pop(key, None)
@@ -176,19 +225,21 @@ class _Recomputation:
 
     Args:
         key: the backward pass that it is for.
+        to_end: run the function to its end, for an operator that writes into what it has saved.
+        only: the one slot to fill; all if left out.
     """
 
-    def __init__(self, region: Region, key: Any):
-        self.region, self.key = region, key
+    def __init__(self, region: Region, key: Any, *, to_end: bool, only: _Slot | None = None):
+        self.region, self.key, self.only = region, key, only
+        self.stops = region.early_stop and not (to_end or getattr(region.context, "to_end", False))
         self.count = 0
         self.differences = ""
+        self.operator = 0  # number of the operator that saves now, and the slots that it fills
+        self.filled: list[_Slot] = []
 
     def run(self) -> None:
         region = self.region
-        tensors = (
-            kept_inputs(region.kept.grad_fn, region.function) if region.kept is not None else ()
-        )
-        args, kwargs = with_tensors(region.inputs, tensors)
+        args, kwargs = with_tensors(region.inputs, region.given())
         hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
         with (
             hooks,
@@ -218,14 +269,19 @@ class _Recomputation:
         self.count += 1
         if position < len(region.slots):
             slot, saved = region.slots[position](), region.saved[position]
-            if slot is not None:  # else nobody will read it
-                slot.tensors[self.key] = tensor
+            # without a slot nobody will read it
+            if slot is not None and self.only in (None, slot):
+                self.fill(slot, tensor)
+                if region.comparison is not None:
+                    slot.difference = region.comparison.difference(position, tensor)
                 if saved is not None and saved != _metadata(tensor):
                     self.differences += (
                         f"tensor at position {position}:\nsaved metadata: {_shown(saved)}\n"
                         f"recomputed metadata: {_shown(_metadata(tensor))}\n"
                     )
-            if region.early_stop and self.count == len(region.slots):
+            if self.stops and self.count == len(region.slots):
+                for slot in self.filled:
+                    slot.unfinished = True
                 raise _Stop
         # if not complete: a backward pass inside the function
         elif region.complete and not region.early_stop:
@@ -236,6 +292,15 @@ class _Recomputation:
             )
         # the graph of the recomputation holds it too, for a backward pass inside the function
         return tensor
+
+    def fill(self, slot: _Slot, tensor: Tensor) -> None:
+        slot.tensors[self.key] = tensor
+        slot.unfinished = False
+        # counts nodes, of which each operator makes one before it saves
+        operator = torch.autograd._get_sequence_nr()
+        if operator != self.operator:
+            self.operator, self.filled = operator, []
+        self.filled.append(slot)
 
     def fail(self, what: str) -> None:
         logs = self.region.logs
@@ -391,6 +456,10 @@ def checkpoint(
         ValueError: arguments that don't go together.
         CheckpointError: (in the backward pass) both runs did not save the same.
         RuntimeError: (in the backward pass) an input was changed in place.
+
+    Running statistics among the inputs (vectors without gradients, as of `F.instance_norm`) may be
+    changed by the function, and change once; all such vectors are copied during the first run.
+    `F.batch_norm` changes them a second time, as in PyTorch.
 
     Source: Chen et al. 2016, arXiv:1604.06174; behaviour as of torch 2.13, arguments as of 2.14.
 

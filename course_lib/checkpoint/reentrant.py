@@ -7,7 +7,7 @@ global around it), as it was when the function ran first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -65,6 +65,36 @@ def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[T
 def version(tensor: Tensor) -> int | None:
     """Count of a tensor's changes in place; None where nobody counts."""
     return None if tensor.is_inference() else tensor._version
+
+
+class Statistics:
+    """Running statistics among the inputs of a function: vectors without gradients, the one kind of
+    argument that functions of PyTorch, such as `F.instance_norm`, change in place.
+
+    They are copied before the first run, and the copies of unchanged ones are given up after it.
+    The recomputation works on the copies of those that the first run has changed, so that it starts
+    from the same values and changes only copies. `F.batch_norm` does not count its changes, so they
+    are not noticed.
+
+    Attributes:
+        copies: number of an input -> its copy; after `settle`, of changed inputs only.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        vectors = {
+            i: x
+            for i, x in enumerate(tensors)
+            if x.dim() == 1 and x.is_floating_point() and not x.requires_grad
+        }
+        self.versions = {i: (x, version(x)) for i, x in vectors.items()}
+        self.copies = {i: x.clone() for i, x in vectors.items()}
+
+    def settle(self) -> None:
+        """Give up the copies of what the first run did not change."""
+        for i, (x, before) in self.versions.items():
+            if version(x) == before:
+                del self.copies[i]
+        self.versions = {}
 
 
 # ---- surroundings: random numbers, autocast, the default device
@@ -143,12 +173,18 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.run_function = run_function
         ctx.args = without_tensors(args)
         ctx.surroundings = Surroundings(tensors, preserve_rng_state)
-        ctx.save_for_backward(*tensors)
+        statistics = Statistics(tensors)
         versions = [version(x) for x in tensors]
         with torch.no_grad():
             outputs = run_function(*args)
+        statistics.settle()
+        kept = [statistics.copies.get(i, x) for i, x in enumerate(tensors)]
+        ctx.save_for_backward(*kept)
         # autograd itself looks from here on only
-        ctx.changed = versions != [version(x) for x in tensors]
+        ctx.changed = any(
+            x is tensor and version(tensor) != before
+            for x, tensor, before in zip(kept, tensors, versions, strict=True)
+        )
         return outputs
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
-from .._torch import ObserverMode, RandomState, tensors_in
+from .._torch import WRITES_AFTER_SAVING, ObserverMode, RandomState, tensors_in
 from .reentrant import version
 
 # (pack, unpack), as for `torch.autograd.graph.saved_tensors_hooks`
@@ -57,6 +57,7 @@ class _CachedValue:
 
 
 _RECOMPUTE, _USED = object(), object()
+_TO_END = object()  # in storage where the recomputation must not end early
 
 
 class _Mode(ObserverMode):
@@ -83,8 +84,7 @@ class _CachingTorchDispatchMode(_Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # the hooks detach and look at shapes, not equally often in both runs
-        if func in SAC_IGNORED_OPS:
+        if _is_outside(func, args):
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         before = torch.get_rng_state() if random else None
@@ -93,7 +93,9 @@ class _CachingTorchDispatchMode(_Mode):
         context.op_output = result  # an argument from torch 2.12 on
         policy = _policy(self.policy(context, func, *args, **kwargs), func)
         entries = self.storage[func]
-        if policy.endswith("RECOMPUTE"):
+        late = func in WRITES_AFTER_SAVING  # which a value that was kept would not do
+        self.storage[_TO_END] += [True] * late
+        if late or policy.endswith("RECOMPUTE"):
             entries.append(_RECOMPUTE)
             return result
         if random:
@@ -104,6 +106,19 @@ class _CachingTorchDispatchMode(_Mode):
         below = policy.endswith("OFFLOAD")
         entries.append(tree_map(lambda value: _CachedValue(value, below, self.hooks), result))
         return result
+
+
+def _is_outside(func: Any, args: tuple) -> bool:
+    """Whether an operator may run more often in one of both runs than in the other, so that it is
+    not counted, and what it returns is not kept.
+
+    The hooks detach and look at shapes. Autocast casts a leaf that requires gradients, such as a
+    weight, when it is first used, and keeps the cast until its block ends: of a weight that was
+    used before the function, the first run casts nothing, and the recomputation does.
+    """
+    if func is torch.ops.aten._to_copy.default:
+        return args[0].is_leaf and args[0].requires_grad
+    return func in SAC_IGNORED_OPS
 
 
 def _policy(answer: Any, func: Any) -> str:
@@ -125,12 +140,17 @@ class _CachedTorchDispatchMode(_Mode):
         super().__init__()
         self.storage, self.allow_cache_entry_mutation = storage, allow_cache_entry_mutation
 
+    @property
+    def to_end(self) -> bool:
+        """Whether the function must run to its end, since it writes into what it has saved."""
+        return bool(self.storage.get(_TO_END))
+
     def __enter__(self):
         self.counts: dict[Any, int] = defaultdict(int)
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in SAC_IGNORED_OPS:
+        if _is_outside(func, args):
             return func(*args, **(kwargs or {}))
         entries = self.storage.get(func, ())
         position = self.counts[func]
@@ -164,7 +184,8 @@ def create_selective_checkpoint_contexts(
         policy_fn_or_list: `policy(context, operator, *args, **kwargs)` with a
             `SelectiveCheckpointContext`, which returns a `CheckpointPolicy` (or a bool: keep it?);
             or a list of operators to keep, such as `[torch.ops.aten.mm.default]`. Asked in the
-            forward pass only.
+            forward pass only, and not of casts of leaves that require gradients, such as weights
+            under autocast: these are always computed again.
         allow_cache_entry_mutation: don't check whether what was kept has been changed in place.
 
     Raises:

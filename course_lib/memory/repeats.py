@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .._torch import attributes_of, tensors_in
 from .categories import CategoryTracker
 from .growth import Irregular
 from .shape_cache import Outline, extent, make_fake
@@ -184,10 +185,10 @@ class Repeats:
         return KeptAgain(self.books, found, tensors, given, slot)
 
     def _key(self, stage, given, context, keep: bool) -> Hashable:
-        """Key of a run of the stage; None where it is not to be repeated, since its buffers may
-        change with each run or no other stage is like it."""
+        """Key of a run of the stage; None where it is not to be repeated, since its buffers or
+        attributes may change with each run or no other stage is like it."""
         if stage not in self.kinds:
-            changes = any(True for _ in stage.buffers())
+            changes = any(True for _ in stage.buffers()) or _holds_tensors(stage)
             self.kinds[stage] = None if changes else self.kind_of(stage)
         node = torch._C._current_autograd_node()
         about = context, keep, node is None, tuple(map(self.books.state, given))
@@ -303,6 +304,12 @@ class KeptAgain:
         alive.clear()
         x_gradient, *gradients = [None if j is None else made[j] for j in found.returned]
         return x_gradient, gradients
+
+
+def _holds_tensors(stage: nn.Module) -> bool:
+    """Whether modules of the stage have tensors in attributes; the arguments of a call are none."""
+    modules = getattr(stage, "block", stage).modules()
+    return any(True for each in modules for _ in tensors_in(list(attributes_of(each).values())))
 
 
 def _released(records, start: int) -> dict[int, int]:

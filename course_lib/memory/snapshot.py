@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import RandomState
+from .._torch import AllRandomState
 
 
 class Snapshot:
@@ -34,7 +32,7 @@ class Snapshot:
                 (tensor, tensor.detach().clone()) for tensor in (*parameters, *model.buffers())
             ]
         self._kept = {id(tensor) for tensor, _ in self._values}
-        self._random = RandomState(), random.getstate(), np.random.get_state()
+        self._random = AllRandomState()
         self._optimizers = []
         for optimizer in optimizers:
             parameters += (
@@ -61,7 +59,7 @@ class Snapshot:
             parameter.grad = None
         for optimizer in self._optimizers if first_step else ():
             optimizer.start_over()
-        self._set_random_numbers()
+        self._random.restore()
 
     def restore(self) -> int:
         """Put everything back; returns how many parameters were changed that could not be, having
@@ -77,14 +75,8 @@ class Snapshot:
             changed += id(parameter) not in self._kept and parameter._version != version
         for optimizer in self._optimizers:
             optimizer.restore()
-        self._set_random_numbers()
+        self._random.restore()
         return changed
-
-    def _set_random_numbers(self) -> None:
-        of_torch, of_python, of_numpy = self._random
-        of_torch.restore()
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 class _OwnState:

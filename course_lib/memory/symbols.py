@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from .._torch import RandomState, is_symbolic
+from .._torch import AllRandomState, is_symbolic
 from .compiler import compiled_code_set_aside
 from .concrete_ints import Symbolic
 
@@ -45,7 +45,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
     Source: `torch._subclasses.FakeTensorMode`.
     """
-    state = RandomState(counted=False)  # tokens, say, are drawn for real
+    state = AllRandomState(counted=False)  # tokens, say, are drawn for real
     try:
         # It draws again what lies outside, and looks for that; symbolic weights need no values.
         without_values = patch.object(

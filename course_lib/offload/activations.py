@@ -43,6 +43,7 @@ from course_lib._torch import (
     elements_spanned,
     is_symbolic,
     torch_func_refused,
+    writes_after_saving,
 )
 
 from .device import Device
@@ -80,7 +81,8 @@ class offload_activations:
         StoreFull: from the operator whose tensor found no room below. What was saved before is
             intact.
         RuntimeError: in backward, if a saved tensor was changed in place before its copy was
-            complete.
+            complete; or if an operator (rrelu in training) wrote it only after it was copied, which
+            `prefetch=0` makes possible.
 
     Example:
         >>> store, x = HostStore(), torch.randn(512, 512, requires_grad=True)
@@ -301,6 +303,7 @@ class _SavedStorage:
         room: what it has in the store; from GOING_DOWN on.
         coming: what gives the copy on the device; in COMING_UP.
         index: among the storages of the forward pass; not of a PARTIAL one.
+        copied_at: number of nodes in autograd's graph when the copy down began.
         handles: key -> (offset, bytes), of the saved tensors that there are.
         wanted: keys of those that backward has not had since the storage came up.
     """
@@ -314,6 +317,7 @@ class _SavedStorage:
         self.device = Device.of(tensor)
         self.stream = self.device.current()
         self.index: int | None = None
+        self.copied_at = -1
         self.room: Room | None = None
         self.coming: Callable[[], Tensor] | None = None
         self.handles: dict[object, tuple[int, int]] = {}
@@ -327,6 +331,7 @@ class _SavedStorage:
         )
 
     def go_down(self) -> None:
+        self.copied_at = torch.autograd._get_sequence_nr()
         with self.device.on(self.stream):  # not whichever saves the tensor that pushed this one out
             self.room = self.store.put(bytes_of(self.held))
         self.state = _State.GOING_DOWN
@@ -356,6 +361,14 @@ class _SavedStorage:
         if self.changed or (self.held is not None and self.held._version != self.version):
             raise RuntimeError(
                 _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
+            )
+        node = torch._C._current_autograd_node()
+        # The operator made its node, saved, was copied, and then wrote.
+        if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
+            raise RuntimeError(
+                f"{node.name()} needs a tensor of shape {handle.view[1]} that its operator (rrelu"
+                " in training) wrote only after it had been copied down. Raise prefetch, so that it"
+                " is copied later, or run the operator outside of offload_activations"
             )
         self.wanted.discard(handle.key)
         if self.state is _State.COMING_UP:

@@ -16,7 +16,7 @@ from course_lib.memory.storages import hooks_active
 
 from .actions import Backward, Schedule, simulate
 from .chain import Chain, symbolic_chain
-from .executor import Run
+from .executor import Run, states_of
 from .stages import check_constants, differentiable, the_tensor, with_tensor
 
 CHAIN = "the blocks must form a chain, each called once with what the one before returned"
@@ -67,7 +67,13 @@ class ScheduledBlocks(BlocksInPlace):
 
     Args:
         known: where chains are kept that were measured, for a schedule that is a function.
+
+    Attributes:
+        advice: what to do instead of a schedule, for the error of a block that runs differently
+            again; None does not compare.
     """
+
+    advice: str | None = None
 
     def __init__(self, model: nn.Module, names: Sequence[str], schedule, known: dict | None = None):
         self.schedule = schedule
@@ -123,7 +129,8 @@ class ScheduledBlocks(BlocksInPlace):
         if not isinstance(schedule, Schedule):
             schedule = schedule(self._chain(stages, args, kwargs))
             _check_schedule(schedule, len(stages))
-        self.run = Run(stages, schedule, x, {})
+        states = states_of([stage.block for stage in stages], self.names, self.advice)
+        self.run = Run(stages, schedule, x, {}, states)
         return x
 
     def _following(self, i: int, args: tuple) -> Tensor:

@@ -14,9 +14,19 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from course_lib._check import kind, number, whole
-from course_lib._torch import AutocastState, RandomState, kind_of, look_of, tensors_in, wait_for
+from course_lib._origin import NEEDS_DATA, needs_values, place_of, unlogged
+from course_lib._torch import (
+    AllRandomState,
+    AutocastState,
+    attributes_of,
+    kind_of,
+    look_of,
+    tensors_in,
+    wait_for,
+)
 from course_lib.memory import MemoryMeter
 from course_lib.memory.concrete_ints import Symbolic
 from course_lib.memory.measurement import flop_counter
@@ -157,7 +167,7 @@ class Chain:
         known: dict[Any, tuple[Stage, Any]] = {}
         value = with_tensor(value, first.detach())
         needs = first.requires_grad
-        random = RandomState([first.device])
+        random = AllRandomState([first.device])
         try:
             for i, stage in enumerate(modules.values()):
                 key = (look_of(stage), *map(kind_of, tensors_in(value)), needs) if alike else i
@@ -182,14 +192,25 @@ def symbolic_chain(
         probe: modules and tensors, which are copied, unless they are symbolic.
     """
     mode = detect_fake_mode()
+    inside = mode is not None  # of an estimate, which explains errors itself
     with _disable_current_modes():
         if mode is None:
             mode = Symbolic()
+            generators = copies_of_generators(probe)
             with FakeCopyMode(mode):
-                probe = copy.deepcopy(probe)
+                probe = copy.deepcopy(probe, generators)
         try:
-            with mode:
+            with mode, unlogged():
                 return Chain.profile(*stages_of(probe), alike=True)
+        except (*NEEDS_DATA, RuntimeError) as error:
+            if inside or not needs_values(error):
+                raise
+            raise ValueError(
+                f"{name} or a block after it reads values of its data"
+                f" ({str(error).splitlines()[0][:80]}){place_of(error)}, but a schedule within a"
+                " budget is planned on symbolic copies, which have shapes only. Pass a Schedule, or"
+                " use a recipe with another checkpoint"
+            ) from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
@@ -197,6 +218,14 @@ def symbolic_chain(
                 f"{name} must run the forward of its class, got one whose copy computes with the"
                 " original, as that of a compiled module does; or pass a Schedule"
             ) from error
+
+
+def copies_of_generators(probe: Any) -> dict[int, torch.Generator]:
+    """Copies of the generators that modules hold in attributes, for `copy.deepcopy`, which fails to
+    copy them where tensors are symbolic."""
+    modules = (m for each in probe if isinstance(each, nn.Module) for m in each.modules())
+    leaves = (leaf for m in modules for leaf in tree_leaves(attributes_of(m)))
+    return {id(leaf): copy.deepcopy(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
 
 
 def _profile(

@@ -22,6 +22,7 @@ from course_lib._torch import (
     modes_when_recomputed,
     tensors_in,
 )
+from course_lib.checkpoint.repeatable import BlockState, Comparison
 from course_lib.memory.repeats import active
 
 from .actions import Backward, Forward, Schedule, simulate
@@ -44,15 +45,16 @@ class ScheduledSequential(nn.Sequential):
     after the other.
 
     Every stage is one node of the graph, so gradients accumulate in the same order as without a
-    schedule. Random numbers and buffers: a stage that runs again draws the same numbers and finds
-    its buffers as before its first run, and leaves both as they are; buffers change in a stage's
-    first run only. Autocast is as in the first run. Without gradients the stages just run.
+    schedule. Random numbers, buffers and attributes: a stage that runs again draws the same numbers
+    (of PyTorch, Python and NumPy, and of generators in its attributes), finds its buffers and
+    attributes as before its first run, and leaves all as they are; they change in a stage's first
+    run only. Autocast is as in the first run. Without gradients the stages just run.
 
     The bytes live are those that `simulate` counts for `Chain.profile`. On top come, for stages
-    that run again, copies of their buffers (of all during the first run, then of those that it
-    changed), and the states of the random number generators (5,056 bytes on the CPU) of those that
-    draw; and the gradients of parameters. A stage hands on the gradients of its own parameters
-    together, at the end of its backward: that is in the profile.
+    that run again, copies of their buffers and of tensors in their attributes (of all during the
+    first run, then of those that it changed), and the states of the random number generators (5,056
+    bytes on the CPU) of those that draw; and the gradients of parameters. A stage hands on the
+    gradients of its own parameters together, at the end of its backward: that is in the profile.
 
     Args:
         module: the chain: an `nn.Sequential`, or a list of modules and functions; modules are
@@ -83,6 +85,9 @@ class ScheduledSequential(nn.Sequential):
             self.add_module(name, stage)
         self.training = getattr(module, "training", True)
         self.schedule = schedule
+        # what to do instead of a schedule, for the error of a stage that runs differently again;
+        # None does not compare
+        self.advice: str | None = None
         self._length = len(stages)
 
     def forward(self, x: Any, **kwargs) -> Any:
@@ -97,7 +102,9 @@ class ScheduledSequential(nn.Sequential):
                 value = run_stage(i, stage, value, kwargs)
             return value
         check_constants(kwargs)
-        run = Run(stages, self.schedule, value, kwargs)
+        names = [f"stage {i}" for i in range(len(stages))]
+        states = states_of(stages, names, self.advice)
+        run = Run(stages, self.schedule, value, kwargs, states)
         link = the_tensor(value)
         for _ in stages:
             link = run.step(link)
@@ -145,10 +152,21 @@ class Run:
 
     Whoever runs the stages calls `step` for each of them and then `end`; backward comes back stage
     by stage.
+
+    Args:
+        states: States of the stages, none of which has run.
     """
 
-    def __init__(self, stages: list[nn.Module], schedule: Schedule, value: Any, kwargs: dict):
+    def __init__(
+        self,
+        stages: list[nn.Module],
+        schedule: Schedule,
+        value: Any,
+        kwargs: dict,
+        states: list[BlockState],
+    ):
         x = the_tensor(value)
+        self.states = dict(enumerate(states))
         self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
         self.next = 0  # the stage whose first run is to come
         # the stage whose backward comes next, once all before it has run
@@ -226,26 +244,24 @@ class Run:
         if random is not None:
             now = RandomState([device])
             random.restore()
+        more = self.left[i] > 0
+        state = self.states[i] if more else self.states.pop(i)  # with its copies
         try:
-            if keep == "all":
-                result = self.keep(i, value, buffers)
-            else:
-                drawing = nullcontext() if watch is None else watch.drawing
-                with torch.no_grad(), drawing:
-                    result = self.hand_on(i, value, buffers, drawing)
+            with state.next_run(more):
+                if keep == "all":
+                    result = self.keep(i, value, buffers)
+                else:
+                    drawing = nullcontext() if watch is None else watch.drawing
+                    with torch.no_grad(), drawing:
+                        result = self.hand_on(i, value, buffers, drawing)
         finally:
             if random is not None:
                 now.restore()
         if watch is not None:
             self.before[i] = watch.changed()
         output = the_tensor(result.output if keep == "all" else result)
-        found = tuple(output.shape), output.dtype, output.device
-        # a shape that broadcasts, or a dtype, would pass in silence
-        if self.kinds.setdefault(i, found) != found:
-            raise RuntimeError(
-                f"stage {i} returned {found} when it ran again, but {self.kinds[i]} at first; "
-                "a schedule takes stages that compute the same each time"
-            )
+        check_kind(i, output, self.kinds)
+        state.check_output(output, more)
         return result
 
     def keep(self, i: int, value: Any, buffers: dict[str, Tensor]) -> Kept:
@@ -295,6 +311,28 @@ class Run:
         found = self.kept.pop(i).backward()
         self.values.pop(i, None)
         return found
+
+
+def check_kind(i: int, output: Tensor, kinds: dict[int, tuple]) -> None:
+    """Raise if the output of stage i differs in shape, dtype or device from that of its first run,
+    which is noted in `kinds`."""
+    found = tuple(output.shape), output.dtype, output.device
+    # a shape that broadcasts, or a dtype, would pass in silence
+    if kinds.setdefault(i, found) != found:
+        raise RuntimeError(
+            f"stage {i} returned {found} when it ran again, but {kinds[i]} at first; "
+            "a schedule takes stages that compute the same each time"
+        )
+
+
+def states_of(
+    blocks: Sequence[nn.Module], names: Sequence[str], advice: str | None
+) -> list[BlockState]:
+    """States of blocks that a schedule runs; with `advice`, they compare their runs."""
+    return [
+        BlockState(block, Comparison(name, advice) if advice is not None else None)
+        for block, name in zip(blocks, names, strict=True)
+    ]
 
 
 class _Watch:

@@ -13,10 +13,20 @@ from torch import Tensor, nn
 from course_lib._check import any_of, kind, must_be
 from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
 from course_lib.checkpoint.blocks import names_of
+from course_lib.checkpoint.repeatable import is_instance_norm, statistics_of
 from course_lib.labels import text, verbatim
 from course_lib.schedule import Chain, ScheduledBlocks, segments
 
-from ..stages import CHAINED, chains_of, fastest, may_draw, runs_stages
+from ..stages import (
+    ADVICE,
+    CHAINED,
+    chains_of,
+    fastest,
+    is_compared,
+    may_draw,
+    note_compared,
+    runs_stages,
+)
 from .technique import Check, Known, Recipe, Technique, all_of, choice, count_or_none, fields_of
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
@@ -114,14 +124,18 @@ def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
     with ExitStack() as stack:
         # Otherwise the loss runs the model's own chain (`course_lib.budget.stages`).
         if recipe.checkpoint in CHAINED and not runs_stages(model, recipe):
-            checks.append(stack.enter_context(scheduled(model, recipe)).check)
+            handle = stack.enter_context(scheduled(model, recipe))
+            handle.advice = ADVICE if is_compared(model, recipe) else None
+            checks.append(handle.check)
         if recipe.checkpoint in ("layers", "selective"):
             handle = stack.enter_context(checkpointed(model, recipe))
+            handle.advice = ADVICE if is_compared(model, recipe) else None
             checks.append(handle.check)
             checks.append(
                 stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint))
             )
         yield all_of(checks)
+    note_compared(model, recipe)
 
 
 def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
@@ -135,10 +149,14 @@ def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
 
 def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
     """Return the context manager that checkpoints the model's blocks."""
-    policy = PRODUCTS if recipe.checkpoint == "selective" else None
-    random = may_draw(model)
-    options = {"first": recipe.first_blocks, "policy": policy, "preserve_rng_state": random}
-    return checkpoint_blocks(model, block_names(recipe), **options)
+    return checkpoint_blocks(
+        model,
+        block_names(recipe),
+        first=recipe.first_blocks,
+        policy=PRODUCTS if recipe.checkpoint == "selective" else None,
+        preserve_rng_state=may_draw(model),
+        preserve_module_state=True,
+    )
 
 
 def block_names(recipe: Recipe) -> str | list[str] | None:
@@ -158,18 +176,22 @@ def statistics_kept(
     The yielded function must be called after the forward pass. It raises if other buffers have
     changed, because the block may compute with them.
     """
-    modules = {module for name in names for module in model.get_submodule(name).modules()}
-    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    statistics = {buffer for norm in norms for buffer in norm.buffers()}
+    blocks = {name: model.get_submodule(name) for name in names}
+    statistics = {buffer for block in blocks.values() for buffer in statistics_of(block)}
+    instance_norms = [m for b in blocks.values() for m in b.modules() if is_instance_norm(m)]
+    exempt = {*statistics, *(buffer for norm in instance_norms for buffer in norm.buffers())}
     kept: list[tuple[Tensor, Tensor]] = []
 
-    def others() -> dict[str, tuple[int, int]]:
+    def others() -> dict[str, tuple[int, int, int]]:
+        """Buffers by name: the object, its changes in place, and its storage, which `.data = ...`
+        replaces."""
         found = {
-            f"{name}.{key}": b
-            for name in names
-            for key, b in model.get_submodule(name).named_buffers()
+            f"{name}.{key}": buffer
+            for name, block in blocks.items()
+            for key, buffer in block.named_buffers()
+            if buffer not in exempt
         }
-        return {name: (id(b), b._version) for name, b in found.items() if b not in statistics}
+        return {name: (id(b), b._version, _storage_of(b)) for name, b in found.items()}
 
     def keep() -> None:
         for name, found in others().items():
@@ -181,17 +203,26 @@ def statistics_kept(
                 )
         kept.extend((buffer, buffer.clone()) for buffer in statistics)
 
-    before = others()
-
-    def put_back() -> None:
+    def put_back(*_: Any) -> None:
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+        kept.clear()
 
+    before = others()
+    # the next micro-batch begins with the statistics that the last one's forward pass has left
+    hooks = [block.register_forward_pre_hook(put_back) for block in blocks.values() if statistics]
     try:
         yield keep
     finally:
+        for hook in hooks:
+            hook.remove()
         put_back()
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return what identifies the present storage of a tensor."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 # ---- Checks of the model

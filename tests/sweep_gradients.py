@@ -1,0 +1,231 @@
+"""Gradients compared with plain ones, on the samples of PyTorch's operator database.
+
+    python tests/sweep_gradients.py          # all samples in float32 and bfloat16
+
+The options that choose other samples are those of `sweep_operators.py`.
+
+Each call of the database runs forward and backward: twice plainly, and once in each of `WAYS`, in
+which its activations are recomputed or offloaded. Gradients are compared bit by bit. The database,
+its samples and the verdicts are described in `sweep_operators.py`.
+
+Of all samples, only those of `svd` may differ, by rounding, in the reentrant mode of this library
+and of PyTorch: the backward pass inside the backward pass gets zeros for outputs without gradients,
+and then runs other formulas. Selective checkpoints of a call that changes a kept value in place are
+refused, as PyTorch's are. Not covered: other devices, double backward, and calls that change their
+inputs.
+
+`tests/test_recomputation.py` runs one sample of each operator, this script all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as pytorch
+from sweep_operators import (
+    Finding,
+    add_options,
+    chosen,
+    inputs_of,
+    kind_of,
+    report,
+    run_sample,
+    seed,
+)
+from torch import Tensor
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+import course_lib.checkpoint as ours
+from course_lib._torch import map_tensors, tensors_in
+from course_lib.checkpoint.repeatable import BlockState, Comparison, Repeatable
+from course_lib.offload import HostStore, offload_activations
+
+# ---- ways to run a call
+
+
+def _checkpointed(module: Any, operator: Callable, **options: Any) -> Callable:
+    """The operator's call under a checkpoint of `module`: this library's, or PyTorch's own."""
+    if not options["use_reentrant"]:
+        return lambda *args, **kwargs: module.checkpoint(operator, *args, **options, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # this mode finds gradients only for tensors that are arguments themselves
+        tensors = list(dict.fromkeys(tensors_in((args, kwargs))))
+
+        def rebuilt(*given: Tensor) -> Any:
+            new = dict(zip(map(id, tensors), given, strict=True))
+            put = partial(map_tensors, lambda tensor: new[id(tensor)])
+            return operator(*put(args, copied=(tuple, list)), **put(kwargs, copied=(dict, list)))
+
+        return module.checkpoint(rebuilt, *tensors, **options)
+
+    return run
+
+
+def _selective(module: Any, operator: Callable, answers: tuple[bool, ...]) -> Callable:
+    """The operator's call under a checkpoint whose policy keeps by turns, as `answers` say."""
+
+    def contexts() -> tuple:
+        turns = cycle(answers)
+        return module.create_selective_checkpoint_contexts(lambda *_, **__: next(turns))
+
+    return _checkpointed(module, operator, use_reentrant=False, context_fn=contexts)
+
+
+def _compared(operator: Callable) -> Callable:
+    """The operator's call under a checkpoint that compares what both runs save."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state = BlockState(torch.nn.Identity(), Comparison("the operator", "leave it out"))
+        return ours.checkpoint(Repeatable(operator, state), *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _offloaded(operator: Callable, prefetch: int) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with offload_activations(HostStore(), min_bytes=0, prefetch=prefetch, in_flight=0):
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def _hooked(operator: Callable) -> Callable:
+    """The operator's call under hooks that move nothing."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return operator(*args, **kwargs)
+
+    return run
+
+
+# name -> (the operator's call as this library runs it, and as PyTorch alone does)
+WAYS: dict[str, tuple[Callable, Callable]] = {
+    "nonreentrant": (
+        partial(_checkpointed, ours, use_reentrant=False),
+        partial(_checkpointed, pytorch, use_reentrant=False),
+    ),
+    "reentrant": (
+        partial(_checkpointed, ours, use_reentrant=True),
+        partial(_checkpointed, pytorch, use_reentrant=True),
+    ),
+    "kept": (
+        partial(_selective, ours, answers=(True,)),
+        partial(_selective, pytorch, answers=(True,)),
+    ),
+    "kept by turns": (
+        partial(_selective, ours, answers=(True, False)),
+        partial(_selective, pytorch, answers=(True, False)),
+    ),
+    "compared": (_compared, partial(_checkpointed, pytorch, use_reentrant=False)),
+    "offloaded": (partial(_offloaded, prefetch=1), _hooked),
+    "offloaded at once": (partial(_offloaded, prefetch=0), _hooked),
+}
+
+
+# ---- checks
+
+UNCHANGED = "unchanged"  # not one of `WAYS`
+
+
+def compare(operator: OpInfo, sample: SampleInput) -> dict[str, Finding]:
+    """The finding for each of `WAYS`; under `UNCHANGED`, whether saved tensors stay equal."""
+    found = {UNCHANGED: writes_after_saving(operator, sample)}
+    try:
+        plain, again = (gradients(operator, sample) for _ in range(2))
+    except Exception as error:
+        return found | dict.fromkeys(WAYS, Finding("fails", kind_of(error)))
+    if not plain:
+        return found | dict.fromkeys(WAYS, Finding("fails", "no input gets a gradient"))
+    if not _same(plain, again):
+        return found | dict.fromkeys(WAYS, Finding("fails", "two plain runs differ"))
+    return found | {way: _compared_with(plain, way, operator, sample) for way in WAYS}
+
+
+def gradients(call: Callable, sample: SampleInput) -> list[Tensor]:
+    """Gradients of the inputs of a sample's call."""
+    return run_sample(call, sample, *inputs_of(sample, lambda x: x.detach().clone()))
+
+
+def _compared_with(plain: list[Tensor], way: str, operator: OpInfo, sample: SampleInput) -> Finding:
+    mine, its = WAYS[way]
+    try:
+        found = gradients(mine(operator), sample)
+    except Exception as error:
+        try:
+            gradients(its(operator), sample)
+        except Exception:
+            return Finding("fails", f"PyTorch's too: {kind_of(error)}")
+        return Finding("refused", kind_of(error))
+    if _same(plain, found):
+        return Finding("equal")
+    as_pytorch = _same(found, gradients(its(operator), sample))
+    return Finding("different", "the gradients" + " are those of PyTorch's" * as_pytorch)
+
+
+def _same(expected: list[Tensor], found: list[Tensor]) -> bool:
+    if len(expected) != len(found):
+        return False
+    pairs = [(a, b) for a, b in zip(expected, found, strict=True)]
+    return all(
+        a.layout is b.layout and a.dtype == b.dtype and _equal_values(a.to_dense(), b.to_dense())
+        for a, b in pairs
+    )
+
+
+def _equal_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, with NaNs in the same places."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def writes_after_saving(operator: OpInfo, sample: SampleInput) -> Finding:
+    """Whether what a call saves for backward stays as it was when it was saved."""
+    saved: list[tuple[Tensor, int, Tensor]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append((tensor, tensor._version, tensor.detach().clone()))
+        return tensor
+
+    try:
+        args, kwargs = inputs_of(sample, lambda x: x.detach().clone())
+        seed()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            operator(*args, **kwargs)
+        changed = [
+            tensor
+            for tensor, version, value in saved
+            if tensor._version == version and not _equal_values(tensor.to_dense(), value.to_dense())
+        ]
+    except Exception as error:
+        return Finding("fails", kind_of(error))
+    if changed:
+        return Finding("different", "written after it was saved, and not counted as a change")
+    return Finding("equal")
+
+
+# ---- the sweep
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for dtype, found in chosen(given, compare):
+        rows = defaultdict(list)
+        for name, number, by_way in found:
+            for way, finding in by_way.items():
+                rows[way].append((name, number, finding))
+        for way in rows:
+            report(f"{dtype}, {way}", rows[way], given.verbose)
+
+
+if __name__ == "__main__":
+    main()
