@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean, median
 
+import numpy as np
 import pytest
 import torch
 from answers.lesson_08 import HELD, stages
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib import lessons
+from course_lib._torch import is_symbolic
 from course_lib.attention.tiled import BLOCK
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import held_bytes, sent_bytes, shapes_of, task_of
@@ -48,7 +50,13 @@ from course_lib.lessons.lesson_05.checks import FIVE
 from course_lib.lessons.lesson_05.display import differences
 from course_lib.lessons.lesson_07.checks import make_batch, make_model
 from course_lib.lessons.lesson_08 import loopback
-from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
+from course_lib.memory import (
+    MemoryBudgetExceeded,
+    MemoryMeter,
+    Trace,
+    symbolic,
+    training_state_bytes,
+)
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.offload import HostStore, OffloadedOptimizer, offload_activations
 from course_lib.schedule import (
@@ -1086,9 +1094,22 @@ class WithoutBlocks(nn.Module):
         return total, tokens[:, 1:].numel()
 
 
+class LooksAtRealTokens(WithoutBlocks):
+    """A model whose step runs one operator more on real values, and takes more memory for it."""
+
+    def loss_sum(self, tokens):
+        if not is_symbolic(self.out.weight):
+            tokens.tile(1000)
+        return super().loss_sum(tokens)
+
+
 @pytest.mark.parametrize(
     ("slots", "told"),
     [
+        (
+            (LooksAtRealTokens, small_batch),
+            "`model`: `aten.slice.Tensor` was predicted, and `aten.repeat.default` ran.",
+        ),
         ((small_decoder, small_batch), "3 blocks from `layers.0` on"),
         ((WithoutBlocks, small_batch), "No list of like blocks"),
         ((lambda: None, small_batch), "Not answered yet"),
@@ -1116,6 +1137,16 @@ class WithoutBlocks(nn.Module):
 )
 def test_what_is_wrong_with_a_slot_is_said(slots, told):
     assert told in lesson_09.check_slots(*slots).message
+
+
+def test_the_first_operator_that_holds_other_bytes_is_named():
+    def trace(*live):
+        operators = [("entry", "forward"), ("mm", "forward"), ("sum", "backward")]
+        return Trace(operators[: len(live)], np.array([[count] for count in live]))
+
+    told = lesson_09.first_difference(trace(8, 16, 32), trace(8, 24, 40))
+    assert "operator 1 on, in `model`: after `mm`, 16 bytes were to be live, and 24 are" in told
+    assert "the same 1 operators" in lesson_09.first_difference(trace(8, 16), trace(8, 16, 32))
 
 
 def test_passages_are_the_courses_text_and_others_at_each_step():

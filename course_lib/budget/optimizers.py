@@ -79,7 +79,7 @@ class Lion(torch.optim.Optimizer):
         m <- beta2 * m + (1 - beta2) * g
 
     All numbers change by the same amount per step, so the learning rate has to be smaller than
-    Adam's; the source proposes a third to a tenth of it.
+    Adam's, as the source says.
 
     Args:
         params: Parameters, or groups of them.
@@ -87,7 +87,7 @@ class Lion(torch.optim.Optimizer):
         betas: Weights of the momentum in the update, and in the new momentum.
         weight_decay: Coefficient of the decoupled weight decay.
 
-    Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+    Source: Chen et al. 2023, arXiv:2302.06675.
     """
 
     def __init__(

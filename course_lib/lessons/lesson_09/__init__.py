@@ -16,7 +16,7 @@ from .checks import (
     passages,
 )
 from .display import draw_levers, draw_losses, other_architectures
-from .slots import check_slots, own_model
+from .slots import check_slots, first_difference, own_model
 
 __all__ = [
     "BUDGET",
@@ -31,6 +31,7 @@ __all__ = [
     "decoder_loss",
     "draw_levers",
     "draw_losses",
+    "first_difference",
     "has_transformers",
     "model_of",
     "other_architectures",

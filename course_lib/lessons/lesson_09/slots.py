@@ -11,6 +11,8 @@ from course_lib._torch import tensors_in
 from course_lib.accumulation import split
 from course_lib.budget import Recipe, estimate, run
 from course_lib.checkpoint.blocks import names_of
+from course_lib.labels import verbatim
+from course_lib.memory import Trace
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 
@@ -137,17 +139,18 @@ def _is_pair(found: Any) -> bool:
 def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
     """The plain step, predicted and taken; and the blocks that checkpoints would go around."""
     recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
-    predicted = estimate(make_model, lambda: make_batch(0), recipe, **options).peak_bytes
+    estimated = estimate(make_model, lambda: make_batch(0), recipe, **options)
+    predicted = estimated.peak_bytes
     model: list[nn.Module] = []  # the one that steps
     taken = run(
         lambda: model.append(make_model()) or model[0], lambda: make_batch(0), recipe, **options
     )
     if predicted != taken.meter.peak_bytes:
         said = text(
-            "Predicted {predicted} bytes, taken {taken}: on real values the step goes another way,"
-            " as with a mask that is not all ones, or layers that are dropped at random.",
+            "Predicted {predicted} bytes, measured {taken}. {difference}",
             predicted=f"{predicted:,}",
             taken=f"{taken.meter.peak_bytes:,}",
+            difference=first_difference(estimated.trace(), taken.meter.trace()),
         )
         return wrong(said, exact=True)
     values = {
@@ -172,4 +175,36 @@ def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
             first=names[0],
             **values,
         )
+    )
+
+
+def first_difference(predicted: Trace, taken: Trace) -> str:
+    """Return a sentence that names the first operator at which two traces of a step differ."""
+    pairs = zip(predicted.operators, taken.operators, strict=False)
+    for moment, ((expected, _), (ran, _)) in enumerate(pairs):
+        place = {
+            "number": moment,
+            "module": verbatim(f"`{predicted.modules.get(moment) or 'model'}`"),
+            "ran": verbatim(f"`{ran}`"),
+        }
+        if expected is not ran and expected != ran:
+            return text(
+                "They differ from operator {number} on, in {module}: {expected} was predicted, and"
+                " {ran} ran. On real values the step takes another path, for example because of a"
+                " mask that is not all ones, or of layers that are dropped at random.",
+                expected=verbatim(f"`{expected}`"),
+                **place,
+            )
+        bytes_live = [int(trace.live[moment].sum()) for trace in (predicted, taken)]
+        if bytes_live[0] != bytes_live[1]:
+            return text(
+                "They differ from operator {number} on, in {module}: after {ran}, {expected} bytes"
+                " were to be live, and {measured} are. Please report this operator.",
+                expected=f"{bytes_live[0]:,}",
+                measured=f"{bytes_live[1]:,}",
+                **place,
+            )
+    return text(
+        "Both run the same {count} operators, and then one of them goes on.",
+        count=min(len(predicted.operators), len(taken.operators)) - 1,
     )
