@@ -439,7 +439,10 @@ ERRORS = [
         "--precision fp16",
         "参数 --precision：必须是 fp32, bf16 之一，实际是 'fp16'。fp16 需要损失缩放",
     ),
-    ("--device t4 --budget 1MB", "--budget 必须大于 CUDA 和 cuBLAS 在 T4 上占用的 455,213,056"),
+    (
+        "--device t4 --budget 1MB",
+        "--budget 必须大于 CUDA 和 cuBLAS 在 GPU（T4）上占用的 455,213,056",
+    ),
     ("--hidden 64", "缺少 --budget，请给出 80GiB 这样的字节数"),
 ]
 
@@ -1105,12 +1108,12 @@ def test_the_plain_step_calls_the_attention_that_people_have(config, capsys):
 def test_progress_is_a_line_at_times_where_there_is_no_terminal(monkeypatch, capsys):
     now = iter([0.0, 10.0, 31.0, 40.0, 70.0])
     monkeypatch.setattr(command.time, "monotonic", lambda: next(now))
-    watch = command._a_line_at_times()
+    watch = command._lines_of_progress()
     for _ in range(4):
         watch(Recipe())
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("1 recipes estimated in 31 s; now ")
-    assert second.startswith("3 recipes estimated in 70 s; now ")
+    assert first.startswith("recipes estimated in 31 s: 1; now: ")
+    assert second.startswith("recipes estimated in 70 s: 3; now: ")
 
 
 def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from course_lib.options import add_shared, byte_count, named, parameter_count, w
 from course_lib.workload import Workload, workload_of
 
 from .check import check
-from .device import Fitting, OnDevice, kept_bytes
+from .device import EstimatesOnDevice, OnDevice, kept_bytes
 from .estimate import TIERS, Estimate
 from .optimizers import OPTIMIZERS
 from .rates import DEVICE_NAMES, RATES, Rates, this_machine
@@ -161,7 +161,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     given = parser.parse_args(argv)
     told: dict = {}
-    model = None
     try:
         model = workload_of(given)
         rates, tier = _rates(given)
@@ -184,15 +183,15 @@ def main(argv: list[str] | None = None) -> int:
         }
         if room < 1:
             raise ValueError(
-                f"--budget must be more than the {bytes_text(kept)} that CUDA and cuBLAS keep of a"
-                f" {device}, got {bytes_text(memory)}; or pass --count tensors, to count tensors"
-                " alone"
+                f"--budget must be more than the {bytes_text(kept)} that CUDA and cuBLAS keep on a"
+                f" GPU ({device}), got {bytes_text(memory)}; or pass --count tensors, to count"
+                " tensors alone"
             )
         base = _base(given, model)
         options = {"loss_sum": model.loss_sum, "tier": tier, "kind": kind}
         options |= {"count": count, "quick": given.quick}
         # Called from Python, as in a notebook, the command writes nothing but its answer.
-        options["progress"] = sys.stderr.isatty() or (argv is None and _a_line_at_times())
+        options["progress"] = sys.stderr.isatty() or (argv is None and _lines_of_progress())
         found = fit(model.make_model, model.make_batch, room, base=base, rates=rates, **options)
         way = found.way()
         leaner = _leaner(found, memory, room, count)
@@ -230,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
 def _leaner(found: Estimates, memory: int, room: int, count: str) -> list[Estimate]:
     """The cheapest recipe that leaves some memory to spare, where the cheapest of all does not.
 
-    A longer sample or another process, which no estimate knows of, needs some memory.
+    The estimate does not include the memory that a longer sample or another process needs.
     """
 
     def taken(each: Estimate) -> int:
@@ -246,8 +245,9 @@ def _leaner(found: Estimates, memory: int, room: int, count: str) -> list[Estima
     return [each for each in others if each not in found][:1]
 
 
-def _a_line_at_times() -> Callable[[Recipe], None]:
-    """A function that prints a line now and then, for a log: it is called before each estimate."""
+def _lines_of_progress() -> Callable[[Recipe], None]:
+    """Return a function to be called before each estimate, which prints a line to stderr at most
+    every `SECONDS_BETWEEN_LINES`."""
     began = last = time.monotonic()
     count = 0
 
@@ -256,10 +256,7 @@ def _a_line_at_times() -> Callable[[Recipe], None]:
         now = time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             values = {"count": count, "seconds": f"{now - began:.0f}", "recipe": str(recipe)}
-            told = text(
-                "{count} recipes estimated in {seconds} s; now {recipe}",
-                **values,
-            )
+            told = text("recipes estimated in {seconds} s: {count}; now: {recipe}", **values)
             print(say(told), file=sys.stderr, flush=True)
             last = now
         count += 1
@@ -275,12 +272,7 @@ def _nothing_fits(error: InfeasibleBudget, model: Workload) -> str:
         return say(text("nothing was found that fits into {budget}", budget=budget))
     least = error.least
     parts = [
-        text(
-            "{model}: {count:,} parameters; {batch}",
-            model=model.name,
-            count=model.parameters(),
-            batch=model.batch,
-        ),
+        _heading(model),
         text(
             "nothing was found that fits into {budget}; the least found is {least}: {recipe}",
             budget=budget,
@@ -291,6 +283,20 @@ def _nothing_fits(error: InfeasibleBudget, model: Workload) -> str:
         least,
         _advice(least),
     ]
+    return _paragraphs(parts)
+
+
+def _heading(model: Workload) -> str:
+    return text(
+        "{model}: {count:,} parameters; {batch}",
+        model=model.name,
+        count=model.parameters(),
+        batch=model.batch,
+    )
+
+
+def _paragraphs(parts: Iterable[str | Table]) -> str:
+    """Return labels in the reader's language and tables, with an empty line between them."""
     return "\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts)
 
 
@@ -398,16 +404,11 @@ def _print(
     def table(estimates: Sequence[Estimate], title: str) -> Table:
         if gpu is None:
             return Estimates(estimates, rates, title)
-        return Fitting(estimates, rates, name, gpu.memory_bytes, title)
+        return EstimatesOnDevice(estimates, rates, name, gpu.memory_bytes, title)
 
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [
-        text(
-            "{model}: {count:,} parameters; {batch}",
-            model=model.name,
-            count=model.parameters(),
-            batch=model.batch,
-        ),
+        _heading(model),
         table(found, found.title),
         text(
             "seconds at the rates of {device}, {flops:.0%} of the FLOPs and {link:.0%} of the link"
@@ -435,7 +436,7 @@ def _print(
             " operators that keep other tensors on CUDA than on a CPU:"
         )
         parts += [told, gpu]
-    print("\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts))
+    print(_paragraphs(parts))
 
 
 def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: int) -> None:

@@ -13,6 +13,7 @@ from course_lib.memory.show import Table
 
 from .estimate import Estimate
 from .rates import Rates
+from .search import Estimates
 
 MIB = 1 << 20
 EXPANDABLE = "expandable_segments:True"
@@ -87,23 +88,24 @@ class OnDevice(Table):
         return self.memory_bytes - self.reserved - self.workspace - self.context
 
     def rows(self) -> list[Sequence]:
+        exact = text("the estimate, exact for the CPU's operators")
         rules = text("the allocator's rules, simulated")
         documented = text("PyTorch's documentation, CUDA semantics: one stream")
         reported = text("nvidia-smi, an RTX 6000 Ada, PyTorch 2.10 (unsloth-zoo, #1053)")
-        return [
-            (name, f"{count / 1e6:,.1f}", by)
-            for name, count, by in (
-                (
-                    text("tensors at the peak"),
-                    self.tensors,
-                    text("the estimate, exact for the CPU's operators"),
-                ),
-                (text("reserved, by the allocator's rules"), self.reserved, rules),
-                (text("with `expandable_segments`"), self.reserved_expandable, rules),
+        rows = [
+            (text("tensors at the peak"), self.tensors, exact),
+            (text("reserved, by the allocator's rules"), self.reserved, rules),
+            (text("with `expandable_segments`"), self.reserved_expandable, rules),
+        ]
+        if self.context:
+            rows += [
                 (text("workspace that cuBLAS keeps"), self.workspace, documented),
                 (text("the context of CUDA"), self.context, reported),
-            )
-        ]
+            ]
+        found: list[Sequence] = [(name, f"{count / 1e6:,.1f}", by) for name, count, by in rows]
+        if not self.context:
+            found.append((text("what ROCm keeps"), "?", text("not known here, and not counted")))
+        return found
 
     def caption(self) -> str:
         if self.left is None:
@@ -115,32 +117,30 @@ class OnDevice(Table):
         return text("of {memory} MB that leaves {left} MB", **values)
 
 
-class Fitting(Table):
-    """Recipes that fit a GPU, each with what is reserved for its step and what is left of the
-    budget."""
+class EstimatesOnDevice(Estimates):
+    """Estimates as a table with two more columns: the bytes that are reserved for each step on a
+    GPU, and the bytes that it leaves of the budget.
 
-    columns = ("peak, MB", "reserved, MB", "left, MB", "TFLOPs", "GB moved", "seconds", "recipe")
+    Args:
+        found: The estimates.
+        rates: Rates of the machine, for the column of seconds.
+        device: Name of the device in `RATES`.
+        memory_bytes: Budget, or the device's memory.
+        title: Caption of the table.
+    """
+
+    columns = (Estimates.columns[0], "reserved, MB", "left, MB", *Estimates.columns[1:])
 
     def __init__(
         self, found: Iterable[Estimate], rates: Rates, device: str, memory_bytes: int, title: str
     ):
-        self.found, self.rates, self.title = list(found), rates, title
-        self.reserved = [each.reserved_bytes() for each in self.found]
+        super().__init__(found, rates, title)
         self.room = memory_bytes - kept_bytes(device)
 
     def rows(self) -> list[Sequence]:
-        return [
-            (
-                f"{each.peak_bytes / 1e6:,.1f}",
-                f"{reserved / 1e6:,.1f}",
-                f"{(self.room - reserved) / 1e6:,.1f}",
-                f"{each.flops / 1e12:,.3f}",
-                f"{each.moved_bytes / 1e9:,.3f}",
-                f"{self.rates.seconds(each):,.3f}",
-                str(each.recipe),
-            )
-            for each, reserved in zip(self.found, self.reserved, strict=True)
-        ]
-
-    def caption(self) -> str:
-        return self.title
+        found = []
+        for row, each in zip(super().rows(), self, strict=True):
+            reserved = each.reserved_bytes()
+            megabytes = (f"{count / 1e6:,.1f}" for count in (reserved, self.room - reserved))
+            found.append((row[0], *megabytes, *row[1:]))
+        return found

@@ -58,10 +58,11 @@ class Parser(argparse.ArgumentParser):
             return given
 
     def _explained(self, others: list[str]) -> str:
-        """Arguments that no option takes, and what was probably meant by the first of them."""
+        """Return the arguments that belong to no option, with a suggestion for the first one."""
         words, first = " ".join(others), others[0]
         if not first.startswith("-"):
-            meant = f"--config {first}" if "--config" in self.options else ""
+            is_config = first.endswith(".json") and "--config" in self.options
+            meant = f"--config {first}" if is_config else ""
         else:
             near = get_close_matches(first.partition("=")[0], self.options, 1)
             meant = "".join(near)

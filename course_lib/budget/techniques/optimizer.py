@@ -19,6 +19,7 @@ class Optimizer(Technique):
     """The optimizer and the variant of its update, by the rows of `OPTIMIZERS`."""
 
     fields = fields_of(optimizer=choice(*OPTIMIZERS), update=choice(*UPDATES))
+    acts_on = frozenset({"optimizer"})
 
     def conflict(self, recipe: Recipe) -> str | None:
         options = OPTIMIZERS[recipe.optimizer].updates

@@ -17,6 +17,7 @@ class Precision(Technique):
     """A model in fp32, or in bf16 with fp32 master weights; `build` converts it."""
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
+    acts_on = frozenset({"parameter", "gradient", "activation", "temporary"})
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         for p in model.parameters() if recipe.precision is not None else ():
