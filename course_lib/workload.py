@@ -37,8 +37,8 @@ class Workload:
     """A model and its batch, as `fit` takes them, and what they are in words.
 
     Attributes:
-        attention: the `attention` of the plain recipe that the model is compared with. None leaves
-            the model as it is: it calls PyTorch's `scaled_dot_product_attention` already.
+        attention: Value of `Recipe.attention` for the plain step. None leaves the model unchanged,
+            because it calls PyTorch's `scaled_dot_product_attention` already.
     """
 
     make_model: Callable[[], nn.Module]
@@ -57,7 +57,7 @@ def workload_of(given: Namespace) -> Workload:
     """Workload by --config, by --model, or else by sizes.
 
     A model of a config or of sizes calls PyTorch's `scaled_dot_product_attention`, which is also
-    the default of transformers; a function's model is left as it is.
+    the default of transformers. A function's model is not changed.
 
     Raises:
         ValueError: an option is missing, names something that cannot be found, or cannot be

@@ -1105,6 +1105,22 @@ def test_the_plain_step_calls_the_attention_that_people_have(config, capsys):
         assert {layer.attention.fused for layer in made().layers} == {True}
 
 
+def test_advice_names_the_techniques_that_act_on_the_largest_category():
+    def advice(recipe, **at_peak):
+        return command._advice(Estimate(recipe, 1, at_peak, {}, "", 1, 0, 0))
+
+    plain = advice(Recipe(), activation=3, optimizer=2)
+    assert plain.endswith(
+        "precision, attention, checkpoint, offload_activations, head_chunk, micro_batches, ranks"
+    )
+    assert "micro_batches" not in advice(Recipe(in_backward=True), activation=3, optimizer=2)
+    some = advice(Recipe(precision="bf16", offload_optimizer=1.0), activation=1, optimizer=2)
+    assert some.endswith("optimizer, ranks")
+    many = {"in_backward": True, "precision": "bf16"}
+    assert advice(Recipe(**many), gradient=2).endswith("not used here: ranks")
+    assert "uses every technique" in advice(Recipe(ranks=4, precision="bf16"), parameter=2)
+
+
 def test_progress_is_a_line_at_times_where_there_is_no_terminal(monkeypatch, capsys):
     now = iter([0.0, 10.0, 31.0, 40.0, 70.0])
     monkeypatch.setattr(command.time, "monotonic", lambda: next(now))

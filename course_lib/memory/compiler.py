@@ -107,7 +107,7 @@ def compiled_calls(called: Callable[[], None]) -> Iterator[None]:
 
     def telling(callback: Any) -> Any:
         callback = chosen(callback)
-        if callback is not None:  # None runs the function as it was written
+        if callback is not None:  # None runs the function without compiling it
             called()
         return callback
 
@@ -117,8 +117,8 @@ def compiled_calls(called: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def compiled_code_set_aside() -> Iterator[None]:
-    """Run what `torch.compile` has compiled as it was written, inside the block; afterwards it runs
-    compiled again."""
+    """Run functions and modules that `torch.compile` has compiled uncompiled inside the block, and
+    compiled again after it."""
     compile_ = torch.compile
     with ExitStack() as stack:
         forced = []

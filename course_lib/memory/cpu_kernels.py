@@ -244,7 +244,8 @@ def _embedding_bag(
 
 
 def _to_sparse(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """A sparse tensor with as many values as it can have; the symbolic kernel gives it none."""
+    """Return a sparse tensor with a value for each element of the dense one, the most that it can
+    have; the symbolic kernel gives it none."""
     if result.layout is not torch.sparse_coo:
         return result
     dense = given["self"]
@@ -253,7 +254,8 @@ def _to_sparse(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Ten
 
 
 def _sparse_mask(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """A sparse tensor with as many values as the mask; the symbolic kernel gives it none."""
+    """Return a sparse tensor with a value for each one of the mask; the symbolic kernel gives it
+    none."""
     dense, mask = given["self"], given["mask"]
     if dense.layout is not torch.strided or mask.layout is not torch.sparse_coo:
         return result

@@ -205,7 +205,7 @@ class MemoryMeter(Figures, ObserverMode):
     not count the buffers of code that is C++ as a whole (Inductor's option `cpp_wrapper`) or that
     is replayed as a CUDA graph (mode "reduce-overhead"). It does not count what the compiler itself
     allocates when it compiles: call the function once before the block. In a `symbolic()` context a
-    compiled function runs as it was written, and that is what is counted.
+    compiled function runs uncompiled, and its uncompiled operators are counted.
 
     Backward of `prod` and `cumprod` runs by another formula while a meter, or any dispatch mode, is
     active, which takes up to a few tensors more than without it: these count.

@@ -26,8 +26,8 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     up to 4 MiB each, so that a step that looks at them goes the way that it goes for real: a mask
     that is all ones is dropped, say. What depends on other values is unknown, and to look at it
     raises PyTorch's own error, which names the operator. Where layers are dropped at random, one
-    draw is taken; the generators of random numbers are put back in the end. What `torch.compile`
-    has compiled runs as it was written; after the context it runs compiled.
+    draw is taken; the generators of random numbers are put back in the end. Functions and modules
+    that `torch.compile` has compiled run uncompiled inside the context, and compiled after it.
 
     Args:
         mode: what an earlier `with symbolic() as mode` gave, to go on with its tensors.

@@ -216,8 +216,8 @@ class Store:
 
 
 class SymbolicStore(Store):
-    """The lower tier of symbolic tensors (`course_lib.memory.symbolic`): all bytes are counted, and
-    only tensors whose values are known, such as indices, are copied."""
+    """The lower tier of symbolic tensors (`course_lib.memory.symbolic`). It counts all bytes, and
+    copies only tensors that have values, such as indices."""
 
     def write(self, room: Room, data: Tensor) -> Callable[[], None]:
         mode = detect_fake_mode()

@@ -399,7 +399,7 @@ lesson_04.draw_order()
 # %% [markdown]
 # <div lang="en">
 #
-# Why does each wait? The copy down must not read before the storage is **made**. Its memory must not be **let go** before the copy has read it: the allocator hands it to the next tensor at once. Nobody may **use** what comes up before it is there. And the **host** must not read what is still on its way down. (Two more are not shown: `release` waits before memory below is given to another, and on CUDA `record_stream` tells the allocator which stream still uses a tensor.)
+# Why does each wait? The copy down must not read before the storage is **made**. Its memory must not be **released** before the copy has read it: the allocator hands it to the next tensor at once. No operator may **use** a fetched storage before its copy has finished. And the **host** must not read a storage whose copy is still running. (Two more are not shown: `release` waits before memory below is given to another, and on CUDA `record_stream` tells the allocator which stream still uses a tensor.)
 #
 # Take one away, then. The device reports a **race**: two accesses to the same memory that nothing orders. Its numbers are right by luck, unless it runs copies as late as the waits allow (`late`), or the rest as early (`early`).
 #
@@ -664,7 +664,7 @@ lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in
 #
 # <div lang="en">
 #
-# Adam keeps 8 bytes a parameter and uses them once a step: the best thing to move. `OffloadedOptimizer` keeps them below, and each step equals that of `torch.optim.AdamW` (section 4.15). On a CPU the state comes up in **pages**, each holding the state of some parameters: while one is updated, the next is read and the last is written. Between steps 55.0 MB less are there. But the peak of `step()` is during it.
+# Adam keeps 8 bytes per parameter and uses them once per step: the best thing to move. `OffloadedOptimizer` keeps them below, and each step equals that of `torch.optim.AdamW` (section 4.15). On a CPU the state comes up in **pages**, each holding the state of some parameters: while one is updated, the next is read and the last is written. Between steps 55.0 MB less are live. But the peak of `step()` is during it.
 #
 # **Exercise 5.** All the state is below. What is the peak of `step()`, in bytes? Weights and gradients are there. (Within 6 %: pages hold whole parameters.)
 #
@@ -767,7 +767,7 @@ table(["bytes to carry", "MB"], [(name, round(count / 1e6, 1)) for name, count i
 # %% [markdown]
 # <div lang="en">
 #
-# 247.7 MB in place of 178.4. Of the rest 27.3 are parameters, and 41.9 are storages that are saved again.
+# 247.7 MB instead of 178.4. Of the rest 27.3 are parameters, and 41.9 are storages that are saved again.
 #
 # </div>
 # <div lang="zh">

@@ -113,7 +113,7 @@ table(["sequences in a piece", "peak, bytes"], [(m, each.peak_bytes) for m, each
 # %% [markdown] slide={"en": "207,597,976 bytes for pieces of 4, 158,804,376 for 2.\n\n**Guess first.** For 1? And for all 8, where there is no piece before?", "zh": "每份 4 条：207,597,976 字节；2 条：158,804,376 字节。\n\n**先猜**：1 条呢？8 条一份、前面没有别的份，又如何？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points make a line: so many bytes a sequence, on a floor. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single piece. Its gradients arrive while its activations go, and at the peak, where backward begins, none is there yet; one set of them is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points make a line: bytes per sequence, plus a constant. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its gradients arrive while its activations are released, and at the peak, where backward begins, no gradient exists yet; one set of them is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
@@ -500,7 +500,7 @@ lesson_05.draw_sums(errors)
 # %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 总和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
 # <div lang="en">
 #
-# It rises. With one piece you see the error of the bf16 pass itself. After that each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end more than three times as far off as with fp32 sums, by the accumulator alone.
+# It rises. With one micro-batch you see the error of the bf16 pass itself. With more of them, each addition in bf16 rounds as well, to 8 bits of a sum that has become large compared with the gradient that is added, and in the end this error dominates. In fp32 the curve stays flat. So the same bf16 gradients, from 256 micro-batches, end more than three times as far off as with fp32 sums, because of the accumulator alone.
 #
 # The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one micro-batch their gradients are off by 6% with two threads, and by 11% with one; in many, by less. That is a matter of this kernel.
 #
@@ -516,7 +516,7 @@ lesson_05.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# The price is 4 bytes a parameter for the sums in place of 2 for the gradients: 18 bytes with master weights and moments, instead of lesson 01's 16. `AccumulatedStep(…, accumulate="fp32")` does it; Megatron and DeepSpeed have switches.
+# The price is 4 bytes per parameter for the sums instead of 2 for the gradients: 18 bytes with master weights and moments, instead of lesson 01's 16. `AccumulatedStep(…, accumulate="fp32")` does it; Megatron and DeepSpeed have switches.
 #
 # </div>
 # <div lang="zh">
@@ -991,7 +991,7 @@ table(["update, sequences", "peak, MB", "most gradients at once, MB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `.grad` holds at most 2.1 MB at once in place of 27.5. (Another 2.1 MB, the head's gradient, wait inside autograd through all of backward to be added to the embedding's.) The peak falls less, by 6.4 MB for one sequence: it moves to where backward begins. For eight it lay there already, before any gradient, and nothing is saved. One clip over all gradients is out: its norm is known only when all are there. And with accumulation this hook would fire at every piece: the second piece would meet other weights. "Not compatible with gradient accumulation", say torchtune's pages.
+# `.grad` holds at most 2.1 MB at once instead of 27.5. (Another 2.1 MB, the head's gradient, wait inside autograd through all of backward to be added to the embedding's.) The peak falls less, by 6.4 MB for one sequence: it moves to where backward begins. For eight it lay there already, before any gradient, and nothing is saved. One clip over all gradients is out: its norm depends on all of them. And with accumulation this hook would fire in every micro-batch: the second one would meet other weights. "Not compatible with gradient accumulation", say torchtune's pages.
 #
 # **AdamA** does combine them: each piece's gradient goes into Adam's **moments** at once, and the weights wait. The first moment is the sum that Adam would have made. The second adds the squares of the pieces, where Adam squares their sum:
 #

@@ -289,7 +289,7 @@ def _program(
     context: Any,
 ) -> Tensor:
     """Program that saves views of one storage twice, a weight, a part of a storage, and several
-    storages one after the other, each of which `placed` makes."""
+    storages one after the other, which `placed` makes."""
     with context:
         y = x * 2
         sine, turned = y.sin(), y.t().exp()  # y once more, another way round

@@ -145,7 +145,7 @@ def _epoch(
     scale: float = 1.0,
     model: nn.Module | None = None,
 ) -> _Taken:
-    """An epoch of a reader's loop over pieces (samples, tokens, features).
+    """An epoch of a reader's loop over micro-batches (samples, tokens, features).
 
     The loss is linear in the features, unless another `model` is given.
     """

@@ -210,10 +210,10 @@ def draw_training() -> "Figure":
 
 
 def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
-    """Errors of Linear weights' gradients over the number of pieces, for sums in bf16 and in fp32.
+    """Errors of Linear weights' gradients over the number of micro-batches, for sums in bf16 and fp32.
 
     Args:
-        errors: "bf16" and "fp32" -> pieces -> relative errors, one a seed.
+        errors: "bf16" and "fp32" -> number of micro-batches -> relative errors, one for each seed.
     """
     looks = {
         "bf16": (COLORS["measured"], "o-", "sums in bf16"),

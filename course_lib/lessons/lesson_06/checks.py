@@ -416,8 +416,8 @@ def check_kernel(run: Any) -> Verdict:
 
 
 def _large_and_small() -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of one head, (48, 16) each, of which the scores of a row may all be near 1000 or
-    −1000, and rise or fall by hundreds from the first panel of 16 keys to the last.
+    """q, k, v of one head, (48, 16) each. Their scores may all be near 1000 or −1000 in a row, and
+    rise or fall by hundreds from the first panel of 16 keys to the last.
 
     All are multiples of 1/16, small enough that their products are exact in TF32 too.
     """
