@@ -249,7 +249,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 #
 # </div>
 
-# %% [markdown] slide={"en": "Two hooks: **pack** sends a storage down, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it let go?", "zh": "两个钩子：**pack** 把存储区送下去，**unpack** 取回来。\n\n什么不该搬？什么只搬一次？什么时候放手？"}
+# %% [markdown] slide={"en": "Two hooks: **pack** sends a storage down, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it released?", "zh": "两个钩子：**pack** 把存储区送下去，**unpack** 取回来。\n\n什么不该搬？什么只搬一次？什么时候释放？"}
 # ## 4.3 From nothing / 从零写起
 #
 # <div lang="en">
@@ -259,7 +259,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # - A **parameter** never moves: the model holds it anyway. A Linear saves `weight.t()`, a view, so ask for the storage.
 # - A **storage** moves once, though several operators save it; once more if it was changed in place in between. `tensor._version` counts these changes.
 # - What comes back is the **view** that was saved: shape, stride, offset.
-# - When backward is through with it, it is **let go** below, too.
+# - When backward is through with it, it is **released** below, too.
 #
 # </div>
 # <div lang="zh">
@@ -269,7 +269,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # - **参数**从不搬：模型反正持有它。Linear 保存的是视图 `weight.t()`，所以要看存储区。
 # - 一份**存储区**只搬一次，哪怕有几个算子保存它；如果其间被原地修改过，就要再搬一次。`tensor._version` 记着修改了几次。
 # - 取回来的，要是当初保存的那个**视图**：形状、步幅、偏移都一样。
-# - 反向用完之后，下层存储里的也要**放手**。
+# - 反向用完之后，下层存储里的也要**释放**。
 #
 # </div>
 

@@ -142,7 +142,7 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
 _BOXES = (
     (0, 0.0, 1.6, "make"),
     (1, 1.9, 2.6, "copy down"),
-    (0, 4.8, 1.9, "let go"),
+    (0, 4.8, 1.9, "release"),
     (2, 7.0, 2.6, "copy up"),
     (0, 9.9, 1.6, "use"),
 )
@@ -152,7 +152,7 @@ _HOST = (3, 4.8, 1.9, "host reads")
 def draw_order() -> "Figure":
     """Draw what happens to one storage on the three streams, with an arrow for each wait."""
     alt = text(
-        "Make, copy down, let go; copy up, use: an arrow from each to the next, and one from the"
+        "Make, copy down, release; copy up, use: an arrow from each to the next, and one from the"
         " copy down to the host that reads it."
     )
     drawn, ax = figure(

@@ -124,7 +124,7 @@ def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> T
     """
     slips = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
     slips |= {
-        "copy down → let go": (SimulatedDevice, "down"),
+        "copy down → release": (SimulatedDevice, "down"),
         "copy up → use": (SimulatedDevice, "up"),
     }
     right, rows = _first_gradient(SimulatedDevice, HostStore())[0], []
