@@ -98,9 +98,10 @@ def counted_first(without_graphs):
     return train_epoch
 
 
-def finish(model, optimizer, scheduler, scaler, max_norm):
+def finish(model, optimizer, scheduler, scaler, max_norm, clip=nn.utils.clip_grad_norm_):
+    """The end of a step, after the gradients of all micro-batches have been added."""
     scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    clip(model.parameters(), max_norm)
     scaler.step(optimizer)
     scaler.update()
     scheduler.step()
@@ -114,13 +115,12 @@ def clips_each_parameter(model, loss_sum, pieces, optimizer, scheduler, scaler, 
         total = sum(loss_sum(model, piece)[1] for piece in group)
         for piece in group:
             scaler.scale(loss_sum(model, piece)[0] / total).backward()
-        scaler.unscale_(optimizer)
-        for parameter in model.parameters():
-            nn.utils.clip_grad_norm_(parameter, max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        optimizer.zero_grad()
+        finish(model, optimizer, scheduler, scaler, max_norm, clip=clip_alone)
+
+
+def clip_alone(parameters, max_norm):
+    for parameter in parameters:
+        nn.utils.clip_grad_norm_(parameter, max_norm)
 
 
 def scales_the_last(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
