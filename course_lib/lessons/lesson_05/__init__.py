@@ -111,8 +111,10 @@ def figures_of_claims(
     """Figures measured for each of `CLAIMS`.
 
     Args:
-        off: samples in a micro-batch -> errors of the mean of means, a batch each; 1 and 8 among them.
-        sums: "fp32" -> number of micro-batches -> errors of sums in fp32 of bf16 gradients, of Linear weights.
+        off: samples in a micro-batch -> errors of the mean of means, one for each batch;
+            1 and 8 are among them.
+        sums: "fp32" -> number of micro-batches -> errors of Linear weights' gradients,
+            which are in bf16 and are added in fp32.
         exact: errors of the token mean in fp32.
     """
     small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")

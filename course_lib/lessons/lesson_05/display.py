@@ -210,7 +210,7 @@ def draw_training() -> "Figure":
 
 
 def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
-    """Errors of Linear weights' gradients over the number of micro-batches, for sums in bf16 and fp32.
+    """Draw errors of Linear weights' gradients over micro-batches, for sums in bf16 and fp32.
 
     Args:
         errors: "bf16" and "fp32" -> number of micro-batches -> relative errors, one for each seed.
