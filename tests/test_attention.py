@@ -499,7 +499,7 @@ def test_autocast_takes_inputs_of_several_dtypes_and_leaves_float64_alone():
 def test_vmap_is_refused_with_what_to_do_instead():
     q, k, v, _ = inputs(grad=False)
     with pytest.raises(
-        RuntimeError, match=r"does not run under torch\.vmap; put what is mapped over into its"
+        RuntimeError, match=r"does not run under torch\.vmap; use its batch dimension instead"
     ):
         torch.vmap(flash_attention)(q[None], k[None], v[None])
     with pytest.raises(RuntimeError, match=r"does not run under torch\.vmap"):

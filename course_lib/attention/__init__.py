@@ -1,10 +1,9 @@
-"""Attention that forgets its scores: forward and backward in tiles, from the log-sum-exp of each
-row.
+"""Attention that does not store its scores, only the log-sum-exp of each row.
 
-`standard_attention` keeps the N x N probabilities for backward; `flash_attention` keeps the output
-and one number a row instead, and computes the probabilities again, tile by tile, in plain torch or
-in Triton. `online_softmax` is the idea behind it, `attention_cost` what each of them costs. Lesson
-06 explains.
+`standard_attention` keeps the N x N probabilities for backward. `flash_attention` keeps the output
+and one number per row instead, and computes the probabilities again, tile by tile, in plain torch
+or in Triton. `online_softmax` shows the idea behind it, and `attention_cost` counts the FLOPs and
+the bytes moved by each of them. Lesson 06 explains all of them.
 """
 
 from .costs import AttentionCost, attention_cost

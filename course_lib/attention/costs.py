@@ -1,31 +1,34 @@
 """Costs of attention: FLOPs, and bytes moved to and from the slow memory.
 
-FLOPs of a head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and (N,
-d), takes 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d (dV,
-dP, dQ, dK); flash makes the scores again, 10 N^2 d in one walk. This package's kernels walk twice,
-once for dK and dV, once for dQ, and make S and dP in both, 14 N^2 d: no two instances write to one
-place, so the sums are the same each time. exp, maximum and sums are not counted: they are O(N^2).
+FLOPs of one head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and
+(N, d), costs 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d
+(dV, dP, dQ, dK). Flash attention also recomputes the scores: 10 N^2 d if it passes over the tiles
+once. This package's kernels pass over them twice, once for dK and dV and once for dQ, and compute S
+and dP both times: 14 N^2 d. In exchange no two program instances write to the same place, so every
+run gives the same sums. exp, maximum and sums are not counted, because they are O(N^2).
 
-Elements moved, where each operator reads its inputs once and writes its output once:
+Elements moved, if each operator reads its inputs once and writes its output once:
 
 - standard, forward: S = Q K^T reads 2 N d and writes N^2; P = softmax(S) reads and writes N^2; O =
   P V reads N^2 + N d and writes N d. Together 4 N^2 + 4 N d.
-- standard, backward: dV = P^T dO moves N^2 + 2 N d; dP = dO V^T as much; dS = P * (dP - rowsum(dP *
-  P)) moves 3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. Together 7 N^2 + 8 N d.
-- flash, forward: blocks of B = M / (4 d) rows of Q and of O stay on chip, M being the elements that
-  `sram_bytes` hold; the other half is for short tiles of K, V and S. Q is read once, O and the
-  log-sum-exp are written once, and K and V are read once for each of N / B blocks: 2 N d + N + 2 N
-  d * N / B. Leading term: 8 N^2 d^2 / M.
+- standard, backward: dV = P^T dO moves N^2 + 2 N d; dP = dO V^T moves the same amount; dS = P * (dP
+  - rowsum(dP * P)) moves 3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. Together 7 N^2 + 8
+  N d.
+- flash, forward: blocks of B = M / (4 d) rows of Q and of O stay on chip, where M is the number of
+  elements that fit in `sram_bytes`. The other half of M holds short tiles of K, V and S. Q is read
+  once, O and the log-sum-exp are written once, and K and V are read once for each of N / B blocks:
+  2 N d + N + 2 N d * N / B. Leading term: 8 N^2 d^2 / M.
 - flash, backward: D = rowsum(dO * O) moves 2 N d + N. Blocks of B = M / (8 d) rows of K, V, dK and
-  dV stay on chip, read or written once, 4 N d; for each of N / B blocks, Q and dO are read, dQ is
-  read and written, the log-sum-exp and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2 / M.
-- the same in two walks: the first as above without dQ, 2 N d a block; the second keeps Q, dO and
-  dQ, 3 N d, reads the log-sum-exp and D once and K and V for each block, 2 N d. Both together: 9 N
-  d + 4 N d * N / B.
+  dV stay on chip and are read or written once, 4 N d. For each of N / B blocks, Q and dO are read,
+  dQ is read and written, and the log-sum-exp and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2
+  / M.
+- flash, backward in two passes (`walks=2`): the first pass is as above without dQ, so it moves 2 N
+  d less per block. The second keeps Q, dO and dQ on chip, 3 N d, reads the log-sum-exp and D once,
+  and reads K and V for each block, 2 N d. Both together: 9 N d + 4 N d * N / B.
 
-Blocks are whole: B is rounded down, N / B up. Elements have `dtype_bytes`, the log-sum-exp and D
-four. A GPU moves fewer bytes than this where its L2 cache holds what several blocks read, and more
-where it masks or drops out in operators of their own.
+Blocks are whole: B is rounded down, N / B is rounded up. Elements have `dtype_bytes`; the
+log-sum-exp and D have four bytes. A GPU moves fewer bytes than this if its L2 cache holds data that
+several blocks read, and more if it applies a mask or dropout in separate operators.
 
 Source: Dao et al. 2022, arXiv:2205.14135, theorem 2 (standard attention Theta(N d + N^2), flash
 Theta(N^2 d^2 / M)) and appendix B; the order of the loops and the log-sum-exp are those of Dao
@@ -44,9 +47,9 @@ class AttentionCost:
     """Costs of one pass of attention.
 
     Attributes:
-        flops: floating-point operations of the matrix products; a multiplication and an addition
+        flops: Floating-point operations of the matrix products; a multiplication and an addition
             count as two.
-        moved_bytes: read from and written to the slow memory (a GPU's HBM), by the count of
+        moved_bytes: Bytes read from and written to the slow memory (a GPU's HBM), as counted by
             `attention_cost`.
     """
 
@@ -55,8 +58,8 @@ class AttentionCost:
 
     @property
     def arithmetic_intensity(self) -> float:
-        """FLOPs per byte moved: left of a roofline's ridge, the memory is the limit, right of it
-        the arithmetic."""
+        """FLOPs per byte moved. Left of a roofline's ridge the memory is the limit, right of it the
+        arithmetic."""
         return self.flops / self.moved_bytes
 
 
@@ -72,25 +75,26 @@ def attention_cost(
     dtype_bytes: int = 2,
     walks: int = 1,
 ) -> AttentionCost:
-    """FLOPs and bytes moved of one pass of attention, not causal, with as many keys as queries.
+    """Count FLOPs and bytes moved of one pass of attention that is not causal and has equal numbers
+    of queries and keys.
 
-    The head of this module has the count.
+    The module docstring derives the formulas.
 
     Args:
         sequence, head_dim: N and d.
-        batch, heads: all is multiplied by these.
+        batch, heads: Both costs are multiplied by these.
         kind: "standard" or "flash".
         pass_: "forward" or "backward".
-        sram_bytes: fast memory that one block of threads can use; on an A100 163 KiB of its 192.
-            Kernels take less: 64 or 128 queries of d = 64 are 32 or 64 KiB.
-        dtype_bytes: of an element; 2 in half precision.
-        walks: 2 for a flash backward that walks once for dK and dV and once for dQ, as this
-            package's kernels do.
+        sram_bytes: Fast memory that one thread block can use; on an A100, 163 KiB of its 192 KiB.
+            Actual kernels use less: 64 or 128 queries with d = 64 occupy 32 or 64 KiB.
+        dtype_bytes: Size of one element; 2 in half precision.
+        walks: How often flash's backward passes over the tiles. 2 is for an implementation with one
+            pass for dK and dV and one for dQ, as in this package's kernels.
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; an unknown kind or pass;
-            sram_bytes that hold no row of each block; walks that are neither 1 nor 2, or 2 for
-            anything but flash's backward.
+        TypeError, ValueError: A count is not a positive whole number; kind or pass_ is unknown;
+            sram_bytes is too small for one row of each block; walks is neither 1 nor 2, or it is 2
+            although kind is not "flash" or pass_ is not "backward".
 
     Example:
         >>> standard, flash = (

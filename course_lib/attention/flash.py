@@ -1,5 +1,5 @@
-"""Standard attention as autograd differentiates it, FlashAttention as one autograd function, and
-what both refuse."""
+"""Standard attention, differentiated by autograd; FlashAttention, as an autograd function; and
+their argument checks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def standard_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * Q K^T) V with all of the scores at once; autograd saves Q, K, V and the
-    probabilities P.
+    """Compute softmax(scale * Q K^T) V with all of the scores at once.
 
-    Arguments, result and errors are those of `flash_attention`.
+    Autograd saves Q, K, V and the probabilities P. Arguments, result and errors are those of
+    `flash_attention`.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
@@ -44,16 +44,16 @@ def standard_attention(
     shift = _shift(q, k, causal, is_causal)
     scale = _scale(q, scale)
     (batch, heads, n_q, d), (_, kv_heads, n_k, d_v) = q.shape, v.shape
-    unseeing = min(n_q, max(0, -(shift or 0)))  # rows that see no key; softmax would make them NaN
+    unseeing = min(n_q, max(0, -(shift or 0)))  # rows that see no key: softmax would give NaN
     rows = n_q - unseeing
     groups = batch * kv_heads
-    stacked = heads // max(1, kv_heads) * rows  # heads that share K and V, one below the other
+    stacked = heads // max(1, kv_heads) * rows  # heads that share K and V are stacked as rows
     with torch.autocast(q.device.type, enabled=False):
         queries = q[:, :, unseeing:].reshape(groups, stacked, d)
         scores = (
             torch.bmm(queries, k.reshape(groups, n_k, d).mT).view(batch, heads, rows, n_k) * scale
         )
-        if shift is not None:  # added, not filled in: adding saves nothing for backward
+        if shift is not None:  # an addition saves nothing for backward, masked_fill saves its mask
             scores = scores + scores.new_full((rows, n_k), -math.inf).triu(unseeing + shift + 1)
         p = scores.softmax(-1).view(groups, stacked, n_k)
         o = torch.bmm(p, v.reshape(groups, n_k, d_v)).view(batch, heads, rows, d_v)
@@ -75,45 +75,49 @@ def flash_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * Q K^T) V in tiles; Q, K, V, the output and one log-sum-exp a row are saved
-    for backward.
+    """Compute softmax(scale * Q K^T) V in tiles.
 
-    Of the n_q x n_k scores there are some tiles at a time, forward and backward. It takes what
-    `F.scaled_dot_product_attention` takes, by the same names, but for masks and dropout. Under
-    `torch.autocast`, the inputs are cast to its dtype first, as there. Sums are in float32 (float64
-    for float64 inputs), and so is the log-sum-exp. A second derivative and `torch.vmap` are
-    refused.
+    Q, K, V, the output and one log-sum-exp per row are saved for backward. Only a few tiles of the
+    n_q x n_k scores are in memory at a time, in forward and in backward. The arguments have the
+    names of `F.scaled_dot_product_attention`; masks and dropout are not supported. Under
+    `torch.autocast` the inputs are first cast to its dtype, as that function does. Sums and the
+    log-sum-exp are in float32 (float64 for float64 inputs). A second derivative and `torch.vmap`
+    raise an error.
 
     Args:
-        q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; of any strides, as k
-            and v. Dimensions may be 0. There may be any number of leading dimensions, as in
-            (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d); k and v then have the same ones,
-            except for the number of heads. More than four dimensions are merged, which copies a
-            tensor whose strides do not allow a view.
-        k: (batch, kv_heads, n_k, d); kv_heads divides heads, and query head h reads K and V of h //
-            (heads / kv_heads): grouped-query attention, multi-query for kv_heads = 1. With fewer
-            than four dimensions there are no heads to group.
+        q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; q, k and v may have any
+            strides. Dimensions may be 0. There may be any number of leading dimensions, as in (n_q,
+            d), (batch, n_q, d) and (a, b, heads, n_q, d); k and v must have the same ones, except
+            for the number of heads. More than four dimensions are merged, which copies a tensor
+            whose strides do not allow a view.
+        k: (batch, kv_heads, n_k, d). kv_heads must divide heads, and query head h reads K and V of
+            head h // (heads / kv_heads): grouped-query attention, or multi-query attention if
+            kv_heads is 1. With fewer than four dimensions there are no heads to group.
         v: (batch, kv_heads, n_k, d_v).
-        causal: query i sees the keys up to i + n_k - n_q (the last query sees them all), as
-            `torch.nn.attention.bias.causal_lower_right`. A query that sees no key gives zeros.
-        is_causal: query i sees the keys up to i, as in `F.scaled_dot_product_attention`.
-        scale: 1 / sqrt(d) if left out.
-        enable_gqa: False refuses kv_heads other than heads, as the framework does; None and True
-            don't.
-        block_q, block_k: rows and columns of a tile, for Triton 16, 32, 64 or 128; the backend's
-            choice if left out.
-        backend: "torch", "triton", or "auto": Triton for CUDA tensors where it can run, else torch;
-            for symbolic ones an outline of torch, of the same bytes and FLOPs.
-        attn_mask, dropout_p: None and 0; they are here to be refused with a reason.
+        causal: Whether query i sees only the keys up to i + n_k - n_q, so that the last query sees
+            all keys, like `torch.nn.attention.bias.causal_lower_right`. A query that sees no key
+            has zeros as output.
+        is_causal: Whether query i sees only the keys up to i, as in
+            `F.scaled_dot_product_attention`.
+        scale: Factor of the scores, by default 1 / sqrt(d).
+        enable_gqa: If False, kv_heads must be equal to heads, as in PyTorch. None and True allow
+            any kv_heads that divides heads.
+        block_q, block_k: Rows and columns of a tile, by default chosen by the backend. Triton
+            allows 16, 32, 64 and 128.
+        backend: "torch", "triton" or "auto". "auto" uses Triton for CUDA tensors if it can run, and
+            otherwise torch. For symbolic tensors it takes the bytes and FLOPs of torch without
+            running its loops.
+        attn_mask, dropout_p: Must be None and 0. These arguments exist so that the error can give
+            the reason.
 
     Returns:
-        (batch, heads, n_q, d_v), in the dtype of q; with the leading dimensions of q.
+        (batch, heads, n_q, d_v), in the dtype of q and with the leading dimensions of q.
 
     Raises:
-        TypeError, ValueError: an argument is not of its kind, or shapes, dtypes or devices do not
-            go together.
-        RuntimeError: backend is "triton", which cannot run here for such tensors: the message says
-            why.
+        TypeError, ValueError: An argument has the wrong type or value, or shapes, dtypes or devices
+            do not match.
+        RuntimeError: backend is "triton", and Triton cannot run here on such tensors; the message
+            gives the reason.
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
@@ -153,13 +157,13 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         raise RuntimeError(
-            "flash_attention does not run under torch.vmap; put what is mapped over into its batch"
+            "flash_attention does not run under torch.vmap; use its batch dimension instead"
         )
 
 
 class _FlashBackward(torch.autograd.Function):
-    """A function of its own, so that a second derivative is refused also in `torch.func`, not taken
-    for zero."""
+    """A separate function, so that `torch.func` also raises an error for a second derivative,
+    instead of taking it as zero."""
 
     @staticmethod
     def forward(q, k, v, o, lse, grad_o, options, backend):
@@ -180,12 +184,12 @@ class _FlashBackward(torch.autograd.Function):
 def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
     _check.one_of("backend", name, ("auto", "torch", "triton"))
     if 0 in (*q.shape, *k.shape, *v.shape):
-        return tiled  # which has nothing to do
+        return tiled  # there is nothing to compute
     if name == "auto" and is_symbolic(q):
         return symbolic
     if name == "torch" or (name == "auto" and not q.is_cuda):
         return tiled
-    from . import launch  # only here: importing Triton takes a while
+    from . import launch  # not at the top, because importing Triton is slow
 
     reason = launch.why_not(q, v)
     if reason is None:
@@ -198,7 +202,7 @@ def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any, attn_mask: Any, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors, which go together, cast as autocast wants them."""
+    """Check the tensors against each other and cast them as autocast would."""
     if attn_mask is not None:
         got = _check.shown(attn_mask)
         raise TypeError(
@@ -230,7 +234,7 @@ def _checked(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
-    """Check that k and v go with q; only the number of heads may differ, where there are heads."""
+    """Check that k and v match q. Only the number of heads may differ, if there are heads."""
     has_heads = q.dim() > 3
     leading = q.shape[:-2]
     if has_heads and k.dim() == q.dim():
@@ -255,8 +259,11 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
 
 
 def _in_four(x: Tensor) -> Tensor:
-    """The tensor as (batch, heads, n, d): a single head where there are fewer dimensions, all
-    dimensions before the heads as one batch where there are more."""
+    """Return the tensor as (batch, heads, n, d).
+
+    With fewer than four dimensions there is a single head. With more, all dimensions before the
+    heads are merged into the batch.
+    """
     if x.dim() > 4:
         return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
     while x.dim() < 4:
@@ -265,12 +272,12 @@ def _in_four(x: Tensor) -> Tensor:
 
 
 def _with_leading(o: Tensor, leading: torch.Size) -> Tensor:
-    """The result (batch, heads, n, d_v) with the leading dimensions of the arguments."""
+    """Return the result (batch, heads, n, d_v) with the leading dimensions of the arguments."""
     return o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])
 
 
 def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
-    """Query i sees the keys up to i + shift; all of them if None."""
+    """Return s such that query i sees the keys up to i + s, or None if queries see all keys."""
     if causal and is_causal:
         raise ValueError(
             "is_causal and causal cannot both be True: they align the mask differently"

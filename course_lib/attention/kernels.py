@@ -1,28 +1,32 @@
-"""Flash attention in Triton: one kernel forward, three backward.
+"""Flash attention in Triton: one kernel for forward, three for backward.
 
-A kernel runs as many copies of itself, called program instances. Each owns one block of rows, loads
-it once and walks over the other operand tile by tile. The scores live in one tile on the chip; no
-matrix of n_q x n_k numbers is written.
+A kernel runs as many copies of itself, which are called program instances. Each instance
+owns one block of rows, loads it once, and passes over the other operand tile by tile. The scores
+exist only in one tile on the chip: no matrix of n_q x n_k numbers is ever written to memory.
 
     kernel                    owns               passes over        writes
     forward_kernel            block of queries   keys and values    O and the log-sum-exp
-    row_dots_kernel           block of queries                      D = rowsum(dO * O)
+    rows_kernel               block of queries                      D = rowsum(dO * O)
     keys_backward_kernel      block of keys      queries            dK and dV
     queries_backward_kernel   block of queries   keys and values    dQ
 
-Both backward walks compute the weights again, P = exp(scale * Q K^T - lse). From there, with dP =
-dO V^T,
+Both passes of backward compute the weights again, P = exp(scale * Q K^T - lse). Then, with dP = dO
+V^T,
 
     dV = P^T dO        dS = P * (dP - D)        dQ = scale * dS K        dK = scale * dS^T Q
 
-Everything is counted in powers of two: exp(x) = 2^(x * log2(e)), with log2(e) folded into the
-scale, since the chip has an instruction for 2^x and none for e^x. A `setting` means nothing to a
-kernel, but to its tuner (`launch`).
+Exponentials are powers of two, exp(x) = 2^(x * log2(e)), with log2(e) multiplied into the scale,
+because the chip has an instruction for 2^x and none for e^x. The kernels do not use their argument
+`setting`: only the tuner in `launch` reads it.
 
-Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, but with dQ in a kernel of its own, so that
-no two instances write to the same place: no atomic additions, and the same bits in every run. Its
-price is 7 products of matrices in the backward pass where algorithm 2 has 5: both walks need Q K^T
-and dO V^T.
+The strides of each tensor are one argument, a tuple. A tensor and its strides are separate
+arguments, because Triton's tuner sees the dtype only of arguments that are tensors themselves.
+Tensors packed into a structure would use settings that were tuned for another dtype.
+
+Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, except that dQ has a separate kernel. No two
+instances then write to the same place, so no atomic additions are needed and every run gives the
+same bits. The price is 7 matrix products in the backward pass, where algorithm 2 has 5: both passes
+need Q K^T and dO V^T.
 """
 
 from __future__ import annotations
@@ -32,22 +36,22 @@ import math
 try:
     import triton
     import triton.language as tl
-# where there is no Triton this module still imports, and `launch.why_not` says that
+# Without Triton this module can still be imported, and `launch.why_not` gives the reason.
 except ImportError:
     triton = tl = None
 
 jit = triton.jit if triton else lambda function: function
-# With TRITON_INTERPRET=1 in the environment when Triton was imported, Triton's own functions are
-# not compiled either.
+# With TRITON_INTERPRET=1 in the environment when Triton was imported, even Triton's own functions
+# are not compiled.
 INTERPRETED = triton is not None and not isinstance(tl.sum, triton.JITFunction)
-# Kernels may read no variables from outside themselves but such constants.
+# The only global variables that a kernel may read are constants of this type.
 constant = tl.constexpr if triton else float
 WIDEN = constant(INTERPRETED)
 LOG2_E = constant(math.log2(math.e))
 LN_2 = constant(math.log(2))
 
 
-# ---- pieces that the kernels share; each is inlined where it is called
+# ---- functions that the kernels share; each is inlined where it is called
 
 
 @jit
@@ -62,13 +66,14 @@ def tile_of(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Addresses of rows first .. first + BLOCK of one head in a tensor (batch, heads, n, D), and
-    which entries exist.
+    """Return the addresses of rows first .. first + BLOCK of one head, and a mask of those that
+    exist.
 
-    Both are (BLOCK, BLOCK_D); BLOCK_D is the next power of two from D on, as Triton wants it.
+    The tensor is (batch, heads, n, D). Both results are (BLOCK, BLOCK_D), where BLOCK_D is D
+    rounded up to a power of two, as Triton requires.
     """
-    # 64 bits up to the head: an offset may pass 2^31 though no index does. 32 bits in it, which
-    # `launch` sees to.
+    # The offset of a head is in 64 bits, because it may exceed 2^31 although no index does. Offsets
+    # within a head are in 32 bits; `launch` copies tensors for which that is too few.
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     within = (first + rows)[:, None] * strides[2] + columns[None, :] * strides[3]
@@ -80,8 +85,11 @@ def load_tile(
     tensor, strides, batch, head, first, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """The tile at those addresses, (BLOCK, BLOCK_D), with zeros for what does not exist; all of a
-    WHOLE tile's rows do."""
+    """Load the tile (BLOCK, BLOCK_D) at the addresses of `tile_of`, with zeros for entries that do
+    not exist.
+
+    WHOLE promises that all of the tile's rows exist.
+    """
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     if WHOLE and D == BLOCK_D:
         return tl.load(pointers)
@@ -102,31 +110,31 @@ def store_tile(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The converse of load_tile; what does not exist is dropped."""
+    """Store a tile at the addresses of `tile_of`; entries that do not exist are dropped."""
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=exists)
 
 
 @jit
 def row_offset(batch, head, heads, n):
-    """Offset of one head's rows in a contiguous tensor (batch, heads, n)."""
+    """Return the offset of one head's rows in a contiguous tensor (batch, heads, n)."""
     return (tl.cast(batch, tl.int64) * heads + head) * n
 
 
 @jit
 def product(a, b, onto=None):
-    """The matrix product a b in fp32, added to `onto` if given."""
+    """Return the matrix product a b in fp32, added to `onto` if that is given."""
     if WIDEN:  # the interpreter would multiply the bits of bf16 numbers as if they were integers
         a, b = a.to(tl.float32), b.to(tl.float32)
-    # "ieee": without it a GPU rounds fp32 operands to TF32, which keeps 10 bits of 23, and
-    # gradients show it. It is slower, and says nothing about fp16 and bf16, whose products are
-    # exact in fp32.
+    # Without "ieee" a GPU rounds fp32 operands to TF32, which keeps 10 of 23 bits, and gradients
+    # become visibly inaccurate. "ieee" is slower. It does not affect fp16 and bf16, whose products
+    # are exact in fp32.
     return tl.dot(a, b, onto, input_precision="ieee")
 
 
 @jit
 def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
-    """The last key that each query sees: if causal, query i those up to i + shift."""
+    """Return the last key that each query sees: for query i key i + shift, if CAUSAL."""
     return tl.minimum(queries + shift, n_k - 1) if CAUSAL else tl.zeros_like(queries) + n_k - 1
 
 
@@ -134,8 +142,11 @@ def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
 def keys_to_visit(
     first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Keys 0 .. inner form whole tiles that each query of the block sees; keys inner .. end need a
-    mask; later ones are seen by none."""
+    """Return (inner, end): which keys a block of queries has to visit.
+
+    Keys 0 .. inner form whole tiles that every query of the block sees. Keys inner .. end need a
+    mask. No query of the block sees later keys.
+    """
     if CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(first_q + 1 + shift, 0), n_k)
         seen_by_last = tl.minimum(tl.maximum(first_q + BLOCK_Q + shift, 0), n_k)
@@ -148,10 +159,13 @@ def keys_to_visit(
 def queries_to_visit(
     first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Queries before start see no key of the block; inner .. outer form whole tiles that see all of
-    it; the tiles between start and inner, and from outer on, need a mask.
+    """Return (start, inner, outer): which queries a block of keys has to visit.
 
-    Keys past n_k need none here: they spoil their own rows of dK and dV only, which are not stored.
+    Queries before start see no key of the block. Queries inner .. outer form whole tiles that see
+    all of it. The tiles from start to inner, and from outer on, need a mask.
+
+    Keys at n_k or later need no mask here: they only spoil their own rows of dK and dV, which are
+    not stored.
     """
     start, inner, outer = 0, 0, n_q // BLOCK_Q * BLOCK_Q
     if CAUSAL:
@@ -196,7 +210,7 @@ def forward_kernel(
     On chip: the queries and one tile of keys and of values; scores and weights (BLOCK_Q, BLOCK_K);
              in fp32 the running output (BLOCK_Q, D), maximum (BLOCK_Q,) and sum (BLOCK_Q,).
     """
-    # Later queries see more keys: the longest walks start first, so that short ones fill the gaps
+    # Later queries see more keys. The longest loops start first, so that short ones fill the gaps
     # at the end.
     first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -210,7 +224,7 @@ def forward_kernel(
     total = tl.zeros((BLOCK_Q,), tl.float32)
 
     inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
-    # written out twice by the compiler: tiles without a mask, then tiles with one
+    # The compiler unrolls this loop into two: tiles without a mask, then tiles with one.
     for EDGE in tl.static_range(2):
         for first_k in tl.range(
             inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None
@@ -227,17 +241,17 @@ def forward_kernel(
                 scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
 
             new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
-            # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN: it subtracts 0
-            # instead.
+            # A row that has not seen any key yet has -inf here. It subtracts 0 instead, because
+            # -inf - -inf is NaN.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            # one instruction scales and subtracts
+            # Written so, scaling and subtracting are one instruction.
             weights = tl.exp2(scores * scale_log2 - base[:, None])
-            shrink = tl.exp2(largest - base)  # what the old sums are worth under the new maximum
+            shrink = tl.exp2(largest - base)  # rescales the old sums to the new maximum
             total = total * shrink + tl.sum(weights, 1)
             out = product(weights.to(value.dtype), value, out * shrink[:, None])
             largest = new_largest
 
-    # a row that saw nothing: o = 0 / 1, lse = -inf + log2(1)
+    # For a row that saw no key, o = 0 / 1 and lse = -inf + log2(1).
     total = tl.where(total == 0.0, 1.0, total)
     store_tile(out / total[:, None], o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     at = row_offset(batch, head, tl.num_programs(1), n_q)
@@ -258,7 +272,7 @@ def rows_kernel(
 
     Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
     Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o), which the softmax's gradient subtracts from
-             every score of a row;
+             the gradient of every weight in a row;
              lse_log2 (BLOCK_Q,), lse in powers of two. Both have padded_q rows per head, a
              multiple of any BLOCK_Q.
     On chip: both blocks.
@@ -270,7 +284,7 @@ def rows_kernel(
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     at = row_offset(batch, head, tl.num_programs(1), padded_q)
     tl.store(row_dots + at + rows, dots)
-    # +inf where a row saw nothing or does not exist, so that P = 0 there.
+    # +inf for a row that saw no key or does not exist makes P = 0 there.
     sums = tl.load(
         lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows,
         mask=rows < n_q,
@@ -312,8 +326,8 @@ def keys_backward_kernel(
     """One instance: BLOCK_K keys of one key-value head, for all query heads that share it.
 
     Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads q and grad_o (n_q, D) in
-             tiles (BLOCK_Q, D),
-             lse and row_dots (n_q,) in blocks (BLOCK_Q,), from the diagonal on if causal.
+             tiles (BLOCK_Q, D), and lse_log2 and row_dots (n_q,) in blocks (BLOCK_Q,), from the
+             diagonal on if causal.
     Writes:  grad_k and grad_v (BLOCK_K, D), once, at the end.
     On chip: the keys and values, one tile of queries and of output gradients; weights, their
              gradients and those of the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and
@@ -333,7 +347,7 @@ def keys_backward_kernel(
         for EDGE in tl.static_range(2):
             begin, end = (start, n_q - (outer - inner)) if EDGE else (inner, outer)
             for first_q in tl.range(begin, end, BLOCK_Q, num_stages=1 if EDGE else None):
-                if EDGE:  # over what lies between the two parts
+                if EDGE:  # skip the whole tiles, which lie between the two parts
                     first_q = tl.where(first_q < inner, first_q, first_q + (outer - inner))
                 rows = first_q + tl.arange(0, BLOCK_Q)
                 query = load_tile(
@@ -352,8 +366,8 @@ def keys_backward_kernel(
                     EDGE == 0,
                 )
 
-                # All transposed, keys down and queries across: the sums over queries are then plain
-                # products.
+                # Tiles are transposed, with keys as rows and queries as columns, so that the sums
+                # over queries are plain products.
                 scores = product(key, tl.trans(query))  # (BLOCK_K, BLOCK_Q), not scaled yet
                 scores = scores * scale_log2 - tl.load(lse_log2 + at + rows)[None, :]
                 if EDGE and CAUSAL:
@@ -363,8 +377,8 @@ def keys_backward_kernel(
                 weights = tl.exp2(scores)
                 weight_grads = product(value, tl.trans(out_grad))
                 score_grads = weights * (weight_grads - tl.load(row_dots + at + rows)[None, :])
-                # Both sums last: with the first of them right after the weights, an H100 has too
-                # few registers.
+                # Both sums come last: with the first of them directly after the weights, an H100
+                # runs out of registers.
                 value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
                 key_grad = product(score_grads.to(query.dtype), query, key_grad)
 
@@ -413,7 +427,7 @@ def queries_backward_kernel(
              gradients and those of the scores (BLOCK_Q, BLOCK_K); in fp32 the running grad_q
              (BLOCK_Q, D).
     """
-    # the longest walks first, as in the forward
+    # The longest loops start first, as in the forward kernel.
     first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // group

@@ -20,10 +20,11 @@ from .kernels import (
 )
 from .tiled import Options
 
-# What the tuner tries, by BLOCK_D of at most: BLOCK_Q, BLOCK_K, warps (of 32 threads) an instance,
-# and stages: how many tiles the loop has in flight, so that it loads the next ones while it
-# computes with this one. Compiled for an H100, up to 128 numbers a row, the first of each list
-# keeps all it has in registers, and the others all but a few bytes.
+# Settings that the tuner tries: {kernel: {largest BLOCK_D: [(BLOCK_Q, BLOCK_K, warps, stages)]}}. A
+# warp is 32 threads of an instance. `stages` is how many tiles the loop has in flight, so that it
+# loads the next ones while it computes with the current one. Compiled for an H100, with up to 128
+# numbers per row, the first setting of each list keeps everything in registers, and the others
+# spill a few bytes.
 CANDIDATES = {
     forward_kernel: {
         64: [(128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
@@ -41,21 +42,25 @@ CANDIDATES = {
         256: [(64, 16, 8, 3), (128, 32, 8, 2)],
     },
 }
-# From large to small; the first that is sure to fit is tried too where none of those is.
+# From large to small. If none of the candidates is sure to fit, the first of these that is sure to
+# fit is tried too.
 SMALL = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)]
-# Exact fp32 products use no tensor cores: larger tiles spill registers and take half a minute to
-# compile.
+# Exact fp32 products use no tensor cores. Larger tiles would spill registers and take half a minute
+# to compile.
 SINGLE = [(32, 32, 4, 2), (16, 16, 4, 1)]
-# Once measured on a GPU, the fastest stand here and are taken untried, for 16 bits a number:
+# The fastest settings for 16-bit numbers, once they are measured on a GPU; they are used without
+# tuning:
 # {(kernel, BLOCK_D, capability, causal): (BLOCK_Q, BLOCK_K, warps, stages)}.
 MEASURED: dict[tuple[Any, int, tuple[int, int], bool], tuple[int, int, int, int]] = {}
 OutOfResources = triton.runtime.OutOfResources if triton else ()
-LARGEST = 128  # rows of a block
+LARGEST = 128  # rows of the largest block
 
 
 def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: int) -> int:
-    """Shared memory for an instance's own tiles, and for so many of each tensor that it walks
-    over."""
+    """Return the shared memory, in bytes, of an instance with `tiles` tiles in flight.
+
+    It holds the instance's own tiles, and `tiles` tiles of each tensor that it passes over.
+    """
     own, walked = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
     return ((1 if kernel is forward_kernel else 2) * own + 2 * tiles * walked) * row_bytes
 
@@ -63,14 +68,14 @@ def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: 
 def _sizes(
     kernel: Any, block_d: int, itemsize: int, shared: int
 ) -> list[tuple[int, int, int, int]]:
-    """Settings to try on a GPU that has so much shared memory an instance."""
+    """Return the settings to try on a GPU with `shared` bytes of shared memory per instance."""
     if itemsize == 4:
         return SINGLE if block_d <= 128 else SINGLE[1:]
 
     def sure(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages, block_d * itemsize) + 4096 <= shared
 
-    # before Hopper one tile less is in flight
+    # GPUs before Hopper hold one tile fewer in flight
     def possible(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages - 1, block_d * itemsize) <= shared
 
@@ -88,8 +93,10 @@ def _config(size: tuple[int, int, int, int]) -> Any:
 
 
 def _tuned(kernel: Any) -> Any:
-    """The kernel, in blocks found by trying some for each new `_setting`; what was found is kept on
-    disk too."""
+    """Return the kernel with a tuner, which tries some settings for each new key of `_setting`.
+
+    Triton also keeps the best settings on disk.
+    """
 
     def prune(_: list, arguments: dict[str, Any], **constants: Any) -> list:
         shared = arguments["setting"][0]
@@ -97,7 +104,7 @@ def _tuned(kernel: Any) -> Any:
         return [_config(size) for size in _sizes(kernel, constants["BLOCK_D"], itemsize, shared)]
 
     key = ["setting", "BLOCK_D", "CAUSAL"]
-    configs = [_config(size) for size in SMALL]  # only for `prune` to put others in their place
+    configs = [_config(size) for size in SMALL]  # placeholders, which `prune` replaces
     return triton.autotune(
         configs, key, prune_configs_by={"early_config_prune": prune}, cache_results=True
     )(kernel)
@@ -109,16 +116,17 @@ if triton and not INTERPRETED:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one instance can have."""
+    """Return the shared memory, in bytes, that one instance can use."""
     if INTERPRETED:
         return 0
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def _setting(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Key that the choice depends on, such that a new length seldom means a new choice: the GPU's
-    memory, and between which powers of two lie the queries of all heads and the keys; more than
-    fill a GPU are all the same.
+    """Return the key of the tuner: shared memory, and sizes rounded up to powers of two.
+
+    The sizes are the number of queries of all heads, and the number of keys. Rounding makes a new
+    length seldom need new tuning, and sizes that more than fill a GPU are all treated alike.
     """
     numbers = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
     return _shared_memory(q.device), *(
@@ -127,8 +135,7 @@ def _setting(q: Tensor, k: Tensor) -> tuple[int, ...]:
 
 
 def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any) -> None:
-    """Runs a kernel in the blocks that are given, else in those measured, else in those that the
-    tuner finds."""
+    """Run a kernel with the given blocks, else with measured settings, else with tuned ones."""
     d = q.shape[-1]
     causal = options.shift is not None
     block_d = triton.next_power_of_2(d)
@@ -169,8 +176,7 @@ def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> V
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Half a sentence on why the kernels can't run here on tensors like `q` and `v`, or None if
-    they can."""
+    """Return why the kernels cannot run on tensors like `q` and `v`, or None if they can."""
     if triton is None:
         return "Triton is not installed"
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
@@ -187,25 +193,25 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
         return "this GPU is older than compute capability 8.0, the oldest that Triton supports"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return (
-            f"the dtype is {str(q.dtype).removeprefix('torch.')}, and the kernels take float32,"
-            " float16 and bfloat16"
+            f"the dtype is {str(q.dtype).removeprefix('torch.')}, but the kernels support only"
+            " float32, float16 and bfloat16"
         )
     if not 16 <= q.shape[-1] <= 256:
-        return f"the head dimension is {q.shape[-1]}, and the kernels take 16 to 256"
+        return f"the head dimension is {q.shape[-1]}, but the kernels support only 16 to 256"
     if v.shape[-1] != q.shape[-1]:
-        return f"v's head dimension is {v.shape[-1]}, and the kernels take q's, {q.shape[-1]}"
+        return f"v's head dimension is {v.shape[-1]}, but the kernels need q's, {q.shape[-1]}"
     return None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v, and each row's log-sum-exp.
+    """Return softmax(scale * q k^T) v, and the log-sum-exp of each row.
 
     Args:
         q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides.
         k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        options: blocks are 16, 32, 64 or 128. If neither is given they are tuned on a GPU: the
-            first call for lengths of another power of two tries a few, which takes seconds and
-            memory; don't measure that call.
+        options: Its blocks must be 16, 32, 64 or 128, or None. If both are None, a GPU tunes them:
+            the first call with lengths of a new power of two tries a few settings, which takes
+            seconds and memory. Do not measure that call.
 
     Returns:
         o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32,
@@ -216,8 +222,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     q, k, v = (_near(x) for x in (q, k, v))
-    # The kernel takes the largest score before it scales: the scale has to be above zero, if only
-    # just.
+    # The kernel finds the largest score before it scales, so the scale must be above
+    # zero. A scale of 0 becomes the smallest positive float.
     q, scale = (-q, -scale) if scale < 0 else (q, scale)
     scale_log2 = max(scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
     with _device_of(q):
@@ -248,12 +254,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and
-    returned."""
+    """Return the gradients of q, k and v, contiguous.
+
+    Args:
+        q, k, v, options: Arguments of `forward`.
+        o, lse: Results of `forward`.
+        grad_o: Gradient of o, in its shape.
+    """
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale
     q, k, v, grad_o, lse = (*(_near(x) for x in (q, k, v, grad_o)), lse.contiguous())
-    # so that the kernels read their rows without a mask
+    # with padded rows the kernels can read `lse_log2` and `row_dots` without a mask
     padded_q = triton.cdiv(n_q, LARGEST) * LARGEST
     lse_log2, row_dots = lse.new_empty((2, batch, heads, padded_q))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -316,12 +327,14 @@ def backward(
 
 
 def _near(x: Tensor) -> Tensor:
-    """The tensor, copied if entries of a head lie 2^31 or more apart: within a head, kernels count
-    in 32 bits."""
+    """Return the tensor, copied if two entries of a head lie 2^31 or more elements apart.
+
+    Within a head the kernels compute offsets in 32 bits.
+    """
     farthest = (x.shape[2] - 1) * x.stride(2) + (x.shape[3] - 1) * x.stride(3)
     return x if farthest < 2**31 else x.contiguous()
 
 
 def _device_of(q: Tensor) -> Any:
-    """Triton launches on the current GPU, which need not be the tensors'."""
+    """Make the GPU of the tensors current, because Triton launches on the current GPU."""
     return torch.cuda.device(q.device) if q.is_cuda else nullcontext()

@@ -1,9 +1,10 @@
-"""Memory of `tiled`, without its long loops: for symbolic tensors, which have shapes but no memory.
+"""Memory and FLOPs of `tiled` for symbolic tensors, without its long loops.
 
-One operator stands for all the tiles: it takes as many bytes as they do at their peak, and has
-their FLOPs. The bytes are found once for all that is alike, out of sight of meters, by running some
-tiles: one group of heads stands for the others, which would take the same after it, and its last
-tiles for those before them.
+A symbolic tensor has a shape but no memory. One operator stands in for all the tiles: it allocates
+as many bytes as the tiles do at their peak, and it counts their FLOPs. The bytes are found once for
+all calls with the same shapes, by running a few tiles while no meter is watching. One group of
+heads represents all groups, which use the same memory one after another, and the last tiles of the
+group represent its earlier ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _library.impl(
     lambda like, nbytes, *_: like.new_empty(nbytes, dtype=torch.uint8),
     "CompositeExplicitAutograd",
 )
-# What is alike -> the bytes at the peak, and the operator that reaches it.
+# (function, options, shapes, strides, dtypes, devices) -> bytes at the peak, operator at the peak
 _known: dict[tuple, tuple[int, str]] = {}
 
 
@@ -38,7 +39,7 @@ def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Arguments and result as for `tiled.forward`."""
+    """Return empty results of `tiled.forward`, with its memory and FLOPs."""
     o, lse = (
         q.new_empty(*q.shape[:3], v.shape[3]),
         q.new_empty(q.shape[:3], dtype=tiled.work_dtype(q)),
@@ -52,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments and result as for `tiled.backward`."""
+    """Return empty results of `tiled.backward`, with its memory and FLOPs."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     options = tiled.with_blocks(options, q, k)
     scores = q.shape[0] * q.shape[1] * _area_by_columns(q.shape[2], k.shape[2], options)
@@ -62,7 +63,7 @@ def backward(
 
 
 def _stand_in(some: Callable, flops: int, queries: tuple, keys: tuple, options: Options) -> None:
-    """Take what the tiles take, for as long as an operator runs."""
+    """Allocate the peak memory of the tiles for as long as one operator runs."""
     q, lse = queries[0], queries[2]
     key = some, options, *((x.shape, x.stride(), x.dtype, x.device) for x in (*queries, *keys))
     if key not in _known:
@@ -71,7 +72,7 @@ def _stand_in(some: Callable, flops: int, queries: tuple, keys: tuple, options: 
         trace = meter.trace(events=False)
         _known[key] = trace.peak_bytes, trace.peak_operator if meter.operator_count else ""
     nbytes, operator = _known[key]
-    # it reads `lse`, which shows that it was kept for it
+    # reading `lse` shows a meter that the saved tensor is used here
     torch.ops.course_lib.tiles(lse, nbytes, flops, operator)
 
 
@@ -83,9 +84,10 @@ def _some_forward(queries: tuple, keys: tuple, options: Options) -> None:
 def _some_backward(queries: tuple, keys: tuple, options: Options) -> None:
     last, first = _last_tiles(queries, keys, options)
     lse = first[2]
-    delta = (first[3].to(lse.dtype) * first[1]).sum(-1)  # as `tiled` begins, for all of the rows
+    # `tiled.backward_tiles` computes delta for all rows first
+    delta = (first[3].to(lse.dtype) * first[1]).sum(-1)
     cut = first[0].shape[2] - last[0].shape[2]
-    # dq's
+    # as large as the rows of delta and dq that the last tiles leave out
     before = (
         delta.new_empty(*delta.shape[:2], cut),
         delta.new_empty(*delta.shape[:2], cut, first[0].shape[3]),
@@ -96,7 +98,8 @@ def _some_backward(queries: tuple, keys: tuple, options: Options) -> None:
 
 
 def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Tensor], list[Tensor]]:
-    """The first group of heads, from where two tiles each way are left, and all of it."""
+    """Return the tensors of the first group of heads, cut to the last two tiles each way, and
+    uncut."""
     q, k = queries[0], keys[0]
     group = next(tiled.split_heads(queries, keys, tiled.heads_at_once(q, k, options)))
     blocks = options[2:]
@@ -112,8 +115,10 @@ def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Ten
 
 
 def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
-    """Scores that the forward pass of one head works on: a tile ends at the last key that one of
-    its rows sees."""
+    """Count the scores that the forward pass of one head computes.
+
+    A tile ends at the last key that one of its rows sees.
+    """
     shift, _, block_q, _ = options
     if shift is None:
         return n_q * n_k
@@ -122,8 +127,10 @@ def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
 
 
 def _area_by_columns(n_q: int, n_k: int, options: Options) -> int:
-    """Scores that the backward pass works on: a block of keys begins at the first row that sees one
-    of them."""
+    """Count the scores that the backward pass of one head computes.
+
+    A block of keys begins at the first row that sees one of its keys.
+    """
     shift, _, _, block_k = options
     if shift is None:
         return n_q * n_k

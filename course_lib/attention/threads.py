@@ -1,9 +1,9 @@
-"""Heads in Python's threads, each of which computes alone.
+"""Run heads in Python threads, each of which computes alone.
 
-An operator that shares its work among threads ends in a barrier, and where another process has one
-of the cores, those who wait there spin for milliseconds: hundreds of short operators then take many
-times their time. Here each thread has heads of its own and operators that share nothing; they wait
-for one another once, at the end.
+An operator that shares its work among threads ends in a barrier. If another process occupies one of
+the cores, the waiting threads spin for milliseconds, and hundreds of short operators take many
+times as long. Here each thread has its own heads, and its operators share nothing. The threads wait
+for one another only once, at the end.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-WORTH_IT = 2**18  # scores: below, a pass takes about as long as waking a thread
+WORTH_IT = 2**18  # scores: a pass with fewer takes about as long as waking a thread
 
 
 def workers(x: Tensor, scores: int, at_once: int) -> int:
-    """Number of threads to take for a pass with so many scores that works on `at_once` heads at a
+    """Return how many threads to use for a pass with `scores` scores and `at_once` heads at a
     time."""
     if x.device.type != "cpu" or scores < WORTH_IT or _watched():
         return 1
@@ -29,7 +29,7 @@ def workers(x: Tensor, scores: int, at_once: int) -> int:
 
 
 def run(function: Callable, parts: Iterable, count: int) -> None:
-    """`function(*part)` for each part, in `count` threads; without gradients."""
+    """Call `function(*part)` for each part, in `count` threads and without gradients."""
     if count == 1:
         for part in parts:
             function(*part)
@@ -39,14 +39,16 @@ def run(function: Callable, parts: Iterable, count: int) -> None:
 
 
 def _alone(function: Callable, inference: bool, part: Iterable) -> None:
-    # which a thread does not have from the one that started it
+    # a thread does not inherit these modes from the thread that started it
     with torch.inference_mode(inference), torch.no_grad():
         function(*part)
 
 
 def _watched() -> bool:
-    """Whether somebody listens to operators or alters them, which reaches no other thread: a mode
-    (the meter, the FLOP counter), the profiler, a compiler."""
+    """Return whether something watches or changes operators in this thread only.
+
+    That can be a mode (the meter, the FLOP counter), the profiler or a compiler.
+    """
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -56,7 +58,7 @@ def _watched() -> bool:
 
 @lru_cache(maxsize=1)
 def _pool(count: int, threads: int) -> ThreadPoolExecutor:
-    """Threads that stay; together, their operators use as many as one operator would."""
+    """Return a pool of threads that stay alive; together their operators use `threads` cores."""
     started = threading.Barrier(count + 1)
 
     def start() -> None:
@@ -67,11 +69,11 @@ def _pool(count: int, threads: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(int)
     started.wait()
-    # for this thread nothing has changed; for those that start later it had
+    # `start` has also changed the number for threads that start later
     torch.set_num_threads(threads)
     return pool
 
 
 if hasattr(os, "register_at_fork"):
-    # a child has none of its parent's threads
+    # a forked child has none of its parent's threads
     os.register_at_fork(after_in_child=_pool.cache_clear)

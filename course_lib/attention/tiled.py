@@ -1,7 +1,6 @@
-"""FlashAttention's forward and backward in plain torch: tiles of queries and keys, and no N x N
-tensor.
+"""FlashAttention's forward and backward in plain torch, in tiles, without an N x N tensor.
 
-The arithmetic is in float32 (float64 for float64 inputs), whatever the inputs are in.
+The arithmetic is in float32 (float64 for float64 inputs), whatever the dtype of the inputs.
 
 Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691, algorithms 1 and 2.
 """
@@ -19,21 +18,22 @@ from course_lib import _check
 
 from . import threads
 
-BLOCK = 512  # rows and columns of a tile, if nothing else is asked for
-# Elements of the tiles that are worked on at a time: short sequences go through many heads at once.
-# In float32, 1 MiB, which stays in a core's cache; a GPU needs more at a time to be busy.
+BLOCK = 512  # rows and columns of a tile by default
+# Elements of the tiles that are worked on at a time, so that short sequences process many heads at
+# once. In float32 the CPU's value is 1 MiB, which stays in a core's cache. A GPU needs more to be
+# busy.
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-HEADS_AT_ONCE = 2  # at least, even if that is more elements: one for each of two threads
+HEADS_AT_ONCE = 2  # at least, even if that is more elements: one head for each of two threads
 LOG2_E = math.log2(math.e)
 
 
 class Options(NamedTuple):
-    """Options of how queries see keys, for all backends.
+    """Options shared by all backends.
 
     Attributes:
-        shift: query i sees the keys up to i + shift; all of them if None.
-        scale: what the scores are multiplied by.
-        block_q, block_k: rows and columns of a tile; the backend's choice if None.
+        shift: Query i sees the keys up to i + shift, or all keys if None.
+        scale: Factor of the scores.
+        block_q, block_k: Rows and columns of a tile, or None for the backend's choice.
     """
 
     shift: int | None
@@ -43,23 +43,23 @@ class Options(NamedTuple):
 
 
 def online_softmax(scores: Tensor, block: int) -> Tensor:
-    """Softmax over the last dimension, with maximum and sum found in one pass over blocks of
-    columns.
+    """Compute a softmax over the last dimension, with one pass for maximum and sum.
 
-    After each block, m is the maximum so far and total the sum of exp(score - m) so far; where a
-    block raises m, the old total is scaled down by exp(old m - new m). A row of -inf alone gives
-    zeros, where `torch.softmax` gives NaN.
+    After each block of columns, m is the maximum so far and total is the sum of exp(score - m) so
+    far. If a block raises m, the old total is multiplied by exp(old m - new m). A row that is all
+    -inf gives zeros, where `torch.softmax` gives NaN.
 
     Args:
         scores: (..., n), floating point.
-        block: columns in a block, 1 or more; it need not divide n.
+        block: Columns per block, at least 1; it need not divide n.
 
     Returns:
-        A tensor like `scores`, computed in float32 at least; autograd goes through it.
+        A tensor like `scores`, computed at least in float32, through which autograd can
+        differentiate.
 
     Raises:
-        TypeError, ValueError: scores is no floating-point tensor; block is no whole number from 1
-            on.
+        TypeError, ValueError: scores is not a floating-point tensor, or block is not a positive
+            whole number.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 
@@ -72,20 +72,20 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         raise TypeError(f"scores must be a floating-point tensor, got {_check.shown(scores)}")
     _check.whole("block", block, 1)
     x = scores.to(work_dtype(scores))
-    # finite: -inf - (-inf) would be NaN
+    # finite, because -inf - (-inf) would be NaN
     m = x.new_full((*x.shape[:-1], 1), torch.finfo(x.dtype).min)
     total = torch.zeros_like(m)
     for columns in x.split(block, dim=-1) if x.numel() else ():
-        # a shift: no gradient goes through it
+        # a shift does not change the result, so no gradient has to flow through it
         new_m = torch.maximum(m, columns.detach().amax(-1, keepdim=True))
         total = total * (m - new_m).exp() + (columns - new_m).exp().sum(-1, keepdim=True)
         m = new_m
-    # total >= 1, but where all is -inf
+    # total >= 1, except for a row that is all -inf
     return ((x - m).exp() / total.clamp(min=1)).to(scores.dtype)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Attention's output, and the log-sum-exp of each row of scores.
+    """Return attention's output and the log-sum-exp of each row of scores.
 
     Args:
         q: (batch, heads, n_q, d).
@@ -94,8 +94,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 
     Returns:
         o, (batch, heads, n_q, d_v), in the dtype of q; lse, (batch, heads, n_q), in float32
-        (float64 for float64): natural logarithms, -inf for a row that sees no key, whose output is
-        zero.
+        (float64 for float64 inputs), natural logarithm. A row that sees no key has lse -inf and
+        output zero.
     """
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=work_dtype(q))
     _by_heads(forward_tiles, (q, o, lse), (k, v), options)
@@ -105,15 +105,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients dq, dk and dv, in the shapes and dtypes of q, k and v; arguments as returned by
-    `forward`."""
+    """Return the gradients dq, dk and dv, in the shapes and dtypes of q, k and v.
+
+    Args:
+        q, k, v, options: Arguments of `forward`.
+        o, lse: Results of `forward`.
+        grad_o: Gradient of o, in its shape.
+    """
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     _by_heads(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
     return dq, dk, dv
 
 
 def forward_tiles(q, o, lse, k, v, options) -> None:
-    """Writes o and lse, for h heads of keys with g heads of queries each.
+    """Compute o and lse in place, for h key heads with g query heads each.
 
     q (h, g, n_q, d), o (h, g, n_q, d_v), lse (h, g, n_q); k (h, n_k, d), v (h, n_k, d_v).
     """
@@ -124,7 +129,7 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
         q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g rows, d)
-        # < 1: these rows see no key
+        # below 1 if no row of this block sees a key
         last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)
         acc = q_i.new_zeros(*q_i.shape[:2], v.shape[2])  # sum of p v so far
         m = acc.new_full((*acc.shape[:2], 1), torch.finfo(work).min)  # maximum so far
@@ -144,14 +149,15 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
             acc = torch.baddbmm(acc.mul_(rescale), p, v_j)
             m = new_m
         lse[:, :, rows] = m.add_(total.log()).view_as(lse[:, :, rows])
-        # total >= 1, but where no key is seen
+        # total >= 1, except for rows that see no key
         o[:, :, rows] = acc.div_(total.clamp_(min=1)).view_as(o[:, :, rows])
 
 
 def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
-    """Tiles of the backward pass, as for `forward_tiles`; dq, dk and dv are written.
+    """Compute dq, dk and dv in place; shapes are as for `forward_tiles`.
 
-    Tiles lie keys down, queries across: the sums over queries, dV and dK, are then plain products.
+    A tile has keys as rows and queries as columns, so the sums over queries, dV and dK, are plain
+    products.
     """
     shift, scale, block_q, block_k = options
     work = lse.dtype
@@ -160,7 +166,7 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
     for j in range(0, k.shape[1], block_k):
         k_j, v_j = (x[:, j : j + block_k].to(work) for x in (k, v))
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
-        # from the first that sees j
+        # from the first query that sees key j
         for i in range(0 if shift is None else max(0, j - shift), q.shape[2], block_q):
             rows = slice(i, i + block_q)
             # (h, g rows, ...)
@@ -184,14 +190,20 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
 
 
 def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
-    """Heads of queries that share keys are stacked in a tile, so each has its part of the rows."""
+    """Fill in default tile sizes.
+
+    Query heads that share keys are stacked in one tile, so each gets a share of its rows.
+    """
     block_q = options.block_q or max(1, BLOCK * k.shape[1] // max(1, q.shape[1]))
     return options._replace(block_q=block_q, block_k=options.block_k or BLOCK)
 
 
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
-    """Number of heads of keys worked on at a time; by shape alone, so that the bytes are the same
-    everywhere."""
+    """Return how many key heads are worked on at a time.
+
+    The number depends only on shapes and the kind of device, so the bytes are the same on every
+    machine.
+    """
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
     tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
     at_once = max(HEADS_AT_ONCE, TILE_ELEMENTS.get(q.device.type, 2**24) // max(1, tile))
@@ -199,11 +211,12 @@ def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
 
 
 def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]]:
-    """`size` heads of keys and their heads of queries at a time: views (h, g, n_q, ...) and (h,
-    n_k, ...).
+    """Yield `size` key heads at a time with their query heads.
 
-    An input whose heads are not one stride apart throughout the batch is copied first, which takes
-    n d elements a head.
+    They are views (h, g, n_q, ...) and (h, n_k, ...).
+
+    An input whose heads are not one stride apart throughout the batch is copied first, which costs
+    n d elements per head.
     """
     (batch, heads), kv_heads = queries[0].shape[:2], keys[0].shape[1]
     flat = [x.reshape(batch * kv_heads, heads // max(1, kv_heads), *x.shape[2:]) for x in queries]
@@ -213,8 +226,11 @@ def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]
 
 
 def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) -> None:
-    """`tiles` for all heads. Threads share what would be worked on at a time, so that they take no
-    more bytes."""
+    """Run `tiles` on all heads.
+
+    Threads share the heads that would be worked on at a time, so they use no more memory than one
+    thread.
+    """
     q, k = queries[0], keys[0]
     options = with_blocks(options, q, k)
     at_once = heads_at_once(q, k, options)
@@ -225,11 +241,13 @@ def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) ->
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp in place, by a power of two: a CPU's exp2 takes a quarter of the time of its exp.
+    """Compute exp in place as a power of two.
 
-    What is multiplied is the difference from the maximum or the log-sum-exp, which is near zero
-    where the exponential matters; log2(e) in the scale of the scores, as FlashAttention's kernels
-    have it, would round large numbers.
+    A CPU's exp2 takes a quarter of the time of its exp.
+
+    The factor log2(e) multiplies the difference from the maximum or the log-sum-exp, which is near
+    zero wherever the exponential matters. Multiplied into the scale of the scores, as in
+    FlashAttention's kernels, it would round large numbers.
     """
     return x.mul_(LOG2_E).exp2_()
 
