@@ -197,7 +197,12 @@ MUTANTS = [
             "torch.where(rounded == now, self.weights, now.to(self.dtype))",
             "now.to(self.dtype)",
         ),
-        ("offload", "offload/master_weights.py", "room + master.nbytes() > most:", "room > most:"),
+        (
+            "offload",
+            "offload/master_weights.py",
+            "filled + master.nbytes() > most:",
+            "filled > most:",
+        ),
         (
             "offload",
             "offload/optimizer.py",

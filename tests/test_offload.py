@@ -637,10 +637,13 @@ ARROWS = {
     ("PARTIAL", "ON_DEVICE"),
     ("ON_DEVICE", "GOING_DOWN"),
     ("GOING_DOWN", "ON_DEVICE"),
-    ("GOING_DOWN", "BELOW"),
-    ("BELOW", "COMING_UP"),
-    ("COMING_UP", "BELOW"),
-    *((state, "FREED") for state in ("PARTIAL", "ON_DEVICE", "GOING_DOWN", "BELOW", "COMING_UP")),
+    ("GOING_DOWN", "OFFLOADED"),
+    ("OFFLOADED", "COMING_UP"),
+    ("COMING_UP", "OFFLOADED"),
+    *(
+        (state, "FREED")
+        for state in ("PARTIAL", "ON_DEVICE", "GOING_DOWN", "OFFLOADED", "COMING_UP")
+    ),
 }
 
 
@@ -666,7 +669,7 @@ def test_a_saved_storage_takes_every_arrow_of_its_diagram_and_no_other(monkeypat
     part.sum().backward()
     with offload_activations(store, min_bytes=1, prefetch=0):
         z = (x * 1).sin().sin()
-    del z  # BELOW
+    del z  # OFFLOADED
     monkeypatch.setattr(store, "_write", lambda *_: 1 / 0)
     with (
         pytest.raises(ZeroDivisionError),

@@ -1,8 +1,8 @@
-"""Bytes moved one tier down: activations, optimizer state, and the next batch on its way up.
+"""Offloading to the lower tier: saved activations, optimizer state, and prefetching of batches.
 
-The tier below is real on every machine. For CUDA it is pinned host memory, filled over side
-streams; for a CPU it is a file, written and read by a small pool of threads while the main thread
-computes. Lesson 04 explains.
+The lower tier is real on every machine. For CUDA it is pinned host memory, with copies on side
+streams. For a CPU it is a file, which a small pool of threads writes and reads while the main
+thread computes. Lesson 04 explains how it works.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from .activations import offload_activations
 from .device import Device
 from .optimizer import OffloadedOptimizer, chosen_below
 from .prefetch import Prefetcher
-from .stores import DiskStore, HostStore, Room, Store, StoreFull, SymbolicStore, Traffic
+from .stores import DiskStore, HostStore, Reservation, Store, StoreFull, SymbolicStore, Traffic
 
 __all__ = [
     "Device",
@@ -20,7 +20,7 @@ __all__ = [
     "OffloadedOptimizer",
     "Prefetcher",
     "Race",
-    "Room",
+    "Reservation",
     "SimulatedDevice",
     "Store",
     "StoreFull",
@@ -32,8 +32,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`SimulatedDevice` and `Race`, which live in `course_lib.simulated`: that room stands above
-    this one, so it is imported only when one of the two is asked for."""
+    """Import `SimulatedDevice` and `Race` on first use.
+
+    They live in `course_lib.simulated`, which itself imports this package.
+    """
     if name in ("Race", "SimulatedDevice"):
         from course_lib import simulated
 

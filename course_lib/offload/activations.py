@@ -1,7 +1,6 @@
-"""Saved tensors, moved one tier down when autograd saves them and fetched again when backward comes
-near.
+"""Offload saved tensors when autograd saves them, and fetch them before backward needs them.
 
-What moves is a storage, once, however many saved tensors are views of it. Its states (`_State`):
+A whole storage is moved, once, however many saved tensors are views of it. Its states (`_State`):
 
     PARTIAL
        |      pack: the saved tensors cover the storage
@@ -9,17 +8,17 @@ What moves is a storage, once, however many saved tensors are views of it. Its s
        |  go_down     |  arrive: the copy failed
     GOING_DOWN -------'
        |      arrive: the copy is complete
-    BELOW <-----------.
-       |  start_up    |  let_go: all who wanted it have had it
+    OFFLOADED <-------.
+       |  start_up    |  release: every node that needs it has read it
     COMING_UP --------'
 
-    and from each of them, by drop of the last handle, to FREED
+    and from each of them, when the last handle is dropped, to FREED
 
-`pack` makes a PARTIAL one; where the first saved tensor is the whole storage it is ON_DEVICE within
-the same call. The device's memory is `held` until the copy down is complete, and again, as what is
-`coming`, in COMING_UP; the `room` below is held from GOING_DOWN on. Only BELOW holds no memory of
-the device: that is what all of this is for. A graph that is retained goes up and down between BELOW
-and COMING_UP.
+`pack` creates a storage as PARTIAL. If the first saved tensor covers the whole storage, it becomes
+ON_DEVICE in the same call. Device memory is referenced by `held` until the copy down is complete,
+and in COMING_UP by `coming`. The `reservation` in the store is held from GOING_DOWN on. Only an
+OFFLOADED storage uses no device memory, which is the purpose of this module. A retained graph can
+go back and forth between OFFLOADED and COMING_UP.
 """
 
 from __future__ import annotations
@@ -47,41 +46,46 @@ from course_lib._torch import (
 )
 
 from .device import Device
-from .stores import Guard, Room, Store, bytes_of, default_store, view_of
+from .stores import Guard, Reservation, Store, bytes_of, default_store, view_of
 
 
 class offload_activations:
-    """Send what autograd saves inside the block one tier down, and bring it back when backward
-    needs it.
+    """Offload the tensors that autograd saves inside the block; backward fetches them.
 
-    Stay where they are: parameters and buffers of modules that run inside the block, and views of
-    them; what is in `keep`; storages below `min_bytes`; the last storages saved, since backward
-    needs them first; and storages of which the saved tensors are only a part. The rest of those is
-    somebody else's: of a data set, say, of which the batch is a slice. Its owner holds it anyway,
-    so that moving it frees nothing. So do sparse, quantised and nested tensors. A storage goes down
-    once, however many saved tensors are views of it, and each of them comes back as the view it
-    was.
+    These stay on the device:
+
+    - parameters and buffers of modules that run inside the block, views of them, and tensors in
+      `keep`
+    - storages smaller than `min_bytes`
+    - the last storages saved, since backward needs them first
+    - storages that the saved tensors cover only in part, such as a data set with the batch as a
+      slice: its owner keeps all of it anyway, so offloading would free nothing
+    - sparse, quantized and nested tensors
+
+    A storage is copied down once, however many saved tensors are views of it. Each of them comes
+    back as the same view.
 
     Args:
-        store: a `HostStore`, a `DiskStore` or a `Store` of your own; if left out, host memory for
-            CUDA tensors and a file for CPU tensors.
-        min_bytes: the smallest storage that is worth a copy.
-        keep: tensors, or modules with their parameters and buffers, whose storages stay.
-        prefetch: how many storages are fetched ahead in backward; `prefetch + 1` stay at the end of
-            the block. If left out, 2 on CUDA and 1 on a CPU.
-        in_flight: how many copies down may be under way; more hide longer copies and hold more
-            memory. If left out, 2 on CUDA and 1 on a CPU.
+        store: A `HostStore`, a `DiskStore` or another `Store`. By default host memory for CUDA
+            tensors and a file for CPU tensors.
+        min_bytes: Size of the smallest storage that is worth a copy.
+        keep: Tensors, or modules with their parameters and buffers, whose storages stay on the
+            device.
+        prefetch: Number of storages that backward fetches ahead; `prefetch + 1` storages stay on
+            the device at the end of the block. By default 2 on CUDA and 1 on a CPU.
+        in_flight: Number of copies down that may be in flight. A larger number hides longer copies
+            and holds more memory. By default 2 on CUDA and 1 on a CPU.
 
     Warns:
-        UserWarning: at the end of the block, once, if tensors were saved but all of them are below
-            `min_bytes`.
+        UserWarning: Once, at the end of the block, if tensors were saved but all of them are
+            smaller than `min_bytes`.
 
     Raises:
-        TypeError, ValueError: an argument is not of its kind.
-        StoreFull: from the operator whose tensor found no room below. What was saved before is
-            intact.
-        RuntimeError: in backward, if a saved tensor was changed in place before its copy was
-            complete; or if an operator (rrelu in training) wrote it only after it was copied, which
+        TypeError, ValueError: An argument has the wrong type or value.
+        StoreFull: Raised by the operator whose saved tensor does not fit into the store. Everything
+            saved before is intact.
+        RuntimeError: In backward, if a saved tensor was changed in place before its copy was
+            complete, or if an operator (rrelu in training) wrote it only after it was copied, which
             `prefetch=0` makes possible.
 
     Example:
@@ -145,14 +149,13 @@ class offload_activations:
 
 
 class _State(Enum):
-    """Place of a saved storage; what leads from one to the next is drawn at the top of this
-    file."""
+    """State of a saved storage; the docstring of this module shows the transitions."""
 
-    PARTIAL = auto()  # on the device, and stays until the saved tensors are all that it holds
-    ON_DEVICE = auto()  # and will go down, unless backward comes first
+    PARTIAL = auto()  # on the device, because saved tensors cover only a part of it
+    ON_DEVICE = auto()  # on the device; it will be copied down unless backward comes first
     GOING_DOWN = auto()  # still on the device
-    BELOW = auto()
-    COMING_UP = auto()  # or there already: who uses it waits for the copy
+    OFFLOADED = auto()
+    COMING_UP = auto()  # being copied or already copied; its users wait for the copy
     FREED = auto()
 
 
@@ -162,15 +165,15 @@ class _ForwardPass:
     def __init__(self, options: offload_activations):
         self.options = options
         self.guard = Guard()
-        self.known = WeakKeyDictionary()  # a storage -> the latest that is known of it
+        self.known = WeakKeyDictionary()  # storage -> its latest _SavedStorage
         self.staying = WeakKeyDictionary()
         self.modules: set[int] = set()
         self.too_small = 0
         self.large_enough = False
-        self.storages: list[_SavedStorage] = []  # in backward's order, from the end
+        self.storages: list[_SavedStorage] = []  # backward reads them from the end
         self.recent: deque[_SavedStorage] = deque()  # on the device, and not going down yet
         self.going: deque[_SavedStorage] = deque()  # on the device until their copy is complete
-        # backward's node that unpacks now, and what it has unpacked
+        # the node of backward that is unpacking now, and the storages that it has unpacked
         self.node, self.read = None, []
         for thing in options.keep:
             self.stay(thing)
@@ -223,13 +226,13 @@ class _ForwardPass:
 
     def unpack(self, packed: _Unmoved | _Handle) -> Tensor:
         if isinstance(packed, _Unmoved):
-            return packed.again()
+            return packed.restore()
         with self.guard:
             node = _running_node()
-            # a node may unpack twice what it saved: what it got stays until it is done
+            # a node may unpack a saved tensor twice, so its storages stay until the next node
             if node != self.node:
                 for saved in self.read:
-                    saved.let_go()
+                    saved.release()
                 self.node, self.read = node, []
             saved = packed.saved
             self.read.append(saved)
@@ -239,22 +242,25 @@ class _ForwardPass:
                     self.storages[max(0, saved.index - prefetch) : saved.index + 1]
                 ):
                     near.start_up()
-            return packed.again()
+            return packed.restore()
 
     def settle(self, most: int) -> None:
-        """Let go of the device's memory behind all but the latest copies down."""
+        """Release the device memory of all copies down except the latest `most`."""
         while len(self.going) > most:
             self.going.popleft().arrive()
 
 
 class _Unmoved:
-    """A saved tensor that stays. Not the tensor itself: an operator that saves its own result would
-    never be freed."""
+    """A saved tensor that stays on the device.
+
+    It holds a detached tensor, because an operator that saves its own result would otherwise form a
+    reference cycle and never be freed.
+    """
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.version = tensor.detach(), tensor._version
 
-    def again(self) -> Tensor:
+    def restore(self) -> Tensor:
         if self.tensor._version != self.version:
             shape = "(nested)" if self.tensor.is_nested else tuple(self.tensor.shape)
             raise RuntimeError(_CHANGED.format(shape=shape, when=""))
@@ -268,22 +274,22 @@ _CHANGED = (
 
 
 class _Handle:
-    """One saved tensor: a view of a saved storage. The graph holds it until its node is done."""
+    """One saved tensor: a view of a saved storage. The graph holds it until its node has run."""
 
-    # until all of it is known: what fails before that has nothing to drop
+    # A class attribute, so that `__del__` has nothing to drop if `__init__` fails.
     saved: _SavedStorage | None = None
 
     def __init__(self, saved: _SavedStorage, tensor: Tensor):
-        self.key = object()  # not the id, which may be given out again before a late `drop`
+        self.key = object()  # not an id, which Python may reuse before a late `drop`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
-        # views may skip elements, or repeat them
+        # a view may skip elements or repeat them
         size = min(tensor.numel(), elements_spanned(tensor)) * tensor.itemsize
         saved.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
-        saved.wanted.add(self.key)
+        saved.unread.add(self.key)
         self.saved = saved
 
-    def again(self) -> Tensor:
+    def restore(self) -> Tensor:
         view = view_of(self.saved.data_for(self), *self.view)
         if self.conjugated:
             view = torch._conj(view)
@@ -295,17 +301,17 @@ class _Handle:
 
 
 class _SavedStorage:
-    """One storage of which saved tensors are views. They hold it by their handles.
+    """A storage that one or more saved tensors view. The handles of these tensors refer to it.
 
     Attributes:
-        state: a `_State`.
-        held: what is on the device since it was saved; until it is BELOW.
-        room: what it has in the store; from GOING_DOWN on.
-        coming: what gives the copy on the device; in COMING_UP.
-        index: among the storages of the forward pass; not of a PARTIAL one.
-        copied_at: number of nodes in autograd's graph when the copy down began.
-        handles: key -> (offset, bytes), of the saved tensors that there are.
-        wanted: keys of those that backward has not had since the storage came up.
+        state: A `_State`.
+        held: The saved data on the device, until the storage is OFFLOADED.
+        reservation: Its reservation in the store, from GOING_DOWN on.
+        coming: Function that returns the fetched tensor, in COMING_UP.
+        index: Position among the storages of the forward pass; None while PARTIAL.
+        copied_at: Number of nodes in autograd's graph when the copy down began.
+        handles: Key -> (offset, bytes) of each saved tensor that still exists.
+        unread: Keys of the handles that backward has not read since the storage came up.
     """
 
     def __init__(self, forward_pass: _ForwardPass, tensor: Tensor):
@@ -318,13 +324,13 @@ class _SavedStorage:
         self.stream = self.device.current()
         self.index: int | None = None
         self.copied_at = -1
-        self.room: Room | None = None
+        self.reservation: Reservation | None = None
         self.coming: Callable[[], Tensor] | None = None
         self.handles: dict[object, tuple[int, int]] = {}
-        self.wanted: set[object] = set()
+        self.unread: set[object] = set()
 
     def is_covered(self) -> bool:
-        """Whether the saved tensors are all that the storage holds."""
+        """Return whether the saved tensors cover the whole storage."""
         return (
             sum(nbytes for _, nbytes in set(self.handles.values()))
             >= self.held.untyped_storage().nbytes()
@@ -332,29 +338,31 @@ class _SavedStorage:
 
     def go_down(self) -> None:
         self.copied_at = torch.autograd._get_sequence_nr()
-        with self.device.on(self.stream):  # not whichever saves the tensor that pushed this one out
-            self.room = self.store.put(bytes_of(self.held))
+        with self.device.on(self.stream):  # the stream that made it, not the current one
+            self.reservation = self.store.put(bytes_of(self.held))
         self.state = _State.GOING_DOWN
 
     def arrive(self) -> None:
-        """The copy down is complete: let go of the device's memory. If it failed, what is held
-        stays."""
-        if self.state is not _State.GOING_DOWN:  # it was freed meanwhile
+        """Wait until the copy down is complete and release the device memory.
+
+        If the copy failed, the storage stays on the device.
+        """
+        if self.state is not _State.GOING_DOWN:  # it was freed in the meantime
             return
         try:
             with self.device.on(self.stream):
-                self.room.wait()
+                self.reservation.wait()
         except BaseException:
             self.state = _State.ON_DEVICE
-            self.room = None
+            self.reservation = None
             raise
         self.changed |= self.held._version != self.version
-        self.state = _State.BELOW
+        self.state = _State.OFFLOADED
         self.held = None
 
     def start_up(self) -> None:
-        if self.state is _State.BELOW:
-            self.coming = self.room.get()
+        if self.state is _State.OFFLOADED:
+            self.coming = self.reservation.get()
             self.state = _State.COMING_UP
 
     def data_for(self, handle: _Handle) -> Tensor:
@@ -363,47 +371,51 @@ class _SavedStorage:
                 _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
             )
         node = torch._C._current_autograd_node()
-        # The operator made its node, saved, was copied, and then wrote.
+        # The order was: create the node, save the tensor, copy it, and only then write to it.
         if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
             raise RuntimeError(
                 f"{node.name()} needs a tensor of shape {handle.view[1]} that its operator (rrelu"
                 " in training) wrote only after it had been copied down. Raise prefetch, so that it"
                 " is copied later, or run the operator outside of offload_activations"
             )
-        self.wanted.discard(handle.key)
+        self.unread.discard(handle.key)
         if self.state is _State.COMING_UP:
             return self.device.used(self.coming())
-        return self.held  # pyrefly: ignore[bad-return]  # it is not below
+        return self.held  # pyrefly: ignore[bad-return]  # not None: the storage is on the device
 
-    def let_go(self) -> None:
-        """Let go of what came up, unless another node wants it too. A graph that is retained
-        fetches it again."""
-        if self.wanted:
+    def release(self) -> None:
+        """Release the fetched copy, unless another node still has to read it.
+
+        A retained graph fetches it again.
+        """
+        if self.unread:
             return
-        self.wanted = set(self.handles)
+        self.unread = set(self.handles)
         if self.state is _State.COMING_UP:
-            self.state = _State.BELOW
+            self.state = _State.OFFLOADED
             self.coming = None
 
     def drop(self, key: object) -> None:
         del self.handles[key]
-        self.wanted.discard(key)
+        self.unread.discard(key)
         if not self.handles:
-            if self.room is not None:
-                self.room.free(self.held, self.coming)
+            if self.reservation is not None:
+                self.reservation.free(self.held, self.coming)
             self.state = _State.FREED
-            self.held = self.room = self.coming = None
+            self.held = self.reservation = self.coming = None
 
 
 def _running_node() -> Any:
-    """Identity of backward's running node; not the node itself, which would keep its graph
-    alive."""
+    """Identify the running node of backward.
+
+    The node itself is not returned, because a reference to it would keep its graph alive.
+    """
     node = torch._C._current_autograd_node()
     return None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is plain memory: no wrapper, no sparse, quantised or nested layout."""
+    """Return whether a tensor is plain memory: not a wrapper, sparse, quantized or nested."""
     return (
         (type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or is_symbolic(tensor))
         and tensor.layout is torch.strided

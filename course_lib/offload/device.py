@@ -1,5 +1,7 @@
-"""All that is asked of a device: streams, events, pinned memory, copies. Whatever has these methods
-can be one."""
+"""The interface of a device: streams, events, pinned memory and copies.
+
+Any class with these methods can serve as a device.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from course_lib._torch import is_symbolic
 class Device:
     """A CPU: its memory is the host's, and a copy is complete when the call returns."""
 
-    apart = False  # whether its memory is another than the host's
-    # how many copies of activations are under way in one direction, unless the user says so
+    apart = False  # whether it has its own memory, apart from the host's
+    # default number of activation copies in flight per direction
     ahead = 1
-    guests: ClassVar[list[Device]] = []  # devices whose tensors look like those of a CPU
+    guests: ClassVar[list[Device]] = []  # devices whose tensors look like CPU tensors
 
     @staticmethod
     def of(tensor: Tensor) -> Device:
-        """The device that holds a tensor. Symbolic tensors are held by none, so nothing need be
-        waited for."""
+        """Return the device that holds a tensor.
+
+        For a symbolic tensor, which holds no memory, this is the CPU, so nothing is waited for.
+        """
         if is_symbolic(tensor):
             return Device.at(torch.device("cpu"))
         return next((guest for guest in Device.guests if guest.holds(tensor)), None) or Device.at(
@@ -44,48 +48,48 @@ class Device:
         self.device = device
 
     def current(self) -> Any:
-        """The stream on which operators run now."""
+        """Return the stream on which operators run now."""
         return None
 
     def on(self, stream: Any) -> AbstractContextManager:
-        """Run operators on this stream inside the block."""
+        """Return a context in which operators run on this stream."""
         return nullcontext()
 
     def side(self, name: str) -> Any:
-        """A stream beside the current one, the same for each call."""
+        """Return the side stream of this name, the same one on each call."""
         return None
 
     def event(self) -> Any:
-        """A mark behind all that the current stream was given so far."""
+        """Record an event after everything that the current stream has been given so far."""
         return None
 
     def wait(self, event: Any) -> None:
-        """The current stream goes on after the event; the host does not wait."""
+        """Make the current stream wait for the event; the host does not wait."""
 
     def finish(self, event: Any) -> None:
-        """The host goes on after the event."""
+        """Make the host wait for the event."""
 
     def used(self, tensor: Tensor) -> Tensor:
-        """The current stream uses a tensor that was made on another one: its memory is not given
-        away before."""
+        """Keep the memory of a tensor from another stream until the current stream has used it."""
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Host memory that the device can copy from and to by itself."""
+        """Allocate host memory that the device can copy from and to without the CPU."""
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def up(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on this device; the current stream copies it."""
+        """Copy a host tensor to this device, on the current stream."""
         return tensor.to(self.device)
 
     def transfer(self, target: Tensor, source: Tensor) -> None:
-        """The current stream copies between this device and the host; the host does not wait if its
-        side is pinned."""
+        """Copy between this device and the host, on the current stream.
+
+        The host does not wait if its tensor is pinned.
+        """
         target.copy_(source, non_blocking=True)
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
-        """Copy on a side stream, after what the current one was given so far; the event is the
-        copy's end."""
+        """Copy on a side stream, after the current stream's work so far; return the end event."""
         now = self.event()
         with self.on(self.side(name)):
             self.wait(now)
@@ -94,7 +98,7 @@ class Device:
 
 
 class Cuda(Device):
-    """A GPU: it works through its streams, each in order, while the host goes on."""
+    """A GPU: its streams each run in order, while the host continues."""
 
     apart = True
     ahead = 2
@@ -110,7 +114,7 @@ class Cuda(Device):
         return torch.cuda.stream(stream)
 
     def side(self, name: str) -> torch.cuda.Stream:
-        # a new one each time would each get memory of its own from the allocator
+        # a new stream each time would get its own memory pool from the allocator
         if name not in self._sides:
             self._sides[name] = torch.cuda.Stream(self.device)
         return self._sides[name]
@@ -129,9 +133,8 @@ class Cuda(Device):
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        # PyTorch keeps pinned memory for use again, and gives none away that a copy has not left
-        # yet.
-        # also where another one is the default
+        # PyTorch caches pinned memory and does not reuse it before copies from it have finished.
+        # The device is given, because the default device may be a different one.
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def up(self, tensor: Tensor) -> Tensor:

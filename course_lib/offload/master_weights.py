@@ -1,13 +1,15 @@
-"""Master weights: what an optimizer steps in place of a parameter, with its state.
+"""Master weights: the weights that an optimizer updates instead of a parameter, and their state.
 
-`MasterWeights` keeps both with the parameter. Two others keep them one tier down: `HostState`
-(`state_host.py`), where the CPU updates them, and `FileState` (`state_file.py`), from which they
-are paged into memory. Each is a `MasterWeights` that says otherwise
+`MasterWeights` keeps both next to the parameter. Two subclasses keep them on the lower tier:
+`HostState` (`state_host.py`), where the CPU updates them, and `FileState` (`state_file.py`), which
+pages them through memory. A subclass can override
 
-- how all that are due are updated (`step`), and what must be there before (`reserve`);
-- what the base optimizer steps (`make_weights`, `adopted`);
-- how values and gradients get to the weights and back (`values`, `gradient`, `write_values`);
-- how the state is asked for and set (`has_state`, `state`, `load_state`, `held_tensors`).
+- how a step updates all parameters that have gradients (`step`), and which storage it reserves
+  before (`reserve`);
+- which tensor the base optimizer updates (`make_weights`, `adopted`);
+- how values and gradients reach the weights, and how the result is written back (`values`,
+  `gradient`, `write_values`);
+- how the state is read and set (`has_state`, `state`, `load_state`, `held_tensors`).
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ Master = TypeVar("Master", bound="MasterWeights")
 
 @dataclass
 class StateOptions:
-    """Options that all the state of an optimizer has in common.
+    """Options shared by all the state of an optimizer.
 
     Attributes:
-        overlap: copy while other parameters are updated.
-        page_bytes: of weights and state that are updated at once.
-        names: of the tensors as large as a parameter that the base optimizer keeps for it.
-        store: the file for state of CPU parameters; made when it is first asked for.
+        overlap: Whether copies overlap the update of other parameters.
+        page_bytes: Bytes of weights and state that are updated at once.
+        names: Names of the tensors that the base optimizer keeps for a parameter and that have its
+            shape.
+        store: The file for state of CPU parameters; None until it is first needed.
     """
 
     overlap: bool
@@ -50,17 +53,17 @@ class StateOptions:
 
 
 class MasterWeights:
-    """The weights that the base optimizer steps for one parameter: the parameter itself, or a copy
-    in fp32; and their state.
+    """The weights that the base optimizer updates for one parameter, with their state.
+
+    The weights are the parameter itself, or a copy of it in fp32.
 
     Attributes:
-        p: the parameter.
-        dtype: of the weights and of what is as large as they are in their state.
-        weights: what the base optimizer steps.
-        states: the state of the base optimizer, by weights.
-        version: where the parameter's values were, and how often PyTorch had counted a change of
-            them, when the weights were last the same; None where comparing the values costs no
-            wait, and so is done instead.
+        p: The parameter.
+        dtype: Data type of the weights and of state tensors of their shape.
+        weights: The tensor that the base optimizer updates.
+        states: The state of the base optimizer: weights -> their state.
+        version: Address and version counter of the parameter when it was last equal to the weights.
+            None if comparing the values needs no waiting, so that they are compared instead.
     """
 
     def __init__(self, p: nn.Parameter, options: StateOptions):
@@ -73,7 +76,7 @@ class MasterWeights:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the weights are a copy, and not the parameter itself."""
+        """Whether the weights are a copy of the parameter rather than the parameter itself."""
         return self.weights is not self.p
 
     def make_weights(self) -> nn.Parameter:
@@ -82,27 +85,28 @@ class MasterWeights:
         return nn.Parameter(self.p.detach().to(self.dtype, copy=True))
 
     def adopted(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """The base optimizer knows the weights now, and keeps their state in `states`."""
+        """Keep a reference to the base optimizer's state, now that it has received the weights."""
         self.states = states
 
     def nbytes(self) -> int:
-        """Bytes of a page that it takes."""
+        """Return how many bytes this parameter takes on a page."""
         return self.dtype.itemsize * self.p.numel()
 
-    # ---- a step of all that are due
+    # ---- one step of all parameters that have gradients
 
     @classmethod
     def reserve(cls, masters: Sequence[Self], options: StateOptions) -> None:
-        """Take what room these will need, before anything changes."""
+        """Reserve the storage that these will need, before anything changes."""
 
     @classmethod
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Let the base optimizer `update` these, a list of them at a time.
+        """Let the base optimizer `update` these, one list at a time.
 
-        Gradients of copies in fp32 are copies too, which for all at once would take as much as the
-        weights do: so those go a page at a time.
+        An fp32 copy of a parameter also needs an fp32 copy of its gradient. For all of them at
+        once, the gradients would take as much memory as the weights, so they are updated one page
+        at a time.
         """
         update([master for master in masters if not master.has_copy])
         for page in pages([master for master in masters if master.has_copy], options.page_bytes):
@@ -111,46 +115,45 @@ class MasterWeights:
     # ---- around the base optimizer's update
 
     def load_grad(self) -> None:
-        """Hand, before the update, the gradient to the weights, and values that the parameter was
-        given from outside."""
+        """Before the update, copy the gradient to the weights, and any value set from outside."""
         if self.has_copy:
             self.load_values()
             self.weights.grad = self.gradient().to(self.dtype)
 
     def load_values(self) -> None:
         if self.device.apart and self.version == self.current_version():
-            return  # to look would make the device wait
+            return  # comparing the values would make the host wait for the device
         now = self.values()
         rounded = self.weights.to(now.dtype)
         if not is_symbolic(now) and not torch.equal(rounded, now):
             self.weights.copy_(torch.where(rounded == now, self.weights, now.to(self.dtype)))
 
     def write_back(self) -> None:
-        """Write, after the update, the weights to the parameter, rounded."""
+        """After the update, write the rounded weights to the parameter."""
         if self.has_copy and self.weights.grad is not None:
             self.weights.grad = None
             self.write_values()
             self.record_version()
 
     def record_version(self) -> None:
-        """Remember that parameter and weights are the same now."""
+        """Record that the parameter and the weights are equal now."""
         self.version = self.current_version() if self.device.apart else None
 
     def current_version(self) -> tuple[int, int]:
         return self.p.data_ptr(), self.p._version
 
     def values(self) -> Tensor:
-        """The parameter's values, where the weights are."""
+        """Return the parameter's values, on the device of the weights."""
         return self.p.detach()
 
     def gradient(self) -> Tensor | None:
-        """The parameter's gradient, where the weights are."""
+        """Return the parameter's gradient, on the device of the weights."""
         return self.p.grad
 
     def write_values(self) -> None:
         self.p.copy_(self.weights)
 
-    # ---- the state as the base optimizer would hold it, with "master" for weights that the
+    # ---- the state as the base optimizer would hold it, plus "master" for weights that the
     # parameter does not hold
 
     def has_state(self) -> bool:
@@ -161,14 +164,14 @@ class MasterWeights:
         )
 
     def state(self) -> dict[str, Any]:
-        """The state itself where the parameter holds the weights, else a copy of the dict."""
+        """Return the state itself if the parameter holds the weights, else a copy of the dict."""
         state = self.states.get(self.weights, {})
         if self.p.dtype == self.dtype:
             return state
         return {**state, "master": self.weights.detach().clone()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take a copy of a state; {} for none."""
+        """Copy a state; {} removes the current one."""
         state = dict(state)
         self.load_weights(state.pop("master", self.p.detach()))
         self.states.pop(self.weights, None)
@@ -187,7 +190,7 @@ class MasterWeights:
         return value.to(self.weights.device if is_large(value) else value.device, dtype, copy=True)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Tensors that are where the parameter is."""
+        """Yield the tensors that are on the parameter's device."""
         if self.has_copy:
             yield self.weights
         yield from (
@@ -198,19 +201,21 @@ class MasterWeights:
 
 
 def is_large(value: Any) -> bool:
-    """Whether a piece of state moves: a tensor with more than the single number that a step count
-    is."""
+    """Return whether a value of the state is offloaded: a tensor of more than one number.
+
+    A step count is a single number and stays.
+    """
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
 
 
 def pages(masters: Sequence[Master], most: int) -> list[list[Master]]:
-    """Masters in their order, in lists of `most` bytes, or of one that is larger."""
+    """Split masters, in order, into lists of at most `most` bytes, or of a single larger one."""
     found: list[list[Master]] = []
-    room = 0
+    filled = 0
     for master in masters:
-        if not found or room + master.nbytes() > most:
+        if not found or filled + master.nbytes() > most:
             found.append([])
-            room = 0
+            filled = 0
         found[-1].append(master)
-        room += master.nbytes()
+        filled += master.nbytes()
     return found

@@ -1,4 +1,4 @@
-"""An optimizer whose state lives one tier down."""
+"""An optimizer whose state is offloaded to the lower tier."""
 
 from __future__ import annotations
 
@@ -24,46 +24,47 @@ HOMES: tuple[type[MasterWeights], ...] = (MasterWeights, HostState, FileState)  
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state lives one tier down, with fp32 master weights for parameters of
-    lower precision.
+    """An optimizer whose state is offloaded, with fp32 master weights for low-precision parameters.
 
-    Each step equals that of `base`: to the bit for fp32 parameters on a CPU; for bf16 and fp16 ones
-    it is the step of `base` on fp32 copies, rounded afterwards.
+    For fp32 parameters on a CPU, each step equals that of `base` bit for bit. For bf16 and fp16
+    parameters it is the step of `base` on fp32 copies, rounded afterwards.
 
-    A CPU keeps the state in a file and pages it through memory, the next page read and the last one
-    written while one is updated, so that a step holds three pages. For CUDA parameters the state
-    lives in host memory and the update runs on the CPU, as that of `base` with `fused=True` where
-    it has that and neither `fused` nor `foreach=True` is given; other gradients come down and
-    parameters go up meanwhile.
+    For CPU parameters the state is in a file and is paged through memory. While one page is
+    updated, the next is read and the previous one is written, so a step holds three pages. For CUDA
+    parameters the state is in host memory, and the CPU runs the update. It uses `fused=True` if
+    `base` has that option and neither `fused` nor `foreach=True` is given. Meanwhile other
+    gradients are copied down and updated parameters are copied up.
 
-    Between `backward` and `step` gradients may be changed in any way: clipped, unscaled, summed up
-    between processes. Parameters may be given new values from outside at any time, and these win.
-    On CUDA, where there are master weights or the state is below, PyTorch must have counted the
-    change: `p.copy_(...)` without gradients and `load_state_dict` are counted, changes in place
-    through `p.data` and collectives are not; call
+    Between `backward` and `step`, gradients may be changed in any way: clipped, unscaled, or summed
+    over processes. Parameters may be set from outside at any time, and the new values are used. On
+    CUDA, for parameters with master weights or offloaded state, PyTorch must have counted the
+    change. It counts `p.copy_(...)` without gradients and `load_state_dict`. It does not count
+    in-place changes through `p.data` and by collectives, so call
     `torch.autograd.graph.increment_version(p)` after those.
 
-    `state` reads what is below when it is asked for, and writes what is put there: what it returns
-    for a parameter is a copy where the state is in a file. `load_state_dict(state_dict())` changes
-    no bit.
+    Reading `state` fetches the offloaded state, and assigning to it writes to the lower tier. The
+    state returned for a parameter is a copy if it is in a file. `load_state_dict(state_dict())`
+    changes no bit.
 
     Args:
-        params: as for any optimizer.
-        base: the class that does the steps; it updates each parameter by itself, with state of its
-            own.
-        fraction: of the elements whose state is below, as in Megatron-LM's hybrid optimizer, but
-            the largest parameters first; the rest is updated where it is.
-        overlap: copy while other parameters are updated; False: one thing after the other.
-        store: for CPU parameters, a `DiskStore` or another `Store`.
-        page_bytes: of state, masters included, that are updated at once; a parameter with more is a
-            page by itself.
-        base_kwargs: for `base`: lr and so on.
+        params: Parameters or groups, as for any optimizer.
+        base: Optimizer class that does the steps. It must update each parameter by itself, with a
+            separate state.
+        fraction: Fraction of the elements whose state is offloaded, as in Megatron-LM's hybrid
+            optimizer, except that the largest parameters are chosen first. The others are updated
+            where they are.
+        overlap: Whether copies overlap the update of other parameters. False does one thing after
+            the other.
+        store: `DiskStore` or another `Store` for CPU parameters.
+        page_bytes: Bytes of state, including master weights, that are updated at once. A larger
+            parameter is a page by itself.
+        base_kwargs: Options of `base`, such as lr.
 
     Raises:
-        TypeError, ValueError: an argument is not of its kind; `base` has no per-parameter state; a
-            parameter is complex or sparse; a gradient is sparse (from `step`, before anything has
-            changed).
-        StoreFull: the state found no room; the parameters are as before.
+        TypeError, ValueError: An argument has the wrong type or value; `base` has no per-parameter
+            state; a parameter is complex or sparse; a gradient is sparse (raised by `step` before
+            anything has changed).
+        StoreFull: The state does not fit into the store; the parameters are unchanged.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        # not from the constructor, which chooses among all groups at once
+        # The constructor adopts all groups together, to choose the largest parameters among them.
         if self._base is not None:
             try:
                 self._adopt(self.param_groups[-1:])
@@ -115,7 +116,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step. The closure, if there is one, computes the loss anew; its value is returned."""
+        """Do one step and return the loss of the closure, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         due = [master for master in self._masters.values() if master.p.grad is not None]
         for master in due:
@@ -128,16 +129,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state_on_host(self) -> bool:
-        """Whether gradients go down to host memory."""
+        """Whether some state is in host memory, so that gradients are copied down to it."""
         return any(isinstance(master, HostState) for master in self._masters.values())
 
     def sending(self) -> AbstractContextManager:
-        """Send gradients down, inside the block, as soon as backward has made them; `step` uses
-        what went down.
+        """Return a context in which each gradient is copied down once backward has computed it.
 
-        For the last backward pass before a step and the step, and only where nothing changes
-        gradients in between: clipping, unscaling, collectives and `.data` would do so unseen.
-        `AccumulatedStep` does this where it can.
+        `step` then uses the copies. Use it around the last backward pass before a step together
+        with that step, and only if nothing changes the gradients in between: a change by clipping,
+        unscaling, collectives or `.data` would be missed. `AccumulatedStep` uses it where that is
+        possible.
         """
         return sending(
             [master for master in self._masters.values() if isinstance(master, HostState)]
@@ -145,21 +146,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def store(self) -> Store:
-        """The file with the state of CPU parameters."""
+        """Store with the state of CPU parameters."""
         return self._options.open_store(self._masters)
 
     def _reserve(self, masters: Iterable[MasterWeights]) -> None:
-        """Room for everything that will go below, before anything changes."""
+        """Reserve storage for everything that will be offloaded, before anything changes."""
         masters = list(masters)
         for home in HOMES:
             home.reserve([master for master in masters if type(master) is home], self._options)
 
-    # ---- looking at the state, saving and loading it
+    # ---- reading, saving and loading the state
 
     @property
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """parameter -> its state, as `base` would hold it; with "master" for parameters of low
-        precision."""
+        """Parameter -> its state, as in `base`, plus "master" for low-precision parameters."""
         return self._states
 
     @state.setter
@@ -168,17 +168,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states.update(value)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Master weights and state that are where their parameters are, and not below: what a meter
-        should count."""
+        """Yield master weights and state that are not offloaded, so that a meter can count them."""
         for master in self._masters.values():
             yield from master.held_tensors()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `base`, or an `OffloadedOptimizer` of it, has written. The next steps are then
-        the same."""
+        """Load a state dict of `base` or of an `OffloadedOptimizer` with the same `base`.
+
+        The next steps are then the same as those of the optimizer that was saved.
+        """
         self._reserve(self._masters.values())
-        super().load_state_dict({**state_dict, "state": {}})  # the groups; it checks that they fit
+        super().load_state_dict({**state_dict, "state": {}})  # the groups, which it also checks
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = state_dict["state"]
@@ -191,7 +192,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 class _States(MutableMapping):
-    """The state of each parameter that has some, read and written where it is."""
+    """Parameter -> its state, for parameters that have state; read and written on its tier."""
 
     def __init__(self, masters: dict[nn.Parameter, MasterWeights]):
         self._masters = masters
@@ -224,7 +225,7 @@ class _States(MutableMapping):
 
 
 def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
-    """The parameters whose state goes below: the largest first, until the fraction is reached."""
+    """Choose the parameters whose state is offloaded, largest first, up to the fraction."""
     wanted = fraction * sum(p.numel() for p in parameters)
     chosen = set()
     for p in sorted(parameters, key=lambda p: -p.numel()):
@@ -257,8 +258,10 @@ def _update_with(
     *,
     fused: bool = False,
 ) -> None:
-    """Let `base` do its step for these masters alone, with the settings of `groups`; fused if they
-    leave it open."""
+    """Let `base` do its step for only these masters, with the settings of `groups`.
+
+    With `fused`, the step uses `fused=True` for groups that leave the choice open.
+    """
     if not masters:
         return
     chosen = {master.weights for master in masters}
@@ -275,7 +278,7 @@ def _update_with(
             master.load_grad()
         base.param_groups = mine
         base.step()
-    # also where it was interrupted: parameters and state are then those that `base` would have left
+    # Also after an interruption, so that parameters and state are those that `base` would leave.
     finally:
         base.param_groups = all_groups
         for master in masters:
@@ -283,10 +286,10 @@ def _update_with(
 
 
 def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:
-    """The default settings of `base`, and the names of the tensors as large as a parameter that it
-    keeps for it.
+    """Return the default settings of `base`, and the names of the state tensors that it pages.
 
-    Found by one step on a small parameter; an error if `base` is no optimizer that updates each by
+    These tensors have the shape of their parameter. They are found by one step on a small
+    parameter. An error is raised if `base` is not an optimizer that updates each parameter by
     itself.
     """
     good = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)

@@ -1,4 +1,4 @@
-"""The next batch on its way while this one is used."""
+"""Prefetching: make the next batch, and move it to the device, while the current one is used."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from .device import Device
 
 
 class Prefetcher:
-    """Iterate over a loader in a background thread, which also moves the batches: to CUDA from
-    pinned memory, on a side stream.
+    """Iterate over a loader in a background thread, which also moves the batches to a device.
+
+    Batches move to CUDA from pinned memory, on a side stream.
 
     Args:
-        loader: any iterable of batches: tensors, or nested tuples, lists, mappings and dataclasses
-            of them; or objects that have a method `to(device)`.
-        device: where the batches go; a `Device` may be named too.
-        depth: how many batches are made ahead.
+        loader: Any iterable of batches. A batch is a tensor, a nested tuple, list, mapping or
+            dataclass of tensors, or an object with a method `to(device)`.
+        device: Destination of the batches; it may also be a `Device`.
+        depth: Number of batches that are made ahead.
 
-    Each `iter` starts the loader anew. What the loader raises is raised where its batch would have
-    come, and so is a TypeError for a batch that holds no tensors. Leaving the loop early stops the
-    thread, once the loader has handed over the batch that it is making.
+    Each `iter` restarts the loader. An error of the loader is raised where its batch would have
+    come, and so is a TypeError for a batch without tensors. Leaving the loop early stops the thread
+    as soon as the loader has returned the batch that it is making.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Prefetcher:
         finally:
             stop.set()
             wanted.release()
-            make.join(timeout=0.1)  # not longer: a loader that waits would hold up Ctrl-C
+            make.join(timeout=0.1)  # short, because a blocked loader would delay Ctrl-C
 
     def _make(
         self, made: queue.SimpleQueue, wanted: threading.Semaphore, stop: threading.Event
@@ -80,7 +81,7 @@ class Prefetcher:
                 if stop.is_set():
                     return
                 made.put((moved, event, None))
-                device.finish(event)  # the loader may use its memory again
+                device.finish(event)  # from now on the loader may reuse the memory of its batch
             made.put((None, _END, None))
         except BaseException as error:
             made.put((None, None, error))

@@ -1,4 +1,4 @@
-"""An optimizer's state in a file, paged through memory; for parameters on a CPU."""
+"""Optimizer state in a file, paged through memory, for parameters on a CPU."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ import torch
 from torch import Tensor, nn
 
 from .master_weights import MasterWeights, StateOptions, is_large, pages
-from .stores import Room, StoreFull
+from .stores import Reservation, StoreFull
 
-WEIGHTS = "the master weights"  # among the names of the state, where no optimizer uses it
+WEIGHTS = "the master weights"  # a name for them among the state's names, used by no optimizer
 
 
 class FileState(MasterWeights):
-    """Weights and state that have rooms in a store and come into memory for a step. Until the first
-    one, the weights are the parameter's values.
+    """Weights and state that are kept in a store and come into memory for a step.
+
+    Until the first step, the weights are the parameter's values.
 
     Attributes:
-        rooms: by the name of what goes there.
-        below: names of what is there, and not in memory.
+        reservations: Name of a state tensor -> its reservation in the store.
+        stored: Names of the tensors that are in the store and not in memory.
     """
 
     def make_weights(self) -> nn.Parameter:
-        self.rooms: dict[str, Room] = {}
-        self.below: set[str] = set()
+        self.reservations: dict[str, Reservation] = {}
+        self.stored: set[str] = set()
         if self.p.dtype == self.dtype:
             return self.p
         return nn.Parameter(torch.empty(self.p.shape, dtype=self.dtype))
 
     def adopted(self, states: dict[Tensor, dict[str, Any]]) -> None:
         super().adopted(states)
-        self._empty_weights()  # the base optimizer has seen their shape
+        self._empty_weights()  # the base optimizer has checked their shape and needs it no longer
 
     def _empty_weights(self) -> None:
         if self.has_copy:
             self.weights.data = torch.empty(0, dtype=self.dtype)
 
     def nbytes(self) -> int:
-        return sum(room.nbytes for room in self.rooms.values())
+        return sum(reservation.nbytes for reservation in self.reservations.values())
 
     # ---- a step
 
@@ -49,22 +50,22 @@ class FileState(MasterWeights):
             return
         store = options.open_store(master.p for master in masters)
         store.check_open()
-        new = [master for master in masters if not master.rooms and master.p.numel()]
+        new = [master for master in masters if not master.reservations and master.p.numel()]
         try:
             for master in new:
                 nbytes = master.dtype.itemsize * master.p.numel()
                 for name in (*options.names, WEIGHTS) if master.has_copy else options.names:
-                    master.rooms[name] = store.reserve(nbytes)
+                    master.reservations[name] = store.reserve(nbytes)
         except StoreFull:
             for master in new:
-                master.rooms.clear()
+                master.reservations.clear()
             raise
 
     @classmethod
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Page by page: one is read and one written while another is updated."""
+        """Update page by page: while one page is updated, one is read and another is written."""
         failed, coming, going = [], [], []
         todo = pages(masters, options.page_bytes)
         try:
@@ -74,7 +75,7 @@ class FileState(MasterWeights):
                 coming = [master.page_in() for master in following] if options.overlap else []
                 try:
                     update(page)
-                finally:  # also where it was interrupted: what is in memory is the state now
+                finally:  # also after an interruption: the state in memory is the current one
                     failed += written(going)
                     going = [master.page_out() for master in page]
                 if not options.overlap:
@@ -82,7 +83,7 @@ class FileState(MasterWeights):
         finally:
             failed += written(going)
         if failed:
-            raise failed[0]  # at the end: every parameter has had its step, and no state is lost
+            raise failed[0]  # at the end, when every parameter is updated and no state is lost
 
     def load_values(self) -> None:
         if self.weights.shape != self.p.shape:
@@ -91,9 +92,8 @@ class FileState(MasterWeights):
             super().load_values()
 
     def page_in(self) -> Callable[[], None]:
-        """Start reading; the function returned puts everything where the base optimizer looks for
-        it."""
-        coming = {name: self.rooms[name].get() for name in self.below}
+        """Start reading the state, and return a function that puts it into the base optimizer."""
+        coming = {name: self.reservations[name].get() for name in self.stored}
 
         def finish() -> None:
             for name, ready in coming.items():
@@ -101,31 +101,30 @@ class FileState(MasterWeights):
                     self.weights.data = ready()
                 else:
                     self.states[self.weights][name] = ready()
-            self.below.clear()
+            self.stored.clear()
 
         return finish
 
     def page_out(self) -> Callable[[], list[OSError]]:
-        """Start writing; the function returned lets go of the memory once it is written, and says
-        what was not.
+        """Start writing the state; the returned function waits, frees memory and returns errors.
 
-        That stays in memory, and goes down another time.
+        Tensors that could not be written stay in memory and are written after a later step.
         """
         going, failed = {}, []
         for name, tensor in self._in_memory().items():
             try:
-                going[name] = self._room(name, tensor.nbytes).put(_whole(tensor))
+                going[name] = self._reservation(name, tensor.nbytes).put(_whole(tensor))
             except OSError as error:
                 failed.append(error)
 
         def finish() -> list[OSError]:
-            for name, room in going.items():
+            for name, reservation in going.items():
                 try:
-                    room.wait()
+                    reservation.wait()
                 except OSError as error:
                     failed.append(error)
                     continue
-                self.below.add(name)
+                self.stored.add(name)
                 if name == WEIGHTS:
                     self._empty_weights()
                 else:
@@ -141,20 +140,20 @@ class FileState(MasterWeights):
             found[WEIGHTS] = self.weights.data
         return found
 
-    def _room(self, name: str, nbytes: int) -> Room:
-        # a state of another shape than the parameter
-        if name not in self.rooms or self.rooms[name].nbytes != nbytes:
-            self.rooms[name] = self.options.open_store([self.p]).reserve(nbytes)
-        return self.rooms[name]
+    def _reservation(self, name: str, nbytes: int) -> Reservation:
+        # The state may not have the size that was reserved, that of the parameter.
+        if name not in self.reservations or self.reservations[name].nbytes != nbytes:
+            self.reservations[name] = self.options.open_store([self.p]).reserve(nbytes)
+        return self.reservations[name]
 
     # ---- the state
 
     def has_state(self) -> bool:
-        return bool(self.below or self.states.get(self.weights))
+        return bool(self.stored or self.states.get(self.weights))
 
     def state(self) -> dict[str, Any]:
-        """A copy, with what is below paged in."""
-        coming = {name: self.rooms[name].get() for name in self.below}
+        """Return a copy of the state, with the parts in the store read from it."""
+        coming = {name: self.reservations[name].get() for name in self.stored}
         state = {**self.states.get(self.weights, {}), **self._in_memory()}
         found = {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -164,7 +163,7 @@ class FileState(MasterWeights):
         return {"master" if name == WEIGHTS else name: value for name, value in found.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.below.clear()
+        self.stored.clear()
         super().load_state(state)
         if not state:
             self._empty_weights()
@@ -179,11 +178,11 @@ class FileState(MasterWeights):
 
 
 def written(going: Iterable[Callable[[], list[OSError]]]) -> list[OSError]:
-    """Wait for these pages; the errors of those that could not be written."""
+    """Wait until these pages are written, and return the errors."""
     return [error for finish in going for error in finish()]
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it if it is a part of its storage."""
+    """Return the tensor, or a copy of it if it is only a part of its storage."""
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor

@@ -1,5 +1,4 @@
-"""An optimizer's state in host memory, where the CPU updates it; for parameters on a device that
-has a memory of its own."""
+"""Optimizer state in host memory, where the CPU updates it, for parameters on a GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ from .master_weights import MasterWeights, StateOptions
 
 
 class HostState(MasterWeights):
-    """Weights in pinned memory, with their state.
+    """Weights in pinned host memory, with their state.
 
-    The weights are a copy of the parameter. They do not change under their copy up: something
-    comes down before they change, and that comes after what went up. Gradients go down in the step,
-    unless somebody says that nothing will change them: what clips, unscales or adds them up over
-    processes may do so in ways that PyTorch does not count.
+    The weights are a copy of the parameter. They never change while they are being copied up.
+    Before an update the gradient is copied down, and that copy is ordered after the previous copy
+    up. Gradients are copied down in `step`, unless the caller has used `sending` to promise that
+    nothing will change them. Clipping, unscaling and sums over processes may change them in ways
+    that PyTorch does not count.
     """
 
     def make_weights(self) -> nn.Parameter:
@@ -31,7 +31,7 @@ class HostState(MasterWeights):
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """One at a time, so that others come down and go up while one is updated."""
+        """Update one parameter at a time, while others are copied down and up."""
         update = partial(update, fused=True)  # on a CPU about four times as fast as a loop
         try:
             for master in masters if options.overlap else ():
@@ -51,8 +51,7 @@ class HostState(MasterWeights):
         self.coming = host, self.device.copy(host, self.p.grad.detach(), "gradients")
 
     def unsend(self) -> None:
-        """The gradient is not wanted, and may be freed: its memory must not be written under the
-        copy."""
+        """Drop a gradient copy that is not used; the stream first waits until it is complete."""
         if self.coming is not None:
             self.device.wait(self.coming[1])
             self.coming = None
@@ -69,7 +68,7 @@ class HostState(MasterWeights):
 
     def write_values(self) -> None:
         source = self.weights.detach()
-        if self.p.dtype != self.dtype:  # rounded here, so that fewer bytes go up
+        if self.p.dtype != self.dtype:  # rounded before the copy, so that fewer bytes go up
             source = self.device.pinned(self.p.shape, self.p.dtype).copy_(source)
         self.going = self.device.copy(self.p.detach(), source, "parameters")
         self.device.wait(self.going)
@@ -80,10 +79,10 @@ class HostState(MasterWeights):
 
 @contextmanager
 def sending(masters: Sequence[HostState]) -> Iterator[None]:
-    """Send gradients down, inside the block, as soon as backward has made them.
+    """Copy gradients down inside the block, as soon as backward has computed them.
 
-    One to which a backward pass within backward adds goes down again, and what went before is not
-    used.
+    A gradient that is accumulated again, by a backward pass within backward, is copied down again,
+    and the earlier copy is not used.
     """
     hooks = [
         master.p.register_post_accumulate_grad_hook(lambda p, master=master: master.send())

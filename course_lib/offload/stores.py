@@ -1,8 +1,7 @@
-"""The tiers below: a file for a CPU, pinned host memory for CUDA, nothing at all for symbolic
-tensors.
+"""The lower tiers: a file for CPU tensors, pinned host memory for CUDA, and symbolic bytes.
 
-A `Store` gives out rooms. `room.put(tensor)` starts to copy a tensor down, `room.get()` to copy it
-up again; neither waits.
+A `Store` hands out reservations of bytes. `reservation.put(tensor)` starts copying a tensor down,
+and `reservation.get()` starts copying it up again. Neither of them waits.
 """
 
 from __future__ import annotations
@@ -33,17 +32,18 @@ from .device import Device
 
 
 class StoreFull(OSError):
-    """The tier below has no room; the message says how much was wanted and where."""
+    """The lower tier is full; the message gives the bytes that were requested and the place."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that have moved.
+    """Bytes that have been copied.
 
     Attributes:
-        bytes_down: copied to the tier below.
-        bytes_up: copied back.
-        shared: how often a storage was saved again that is below already, or on its way.
+        bytes_down: Bytes copied to the lower tier.
+        bytes_up: Bytes copied back.
+        shared: How often a saved tensor needed no copy because its storage was already offloaded or
+            about to be.
     """
 
     bytes_down: int = 0
@@ -54,11 +54,11 @@ class Traffic:
 def view_of(
     data: Tensor, dtype: torch.dtype, shape: tuple, stride: tuple, offset: int = 0
 ) -> Tensor:
-    """A tensor on the storage of `data`, with its version counter, out of sight of a meter.
+    """Return a tensor on the storage of `data`, with its version counter, invisible to a meter.
 
-    Not by `set_`: that would keep a symbolic storage for ever, and has versions of its own, so that
-    what is saved once more, as in a backward pass that makes a graph, would not be known for what
-    it is.
+    `Tensor.set_` is not used. It would keep a symbolic storage alive forever. It also starts a new
+    version counter, so a tensor that is saved again, as in a backward pass that builds a graph,
+    would not be recognized.
     """
     with nullcontext() if is_symbolic(data) else _disable_current_modes():
         data = data.detach().conj() if data.is_conj() else data.detach()
@@ -72,16 +72,16 @@ def view_of(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as uint8, sharing it."""
+    """Return the whole storage of a tensor as uint8, without a copy."""
     return view_of(tensor, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,))
 
 
 class Guard:
-    """A lock, and a list of what its holder does before others get it.
+    """A lock, with a queue of calls that its holder makes before it lets others in.
 
-    Handles are dropped at any moment: the garbage collector runs in any thread, also in one that
-    holds the lock, or that its holder waits for. So what is dropped waits for nobody: `later`
-    leaves the call to whoever has the lock.
+    Handles can be dropped at any moment, because the garbage collector runs in any thread. That
+    thread may hold the lock already, or its holder may be waiting for it. Dropping a handle must
+    therefore never wait: `later` leaves the call to the thread that holds the lock.
     """
 
     def __init__(self):
@@ -108,9 +108,11 @@ class Guard:
                 self._lock.release()
 
 
-class Room:
-    """Reserved bytes below, until `free`, or until the room is dropped. `place` and `last` are the
-    store's own."""
+class Reservation:
+    """Reserved bytes in a store, until `free` is called or this object is dropped.
+
+    `place` and `last` are for the store.
+    """
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
         self.store = store
@@ -119,18 +121,19 @@ class Room:
         self.last = None
         self.freed = False
 
-    def put(self, tensor: Tensor) -> Room:
-        """Start copying down a tensor that fills its storage. `wait` waits for the end, and raises
-        what went wrong."""
+    def put(self, tensor: Tensor) -> Reservation:
+        """Start copying down a tensor that fills its storage.
+
+        `wait` then waits for the end of the copy and raises its error, if there is one.
+        """
         self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.wait = self.store.write(self, bytes_of(tensor))
         self.store.stats.bytes_down += self.nbytes
         return self
 
     def get(self) -> Callable[[], Tensor]:
-        """Start copying up, into new memory; the function returned gives the tensor, once it may be
-        used."""
-        tensor = self.store.memory_for(self, *self._like)  # here, so that a meter sees it
+        """Start copying up into new memory; the returned function waits and returns the tensor."""
+        tensor = self.store.memory_for(self, *self._like)  # in this thread, so that a meter sees it
         ready = self.store.read(self, bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
 
@@ -141,8 +144,10 @@ class Room:
         return arrived
 
     def free(self, *until: Any) -> None:
-        """Give the room back, without waiting. Tensors that are still being copied are held `until`
-        it is safe."""
+        """Give the bytes back without waiting.
+
+        `until` keeps tensors alive that are still being copied.
+        """
         if not self.freed:
             self.freed = True
             self.store.guard.later(lambda: (self.store.release(self), until))
@@ -151,11 +156,12 @@ class Room:
 
 
 class Store:
-    """A tier below. One of your own defines `write` and `read`, and `claim` and `release` where
-    room is scarce.
+    """A lower tier.
+
+    A subclass defines `write` and `read`, and also `claim` and `release` if space is limited.
 
     Attributes:
-        stats: a `Traffic`.
+        stats: A `Traffic` with the bytes copied so far.
     """
 
     def __init__(self):
@@ -166,127 +172,139 @@ class Store:
     @property
     def used_bytes(self) -> int:
         """Bytes reserved now."""
-        # which another thread may just hold: what was dropped meanwhile is released on the way out
+        # Taking the lock once runs the releases that other threads have queued.
         with self.guard:
             pass
         return self._used_bytes
 
-    def reserve(self, nbytes: int) -> Room:
-        """Room for so many bytes.
+    def reserve(self, nbytes: int) -> Reservation:
+        """Reserve bytes.
 
         Raises:
-            StoreFull: there is none.
+            StoreFull: There is not enough space.
         """
         self.check_open()
         with self.guard:
-            room = Room(self, nbytes, self.claim(nbytes))
+            reservation = Reservation(self, nbytes, self.claim(nbytes))
             self._used_bytes += nbytes
-        return room
+        return reservation
 
-    def put(self, tensor: Tensor) -> Room:
-        """Start copying down a tensor that fills its storage, into a room of its own."""
+    def put(self, tensor: Tensor) -> Reservation:
+        """Reserve bytes for a tensor that fills its storage, and start copying it down."""
         return self.reserve(tensor.untyped_storage().nbytes()).put(tensor)
 
-    def write(self, room: Room, data: Tensor) -> Callable[[], None]:
-        """Start copying `data`, bytes in one dimension, down; the function returned waits for the
-        end."""
+    def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
+        """Start copying `data` down, and return a function that waits.
+
+        `data` is a one-dimensional tensor of bytes.
+        """
         raise NotImplementedError
 
-    def read(self, room: Room, data: Tensor) -> Callable[[], Any]:
-        """Start copying what was written last up into `data`; the function returned waits for the
-        end."""
+    def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
+        """Start copying the last write up into `data`, and return a function that waits."""
         raise NotImplementedError
 
     def memory_for(
-        self, room: Room, shape: torch.Size, stride: tuple, dtype: torch.dtype, device: torch.device
+        self,
+        reservation: Reservation,
+        shape: torch.Size,
+        stride: tuple,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Tensor:
-        """Allocate the tensor into which a room is read."""
+        """Allocate the tensor into which a reservation is read."""
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def claim(self, nbytes: int) -> Any:
-        """A place for a room; called by one thread at a time, as is `release`."""
+        """Return a place for a reservation; `claim` and `release` run in one thread at a time."""
 
-    def release(self, room: Room) -> None:
-        """A room is given up. This must not wait for copies: it runs where rooms are dropped."""
-        self._used_bytes -= room.nbytes
-        room.place = None
+    def release(self, reservation: Reservation) -> None:
+        """Release a reservation.
+
+        This must not wait for copies, because garbage collection may call it.
+        """
+        self._used_bytes -= reservation.nbytes
+        reservation.place = None
 
     def check_open(self) -> None:
         """Raise an error if nothing can be stored here any more."""
 
 
 class SymbolicStore(Store):
-    """The lower tier of symbolic tensors (`course_lib.memory.symbolic`). It counts all bytes, and
-    copies only tensors that have values, such as indices."""
+    """The lower tier of symbolic tensors (`course_lib.memory.symbolic`).
 
-    def write(self, room: Room, data: Tensor) -> Callable[[], None]:
+    It counts all bytes, and copies only tensors that have values, such as indices.
+    """
+
+    def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         mode = detect_fake_mode()
-        room.place = None
+        reservation.place = None
         if isinstance(mode, Symbolic) and mode.knows(data):
             with _disable_current_modes():
-                room.place = data.clone()
+                reservation.place = data.clone()
         return lambda: None
 
-    def read(self, room: Room, data: Tensor) -> Callable[[], None]:
+    def read(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         return lambda: None
 
-    def memory_for(self, room, shape, stride, dtype, device) -> Tensor:
-        if room.place is None:
-            return super().memory_for(room, shape, stride, dtype, device)
-        return view_of(room.place, dtype, shape, stride).clone()
+    def memory_for(self, reservation, shape, stride, dtype, device) -> Tensor:
+        if reservation.place is None:
+            return super().memory_for(reservation, shape, stride, dtype, device)
+        return view_of(reservation.place, dtype, shape, stride).clone()
 
 
 class HostStore(Store):
-    """Host memory as the tier below, pinned for CUDA, so that copies run beside the compute, a
-    stream each way.
+    """Host memory as the lower tier, pinned for CUDA, with one side stream for each direction.
 
-    The CPU waits for nothing: what uses a copy is ordered after it on the device.
+    Copies overlap computation. The CPU never waits: operators that use a copy are ordered after it
+    on the device.
     """
 
-    def write(self, room: Room, data: Tensor) -> Callable[[], None]:
-        room.place = Device.of(data).pinned(data.shape, data.dtype)
-        room.last = {}
-        return self._copied(room, room.place, data, Device.of(data), "down")
+    def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
+        reservation.place = Device.of(data).pinned(data.shape, data.dtype)
+        reservation.last = {}
+        return self._copied(reservation, reservation.place, data, Device.of(data), "down")
 
-    def read(self, room: Room, data: Tensor) -> Callable[[], Any]:
+    def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
         device = Device.of(data)
-        device.wait(room.last["down"][2])  # which may have been started on another stream
-        return self._copied(room, data, room.place, device, "up")
+        device.wait(reservation.last["down"][2])  # the copy down may have started on another stream
+        return self._copied(reservation, data, reservation.place, device, "up")
 
     def _copied(
-        self, room: Room, target: Tensor, source: Tensor, device: Device, name: str
+        self, reservation: Reservation, target: Tensor, source: Tensor, device: Device, name: str
     ) -> Callable[[], None]:
         event = device.copy(target, source, name)
-        room.last[name] = device, device.current(), event
+        reservation.last[name] = device, device.current(), event
         return lambda: device.wait(event)
 
-    def release(self, room: Room) -> None:
-        super().release(room)
-        # memory is not given away under a copy
-        for device, stream, event in (room.last or {}).values():
+    def release(self, reservation: Reservation) -> None:
+        super().release(reservation)
+        # make the streams wait, so that memory is not reused while a copy reads or writes it
+        for device, stream, event in (reservation.last or {}).values():
             with device.on(stream):
                 device.wait(event)
 
 
 class DiskStore(Store):
-    """A file as the tier below. It has no name where the system allows, so it vanishes however the
-    process ends.
+    """A file as the lower tier.
+
+    Where the operating system allows it, the file has no name, so it disappears however the process
+    ends.
 
     Args:
-        directory: where the file is made; if left out, the folder that TMPDIR names, or /var/tmp,
-            which is on a disk also where /tmp is in memory, or else the system's folder for
-            temporary files.
-        limit_bytes: refuse to grow beyond this.
-        threads: that copy at the same time.
+        directory: Folder of the file. By default the folder in TMPDIR, else /var/tmp, which is on a
+            disk even where /tmp is in memory, else the system's temporary folder.
+        limit_bytes: Largest size of the file.
+        threads: Number of threads that copy at the same time.
 
     Attributes:
-        file_bytes: how large the file is. Room is used again for the same size; once the half at
-            the end is free, it is given back to the disk.
+        file_bytes: Size of the file. Freed space is reused for reservations of the same size. When
+            the second half of the file is free, the file is truncated.
 
     Raises:
-        OSError: no file can be made in the directory.
-        StoreFull: from `reserve`, if there is no room left.
-        ValueError: used after `close`, or in a process that was forked.
+        OSError: The file cannot be created in the directory.
+        StoreFull: Raised by `reserve` if there is not enough space.
+        ValueError: The store is used after `close`, or in a forked process.
     """
 
     def __init__(
@@ -302,13 +320,13 @@ class DiskStore(Store):
             None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
         )
         self.directory = os.fspath(_folder() if directory is None else directory)
-        if not self.directory:  # Python would take the current folder
+        if not self.directory:  # Python would use the current folder
             raise ValueError("directory must be a folder that can be written to, or None, got ''")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
-        # a store that is dropped, as a default one is, goes without a warning
+        # a store that is dropped without `close`, as default stores are, closes without a warning
         weakref.finalize(self, self._file.close)
         self.file_bytes = 0
-        self._free: dict[int, int] = {}  # end -> start, of rooms that are free
+        self._free: dict[int, int] = {}  # end -> start of each free range of the file
         self._pool = ThreadPoolExecutor(threads, "disk-store")
         self._process = os.getpid()
 
@@ -320,67 +338,73 @@ class DiskStore(Store):
         if self.limit_bytes is not None and end > self.limit_bytes:
             raise StoreFull(
                 errno.ENOSPC,
-                f"the file below holds {start} bytes and {nbytes} more are wanted, "
+                f"the store's file has {start} bytes and needs {nbytes} more bytes, "
                 f"but limit_bytes is {self.limit_bytes}",
             )
         try:
-            # real room, so that no later write finds the disk full
+            # allocate disk space now, so that no later write finds the disk full
             if nbytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file.fileno(), start, nbytes)
         except OSError as error:
             raise StoreFull(
                 error.errno,
-                f"{self.directory!r} has no room for {nbytes} more bytes below ({error.strerror})",
+                f"{self.directory!r} has no space for {nbytes} more bytes ({error.strerror})",
             ) from error
         self.file_bytes = end
         return start
 
-    def release(self, room: Room) -> None:
-        start = room.place
-        super().release(room)
-        if room.last is None:
-            self._give_back(start, room.nbytes)
-        else:  # once nothing is copied any more
-            room.last.add_done_callback(
-                lambda _: self.guard.later(partial(self._give_back, start, room.nbytes))
+    def release(self, reservation: Reservation) -> None:
+        start = reservation.place
+        super().release(reservation)
+        if reservation.last is None:
+            self._give_back(start, reservation.nbytes)
+        else:  # once no copy uses it any more
+            reservation.last.add_done_callback(
+                lambda _: self.guard.later(partial(self._give_back, start, reservation.nbytes))
             )
 
     def _give_back(self, start: int, nbytes: int) -> None:
         if not nbytes or self._file.closed:
             return
-        # An optimizer's rooms keep their sizes, and would need no more than a list for each size.
-        # Those of activations change with each batch of another size: with such lists alone, a file
-        # that also holds a state grew to 7.7 times this one's in twelve batches of other sizes, and
-        # went on. So neighbours that are free are one at the end, and nowhere else.
+        # Free ranges are merged only at the end of the file. An optimizer's reservations keep their
+        # sizes, so one list per size would be enough. Those of activations change with each new
+        # batch size: with a list per size and no merging, a file that also held optimizer state
+        # grew to 7.7 times the size of this one in twelve batches of different sizes, and kept
+        # growing.
         self._free[start + nbytes] = start
         end = self.file_bytes
         while end in self._free:
             end = self._free[end]
-        # not a little at each call: that is slow, and so is to get it again
+        # A small truncation at each call would be slow, and so would be allocating the space again.
         if 2 * end <= self.file_bytes:
             while self.file_bytes > end:
                 self.file_bytes = self._free.pop(self.file_bytes)
             self._file.truncate(end)
 
-    def write(self, room: Room, data: Tensor) -> Callable[[], None]:
-        return self._started(room, self._write, data.cpu())
+    def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
+        return self._started(reservation, self._write, data.cpu())
 
-    def read(self, room: Room, data: Tensor) -> Callable[[], Any]:
+    def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
         if data.device.type == "cpu":
-            return self._started(room, self._read, data)
+            return self._started(reservation, self._read, data)
         above = torch.empty(data.shape, dtype=data.dtype)
-        ready = self._started(room, self._read, above)
+        ready = self._started(reservation, self._read, above)
         return lambda: (ready(), data.copy_(above))
 
-    def _started(self, room: Room, copy: Callable, data: Tensor) -> Callable[[], None]:
+    def _started(
+        self, reservation: Reservation, copy: Callable, data: Tensor
+    ) -> Callable[[], None]:
         self.check_open()
-        # In a list, so that no thread holds the bytes any more when their copy is reported.
-        room.last = self._pool.submit(copy, room.place, room.nbytes, [data], room.last)
-        return room.last.result
+        # The data are passed in a list, which the copy empties, so that no thread keeps them alive
+        # afterwards.
+        reservation.last = self._pool.submit(
+            copy, reservation.place, reservation.nbytes, [data], reservation.last
+        )
+        return reservation.last.result
 
     def _write(self, start: int, nbytes: int, data: list[Tensor], before: Future | None) -> None:
         if before is not None:
-            before.exception()  # in order; what it raised was its own caller's
+            before.exception()  # wait, to keep the order; the error belongs to its caller
         view = memoryview(data.pop().numpy())
         done = 0
         while done < nbytes:
@@ -393,7 +417,7 @@ class DiskStore(Store):
         while done < nbytes:
             count = os.preadv(self._file.fileno(), [view[done:]], start + done)
             if not count:
-                raise OSError(errno.EIO, f"the file below ends {nbytes - done} bytes too early")
+                raise OSError(errno.EIO, f"the store's file ends {nbytes - done} bytes too early")
             done += count
 
     def check_open(self) -> None:
@@ -406,7 +430,7 @@ class DiskStore(Store):
             )
 
     def close(self) -> None:
-        """Finish what is being copied and drop the file. What was below is gone."""
+        """Finish running copies and delete the file with everything in it."""
         self._pool.shutdown(wait=True)
         self._file.close()
 
@@ -426,8 +450,7 @@ _default_stores: dict[tuple[type, int], Store] = {}
 
 
 def default_store(tensor: Tensor) -> Store:
-    """One store for each kind of tensor, shared by all that name none, so that its room is used
-    again."""
+    """Return the default store of a kind of tensor, which shares one file among all its users."""
     make = (
         SymbolicStore
         if is_symbolic(tensor)
