@@ -72,7 +72,7 @@ from course_lib.schedule import (
     sqrt_segments,
     store_all,
 )
-from course_lib.schedule.actions import _Referee
+from course_lib.schedule.actions import _Simulation
 from course_lib.schedule.rules import segmented
 from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import category_label, claims, language, pictures
@@ -359,7 +359,7 @@ def test_checkpoints_that_stop_early_lie_on_the_frontier_with_early_stop_and_bel
 def least_time(chain, budget):
     """Of all schedules, also of those that give up early what they kept: a search over the
     referee's states."""
-    start = _Referee(chain)
+    start = _Simulation(chain)
     waiting = [
         (0.0, 0, frozenset(start.inputs), frozenset(), start.next_backward, start.live_bytes)
     ]
@@ -373,7 +373,7 @@ def least_time(chain, budget):
         seen.add((inputs, saved, due))
         runs = [Forward(i, keep) for i in range(due + 1) for keep in ("all", "input", "nothing")]
         for action in [*runs, Backward(due)]:
-            referee = _Referee(chain)
+            referee = _Simulation(chain)
             referee.inputs, referee.saved, referee.next_backward, referee.live_bytes = (
                 set(inputs),
                 set(saved),

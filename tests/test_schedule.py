@@ -974,7 +974,7 @@ def test_a_second_backward_through_the_same_pass_is_refused():
     )
     loss = scheduled(torch.ones(1, 2)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="this backward pass has run already"):
+    with pytest.raises(RuntimeError, match="this backward pass has already run"):
         loss.backward()
 
 

@@ -1,10 +1,9 @@
-"""Schedules of which activations to forget, for a chain of stages: their exact cost, and their
-execution.
+"""Checkpointing schedules for a chain of stages: their exact cost, and their execution.
 
-A network is a `Chain`; a `Schedule` says which stage runs when and what its forward keeps;
-`simulate` is the referee that says what it costs. `optimal` finds the cheapest schedule under a
-byte budget, `ScheduledSequential` runs one under autograd, and `schedule_blocks` the blocks of any
-model by one, in place. Lesson 03 explains.
+A network is a `Chain`. A `Schedule` says which stage runs when and what its forward keeps, and
+`simulate` computes what it costs. `optimal` finds the fastest schedule within a byte budget.
+`ScheduledSequential` runs a schedule under autograd, and `schedule_blocks` runs the blocks of any
+model by one, in place. Lesson 03 explains schedules.
 
 Example:
     >>> import torch
@@ -16,8 +15,8 @@ Example:
     Cost(peak_bytes=49408, time=13369344.0, forward_steps=35)
     >>> ScheduledSequential(net, plan)(x).sum().backward()
 
-Source of the model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
-heterogeneous chains: how to train deep neural networks with limited memory" (Rotor),
+Source of the cost model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing
+for heterogeneous chains: how to train deep neural networks with limited memory" (Rotor),
 arXiv:1911.13214.
 """
 

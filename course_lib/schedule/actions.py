@@ -1,5 +1,4 @@
-"""Schedules: what runs when, and what each forward keeps; the referee, which says what that costs;
-a picture of it."""
+"""Schedules: which stage runs when, and what each forward keeps; their simulation and a plot."""
 
 from __future__ import annotations
 
@@ -12,21 +11,20 @@ from course_lib._check import kind, one_of, whole
 
 from .chain import Chain
 
-# Apart in lightness too, for readers who see no colours and for grey prints.
+# The colors also differ in lightness, for color-blind readers and for grayscale prints.
 COLORS = {"all": "#228833", "input": "#224488", "nothing": "#BBBBBB", "backward": "#EE6677"}
 KEEPS = ("all", "input", "nothing")
 
 
 class Forward(NamedTuple):
-    """Run stage i on x_i. What it keeps: "all" for its backward, its "input" alone, or
-    "nothing"."""
+    """Run stage i on x_i, and keep "all" for its backward, only its "input", or "nothing"."""
 
     stage: int
     keep: str = "all"
 
 
 class Backward(NamedTuple):
-    """Run the backward of stage i: from the gradient of x_{i+1} to that of x_i."""
+    """Run the backward of stage i, from the gradient of x_{i+1} to that of x_i."""
 
     stage: int
 
@@ -35,18 +33,19 @@ Action = Forward | Backward
 
 
 class Schedule(Sequence):
-    """An immutable sequence of `Forward` and `Backward` actions. `simulate` says whether it is
-    legal for a chain.
+    """An immutable sequence of `Forward` and `Backward` actions.
+
+    `simulate` checks whether it is legal for a chain.
 
     Raises:
-        TypeError, ValueError: one of the actions is no action.
+        TypeError, ValueError: An element is not an action.
     """
 
     def __init__(self, actions: Iterable[Action]):
         self._actions = tuple(actions)
         for number, action in enumerate(self._actions):
             if type(action) is Forward and type(action.stage) is int and action.keep in KEEPS:
-                continue  # the common case at once: schedules may be long
+                continue  # the common case is fast, because schedules may be long
             kind(
                 f"action {number}",
                 action,
@@ -77,11 +76,11 @@ class Schedule(Sequence):
         return f"Schedule of {len(self)} actions: {shown}{', ...' if len(self) > 4 else ''}"
 
     def plot(self, ax=None, *, chain=None):
-        """Draw time on x and stage on y: what runs, and as bars behind it what is kept.
+        """Plot time on the x axis and stages on the y axis, with bars for what is kept.
 
         Args:
-            ax: matplotlib's axes; new ones if left out.
-            chain: for its times; a uniform chain if left out.
+            ax: Matplotlib axes; by default new ones.
+            chain: Chain whose times are used; by default a uniform chain.
 
         Returns:
             The axes.
@@ -89,12 +88,11 @@ class Schedule(Sequence):
         return _draw(self, ax, chain)
 
 
-# ---- what it costs
+# ---- the cost of a schedule
 
 
 class IllegalSchedule(ValueError):
-    """An action of a schedule breaks a rule of `simulate`; the message says which action and which
-    rule."""
+    """An action breaks a rule of `simulate`; the message names the action and the rule."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,9 @@ class Cost:
     """Cost of a schedule on a chain.
 
     Attributes:
-        peak_bytes: the most bytes live during an action.
-        time: the sum of the actions' times, in the chain's unit.
-        forward_steps: how many of the actions are forwards.
+        peak_bytes: Largest number of bytes that are live during an action.
+        time: Sum of the actions' times, in the chain's unit.
+        forward_steps: Number of forward actions.
     """
 
     peak_bytes: int
@@ -115,55 +113,55 @@ class Cost:
 def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     """Check that a schedule is legal for a chain, and count what it costs.
 
-    What can be alive, and its bytes: the value x_i (`input_bytes` for i = 0, else `output_bytes` of
-    stage i-1); the set S_i of all that stage i saved (`saved_bytes`; x_{i+1} is in it); one
-    gradient d_i (as large as x_i). At the start x_0 is alive. "x_i is alive" below means: by
-    itself, or in S_{i-1}.
+    These can be live, with their bytes: the value x_i (`input_bytes` for i = 0, else `output_bytes`
+    of stage i-1); the set S_i of everything that stage i saved (`saved_bytes`), which contains
+    x_{i+1}; and one gradient d_i, as large as x_i. At the start x_0 is live. Below, "x_i is live"
+    means that it is live by itself or as a part of S_{i-1}.
 
-    - `Forward(i, "all")` needs x_i alive; makes S_i (x_{i+1} by itself, if alive, ends: it is in
-      S_i now).
-    - `Forward(i, "input")` needs x_i alive; makes x_{i+1}.
-    - `Forward(i, "nothing")` needs x_i alive; makes x_{i+1}; then x_i by itself ends (in S_{i-1} it
-      stays).
-    - `Backward(i)` needs S_i, x_i and d_{i+1} alive, so each runs once, from L-1 down to 0; then
-      S_i, d_{i+1}, and x_i and x_{i+1} by themselves end, and d_i is there. d_L comes from outside
-      at the beginning of Backward(L-1).
+    - `Forward(i, "all")` needs x_i. It creates S_i, and x_{i+1} by itself, if live, is released,
+      because S_i contains it.
+    - `Forward(i, "input")` needs x_i. It creates x_{i+1}.
+    - `Forward(i, "nothing")` needs x_i. It creates x_{i+1} and then releases x_i by itself; S_{i-1}
+      stays.
+    - `Backward(i)` needs S_i, x_i and d_{i+1}, so each backward runs once, from L-1 down to 0. It
+      releases S_i, d_{i+1}, and x_i and x_{i+1} by themselves, and creates d_i. d_L is passed in at
+      the beginning of Backward(L-1).
 
-    Live during an action is all that is alive before it, plus what it makes, plus its overhead. A
-    forward takes `saved_bytes` and `forward_overhead_bytes` while it runs, whatever it keeps, also
-    if the same is alive already. A backward makes d_i in place of what it ends; where a real one
-    needs more, that is `backward_overhead_bytes`. The gradients of parameters count there, until
-    the stage's backward is done.
+    The bytes live during an action are those live before it, plus what it creates, plus its
+    overhead. A forward counts `saved_bytes` and `forward_overhead_bytes` while it runs, whatever it
+    keeps, even if the same values are live already. A backward creates d_i in the memory that it
+    releases; if a real backward needs more, `backward_overhead_bytes` includes the difference.
+    Gradients of parameters count there, until the stage's backward ends.
 
     Args:
-        schedule: the actions.
-        chain: the chain they are for.
+        schedule: The actions.
+        chain: The chain on which they run.
 
     Raises:
-        IllegalSchedule: an action breaks a rule, or stages are left without their backward.
+        IllegalSchedule: An action breaks a rule, or the backward of some stage is missing.
 
-    Source: Beaumont et al., arXiv:1911.13214, section 3; but d_L counts only from Backward(L-1) on,
-    since the loss is not a stage here.
+    Source: Beaumont et al., arXiv:1911.13214, section 3, except that d_L counts only from
+    Backward(L-1) on, since the loss is not a stage here.
     """
-    referee = _Referee(chain)
+    simulation = _Simulation(chain)
     for action in schedule if isinstance(schedule, Schedule) else Schedule(schedule):
-        referee.take(action)
-    if referee.next_backward >= 0:
+        simulation.take(action)
+    if simulation.next_backward >= 0:
         raise IllegalSchedule(
-            f"the schedule ends after {referee.number} actions, but each stage needs its backward"
-            f" and Backward({referee.next_backward}) has not run"
+            f"the schedule ends after {simulation.number} actions, but each stage needs its"
+            f" backward and Backward({simulation.next_backward}) has not run"
         )
-    return Cost(referee.peak_bytes, math.fsum(referee.times), referee.forward_steps)
+    return Cost(simulation.peak_bytes, math.fsum(simulation.times), simulation.forward_steps)
 
 
-class _Referee:
-    """Values that are alive while a schedule runs."""
+class _Simulation:
+    """The values that are live while a schedule runs."""
 
     def __init__(self, chain: Chain):
         self.stages = kind("chain", chain, Chain, "a Chain").stages
         self.value_bytes = [chain.input_bytes, *(stage.output_bytes for stage in chain.stages)]
-        self.inputs = {0}  # i: x_i is alive by itself
-        self.saved: set[int] = set()  # i: S_i is alive
+        self.inputs = {0}  # i: x_i is live by itself
+        self.saved: set[int] = set()  # i: S_i is live
         self.next_backward = len(chain) - 1
         self.live_bytes = self.peak_bytes = self.during_bytes = chain.input_bytes
         self.times: list[float] = []
@@ -218,7 +216,7 @@ class _Referee:
             self.refuse(action, f"a backward needs its stage's input alive, and x_{i} is not")
         stage = self.stages[i]
         if i == len(self.stages) - 1:
-            self.live_bytes += stage.output_bytes  # the gradient comes from outside
+            self.live_bytes += stage.output_bytes  # the gradient of the loss, passed in
         self.count(stage.backward_overhead_bytes)
         self.saved.remove(i)
         self.drop(i)
@@ -240,28 +238,29 @@ class _Referee:
         raise IllegalSchedule(f"action {self.number}, {action!r}, is illegal: {rule}")
 
 
-# ---- as a picture
+# ---- the plot
 
 
 def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, float, int]]:
-    """(start, end, bytes live meanwhile) of each action, in the chain's time; the most of them is
-    `simulate`'s peak.
+    """Return (start, end, live bytes) of each action, with times in the chain's unit.
+
+    The largest number of bytes is the peak of `simulate`.
 
     Raises:
-        IllegalSchedule: an action breaks a rule.
+        IllegalSchedule: An action breaks a rule.
     """
-    referee = _Referee(chain)
+    simulation = _Simulation(chain)
     now = 0.0
     found = []
     for action in schedule:
-        referee.take(action)
-        start, now = now, now + referee.times[-1]
-        found.append((start, now, referee.during_bytes))
+        simulation.take(action)
+        start, now = now, now + simulation.times[-1]
+        found.append((start, now, simulation.during_bytes))
     return found
 
 
 def _draw(schedule: Schedule, ax, chain: Chain | None):
-    """`Schedule.plot`."""
+    """Implement `Schedule.plot`."""
     import matplotlib.pyplot as plt
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
@@ -299,22 +298,24 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
 
 
 def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
-    """(stage, start, end, kind) of what runs; (stage, start, end, "all" or "input") of what is kept
-    meanwhile."""
-    referee = _Referee(chain)
+    """Return the bars of a plot: (stage, start, end, kind) of what runs, and of what is kept.
+
+    The kind of what is kept is "all" or "input".
+    """
+    simulation = _Simulation(chain)
     now = 0.0
     runs = []
     kept = []
     since: dict[tuple[int, str], float] = {}
     for action in schedule:
-        referee.take(action)
-        start, now = now, now + referee.times[-1]
+        simulation.take(action)
+        start, now = now, now + simulation.times[-1]
         runs.append(
             (action.stage, start, now, "backward" if isinstance(action, Backward) else action.keep)
         )
-        # x_L belongs to no stage as an input; it is drawn with the last stage's "all".
-        alive = {(i, "input") for i in referee.inputs if i < len(chain)} | {
-            (i, "all") for i in referee.saved
+        # x_L is not the input of any stage; it is drawn as part of the last stage's "all".
+        alive = {(i, "input") for i in simulation.inputs if i < len(chain)} | {
+            (i, "all") for i in simulation.saved
         }
         for value in alive - since.keys():
             since[value] = start

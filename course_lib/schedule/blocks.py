@@ -1,5 +1,4 @@
-"""The blocks of any model, run by a schedule: in place, where each takes what the one before
-returned."""
+"""Run the blocks of any model by a schedule, in place, if they form a chain."""
 
 from __future__ import annotations
 
@@ -28,33 +27,34 @@ def schedule_blocks(
     *,
     schedule: Schedule | Callable[[Chain], Schedule],
 ) -> ScheduledBlocks:
-    """Let the blocks of a model run by a schedule: in place, until the handle is removed.
+    """Run the blocks of a model by a schedule, in place, until the handle is removed.
 
-    The blocks form a chain: in a forward pass each is called once, in the order of their names in
-    the model, with what the one before returned as its first argument: a tensor, or a container
-    with one floating tensor in it. Nothing else uses what a block but the last returns. Other
-    arguments are constants. All else is as for `ScheduledSequential`, and hooks as for
-    `checkpoint_blocks`. Blocks that `torch.compile` has compiled run compiled. A compiled model has
-    a break in its graph at each block, and its blocks run uncompiled.
+    The blocks must form a chain. In a forward pass each block is called once, in the order of their
+    names in the model, and its first argument is what the previous block returned: a tensor, or a
+    container with exactly one floating-point tensor. The output of a block except the last must
+    have no other use. Other arguments are constants. Everything else is as in
+    `ScheduledSequential`, and hooks are as in `checkpoint_blocks`. Blocks that were compiled with
+    `torch.compile` run compiled. A compiled model has a graph break at each block, and its blocks
+    run uncompiled.
 
     Args:
-        model: changed in place: its blocks get a `forward` of their own.
-        blocks: as for `checkpoint_blocks`; of several lists that form no chain, as an encoder and a
-            decoder, name one.
-        schedule: for as many stages as there are blocks; or a function that makes one of the chain
-            that they are, as measured on symbolic copies in the forward pass: `lambda chain:
-            optimal(chain, budget_bytes)`.
+        model: Model to change in place: its blocks get a new `forward`.
+        blocks: The blocks, as in `checkpoint_blocks`. If a model has several lists of blocks that
+            do not form one chain, such as an encoder and a decoder, name one list.
+        schedule: A schedule with one stage per block, or a function that returns one for the chain
+            of the blocks, such as `lambda chain: optimal(chain, budget_bytes)`. The chain is
+            measured in the forward pass, on symbolic copies.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with`
-        block.
+        A handle with the `names` of the blocks. `handle.remove()` undoes the change, and so does
+        leaving a `with` block.
 
     Raises:
-        ValueError: no module that is called has such a name, or one is checkpointed already; in a
-            forward or backward pass, the blocks form no chain.
-        TypeError: arguments of other types.
-        IllegalSchedule: the schedule is not legal for so many stages.
-        RuntimeError: as for `ScheduledSequential`.
+        ValueError: No module that is called has such a name; a block is checkpointed already; in a
+            forward or backward pass, the blocks do not form a chain.
+        TypeError: An argument has the wrong type.
+        IllegalSchedule: The schedule is not legal for this number of stages.
+        RuntimeError: As in `ScheduledSequential`.
     """
     kind("model", model, nn.Module, "an nn.Module")
     if not isinstance(schedule, Schedule):
@@ -63,14 +63,14 @@ def schedule_blocks(
 
 
 class ScheduledBlocks(BlocksInPlace):
-    """Blocks that run by a schedule until they are put back: what `schedule_blocks` returns.
+    """Blocks that run by a schedule until the handle is removed; the result of `schedule_blocks`.
 
     Args:
-        known: where chains are kept that were measured, for a schedule that is a function.
+        known: Cache of measured chains, for a schedule that is a function.
 
     Attributes:
-        advice: what to do instead of a schedule, for the error of a block that runs differently
-            again; None does not compare.
+        advice: Advice on what to do instead of using a schedule, for the error of a block whose
+            runs differ. If None, runs are not compared.
     """
 
     advice: str | None = None
@@ -79,13 +79,13 @@ class ScheduledBlocks(BlocksInPlace):
         self.schedule = schedule
         self.known = {} if known is None else known
         self.run: Run | None = None
-        self.complete = False  # whether all blocks have been called
+        self.complete = False  # whether all blocks have been called in this forward pass
         if isinstance(schedule, Schedule):
             _check_schedule(schedule, len(names))
         super().__init__(model, names)
 
     def check(self) -> None:
-        """Raise, after a forward pass, if the schedule has not been gone through."""
+        """After a forward pass, raise an error if the schedule has not run to its end."""
         if not self.complete:
             missed = self.names[self.run.next if self.run else 0]
             raise ValueError(f"{missed} was not called; {CHAIN}")
@@ -94,16 +94,16 @@ class ScheduledBlocks(BlocksInPlace):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            # With fullgraph=True this is the error, and else the blocks run outside the graphs.
+            # With fullgraph=True this becomes an error; otherwise the blocks run outside the graph.
             torch._dynamo.graph_break(
-                "schedule_blocks runs blocks in an order of its own, which one graph cannot do;"
+                "schedule_blocks runs blocks in a different order, which one graph cannot do;"
                 " compile the blocks instead of the model, or leave out fullgraph=True"
             )
         return self._scheduled(i, forward, args, kwargs)
 
     @torch._disable_dynamo
     def _scheduled(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        # first: a block of another list says so
+        # checked first, so that a block of another list raises a clear error
         handed_on = self._following(i, args) if i else None
         check_constants(
             {f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs
@@ -148,12 +148,11 @@ class ScheduledBlocks(BlocksInPlace):
         return x
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
-        """Measures of the blocks, found on symbolic copies and out of sight of meters; one stands
-        for all like it."""
-        if hooks_active():  # they would see what the copies save
+        """Measure the blocks on symbolic copies, invisibly to meters; like blocks only once."""
+        if hooks_active():  # the hooks would also see the tensors that the copies save
             raise ValueError(
                 "schedule must be a Schedule, not a function, for blocks that run inside"
-                " hooks on saved tensors, as of a checkpoint, got a function and"
+                " saved-tensor hooks, such as those of a checkpoint, got a function and"
                 f" {self.names[0]} in such hooks"
             )
         x = the_tensor(args[0])
@@ -168,7 +167,7 @@ class ScheduledBlocks(BlocksInPlace):
 
 
 class _Stage(nn.Module):
-    """A block with the arguments of its call but for the tensor that goes through the chain."""
+    """A block with the arguments of its call, except the tensor that goes through the chain."""
 
     def __init__(self, block: nn.Module, own: Callable):
         super().__init__()
@@ -185,8 +184,10 @@ class _Stage(nn.Module):
 
 
 class _Between(torch.autograd.Function):
-    """Stand-in that a block hands on, for the eyes of the model: the next block takes its gradient
-    another way."""
+    """A placeholder for a block's output, which the model passes to the next block.
+
+    The next block gets the real output, and its gradient, from the `Run`.
+    """
 
     @staticmethod
     def forward(ctx, output: Tensor, link: Tensor, name: str) -> Tensor:
@@ -199,7 +200,7 @@ class _Between(torch.autograd.Function):
 
 
 def _only(name: str, value: Any) -> Tensor:
-    """The one tensor that gradients go through."""
+    """Return the one tensor through which gradients flow."""
     floating = [tensor for tensor in tensors_in(value) if differentiable(tensor)]
     if len(floating) != 1:
         raise ValueError(

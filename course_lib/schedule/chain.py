@@ -1,4 +1,4 @@
-"""A network as a chain of stages: what each takes and costs, given or measured."""
+"""A network as a chain of stages, with the costs of each stage, given or measured."""
 
 from __future__ import annotations
 
@@ -45,24 +45,23 @@ from .stages import (
 
 @dataclass(frozen=True)
 class Stage:
-    """One link of a chain.
+    """One stage of a chain.
 
     Attributes:
-        forward_time: of its forward pass, in any unit.
-        backward_time: of its backward pass, in the same unit.
-        output_bytes: of its output; the gradient of the output takes as many.
-        saved_bytes: all that its forward keeps for its backward, its output included, its input
-            not.
-        forward_overhead_bytes: what a forward takes on top of that while it runs, whether it keeps
-            all or not.
-        backward_overhead_bytes: what its backward takes, while it runs, on top of its input,
-            `saved_bytes` and the gradient of its output: temporaries, the gradients of its
-            parameters, and that of its input, where there is no room yet in what the backward has
-            given up.
+        forward_time: Time of its forward pass, in any unit.
+        backward_time: Time of its backward pass, in the same unit.
+        output_bytes: Bytes of its output, and also of the output's gradient.
+        saved_bytes: Bytes of everything that its forward keeps for its backward, including its
+            output but not its input.
+        forward_overhead_bytes: Additional bytes that a forward needs while it runs, whatever it
+            keeps.
+        backward_overhead_bytes: Bytes that its backward needs while it runs, in addition to its
+            input, `saved_bytes` and the gradient of its output. They are temporaries, gradients of
+            its parameters, and the part of the input's gradient that does not fit into memory that
+            the backward has already released.
 
     Raises:
-        TypeError, ValueError: a field is not of its kind, or out of its range; the message names
-            it.
+        TypeError, ValueError: A field has the wrong type or is out of range; the message names it.
     """
 
     forward_time: float
@@ -76,7 +75,8 @@ class Stage:
         number("forward_time", self.forward_time, 0)
         number("backward_time", self.backward_time, 0)
         whole("output_bytes", self.output_bytes, 1)
-        whole("saved_bytes", self.saved_bytes, self.output_bytes)  # which it includes
+        # saved_bytes includes output_bytes
+        whole("saved_bytes", self.saved_bytes, self.output_bytes)
         whole("forward_overhead_bytes", self.forward_overhead_bytes, 0)
         whole("backward_overhead_bytes", self.backward_overhead_bytes, 0)
 
@@ -86,12 +86,12 @@ class Chain:
     """Stages 0 to L-1, one after the other; stage i turns x_i into x_{i+1}.
 
     Attributes:
-        stages: the L stages.
-        input_bytes: of x_0.
+        stages: The L stages.
+        input_bytes: Bytes of x_0.
 
     Raises:
-        TypeError, ValueError: there is no stage, one is no `Stage`, or `input_bytes` is not
-            positive.
+        TypeError, ValueError: There is no stage, an element is not a `Stage`, or `input_bytes` is
+            not positive.
     """
 
     stages: tuple[Stage, ...]
@@ -117,8 +117,10 @@ class Chain:
         forward_time: float = 1.0,
         backward_time: float = 2.0,
     ) -> Chain:
-        """`length` equal stages; `saved_bytes` is `activation_bytes` (the output alone) if left
-        out."""
+        """Create a chain of `length` equal stages.
+
+        `saved_bytes` is by default `activation_bytes`, the output alone.
+        """
         whole("length", length, 1)
         saved = activation_bytes if saved_bytes is None else saved_bytes
         return cls(
@@ -137,25 +139,27 @@ class Chain:
         repeats: int = 5,
         alike: bool = False,
     ) -> Chain:
-        """Measure the stages, each by itself, as `ScheduledSequential` runs them.
+        """Measure each stage by itself, as `ScheduledSequential` runs it.
 
-        Bytes are the meter's: exact, and without the gradients of parameters that persist (make
-        them beforehand, as from the second step on, to measure the same in a run). Buffers and
-        random numbers are as before afterwards.
+        The bytes are the meter's and exact. They do not include parameter gradients that exist
+        already. To measure what a run has from the second step on, create these gradients before.
+        Buffers and random number generators are afterwards as before.
 
         Args:
-            stages: as for `ScheduledSequential`.
-            x: the input, of the size to be trained with; it tells whether a gradient of the input
-                is needed.
-            kwargs: constants that each stage gets as keyword arguments.
-            clock: False for times that repeat: FLOPs of matrix products and convolutions, and for a
-                stage without any, the number of elements of its output. True for seconds, the
+            stages: Modules and functions, as in `ScheduledSequential`.
+            x: Input of the size used in training. Its `requires_grad` decides whether a gradient of
+                the input is computed.
+            kwargs: Constants that each stage receives as keyword arguments.
+            clock: False for reproducible times: FLOPs of matrix products and convolutions, or the
+                number of elements of the output for a stage without these. True for seconds, as the
                 median of `repeats` runs.
-            alike: measure stages of one look, with inputs of one kind, once.
+            repeats: Number of timed runs per stage if `clock` is True.
+            alike: Whether stages that look the same, with inputs of the same kind, are measured
+                only once.
 
         Raises:
-            TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or
-                several that train.
+            TypeError, ValueError: An argument has the wrong type or value; a stage returns no
+                tensor, or several through which gradients flow.
         """
         modules = as_modules(stages)
         kwargs = dict(kwargs or {})
@@ -184,15 +188,17 @@ class Chain:
 def symbolic_chain(
     name: str, probe: Any, stages_of: Callable[[Any], tuple[Sequence[Callable], Any]]
 ) -> Chain:
-    """The chain of the stages and input that `stages_of(probe)` gives, measured on symbolic copies
-    and out of sight of meters.
+    """Measure the chain of the stages and input that `stages_of(probe)` returns.
+
+    The measurement runs on symbolic copies and is invisible to meters.
 
     Args:
-        name: of what is measured, for errors.
-        probe: modules and tensors, which are copied, unless they are symbolic.
+        name: Name of what is measured, for errors.
+        probe: Modules and tensors; they are copied, unless they are symbolic.
+        stages_of: Function that returns stages and input, given the probe or its copy.
     """
     mode = detect_fake_mode()
-    inside = mode is not None  # of an estimate, which explains errors itself
+    inside = mode is not None  # inside an estimate, which explains errors itself
     with _disable_current_modes():
         if mode is None:
             mode = Symbolic()
@@ -221,8 +227,10 @@ def symbolic_chain(
 
 
 def copies_of_generators(probe: Any) -> dict[int, torch.Generator]:
-    """Copies of the generators that modules hold in attributes, for `copy.deepcopy`, which fails to
-    copy them where tensors are symbolic."""
+    """Copy the generators that modules hold in attributes, as a memo for `copy.deepcopy`.
+
+    `copy.deepcopy` itself cannot copy a generator while tensors are symbolic.
+    """
     modules = (m for each in probe if isinstance(each, nn.Module) for m in each.modules())
     leaves = (leaf for m in modules for leaf in tree_leaves(attributes_of(m)))
     return {id(leaf): copy.deepcopy(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
@@ -231,9 +239,9 @@ def copies_of_generators(probe: Any) -> dict[int, torch.Generator]:
 def _profile(
     i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, clocked: int
 ) -> tuple[Stage, Any]:
-    """One stage's costs, and what it hands on."""
+    """Return the costs of one stage, and its output."""
     device = the_tensor(value).device
-    # they stand in for the stage's own
+    # copies replace the stage's own buffers, which stay unchanged
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     autocast = AutocastState([device.type])
 
@@ -256,7 +264,7 @@ def _profile(
         for flops in (forward_flops, backward_flops)
     ]
 
-    with MemoryMeter() as meter:  # one block for both: backward frees what forward saved as it goes
+    with MemoryMeter() as meter:  # one meter for both, as backward releases what forward saved
         kept = forward()
         saved = max(meter.live_bytes, output.nbytes)
         operators = meter.moments

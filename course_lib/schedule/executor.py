@@ -1,4 +1,4 @@
-"""Running a schedule under autograd."""
+"""Run a schedule under autograd."""
 
 from __future__ import annotations
 
@@ -41,39 +41,41 @@ from .stages import (
 
 
 class ScheduledSequential(nn.Sequential):
-    """Run stages by a schedule, under autograd: outputs and gradients are those of running one
-    after the other.
+    """Run stages by a schedule, under autograd, with the outputs and gradients of a plain chain.
 
     Every stage is one node of the graph, so gradients accumulate in the same order as without a
-    schedule. Random numbers, buffers and attributes: a stage that runs again draws the same numbers
-    (of PyTorch, Python and NumPy, and of generators in its attributes), finds its buffers and
-    attributes as before its first run, and leaves all as they are; they change in a stage's first
-    run only. Autocast is as in the first run. Without gradients the stages just run.
+    schedule. A stage that runs again draws the same random numbers as in its first run (of PyTorch,
+    Python and NumPy, and of generators in its attributes). It also starts with its buffers and
+    attributes of before its first run, and leaves all of these unchanged. Only a stage's first run
+    changes them. Autocast is as in the first run. Without gradients the stages simply run one after
+    the other.
 
-    The bytes live are those that `simulate` counts for `Chain.profile`. On top come, for stages
-    that run again, copies of their buffers and of tensors in their attributes (of all during the
-    first run, then of those that it changed), and the states of the random number generators (5,056
-    bytes on the CPU) of those that draw; and the gradients of parameters. A stage hands on the
-    gradients of its own parameters together, at the end of its backward: that is in the profile.
+    The live bytes are those that `simulate` counts for `Chain.profile`, plus the gradients of
+    parameters, plus some state of stages that run again. This state consists of copies of buffers
+    and of tensors in attributes (all of them during the first run, afterwards only those that it
+    changed), and of the states of the random number generators (5,056 bytes on the CPU) for stages
+    that draw. A stage passes the gradients of its parameters to autograd together, at the end of
+    its backward; the profile includes this.
 
     Args:
-        module: the chain: an `nn.Sequential`, or a list of modules and functions; modules are
-            shared, under the same names. A function trains the parameters that it holds: in its
-            closure and defaults, or as a `partial`. A stage takes what the one before returns, a
-            tensor or a container in which one tensor is floating; a tuple of one tensor and Nones
-            becomes that tensor. Gradients flow through that tensor only. A stage does not change it
-            in place, and computes the same each time.
-        schedule: legal for as many stages.
+        module: The chain: an `nn.Sequential`, or a list of modules and functions. Modules are
+            shared and keep their names. The parameters of a function are those in its closure and
+            defaults, or in a `partial`. A stage receives what the previous one returned: a tensor,
+            or a container with exactly one floating-point tensor; a tuple of one tensor and Nones
+            becomes that tensor. Gradients flow through that tensor only. A stage must not change it
+            in place, and must compute the same result each time.
+        schedule: A schedule that is legal for this number of stages.
 
-    Call it with the chain's input; keyword arguments go to every stage, and are constants.
+    Call the module with the chain's input. Keyword arguments are constants that every stage
+    receives.
 
     Raises:
-        IllegalSchedule: the schedule is not legal for so many stages.
-        TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several
-            that train.
-        RuntimeError: a stage changes its input in place, uses a tensor that trains and is not its
-            own, or returns another shape or dtype when it runs again; the backward pass runs a
-            second time, or is itself to be differentiated.
+        IllegalSchedule: The schedule is not legal for this number of stages.
+        TypeError, ValueError: An argument has the wrong type or value; a stage returns no tensor,
+            or several through which gradients flow.
+        RuntimeError: A stage changes its input in place, uses a tensor that requires a gradient and
+            is not its own, or returns another shape or dtype when it runs again. Or the backward
+            pass runs a second time, or is itself differentiated.
     """
 
     def __init__(self, module: Sequence[Callable], schedule: Schedule):
@@ -85,8 +87,8 @@ class ScheduledSequential(nn.Sequential):
             self.add_module(name, stage)
         self.training = getattr(module, "training", True)
         self.schedule = schedule
-        # what to do instead of a schedule, for the error of a stage that runs differently again;
-        # None does not compare
+        # Advice on what to do instead of using a schedule, for the error of a stage whose runs
+        # differ. If None, runs are not compared.
         self.advice: str | None = None
         self._length = len(stages)
 
@@ -112,9 +114,11 @@ class ScheduledSequential(nn.Sequential):
 
 
 class StageNode(torch.autograd.Function):
-    """A stage in the outer graph. Between two of them nothing goes that has memory: values and
-    gradients are the run's, since autograd would hold a gradient for as long as its node's backward
-    takes."""
+    """A stage in the outer graph.
+
+    Only empty tensors pass between two nodes. The `Run` holds values and gradients, because
+    autograd would hold a gradient for as long as its node's backward runs.
+    """
 
     @staticmethod
     def forward(ctx, run: Run, i: int, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -132,7 +136,7 @@ class StageNode(torch.autograd.Function):
 
 
 class Output(torch.autograd.Function):
-    """End of the outer graph: the output comes in from the run, and its gradient goes there."""
+    """The end of the outer graph, where the output leaves the `Run` and its gradient enters."""
 
     @staticmethod
     def forward(ctx, run: Run, output: Tensor, link: Tensor) -> Tensor:
@@ -147,14 +151,13 @@ class Output(torch.autograd.Function):
 
 
 class Run:
-    """State of one forward and backward pass: the values, graphs and random states alive between
-    actions.
+    """State of one forward and backward pass: the values and graphs that are live between actions.
 
-    Whoever runs the stages calls `step` for each of them and then `end`; backward comes back stage
-    by stage.
+    The caller calls `step` once for each stage and then `end`. Autograd later calls `backward` for
+    each stage.
 
     Args:
-        states: States of the stages, none of which has run.
+        states: States of the stages before their first run.
     """
 
     def __init__(
@@ -168,16 +171,16 @@ class Run:
         x = the_tensor(value)
         self.states = dict(enumerate(states))
         self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
-        self.next = 0  # the stage whose first run is to come
-        # the stage whose backward comes next, once all before it has run
+        self.next = 0  # the stage that runs next for the first time
+        # the stage whose backward is next, once all actions before it have run
         self.due: int | None = None
-        # runs to come
+        # stage -> number of its forwards that have not run yet
         self.left = Counter(action.stage for action in schedule if isinstance(action, Forward))
         self.values: dict[int, Any] = {0: with_tensor(value, x.detach())}
-        self.kept: dict[int, Kept] = {}  # of stages that keep all
-        self.slot = GradientSlot()  # of the output of the stage that is due
-        self.kinds: dict[int, tuple] = {}  # (shape, dtype, device) of each stage's output
-        # the first run, for the others
+        self.kept: dict[int, Kept] = {}  # stage -> what it keeps, for stages run with "all"
+        self.slot = GradientSlot()  # holds the gradient of the output of stage `due`
+        self.kinds: dict[int, tuple] = {}  # stage -> (shape, dtype, device) of its output
+        # stage -> random state and buffers before its first run, for its later runs
         self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}
         trains = [bool(trained(stage)) for stage in stages]
         self.needs = list(
@@ -187,7 +190,7 @@ class Run:
         self.modes = modes_when_recomputed()
 
     def step(self, link: Tensor) -> Tensor:
-        """The next stage for the first time: its node in the outer graph, which follows `link`."""
+        """Run the next stage for the first time; return its node, which follows `link`."""
         i = self.next
         with self.autocast.as_then(cache_enabled=False):
             for action in self.actions:
@@ -200,19 +203,19 @@ class Run:
         return StageNode.apply(self, i, link, *trained(self.stages[i]))
 
     def output(self, i: int) -> Any:
-        """Output of stage i, without its graph."""
+        """Return the output of stage i, without its graph."""
         value = self.kept[i].output if i in self.kept else self.values[i + 1]
         return with_tensor(value, the_tensor(value).detach())
 
     def end(self, link: Tensor) -> Any:
-        """Output of the last stage, as the outer graph has it after the last `step`."""
+        """After the last `step`, return the output of the last stage as part of the outer graph."""
         output = self.output(len(self.stages) - 1)
         return with_tensor(output, Output.apply(self, the_tensor(output), link))
 
     def to_next_backward(self) -> None:
-        """Run the forwards up to the next backward; `due` is then its stage."""
-        # Without a cache: casts of weights would stay in it, and in older torch lack the way to
-        # their gradients.
+        """Run the forwards up to the next backward, and set `due` to its stage."""
+        # The autocast cache is off, because cast weights would stay in it. In older torch versions
+        # they would also lack the path to their gradients.
         with self.autocast.as_then(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):
@@ -232,8 +235,11 @@ class Run:
                 self.values.pop(i, None)
 
     def run(self, i: int, value: Any, keep: str) -> Any:
-        """Stage i with the random numbers and buffers of its first run: a `Kept`, or what it hands
-        on."""
+        """Run stage i with the random numbers and buffers of its first run.
+
+        Returns:
+            A `Kept` if `keep` is "all", else the value for the next stage.
+        """
         self.left[i] -= 1
         device, random, buffers, watch = the_tensor(value).device, None, {}, None
         if i in self.before:
@@ -245,7 +251,7 @@ class Run:
             now = RandomState([device])
             random.restore()
         more = self.left[i] > 0
-        state = self.states[i] if more else self.states.pop(i)  # with its copies
+        state = self.states[i] if more else self.states.pop(i)  # the last run frees its copies
         try:
             with state.next_run(more):
                 if keep == "all":
@@ -285,16 +291,16 @@ class Run:
         return repeats.forward(stage, self.given(i, value), self.context(i), handed, drawing)
 
     def given(self, i: int, value: Any) -> list[Tensor]:
-        """The tensors that stage i computes with, its own aside."""
+        """Return the tensors that stage i computes with, except its own."""
         arguments = getattr(self.stages[i], "arguments", None)
         return list(dict.fromkeys(tensors_in([value, self.kwargs, arguments])))
 
     def context(self, i: int) -> tuple:
-        """All else that decides what a run of stage i takes."""
+        """Return everything else that determines what a run of stage i needs."""
         return i == len(self.stages) - 1, self.needs[i], torch.is_autocast_enabled("cpu")
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The gradients of the input of stage i and of its parameters."""
+        """Return the gradients of the input of stage i and of its parameters."""
         if self.due is None:
             with ExitStack() as stack:
                 for mode in self.modes:
@@ -303,7 +309,7 @@ class Run:
         if self.due != i:
             self.slot.take()
             raise RuntimeError(
-                "this backward pass has run already, and what the schedule kept for it is gone: "
+                "this backward pass has already run, and its saved tensors are freed: "
                 "call the module again instead of backward() with retain_graph=True"
             )
         self.due = None
@@ -314,21 +320,23 @@ class Run:
 
 
 def check_kind(i: int, output: Tensor, kinds: dict[int, tuple]) -> None:
-    """Raise if the output of stage i differs in shape, dtype or device from that of its first run,
-    which is noted in `kinds`."""
+    """Raise if the output of stage i differs in shape, dtype or device from its first run.
+
+    `kinds` holds these of the first runs and is filled here.
+    """
     found = tuple(output.shape), output.dtype, output.device
-    # a shape that broadcasts, or a dtype, would pass in silence
+    # a shape that broadcasts, or another dtype, would not raise an error later
     if kinds.setdefault(i, found) != found:
         raise RuntimeError(
             f"stage {i} returned {found} when it ran again, but {kinds[i]} at first; "
-            "a schedule takes stages that compute the same each time"
+            "a stage of a schedule must compute the same each time"
         )
 
 
 def states_of(
     blocks: Sequence[nn.Module], names: Sequence[str], advice: str | None
 ) -> list[BlockState]:
-    """States of blocks that a schedule runs; with `advice`, they compare their runs."""
+    """Return states of the blocks of a schedule; with `advice`, the blocks compare their runs."""
     return [
         BlockState(block, Comparison(name, advice) if advice is not None else None)
         for block, name in zip(blocks, names, strict=True)
@@ -336,7 +344,7 @@ def states_of(
 
 
 class _Watch:
-    """Side effects of a stage's first run: random numbers and buffers, as they were before."""
+    """The random state and the buffers before a stage's first run, to find out what it changed."""
 
     def __init__(self, stage: nn.Module, device: torch.device):
         self.stage = stage
@@ -350,7 +358,7 @@ class _Watch:
 
     def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
         after = dict(self.stage.named_buffers())
-        # random states are no symbolic tensors, even where the stages run on such
+        # random states are not symbolic tensors, even if the stages run on symbolic tensors
         with _disable_current_modes():
             symbolic = isinstance(self.drawing, _Drawing)
             drew = self.drawing.seen if symbolic else self.random != RandomState(self.devices)
@@ -362,8 +370,10 @@ class _Watch:
         return self.random if drew else None, buffers
 
     def _is_changed(self, buffer: Tensor, version: int, copy: Tensor) -> bool:
-        """Whether a buffer has changed, by value: norms change their statistics without counting
-        that as a change in place."""
+        """Return whether a buffer has changed, by its values.
+
+        Normalization layers change their statistics without increasing the version counter.
+        """
         if not is_symbolic(copy):
             return not torch.equal(buffer, copy)
         norms = [
@@ -377,7 +387,7 @@ class _Watch:
 
 
 class _Drawing(ObserverMode):
-    """Sees operators that draw random numbers. Symbolic ones leave the generators as they are."""
+    """Detect operators that draw random numbers, since symbolic ones do not advance a generator."""
 
     seen = False
 
@@ -389,7 +399,7 @@ class _Drawing(ObserverMode):
 
 
 def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
-    """Whether this is attention that could drop out probabilities, and does not."""
+    """Return whether this is an attention operator with dropout disabled."""
     given = (
         dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         | kwargs

@@ -1,4 +1,4 @@
-"""The cheapest schedule under a budget, and all of them: one dynamic program."""
+"""The fastest schedule within a budget, and the frontier of all budgets, by dynamic programming."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from .actions import Action, Backward, Cost, Forward, Schedule, simulate
 from .chain import Chain
 from .rules import MANY, Sizes, advance, store_all
 
-CELLS, LEAST_LEVELS = 8_000_000, 500  # a table of 64 MB; of 160 MB for 200 stages
+CELLS, LEAST_LEVELS = 8_000_000, 500  # a table of 64 MB, or 160 MB for 200 stages
 
 
 def optimal(chain: Chain, budget_bytes: int) -> Schedule:
-    """The fastest persistent schedule whose simulated peak is within the budget.
+    """Find the fastest persistent schedule with a simulated peak within the budget.
 
-    Persistent: what is kept stays until its backward. Time[s, t](m), the least for stages s to t
-    with m bytes beyond x_s, is the lesser of: keep all of stage s, and do s+1 to t with
-    `saved_bytes` less; or run on from x_s to some x_e, keep it, do e to t with its bytes less, and
-    then s to e-1 with m again.
+    Persistent means that a kept value stays until its backward. Time[s, t](m) is the least time for
+    stages s to t with m bytes beyond x_s. It is the smaller of two options: keep all of stage s and
+    run s+1 to t with `saved_bytes` less; or run from x_s to some x_e, keep it, run e to t with
+    x_e's bytes less, and then run s to e-1 with m bytes.
 
-    That is a step function of m. Its steps are at sums of the chain's sizes; where there are no
-    more of these than the table has levels (8,000,000 / L**2, but 500 at least), the result is
-    exact. Else the levels are as many multiples of one size, and m is rounded down to one at each
-    step: the result is within the budget, and may be slower than the best by what so little less
-    memory costs.
+    Time is a step function of m, with steps at sums of the chain's sizes. If there are at most as
+    many of these sums as the table has levels (8,000,000 / L**2, but at least 500), the result is
+    exact. Otherwise the levels are multiples of one size, and m is rounded down to a level at each
+    step. The result is then still within the budget, but it may be slower than the best schedule,
+    by what that little memory costs.
 
     Args:
         chain: L stages.
-        budget_bytes: for all that `simulate` counts.
+        budget_bytes: Limit of everything that `simulate` counts.
 
     Raises:
-        InfeasibleBudget: no schedule fits; the least budget is named, exactly.
-        TypeError, ValueError: an argument is not of its kind.
+        InfeasibleBudget: No schedule fits; the message gives the smallest feasible budget, exactly.
+        TypeError, ValueError: An argument has the wrong type or value.
 
     Source: Beaumont et al., arXiv:1911.13214, theorem 1.
     """
@@ -50,17 +50,17 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def frontier(chain: Chain) -> list[Cost]:
-    """Every non-dominated (peak_bytes, time) of a persistent schedule, from the least peak to the
-    least time.
+    """Find all non-dominated costs of persistent schedules, from the least peak to the least time.
 
-    Exact where `optimal` is. Else all are costs of schedules, the first has the least peak, and
-    others may be missing.
+    A cost is non-dominated if no other one is at least as good in both peak and time. The result is
+    exact under the same condition as in `optimal`. Otherwise every cost still belongs to a schedule
+    and the first still has the least peak, but some costs may be missing.
 
     Args:
         chain: L stages.
 
     Returns:
-        Costs with rising `peak_bytes` and falling `time`; the last one has `store_all`'s time.
+        Costs with rising `peak_bytes` and falling `time`; the last one has the time of `store_all`.
     """
     fastest = simulate(store_all(chain), chain)
     table = _Table(chain, fastest.peak_bytes - chain.input_bytes)
@@ -76,10 +76,11 @@ def frontier(chain: Chain) -> list[Cost]:
 
 
 class _Table:
-    """need[s, t], the least bytes beyond x_s for stages s to t, exactly; time[s, t, k], the least
-    time with levels[k].
+    """Tables of the dynamic program.
 
-    The last column of `time` is infinite: an index of -1 stands for less than the first level.
+    need[s, t] is the least number of bytes beyond x_s for stages s to t, exactly. time[s, t, k] is
+    the least time with levels[k] bytes. The last column of `time` is infinite, so index -1 means
+    fewer bytes than the first level.
     """
 
     def __init__(self, chain: Chain, most_bytes: int):
@@ -94,19 +95,21 @@ class _Table:
             for kind in (self.sizes.values, self.sizes.saved)
         )
         for t in range(length):
-            # right[e]: the time for e to t with x_e to be kept, and to get to x_e
+            # right[e]: time to run from x_0 to x_e, keep x_e, and run e to t
             right = np.empty_like(self.room)
             for s in reversed(range(t + 1)):
                 self.fill(s, t, right)
                 np.add(self.time[s, t, after_value[s]], self.sizes.elapsed[s], out=right[s])
 
     def at(self, count: np.ndarray) -> np.ndarray:
-        """The level within so many bytes."""
+        """Return the index of the largest level that is at most `count` bytes; -1 if none is."""
         return np.searchsorted(self.levels, count, side="right") - 1
 
     def needs(self, s: int, t: int) -> np.ndarray:
-        """The least bytes beyond x_s: first to keep all of stage s, then to run on to x_e, for e =
-        s+1 to t."""
+        """Return the least bytes beyond x_s for each first choice.
+
+        The first is to keep all of stage s; the others are to run on to x_e, for e = s+1 to t.
+        """
         sizes = self.sizes
         needed = np.empty(t - s + 1, dtype=np.int64)
         needed[0] = max(sizes.gradient[t] + sizes.forward[s], sizes.backward[s])
@@ -126,7 +129,7 @@ class _Table:
             reached = np.maximum(
                 self.need[s, s:t], self.need[s + 1 : t + 1, t] + self.sizes.values[s + 1 : t + 1]
             )
-            # where running there takes more than both parts
+            # exclude levels at which running to x_e does not fit, though both parts do
             for e in np.flatnonzero(needed[1:] > reached):
                 total[e, : np.searchsorted(self.levels, needed[e + 1])] = np.inf
             np.minimum.reduce(total, axis=0, out=best)
@@ -140,10 +143,10 @@ class _Table:
         np.minimum(best[first:-1], keep[first:-1], out=best[first:-1])
 
     def schedule(self, budget: int) -> Schedule:
-        """The schedule that the table holds for so many bytes beyond x_0."""
+        """Return the schedule that the table holds for `budget` bytes beyond x_0."""
         actions: list[Action] = []
         waiting: list[Backward | tuple[int, int, int]] = [(0, self.sizes.length - 1, budget)]
-        while waiting:  # a stack, since chains may be long
+        while waiting:  # a stack instead of recursion, since chains may be long
             following = waiting.pop()
             if isinstance(following, Backward):
                 actions.append(following)
@@ -161,7 +164,7 @@ class _Table:
         return Schedule(actions)
 
     def choice(self, s: int, t: int, m: int) -> int:
-        """Distance to run on with m bytes; 0: keep all of stage s."""
+        """Return how many stages to run ahead with m bytes, or 0 to keep all of stage s."""
         sizes = self.sizes
         needed = self.needs(s, t)
         ends = np.arange(s + 1, t + 1)
@@ -174,13 +177,16 @@ class _Table:
             )
             times[1:] += sizes.elapsed[ends] - sizes.elapsed[s]
         times[needed > m] = np.inf
-        # The levels may be too coarse for any of them, but what needs least always fits.
+        # The levels may be too coarse to find a finite time, but the choice that needs least always
+        # fits.
         return int(times.argmin() if np.isfinite(times.min()) else needed.argmin())
 
 
 def _levels(sizes: Sizes, most: int) -> np.ndarray:
-    """All bytes up to `most` at which a least time may change; if there are too many, equal steps
-    up to `most`."""
+    """Return all byte counts up to `most` at which a least time may change.
+
+    If there are too many, return equal steps up to `most`.
+    """
     limit = max(LEAST_LEVELS, CELLS // sizes.length**2)
     gradients, through = np.unique(sizes.gradient), np.unique(sizes.through[sizes.through > 0])
     ends = np.maximum(sizes.forward[:, None] + gradients, sizes.backward[:, None])
@@ -191,9 +197,9 @@ def _levels(sizes: Sizes, most: int) -> np.ndarray:
             least = -(-most // limit)
             kept = np.append(sizes.values, sizes.saved)
             steps = np.linspace(least, 2 * least, 100).astype(np.int64)
-            # by which least is lost in rounding
+            # the step that loses least in rounding
             step = min(steps, key=lambda step: np.sum(-kept % step))
             return np.arange(most % step, most + 1, step)
-        if i > 0:  # x_i may be kept, or all of the stage before, which it is part of
+        if i > 0:  # x_i may be kept, by itself or as a part of all that stage i-1 saved
             levels = np.concatenate([levels, levels + sizes.values[i], levels + sizes.saved[i - 1]])
     return np.unique(levels[levels <= most])

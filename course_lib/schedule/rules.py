@@ -1,5 +1,4 @@
-"""Schedules by rule: each a few lines, from the one that keeps all to the one with the fewest
-forwards."""
+"""Schedules that follow a simple rule, from keeping everything to the fewest forwards."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from course_lib._check import kind, whole
 from .actions import Action, Backward, Forward, Schedule
 from .chain import Chain
 
-MANY = 1 << 60  # bytes: more than there are
+MANY = 1 << 60  # bytes, as infinity
 
 
 def store_all(chain: Chain) -> Schedule:
-    """Keep everything: each forward once, then each backward. No schedule is faster.
+    """Keep everything: run each forward once, then each backward. No schedule is faster.
 
     Args:
         chain: L stages.
@@ -27,25 +26,24 @@ def store_all(chain: Chain) -> Schedule:
 
 
 def segments(chain: Chain, count: int) -> Schedule:
-    """Cut the chain into `count` segments, keep what enters each, and keep all of one segment at a
-    time.
+    """Cut the chain into `count` segments, keep the input of each, and keep all of one at a time.
 
-    Equal stages: the sizes of the segments differ by at most one, the larger ones first (while
-    fewer inputs are kept when these are recomputed). Uneven stages: the cut whose simulated peak is
-    least.
+    If all stages are equal, the sizes of the segments differ by at most one, and the larger ones
+    come first, because fewer inputs are kept when they are recomputed. Otherwise the cuts are those
+    with the least simulated peak.
 
     Args:
         chain: L stages.
-        count: of segments, 1 (the same as `store_all`) to L.
+        count: Number of segments, from 1 (the same as `store_all`) to L.
 
     Returns:
         A schedule with one extra forward per stage that is not in the last segment.
 
     Raises:
-        TypeError, ValueError: `count` is not between 1 and L.
+        TypeError, ValueError: `count` is not a whole number from 1 to L.
 
-    Source: Chen et al. 2016, arXiv:1604.06174, section 4; the least peak by a dynamic program over
-    cuts.
+    Source: Chen et al. 2016, arXiv:1604.06174, section 4. The cuts of unequal stages are found by
+    dynamic programming.
     """
     length = _length(chain)
     whole("count", count, 1, length)
@@ -56,11 +54,11 @@ def segments(chain: Chain, count: int) -> Schedule:
 
 
 def sqrt_segments(chain: Chain) -> Schedule:
-    """Cut the chain into k* segments and keep only what enters each.
+    """Cut the chain into k* segments and keep only the input of each.
 
     With s bytes saved per stage and b bytes at a boundary, holding k boundaries and one segment of
-    L/k stages costs k*b + (L/k)*s bytes, least at k* = sqrt(L*s/b). Of the whole numbers around k*,
-    the one for which this is less.
+    L/k stages costs k*b + (L/k)*s bytes, which is least at k* = sqrt(L*s/b). The
+    whole number next to k* with the lower cost is used.
 
     Args:
         chain: L stages; s and b are the means of their `saved_bytes` and `output_bytes`.
@@ -83,11 +81,10 @@ def sqrt_segments(chain: Chain) -> Schedule:
 
 
 def recursive(chain: Chain) -> Schedule:
-    """Halve the chain, keep what enters the second half, finish that half, then the first; each
-    half likewise.
+    """Halve the chain recursively: keep the input of the second half and run that half first.
 
-    At most ceil(log2 L) + 1 inputs and one stage's saved bytes are alive at once, for about (L/2) *
-    log2 L extra forwards.
+    At most ceil(log2 L) + 1 inputs and one stage's saved bytes are live at once. The price is about
+    (L/2) * log2 L extra forwards.
 
     Args:
         chain: L stages.
@@ -108,18 +105,18 @@ def recursive(chain: Chain) -> Schedule:
 
 
 def binomial(length: int, slots: int) -> Schedule:
-    """The fewest forwards for equal stages when at most `slots` inputs are kept at once, x_0 among
-    them.
+    """Use the fewest forwards for equal stages if at most `slots` inputs, including x_0, are kept.
 
-    Every stage's forward that keeps all runs just before its backward. The forwards beyond these L
-    number r*L - C(s+r, s+1), with s slots and r the least number for which C(s+r, s) >= L.
+    The forward of a stage that keeps everything runs directly before its backward. There are r*L -
+    C(s+r, s+1) forwards in addition to these L, with s slots and the least r for which C(s+r, s) >=
+    L.
 
     Args:
         length: L, the number of stages.
-        slots: s, 1 or more; more than L - 1 change nothing.
+        slots: s, at least 1; more than L - 1 slots change nothing.
 
     Raises:
-        TypeError, ValueError: an argument is not a positive whole number.
+        TypeError, ValueError: An argument is not a positive whole number.
 
     Source: Griewank and Walther 2000, "Algorithm 799: revolve", ACM TOMS 26(1).
 
@@ -146,12 +143,14 @@ def binomial(length: int, slots: int) -> Schedule:
 
 @lru_cache(maxsize=1 << 16)
 def _binomial_split(length: int, slots: int) -> int:
-    """Distance to run before the next input is kept: the largest that keeps both parts within r
-    repeats."""
+    """Return how far to run before the next input is kept.
+
+    It is the largest distance for which no stage of either part runs ahead more than r times.
+    """
     if slots == 1:
         return length - 1
     r, reach = 0, 1
-    while reach < length:  # the least r with C(s+r, s) >= L: no stage runs ahead more often
+    while reach < length:  # the least r with C(s+r, s) >= L: no stage runs ahead more than r times
         r += 1
         reach = reach * (slots + r) // r
     return min(math.comb(slots + r - 1, slots), length - math.comb(slots + r - 2, slots - 1))
@@ -168,12 +167,12 @@ def _keep_all(start: int, end: int) -> list[Action]:
 
 
 def advance(start: int, end: int) -> list[Action]:
-    """Forwards from x_start to x_end, keeping x_start."""
+    """Return the forwards from x_start to x_end, which keep x_start."""
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 
 
 def segmented(cuts: list[int]) -> Schedule:
-    """Segments from each cut to the next."""
+    """Return the schedule with segments from each cut to the next."""
     pairs = list(pairwise(cuts))
     actions: list[Action] = []
     for start, end in pairs[:-1]:
@@ -184,11 +183,11 @@ def segmented(cuts: list[int]) -> Schedule:
 
 
 class Sizes:
-    """The chain's bytes and times.
+    """The bytes and times of a chain, as arrays.
 
-    Steps work on stages s to t, both included, with x_s kept by others and not counted, and with
-    the gradient of x_{t+1} counted where it is alive already: not for t = L-1, whose gradient comes
-    with its backward.
+    A part of the chain is stages s to t, both included. Its input x_s is kept elsewhere and is not
+    counted. The gradient of x_{t+1} is counted if it is live already, that is unless t = L-1, whose
+    gradient is created at the start of its backward.
     """
 
     def __init__(self, chain: Chain):
@@ -203,10 +202,9 @@ class Sizes:
         self.backward = (
             self.saved + self.values[1:] + [stage.backward_overhead_bytes for stage in stages]
         )
-        # of x_{t+1}, during the forwards of stages up to t
+        # gradient[t]: bytes of the gradient of x_{t+1} during the forwards of stages up to t
         self.gradient = np.append(self.values[1:length], 0)
-        # through[s, e]: what running from x_s to x_e takes, x_s kept and the rest dropped on the
-        # way
+        # through[s, e]: bytes needed to run from x_s to x_e if only x_s is kept on the way
         self.through = np.zeros((length, length + 1), dtype=np.int64)
         for s in range(length):
             running = self.forward[s:].copy()
@@ -219,15 +217,15 @@ class Sizes:
 
 
 def _best_cuts(chain: Chain, count: int) -> list[int]:
-    """The boundaries 0 = c_0 < ... < c_count = L for which the peak of `segmented` is least.
+    """Return the boundaries 0 = c_0 < ... < c_count = L with the least peak of `segmented`.
 
-    need[a] is the least that the stages from a on take, beyond what is kept before a and x_a, with
-    so many segments: the first of them ends at some b, and takes its own, or else leaves x_b kept
-    for the rest.
+    need[a] is the least number of bytes that stages a and later need, beyond x_a and what is kept
+    before it, for a given number of segments. The first of the segments ends at some b. It needs
+    its own bytes, or the rest needs x_b and need[b].
     """
     sizes = Sizes(chain)
     length = len(chain)
-    own = np.full((length, length + 1), MANY, dtype=np.int64)  # what segment a..b-1 takes
+    own = np.full((length, length + 1), MANY, dtype=np.int64)  # bytes that segment a..b-1 needs
     for a in range(length):
         before = np.cumsum(sizes.saved[a:]) - sizes.saved[a:]
         forward = np.maximum.accumulate(before + sizes.forward[a:])

@@ -1,5 +1,4 @@
-"""One stage under autograd: what may be one, its run, and its backward pass, which gives up what it
-has used."""
+"""One stage under autograd: its checks, its forward, and its backward, which frees memory early."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from course_lib._check import function, kind, shown, whole
 from course_lib._torch import map_tensors, tensors_in
 
-# ---- what may be a stage, and what goes from one to the next
+# ---- the checks of a stage and of the value between two stages
 
 
 def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
-    """The stages by name, as modules."""
+    """Return the stages by name, as modules."""
     allowed = "an nn.Sequential or a list of modules and functions"
     kind("stages", stages, (nn.Sequential, nn.ModuleList, list, tuple), allowed)
     whole("the number of stages", len(stages), 1)
@@ -40,14 +39,14 @@ _identities = itertools.count()
 
 
 class _Function(nn.Module):
-    """A function as a module, with the modules and parameters that it holds as its own."""
+    """A function as a module, with the modules and parameters that it refers to as its own."""
 
     def __init__(self, function: Callable):
         super().__init__()
         self.function = function
         held = list(dict.fromkeys(_held(function)))
-        # What it computes cannot be seen from here, so it looks like no other. Not its `id`, which
-        # the next function has once this one is gone.
+        # Its computation is unknown, so no two functions are treated as alike. `id` is not used,
+        # because Python may reuse it for the next function.
         self.identity = str(next(_identities))
         self.modules_held = nn.ModuleList(value for value in held if isinstance(value, nn.Module))
         self.parameters_held = nn.ParameterList(
@@ -59,8 +58,11 @@ class _Function(nn.Module):
 
 
 def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
-    """Modules and parameters in a partial's arguments, a method's object, a function's closure and
-    defaults, and lists and dicts of these."""
+    """Yield the modules and parameters that a function refers to.
+
+    They may be in a partial's arguments, a method's object, a closure, defaults, or lists and dicts
+    of these.
+    """
     if isinstance(value, (nn.Module, nn.Parameter)):
         yield value
         return
@@ -79,8 +81,10 @@ def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def handed_on(name: str, value: Any) -> Any:
-    """Input of the next stage; a tuple of one tensor and Nones, as Hugging Face layers return, is
-    that tensor."""
+    """Check the input of the next stage and return it.
+
+    A tuple of one tensor and Nones, as Hugging Face layers return it, becomes that tensor.
+    """
     tensors = list(tensors_in(value))
     if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
         raise TypeError(
@@ -92,13 +96,13 @@ def handed_on(name: str, value: Any) -> Any:
 
 
 def the_tensor(value: Any) -> Tensor:
-    """The one that gradients go through, in what goes from stage to stage."""
+    """Return the tensor through which gradients flow, from the value between two stages."""
     tensors = list(tensors_in(value))
     return tensors[0] if len(tensors) == 1 else next(filter(differentiable, tensors))
 
 
 def with_tensor(value: Any, new: Tensor) -> Any:
-    """`value` with another tensor in place of the one that gradients go through."""
+    """Replace the tensor through which gradients flow."""
     old = the_tensor(value)
     return map_tensors(lambda tensor: new if tensor is old else tensor, value)
 
@@ -119,8 +123,10 @@ def check_constants(kwargs: dict[str, Any]) -> None:
 def run_stage(
     i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[str, Tensor] | None = None
 ) -> Any:
-    """Stage i on what stage i-1 handed on; with `buffers`, those stand in for its own, which stay
-    as they are."""
+    """Run stage i on the output of stage i-1.
+
+    `buffers`, if given, replace the stage's own buffers, which then stay unchanged.
+    """
     versions = [tensor._version for tensor in tensors_in(value)]
     if buffers:
         output = torch.func.functional_call(stage, buffers, (value,), kwargs)
@@ -138,14 +144,14 @@ def run_stage(
 
 
 class GradientSlot:
-    """The gradient on its way from one stage's backward to the next, held nowhere else.
+    """The gradient that one stage's backward passes to the next, referenced nowhere else.
 
-    Autograd frees each tensor after its last use, but for those that its callers hold: so a node of
-    the next stage's graph takes the gradient out of here.
+    Autograd frees each tensor after its last use, unless its caller holds it. A node of the next
+    stage's graph therefore takes the gradient out of this slot.
     """
 
     def __init__(self) -> None:
-        self.gradient: Tensor | None = None  # also where the output had no use
+        self.gradient: Tensor | None = None  # also None if the output was not used
 
     def take(self) -> Tensor | None:
         gradient, self.gradient = self.gradient, None
@@ -153,8 +159,10 @@ class GradientSlot:
 
 
 class Kept:
-    """Result of a forward that keeps all: the stage's graph, to which backward brings the gradient
-    in `slot`. The output is let go of first."""
+    """Result of a forward that keeps everything: the stage's graph and output.
+
+    `backward` releases the output and then sends the gradient in `slot` through the graph.
+    """
 
     def __init__(
         self,
@@ -169,7 +177,7 @@ class Kept:
         x = the_tensor(value)
         with torch.enable_grad():
             self.x = x.detach().requires_grad_(needs and differentiable(x))
-            # A view, because FlopCounterMode's hook on a module's input may not meet a leaf inside
+            # A view, because FlopCounterMode's hook on a module's input fails on a leaf inside
             # autograd.grad.
             self.output = run_stage(
                 i, stage, with_tensor(value, self.x.view_as(self.x)), kwargs, buffers
@@ -185,12 +193,12 @@ class Kept:
             )
         if left := next(_left_behind(stage), None):
             raise RuntimeError(
-                f"stage {i} leaves a tensor with a gradient behind in {left}, and nothing else of a"
-                " stage than what it returns may be used; return it, or detach it"
+                f"stage {i} leaves a tensor with a gradient behind in {left}, but only its output"
+                " may be used outside a stage; return that tensor, or detach it"
             )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The gradients of the input, if one is needed, and of the stage's parameters."""
+        """Return the gradients of the input, if it needs one, and of the stage's parameters."""
         self.output = None
         wanted = [tensor for tensor in (self.x, *self.parameters) if tensor.requires_grad]
         if not self.end.requires_grad or self.slot.gradient is None:
@@ -204,8 +212,7 @@ class Kept:
 
 
 class _TakeGradient(torch.autograd.Function):
-    """The end of a stage's graph, without memory. Backward from it starts with the gradient in the
-    slot."""
+    """The end of a stage's graph, an empty tensor; its backward starts with the slot's gradient."""
 
     @staticmethod
     def forward(ctx, output: Tensor, slot: GradientSlot) -> Tensor:
@@ -222,11 +229,13 @@ def trained(stage: nn.Module) -> list[nn.Parameter]:
 
 
 def _left_behind(stage: nn.Module) -> Iterator[str]:
-    """Attributes with a tensor that a run has computed, but for weights that a hook computes before
-    each run."""
+    """Yield attributes with a tensor that a run has computed.
+
+    Weights that a hook computes before each run are left out.
+    """
     for name, module in stage.named_modules():
         hooks = module._forward_pre_hooks.values()
-        # normed or pruned
+        # weights of weight_norm, spectral_norm and pruning
         weights = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
         for key in vars(module).keys() - weights:
             if any(tensor.grad_fn is not None for tensor in tensors_in(vars(module)[key])):
@@ -234,7 +243,7 @@ def _left_behind(stage: nn.Module) -> Iterator[str]:
 
 
 def _leaves(end: Tensor) -> Iterator[Tensor]:
-    """The leaves that backward from `end` comes to."""
+    """Yield the leaves that backward from `end` reaches."""
     waiting = [end.grad_fn]
     seen = {None}
     while waiting:
