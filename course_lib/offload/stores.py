@@ -267,7 +267,8 @@ class HostStore(Store):
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
         device = Device.of(data)
-        device.wait(reservation.last["down"][2])  # the copy down may have started on another stream
+        # The copy down may have started on another stream.
+        device.wait(reservation.last["down"][2])
         return self._copied(reservation, data, reservation.place, device, "up")
 
     def _copied(

@@ -390,6 +390,8 @@ ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 
 # %% slide="result"
 print(inspect.getsource(SimulatedDevice.copy))
+
+# %% slide="result"
 print(inspect.getsource(HostStore._copied))
 print(inspect.getsource(HostStore.read))
 
@@ -417,8 +419,8 @@ lesson_04.draw_order()
 class Hasty(HostStore):  # what uses a copy down, or up, does not wait for it
     missing = None  # "down" or "up"
 
-    def _copied(self, room, target, source, device, name):
-        wait = super()._copied(room, target, source, device, name)
+    def _copied(self, reservation, target, source, device, name):
+        wait = super()._copied(reservation, target, source, device, name)
         return (lambda: None) if name == self.missing else wait
 
 
