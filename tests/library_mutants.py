@@ -117,7 +117,7 @@ MUTANTS = [
         (
             "checkpoint",
             "checkpoint/nonreentrant.py",
-            "if region.early_stop and self.count ==",
+            "if self.stops and self.count ==",
             "if self.count ==",
         ),
         (
@@ -136,8 +136,8 @@ MUTANTS = [
         (
             "checkpoint",
             "checkpoint/reentrant.py",
-            "ctx.changed = versions !=",
-            "ctx.changed = () ==",
+            "version(tensor) != before",
+            "version(tensor) is None",
         ),
         ("checkpoint", "checkpoint/selective.py", "entries[position] = _USED", "pass"),
         (

@@ -1,39 +1,40 @@
-"""Forget activations in the forward pass, and compute them again in the backward pass.
+"""Drop activations in the forward pass, and compute them again in the backward pass.
 
-A drop-in for `torch.utils.checkpoint`: the same names, arguments, warnings and errors, written to
-be read. Replace the import and nothing else; what is no idea of its own (enums, helpers) is
-PyTorch's. What differs, and why:
+This package is a drop-in replacement for `torch.utils.checkpoint`: it has the same names,
+arguments, warnings and errors, and is written to be read. Only the import has to change. Enums and
+helpers without ideas of their own are PyTorch's. These things differ, for the given reasons:
 
-- `use_reentrant` left out means False. The old default silently trains nothing when no input
-  requires gradients.
-- A tensor that was changed in place is an error in both modes, wherever in the arguments it is;
-  PyTorch recomputes from the new values where it is in a container or a keyword argument, and in
-  its reentrant mode where the function itself has changed it.
-- The recomputation gets lists and dicts as they were at first: what the function puts into them is
-  there once.
-- A policy that keeps a random operator's output keeps the random numbers after it too; in PyTorch
-  the recomputation draws others from there on. CPU offload does what its name says, where eager
-  PyTorch recomputes; a policy's answer that means nothing is an error.
+- If `use_reentrant` is left out, it is False. With the old default, a model silently does not train
+  if no input requires gradients.
+- A tensor that was changed in place is an error in both modes, wherever in the arguments it is.
+  PyTorch recomputes from the new values if the tensor is in a container or a keyword argument, and,
+  in its reentrant mode, if the function itself has changed it.
+- The recomputation gets lists and dicts with their original content. If the function appends to a
+  list, the item is therefore there once, not twice.
+- A policy that keeps a random operator's output also keeps the random numbers after it. In PyTorch
+  the recomputation draws different numbers from there on.
+- A policy's CPU offload really offloads; eager PyTorch recomputes instead. An invalid answer of a
+  policy is an error.
 - The random numbers of all devices of the inputs are repeated, and those of the current device even
-  if no argument lives there.
-- In code that `torch.compile` compiles, PyTorch's own function takes over: the compiler puts it
-  into its graph (`fullgraph=True` too), keeps random numbers in its own way and computes again what
+  if no argument is on it.
+- In code that `torch.compile` compiles, PyTorch's own function is used. The compiler puts it into
+  its graph (also with `fullgraph=True`), repeats random numbers in its own way, and recomputes what
   the policy does not keep. A compiled function runs compiled inside a checkpoint.
-- Inside `torch.func`'s transforms the function is run as if there were no checkpoint, with a
-  warning; there PyTorch's forward pass works, its backward pass is an error.
+- Inside a transform of `torch.func` the function runs without a checkpoint, with a warning. In
+  PyTorch the forward pass works there, and the backward pass raises an error.
 
-As in PyTorch, buffers are the function's own business: the recomputation updates BatchNorm's
-running statistics a second time. Lesson 02 shows this and a `context_fn` that prevents it, and
-builds both modes from nothing.
+As in PyTorch, buffers are the function's responsibility: the recomputation updates BatchNorm's
+running statistics a second time. Lesson 02 shows this, with a `context_fn` that prevents it, and
+builds both modes from scratch.
 
-`checkpoint_blocks` checkpoints the blocks of any model, `checkpointed_loss` an output head with its
-loss.
+`checkpoint_blocks` checkpoints the blocks of any model, and `checkpointed_loss` an output head with
+its loss.
 """
 
 # ruff: noqa: F401, F403
 import torch.utils.checkpoint
 
-# all that this version of torch has, before what is written here
+# everything that this version of torch exports; the imports below replace a part of it
 from torch.utils.checkpoint import *
 
 from .blocks import CheckpointedBlocks, checkpoint_blocks

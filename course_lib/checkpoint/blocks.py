@@ -1,4 +1,4 @@
-"""A checkpoint around each block of a model, whatever the model: one call, undone by another."""
+"""Checkpoint each block of any model with one call, and undo it with another."""
 
 from __future__ import annotations
 
@@ -31,48 +31,50 @@ def checkpoint_blocks(
     preserve_rng_state: bool = True,
     preserve_module_state: bool = False,
 ) -> CheckpointedBlocks:
-    """Let the blocks of a model forget their activations: in place, until the handle is removed.
+    """Checkpoint the blocks of a model, in place, until the handle is removed.
 
-    A block is any module that is called. Its arguments and what it returns may be anything; hooks
-    on it run once a forward pass, those on modules inside it once more in the recomputation. Names
-    in the state dict stay. Without gradients nothing changes; a copy of the model (deepcopy,
-    pickle) is a plain one. The model or its blocks may be compiled before or after, by
-    `torch.compile(block)` or `block.compile()`, with `fullgraph=True` too: inside a compiled graph
-    the checkpoints are PyTorch's, which print a warning about operators in place where there is a
-    `policy`, and no warning says that the policy lists operators that never ran.
+    A block is any module that is called. Its arguments and outputs may be anything. Hooks on a
+    block run once per forward pass; hooks on modules inside it run once more in the recomputation.
+    Names in the state dict stay the same. Without gradients nothing changes. A copy of the model
+    (deepcopy, pickle) has no checkpoints. The model or its blocks may be compiled before or after,
+    by `torch.compile(block)` or `block.compile()`, also with `fullgraph=True`. Inside a compiled
+    graph the checkpoints are PyTorch's. With a `policy` these print a warning about in-place
+    operators, and there is no warning about listed operators that never run.
 
     Args:
-        model: changed in place: its blocks get a `forward` of their own.
-        blocks: the blocks' names as in `model.named_modules()`, with wildcards that stand for a
-            part between two dots: "layers.*", "model.layers.*", ["encoder.block.*",
-            "decoder.block.*"]. None takes every list of two or more modules of one type
-            (`nn.ModuleList` or `nn.Sequential`) that lies in no other such list: an encoder's and a
-            decoder's, of any lengths. What nobody calls, such as an `nn.ModuleList`, is no block. A
-            list of one counts where there are no longer ones, and single layers, such as
-            `nn.Linear`, where there is nothing else.
-        every: checkpoint each `every`-th block only: with 2 the second, the fourth, ...
-        first: look at the first blocks only, in the order in which the model has them, through
-            several lists. At the peak, when backward starts, the last block is there in full
-            anyway.
-        policy: None forgets everything; a list of operators, or a policy as for
-            `create_selective_checkpoint_contexts`, says what to keep. `nn.Linear` calls
-            `torch.ops.aten.addmm.default` with a bias and `torch.ops.aten.mm.default` without one.
-            If no block has run any of the listed operators when the first block is computed again,
-            a warning names the matrix products that the blocks did run.
-        preserve_rng_state: keep the states of random generators too, for blocks that draw numbers.
-        preserve_module_state: keep also the attributes of a block's modules (tensors, numbers,
-            containers of these, and generators), and the states of Python's and NumPy's generators.
-            The recomputation computes with them, and leaves attributes and generators as the first
-            run did. Has no effect inside a compiled model.
+        model: Model to change in place: its blocks get a new `forward`.
+        blocks: Names of the blocks as in `model.named_modules()`, with wildcards that match one
+            part between dots: "layers.*", "model.layers.*", ["encoder.block.*", "decoder.block.*"].
+            None selects the blocks in every list of two or more modules of one type
+            (`nn.ModuleList` or `nn.Sequential`) that is not inside another such list, such as those
+            of an encoder and a decoder, of any lengths. A module that is never called, such as an
+            `nn.ModuleList`, is not a block. Lists of one module are used only if there are no
+            longer ones, and single layers, such as `nn.Linear`, only if there is nothing else.
+        every: Checkpoint only each `every`-th block: with 2, the second, the fourth, and so on.
+        first: Consider only this many of the first blocks, in the order of the model, across all
+            lists. The last block can be left out, because all of its activations are live at the
+            peak anyway, when backward starts.
+        policy: None recomputes everything. A list of operators, or a policy as for
+            `create_selective_checkpoint_contexts`, determines which outputs are kept. `nn.Linear`
+            calls `torch.ops.aten.addmm.default` with a bias and `torch.ops.aten.mm.default` without
+            one. If none of the listed operators has run when the first block is recomputed, a
+            warning names the matrix products that the blocks did run.
+        preserve_rng_state: Whether a block that draws random numbers draws the same ones in its
+            recomputation.
+        preserve_module_state: Whether to preserve the attributes of a block's modules (tensors,
+            numbers, containers of these, and generators) and the states of Python's and NumPy's
+            generators. The recomputation starts from their values before the first run, and
+            afterwards they have their values after the first run. Has no effect inside a compiled
+            model.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with`
-        block. After a forward pass `handle.check()` raises if none of them was called with
-        gradients.
+        A handle with the `names` of the blocks. `handle.remove()` undoes the change, and so does
+        leaving a `with` block. After a forward pass, `handle.check()` raises an error if none of
+        the blocks was called with gradients.
 
     Raises:
-        ValueError: no module that is called has such a name, or one is checkpointed already.
-        TypeError: arguments of other types.
+        ValueError: No module that is called has such a name, or one is checkpointed already.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> from course_lib.models import Decoder, random_tokens
@@ -80,10 +82,10 @@ def checkpoint_blocks(
         >>> with checkpoint_blocks(decoder, "layers.*"):
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
-    A block changes everything else besides its outputs twice, and the second time it computes with
-    the changed values: running statistics, spectral norms, and a key-value cache that grows (with
-    Hugging Face models, train with `use_cache=False`). Without `preserve_module_state` the same
-    holds for attributes.
+    All other side effects of a block happen twice, and the recomputation starts from the changed
+    values. Examples are running statistics, spectral norms, and a key-value cache that grows (train
+    Hugging Face models with `use_cache=False`). Without `preserve_module_state`, attributes are
+    such side effects, too.
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
@@ -96,15 +98,14 @@ def checkpoint_blocks(
     return CheckpointedBlocks(model, names, policy, preserve_rng_state, preserve_module_state)
 
 
-# ---- a forward of its own
+# ---- replacing the forward of blocks
 
 
 class BlocksInPlace:
-    """Blocks that do something else for a while, and how to undo it: `remove()`, or the end of a
-    `with` block.
+    """Blocks with a replaced forward, until `remove()` or the end of a `with` block.
 
     Attributes:
-        names: of the blocks, as in `model.named_modules()`.
+        names: Names of the blocks, as in `model.named_modules()`.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
@@ -117,11 +118,11 @@ class BlocksInPlace:
         self._forwards = [_Forward(block, partial(self._call, i)) for i, block in enumerate(blocks)]
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Stand in for the forward of block i."""
+        """Run instead of the forward of block i; subclasses implement this."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """The blocks are as they were; a second call does nothing."""
+        """Restore the original blocks. A second call does nothing."""
         for forward in self._forwards:
             forward.undo()
 
@@ -133,11 +134,11 @@ class BlocksInPlace:
 
 
 class CheckpointedBlocks(BlocksInPlace):
-    """Result of `checkpoint_blocks`.
+    """Checkpointed blocks; the result of `checkpoint_blocks`.
 
     Attributes:
-        advice: what to do instead of checkpoints, for the error of a recomputation that differs
-            from the first run; None does not compare them.
+        advice: Advice on what to do instead of using checkpoints, for the error of a recomputation
+            that differs from the first run. If None, the runs are not compared.
     """
 
     advice: str | None = None
@@ -151,7 +152,7 @@ class CheckpointedBlocks(BlocksInPlace):
         preserve_module_state: bool,
     ):
         super().__init__(model, names)
-        # A list is watched; a policy that is a function may keep nothing on purpose.
+        # A list is checked for operators that never run; a function may keep nothing on purpose.
         self._listed = _ListedOperators(policy) if isinstance(policy, list) else None
 
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -165,10 +166,10 @@ class CheckpointedBlocks(BlocksInPlace):
         self._called = False
 
     def check(self) -> None:
-        """Raise, after a forward pass, if none of the blocks was called with gradients, so that
-        nothing was forgotten.
+        """After a forward pass, raise an error if none of the blocks was called with gradients.
 
-        As where an autograd function of the model's own runs them, or a reentrant checkpoint.
+        Nothing was checkpointed then. This happens if the model's own autograd function, or a
+        reentrant checkpoint, runs the blocks.
         """
         if not self._called:
             blocks = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
@@ -186,15 +187,15 @@ class CheckpointedBlocks(BlocksInPlace):
             return checkpoint(function, args, kwargs, use_reentrant=False, **self._options)
         again = False
 
-        @wraps(forward)  # its name, for errors
-        def run(args, kwargs):  # as they are: no name of the block's is taken for an option
+        @wraps(forward)  # keeps its name, for errors
+        def run(args, kwargs):  # not unpacked, so no name can be mistaken for an option
             nonlocal again
             if again and self._listed is not None:
                 self._listed.warn_if_none_was_met(self.names)
             again = True
             return forward(*args, **kwargs)
 
-        # In compiled code, PyTorch's own checkpoint takes over.
+        # in compiled code, PyTorch's own checkpoint is used
         preserved = self._preserve_module_state and not torch.compiler.is_compiling()
         if preserved and torch.is_grad_enabled():
             comparison = self.advice and Comparison(self.names[i], self.advice)
@@ -203,10 +204,11 @@ class CheckpointedBlocks(BlocksInPlace):
 
 
 class _ListedOperators:
-    """Policy that keeps what the listed operators return, and notices if it never meets one.
+    """A policy that keeps the outputs of listed operators, and warns if none of them ever runs.
 
-    Without the notice a list that names another operator than the model calls, such as `addmm`
-    where the Linears have no bias, costs a full recomputation and looks like a working policy.
+    A list may name another operator than the model calls, such as `addmm` although its Linears have
+    no bias. Without the warning this would cost a full recomputation and look like a working
+    policy.
     """
 
     def __init__(self, operators: list):
@@ -222,36 +224,35 @@ class _ListedOperators:
         return listed
 
     def warn_if_none_was_met(self, names: Sequence[str]) -> None:
-        """Warn once, where a block is computed again, if no block has run a listed operator."""
+        """When a block is recomputed, warn once if no block has run a listed operator."""
         if self._met:
             return
-        self._met = True  # one warning is enough
+        self._met = True  # so that the warning is given once
         listed = ", ".join(sorted(f"torch.ops.{operator}" for operator in self._operators))
         blocks = " to ".join(dict.fromkeys((names[0], names[-1])))
-        said = (
+        message = (
             f"policy keeps {listed}, but {blocks} ran no such operator, so everything is computed"
             " again."
         )
         if self._products:
-            said += f" Matrix products that were run: {', '.join(self._products)}."
-        warnings.warn(said, stacklevel=2)
+            message += f" Matrix products that were run: {', '.join(self._products)}."
+        warnings.warn(message, stacklevel=2)
 
 
 class _Forward:
-    """Stands in a block's attributes as its `forward`, so that `block(...)` still runs the block's
-    hooks around it.
+    """A replacement for a block's `forward`, as an attribute, so that the block's hooks still run.
 
-    It knows the block weakly: a block that held itself would live until the garbage collector
-    comes.
+    It refers to the block weakly, because a reference cycle would keep the block alive until
+    garbage collection.
 
     Args:
-        around: (the block's own forward, args, kwargs) -> what the block returns.
+        around: Function of (the block's own forward, args, kwargs) that returns the block's output.
     """
 
     def __init__(self, block: nn.Module, around: Callable[[Callable, tuple, dict], Any]):
         self.block = weakref.ref(block)
         self.around = around
-        # others may have replaced it before us, as accelerate does
+        # another library, such as accelerate, may already have replaced it
         self.before = vars(block).get("forward")
         self.active = True
         block.forward = self
@@ -266,22 +267,22 @@ class _Forward:
     def undo(self) -> None:
         block = self.block()
         self.active = False
-        # else others call it, and it steps aside
+        # if another library has replaced it since, `active = False` is enough
         if block is not None and vars(block).get("forward") is self:
             del block.forward
             if self.before is not None:
                 block.forward = self.before
 
     def __reduce__(self):
-        """Put the method of its class in a copy of the block; a policy cannot be pickled."""
-        return getattr, (self.block(), "forward")  # of a copy that has no attributes yet
+        """Give a copy of the block the forward of its class, since a policy cannot be pickled."""
+        return getattr, (self.block(), "forward")  # the copy has no attributes yet
 
 
-# ---- which blocks
+# ---- selecting blocks
 
 
 def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
-    """The one choice of blocks: of checkpoints, schedules, recipes and shards."""
+    """Return the names of the selected blocks, for checkpoints, schedules, recipes and sharding."""
     return (
         [name for names in lists_of(model) for name in names]
         if blocks is None
@@ -290,15 +291,13 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
 
 
 def lists_of(model: nn.Module) -> list[list[str]]:
-    """The names of the blocks in each list of like modules, in the order in which the model has
-    them.
+    """Return the names of the blocks in each list of modules of one type, in model order.
 
     Raises:
-        ValueError: there is none.
+        ValueError: The model has no such list.
     """
     several, any_number = list(_lists(model)), list(_lists(model, least=1))
-    # Single layers, such as a model's heads for several tasks, keep no more than their input
-    # anyway.
+    # Single layers, such as a model's heads for several tasks, save only their input anyway.
     larger = [
         [names for names in lists if any(model.get_submodule(names[0]).children())]
         for lists in (several, any_number)
@@ -330,11 +329,10 @@ def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """An nn.ModuleList has no forward of its own: nobody calls it, so nothing would be
-    forgotten."""
+    """Return whether a module can be called: an nn.ModuleList, for example, has no forward."""
     return (
         "forward" in vars(module) or type(module).forward is not nn.Module.forward
-    )  # its own, as where it is compiled
+    )  # an instance has its own forward, for example, if it is compiled
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -344,13 +342,13 @@ def _matches(name: str, pattern: str) -> bool:
 def _lists(
     module: nn.Module, prefix: str = "", least: int = 2, seen: set | None = None
 ) -> Iterator[list[str]]:
-    """The names in each list of at least two modules of one type; what is inside these modules is
-    not looked at.
+    """Yield the names in each list of at least two modules of one type.
 
-    With `least=1` also in an `nn.ModuleList` of one module, for a model of one layer.
+    These modules are not searched for further lists. With `least=1`, an `nn.ModuleList` of one
+    module counts too, for a model with one layer.
     """
     seen = set() if seen is None else seen
-    if module in seen:  # an encoder that is the decoder too is one
+    if module in seen:  # an encoder that is also the decoder counts once
         return
     seen.add(module)
     children = {f"{prefix}{name}": child for name, child in module.named_children()}

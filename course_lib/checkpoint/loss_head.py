@@ -1,4 +1,4 @@
-"""The output head with its loss, a chunk of tokens at a time: the logits never exist whole."""
+"""The output head with its loss, one chunk of tokens at a time, to never hold all logits."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ def checkpointed_loss(
     reduction: str = "mean",
     preserve_rng_state: bool = False,
 ) -> Tensor:
-    """`F.cross_entropy(hidden @ weight.T, targets)`, without ever holding all the logits.
+    """Compute `F.cross_entropy(hidden @ weight.T, targets)` without ever holding all the logits.
 
-    Each chunk of tokens has a checkpoint of its own, so that at no time more than chunk * v logits,
-    and what one step makes of them, are alive. One more product hidden @ weight.T is the price.
+    Each chunk of tokens has its own checkpoint. At most chunk * v logits, and the temporaries of
+    one step computed from them, are live at a time. The price is one more product hidden @
+    weight.T.
 
     Args:
         hidden: (tokens, h). targets: (tokens,), int64.
-        weight: (v, h), or the head itself: a function of each token alone, (chunk, h) -> (chunk,
-            v).
-        chunk: tokens at a time, at least 1; the last chunk may be smaller.
-        ignore_index: targets of this value don't count.
+        weight: (v, h), or the head itself, as a function that maps each token separately: (chunk,
+            h) -> (chunk, v).
+        chunk: Number of tokens per chunk, at least 1; the last chunk may be smaller.
+        ignore_index: Targets with this value do not count.
         reduction: "mean" over the targets that count, or "sum".
-        preserve_rng_state: for a head that draws random numbers.
+        preserve_rng_state: Must be True for a head that draws random numbers.
 
     Returns:
-        The loss, a scalar, as `F.cross_entropy` gives it; summed in float32 at least.
+        The loss, a scalar, as `F.cross_entropy` returns it, but summed at least in float32.
 
     Raises:
-        ValueError: shapes that don't go together, a chunk below 1, or another reduction.
+        ValueError: Shapes do not match, chunk is below 1, or reduction is unknown.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         shapes = tuple(hidden.shape), tuple(targets.shape)
@@ -51,13 +52,13 @@ def checkpointed_loss(
     chunk = whole("chunk", chunk, 1, of="tokens")
     one_of("reduction", reduction, ("mean", "sum"))
     total = 0.0
-    for start in range(0, max(len(hidden), 1), chunk):  # no tokens: one empty chunk
+    for start in range(0, max(len(hidden), 1), chunk):  # without tokens, one empty chunk
         inputs = hidden[start : start + chunk], weight, targets[start : start + chunk], ignore_index
         losses = checkpoint(
             _token_losses, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
-        # bfloat16 has 8 bits: a sum of thousands of losses would stand still where one more is less
-        # than half a unit.
+        # bfloat16 has 8 significant bits: a sum of thousands of losses would stop growing once a
+        # loss is smaller than half a unit in the last place.
         total = total + losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     if reduction == "mean":
         total = total / (targets != ignore_index).sum()

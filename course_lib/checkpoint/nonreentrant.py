@@ -1,24 +1,28 @@
-"""The mode without reentry: hooks put an empty slot into the graph for each tensor, and fill all
-when one is read.
+"""The non-reentrant mode, with saved-tensor hooks.
 
-What a maintainer should know before changing a line here:
+The hooks put an empty slot into the graph for each saved tensor. The first read of a slot
+recomputes the tensors and fills all slots.
 
-- **Slots are known weakly.** The graph holds the slots, and with each a hook that holds the region;
-  the region knows the slots by weak references only. So there is no cycle, and a region dies with
-  its graph. And a slot that is gone says that nobody will read it any more (a part of the graph was
-  freed, or a backward pass inside the function has used it): what belongs there is not kept when it
-  is recomputed, and is no error.
+A maintainer should know this before changing a line here:
+
+- **Weak references to slots.** The graph holds the slots, and with each slot a hook that holds the
+  region. The region itself refers to the slots only weakly. So there is no reference cycle, and a
+  region is freed with its graph. A slot that no longer exists shows that its tensor will never be
+  read: a part of the graph was freed, or a backward pass inside the function has used it. In the
+  recomputation such a tensor is not kept, and this is not an error.
 - **Reading empties a slot.** With `retain_graph=True` the slots stay, but a recomputed tensor must
-  go as soon as it was read, or all of them would be alive at the end of the backward pass.
-- **Nesting.** The inputs of an inner checkpoint are saved as those of any operator in the outer
-  function are: they are slots of the outer region. Reading one recomputes the outer function first,
-  and with it the inner forward pass.
-- **Early stop.** Once as many tensors were saved as in the first run, the rest of the function is
-  not needed. It is where the last operator writes into what it has saved, as rrelu does.
+  be released as soon as it was read. Otherwise all of them would be live at the end of the backward
+  pass.
+- **Nesting.** The inputs of an inner checkpoint are saved like those of any other operator in the
+  outer function, so they are slots of the outer region. Reading one recomputes the outer function
+  first, and with it the inner forward pass.
+- **Early stop.** Once the recomputation has saved as many tensors as the first run, the rest of the
+  function is not needed, unless the last operator writes into a tensor that it has saved, as rrelu
+  does.
 - **The compiler.** A checkpoint inside code that `torch.compile` compiles becomes PyTorch's own,
-  which the compiler puts into its graph (see `_run`). Elsewhere both runs are hidden from the
-  compiler (see `uncompiled` and `_checkpointed`), because one run compiled and one not would save
-  different tensors.
+  which the compiler puts into its graph (see `_run`). Everywhere else both runs are hidden from the
+  compiler (see `uncompiled` and `_checkpointed`), because a compiled and an uncompiled run would
+  save different tensors.
 """
 
 from __future__ import annotations
@@ -58,14 +62,13 @@ from .selective import Hooks, _CachingTorchDispatchMode
 
 
 class _Slot:
-    """Stands in the graph for a tensor that was not kept, and holds it from its recomputation until
-    it is read.
+    """An empty place in the graph for a saved tensor, filled between its recomputation and its use.
 
     Attributes:
-        tensors: which backward pass -> the tensor, or None once it was read.
-        unfinished: whether the recomputation ended before the operator that saved the tensor.
-        difference: description of how its values differ from those of the first run; empty if they
-            do not, or are not compared.
+        tensors: Backward pass -> the recomputed tensor, or None after it was read.
+        unfinished: Whether the recomputation ended before the operator that saved the tensor.
+        difference: Description of how its values differ from those of the first run; empty if they
+            do not, or if values are not compared.
     """
 
     __slots__ = ("__weakref__", "difference", "tensors", "unfinished")
@@ -76,13 +79,17 @@ class _Slot:
 
 
 class _Stop(BaseException):
-    """Everything needed has been recomputed. No `Exception`: the function's own handlers should not
-    see it."""
+    """Ends a recomputation that has saved everything needed.
+
+    It is not an `Exception`, so that handlers in the function do not catch it.
+    """
 
 
 class _Keep(torch.autograd.Function):
-    """A node that keeps tensors as any operator does: by the hooks of an enclosing checkpoint,
-    versions watched."""
+    """A node that saves tensors as any operator does.
+
+    The hooks of an enclosing checkpoint apply to them, and autograd checks their versions.
+    """
 
     @staticmethod
     def forward(ctx, anchor, tensors):
@@ -90,23 +97,24 @@ class _Keep(torch.autograd.Function):
         return torch.empty(0)
 
 
-# a node is made only where something requires gradients
+# autograd creates a node only if an input requires gradients
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
-_group = getattr(torch._C, "_get_graph_exec_group", lambda: None)  # from torch 2.10 on
+_group = getattr(torch._C, "_get_graph_exec_group", lambda: None)  # exists since torch 2.10
 
 
 class Region:
     """One call of a checkpointed function: how to run it again, and the slots that this fills.
 
     Args:
-        compare_metadata: whether to compare what both runs save, beyond how much it is.
-        context: for the second run.
-        logs: those of both runs, for `debug=True`.
+        compare_metadata: Whether to compare the metadata of the saved tensors of both runs, not
+            only their number.
+        context: Context manager of the second run.
+        logs: Operator logs of both runs, for `debug=True`.
 
     Attributes:
-        outside: the hooks around the first run while it lasts. Not longer: they may reach the
-            graph, which holds the region.
+        outside: The saved-tensor hooks around the first run, only while it lasts. They may refer to
+            the graph, which holds the region.
     """
 
     outside: Hooks | None = None
@@ -130,21 +138,21 @@ class Region:
         self.surroundings = Surroundings(tensors, preserve_rng_state)
         self.inputs = without_tensors((args, kwargs))
         self.statistics = Statistics(tensors)
-        # Its nodes live as long as it does. Running statistics, which the function may change, have
-        # nodes of their own.
+        # These nodes live as long as the region. Running statistics have separate nodes, because
+        # the function may change them.
         apart = self.statistics.copies
         others = [x for i, x in enumerate(tensors) if i not in apart]
         self.kept = _Keep.apply(_ANCHOR, others) if others else None
         self.kept_apart = {i: _Keep.apply(_ANCHOR, [tensors[i]]) for i in apart}
         self.count = len(tensors)
         self.slots: list[weakref.ref[_Slot]] = []
-        # the metadata of what each slot stands for, if they are compared
+        # metadata of the tensor of each slot, or None if metadata are not compared
         self.saved: list[tuple | None] = []
-        self.complete = False  # whether the forward pass is through
+        self.complete = False  # whether the forward pass has finished
         self.comparison = function.state.comparison if isinstance(function, Repeatable) else None
 
     def forward(self, args: tuple, kwargs: dict, context: AbstractContextManager) -> Any:
-        """The first run, which leaves slots in the graph."""
+        """Run the function for the first time, leaving slots in the graph."""
         self.outside = _users_hooks()
         try:
             with (
@@ -166,7 +174,7 @@ class Region:
         return result
 
     def given(self) -> list[Tensor]:
-        """The inputs of the first run; an error if they are not what they were."""
+        """Return the inputs of the first run; raise if one was changed in place."""
 
         def kept(node: Tensor | None) -> tuple[Tensor, ...]:
             return () if node is None else kept_inputs(node.grad_fn, self.function)
@@ -186,7 +194,7 @@ class Region:
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        key = _group()  # the same for backward passes that share a recomputation
+        key = _group()  # equal for backward passes that share a recomputation
         if key is None:
             key = torch._C._current_graph_task_id()
         node = torch._C._current_autograd_node()
@@ -204,14 +212,14 @@ class Region:
             )
         if slot.difference and not saves_unset_memory(node):
             self.comparison.fail(slot.difference)
-        if key == -1:  # no backward pass, somebody looks at the graph: keep nothing
+        if key == -1:  # not a backward pass: someone inspects the graph, so nothing is kept
             for other in filter(None, (ref() for ref in self.slots)):
                 other.tensors.pop(key, None)
         return tensor
 
 
 def _users_hooks() -> Hooks | None:
-    """The innermost hooks on saved tensors but for those of checkpoints."""
+    """Return the innermost saved-tensor hooks that are not those of a checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(owner, _Recomputation):
@@ -220,13 +228,15 @@ def _users_hooks() -> Hooks | None:
 
 
 class _Recomputation:
-    """Runs a region's function again, and puts the i-th tensor that autograd saves into the i-th
-    slot.
+    """A second run of a region's function, which fills its slots.
+
+    The i-th tensor that autograd saves goes into the i-th slot.
 
     Args:
-        key: the backward pass that it is for.
-        to_end: run the function to its end, for an operator that writes into what it has saved.
-        only: the one slot to fill; all if left out.
+        key: The backward pass that needs the tensors.
+        to_end: Whether to run the function to its end, for an operator that writes into a tensor
+            that it has saved.
+        only: The only slot to fill, or None to fill all.
     """
 
     def __init__(self, region: Region, key: Any, *, to_end: bool, only: _Slot | None = None):
@@ -234,7 +244,7 @@ class _Recomputation:
         self.stops = region.early_stop and not (to_end or getattr(region.context, "to_end", False))
         self.count = 0
         self.differences = ""
-        self.operator = 0  # number of the operator that saves now, and the slots that it fills
+        self.operator = 0  # number of the operator that is saving, whose slots are in `filled`
         self.filled: list[_Slot] = []
 
     def run(self) -> None:
@@ -263,13 +273,13 @@ class _Recomputation:
 
     def pack(self, tensor: Tensor) -> Tensor:
         region, position = self.region, self.count
-        # Without its history: a slot that held the graph of the recomputation would be part of a
+        # Detached, because a slot that held the graph of the recomputation would form a reference
         # cycle.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         self.count += 1
         if position < len(region.slots):
             slot, saved = region.slots[position](), region.saved[position]
-            # without a slot nobody will read it
+            # a slot that no longer exists will not be read
             if slot is not None and self.only in (None, slot):
                 self.fill(slot, tensor)
                 if region.comparison is not None:
@@ -283,20 +293,20 @@ class _Recomputation:
                 for slot in self.filled:
                     slot.unfinished = True
                 raise _Stop
-        # if not complete: a backward pass inside the function
+        # in a forward pass that is not complete, a backward pass inside the function is running
         elif region.complete and not region.early_stop:
             self.fail(
                 "trying to save more tensors during recomputation than during the original forward"
                 f" pass.\nNumber of tensors saved during forward: {len(region.slots)}\nOne more:"
                 f" {_metadata(tensor)}"
             )
-        # the graph of the recomputation holds it too, for a backward pass inside the function
+        # the graph of the recomputation keeps it, for a backward pass inside the function
         return tensor
 
     def fill(self, slot: _Slot, tensor: Tensor) -> None:
         slot.tensors[self.key] = tensor
         slot.unfinished = False
-        # counts nodes, of which each operator makes one before it saves
+        # this number counts nodes, and each operator creates one before it saves
         operator = torch.autograd._get_sequence_nr()
         if operator != self.operator:
             self.operator, self.filled = operator, []
@@ -317,12 +327,12 @@ class _Recomputation:
 
 @torch._disable_dynamo
 def uncompiled(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call a function out of the compiler's sight.
+    """Call a function hidden from the compiler.
 
-    A backward pass may run while `torch.compile` looks at frames (compiled autograd, or a compiled
-    function that calls `backward`). It would compile what the recomputation runs, and a compiled
-    graph saves other tensors than the first run did. A function of the module, since the decorator
-    keeps what it decorates alive: no region should be in there.
+    A backward pass may run while `torch.compile` examines frames (compiled autograd, or a compiled
+    function that calls `backward`). The compiler would then compile the recomputation, and a
+    compiled graph saves other tensors than the first run did. This is a module-level function,
+    because the decorator keeps what it decorates alive, and that must not be a region.
     """
     return function(*args, **kwargs)
 
@@ -341,7 +351,7 @@ _NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file_
 
 
 class OperatorLog(ObserverMode):
-    """Writes down each operator, with the line of code that called it."""
+    """Record each operator with the line of code that called it."""
 
     def __enter__(self):
         self.lines: list[str] = []
@@ -380,11 +390,11 @@ def _operators(forward: OperatorLog, recomputation: OperatorLog) -> str:
     return "\n".join(lines)
 
 
-# ---- the public functions: what they take, and which mode runs it
+# ---- the public functions: argument checks and the choice of the mode
 
 NOT_EXPLICIT = (
     "the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended,"
-    " and is what leaving it out means here; in PyTorch it means True, or is an error, depending on"
+    " and is the default here; in PyTorch the default is True, or an error, depending on"
     " the version."
 )
 
@@ -401,13 +411,15 @@ def _override(name: str, value: bool | None) -> Iterator[None]:
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager:
-    """Overrides `early_stop` of every checkpoint whose forward pass runs inside the block."""
+    """Override `early_stop` of every checkpoint whose forward pass runs inside the block."""
     return _override("early_stop", enable)
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager:
-    """Overrides `debug` of every checkpoint whose forward pass runs inside the block; None leaves
-    it as passed."""
+    """Override `debug` of every checkpoint whose forward pass runs inside the block.
+
+    None keeps the value that was passed to each checkpoint.
+    """
     return _override("debug", enabled)
 
 
@@ -425,43 +437,44 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs,
 ) -> Any:
-    """Run `function(*args, **kwargs)`, keep its inputs instead of its activations, and run it again
-    for backward.
+    """Run `function(*args, **kwargs)`, drop its activations, and run it again for backward.
 
     In code that `torch.compile` compiles, this is PyTorch's checkpoint, which the compiler puts
-    into its graph, `fullgraph=True` or not. Only `function`, its arguments and `context_fn` mean
-    something there: the graph always repeats random numbers and computes the same in both runs.
-    Where the graph breaks inside `function`, PyTorch's checkpoint runs it uncompiled. A function
-    that is compiled itself runs compiled both times.
+    into its graph, with or without `fullgraph=True`. Only `function`, its arguments and
+    `context_fn` have an effect there, because the graph always repeats random numbers and computes
+    the same in both runs. If the graph breaks inside `function`, PyTorch's checkpoint runs it
+    uncompiled. A function that is compiled itself runs compiled both times.
 
     Args:
-        function: must do the same in both runs. Left out, what is returned is a decorator.
-        use_reentrant: True runs the function without a graph, and then again with a backward pass
-            inside the backward pass: an input must require gradients, and `torch.autograd.grad`
-            cannot be used. False builds the graph and leaves its saved tensors out: all ways to go
-            backward work. Of the remaining arguments all but the next are for False only.
-        preserve_rng_state: give the second run the random numbers of the first, on the CPU, the
-            devices of the inputs and the current device.
-        context_fn: returns two contexts, one for each run.
-        determinism_check: "default" compares shapes, dtypes and devices of what both runs save;
-            "none" only counts.
-        debug: let a `CheckpointError` list the operators of both runs.
-        early_stop: end the second run as soon as everything needed is there.
-        respect_saved_tensors_hooks: whether what a selective checkpoint keeps goes through the
-            hooks on saved tensors around it, such as `torch.autograd.graph.save_on_cpu`. None is
-            False, without the warning of newer versions of PyTorch.
-        **kwargs: the function's, for use_reentrant=False.
+        function: Function to run; it must do the same in both runs. If it is left out, a decorator
+            is returned.
+        use_reentrant: True runs the function without a graph, and later runs it again with a
+            backward pass inside the backward pass. An input must then require gradients, and
+            `torch.autograd.grad` cannot be used. False builds the graph without its saved tensors,
+            and every kind of backward pass works. All further arguments except
+            `preserve_rng_state` are for False only.
+        preserve_rng_state: Whether the second run gets the random numbers of the first, on the CPU,
+            the devices of the inputs and the current device.
+        context_fn: Function that returns two context managers, one for each run.
+        determinism_check: "default" compares shapes, dtypes and devices of the tensors that both
+            runs save. "none" compares only their number.
+        debug: Whether a `CheckpointError` lists the operators of both runs.
+        early_stop: Whether to end the second run as soon as it has saved everything needed.
+        respect_saved_tensors_hooks: Whether the tensors that a selective checkpoint keeps go
+            through the saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`.
+            None is False, without the warning of newer versions of PyTorch.
+        **kwargs: Keyword arguments of the function, for use_reentrant=False.
 
     Raises:
-        ValueError: arguments that don't go together.
-        CheckpointError: (in the backward pass) both runs did not save the same.
-        RuntimeError: (in the backward pass) an input was changed in place.
+        ValueError: Arguments cannot be combined, or have an invalid value.
+        CheckpointError: (In the backward pass) the two runs did not save the same tensors.
+        RuntimeError: (In the backward pass) an input was changed in place.
 
-    Running statistics among the inputs (vectors without gradients, as of `F.instance_norm`) may be
-    changed by the function, and change once; all such vectors are copied during the first run.
+    The function may change running statistics among its inputs (vectors without gradients, as of
+    `F.instance_norm`), and they change only once. All such vectors are copied during the first run.
     `F.batch_norm` changes them a second time, as in PyTorch.
 
-    Source: Chen et al. 2016, arXiv:1604.06174; behaviour as of torch 2.13, arguments as of 2.14.
+    Source: Chen et al. 2016, arXiv:1604.06174; behavior as of torch 2.13, arguments as of 2.14.
 
     Example:
         >>> layer, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
@@ -484,7 +497,7 @@ def checkpoint(
 
 
 def _decorated(options: dict[str, Any], function: Callable) -> Callable:
-    @wraps(function, updated=())  # a module's attributes are not the wrapper's
+    @wraps(function, updated=())  # do not copy a module's attributes to the wrapper
     def run(*args, **kwargs):
         return _run(function, args, kwargs, options)
 
@@ -493,8 +506,8 @@ def _decorated(options: dict[str, Any], function: Callable) -> Callable:
 
 def _run(function: Callable, args: tuple, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        # The compiler has its own way to keep random numbers, and its graph computes the same in
-        # both runs, so the other options mean nothing there.
+        # The compiler repeats random numbers in its own way, and its graph computes the same in
+        # both runs, so the other options have no effect there.
         if options["context_fn"] is noop_context_fn:
             return torchs_checkpoint(function, *args, use_reentrant=False, **kwargs)
         return torchs_checkpoint(
@@ -503,10 +516,10 @@ def _run(function: Callable, args: tuple, kwargs: dict[str, Any], options: dict[
     return _checkpointed(function, args, kwargs, **options)
 
 
-# The compiler does not look inside: it would break its graph at the hooks, but then compile the
-# frames of the function, and its graphs save other tensors than the recomputation, which runs
-# uncompiled. This decorator loads the compiler when the function is first called;
-# `torch.compiler.disable` does so when this module is imported.
+# Hidden from the compiler. It would break its graph at the hooks, but then compile the frames of
+# the function, and a compiled graph saves other tensors than the recomputation, which runs
+# uncompiled. `torch._disable_dynamo` loads the compiler only when the function is first called;
+# `torch.compiler.disable` would load it when this module is imported.
 @torch._disable_dynamo
 def _checkpointed(
     function: Callable,
@@ -522,7 +535,7 @@ def _checkpointed(
     respect_saved_tensors_hooks: bool | None,
 ) -> Any:
     if use_reentrant is None:
-        # the two functions above, and two frames of the decorator
+        # `stacklevel` skips the two functions above and two frames of the decorator
         warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=6)
     if use_reentrant:
         if kwargs:

@@ -1,8 +1,9 @@
-"""The reentrant mode: one autograd node that runs the function again, and a backward pass inside
-the backward pass.
+"""The reentrant mode: one autograd node that runs the function again.
 
-First, what both modes need: whatever decides what a function returns (its inputs, and what is
-global around it), as it was when the function ran first.
+This second run has its own backward pass inside the backward pass.
+
+The first part of this file serves both modes. It preserves what determines the result of a
+function: its inputs, and the global state when it first ran.
 """
 
 from __future__ import annotations
@@ -25,27 +26,26 @@ from torch.utils.checkpoint import (
 
 from .._torch import AutocastState, RandomState, map_tensors, modes_when_recomputed, tensors_in
 
-# ---- inputs: containers without their tensors, which autograd keeps and watches
+# ---- inputs: containers without their tensors, which autograd keeps and checks
 
 _PLACE = torch.empty(0, device="cpu")
-# a function may put things into a list that it is given
+# a function may change a list or dict that it receives, so these are copied
 _copied = partial(map_tensors, copied=(list, dict))
 
 
 def without_tensors(value: Any) -> Any:
-    """`value` with a place in each of its containers for each of its tensors; lists and dicts are
-    as they are now."""
+    """Copy `value` with a placeholder for each tensor; lists and dicts are copied, too."""
     return _copied(lambda tensor: _PLACE, value)
 
 
 def with_tensors(value: Any, tensors: tuple[Tensor, ...]) -> Any:
-    """`value` with tensors in the places, in the order of `tensors_in`."""
+    """Copy `value` with tensors for the placeholders, in the order of `tensors_in`."""
     rest = iter(tensors)
     return _copied(lambda place: next(rest), value)
 
 
 def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[Tensor, ...]:
-    """The inputs that a node has saved; an error if they are not what they were."""
+    """Return the inputs that a node has saved; raise if one was changed in place."""
     error = None
     try:
         if not changed:
@@ -63,21 +63,21 @@ def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[T
 
 
 def version(tensor: Tensor) -> int | None:
-    """Count of a tensor's changes in place; None where nobody counts."""
+    """Return a tensor's count of in-place changes; None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 class Statistics:
-    """Running statistics among the inputs of a function: vectors without gradients, the one kind of
-    argument that functions of PyTorch, such as `F.instance_norm`, change in place.
+    """Running statistics among the inputs of a function.
 
-    They are copied before the first run, and the copies of unchanged ones are given up after it.
-    The recomputation works on the copies of those that the first run has changed, so that it starts
-    from the same values and changes only copies. `F.batch_norm` does not count its changes, so they
-    are not noticed.
+    They are vectors without gradients, the only kind of argument that functions of PyTorch, such as
+    `F.instance_norm`, change in place. All of them are copied before the first run. After it, the
+    copies of unchanged ones are dropped. The recomputation works on the copies of those that the
+    first run has changed, so it starts from the same values and changes only copies. `F.batch_norm`
+    does not count its changes, so they are not noticed.
 
     Attributes:
-        copies: number of an input -> its copy; after `settle`, of changed inputs only.
+        copies: Position of an input -> its copy; after `settle`, of changed inputs only.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -90,18 +90,18 @@ class Statistics:
         self.copies = {i: x.clone() for i, x in vectors.items()}
 
     def settle(self) -> None:
-        """Give up the copies of what the first run did not change."""
+        """Drop the copies of the inputs that the first run did not change."""
         for i, (x, before) in self.versions.items():
             if version(x) == before:
                 del self.copies[i]
         self.versions = {}
 
 
-# ---- surroundings: random numbers, autocast, the default device
+# ---- global state: random numbers, autocast, the default device
 
 
 class Surroundings:
-    """Global state that decides what a function returns, as it was when the function ran first."""
+    """Global state that determines what a function returns, recorded when it first ran."""
 
     def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
         devices = {tensor.device for tensor in tensors}
@@ -116,7 +116,7 @@ class Surroundings:
         self.random = None
         self.unused = set()
         if preserve_rng_state:
-            # asking a device that nobody has used yet would start it
+            # reading the state of a device that is not in use would initialize it
             used = {kind for kind in kinds if _in_use(kind)}
             self.unused = kinds - used
             current = [torch.device(kind, getattr(torch, kind).current_device()) for kind in used]
@@ -126,12 +126,12 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set all of it, inside the block, as it was then; after it, as it is now."""
+        """Restore this state inside the block, and the current state after it."""
         now = None if self.random is None else RandomState(self.random.devices)
         try:
             if now is not None:
                 self.random.restore()
-            with self.autocast.as_then(), self.default_device, ExitStack() as stack:
+            with self.autocast.restored(), self.default_device, ExitStack() as stack:
                 for mode in self.modes:
                     stack.enter_context(mode)
                 yield
@@ -140,8 +140,10 @@ class Surroundings:
                 now.restore()
 
     def check_devices(self) -> None:
-        """Raise if the function was the first to use a device: what its random numbers were before,
-        nobody knows."""
+        """Raise if the function was the first to use a device.
+
+        The state of its random numbers before the function is then unknown.
+        """
         for kind in self.unused:
             if _in_use(kind):
                 raise RuntimeError(
@@ -161,9 +163,9 @@ def _in_use(device_type: str) -> bool:
 class CheckpointFunction(torch.autograd.Function):
     """The reentrant mode: `CheckpointFunction.apply(function, preserve_rng_state, *args)`.
 
-    In the second run the inputs are leaves, so that the backward pass inside ends at them; a node's
-    `backward` must return their gradients, which is why an input has to require some. The
-    parameters get theirs from that inner pass.
+    In the second run the inputs are leaves, so the inner backward pass ends at them. A node's
+    `backward` is only called if an input requires gradients, which it then returns. The parameters
+    get their gradients from the inner pass.
     """
 
     @staticmethod
@@ -180,7 +182,7 @@ class CheckpointFunction(torch.autograd.Function):
         statistics.settle()
         kept = [statistics.copies.get(i, x) for i, x in enumerate(tensors)]
         ctx.save_for_backward(*kept)
-        # autograd itself looks from here on only
+        # autograd checks versions only from here on, so changes before this are checked here
         ctx.changed = any(
             x is tensor and version(tensor) != before
             for x, tensor, before in zip(kept, tensors, versions, strict=True)
@@ -195,7 +197,8 @@ class CheckpointFunction(torch.autograd.Function):
                 " passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call"
                 " .backward() without it"
             )
-        # Leaves, whose gradients are to be returned; tensors in containers keep their history.
+        # Inputs are leaves, and their gradients are returned; tensors in containers keep their
+        # history.
         inputs = detach_variable(
             with_tensors(ctx.args, kept_inputs(ctx, ctx.run_function, ctx.changed))
         )

@@ -1,20 +1,20 @@
-"""State besides its arguments that decides what a block computes, kept for its recomputation.
+"""State of a block, besides its arguments, that its recomputation needs.
 
 `checkpoint` gives the recomputation the arguments of the first run and PyTorch's own random
-numbers. A block may compute with more than these. What is kept here:
+numbers. A block may compute with more than these. This module keeps:
 
 - **Generators**: Python's `random`, NumPy's global one, and generators of PyTorch, Python and NumPy
   that a module of the block holds in an attribute.
 - **Attributes** of the block's modules, except parameters, buffers and submodules: the objects that
   they name, and the content of tensors, arrays, lists, tuples, dicts, sets and deques. Examples are
-  the load of a mixture-of-experts gate, an average of an activation, a counter of calls.
+  the load of a mixture-of-experts gate, an average of an activation, and a counter of calls.
 
-A recomputation works on copies. No tensor that the first run has left is written, so a graph that
-has saved it stays valid, and afterwards everything is again in the state that the first run left.
+A recomputation works on copies. Tensors of the first run are not written to, so a graph that has
+saved one stays valid. After the recomputation everything is again in the state after the first run.
 
-Not kept: parameters and buffers, other objects that are changed in place, and what lies outside of
-the block's modules, such as global variables and files. With a `Comparison` a recomputation that
-differs because of them is an error.
+This module does not keep parameters and buffers, other objects that are changed in place, or
+anything outside the block's modules, such as global variables and files. With a `Comparison`, a
+recomputation that differs because of them raises an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .reentrant import version
 
 
 class _Generator:
-    """A source of random numbers: how its state is read, and set."""
+    """A source of random numbers, with functions that read and set its state."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]):
         self.get, self.set = get, set
@@ -65,7 +65,7 @@ def _as_generator(value: Any) -> _Generator | None:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two states of a generator are equal."""
+    """Return whether two states of a generator are equal."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -79,8 +79,9 @@ _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
 
 
 class _Tensor:
-    """A tensor that an attribute named before the first run: the object, and a copy of its content
-    if the first run changes it.
+    """A tensor that an attribute named before the first run.
+
+    It includes a copy of the values if the first run changes them.
 
     Args:
         name: Name of the attribute, for an error.
@@ -89,15 +90,15 @@ class _Tensor:
     def __init__(self, name: str, tensor: Tensor):
         self.name, self.tensor = name, tensor
         self.version = version(tensor)
-        # a tensor with a history cannot be changed in place without its graph's noticing
+        # if a tensor with a history is changed in place, its graph raises an error anyway
         self.copy = None if tensor.requires_grad else tensor.detach().clone()
 
     def settle(self) -> None:
-        """Give up the copy if the first run did not change the tensor."""
+        """Drop the copy if the first run did not change the tensor."""
         if self.version is not None and version(self.tensor) == self.version:
             self.copy = None
 
-    def again(self) -> Tensor:
+    def restored(self) -> Tensor:
         if self.copy is not None:
             return self.copy.clone()
         if version(self.tensor) != self.version:
@@ -110,7 +111,7 @@ class _Tensor:
 
 
 class _Container:
-    """A container that an attribute named before the first run, with the items that it held."""
+    """A container that an attribute named before the first run, with its items of then."""
 
     def __init__(self, container: Any, items: list[Any]):
         self.container, self.items = container, items
@@ -119,7 +120,7 @@ class _Container:
         self.length = container.maxlen if self.kind is deque else None
         self.default = container.default_factory if self.kind is defaultdict else None
 
-    def again(self, items: list[Any]) -> Any:
+    def restored(self, items: list[Any]) -> Any:
         if isinstance(self.container, np.ndarray):
             return items[0].copy()
         if self.kind is tuple:
@@ -133,21 +134,23 @@ class _Container:
         return defaultdict(self.default, pairs) if self.kind is defaultdict else self.kind(pairs)
 
 
-def _again(memory: Any, made: dict[int, Any]) -> Any:
-    """Return the value of an attribute for a recomputation; `made` holds the copies of objects with
-    several names."""
+def _restored(memory: Any, made: dict[int, Any]) -> Any:
+    """Return the value of an attribute for a recomputation.
+
+    `made` holds the copies made so far, so that an object with several names is copied once.
+    """
     if not isinstance(memory, (_Tensor, _Container)):
         return memory
     if id(memory) not in made:
         if isinstance(memory, _Tensor):
-            made[id(memory)] = memory.again()
+            made[id(memory)] = memory.restored()
         else:
-            made[id(memory)] = memory.again([_again(item, made) for item in memory.items])
+            made[id(memory)] = memory.restored([_restored(item, made) for item in memory.items])
     return made[id(memory)]
 
 
 class _Place:
-    """Where a module keeps values by name, and which of the names are looked at."""
+    """A dictionary in which a module keeps values by name, and a function that selects names."""
 
     def __init__(self, name: str, values: dict[str, Any], names: Callable[[], Iterable[str]]):
         self.name, self.values, self.names = name, values, names
@@ -156,7 +159,7 @@ class _Place:
         return {name: self.values[name] for name in self.names()}
 
     def write(self, wanted: dict[str, Any]) -> None:
-        """Past nn.Module's own rules for attributes."""
+        """Set the values directly, without nn.Module's rules for attributes."""
         for name in set(self.names()) - wanted.keys():
             del self.values[name]
         self.values.update(wanted)
@@ -174,7 +177,7 @@ class _Attributes:
 
     def __init__(self, block: nn.Module):
         self.places = list(_places(block))
-        self.known: dict[int, Any] = {}  # what one object became, wherever it is found
+        self.known: dict[int, Any] = {}  # id of an object -> its record, also if found again
         self.tensors: list[_Tensor] = []
         self.generators: list[_Generator] = []
         self.before = [
@@ -194,13 +197,13 @@ class _Attributes:
     def _remembered(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.is_leaf and value.requires_grad:
-                return value  # trained: the optimizer's to change
+                return value  # a parameter, which only the optimizer changes
             self.tensors.append(_Tensor(name, value))
             return self.tensors[-1]
         if isinstance(value, np.ndarray):
             return _Container(value, [value.copy()]) if value.dtype != object else value
         if type(value) in _CONTAINERS:
-            self.known[id(value)] = value  # where it holds itself
+            self.known[id(value)] = value  # in case it contains itself
             items = value.values() if isinstance(value, dict) else value
             return _Container(value, [self._remember(name, item) for item in items])
         if generator := _as_generator(value):
@@ -212,13 +215,15 @@ class _Attributes:
             tensor.settle()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside the block the attributes are copies of what they were; after it, what they are
-        now."""
+    def restored(self) -> Iterator[None]:
+        """Set the attributes to copies of their values before the first run, inside the block.
+
+        Afterwards the attributes have the values from before the block.
+        """
         now = [place.read() for place in self.places]
         made: dict[int, Any] = {}
         before = [
-            {key: _again(memory, made) for key, memory in memories.items()}
+            {key: _restored(memory, made) for key, memory in memories.items()}
             for memories in self.before
         ]
         try:
@@ -239,27 +244,28 @@ class BlockState:
     """State of a block for its first run and the runs that repeat it.
 
     Args:
-        block: the module whose state is kept.
-        comparison: compares the runs; None where it is not asked for.
-        statistics: put back the running statistics that norms update again, in training.
+        block: The module whose state is kept.
+        comparison: Comparison of the runs, or None.
+        statistics: Whether to restore the running statistics that normalization layers update again
+            in training.
     """
 
     def __init__(
         self, block: nn.Module, comparison: Comparison | None = None, *, statistics: bool = False
     ):
         self.block, self.comparison, self.statistics = block, comparison, statistics
-        self.attributes: _Attributes | None = None  # once the first run has begun
+        self.attributes: _Attributes | None = None  # None before the first run
         self.generators: list[tuple[_Generator, Any]] = []
 
     def next_run(self, more: bool = True) -> AbstractContextManager:
-        """The context of the block's next run: `first` for its first run, else `again`.
+        """Return the context of the block's next run, which is its first run or a repetition.
 
         Args:
             more: Whether another run follows. A block that runs only once needs no copies.
         """
         if self.attributes is not None:
-            return self.again()
-        return self.first() if more else nullcontext()
+            return self.repeated()
+        return self.first_run() if more else nullcontext()
 
     def check_output(self, output: Tensor, more: bool) -> None:
         """With a comparison, raise if the output of a later run differs from that of the first.
@@ -275,10 +281,10 @@ class BlockState:
             self.comparison.note(output)
 
     @contextmanager
-    def first(self) -> Iterator[None]:
-        """Keep what the first run, inside the block, finds and changes."""
+    def first_run(self) -> Iterator[None]:
+        """Record what the first run, inside the block, uses and changes."""
         attributes = self.attributes = _Attributes(self.block)
-        with _disable_current_modes():  # states are no tensors of the step
+        with _disable_current_modes():  # generator states are not tensors of the step
             found = [(each, each.get()) for each in (*_GLOBAL, *attributes.generators)]
         yield
         attributes.settle()
@@ -288,8 +294,8 @@ class BlockState:
             ]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside the block everything kept is as the first run found it; after it, as it is now."""
+    def repeated(self) -> Iterator[None]:
+        """Restore the state of the first run inside the block, and the current state after it."""
         with _disable_current_modes():
             now = [(each, each.get()) for each, _ in self.generators]
             for each, state in self.generators:
@@ -297,7 +303,7 @@ class BlockState:
         kept = statistics_of(self.block) if self.statistics else []
         kept = [(buffer, buffer.clone()) for buffer in kept]
         try:
-            with self._unchanged(), self.attributes.again():
+            with self._unchanged(), self.attributes.restored():
                 yield
         finally:
             with torch.no_grad():
@@ -309,8 +315,7 @@ class BlockState:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """With a comparison, raise if the recomputation inside the block changes a tensor of the
-        block's that is not put back."""
+        """With a comparison, raise if a recomputation changes a tensor that is not restored."""
         comparison = self.comparison
         if comparison is None:
             yield
@@ -321,16 +326,18 @@ class BlockState:
         try:
             yield
         except Exception:
-            raise  # it says more
-        except BaseException:  # the recomputation ends early
+            raise  # its message is more specific
+        except BaseException:  # the recomputation ended early
             comparison.finish(tensors)
             raise
         comparison.finish(tensors)
 
 
 class Repeatable:
-    """A function as a checkpoint runs it: for the first time, and again with the state that a block
-    had then. Errors name the function."""
+    """A function for a checkpoint, which repeats it with the state that a block had at first.
+
+    Errors name the function.
+    """
 
     def __init__(self, function: Callable, state: BlockState):
         self.function, self.state = function, state
@@ -345,17 +352,17 @@ class Repeatable:
 
 
 class Comparison:
-    """Checksums of what the first run of a block saves, compared with what its recomputation saves.
+    """Checksums of the tensors that a block's first run saves, compared with its recomputation.
 
-    Outputs would not do, because a recomputation ends early and never runs the last operator; a
-    schedule, which runs stages to their end, compares outputs. The checksums are computed outside
-    of the sight of meters. On a CPU they are exact; elsewhere they allow for rounding, since an
-    operator may add up in any order there. Not compared: symbolic tensors, which have no values,
-    and sparse, nested and quantized tensors and subclasses.
+    Comparing outputs would not work, because a recomputation ends early and does not run the last
+    operator. A schedule runs stages to their end and compares outputs. Checksums are computed
+    invisibly to meters. On a CPU they are exact. Elsewhere they allow for rounding, since operators
+    may add in any order there. Symbolic tensors, which have no values, and sparse, nested and
+    quantized tensors and subclasses are not compared.
 
     Args:
         name: Name of the block, for the error.
-        advice: Advice for the error, instead of running the block again.
+        advice: Advice of the error on what to do instead of running the block again.
     """
 
     def __init__(self, name: str, advice: str):
@@ -365,15 +372,17 @@ class Comparison:
         self.statistics: set[int] = set()
 
     def note(self, tensor: Tensor) -> None:
-        """Note the next tensor of the first run."""
+        """Record the next tensor of the first run."""
         self.sums.append(checksum(tensor))
 
     def difference(self, position: int, tensor: Tensor, name: str = "") -> str:
-        """Describe how a tensor of the recomputation differs from that of the first run; return ""
-        if their checksums are equal.
+        """Describe how a tensor of the recomputation differs from that of the first run.
 
         Args:
-            name: Name for the description; left out for a tensor that is saved for backward.
+            name: Name for the description; by default the tensor is called saved for backward.
+
+        Returns:
+            The description, or "" if the checksums are equal.
         """
         if position >= len(self.sums) or not differ(self.sums[position], checksum(tensor)):
             return ""
@@ -383,10 +392,10 @@ class Comparison:
         return f"{name or f'tensor {position} saved for backward'} ({kind}) has other values"
 
     def start(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        """Note the block's own tensors before the recomputation.
+        """Record the block's own tensors before the recomputation.
 
         Args:
-            statistics: tensors that may change in each run.
+            statistics: Tensors that may change in each run.
         """
         self.statistics = {each.untyped_storage().data_ptr() for each in statistics}
         self.before = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -410,20 +419,24 @@ class Comparison:
 
 
 def statistics_of(block: nn.Module) -> list[Tensor]:
-    """The running statistics that the batch norms in a block update in training, and do not compute
-    with."""
+    """Return the running statistics that batch norms in a block update in training.
+
+    The batch norms do not compute with them.
+    """
     norms = (m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [buffer for norm in norms if norm.training for buffer in norm.buffers()]
 
 
 def is_instance_norm(module: nn.Module) -> bool:
-    """Whether a module updates running statistics and saves copies of them for backward. They are
-    kept as attributes are."""
+    """Return whether a module updates running statistics and saves copies of them for backward.
+
+    Such statistics are preserved like attributes.
+    """
     return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training
 
 
 def checksum(tensor: Tensor) -> Any:
-    """A number that differs for tensors of other values; None where it cannot be computed."""
+    """Return a number that differs for tensors with different values, or None if it is unknown."""
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
         return None
@@ -433,9 +446,9 @@ def checksum(tensor: Tensor) -> Any:
         tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:  # an expanded one repeats its values
+            if stride == 0:  # an expanded dimension repeats its values
                 tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-        # in the order of memory, so that a transposed one is not copied
+        # in the order of memory, so that a transposed tensor is not copied
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
         return _bits(tensor) if tensor.device.type == "cpu" else Sketch(tensor)
 
@@ -444,15 +457,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> int:
-    """A checksum of the bits. NumPy's memory is none of PyTorch's allocator's."""
+    """Return a checksum of the bits, computed in NumPy's memory, which PyTorch does not count."""
     return zlib.crc32(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
 
 
 class Sketch:
-    """Sum of a tensor's values with random signs, and the norm: equal up to rounding if
-    the values are equal."""
+    """A sum of a tensor's values with random signs, and its norm.
 
-    chunk = 1 << 18  # values at a time: 2 MiB for each temporary
+    Two sketches are equal up to rounding if the values are equal.
+    """
+
+    chunk = 1 << 18  # values at a time, so that each temporary has 2 MiB
 
     def __init__(self, tensor: Tensor):
         generator = torch.Generator().manual_seed(0)
@@ -463,7 +478,7 @@ class Sketch:
         for number, part in enumerate(tensor.reshape(-1).split(self.chunk)):
             values = part.double()
             self.square += values.square().sum()
-            # rolled, so that parts in another order are seen
+            # the signs are rotated, so that exchanged parts give another sum
             self.sum += values.mul_(signs.roll(number)[: len(values)]).sum()
         exact = not tensor.is_floating_point()
         self.tolerance = 0.0 if exact else 2e-2 if tensor.itemsize < 4 else 1e-3
@@ -476,7 +491,7 @@ class Sketch:
 
 
 def differ(a: Any, b: Any) -> bool:
-    """Whether two checksums say that the values differ; not where one of them is unknown."""
+    """Return whether two checksums show different values; False if one of them is unknown."""
     if a is None or b is None:
         return False
     return a.differs(b) if isinstance(a, Sketch) else a != b

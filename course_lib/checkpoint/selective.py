@@ -1,4 +1,4 @@
-"""Selective checkpointing: keep what some operators return, recompute the rest."""
+"""Selective checkpointing: keep the outputs of some operators, and recompute the rest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _CachedValue:
-    """One value that an operator returned, kept for the recomputation.
+    """One output of an operator, kept for the recomputation.
 
     Args:
-        hooks: those through which a tensor goes.
+        hooks: Saved-tensor hooks through which a tensor goes.
     """
 
     def __init__(self, value: Any, offload: bool, hooks: Hooks | None = None):
@@ -34,9 +34,9 @@ class _CachedValue:
             self.device = value.device
             value = value.to("cpu")
         elif isinstance(value, Tensor):
-            # Detached, since the value itself will get a history that leads back here. With this
-            # dispatch key on, the alias shares the version counter, by which a change in place is
-            # noticed.
+            # Detached, because the output itself will get a history that refers to this object.
+            # With this dispatch key on, the alias shares the version counter, which shows changes
+            # in place.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 value = value.detach()
             if hooks is not None:
@@ -57,23 +57,24 @@ class _CachedValue:
 
 
 _RECOMPUTE, _USED = object(), object()
-_TO_END = object()  # in storage where the recomputation must not end early
+_TO_END = object()  # key in `storage` if the recomputation must not end early
 
 
 class _Mode(ObserverMode):
-    """Both runs see the same operators, and share what the first one writes down.
+    """Both runs see the same operators and share the records of the first run.
 
-    `storage` maps an operator to what became of its first, second, ... output; and (operator,
-    which) to the random numbers after it.
+    `storage` maps an operator to the records of its first, second, ... call, and (operator, call
+    number) to the state of the random numbers after that call.
     """
 
 
 class _CachingTorchDispatchMode(_Mode):
-    """The forward pass: asks the policy, and keeps what it says. Named as PyTorch's, which other
-    libraries look for.
+    """The forward pass: asks the policy, and keeps the outputs that it selects.
+
+    The class has PyTorch's name, because other libraries look for it.
 
     Attributes:
-        hooks: those through which what is kept goes; a checkpoint sets them.
+        hooks: Saved-tensor hooks through which kept outputs go; set by a checkpoint.
     """
 
     hooks: Hooks | None = None
@@ -90,17 +91,17 @@ class _CachingTorchDispatchMode(_Mode):
         before = torch.get_rng_state() if random else None
         result = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False)
-        context.op_output = result  # an argument from torch 2.12 on
+        context.op_output = result  # torch passes it as an argument since version 2.12
         policy = _policy(self.policy(context, func, *args, **kwargs), func)
         entries = self.storage[func]
-        late = func in WRITES_AFTER_SAVING  # which a value that was kept would not do
+        late = func in WRITES_AFTER_SAVING  # a kept output would lack what the operator writes
         self.storage[_TO_END] += [True] * late
         if late or policy.endswith("RECOMPUTE"):
             entries.append(_RECOMPUTE)
             return result
         if random:
             after = RandomState(tensor.device for tensor in tensors_in(result))
-            # those that a run without it must go on with
+            # if the recomputation skips this operator, it must continue with these numbers
             if after.devices or not torch.equal(before, after.cpu):
                 self.storage[func, len(entries)] = after
         below = policy.endswith("OFFLOAD")
@@ -109,12 +110,12 @@ class _CachingTorchDispatchMode(_Mode):
 
 
 def _is_outside(func: Any, args: tuple) -> bool:
-    """Whether an operator may run more often in one of both runs than in the other, so that it is
-    not counted, and what it returns is not kept.
+    """Return whether an operator may run more often in one of the two runs than in the other.
 
-    The hooks detach and look at shapes. Autocast casts a leaf that requires gradients, such as a
-    weight, when it is first used, and keeps the cast until its block ends: of a weight that was
-    used before the function, the first run casts nothing, and the recomputation does.
+    Such an operator is not counted, and its output is not kept. Hooks detach tensors and look at
+    shapes. Autocast casts a leaf that requires gradients, such as a weight, when it is first used,
+    and caches the cast until its block ends. If a weight was used before the function, the first
+    run casts nothing, but the recomputation does.
     """
     if func is torch.ops.aten._to_copy.default:
         return args[0].is_leaf and args[0].requires_grad
@@ -122,8 +123,10 @@ def _is_outside(func: Any, args: tuple) -> bool:
 
 
 def _policy(answer: Any, func: Any) -> str:
-    """A policy's answer as the name of a `CheckpointPolicy`; those for offload exist in newer
-    versions only."""
+    """Return a policy's answer as the name of a `CheckpointPolicy`.
+
+    The offload policies exist only in newer versions of torch, hence names.
+    """
     if isinstance(answer, bool):
         return "MUST_SAVE" if answer else "PREFER_RECOMPUTE"
     if not isinstance(answer, CheckpointPolicy):
@@ -134,7 +137,7 @@ def _policy(answer: Any, func: Any) -> str:
 
 
 class _CachedTorchDispatchMode(_Mode):
-    """The recomputation: returns what was kept, once, instead of computing it."""
+    """The recomputation: returns each kept output once, instead of computing it."""
 
     def __init__(self, storage: dict, allow_cache_entry_mutation: bool = False):
         super().__init__()
@@ -142,7 +145,7 @@ class _CachedTorchDispatchMode(_Mode):
 
     @property
     def to_end(self) -> bool:
-        """Whether the function must run to its end, since it writes into what it has saved."""
+        """Whether the function must run to its end, as an operator writes into saved tensors."""
         return bool(self.storage.get(_TO_END))
 
     def __enter__(self):
@@ -177,24 +180,26 @@ class _CachedTorchDispatchMode(_Mode):
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Callable | list, allow_cache_entry_mutation: bool = False
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Two contexts, for `checkpoint(..., context_fn=partial(create_selective_checkpoint_contexts,
-    policy))`.
+    """Return a context for each run, for the `context_fn` of `checkpoint`.
+
+    Pass `context_fn=partial(create_selective_checkpoint_contexts, policy)`.
 
     Args:
-        policy_fn_or_list: `policy(context, operator, *args, **kwargs)` with a
-            `SelectiveCheckpointContext`, which returns a `CheckpointPolicy` (or a bool: keep it?);
-            or a list of operators to keep, such as `[torch.ops.aten.mm.default]`. Asked in the
-            forward pass only, and not of casts of leaves that require gradients, such as weights
-            under autocast: these are always computed again.
-        allow_cache_entry_mutation: don't check whether what was kept has been changed in place.
+        policy_fn_or_list: A list of operators whose outputs are kept, such as
+            `[torch.ops.aten.mm.default]`, or a function `policy(context, operator, *args,
+            **kwargs)` of a `SelectiveCheckpointContext`. The function returns a `CheckpointPolicy`,
+            or a bool that says whether to keep the output. It is called only in the forward pass,
+            and not for casts of leaves that require gradients, such as weights under autocast:
+            these are always recomputed.
+        allow_cache_entry_mutation: If True, kept outputs are not checked for changes in place.
 
     Raises:
-        ValueError: something in the list is not an `OpOverload`.
-        TypeError: neither a list nor a function; or (in the forward pass) a policy's answer that
-            means nothing.
+        ValueError: An element of the list is not an `OpOverload`.
+        TypeError: The argument is neither a list nor a function, or (in the forward pass) a
+            policy's answer is invalid.
     """
     if TracingContext.try_get() is not None:
-        # The compiler marks the operators of its graph with PyTorch's contexts.
+        # The compiler uses PyTorch's contexts to mark the operators of its graph.
         return torchs_contexts(policy_fn_or_list, allow_cache_entry_mutation)
     policy = policy_fn_or_list
     if isinstance(policy, list):

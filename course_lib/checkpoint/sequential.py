@@ -1,4 +1,4 @@
-"""A checkpoint around each segment of a chain of functions."""
+"""Checkpoint each segment of a chain of functions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from .nonreentrant import NOT_EXPLICIT, checkpoint
 def checkpoint_sequential(
     functions, segments: int, input: Tensor, use_reentrant: bool | None = None, **kwargs
 ) -> Any:
-    """Run functions one after the other, with a checkpoint around each segment of them but the
-    last.
+    """Run functions one after the other, and checkpoint each segment of them except the last.
 
     Args:
-        functions: a `torch.nn.Sequential`, or a list (or `ModuleList`) of modules or functions.
-        segments: from 1 to the number of functions. All have the same length; the last takes what
-            is left over.
-        input: what the first function takes.
-        use_reentrant, preserve_rng_state: as for `checkpoint`.
+        functions: A `torch.nn.Sequential`, or a list (or `ModuleList`) of modules or functions.
+        segments: Number of segments, from 1 to the number of functions. All have the same length,
+            except that the last one includes the remaining functions.
+        input: Input of the first function.
+        use_reentrant, preserve_rng_state: Options of `checkpoint`.
 
     Raises:
-        ValueError: more segments than functions; other keyword arguments.
+        ValueError: There are more segments than functions, or other keyword arguments are given.
     """
     if use_reentrant is None:
         warnings.warn(f"torch.utils.checkpoint.checkpoint_sequential: {NOT_EXPLICIT}", stacklevel=2)
