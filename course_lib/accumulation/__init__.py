@@ -1,9 +1,9 @@
-"""The batch in pieces: a training step over micro-batches whose gradient is that of the full batch.
+"""Gradient accumulation: a training step over micro-batches, with the gradient of the full batch.
 
-`split` cuts a batch into micro-batches; `AccumulatedStep` runs them one after the other, so that
-only one piece's activations are alive at a time, and takes one optimizer step. The parameters, the
-optimizer's state and the gradients stay as large as they are: peak bytes are a floor plus so many
-bytes a sample of the micro-batch. Lesson 05 explains.
+`split` cuts a batch into micro-batches. `AccumulatedStep` runs them one after the other, so that
+only one micro-batch's activations are live at a time, and does one optimizer step. Parameters,
+optimizer state and gradients keep their size. The peak is therefore a constant number of bytes,
+plus a fixed number of bytes per sample of a micro-batch. Lesson 05 explains accumulation.
 """
 
 from .step import AccumulatedStep, StepResult, check_loss_sum, split

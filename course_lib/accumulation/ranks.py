@@ -1,5 +1,4 @@
-"""The ranks that take a step together: when gradients are reduced over them, and what is added up
-over them."""
+"""The ranks that do a step together: when they reduce gradients, and their sums over ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from .._torch import is_symbolic
 
 
 class Ranks:
-    """The processes that step together: those of a DDP or FSDP2 model, or this one alone.
+    """The processes that do a step together: those of a DDP or FSDP2 model, or only this one.
 
     Attributes:
-        model: that is replicated or sharded, itself or, of DDP, inside where it is compiled; None
-            of a process alone.
-        replica: the model where it is DDP's.
+        model: The module that is replicated or sharded, or None for a single process. For a
+            compiled DDP model, the DDP module inside it.
+        replica: The same module if it is a DDP module, else None.
     """
 
     def __init__(self, model: nn.Module, sync: str):
@@ -35,7 +34,7 @@ class Ranks:
         self.has_views = self.replica is not None and self.replica.gradient_as_bucket_view
 
     def checked(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
-        """`in_buckets`, where that and the scaler go with such ranks."""
+        """Return `in_buckets`, after checking it and the scaler against the kind of model."""
         if scaler.is_enabled() and self.model is not self.replica:
             raise ValueError(
                 "scaler must be None for an FSDP2 model, got a GradScaler; ranks could"
@@ -50,8 +49,10 @@ class Ranks:
 
     @contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Let the backward pass of a micro-batch, inside the block, reduce gradients over the
-        ranks, or only add to them."""
+        """Let a micro-batch's backward pass, inside the block, reduce gradients over the ranks.
+
+        If this is not the last micro-batch, it may only add to the local gradients instead.
+        """
         if self.model is None or last or self.sync == "each":
             yield
         elif self.replica:
@@ -75,8 +76,10 @@ class Ranks:
 
     @torch.no_grad()
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Norm of all gradients, of which FSDP2 has shards here: DTensor's own would be reduced one
-        by one."""
+        """Return the norm of all gradients; with FSDP2 each rank has shards of them.
+
+        DTensor's own norm would be reduced over the ranks once per gradient.
+        """
         norm = nn.utils.get_total_norm(
             [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         )
@@ -88,11 +91,11 @@ class Ranks:
 
 
 def _parallel(model: nn.Module) -> nn.Module | None:
-    marks = ("no_sync", "set_requires_gradient_sync")  # of DDP, FSDP and FSDP2
+    marks = ("no_sync", "set_requires_gradient_sync")  # methods of DDP and FSDP, and of FSDP2
     found = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
     if found == [] or (len(found) == 1 and isinstance(found[0], DistributedDataParallel)):
         return found[0] if found else None
-    from torch.distributed.fsdp import FSDPModule  # takes long to import
+    from torch.distributed.fsdp import FSDPModule  # not at the top, because importing it is slow
 
     if not isinstance(model, FSDPModule):
         got = f"a model with {', '.join(map(shown, found))}"

@@ -1,4 +1,4 @@
-"""One optimizer step over the micro-batches of a batch, which `split` cuts."""
+"""One optimizer step over the micro-batches that `split` cuts from a batch."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     """Cut a batch into micro-batches along the first dimension of its tensors.
 
     Args:
-        batch: a tensor, or tuples, lists, mappings and dataclasses with tensors, nested as you
-            like. The first dimension of all tensors is the samples; what else there is goes into
-            every piece as it is.
-        micro_batch_size: samples in each piece.
+        batch: A tensor, or tuples, lists, mappings and dataclasses with tensors, nested
+            arbitrarily. The first dimension of all tensors is the samples. Values other than
+            tensors are in every micro-batch unchanged.
+        micro_batch_size: Number of samples in each micro-batch.
 
     Returns:
-        Pieces built like the batch, made when asked for, of views: nothing is copied. The last
-        piece holds the remainder, so it may be smaller; a batch without samples has no pieces.
+        An iterator over micro-batches with the structure of the batch. They are views, so nothing
+        is copied. The last one holds the remainder, so it may be smaller. A batch without samples
+        has no micro-batches.
 
     Raises:
-        TypeError, ValueError: the batch holds no tensor, a nested or sparse tensor, or tensors with
-            different numbers of samples.
+        TypeError, ValueError: The batch contains no tensor, a nested or sparse tensor, or tensors
+            with different numbers of samples.
 
     Example:
-        >>> [len(piece) for piece in split(torch.zeros(20, 3), 8)]
+        >>> [len(each) for each in split(torch.zeros(20, 3), 8)]
         [8, 8, 4]
     """
     size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
@@ -80,16 +81,14 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one `AccumulatedStep`. Symbolic tensors have no values: NaN stands for what was
-    computed from them.
+    """Result of one `AccumulatedStep`. For symbolic tensors, which have no values, numbers are NaN.
 
     Attributes:
-        loss: the mean: the losses of all micro-batches (and ranks) over their weight.
-        weight: tokens or samples, of all micro-batches (and ranks).
-        grad_norm: of the gradient of that mean over the optimizer's parameters, before clipping;
-            None without max_norm.
-        stepped: False where the scaler skipped the optimizer's step because gradients were inf or
-            NaN.
+        loss: Mean loss: the losses of all micro-batches (and ranks), divided by their weight.
+        weight: Tokens or samples of all micro-batches (and ranks).
+        grad_norm: Norm, before clipping, of the mean loss's gradient over the optimizer's
+            parameters. None without max_norm.
+        stepped: False if the scaler skipped the optimizer's step because gradients were inf or NaN.
     """
 
     loss: float
@@ -99,35 +98,38 @@ class StepResult:
 
 
 class AccumulatedStep:
-    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to
-    rounding.
+    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss.
 
-    That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout
-    draws other numbers, and spectral norms change with each. With `DistributedDataParallel` or
-    FSDP2, each rank has a step of its own, and `loss_sum` calls the model that is replicated or
-    sharded. Where only the last micro-batch synchronises, ranks of DDP may have different numbers
-    of them, at least one each; the iterator is asked for one ahead. Bad losses raise on all ranks;
-    another error on one leaves the others waiting, as always, and FSDP2 with gradients of its own.
+    The gradients are equal up to rounding if the model treats samples independently. BatchNorm does
+    not, because it sees micro-batches; dropout draws other numbers; and spectral norms change with
+    each micro-batch.
+
+    With `DistributedDataParallel` or FSDP2, each rank has its own step, and `loss_sum` calls the
+    module that is replicated or sharded. If only the last micro-batch synchronizes, DDP ranks may
+    have different numbers of micro-batches, but at least one each. The iterator of micro-batches is
+    then read one ahead. An invalid loss or weight raises an error on all ranks. Any other error on
+    one rank leaves the other ranks waiting, as usual. After such an error FSDP2 may also still hold
+    unsharded gradients.
 
     Args:
-        model: what `loss_sum` gets.
-        optimizer: steps without a closure, unlike LBFGS, and is in training mode where it has one,
-            as schedule-free ones do; several, in a list, are clipped together and step together or
-            not at all.
-        loss_sum: (model, micro_batch) -> (sum of losses, weight): a scalar tensor that requires
-            gradients, and over how many tokens or samples it sums, a number or a scalar tensor;
-            zero if all are masked.
-        scaler: scales the losses, and is updated once a step; a disabled one counts as None.
-        max_norm: clip the gradient to this norm, once, after unscaling; `math.inf` only measures
-            the norm.
+        model: First argument of `loss_sum`.
+        optimizer: An optimizer that steps without a closure, unlike LBFGS. One with a training
+            mode, such as a schedule-free optimizer, must be in it. Several optimizers in a list are
+            clipped together, and either all of them step or none does.
+        loss_sum: Function (model, micro_batch) -> (sum of losses, weight). The sum is a scalar
+            tensor that requires gradients. The weight is the number of tokens or samples in the
+            sum, as a number or a scalar tensor; it is zero if all of them are masked.
+        scaler: Scales the losses, and is updated once per step. A disabled scaler counts as None.
+        max_norm: Largest norm of the gradient, which is clipped to it once, after unscaling. With
+            `math.inf` the norm is only measured.
         autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
-        accumulate: "fp32" adds the gradients of parameters in bf16 or fp16 up in fp32, 4 bytes a
-            parameter more instead of 2, and casts their mean once; None adds in the parameters'
-            dtype, where many small pieces drift.
-        sync: with "last" only the last micro-batch reduces gradients over the ranks, with "each"
-            every one: more is sent, and FSDP2 never holds whole gradients.
-        in_buckets: micro-batches add up in DDP's buckets, which live anyway, and not beside them: a
-            set of gradients less, from the third step on; for DDP with
+        accumulate: "fp32" sums the gradients of bf16 and fp16 parameters in fp32, which needs 4
+            more bytes per parameter instead of 2, and casts their mean once. None sums in the
+            parameters' dtype, where the sum over many small micro-batches drifts.
+        sync: With "last", only the last micro-batch reduces gradients over the ranks; with "each",
+            every micro-batch does. Then more bytes are sent, and FSDP2 never holds whole gradients.
+        in_buckets: Whether micro-batches add up in DDP's buckets, which exist anyway, instead of
+            next to them. This saves one set of gradients from the third step on. It needs DDP with
             `gradient_as_bucket_view=True`.
 
     Source: why sums and not means of means, "Fixing Gradient Accumulation",
@@ -171,22 +173,22 @@ class AccumulatedStep:
             )
         self.in_buckets = self.ranks.checked(self.scaler, in_buckets)
         self._buckets = {}
-        # what each sum of losses is divided by before its backward pass
+        # divisor of each sum of losses before its backward pass
         self._unit: float | None = None
 
     def __call__(self, micro_batches: Iterable[Any]) -> StepResult:
         """Run all micro-batches, then step once.
 
-        The gradients of the optimizer's parameters begin from None and are None again afterwards;
-        `register_step_pre_hook` sees those that it uses. To gradients of other parameters of the
-        model the mean's is added, as backward does, so that another optimizer may use them. After
-        an error, gradients, random generators, scaler and `no_sync` are as before the call; what
-        forward passes change (BatchNorm's averages) stays changed.
+        The gradients of the optimizer's parameters are None at the beginning, and again at the end;
+        a `register_step_pre_hook` sees those that the optimizer uses. For other parameters of the
+        model, the gradient of the mean is added to .grad, as backward does, so that another
+        optimizer may use it. After an error, gradients, random generators, scaler and `no_sync` are
+        as before the call. Side effects of forward passes (BatchNorm's averages) remain.
 
         Raises:
-            TypeError, ValueError: micro_batches is one batch, or empty; `loss_sum` returned
-                something else than a finite sum and a weight, 0 or more; all weights are zero.
-            RuntimeError: no parameter of the optimizer got a gradient; the norm of the gradients is
+            TypeError, ValueError: micro_batches is a single batch, or empty; `loss_sum` did not
+                return a finite sum and a weight of at least 0; all weights are zero.
+            RuntimeError: No parameter of the optimizer got a gradient; the norm of the gradients is
                 inf or NaN; `loss_sum` did not call the DDP model.
         """
         _check_micro_batches(micro_batches)
@@ -205,17 +207,15 @@ class AccumulatedStep:
                 loss, weight = self._accumulate(micro_batches, sending)
             if self.in_buckets:
                 self._buckets = {p: p.grad for p in (*own, *others) if p.grad is not None}
-            # What is in .grad: the gradient of (sum of losses) / unit; of ranks, the mean of that
-            # over them.
+            # .grad is now the gradient of (sum of losses) / unit; with ranks, its mean over them.
             _take_mean([*own, *others], sums, self._unit * self.ranks.count / weight)
             grad_norm, stepped = self._step(_gradients(others))
-        # The next step's weight will be similar, and is not known before its last forward pass.
+        # The weight of the next step is unknown before its last forward pass, but will be similar.
         self._unit = _power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
 
     def _accumulate(self, micro_batches: Iterable[Any], sending: ExitStack) -> tuple[float, float]:
-        """Forward and backward passes of all micro-batches: the sums of their losses and weights,
-        over all ranks."""
+        """Run all micro-batches and return the sums of their losses and weights over all ranks."""
         losses = []
         weights = []
         senders = _senders(self)
@@ -233,7 +233,7 @@ class AccumulatedStep:
                 "micro_batches must contain at least one micro-batch, got none (an iterator"
                 " can be used only once)"
             )
-        # Read at the end: a GPU would be waited for at every micro-batch otherwise.
+        # Read only here, because reading a value makes the host wait for a GPU.
         losses = _values(losses)
         weights = [math.nan if is_symbolic(weight) else float(weight) for weight in weights]
         problem = ""
@@ -263,8 +263,10 @@ class AccumulatedStep:
     def _backward(
         self, micro_batch: Any, last: bool, weights: list, senders: list, sending: ExitStack
     ) -> Tensor:
-        """Add the gradient of one micro-batch's sum of losses, over the unit, to .grad, and its
-        weight to the list."""
+        """Add the gradient of one micro-batch's loss sum, divided by the unit, to .grad.
+
+        Its weight is appended to `weights`.
+        """
         name = f"micro-batch {len(weights)}"
         autocast = (
             torch.autocast(self.device_type, self.autocast_dtype)
@@ -285,21 +287,21 @@ class AccumulatedStep:
             self._unit = _power_of_two(
                 *self.ranks.sums(math.nan if is_symbolic(weight) else float(weight))
             )
-        # The weight of the mean is known only after the last forward pass, so .grad holds the
-        # gradients of sums until then; of sums over a unit near that weight, since those of plain
-        # sums are so much larger that fp16 overflows at the scale that suits means. A power of two
-        # divides without rounding. All ranks have the same unit.
+        # The total weight, by which a mean divides, is known only after the last forward pass.
+        # Until then .grad holds gradients of sums. Plain sums are much larger than means, so in
+        # fp16 they would overflow at a scale that suits means. They are therefore divided by a unit
+        # near the total weight. It is a power of two, so that dividing does not round, and equal on
+        # all ranks.
         scaled = self.scaler.scale(loss)
         weights.append(weight)
-        # nothing will change the gradients
+        # if weights add up to the unit, the gradients will not be rescaled, so copies stay valid
         for optimizer in senders if _is_sum(weights, self._unit) else ():
             sending.enter_context(optimizer.sending())
         scaled.backward(torch.full_like(scaled, 1 / self._unit))  # the gradient of scaled / unit
         return loss.detach()
 
     def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
-        """Unscale, clip, step, update the scaler: the norm, and whether the optimizer has
-        stepped."""
+        """Unscale, clip, step and update the scaler; return the norm and whether it stepped."""
         parameters = _optimized(self.optimizer)
         if not _gradients(parameters):
             raise RuntimeError(
@@ -316,10 +318,10 @@ class AccumulatedStep:
             )
             self.scaler.step(self.optimizer)
         except BaseException:
-            self.scaler.update(scale)  # keeps the scale, forgets that gradients were unscaled
+            self.scaler.update(scale)  # keeps the scale, but forgets that gradients were unscaled
             raise
         self.scaler.update()
-        # it shrinks where gradients were inf or NaN, only there
+        # the scale shrinks if, and only if, gradients were inf or NaN
         return grad_norm, self.scaler.get_scale() >= scale > 0
 
 
@@ -338,11 +340,14 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def _gradients_apart(
     own: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
 ) -> Iterator[None]:
-    """Begin with gradients of None inside the block; after it `own` have none, and others' are
-    added to those before; errors undo all."""
+    """Start with gradients of None inside the block.
+
+    Afterwards the gradients of `own` are None, and those of `others` are added to their previous
+    gradients. An error restores all previous gradients.
+    """
     parameters = [*own, *others]
     before = [parameter.grad for parameter in parameters]
-    if ranks.has_views:  # DDP would write into them
+    if ranks.has_views:  # DDP would write into these gradients
         before = [gradient if gradient is None else gradient.clone() for gradient in before]
     try:
         for parameter in parameters:
@@ -359,8 +364,10 @@ def _gradients_apart(
 
 @contextmanager
 def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Parameter -> the sum of its gradients: what backward hands over inside goes into it, and is
-    dropped at once."""
+    """Sum gradients in fp32 inside the block: parameter -> sum.
+
+    Each gradient that backward computes is added to the sum and dropped immediately.
+    """
     sums: dict[nn.Parameter, Tensor] = {}
 
     def add(parameter: nn.Parameter) -> None:
@@ -380,7 +387,7 @@ def _take_mean(
     parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor], factor: float
 ) -> None:
     gradients = [*_gradients(parameters), *sums.values()]
-    # writing would make stale what an optimizer has copied from them already
+    # multiplying by 1 would invalidate copies that an optimizer has already made
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     for parameter in list(sums):
@@ -390,12 +397,12 @@ def _take_mean(
 def _clip(
     parameters: list[nn.Parameter], max_norm: float | None, ranks: Ranks, *, finite: bool
 ) -> float | None:
-    """The norm of the gradients, before it is brought down to max_norm."""
+    """Clip the gradients to max_norm, and return their norm before clipping."""
     if max_norm is None:
         return None
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is torch.sparse_coo:
-            # Only after rows that occur several times are added up is the norm that of the values.
+            # Rows that occur several times must be summed before the norm is computed.
             parameter.grad = parameter.grad.coalesce()
     dense = [
         gradient.values() if gradient.layout is torch.sparse_coo else gradient
@@ -415,8 +422,10 @@ def _clip(
 
 @contextmanager
 def _calls(model: nn.Module | None) -> Iterator[list]:
-    """A list that stays empty if the model is not called inside; no model, or a compiled one, is
-    not watched."""
+    """Return a list that stays empty if the model is not called inside the block.
+
+    For None, or a compiled model, the list is not empty from the start.
+    """
     if model is None or model._compiled_call_impl is not None:
         yield [True]
         return
@@ -429,15 +438,17 @@ def _calls(model: nn.Module | None) -> Iterator[list]:
 
 
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each item, and whether it is the last: known by asking for the next one first."""
+    """Yield each item, and whether it is the last, by reading one item ahead."""
     end = object()
     for item, following in pairwise(chain(items, [end])):
         yield item, following is end
 
 
 def _senders(step: AccumulatedStep) -> list[Any]:
-    """Optimizers to which gradients may go down during backward, if they need no change
-    afterwards."""
+    """Return the optimizers that may copy gradients down during backward.
+
+    This is possible only if the gradients need no change afterwards.
+    """
     changed = (
         step.ranks.model or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
     )
@@ -448,8 +459,10 @@ def _senders(step: AccumulatedStep) -> list[Any]:
 
 
 def _is_sum(weights: list[float | Tensor], unit: float) -> bool:
-    """Whether the weights add up to the unit; not if some are tensors, which a GPU might have to be
-    waited for."""
+    """Return whether the weights add up to the unit.
+
+    False if a weight is a tensor, because reading it might make the host wait for a GPU.
+    """
     return all(isinstance(weight, Real) for weight in weights) and math.fsum(weights) == unit
 
 
@@ -461,11 +474,11 @@ def _values(scalars: list[Tensor]) -> list[float]:
     return [math.nan] * len(scalars) if is_symbolic() else torch.stack(scalars).tolist()
 
 
-# ---- what is refused
+# ---- argument checks
 
 
 def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | Tensor]:
-    """Return what a `loss_sum` gave, if it is (sum of losses, weight)."""
+    """Check and return the result of a `loss_sum`, which must be (sum of losses, weight)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
             f"{name}: loss_sum must return (sum of losses, weight), not a mean, got {shown(pair)}"
@@ -492,7 +505,7 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | T
 
 
 def _check_micro_batches(given: Any) -> None:
-    """A pair (x, y) looks like two micro-batches, and would be iterated over in silence."""
+    """Reject a single batch: a pair (x, y), for example, would pass for two micro-batches."""
     pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
     if pair or isinstance(given, (Tensor, Mapping)):
         got = f"{shown(given)}{' of tensors' if pair else ''}, which may be a single batch"
@@ -502,7 +515,7 @@ def _check_micro_batches(given: Any) -> None:
 
 
 class _Together:
-    """Several optimizers as one, so that a scaler lets all of them step, or none."""
+    """Several optimizers as one, so that with a scaler either all of them step or none does."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -537,16 +550,16 @@ def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
 
 
 def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):
-    """The scaler; without one a disabled one, which does nothing but step."""
+    """Return the scaler, or a disabled one that only steps."""
     if (
         given is not None
         and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled()
     ):
         return given
     if autocast_dtype == torch.float16:
-        told = (
-            "autocast_dtype is torch.float16 without a scaler, so small gradients become"
-            " zero in the backward pass"
+        warnings.warn(
+            "autocast_dtype is torch.float16 without a scaler, so small gradients become zero in"
+            f" the backward pass; pass scaler=torch.amp.GradScaler({device!r})",
+            stacklevel=3,
         )
-        warnings.warn(f"{told}; pass scaler=torch.amp.GradScaler({device!r})", stacklevel=3)
     return torch.amp.GradScaler(device, enabled=False)

@@ -1,6 +1,6 @@
 """A simulated device: it runs on the CPU, has a clock, and detects races between its streams.
 
-An instrument for tests and lessons, above `course_lib.offload`, whose `Device` it implements.
+It is a tool for tests and lessons. It implements the interface of `Device` in `course_lib.offload`.
 """
 
 from .device import Race, SimulatedDevice

@@ -1,21 +1,22 @@
-"""A device of which the order is checked, on any machine: it finds copies that nothing
-orders, and tells when each stream is busy.
+"""A simulated device that checks, on any machine, whether its operators and copies are ordered.
+
+It also computes when each stream is busy.
 
     with SimulatedDevice() as device:
         model, x = device.move(model), device.move(x)
         with offload_activations():
             loss = model(x).sum()
         loss.backward()
-    # leaving the block raises a Race that names all that was found
+    # leaving the block raises a Race that lists everything that was found
 
-Its memory is CPU memory of which freed blocks are handed out again, the latest first. Its streams
-do in order what they are given, and who may be ahead of whom is known from vector clocks: each
-actor, a stream or a thread of the host, knows how far it has seen the others get, by the events
-that it waited for. An access to memory is a race if the last write there (for a write, the last
-reads too) is not among what its actor has seen, whoever owned the memory then.
+Device memory is CPU memory, and a freed block is reused, the last one freed first. Each stream runs
+its tasks in order. Vector clocks record what is ordered: each actor, which is a stream or a thread
+of the host, knows how far it has waited for the others, through events. An access to memory is a
+race if the actor has not waited for the last write there, whichever tensor owned the memory then. A
+write is also a race if it has not waited for the reads since that write.
 
-Source: Fidge 1988 and Mattern 1989 for the clocks; PyTorch's CUDA sanitizer looks at device memory
-in the same way.
+Source: Fidge 1988 and Mattern 1989 for the clocks. PyTorch's CUDA sanitizer checks device memory in
+the same way.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ RATES = (
 
 
 class Race(RuntimeError):
-    """Accesses to the same memory that nothing orders."""
+    """Accesses to the same memory that no wait orders."""
 
 
 class _Streams(Device):
-    """Streams in the access log: each thread is on one of its own choice."""
+    """Streams in the access log; each thread chooses its current stream."""
 
     def __init__(self, log: AccessLog):
         super().__init__(torch.device("cpu"))
@@ -90,75 +91,79 @@ class _Streams(Device):
             self.log.host.run()
 
     def done_by(self, actor: Actor) -> None:
-        """Do what an actor was given so far, and next what the host, which has got as far as it
-        has, gives it now."""
+        """Run all tasks of an actor, so that the host can run its next task at once.
+
+        The actor is first ordered after the host.
+        """
         actor.follow(self.log.host.event())
         actor.run()
 
 
 class SimulatedDevice(_Streams):
-    """A `Device` of which operators run on the CPU, and of which the order is checked. A context
-    manager.
+    """A `Device` that runs operators on the CPU and checks their ordering; a context manager.
 
-    Inside the block `Device.of` knows its tensors: those that `move` and `up` return, what
-    operators make of them, and new tensors made from nothing (`torch.zeros(3)`). Of the host are
-    tensors made before, `pinned` ones, and what operators make of those. Single numbers go with
-    either, as on CUDA. All of them say that their device is the CPU, so `.cpu()` and `.to(device)`
-    copy nothing: code that is to be tested copies by the methods of `Device`.
+    Inside the block, `Device.of` recognizes the device's tensors: those that `move` and `up`
+    return, results of operators on them, and new tensors made from nothing (`torch.zeros(3)`). Host
+    tensors are those made before, `pinned` ones, and results of operators on those. Tensors of a
+    single number can be combined with both, as on CUDA. All tensors report the CPU as their device,
+    so `.cpu()` and `.to(device)` copy nothing. Code under test must copy through the methods of
+    `Device`.
 
-    Where all is ordered every number is right to the bit. Where something is not, that is reported,
-    and the numbers are right by luck. Two modes run the same program in another order that its
-    waits allow, so that they are wrong too:
+    If everything is ordered, all numbers are correct bit by bit. If something is not ordered, it is
+    reported, and the numbers may still be correct by chance. Two modes run the same program in
+    another order that its waits allow, so that the numbers become wrong too:
 
-    - `late`: copies run as late as they may. Wrong is what uses a copy, or takes its source's
-      memory, too soon.
-    - `early`: operators, copies and what the host reads see their tensors before the last write
-      that they do not wait for. Wrong is what uses anything, of an operator or of a copy, before it
-      is made.
+    - `late`: Copies run as late as possible. Code that uses a copy, or reuses the memory of its
+      source, too early gets wrong numbers.
+    - `early`: Operators, copies and reads by the host see the values of their tensors from before
+      the last write that they do not wait for. Code that uses the result of an operator or copy too
+      early gets wrong numbers.
 
     Limits:
 
-    - In neither mode does an operator run late: where others write over what it still reads, that
-      is reported alone.
-    - An access counts from a tensor's first byte to its last: columns of one matrix are not told
-      apart.
-    - What the thread that entered the block does is seen: operators, `tolist`, `numpy` and what
-      prints, though these three not in hooks during a backward pass. What goes by a storage is not,
-      as `torch.save` and pickle, nor what goes by an array later than by the `numpy` that gave it.
-      A view reads nothing; `host[0]`, one number, is read.
-    - Each thread of the host is an actor; what orders threads among themselves is not seen, but
-      that a thread begins after all that was done before it.
-    - Each stream has the whole device: two that compute at the same time take no longer for it.
-      Caches, the launching of operators and Python take no time, nor do views. What is indexed
-      counts as read whole.
+    - Operators never run late. If code writes over memory that an operator is still reading, this
+      is reported, but the numbers stay correct.
+    - An access covers a tensor from its first byte to its last, so different columns of one matrix
+      are not distinguished.
+    - Only the thread that entered the block is observed: operators, `tolist`, `numpy` and printing,
+      and the last three not in hooks during a backward pass. Accesses through a storage, such as
+      those of `torch.save` and pickle, are not observed, and neither are later accesses through an
+      array that `numpy` returned. A view reads nothing, but `host[0]`, a single number, counts as
+      read.
+    - Each thread of the host is an actor. Synchronization between threads is not observed, except
+      that a thread starts after everything that was done before.
+    - Each stream has the whole device, so two streams that compute at the same time do not slow
+      each other down. Caches, launching operators, Python and views take no time. An indexed tensor
+      counts as read completely.
 
     Args:
-        late, early: one of the modes, or none.
-        memory_bytes: of the device, and as many pinned ones; taken from this machine as far as they
-            are used.
-        flops_per_second, bytes_per_second: an operator takes the longer of its FLOPs (those that
-            PyTorch's counter knows: of products and attention) and of the bytes that it reads and
-            writes (what is expanded as it lies in memory); no time, if left out.
-        up_bytes_per_second, down_bytes_per_second: of copies from the host and to it; no time, if
-            left out.
-        host_flops_per_second, host_bytes_per_second: the same for operators on tensors of the host,
-            such as the update of an optimizer that is there; what the host gives to the device then
-            comes after that.
+        late, early: Whether to use that mode; at most one can be True.
+        memory_bytes: Bytes of device memory, and also of pinned memory. This machine provides only
+            the part that is used.
+        flops_per_second, bytes_per_second: Rates of the device. An operator takes the time of its
+            FLOPs (counted by PyTorch, for products and attention) or of the bytes that it reads and
+            writes (of an expanded tensor, those in memory), whichever is longer. By default it
+            takes no time.
+        up_bytes_per_second, down_bytes_per_second: Rates of copies from and to the host. By default
+            copies take no time.
+        host_flops_per_second, host_bytes_per_second: The same rates for operators on host tensors,
+            such as an optimizer update on the host. Tasks that the host gives to the device
+            afterwards start after them.
 
     Attributes:
-        races: a sentence for each that was found. Clear it before the block ends where you expect
-            some.
-        spans: a `Span` for each operator and copy that took time; those of the host have the stream
+        races: One sentence per race. If you expect races, clear this list before the block ends.
+        spans: One `Span` per operator or copy that took time. The stream of a host operator is
             "host".
         samples: (simulated seconds, live bytes) after each operator.
-        seconds: how long all that was given to the device takes.
-        live_bytes: of the device's memory, now.
-        peak_bytes: of the device's memory, the most so far.
+        seconds: When the device has finished everything that it was given.
+        live_bytes: Bytes of device memory that are live now.
+        peak_bytes: The most bytes of device memory that were live at once.
 
     Raises:
-        Race: at the end of the block, if `races` are left and nothing else was raised.
-        torch.OutOfMemoryError: from an operator: `memory_bytes` do not suffice.
-        RuntimeError: from an operator: its tensors are on the host and on the device.
+        Race: At the end of the block, if `races` is not empty and no other error was raised.
+        torch.OutOfMemoryError: From an operator, if `memory_bytes` is too small.
+        RuntimeError: From an operator, if some of its tensors are on the host and some on the
+            device.
 
     Example:
         >>> with SimulatedDevice(bytes_per_second=1e9) as device:
@@ -221,8 +226,7 @@ class SimulatedDevice(_Streams):
         return self.memory.peak_bytes
 
     def move(self, thing: Any) -> Any:
-        """A module, its parameters and buffers in place; or tensors, in containers too, as
-        copies."""
+        """Move a module's parameters and buffers in place; copy tensors, also in containers."""
         if not isinstance(thing, nn.Module):
             return map_tensors(
                 lambda tensor: self.up(tensor.detach()).requires_grad_(tensor.requires_grad), thing
@@ -232,16 +236,28 @@ class SimulatedDevice(_Streams):
         return thing
 
     def plot(self, ax=None, *, since: float = 0.0):
-        """Draw when each stream was busy from the second `since` on, a lane each; on new axes if
-        left out. The axes."""
+        """Draw when each stream was busy from second `since` on, one lane per stream.
+
+        Args:
+            ax: Matplotlib axes; by default new ones.
+
+        Returns:
+            The axes.
+        """
         return draw_lanes(self.spans, ax, since)
 
     def plot_bytes(self, ax=None, *, since: float = 0.0):
-        """Draw the device's live bytes over the seconds from `since` on, as they go below `plot`.
-        The axes."""
+        """Draw the device's live bytes from second `since` on, to go below a `plot`.
+
+        Args:
+            ax: Matplotlib axes; by default new ones.
+
+        Returns:
+            The axes.
+        """
         return draw_bytes(self.samples, ax, since, self.seconds)
 
-    # ---- what a Device has
+    # ---- the methods of a Device
 
     def holds(self, tensor: Tensor) -> bool:
         return self.memory.block_of(tensor) is not None
@@ -267,7 +283,7 @@ class SimulatedDevice(_Streams):
     def transfer(self, target: Tensor, source: Tensor) -> None:
         up, stream = self.holds(target), self.current()
         host, name = (source, "up") if up else (target, "down")
-        # Of aliases: a copy does not keep from being freed what it reads and writes.
+        # Aliases, so that the copy does not keep its tensors from being freed.
         into, out = (
             self.memory.alias(self.host_memory.alias(tensor)) for tensor in (target, source)
         )
@@ -279,9 +295,9 @@ class SimulatedDevice(_Streams):
                 stream.run()
             self.log.record_access(stream, f"{COPY}{name}", [source], [target], seconds)
             if (block := self.host_memory.block_of(host)) is None:
-                self.finish(stream.event())  # as CUDA does where memory is not pinned
+                self.finish(stream.event())  # CUDA waits too if memory is not pinned
             else:
-                block.used_by.add(stream)  # as PyTorch does for pinned memory
+                block.used_by.add(stream)  # PyTorch does this for pinned memory
 
     def _copy(self, stream: Actor, target: Tensor, source: Tensor) -> None:
         with _disable_current_modes(), self.log.early(stream, [target, source], [target]):

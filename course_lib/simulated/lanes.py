@@ -1,5 +1,4 @@
-"""A simulated device's pictures: when each stream was busy, and below it the bytes that were
-live."""
+"""Plots of a simulated device: when each stream was busy, and how many bytes were live."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from course_lib.labels import text
 
 from .race_detector import Span
 
-#: What is done -> its colour. No category of bytes has one of these, and compute and the two ways
-# differ in grey too.
+#: Kind of work -> color. No category of bytes has one of these colors. Compute, up and down also
+#: differ in grayscale.
 LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
-#: The streams of this library, in the order in which their lanes are drawn.
+#: Stream -> label, in the order in which the lanes are drawn.
 LANE_NAMES = {
     "compute": text("compute"),
     "down": text("copies down"),
@@ -26,8 +25,10 @@ LANE_NAMES = {
 
 
 def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
-    """A lane for each stream: those of `LANE_NAMES` first, in its order. Colours say what is done,
-    wherever it is."""
+    """Draw one lane per stream: those of `LANE_NAMES` first, in that order.
+
+    A color shows the kind of work, on any stream.
+    """
     ax = ax or _new_axes()
     spans = [span for span in spans if span.end > since]
     order = [*LANE_NAMES, *dict.fromkeys(span.stream for span in spans)]
@@ -44,10 +45,9 @@ def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
 
 
 def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, until: float) -> Any:
-    """Live megabytes over time; each number holds until the next moment, the last one to the
-    end."""
+    """Draw live megabytes over time as steps; the last value holds until the end."""
     ax = ax or _new_axes()
-    # two streams' operators come in the order they were given
+    # samples of two streams are in the order in which the host gave their operators
     samples = sorted(samples, key=lambda sample: sample[0])
     before = [live for seconds, live in samples if seconds <= since][-1:]
     after = [(seconds - since, live) for seconds, live in samples if seconds > since]

@@ -1,5 +1,4 @@
-"""Operators of a simulated device, and reads of its host: PyTorch's modes that tell the device's
-log of it."""
+"""Modes that report operators, and reads by the host, to the access log of a simulated device."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from torch.utils.flop_counter import flop_registry
 from course_lib._torch import written_arguments
 
 aten = torch.ops.aten
-#: Operators that write over a tensor without reading it; their schema does not tell.
+#: Operators that overwrite a tensor without reading it, which their schema does not show.
 OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
-#: Operators that touch no byte, though the schema of the first says that it writes.
+#: Operators that access no byte, although the schema of `set_` says that it writes.
 BYTELESS = (aten.set_, aten.is_pinned, aten.is_same_size)
-#: By these the host gets at a tensor's bytes without an operator.
+#: Methods by which the host accesses a tensor's bytes without an operator.
 HOST_READS = {
     getattr(Tensor, name)
     for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
@@ -29,8 +28,10 @@ HOST_READS = {
 
 
 class HostReads(TorchFunctionMode):
-    """Mode that sees what the host reads without an operator: of the device's memory too, for which
-    it then waits, as on CUDA."""
+    """A mode that observes reads by the host without an operator.
+
+    The host then waits if it reads device memory, as on CUDA.
+    """
 
     def __init__(self, device: Any):
         super().__init__()
@@ -53,15 +54,17 @@ class HostReads(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    """Runs operators on the device's tensors: in its memory, in the order and the time of the
-    current stream."""
+    """A mode that runs operators on the device's tensors.
+
+    Their results are in device memory, and the current stream determines their order and time.
+    """
 
     def __init__(self, device: Any):
         super().__init__()
         self.device = device
 
     @classmethod
-    # no guards against compilation: their import takes longer than a small step
+    # False, because PyTorch's default imports compiler guards, which takes longer than a small step
     def _should_skip_dynamo(cls) -> bool:
         return False
 
@@ -78,7 +81,7 @@ class Operators(TorchDispatchMode):
         here = [device.holds(tensor) for tensor in tensors]
         if func is aten.copy_.default and sum(here) == 1 and args[1].numel() > 1:
             device.transfer(*args[:2])
-            if len(args) == 2:  # not asked to be non-blocking
+            if len(args) == 2:  # the copy was not requested to be non-blocking
                 device.finish(device.event())
             return args[0]
         if any(here):
@@ -93,7 +96,7 @@ class Operators(TorchDispatchMode):
             result = func(*args, **kwargs)
         results = _tensors(result)
         new = _new_storages(results, tensors)
-        # views, which read nothing; but a number is taken to be looked at
+        # A view reads nothing, except that a single number is assumed to be read.
         if results and not changed and not new:
             if not on_device and func is aten.select.int and result.numel() == 1:
                 device.log.record_access(actor, str(func), results, [])
@@ -108,7 +111,7 @@ class Operators(TorchDispatchMode):
         device.log.record_access(
             actor, str(func), _besides(tensors, changed), [*changed, *made], seconds
         )
-        # a number, as of `item`: the host waits for it
+        # the result is a Python number, as of `item`, so the host waits for it
         if on_device and not results and not changed:
             device.finish(actor.event())
         if made:
@@ -116,7 +119,7 @@ class Operators(TorchDispatchMode):
         return result
 
     def _at_home(self, result: Any, new: dict[int, UntypedStorage]) -> tuple[Any, list[Tensor]]:
-        """The result with its new storages moved into the device's memory, and those as bytes."""
+        """Move new storages into device memory; return the result on them, and them as bytes."""
         log, homes = self.device.log, {}
         for key, storage in new.items():
             everything = torch.empty(0, dtype=torch.uint8).set_(
@@ -158,8 +161,10 @@ def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Tensors in an operator's arguments or results: by hand, since PyTorch's trees take longer
-    than small operators."""
+    """Return the tensors in an operator's arguments or results.
+
+    This is recursive by hand, because PyTorch's pytrees take longer than small operators.
+    """
     if isinstance(value, Tensor):
         return [value]
     parts = (
@@ -177,8 +182,10 @@ def _besides(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
 
 
 def _new_storages(results: list[Tensor], given: list[Tensor]) -> dict[int, UntypedStorage]:
-    """Storages that an operator made, by their key. Single numbers made from nothing go with host
-    and device."""
+    """Return the storages that an operator created, by key.
+
+    Single numbers made from nothing are left out, since they can be combined with any tensor.
+    """
     old = {tensor.untyped_storage()._cdata for tensor in given}
     made = (value.untyped_storage() for value in results if given or value.numel() > 1)
     return {
@@ -189,7 +196,7 @@ def _new_storages(results: list[Tensor], given: list[Tensor]) -> dict[int, Untyp
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Bytes of tensors as they lie in memory: what is expanded is there once."""
+    """Return the bytes of tensors in memory, where an expanded dimension counts once."""
     return sum(
         tensor.itemsize
         * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -198,10 +205,9 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator writes into, by its schema; and those of them that it does not
-    read."""
+    """Return the tensors that an operator writes into, and those of them that it does not read."""
     changed = written_arguments(func, args, kwargs)
-    # without one fused optimizers only read what their schema has written
+    # without grad_scale, fused optimizers only read gradients, although their schema says written
     if kwargs.get("grad_scale") is None:
         changed = [(each, value) for each, value in changed if each.name != "grads"]
     if func.overloadpacket not in OVERWRITE:

@@ -1,8 +1,7 @@
-"""A happens-before race detector: actors that know how far others have got, memory that is
-handed out again, races.
+"""A race detector based on happens-before: actors with vector clocks, memory arenas, and a log.
 
-Memory of which the last write is not known to an actor can be shown to it as it was before: see
-`AccessLog.early`.
+If an actor has not waited for the last write to some memory, it can be shown the values from before
+that write: see `AccessLog.early`.
 """
 
 from __future__ import annotations
@@ -26,17 +25,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._torch import elements_spanned
 
-ACTORS = 512  # at most
-ROUNDED = 512  # bytes; blocks are multiples of it, as those of PyTorch's allocator
+ACTORS = 512  # largest number of actors
+ROUNDED = 512  # bytes; block sizes are multiples of it, as in PyTorch's allocator
 HOST, ALLOCATOR = "the host", "the allocator"
-HOST_LANE = "host"  # as the stream of a span
-COPY = "a copy "  # goes before "up" and "down"
+HOST_LANE = "host"  # name of the host as the stream of a span
+COPY = "a copy "  # followed by "up" or "down"
 
 
 @dataclass(frozen=True)
 class Event:
-    """Point that an actor had reached, and what it had seen of the others: `clock[i]` is the last
-    that it saw of actor i."""
+    """A point that an actor has reached.
+
+    `clock[i]` is the last position of actor i that it had waited for by then.
+    """
 
     actor: Actor
     position: int
@@ -45,7 +46,7 @@ class Event:
 
 
 class Actor:
-    """A stream, or a thread of the host. What it was given and has not done yet is `todo`, in
+    """A stream or a thread of the host; `todo` holds the tasks that it has not run yet, in
     order."""
 
     def __init__(self, name: str, index: int):
@@ -58,7 +59,7 @@ class Actor:
         return Event(self, self.given, self.clock.copy(), self.seconds)
 
     def follow(self, event: Event) -> None:
-        """Do what comes next after the event."""
+        """Wait for an event: everything that this actor does next is ordered after it."""
         np.maximum(self.clock, event.clock, out=self.clock)
         self.seconds = max(self.seconds, event.seconds)
         self.give(partial(event.actor.run, event.position))
@@ -68,7 +69,7 @@ class Actor:
         self.given += 1
 
     def run(self, until: int | None = None) -> None:
-        """Do what was given, up to a position."""
+        """Run the given tasks, up to a position."""
         while self.done < (self.given if until is None else until):
             self.done += 1
             self.todo.popleft()()
@@ -76,8 +77,10 @@ class Actor:
 
 @dataclass
 class Block:
-    """A piece of an arena that is in use. `pool` is whose it is; `used_by` are other streams that
-    use it."""
+    """A part of an arena that is in use.
+
+    `pool` identifies the actor that owns it, and `used_by` are other streams that use it.
+    """
 
     start: int
     nbytes: int
@@ -86,8 +89,10 @@ class Block:
 
 
 class Access(NamedTuple):
-    """A actor's last access to the bytes from `start` to `end` of an arena, and how far it had got
-    by then."""
+    """An actor's last access to the bytes from `start` to `end` of an arena.
+
+    `position` is how far the actor had got by then.
+    """
 
     start: int
     end: int
@@ -100,34 +105,33 @@ class Access(NamedTuple):
 
 
 class Arena:
-    """Memory in blocks, of which freed ones are handed out again, and the last accesses to each
-    byte of it.
+    """Memory in blocks that are reused after they are freed, with the last accesses to each byte.
 
-    A block that was freed goes to its own pool, once what `used_by` had been given at that time is
-    done. Wherever a block begins, later ones begin and end too: so accesses are kept by the start
-    of their block.
+    A freed block returns to its own pool, once the streams in `used_by` have finished the tasks
+    that they had been given. A later block at the same start also has the same end, so accesses are
+    stored by the start of their block.
 
     Args:
-        remembers: keep for each byte what it was before the last write.
+        remembers: Whether to keep the value of each byte from before the last write.
     """
 
     def __init__(self, name: str, nbytes: int, remembers: bool = False):
         self.name, self.memory = name, np.zeros(nbytes, np.uint8)
-        self.origin = self.memory.ctypes.data  # asked for often, and slow to find
+        self.origin = self.memory.ctypes.data  # stored, because reading it is slow
         self.before = np.zeros(nbytes, np.uint8) if remembers else None
         self.top = self.live_bytes = self.peak_bytes = 0
-        self.blocks: dict[int, Block] = {}  # by start
+        self.blocks: dict[int, Block] = {}  # start -> block
         self.freed: deque[tuple[Block, list[Event]]] = deque()
-        # (pool, size) -> (start, to wait for)
+        # (pool, size) -> (start, events to wait for) of free blocks
         self.free: dict[tuple[int, int], list[tuple[int, list[Event]]]] = {}
-        self.writes: dict[int, list[Access]] = {}  # of a block's bytes each is in one at most
-        self.reads: dict[int, list[Access]] = {}  # in one of each actor
+        self.writes: dict[int, list[Access]] = {}  # block -> last writes, at most one per byte
+        self.reads: dict[int, list[Access]] = {}  # block -> last reads, one per byte and actor
 
     def block(self, nbytes: int, actor: Actor, pool: int) -> Tensor:
-        """A block of a pool, as bytes, which `actor` gets in its order.
+        """Return a block of a pool, as bytes, which `actor` may use after its tasks so far.
 
         Raises:
-            torch.OutOfMemoryError: there is none.
+            torch.OutOfMemoryError: No free block is large enough.
         """
         self.collect()
         size = -(-nbytes // ROUNDED) * ROUNDED
@@ -153,11 +157,11 @@ class Arena:
         return torch.from_numpy(view)
 
     def _drop(self, block: Block) -> None:
-        # from whichever thread lets go
+        # this may run in any thread, so it only notes the block for `collect`
         self.freed.append((block, [actor.event() for actor in block.used_by]))
 
     def collect(self) -> None:
-        """Take back what has been let go."""
+        """Make dropped blocks available again."""
         while self.freed:
             block, events = self.freed.popleft()
             del self.blocks[block.start]
@@ -170,7 +174,7 @@ class Arena:
         return self.blocks.get(storage.data_ptr() - self.origin) if storage.nbytes() else None
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor on the same bytes that does not keep them from being handed out again."""
+        """Return a tensor on the same bytes that does not keep them from being reused."""
         block = self.block_of(tensor)
         if block is None:
             return tensor
@@ -180,16 +184,14 @@ class Arena:
             return torch.empty(0, dtype=tensor.dtype).set_(bytes_.untyped_storage(), *place)
 
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Addresses of a tensor's first byte and of its last one's end; None if it has none
-        here."""
+        """Return the range of a tensor's bytes, or None if it has none in this arena."""
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
         first = tensor.data_ptr() - self.origin
         return first, first + elements_spanned(tensor) * tensor.itemsize
 
     def unknown_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
-        """The last writes to a tensor's bytes that nothing orders before what the actor does
-        next."""
+        """Return the last writes to a tensor's bytes that the actor has not waited for."""
         if (extent := self.extent(tensor)) is None:
             return []
         written = _inside(self.writes.get(self.block_of(tensor).start, ()), *extent)
@@ -198,8 +200,10 @@ class Arena:
     def touch(
         self, tensor: Tensor, actor: Actor, name: str, writes: bool
     ) -> list[tuple[Access, str]]:
-        """Note an access; what it is not ordered after, one of a kind and actor, each "written" or
-        "read"."""
+        """Record an access, and return the accesses that it is not ordered after.
+
+        There is one of each kind and actor, with "written" or "read".
+        """
         if (extent := self.extent(tensor)) is None:
             return []
         place = self.block_of(tensor).start
@@ -222,7 +226,7 @@ class Arena:
 
 
 def _inside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
-    """Accesses to bytes from `start` to `end`, and only their part there."""
+    """Return the parts of accesses that lie between the bytes `start` and `end`."""
     cut = (
         access._replace(start=max(access.start, start), end=min(access.end, end))
         for access in accesses
@@ -231,7 +235,7 @@ def _inside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
 
 
 def _outside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
-    """Rest of the accesses without the bytes from `start` to `end`."""
+    """Return the parts of accesses that lie outside the bytes from `start` to `end`."""
     cut = []
     for access in accesses:
         before, after = min(access.end, start), max(access.start, end)
@@ -241,11 +245,11 @@ def _outside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
 
 @dataclass(frozen=True)
 class Span:
-    """Work that a stream, or the host, was busy with, from `start` to `end` in simulated seconds.
+    """Work of a stream, or of the host, from `start` to `end` in simulated seconds.
 
     Attributes:
-        stream: its name; "host" for every thread of the host.
-        name: an operator, "a copy up" or "a copy down".
+        stream: Name of the stream; "host" for every thread of the host.
+        name: An operator, "a copy up" or "a copy down".
     """
 
     stream: str
@@ -255,14 +259,14 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """ "up" or "down" for a copy, else "host" or "compute", whatever the stream's name is."""
+        """Either "up" or "down" for a copy, else "host" or "compute", on any stream."""
         if self.name.startswith(COPY):
             return self.name.removeprefix(COPY)
         return HOST_LANE if self.stream == HOST_LANE else "compute"
 
 
 class AccessLog:
-    """A log of who has done what: actors, their accesses to some arenas, and their times."""
+    """A log of the actors, their accesses to arenas, and their times."""
 
     def __init__(self, arenas: list[Arena]):
         self.remembers = all(arena.before is not None for arena in arenas)
@@ -273,17 +277,17 @@ class AccessLog:
 
     @property
     def host(self) -> Actor:
-        """The thread that this is."""
+        """The actor of the current thread."""
         if not hasattr(self._local, "host"):
             self._local.host = self.actor(HOST)
         return self._local.host
 
     def actor(self, name: str) -> Actor:
-        """A new actor, after all that the host has done."""
+        """Create an actor, ordered after everything that the host has done."""
         with self.lock:
             if len(self.actors) == ACTORS:
                 raise RuntimeError(
-                    f"the device has met {ACTORS} streams and threads, and takes no more; make a"
+                    f"a SimulatedDevice can have at most {ACTORS} streams and threads; make a"
                     " new one"
                 )
             actor = Actor(name, len(self.actors))
@@ -294,8 +298,10 @@ class AccessLog:
             return actor
 
     def new(self, arena: Arena, actor: Actor, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Memory of an arena for an actor. It counts as written: whoever else uses it has to come
-        after that."""
+        """Allocate memory of an arena for an actor.
+
+        The allocation counts as a write, so other actors must be ordered after it.
+        """
         with self.lock, _disable_current_modes():
             pool = 0 if actor.name == HOST else actor.index
             tensor = (
@@ -306,15 +312,15 @@ class AccessLog:
 
     @contextmanager
     def early(self, actor: Actor, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
-        """Let an actor do something, inside the block, as early as its order allows, if the arenas
-        remember.
+        """Let an actor do something, inside the block, as early as its order allows.
 
-        It finds its tensors as they were before the last writes that nothing orders before it. What
-        it writes over those bytes is gone in the end, for they are written later.
+        This has an effect only if the arenas remember old values. The actor sees its tensors as
+        they were before the last writes that it has not waited for. Values that it writes over the
+        same bytes are lost, because those other writes come later.
 
         Args:
-            tensors: all that it reads or writes.
-            written: those that it writes; what they were before is remembered.
+            tensors: All tensors that it reads or writes.
+            written: The tensors that it writes; their old values are remembered.
         """
         later = []
         for arena in self.arenas if self.remembers else ():
@@ -340,7 +346,7 @@ class AccessLog:
         writes: list[Tensor],
         seconds: float = 0.0,
     ) -> None:
-        """Check what an actor reads and writes next, and count its time."""
+        """Check what an actor reads and writes next, and add its time."""
         actor.clock[actor.index] += 1
         for arena in self.arenas:
             for tensor in (*reads, *writes):
@@ -356,17 +362,16 @@ class AccessLog:
 
     def _report(self, access: str, actor: str, did: str, what: str, other: str) -> None:
         found = (
-            f"{access} that {what} on {other} has {did}, and nothing orders the two: {actor} takes"
-            f" a wait for an event of {other} after that (or `used` on {other}, if the memory was"
-            f" freed in between); {_line()}"
+            f"{access} that {what} on {other} has {did}, and nothing orders the two: {actor} must"
+            f" wait for an event of {other} after that (or `used` is needed on {other}, if the"
+            f" memory was freed in between); {_line()}"
         )
         if found not in self.races:
             self.races.append(found)
 
 
 def _line() -> str:
-    """Place in the program where this happens: the nearest line outside PyTorch and the simulated
-    device."""
+    """Return the current line of the program: the nearest one outside PyTorch and this package."""
     here = Path(__file__)
     own = [str(here.with_name(f"{name}.py")) for name in ("race_detector", "operators", "device")]
     inside = (*own, str(Path(torch.__file__).parent))
