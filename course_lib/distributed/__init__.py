@@ -1,19 +1,18 @@
-r"""Training on several devices by the engines that exist: DDP, ZeroRedundancyOptimizer, FSDP2,
-distributed checkpoints.
+r"""Training on several devices with existing engines: DDP, ZeroRedundancyOptimizer and FSDP2.
 
-A script that torchrun starts trains a model by one mode or several, and says what each rank held
+A script, started by torchrun, trains a model in one or several modes and prints what each rank held
 and communicated:
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         -m course_lib.distributed --mode ddp,fsdp
 
-`launch` does that from Python, `held_bytes` and `sent_bytes` say by formula what to expect, and
-`predict` by a symbolic rank, of which none is started. In a program of your own, `Trainer` and
-`Watch` are the parts. Lesson 08 explains.
+`launch` does this from Python. `held_bytes` and `sent_bytes` compute the expected bytes with
+formulas, and `predict` computes them with one symbolic rank, without starting any process. In
+another program, use `Trainer` and `Watch`. Lesson 08 explains the modes.
 """
 
 from .formulas import MODES, held_bytes, sent_bytes, shapes_of
-from .measurement import Communicated, Taken, Watch
+from .measurement import Communicated, RankUsage, Watch
 from .modes import Trainer
 from .prediction import predict
 from .sharded_checkpoint import last_complete, load, save
@@ -23,7 +22,7 @@ from .torchrun import launch, process_group, train
 __all__ = [
     "MODES",
     "Communicated",
-    "Taken",
+    "RankUsage",
     "Trainer",
     "Watch",
     "held_bytes",

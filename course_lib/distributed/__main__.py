@@ -1,5 +1,4 @@
-"""Train on several ranks, by torchrun; or predict what each would take, without. `--help` says
-how."""
+"""Train on several ranks with torchrun, or predict what each rank would need; see `--help`."""
 
 from __future__ import annotations
 
@@ -26,23 +25,23 @@ from course_lib.distributed.prediction import predict
 from course_lib.distributed.tasks import Task, check_divides, task_of
 from course_lib.distributed.torchrun import process_group, resumed, train
 from course_lib.labels import say, text, verbatim
-from course_lib.labels.command import Parser, said_error
+from course_lib.labels.command import Parser, translated_error
 from course_lib.memory import MemoryBudgetExceeded, symbolic
 from course_lib.options import add_shared, byte_count, whole_number
 
-MUCH = 0.2  # of the parameters, in no block
+MUCH = 0.2  # fraction of the parameters, outside all blocks, from which a warning is given
 RANK = int(os.environ.get("RANK", 0))
 HELP = """Train a model on several ranks: the course's decoder, that of a config.json, or
 a function's. Prints what each rank held, predicted and measured, and what it
 communicated."""
 MODES_HELP = """modes:
-  ddp              every rank holds all
-  zero1            ddp, Adam's state cut
-  fsdp             FSDP2: weights, gradients and state cut (ZeRO 3)
+  ddp              every rank holds everything
+  zero1            ddp, with Adam's state sharded
+  fsdp             FSDP2: weights, gradients and state sharded (ZeRO 3)
   fsdp-keep        fsdp, gathered weights kept from forward to backward
-  fsdp-checkpoint  fsdp, activations of each block computed again
+  fsdp-checkpoint  fsdp, activations of each block recomputed
   fsdp-bf16        fsdp, gathered and computed in bf16
-  fsdp-cpu         fsdp, shards in host memory; takes GPUs"""
+  fsdp-cpu         fsdp, shards in host memory; needs GPUs"""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -54,91 +53,102 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.error = _refuse
     parser.add_argument(
-        "--mode", default="ddp", help="one, or several with commas between; default %(default)s"
+        "--mode", default="ddp", help="a mode, or several with commas between; default %(default)s"
     )
     parser.add_argument(
-        "--steps", type=int, default=10, help="of each mode; bytes are the third's; default 10"
+        "--steps",
+        type=int,
+        default=10,
+        help="steps of each mode; bytes are of the third; default 10",
     )
     options: dict[str, dict[str, Any]] = {"--config": {}, "--model": {}}
     options["--batch"] = {
         "type": whole_number,
-        "help": "samples of a step, on all ranks together; not with --model; default 8",
+        "help": "samples per step, on all ranks together; not with --model; default 8",
     }
     options["--sequence"] = {
         "type": whole_number,
-        "help": "tokens of a sample; not with --model; default 128",
+        "help": "tokens per sample; not with --model; default 128",
     }
     add_shared(parser, options)
     parser.add_argument(
         "--unequal",
         action="store_true",
-        help="samples, and so ranks, with unequal numbers of tokens",
+        help="give samples, and so ranks, unequal numbers of tokens",
     )
     parser.add_argument(
-        "--micro-batches", type=int, default=1, help="pieces of a rank's batch; default %(default)s"
+        "--micro-batches",
+        type=int,
+        default=1,
+        help="micro-batches in a rank's batch; default %(default)s",
     )
     parser.add_argument(
         "--sync",
         choices=SYNCS,
         default="last",
-        help="with which gradients are reduced; default last",
+        help="which micro-batches reduce gradients; default last",
     )
     parser.add_argument(
         "--in-buckets",
         action="store_true",
-        help="ddp and zero1 add micro-batches up in DDP's buckets",
+        help="let ddp and zero1 add up micro-batches in DDP's buckets",
     )
     parser.add_argument(
-        "--max-norm", type=float, metavar="NORM", help="clip the gradient of all ranks to it"
+        "--max-norm",
+        type=float,
+        metavar="NORM",
+        help="largest norm of the gradient of all ranks; it is clipped to this",
     )
     parser.add_argument(
         "--blocks",
         metavar="NAMES",
         help=(
-            "what fsdp cuts, gathers and checkpoints one by one, with commas between and * for a"
-            " part between dots: 'tower.*,decoder.layers.*'; default the longest list of like"
-            " modules"
+            "modules that fsdp shards, gathers and checkpoints one by one, with commas between and"
+            " * for a part between dots: 'tower.*,decoder.layers.*'; default the longest list of"
+            " modules of one type"
         ),
     )
     parser.add_argument(
         "--budget",
         metavar="BYTES",
-        help="stop a rank that would hold more, such as 48MB; fsdp=48MB for one mode of several",
+        help="most bytes that a rank may hold, such as 48MB; fsdp=48MB for one mode of several",
     )
     parser.add_argument(
-        "--wrapper", action="store_true", help="fsdp-checkpoint by PyTorch's checkpoint_wrapper"
+        "--wrapper",
+        action="store_true",
+        help="use PyTorch's checkpoint_wrapper in fsdp-checkpoint",
     )
     parser.add_argument(
         "--save", metavar="DIR", help="write the model and its state at the end, in DIR/MODE"
     )
     parser.add_argument(
-        "--every", type=int, metavar="N", help="with --save: and after each N steps"
+        "--every", type=int, metavar="N", help="with --save: write also after every N steps"
     )
     parser.add_argument(
-        "--resume", metavar="DIR", help="go on from what --save DIR wrote last, complete"
+        "--resume", metavar="DIR", help="continue from the last complete checkpoint of --save DIR"
     )
     parser.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
-        help="default nccl with a GPU for each rank, else gloo",
+        help="communication backend; default nccl with a GPU for each rank, else gloo",
     )
     parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="predict for N ranks, without torchrun, and start none",
+        help="predict for N ranks, without torchrun and without starting them",
     )
     add_shared(parser, {"--json": {"help": "print one line of JSON for each mode"}})
     parser.add_argument(
-        "--details", action="store_true", help="with --json: what was live at each rank's peak, too"
+        "--details", action="store_true", help="with --json: also what was live at each rank's peak"
     )
     return parser
 
 
-@record  # a traceback goes to torchrun, which ends the other ranks
+@record  # reports an error to torchrun, which ends the other ranks
 @unlogged()
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own, where it has forked this rank
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
     given = arguments().parse_args()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
@@ -196,22 +206,22 @@ def main() -> None:
 
 @contextmanager
 def _after_the_culprit() -> Iterator[None]:
-    """A rank that has lost another waits: torchrun ends it when the other has failed, whose error
-    is the cause.
+    """Let the rank whose error is the cause report first.
 
-    What the user's own code raises is said in two lines, here and in torchrun's report, and so is a
-    budget that was passed; all else has its traceback.
+    A rank that has lost another one waits, and torchrun ends it once the other has failed. An error
+    from the user's own code is printed in two lines, here and in torchrun's report, and so is an
+    exceeded budget. Any other error keeps its traceback.
     """
     try:
         yield
     except Exception as error:
-        # closed, reset, a broken pipe, ...
+        # the connection is closed or reset, or the pipe is broken
         if isinstance(error, DistError) or "gloo/transport" in str(error):
             time.sleep(20)
         elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
-            told = str(error) if isinstance(error, MemoryBudgetExceeded) else message(error)
-            print(f"rank {RANK}: error: {told}", file=sys.stderr, flush=True)
-            error.add_note(told)
+            reason = str(error) if isinstance(error, MemoryBudgetExceeded) else message(error)
+            print(f"rank {RANK}: error: {reason}", file=sys.stderr, flush=True)
+            error.add_note(reason)
             get_error_handler().record_exception(error.with_traceback(None))
             sys.exit(1)
         raise
@@ -226,7 +236,7 @@ def _modes(text: str) -> list[str]:
 
 
 def _budgets(given: str | None, modes: list[str]) -> dict[str, int]:
-    """Mode -> bytes, of '48MB' for all modes, or of 'fsdp=48MB' for that one."""
+    """Return mode -> bytes: '48MB' is for all modes, 'fsdp=48MB' for one of them."""
     budgets: dict[str, int] = {}
     for part in given.split(",") if given else ():
         mode, _, count = part.rpartition("=")
@@ -268,7 +278,7 @@ def _check_together(given: argparse.Namespace) -> None:
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
-    """Options of the `Trainer`."""
+    """Return the options of the `Trainer`."""
     names = ("micro_batches", "sync", "wrapper", "in_buckets", "max_norm")
     if given.max_norm is not None:
         positive("--max-norm", given.max_norm)
@@ -278,18 +288,18 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _say_root(shapes: Shapes, modes: list[str]) -> None:
-    """Warn, on stderr, where much of a sharded model is never cut into blocks."""
+    """Warn, on stderr, if a large part of a sharded model is outside all blocks."""
     whole = sum(weight.numbers for weight in shapes.root) / shapes.numbers
     if whole > MUCH and not set(modes) <= set(REPLICATED):
         largest = max(shapes.root, key=lambda weight: weight.numbers).name
-        told = text(
+        warning = text(
             "{share} of the parameters are in no block, the largest {name}: all of them are"
-            " gathered at once, and kept until their backward pass; `--blocks` names what is cut"
+            " gathered at once and kept until their backward pass; `--blocks` names what is sharded"
             " one by one",
             share=f"{whole:.0%}",
             name=verbatim(largest),
         )
-        _tell(told)
+        _tell(warning)
 
 
 def _predict(
@@ -305,24 +315,24 @@ def _predict(
     for mode in modes:
         began = time.perf_counter()
         held = [sum(each.values()) for each in held_bytes(shapes, mode, given.ranks)]
-        rank = held.index(max(held))  # the first, but for zero1
+        rank = held.index(max(held))  # the first rank, except with zero1
         part = partial(task.part, 0, given.ranks, rank)
         taken = predict(
             task.make_model, part, task.loss_sum, mode, given.ranks, rank=rank, **options
         )
-        told = {
+        line = {
             "mode": mode,
             "ranks": given.ranks,
             "predicted": taken.held,
             "peak_bytes": taken.peak_bytes,
         }
-        told |= {
+        line |= {
             "at_peak": taken.at_peak,
             "flops": taken.flops,
             "communicated": {"predicted": taken.sent_bytes},
         }
         if given.json:
-            print(json.dumps({**told, "seconds": time.perf_counter() - began}), flush=True)
+            print(json.dumps({**line, "seconds": time.perf_counter() - began}), flush=True)
             continue
         rows = [*taken.held.items(), ("communicated", taken.sent_bytes), ("peak", taken.peak_bytes)]
         rows += [(f"  {name}", count) for name, count in taken.at_peak.items() if count]
@@ -335,16 +345,22 @@ def _tell(line: str) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the
-    first has ended."""
+    """Print an error once, on rank 0, and exit.
+
+    The other ranks wait until torchrun ends them, which it does once rank 0 has ended.
+    """
     if RANK:
         time.sleep(60)
-    print(say(text("error: {sentence}", sentence=said_error(message))), file=sys.stderr, flush=True)
+    print(
+        say(text("error: {sentence}", sentence=translated_error(message))),
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(status)
 
 
 def end_with(parent: int) -> None:
-    """A rank whose torchrun was killed ends too."""
+    """End this rank if its torchrun was killed."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -354,4 +370,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        os._exit(130)  # torchrun says it
+        os._exit(130)  # torchrun reports the interruption

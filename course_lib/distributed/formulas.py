@@ -1,18 +1,17 @@
-"""ZeRO's formulas to the byte: what each rank holds and sends, from the shapes of a model's
-parameters alone.
+"""ZeRO's formulas, exact to the byte: what each rank holds and sends, from parameter shapes alone.
 
-Ψ parameters in fp32, trained by Adam on N ranks, hold in bytes a rank (parameter + gradient +
-optimizer):
+Ψ parameters in fp32, trained by Adam on N ranks, take these bytes per rank (parameters + gradients
++ optimizer state):
 
     ddp      4Ψ   + 4Ψ   + 8Ψ      every rank holds everything
     zero1    4Ψ   + 4Ψ   + 8Ψ/N    each parameter's Adam state is on one rank
     fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its
                                    first dimension
 
-Exact are these up to Adam's step counters (4 bytes a parameter tensor), to zero1's shares (whole
-tensors, so unequal) and to fsdp's padding: a first dimension that N does not divide is cut as
-`torch.chunk` cuts it, and the storages of parameters and gradients are as long on every rank as on
-the first. Adam's state has no padding.
+The functions below also count what the table leaves out: Adam's step counters (4 bytes per
+parameter tensor), the unequal shares of zero1, which assigns whole tensors, and the padding of
+fsdp. If N does not divide a first dimension, fsdp cuts it as `torch.chunk` does, and the storages
+of parameters and gradients are as long on every rank as on the first. Adam's state has no padding.
 
 Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7;
 `torch.distributed.fsdp.fully_shard`.
@@ -33,15 +32,14 @@ SHARDED = ("fsdp", "fsdp-keep", "fsdp-checkpoint", "fsdp-bf16", "fsdp-cpu")
 MODES = (*REPLICATED, *SHARDED)
 STATE = ("parameter", "gradient", "optimizer")
 SYNCS = ("last", "each")
-STEP_BYTES = 4  # Adam's counter of a parameter tensor: one fp32 number
-# of a number that is gathered, where that is not the parameters' own
+STEP_BYTES = 4  # Adam's step counter of a parameter tensor, one fp32 number
+# mode -> bytes per gathered number, if they differ from those of the parameters
 GATHERED_BYTES = {"fsdp-bf16": 2}
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The shape of one parameter: rows along its first dimension, numbers in each, bytes of a
-    number."""
+    """The shape of one parameter: rows along its first dimension, and numbers per row."""
 
     rows: int
     columns: int
@@ -54,19 +52,20 @@ class Weight:
         return self.rows * self.columns
 
     def share(self, ranks: int, rank: int = 0) -> int:
-        """Numbers on a rank, without padding; the first rank's share is what all storages are
-        padded to."""
+        """Return the count of numbers on a rank, without padding.
+
+        On every rank storages are padded to the first rank's share.
+        """
         most = -(-self.rows // ranks)
         return max(0, min(most, self.rows - rank * most)) * self.columns
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The parameters of a model, each once: those of each block, and those of no block, which are
-    the root's.
+    """The parameters of a model, each once: those of each block, and those of no block, the root.
 
     Attributes:
-        buffer_bytes: of buffers in floating point, which DDP broadcasts.
+        buffer_bytes: Bytes of floating-point buffers, which DDP broadcasts.
     """
 
     root: tuple[Weight, ...]
@@ -79,12 +78,12 @@ class Shapes:
 
     @property
     def trained(self) -> tuple[Weight, ...]:
-        """Parameters that have a gradient, Adam's state, and new values after a step."""
+        """Parameters that have a gradient and optimizer state, and that a step changes."""
         return tuple(weight for weight in self.all if weight.trained)
 
     @property
     def numbers(self) -> int:
-        """Ψ, each shared parameter once."""
+        """Ψ, with each shared parameter counted once."""
         return sum(weight.numbers for weight in self.all)
 
     @property
@@ -94,14 +93,13 @@ class Shapes:
 
 
 def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
-    """The names of the blocks that are sharded one by one; what None takes, `checkpoint_blocks`
-    says."""
+    """Return the names of the blocks that are sharded; `blocks` is as in `checkpoint_blocks`."""
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
 
 
 def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes:
-    """The shapes of a model's parameters; the model is a plain one, real or symbolic."""
+    """Return the shapes of the parameters of a model, real or symbolic, that is not sharded."""
     names = blocks_of(model, blocks)
     groups: dict[str, list[Weight]] = {name: [] for name in ("", *names)}
     for name, p in model.named_parameters():
@@ -115,8 +113,7 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
 
 
 def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
-    """Bytes that each rank holds when its optimizer steps, with AdamW: a dict of `STATE` for each
-    rank."""
+    """Return the bytes that each rank holds when AdamW steps, as one dict of `STATE` per rank."""
     ranks = whole("ranks", ranks, 1)
     cut = one_of("mode", mode, MODES) in SHARDED
     parts = ranks if cut else 1
@@ -133,8 +130,10 @@ def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
 
 
 def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
-    """Partition of the parameters' state among ranks: the largest first, each to the rank that has
-    the least so far."""
+    """Partition the parameters' state among ranks.
+
+    The largest parameter is assigned first, and each one goes to the rank that has least so far.
+    """
     parts: list[list[Weight]] = [[] for _ in range(ranks)]
     for weight in sorted(weights, key=lambda w: -w.numbers):
         min(parts, key=lambda part: sum(w.numbers for w in part)).append(weight)
@@ -144,25 +143,25 @@ def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
 def sent_bytes(
     shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last"
 ) -> int:
-    """Bytes that a rank communicates in a step, as `Communicated` counts it: 2Ψ numbers for DDP, 3Ψ
-    for FSDP that reshards.
+    """Return the bytes that a rank communicates per step, as counted by `Communicated`.
 
-    An all-reduce of n bytes is 2n, all else n. DDP broadcasts buffers, too, where the model has
-    some (a rotary embedding's), and zero1 each updated parameter, Ψ more. FSDP gathers a block
-    for its forward and, resharded, again for its backward pass; the root (embedding, last norm,
-    head) is not resharded, since backward begins there. On one rank nothing is sent.
+    DDP communicates 2Ψ numbers, and FSDP that reshards 3Ψ. An all-reduce of n bytes counts 2n,
+    every other collective n. DDP also broadcasts buffers, if the model has some (such as those of a
+    rotary embedding), and zero1 each updated parameter, Ψ more. FSDP gathers a block for its
+    forward and, if it is resharded, again for its backward pass. The root (embedding, last norm,
+    head) is not resharded, since backward begins there. A single rank sends nothing.
 
     Args:
-        sync: "last" reduces gradients with the last micro-batch only (`no_sync`), "each" with every
-            one.
+        sync: "last" reduces gradients only with the last micro-batch (`no_sync`), "each" with every
+            micro-batch.
 
     Example:
         >>> net = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(2)))
         >>> sent_bytes(shapes_of(net, "*"), "ddp", ranks=4)
         16000000
     """
-    ranks, pieces = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
-    reductions = pieces if one_of("sync", sync, SYNCS) == "each" else 1
+    ranks, runs = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
+    reductions = runs if one_of("sync", sync, SYNCS) == "each" else 1
     if one_of("mode", mode, MODES) in REPLICATED:
         each = 2 * sum(w.numbers * w.item_bytes for w in shapes.trained) + shapes.buffer_bytes
         updated = shapes.updated_bytes if mode == "zero1" else 0
@@ -174,9 +173,9 @@ def sent_bytes(
     times = 1 if mode == "fsdp-keep" else 2
     gathers = gathered(shapes.root) + times * sum(map(gathered, shapes.blocks))
     scattered = sum(w.share(ranks) * ranks * w.item_bytes for w in shapes.trained)
-    return pieces * gathers + reductions * scattered if ranks > 1 else 0
+    return runs * gathers + reductions * scattered if ranks > 1 else 0
 
 
 def _moments(shares: Iterable[tuple[Weight, int]]) -> int:
-    """Adam's state of so many numbers of each weight: two moments, and a step counter."""
+    """Return Adam's state for these numbers of each weight: two moments and a step counter."""
     return sum(2 * numbers * weight.item_bytes + STEP_BYTES for weight, numbers in shares)

@@ -1,5 +1,4 @@
-"""Measurement of a rank's step: bytes held and at the peak, by the meter, and bytes communicated,
-at the collectives."""
+"""Measure a rank's step: bytes held, bytes at the peak, and bytes given to collectives."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from course_lib.memory.storages import storages_of
 from .formulas import REPLICATED, STATE
 from .modes import Trainer
 
-LET_GO = 0.002  # seconds
+RELEASE_SECONDS = 0.002  # time for gloo's thread to release the tensors of a collective
 _c10d = torch.ops.c10d
-# A collective -> how often its bytes pass, and which of its arguments holds all of them.
+# collective -> how often its bytes are sent, and the index of the argument that holds all of them
 _COUNTED = {
     _c10d.allreduce_: (2, 0),
     _c10d._allgather_base_: (1, 0),  # its output
@@ -32,17 +31,16 @@ _COUNTED = {
 
 
 class Communicated(ObserverMode):
-    """Count the bytes of parameters and gradients that this rank's collectives are called with,
-    inside the block.
+    """Count the bytes of parameters and gradients that this rank gives to collectives in the block.
 
-    An all-reduce of n bytes counts 2n (it is a reduce-scatter and an all-gather), an all-gather by
-    what it makes, a reduce-scatter by what it takes, a broadcast n; on the wire of a ring it is (N
-    - 1)/N of that. Among them are those of DDP's reducer, which is C++: it calls the same
-    operators. Numbers in float64 and whole numbers do not count: the loss, its weight and the order
-    of DDP's buckets, some bytes a step. With one rank nothing is sent.
+    An all-reduce of n bytes counts 2n (a reduce-scatter and an all-gather). An all-gather counts
+    its output, a reduce-scatter its input, and a broadcast n. On the wire of a ring it is (N - 1)/N
+    of that. The collectives of DDP's reducer are included: it is written in C++, but calls the same
+    operators. Whole numbers and numbers in float64 do not count; they are the loss, its weight and
+    the order of DDP's buckets, a few bytes per step. A single rank sends nothing.
 
     Attributes:
-        bytes: so far.
+        bytes: Bytes so far.
     """
 
     def __init__(self):
@@ -50,7 +48,7 @@ class Communicated(ObserverMode):
         self.bytes = 0
 
     @classmethod
-    # no guards against compilation: operators take less time without
+    # False, so that no compiler guards are added, which would slow down operators
     def _should_skip_dynamo(cls) -> bool:
         return False
 
@@ -73,16 +71,16 @@ def _sent_by(func, args) -> int:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Bytes that a step took on one rank.
+class RankUsage:
+    """Bytes and FLOPs that a step needed on one rank.
 
     Attributes:
-        held: parameter, gradient and optimizer, when the optimizer steps.
-        peak_bytes: the most that was live at once in the step.
-        at_peak: category -> bytes, those of the meter, and "gathered": parameters beyond this
-            rank's own.
-        sent_bytes: communicated, as `Communicated` counts.
-        flops: of this rank, by the formulas of `FlopCounterMode`.
+        held: Bytes of parameters, gradients and optimizer state, when the optimizer steps.
+        peak_bytes: The most bytes that were live at once in the step.
+        at_peak: Category -> bytes at the peak. The categories are those of the meter, and
+            "gathered": parameters beyond this rank's own.
+        sent_bytes: Bytes communicated, as counted by `Communicated`.
+        flops: FLOPs of this rank, by the formulas of `FlopCounterMode`.
     """
 
     held: dict[str, int]
@@ -93,26 +91,25 @@ class Taken:
 
 
 class _Meter(UnguardedMeter):
-    """Counts what is communicated, too."""
+    """A meter that also counts communicated bytes."""
 
     sent_bytes = 0
     sending = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # gloo's thread drops the tensors of a collective some time after it has said that it is
-        # done
+        # gloo's thread drops the tensors of a collective some time after it has reported the end
         if self.sending:
-            time.sleep(LET_GO)
+            time.sleep(RELEASE_SECONDS)
         self.sending = func.namespace == "c10d" and dist.get_backend() == "gloo"
         self.sent_bytes += _sent_by(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note_buckets(self, gradients: Iterable[Tensor]) -> None:
-        """Count the storages of these gradients as gradients from their birth on.
+        """Count the storages of these gradients as gradients from their creation on.
 
-        DDP makes its buckets before backward writes into them. By what operators do with it, such a
-        storage would look like an activation until then: it is made in the forward pass, and used
-        in backward.
+        DDP creates its buckets before backward writes into them. Judged by its operators, such a
+        storage would look like an activation until then, because it is created in the forward pass
+        and used in backward.
         """
         with self._ledger.lock:
             for gradient in gradients:
@@ -123,16 +120,15 @@ class _Meter(UnguardedMeter):
 
 
 class Watch:
-    """One meter from before a model is sharded, since what DDP and FSDP keep of their own must be
-    seen being made.
+    """One meter that starts before a model is sharded, so that it sees what DDP and FSDP allocate.
 
-    Enter it with the plain model, make the `Trainer`, take steps within `step`, and leave it;
-    `taken` is of the last, and so is `span`, which of the moments of the meter's trace are its own.
+    Enter it with the unsharded model, create the `Trainer`, do steps within `step`, and leave it.
+    `taken` then describes the last step, and `span` is the range of that step in the meter's trace.
 
     Args:
-        budget_bytes: the operator that would pass it raises `MemoryBudgetExceeded` and does not
-            run.
-        places: the trace is to tell modules and source lines.
+        budget_bytes: Limit of live bytes. An operator that would exceed it raises
+            `MemoryBudgetExceeded` and does not run.
+        places: Whether the trace includes modules and source lines.
     """
 
     def __init__(
@@ -145,8 +141,8 @@ class Watch:
     ):
         kept = {"module_paths": places, "source_lines": places}
         self.meter = _Meter(model, device=device, budget_bytes=budget_bytes, **kept)
-        self.span = slice(0)  # of the meter's trace: the last step
-        self.taken: Taken | None = None
+        self.span = slice(0)  # the last step, as a range of the meter's trace
+        self.taken: RankUsage | None = None
 
     def __enter__(self) -> Watch:
         self.meter.__enter__()
@@ -154,7 +150,7 @@ class Watch:
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
-        self._last, gradients = None, {}  # those of the step before must be gone
+        self._last, gradients = None, {}  # the previous step's gradients must be freed
 
         def keep(*_) -> None:
             gradients.update({p: p.grad for p in trainer.model.parameters() if p.grad is not None})
@@ -175,7 +171,7 @@ class Watch:
             self.meter.__exit__(*error)
             return
         trainer, gradients, *totals = self._last
-        for p, gradient in gradients.items():  # the meter finds them there
+        for p, gradient in gradients.items():  # where the meter looks for gradients
             p.grad = gradient
         with MemoryMeter(trainer.model, trainer.local, device=self.meter.device) as now:
             pass
@@ -187,4 +183,4 @@ class Watch:
         at_peak = step.at_peak()
         own = min(held["parameter"], at_peak["parameter"])
         at_peak |= {"parameter": own, "gathered": at_peak["parameter"] - own}
-        self.taken = Taken(held, step.peak_bytes, at_peak, *totals)
+        self.taken = RankUsage(held, step.peak_bytes, at_peak, *totals)

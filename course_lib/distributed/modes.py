@@ -1,16 +1,17 @@
-"""One model, one optimizer step over several ranks, by PyTorch's own engines; a mode says which.
+"""Train one model on several ranks with PyTorch's own engines, which a mode selects.
 
     ddp              DistributedDataParallel: every rank holds all, gradients are all-reduced
     zero1            ddp with ZeroRedundancyOptimizer: each parameter's Adam state is on one rank
     fsdp             fully_shard (FSDP2) at each block: its parameters are gathered, used and
                      dropped (ZeRO 3)
     fsdp-keep        gathered parameters are kept from forward to backward: the traffic of ZeRO 2,
-                     which would hold them between steps too, where these are sharded
-    fsdp-checkpoint  fsdp, and each block forgets its activations
+                     which would also hold them between steps, where they are sharded here
+    fsdp-checkpoint  fsdp, and the activations of each block are recomputed
     fsdp-bf16        fsdp, gathered and computed in bf16, reduced and stepped in fp32
-    fsdp-cpu         fsdp, shards and optimizer in host memory; takes a device to offload from
+    fsdp-cpu         fsdp, shards and optimizer in host memory; needs a GPU to offload from
 
-Nothing is parallel by code of ours. The process group is there before a `Trainer` is made.
+This module implements no parallelism itself. The process group must exist before a `Trainer` is
+created.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
 class Trainer:
-    """A rank's part of a model, and the step that all ranks take together, with AdamW.
+    """A rank's part of a model, and the step with AdamW that all ranks do together.
 
     Attributes:
-        model: what was given, by now sharded or replicated; its parameters have the names of a
-            plain model's.
-        optimizer: what steps; `local` is the optimizer that holds this rank's state, the same one
-            but for zero1.
-        result: the `StepResult` of the last step.
+        model: The given model, which is now sharded or replicated. Its parameters keep their names.
+        optimizer: The optimizer that steps. `local` is the one that holds this rank's state; it is
+            the same one, except with zero1.
+        result: The `StepResult` of the last step.
 
     Args:
-        mode: one of `MODES`.
-        model: on the CPU or the device, with equal values on all ranks; changed in place.
-        loss_sum: (model, micro-batch) -> (sum of losses, weight), as for `AccumulatedStep`.
-        device: where it is trained.
-        micro_batches: pieces of a rank's batch, whose gradients are added up.
-        sync: "last": gradients are reduced with the last piece only, DDP's `no_sync` and FSDP2's
-            `set_requires_gradient_sync(False)` before; "each": with every one.
-        blocks: what is sharded, and checkpointed, one by one, as for `checkpoint_blocks`.
-        wrapper: fsdp-checkpoint by the framework's `checkpoint_wrapper` in place of
+        mode: One of `MODES`.
+        model: Model on the CPU or the device, with equal values on all ranks; changed in place.
+        loss_sum: Function (model, micro-batch) -> (sum of losses, weight), as in `AccumulatedStep`.
+        device: Device on which it is trained.
+        micro_batches: Number of micro-batches in a rank's batch.
+        sync: "last" reduces gradients only with the last micro-batch, by DDP's `no_sync` or FSDP2's
+            `set_requires_gradient_sync(False)` before it. "each" reduces them with every
+            micro-batch.
+        blocks: Blocks that are sharded, and checkpointed, one by one, as in `checkpoint_blocks`.
+        wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
             `checkpoint_blocks`.
-        bf16: the precision of fsdp-bf16 in another mode that shards.
-        in_buckets: micro-batches of ddp and zero1 add up in DDP's buckets, as for
+        bf16: Whether another sharding mode uses the precision of fsdp-bf16.
+        in_buckets: Whether micro-batches of ddp and zero1 add up in DDP's buckets, as in
             `AccumulatedStep`.
-        max_norm: clip the gradient of all ranks to this norm.
+        max_norm: Largest norm of the gradient of all ranks, which is clipped to it.
+        lr: Learning rate of AdamW.
     """
 
     def __init__(
@@ -88,13 +90,13 @@ class Trainer:
             self.run = DistributedDataParallel(
                 _Loss(model.to(device), loss_sum), gradient_as_bucket_view=True
             )
-            loss_sum = nn.Module.__call__  # run(piece)
+            loss_sum = nn.Module.__call__  # calls run(micro_batch)
         else:
             shard(model, mode, self.device, blocks, wrapper, bf16)
             self.run = model
         parameters = [p for p in model.parameters() if p.requires_grad]
         if mode == "zero1":
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # takes long to import
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
             self.optimizer = ZeroRedundancyOptimizer(
                 parameters, torch.optim.AdamW, lr=lr, fused=True
@@ -109,7 +111,7 @@ class Trainer:
         return self.optimizer.optim if self.mode == "zero1" else self.optimizer
 
     def __call__(self, batch: Any) -> float:
-        """One step on this rank's samples; the mean loss over the tokens of all ranks."""
+        """Do one step on this rank's samples and return the mean loss over all ranks' tokens."""
         size = -(-len(next(tensors_in(batch))) // self.micro_batches)
         self.result = self.step(split(batch, size))
         return self.result.loss
@@ -123,7 +125,7 @@ def shard(
     wrapper: bool = False,
     bf16: bool = False,
 ) -> None:
-    """`fully_shard` at each block and at the root, in place."""
+    """Apply `fully_shard` to each block and to the root, in place."""
     names = blocks_of(model, blocks)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if mode == "fsdp-checkpoint" and not wrapper:
@@ -145,11 +147,11 @@ def shard(
 
 
 class _Loss(nn.Module):
-    """A model with its loss, since DDP must be called itself to synchronise."""
+    """A model with its loss, since DDP synchronizes only if it is called itself."""
 
     def __init__(self, model: nn.Module, loss_sum: LossSum):
         super().__init__()
         self.model, self.loss_sum = model, loss_sum
 
-    def forward(self, piece: Any) -> tuple[Tensor, float | Tensor]:
-        return self.loss_sum(self.model, piece)
+    def forward(self, micro_batch: Any) -> tuple[Tensor, float | Tensor]:
+        return self.loss_sum(self.model, micro_batch)

@@ -1,5 +1,4 @@
-"""Prediction of what a rank of N takes, without starting any: one symbolic rank, and a process
-group that sends nothing."""
+"""Predict what a rank of N needs, without starting any, by one symbolic rank in a fake group."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from course_lib._torch import not_collecting
 from course_lib.memory import symbolic
 
 from .formulas import REPLICATED
-from .measurement import Taken, Watch
+from .measurement import RankUsage, Watch
 from .modes import LossSum, Trainer
 
 
@@ -31,24 +30,23 @@ def predict(
     *,
     rank: int = 0,
     **options: Any,
-) -> Taken:
-    """Predict what one rank's steady step takes, on a machine that has none of these ranks nor
-    their memory.
+) -> RankUsage:
+    """Predict what one rank's steady step needs, on a machine without these ranks and their memory.
 
-    The step is that of `Trainer` itself, on symbolic tensors, by rank `rank` of a fake process
-    group; the first rank's share is never smaller than another's, but for zero1. On a GPU, gathers
+    The step is that of `Trainer`, on symbolic tensors, run by rank `rank` of a fake process group.
+    The first rank's share is never smaller than another's, except with zero1. On a GPU, gathers
     that run ahead of their use add to the peak.
 
     Args:
-        make_model: builds the plain model, in fp32.
-        make_batch: this rank's batch.
-        options: as for `Trainer`.
+        make_model: Function that builds the unsharded model, in fp32.
+        make_batch: Function that returns this rank's batch.
+        options: Options of `Trainer`.
 
     Raises:
-        RuntimeError: a process group is there already.
+        RuntimeError: A process group already exists.
     """
     watch = watched_rank(make_model, make_batch, loss_sum, mode, ranks, rank=rank, **options)
-    return watch.taken  # pyrefly: ignore[bad-return]  # a step was watched
+    return watch.taken  # pyrefly: ignore[bad-return]  # not None, since a step was run
 
 
 def watched_rank(
@@ -64,21 +62,22 @@ def watched_rank(
     places: bool = False,
     **options: Any,
 ) -> Watch:
-    """The same, moment by moment; what `within` returns for the model is around its steps.
+    """Run the steps of `predict`, and return the `Watch` with their trace.
 
-    With `places` the trace tells modules and source lines.
-
-    In FSDP's first step each block is prepared once, which takes nothing but operators; with 2
-    `steps` there are none.
+    Args:
+        within: Function of the model that returns a context for its steps.
+        steps: Number of steps with FSDP. In its first step each block is prepared once, which adds
+            operators but no bytes; with 2 steps, the last one has none of these.
+        places: Whether the trace includes modules and source lines.
     """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
     with _fake_rank(ranks, rank), Watch(model := make_model(), places=places) as watch:
         trainer = Trainer(mode, model, loss_sum, **options)
         if isinstance(trainer.run, DistributedDataParallel):
-            _without_answers(trainer.run)
+            _fake_reductions(trainer.run)
         _make_state(trainer)
         batch = make_batch()
-        # DDP's buckets are known for gradients from the second on
+        # the meter recognizes DDP's buckets as gradients from the second step on
         for _ in range(2 if mode in REPLICATED else steps):
             with within(model), watch.step(trainer):
                 trainer(batch)
@@ -86,38 +85,40 @@ def watched_rank(
 
 
 def _make_state(trainer: Trainer) -> None:
-    """Adam's state, as every step but the first finds it.
+    """Create Adam's state, which exists in every step but the first.
 
-    Likewise, DTensor has tried out by then, on tensors of the full size, each operator that
-    gradients meet.
+    DTensor also tries each new operator once on tensors of the full size. This happens here for the
+    operators on gradients.
     """
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # as `AccumulatedStep` does
+    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # an operator of `AccumulatedStep`
     trainer.local.step()
     for p in parameters:
         p.grad = None
 
 
-# ---- what stands in for the other ranks, by private doors of PyTorch: those that
-# tests/test_torch_doors.py lists with all others, each over a test of what is relied on here
+# ---- replacements for the other ranks, by private parts of PyTorch. tests/test_torch_doors.py
+# lists
+# these with all others, each with a test of what is relied on here:
 #
 # torch.testing._internal.distributed.fake_pg: the group "fake", whose collectives return at once
-# torch.nn.parallel.distributed, IN_CPP: what DDP calls when it is made, on values that are missing
+# torch.nn.parallel.distributed, IN_CPP: functions that DDP calls when it is created, which need
+#     values
 # torch.nn.modules.module, HOOKS: hooks on all modules
-# DistributedDataParallel.reducer, _rebuild_buckets: C++ that sorts buckets anew, by values
+# DistributedDataParallel.reducer, _rebuild_buckets: C++ that reorders buckets, by values
 
-# of shapes, and of weights from rank 0
+# they compare shapes over ranks, and copy weights from rank 0
 IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"
-# Such as those of `FlopCounterMode`, which hold the graph of what a checkpoint computes again, and
-# with it all that was recomputed, until they are removed.
+# Hooks such as those of `FlopCounterMode` hold the graph of a recomputation, and with it all
+# recomputed tensors, until they are removed.
 HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
 
 
 @contextmanager
 def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
-    """Symbolic tensors, and a group that sends nothing."""
+    """Use symbolic tensors, and a process group that sends nothing, inside the block."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -125,7 +126,7 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with ExitStack() as stack:
-            stack.enter_context(not_collecting())  # a third of the time
+            stack.enter_context(not_collecting())  # it would examine all symbolic tensors again
             for name in HOOKS:
                 stack.enter_context(patch.dict(f"torch.nn.modules.module.{name}", clear=True))
             for name in IN_CPP:
@@ -136,9 +137,11 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _without_answers(run: DistributedDataParallel) -> None:
-    """The reducer waits for what a fake all-reduce does not return, and agrees on the order of
-    buckets by values."""
+def _fake_reductions(run: DistributedDataParallel) -> None:
+    """Replace the parts of DDP's reducer that need answers of other ranks.
+
+    It would wait for the result of a fake all-reduce, and agree on an order of buckets by values.
+    """
 
     def reduce(_, bucket):  # DDP reads annotations
         dist.all_reduce(bucket.buffer())
@@ -147,11 +150,11 @@ def _without_answers(run: DistributedDataParallel) -> None:
         return done
 
     run.register_comm_hook(None, reduce)
-    run.reducer = _AsItIs(run.reducer)  # pyrefly: ignore[bad-assignment]
+    run.reducer = _FixedBuckets(run.reducer)  # pyrefly: ignore[bad-assignment]
 
 
-class _AsItIs:
-    """A reducer whose buckets stay as they were made; they hold the same bytes in another order."""
+class _FixedBuckets:
+    """A reducer that keeps its first buckets; reordered ones would hold the same bytes."""
 
     def __init__(self, reducer):
         self._reducer = reducer

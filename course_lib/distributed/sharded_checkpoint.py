@@ -1,12 +1,12 @@
-"""Sharded checkpoints by `torch.distributed.checkpoint`: each rank writes its part, any number of
-ranks reads them.
+"""Sharded checkpoints by `torch.distributed.checkpoint`.
 
-A checkpoint is made in a folder `step-00000010.incomplete`, which is renamed once all ranks have
-written: whatever is killed before leaves no folder with a complete one's name, and the one before
-it is used. An older one of the same step is `step-00000010.replaced` meanwhile, and then deleted:
-at no moment is there none that is complete.
+Each rank writes its part, and any number of ranks can read them. A checkpoint is written to a
+folder `step-00000010.incomplete`, which is renamed once all ranks have finished. If a process is
+killed before that, no folder has the name of a complete checkpoint, and the previous one is used.
+An older checkpoint of the same step is renamed to `step-00000010.replaced` meanwhile, and deleted
+afterwards, so a complete checkpoint exists at every moment.
 
-It holds parameters, Adam's state, the step, and for each rank the states of its random generators.
+A checkpoint holds parameters, Adam's state, the step, and each rank's random generator states.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from course_lib._torch import RandomState
 
 from .modes import Trainer
 
-# By parameter names, so that ranks with other shares (zero1's) find theirs.
+# by parameter names, so that ranks with different shares (as in zero1) find theirs
 _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
-    """Write a checkpoint after so many steps; called by all ranks, which see the same folder."""
+    """Write a checkpoint after `step` steps; all ranks call this and see the same folder."""
     done = Path(folder) / f"step-{step:08}"
     making, replaced = done.with_suffix(".incomplete"), done.with_suffix(".replaced")
     if dist.get_rank() == 0:
@@ -40,7 +40,7 @@ def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
     dist.barrier()
     random = _by_rank(RandomState([trainer.device]))
     dcp.save({**_state(trainer), **random, "step": step}, checkpoint_id=making)
-    dist.barrier()  # all have written
+    dist.barrier()  # until all ranks have written
     if dist.get_rank() == 0:
         if done.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -52,14 +52,14 @@ def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
 
 
 def last_complete(folder: Path | str) -> Path:
-    """The newest checkpoint that was written to its end.
+    """Return the newest checkpoint that was written completely.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     names = re.compile(r"step-\d{8,}(\.replaced)?")
     found = [path for path in Path(folder).glob("step-*") if names.fullmatch(path.name)]
-    # a new one goes before what it replaces
+    # of the same step, a new checkpoint is preferred to the one that it replaces
     found.sort(key=lambda path: (path.stem, not path.suffix))
     if not found:
         raise ValueError(
@@ -70,10 +70,10 @@ def last_complete(folder: Path | str) -> Path:
 
 
 def check_fits(checkpoint: Path, model: nn.Module) -> None:
-    """Whether a checkpoint is of this model, a plain one, real or symbolic.
+    """Check that a checkpoint is of this model, which is real or symbolic, and not sharded.
 
     Raises:
-        ValueError: names or shapes differ; the message says where first.
+        ValueError: Names or shapes differ; the message names the first difference.
     """
     saved = _metadata(checkpoint)
     there = {
@@ -94,10 +94,10 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
 
 
 def load(checkpoint: Path, trainer: Trainer) -> int:
-    """Read a checkpoint, made by any number of ranks; after how many steps it was made.
+    """Load a checkpoint written by any number of ranks, and return its number of steps.
 
-    Random numbers go on as on the rank of the same number; on a rank of which nothing was saved,
-    with its own.
+    Random numbers continue as on the rank with the same number. A rank for which none were saved
+    keeps its own.
     """
     saved = _metadata(checkpoint)
     random = RandomState([trainer.device])
@@ -113,7 +113,7 @@ def load(checkpoint: Path, trainer: Trainer) -> int:
 
 
 def _metadata(checkpoint: Path) -> dict[str, Any]:
-    """Name -> what is saved under it."""
+    """Return name -> metadata of what is saved under that name."""
     return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
 
 
@@ -123,7 +123,8 @@ def _by_rank(random: RandomState) -> dict[str, Tensor]:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Sharded where the trainer's is; Adam's is made if there is none yet."""
+    """Return the trainer's state, sharded as there; Adam's state is created if it does not
+    exist."""
     with torch.no_grad():
         optimizer = states.get_optimizer_state_dict(trainer.model, trainer.local, options=_BY_NAME)
         return {"model": states.get_model_state_dict(trainer.model), "optimizer": optimizer}

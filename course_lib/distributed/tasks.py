@@ -1,5 +1,4 @@
-"""Models to train: the course's decoder, the model of a Hugging Face config.json, or what a
-function returns."""
+"""Models to train: the course's decoder, that of a Hugging Face config.json, or a function's."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from course_lib.workload import configured, named_function, samples_of
 
 DECODER = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8}
 SEQUENCE, BATCH = 128, 8
-IGNORED = -100  # cross_entropy's own
+IGNORED = -100  # the default of cross_entropy
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,10 @@ class Task:
     """A model and its batches.
 
     Attributes:
-        make_model: builds the plain model, with the same values each time.
-        make_batch: step -> the batch of all ranks.
-        loss_sum: (model, micro-batch) -> (sum of losses, weight).
-        samples: in a batch of all ranks.
+        make_model: Function that builds the unsharded model, with the same values each time.
+        make_batch: Function of the step that returns the batch of all ranks.
+        loss_sum: Function (model, micro-batch) -> (sum of losses, weight).
+        samples: Number of samples in a batch of all ranks.
     """
 
     make_model: Callable[[], nn.Module]
@@ -42,14 +41,14 @@ class Task:
     samples: int
 
     def part(self, step: int, ranks: int, rank: int, device: torch.device | str = "cpu") -> Any:
-        """A rank's samples of the batch.
+        """Return a rank's samples of the batch.
 
         Raises:
-            ValueError: the ranks do not divide the batch.
+            ValueError: The number of ranks does not divide the batch.
         """
         check_divides(self.samples, ranks)
-        pieces = list(split(self.make_batch(step), self.samples // ranks))
-        return map_tensors(lambda tensor: tensor.to(device), pieces[rank])
+        parts = list(split(self.make_batch(step), self.samples // ranks))
+        return map_tensors(lambda tensor: tensor.to(device), parts[rank])
 
 
 def check_divides(samples: int, ranks: int) -> None:
@@ -69,18 +68,19 @@ def task_of(
     sequence: int | None = None,
     unequal: bool = False,
 ) -> Task:
-    """The task of a `config.json`, of a function, or else the course's decoder.
+    """Return the task of a `config.json` or of a function; by default that of the course's decoder.
 
     Args:
-        config: a file, as `course_lib.configs` reads it.
-        model: "package:function"; its attribute `make_batch`, a function, returns the batch of all
-            ranks. The loss is its attribute `loss_sum`, or the model's method of that name, or a
-            Hugging Face model's own, weighed by its labels.
-        batch, sequence: of tokens; 8 samples of 128 if left out; not with `model`.
-        unequal: samples of unequal lengths, so that ranks have unequal numbers of tokens.
+        config: Path of a file that `course_lib.configs` can read.
+        model: "package:function". The function's attribute `make_batch`, also a function, returns
+            the batch of all ranks. The loss is the function's attribute `loss_sum`, or the model's
+            method of that name, or a Hugging Face model's own loss, weighted by its labels.
+        batch, sequence: Samples per batch and tokens per sample, by default 8 and 128; cannot be
+            combined with `model`.
+        unequal: Whether samples have unequal lengths, so that ranks have unequal numbers of tokens.
 
     Raises:
-        ValueError: something cannot be found, or does not go together.
+        ValueError: Something cannot be found, or arguments cannot be combined.
     """
     given = [
         n
@@ -114,8 +114,12 @@ def task_of(
 
 
 def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the cross-entropies of {"tokens": (b, s), "labels": (b, s)}, and over how many
-    labels it goes."""
+    """Return the sum of cross-entropies, and the number of labels in it.
+
+    Args:
+        model: Function of tokens (b, s) that returns logits (b, s, vocabulary).
+        batch: {"tokens": (b, s), "labels": (b, s)}.
+    """
     logits = model(batch["tokens"]).flatten(0, 1).float()
     labels = batch["labels"].flatten()
     return (
@@ -125,7 +129,7 @@ def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def _unequal(labels: Tensor, samples: int, sequence: int) -> None:
-    """The last samples become the shortest."""
+    """Shorten the samples in place, the last one most."""
     for i in range(samples):
         labels[i, sequence - sequence * i // samples :] = IGNORED
 
@@ -180,13 +184,13 @@ def _by_function(name: str) -> Task:
 
 
 def _own_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
-    # a rank's batch is a piece: its weight must be known
+    # a rank's batch is a part of the whole, so its weight must be known
     return own_loss(model, batch, micro_batches=2)
 
 
 def _without_cache(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """A Hugging Face model keeps keys and values for tokens to come, and a checkpoint would keep
-    them twice."""
+    """Disable the key-value cache of a Hugging Face model, which a checkpoint would extend
+    twice."""
     model = make_model()
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False

@@ -1,4 +1,4 @@
-"""A run on the ranks that torchrun has started, and torchrun started from Python."""
+"""A run on ranks that torchrun has started, and starting torchrun from Python."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from course_lib.labels import say, text, verbatim
 from course_lib.memory import symbolic
 
 from .formulas import STATE, held_bytes, sent_bytes, shapes_of
-from .measurement import Taken, Watch
+from .measurement import RankUsage, Watch
 from .modes import Trainer
 from .sharded_checkpoint import check_fits, last_complete, load, save
 from .tasks import Task
 
 IMPORTED_ONCE = "course_lib.distributed", "torch.distributed.optim", "torch.distributed.run"
-# steps; the first makes Adam's state and the second DDP's buckets, so that the third is as all
-# after it
+# Number of metered steps. The first creates Adam's state and the second DDP's buckets, so the third
+# is like all later ones.
 METERED = 3
 
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a mode on all ranks; bytes are of the last metered step.
+    """Result of one mode on all ranks; bytes are those of the last metered step.
 
     Attributes:
-        losses: the mean over the tokens of all ranks, of each step.
-        norms: of its gradient, before it was clipped; None where it was not to be.
-        budget_bytes: what each rank kept within, from before its model was sharded; None if there
+        losses: Mean loss over the tokens of all ranks, per step.
+        norms: Norm of its gradient before clipping, per step; None if it was not clipped.
+        budget_bytes: Limit that each rank kept, from before its model was sharded; None if there
             was none.
-        predicted: `STATE` -> bytes by ZeRO's formulas, of the rank that holds most.
-        taken: of each rank.
-        predicted_sent: bytes a rank communicates, by formula.
+        predicted: `STATE` -> bytes by ZeRO's formulas, for the rank that holds most.
+        taken: Measurements of each rank.
+        predicted_sent: Bytes that a rank communicates, by formula.
     """
 
     mode: str
     ranks: int
     losses: list[float]
     predicted: dict[str, int]
-    taken: list[Taken]
+    taken: list[RankUsage]
     predicted_sent: int
     norms: list[float | None]
     budget_bytes: int | None = None
@@ -60,17 +60,17 @@ class Run:
             "predicted": self.predicted_sent,
             "measured": max(taken.sent_bytes for taken in self.taken),
         }
-        told = {"mode": self.mode, "ranks": self.ranks, "losses": self.losses}
-        told |= {"predicted": self.predicted, "measured": measured, "communicated": sent}
+        line = {"mode": self.mode, "ranks": self.ranks, "losses": self.losses}
+        line |= {"predicted": self.predicted, "measured": measured, "communicated": sent}
         if None not in self.norms:
-            told["norms"] = self.norms
+            line["norms"] = self.norms
         if self.budget_bytes is not None:
-            told["budget_bytes"] = self.budget_bytes
-        return told | {"taken": [asdict(taken) for taken in self.taken]} if details else told
+            line["budget_bytes"] = self.budget_bytes
+        return line | {"taken": [asdict(taken) for taken in self.taken]} if details else line
 
     def __str__(self) -> str:
-        told = self.as_dict()
-        rows = [(name, f"{told['predicted'][name]:,}", told["measured"][name]) for name in STATE]
+        line = self.as_dict()
+        rows = [(name, f"{line['predicted'][name]:,}", line["measured"][name]) for name in STATE]
         rows += [
             ("communicated", f"{self.predicted_sent:,}", [taken.sent_bytes for taken in self.taken])
         ]
@@ -105,18 +105,18 @@ def train(
     say: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Run:
-    """Train so many steps on all ranks of the process group; called by each of them.
+    """Train for `steps` steps; every rank of the process group calls this.
 
     Args:
-        save_to: a folder for checkpoints, after each `every` steps and the last.
-        resume: a checkpoint, from which steps are counted on.
-        budget_bytes: of each rank; an operator that would pass it does not run. It holds while
-            steps are metered, the first 3.
-        say: is called with a line of progress after each step, on rank 0.
-        options: as for `Trainer`.
+        save_to: Folder for checkpoints, written after each `every` steps and after the last.
+        resume: Checkpoint to continue from; its steps count.
+        budget_bytes: Limit of live bytes on each rank. An operator that would exceed it does not
+            run. It applies while steps are metered, that is to the first 3.
+        say: Function that is called with a line of progress after each step, on rank 0.
+        options: Options of `Trainer`.
 
     Raises:
-        MemoryBudgetExceeded: on a rank that would pass `budget_bytes`.
+        MemoryBudgetExceeded: On a rank that would exceed `budget_bytes`.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = task.make_model()
@@ -157,11 +157,12 @@ def train(
 
 
 def resumed(folder: Path | str, mode: str, task: Task) -> Path:
-    """The checkpoint to resume from: the last complete one that the mode saved in the folder, or
-    that lies in it.
+    """Return the checkpoint to resume from.
+
+    It is the last complete one in the mode's subfolder of the folder, or else in the folder itself.
 
     Raises:
-        ValueError: there is none, or it is of another model.
+        ValueError: There is none, or it is of another model.
     """
     checkpoint = last_complete(own if (own := Path(folder) / mode).is_dir() else folder)
     with symbolic():
@@ -171,11 +172,14 @@ def resumed(folder: Path | str, mode: str, task: Task) -> Path:
 
 @contextmanager
 def process_group(backend: str | None = None):
-    """The group of the ranks that torchrun started, and this rank's device: a GPU each, or CPUs; on
-    one machine alone, all traffic stays on the loopback interface.
+    """Create the group of the ranks that torchrun started, and yield this rank's device.
+
+    The device is one GPU per rank, or the CPU. If all ranks are on one machine, all traffic stays
+    on the loopback interface.
 
     Raises:
-        ValueError: torchrun has started nothing, or NCCL is asked for without a GPU for each rank.
+        ValueError: The process was not started by torchrun, or NCCL is requested without a GPU for
+            each rank.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         command = (
@@ -204,24 +208,24 @@ def process_group(backend: str | None = None):
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo")
     yield device
-    dist.destroy_process_group()  # not after an error: the others may not answer
+    dist.destroy_process_group()  # not after an error, because other ranks may not respond
 
 
 def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[dict[str, Any]]:
-    """Run the script by torchrun with `--json`; what it prints, a dict a mode.
+    """Run the script under torchrun with `--json`, and return one dict per mode.
 
-    As from a shell, but that on Linux all is imported once, before torchrun forks its ranks.
+    On Linux, modules are imported once, before torchrun forks its ranks; otherwise it is the same
+    as in a shell. All processes have ended when this function returns or raises, also after Ctrl-C.
 
     Args:
-        ranks: processes on this machine.
-        arguments: of the script, such as "--mode", "ddp,fsdp".
-        timeout: seconds.
-
-    All processes have ended when it returns or raises, by Ctrl-C too.
+        ranks: Number of processes on this machine.
+        arguments: Arguments of the script, such as "--mode", "ddp,fsdp".
+        timeout: Limit in seconds.
 
     Raises:
-        RuntimeError: it failed; in the message is what it refused, or else its last words.
-        subprocess.TimeoutExpired: it took longer.
+        RuntimeError: The run failed; the message has the script's error, or else the end of its
+            output.
+        subprocess.TimeoutExpired: The run took longer than `timeout`.
     """
     started = ["-m", "torch.distributed.run"]
     script = ["-m", "course_lib.distributed"]
@@ -243,37 +247,39 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         *arguments,
         "--json",
     ]
-    # nothing here is compiled by torch.jit
+    # torch.jit compiles nothing here, so it need not start
     environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as running:
         try:
-            out, told = running.communicate(timeout=timeout)
+            out, errors = running.communicate(timeout=timeout)
         except BaseException:
             _end(running)
             raise
     if running.returncode:
-        raise RuntimeError(f"torchrun ended with {running.returncode}: {_cause(told)}")
+        raise RuntimeError(f"torchrun ended with {running.returncode}: {_cause(errors)}")
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 def _end(torchrun: subprocess.Popen) -> None:
-    """Ask torchrun to end its ranks, which may take it 30 seconds; they also end by themselves
-    where it is killed."""
+    """Ask torchrun to end its ranks, which may take 30 seconds, and kill it otherwise.
+
+    If it is killed, the ranks end by themselves.
+    """
     torchrun.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
             torchrun.communicate(timeout=40)
-    finally:  # another Ctrl-C does not wait
+    finally:  # also after another Ctrl-C
         torchrun.kill()
         torchrun.wait()
 
 
-def _cause(told: str) -> str:
-    """Cause of a failure, out of all that was said on stderr."""
+def _cause(errors: str) -> str:
+    """Return the cause of a failure from the output on stderr."""
     signs = "error: ", say(text("error: {sentence}", sentence=""))
-    refused = [line for line in told.splitlines() if line.startswith(signs)]
-    # torchrun's own words for the rank that failed first; its traceback follows
-    first = told.rfind("Root Cause")
-    last_words = told[first if first >= 0 else -4000 :]
+    refused = [line for line in errors.splitlines() if line.startswith(signs)]
+    # torchrun's report of the rank that failed first; its traceback follows
+    first = errors.rfind("Root Cause")
+    last_words = errors[first if first >= 0 else -4000 :]
     return "\n".join(refused) if refused and "Traceback (most" not in last_words else last_words

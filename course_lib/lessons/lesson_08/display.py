@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.distributed import Taken, Trainer, last_complete, load, predict, task_of
+from course_lib.distributed import RankUsage, Trainer, last_complete, load, predict, task_of
 from course_lib.labels import listed, verbatim
 from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, category_label, figure, text
@@ -354,7 +354,7 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
 # --------------------------------------------------------------------------------------------------
 
 
-def symbolic_rank(mode: str, ranks: int) -> Taken:
+def symbolic_rank(mode: str, ranks: int) -> RankUsage:
     """Measure what the course's step takes on one rank of so many, none of which is started."""
     task = task_of()
     return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
