@@ -1,7 +1,7 @@
 """Tools that all lessons share: the language switch, figures, tables, verdicts, GPU figures.
 
-Works without IPython and pandas (then as plain text), and needs matplotlib only to draw. What
-belongs to one lesson alone stands in `course_lib.lessons`.
+They work without IPython and pandas (and then show plain text), and need matplotlib only to draw.
+Code for a single lesson is in `course_lib.lessons`.
 """
 
 from course_lib.labels import say, text

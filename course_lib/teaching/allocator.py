@@ -1,4 +1,4 @@
-"""Figures of the CUDA allocator for an experiment."""
+"""Counters of the CUDA allocator for an experiment."""
 
 import gc
 
@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def release(device: torch.device) -> None:
-    """Give back all that nothing holds any more: of a GPU also cuBLAS's workspaces, and memory kept
-    for later."""
+    """Free all unreferenced memory, on a GPU including cuBLAS's workspaces and cached memory."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.init()
@@ -18,8 +17,10 @@ def release(device: torch.device) -> None:
 
 
 class Allocator:
-    """The CUDA allocator's counters, above what was allocated when this was made; needs no GPU
-    until it is asked."""
+    """The CUDA allocator's counters, relative to what was allocated when this object was created.
+
+    No GPU is needed until a counter is read.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,15 +36,14 @@ class Allocator:
         return torch.cuda.memory_reserved(self.device) - self.allocated_before
 
     def requested(self) -> int:
-        """The same as allocated, without what the allocator adds to each request."""
+        """Return the bytes that were requested; the allocator adds some to each request."""
         return (
             torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             - self.requested_before
         )
 
     def reset(self) -> None:
-        """Forget the peaks so far, and give back what lies unused, so that it is not counted as
-        reserved."""
+        """Reset the peaks, and free cached memory so that it does not count as reserved."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -61,8 +61,7 @@ class Allocator:
 
 
 class BetweenOperators(TorchDispatchMode):
-    """The most bytes the CUDA allocator has handed out at the end of an operator, when its
-    workspace is free again."""
+    """The most bytes that are allocated at the end of an operator, without its workspace."""
 
     def __init__(self, allocator: Allocator) -> None:
         super().__init__()

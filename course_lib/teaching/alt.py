@@ -1,4 +1,4 @@
-"""Figures in words: the alt text that a screen reader says in place of the picture."""
+"""Figures in words: the alt text that a screen reader speaks instead of showing the picture."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ _KINDS = {
 
 
 def alt_text(drawn: "Figure", language: str) -> str:
-    """A figure's title, then what was given as `alt` when it was made, or else what can be read off
-    its axes.
+    """Return a figure's title, followed by its `alt` or by what can be read off its axes.
 
-    Only words and figures that are written in the picture, and the ends of measured curves: other
-    coordinates may differ from machine to machine. The figure's texts are in the language already.
+    Only words and numbers written in the picture are used, and the ends of measured curves, because
+    other coordinates may differ between machines. The texts of the figure must already be in the
+    language.
     """
     if (given := getattr(drawn, "course_alt", None)) is not None:
         said = in_language(given, language)
@@ -36,12 +36,12 @@ def alt_text(drawn: "Figure", language: str) -> str:
 
 
 def in_language(words: str, language: str) -> str:
-    """The words in one language."""
+    """Return the words in one language."""
     return str(words) if language == "en" else both(words)[1]
 
 
 def _panel(ax: "Axes", language: str) -> str:
-    """One sentence: what is drawn, over which axes, with which words in it."""
+    """Describe a panel in one sentence: what is drawn, its axes, and the words in it."""
     clauses = [listed(_KINDS[kind] for kind in _kinds(ax))]
     if ax.axison:
         clauses += [_axis("x axis: {label}", ax.xaxis), _axis("y axis: {label}", ax.yaxis)]
@@ -79,7 +79,7 @@ def _axis(template: str, axis: Any) -> str:
 
 
 def _shared(drawn: "Figure", language: str) -> list[str]:
-    """Labels and legends that belong to all panels, as a sentence if there are any."""
+    """Return the labels and legends that belong to all panels, as a sentence if there are any."""
     items = [item for legend in drawn.legends for item in legend.get_texts()]
     clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _written(items)]
     said = listed(filter(None, clauses), "; ")
@@ -87,8 +87,10 @@ def _shared(drawn: "Figure", language: str) -> list[str]:
 
 
 def _written(items: Iterable[Any]) -> str:
-    """The words among texts, each once, in the order they were written: numbers say nothing without
-    a place."""
+    """List the words among texts, each once, in the order in which they were written.
+
+    Numbers are left out, because they mean nothing without their position.
+    """
     found = {}
     for item in items:
         if any(character.isalpha() for character in item.get_text()):
@@ -102,7 +104,7 @@ def _written(items: Iterable[Any]) -> str:
 
 
 def _plain(words: str) -> str:
-    """Text on one line, without the signs of math; Chinese has no spaces where a line breaks."""
+    """Return text on one line without math signs; Chinese lines are joined without a space."""
     lines = [line.strip() for line in words.replace("$", "").splitlines()]
     return "".join(
         line if not i or "\u3000" <= lines[i - 1][-1:] <= "\u9fff" else f" {line}"

@@ -1,8 +1,7 @@
-"""Claims that learners may have read: a claim that a lesson tests, with its experiment and what
-became of it.
+"""Claims that learners may have read, each with the experiment that tests it and the outcome.
 
-The claims stand with their lessons, and the measured figures are not there: each lesson measures
-them and hands them in. A test repeats every experiment.
+The claims are in the modules of their lessons, without measured figures: each lesson measures these
+and passes them in. A test repeats every experiment.
 """
 
 from collections.abc import Sequence
@@ -10,18 +9,21 @@ from dataclasses import dataclass
 
 from .tables import Table
 
-#: What becomes of a claim. One that is right in some cases, or at a price that it does not name,
-#: holds partly.
+#: Outcomes of a claim. One that is right only in some cases, or at a price that it does not
+#: mention, holds partly.
 OUTCOMES = ("fails", "partly", "holds")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim; all but the outcome are labels, the source as it is cited: left out, the teaching
-    documents that the course grew from.
+    """One claim. All attributes except the outcome are labels.
+
+    Attributes:
+        source: Where the claim is from, as it is cited; by default the teaching documents from
+            which the course was developed.
 
     Raises:
-        ValueError: the outcome is none of `OUTCOMES`.
+        ValueError: The outcome is not one of `OUTCOMES`.
     """
 
     claim: str
@@ -36,10 +38,10 @@ class Claim:
 
 
 def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:
-    """The table of claims, with what has been measured for each, as labels.
+    """Return the table of claims, with the measured figure of each, as labels.
 
     Raises:
-        ValueError: there are not as many measured figures as claims.
+        ValueError: The numbers of measured figures and of claims differ.
     """
     if len(measured) != len(claims):
         raise ValueError(

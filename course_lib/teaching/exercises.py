@@ -1,4 +1,4 @@
-"""Parts of the lessons' checks: verdicts, and `exercise`, so that no answer makes a check raise."""
+"""Verdicts, and `exercise`, which makes checks that never raise, whatever the answer is."""
 
 import functools
 import inspect
@@ -22,8 +22,8 @@ _BYTE_UNITS = {
     **{name: 1000**power for power, name in enumerate(("kB", "MB", "GB", "TB"), 1)},
     **{name: 1024**power for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
 }
-# What Python says of a call that does not fit a function's arguments; other TypeErrors are about
-# values.
+# Python's messages for a call that does not match a function's arguments; other TypeErrors are
+# about values.
 _MISCALLED = re.compile(
     r"\(\) (takes|missing|got an unexpected keyword|got multiple values|got some positional)"
 )
@@ -31,12 +31,14 @@ _MISCALLED = re.compile(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Answer of a check, in labels; it shows itself, and is true if the answer is right.
+    """The result of a check, in labels. It displays itself, and is true if the answer is right.
 
     Args:
-        correct: None for an answer that nobody judges, such as a reason in the reader's own words.
-        hint: said below the message.
-        exact: whether the message names the very mistake: no hint of the exercise's goes with it.
+        correct: None for an answer that is not judged, such as a reason in the reader's own words.
+        message: First line of the verdict.
+        hint: Shown below the message.
+        exact: Whether the message names the precise mistake, so that no hint of the exercise is
+            added.
     """
 
     correct: bool | None
@@ -66,24 +68,25 @@ class Verdict:
 
 
 def right(message: str) -> Verdict:
-    """A right answer's verdict."""
+    """Return the verdict on a right answer."""
     return Verdict(True, message)
 
 
 def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verdict:
-    """A wrong answer's; a hint given here goes before the exercise's own, and after an exact
-    message there is none."""
+    """Return the verdict on a wrong answer.
+
+    A hint given here replaces the exercise's own. An exact message gets no hint.
+    """
     return Verdict(False, message, hint, exact)
 
 
 def not_answered() -> Verdict:
-    """The verdict on a cell that is as it came; no hint goes with it, since nothing has been
-    tried."""
+    """Return the verdict on an unchanged cell; it has no hint, because nothing was tried yet."""
     return wrong(_UNANSWERED, exact=True)
 
 
 class Refused(Exception):
-    """Ends a check from within a function that it calls; takes what `wrong` takes."""
+    """Ends a check from inside a function that it calls; the arguments are those of `wrong`."""
 
     def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
         super().__init__(message)
@@ -91,13 +94,13 @@ class Refused(Exception):
 
 
 class Exercise:
-    """A check: takes an answer and returns a `Verdict`, whatever the answer is. `exercise` makes
-    it.
+    """A check, made by `exercise`: a function of an answer that returns a `Verdict` for any answer.
 
     Attributes:
-        accepted: whether the last answer was right. A solution asks before it takes the reader's
-            names.
-        tries: wrong answers in this process that one of its hints was shown with.
+        accepted: Whether the last answer was right. A solution cell reads this before it overwrites
+            the reader's names.
+        tries: Number of wrong answers in this process that were shown with one of the exercise's
+            hints.
     """
 
     def __init__(self, check: Callable[[Any], Verdict], hints: Sequence[str], raised: str) -> None:
@@ -126,7 +129,7 @@ class Exercise:
         except Refused as refused:
             return refused.verdict
         except Exception as error:
-            if type(error) is NotImplementedError and not error.args:  # a stub's
+            if type(error) is NotImplementedError and not error.args:  # raised by a stub
                 return not_answered()
             if (
                 type(error) is TypeError
@@ -137,40 +140,41 @@ class Exercise:
                     text("A function is wanted; this is a `{kind}`.", kind=type(answer).__name__),
                     exact=True,
                 )
-            slip = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
+            mistyped = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
             return wrong(
-                _own_line(error, answer) or text(self._raised, error=verbatim(_said(error))),
-                exact=slip,
+                _own_line(error, answer) or text(self._raised, error=verbatim(_error_repr(error))),
+                exact=mistyped,
             )
 
 
 def exercise(
     hint: str | Sequence[str], *, raised: str = "It raised {error}."
 ) -> Callable[[Callable[[Any], Verdict]], Exercise]:
-    """Make the function below it a check, which takes an answer and returns a `Verdict`, whatever
-    the answer is.
+    """Decorate a function as a check, which returns a `Verdict` for any answer.
 
-    The function gets no answer that is `None` or `...`: these are not answered yet. What it raises
-    is a wrong answer's, and shows the reader's own line where there is one.
+    The function is not called with `None` or `...`, which mean that a cell is not answered yet. An
+    error of the function counts as a wrong answer, and the reader's own line is shown if there is
+    one.
 
     Args:
-        hint: one, or a first and a second: shown with the first wrong answer that takes one, and
-            those after it. None is shown before anything was tried, with a message that names the
-            mistake (`exact`, or a hint of its own), and with a slip in typing: a name that does not
-            exist, a call with other arguments.
-        raised: what is said of an exception that no line of the reader's led to, with `{error}` for
-            it.
+        hint: One hint, or two: for the first wrong answer and for later ones. No hint is shown
+            before an answer was tried, with a message that names the mistake (`exact`, or with its
+            own hint), or with a typing mistake: a name that does not exist, or a call with wrong
+            arguments.
+        raised: Message for an error that no line of the reader's led to, with `{error}` for the
+            error.
     """
     hints = (hint,) if isinstance(hint, str) else tuple(hint)
     return lambda check: Exercise(check, hints, raised)
 
 
 def in_words(model: str) -> Exercise:
-    """A place for a reason in the reader's own words, which nobody judges: then it shows one, to
-    compare.
+    """Create an exercise for a reason in the reader's own words.
+
+    It is not judged; a model answer is shown for comparison.
 
     Args:
-        model: a sentence or two that would get full marks.
+        model: One or two sentences that would get full marks.
     """
 
     def reason(answer: Any) -> Verdict:
@@ -183,19 +187,18 @@ def in_words(model: str) -> Exercise:
     return Exercise(reason, (), "It raised {error}.")
 
 
-def _said(error: Exception) -> str:
+def _error_repr(error: Exception) -> str:
     try:
         return repr(error)
-    except Exception:  # its arguments may be anything
+    except Exception:  # the error's arguments may be anything
         return type(error).__name__
 
 
 def _own_line(error: Exception, answer: Any) -> str | None:
-    """The error with the line it came from, of those that the reader wrote; None if none of them
-    was running.
+    """Return the error with the last line of the reader's code that was running, or None.
 
-    Cells run as `__main__`, and `linecache` has their text. A call that does not fit the reader's
-    function runs no line of it: its first one is shown.
+    Cells run as `__main__`, and `linecache` has their text. If a call does not match the reader's
+    function, no line of it runs, so its first line is shown.
     """
     frames = [
         (frame.f_code.co_filename, line)
@@ -224,28 +227,34 @@ def _is_miscalled(error: Exception) -> bool:
 def _first_line(error: Exception) -> str:
     try:
         return str(error).strip().partition("\n")[0][:200]
-    except Exception:  # its arguments may be anything
+    except Exception:  # the error's arguments may be anything
         return ""
 
 
 def _unwrapped(answer: Any) -> Any:
     try:
-        return inspect.unwrap(answer)  # what `functools.cache` wraps
-    except Exception:  # whatever the answer's own attributes do
+        return inspect.unwrap(answer)  # the function inside `functools.cache`
+    except Exception:  # the answer's own attributes may raise
         return None
 
 
 def largest_that_fits(
     answer: Any, sizes: Sequence[int], peak: Callable[[int], int], budget_bytes: int, wanted: str
 ) -> tuple[int, int, int | None]:
-    """Check that the answer is the largest of the sizes, in ascending order, whose peak is within
-    the budget.
+    """Check that the answer is the largest size whose peak is within the budget.
+
+    Args:
+        answer: The reader's answer.
+        sizes: Allowed sizes in ascending order.
+        peak: Function of a size that returns its peak in bytes.
+        budget_bytes: The budget.
+        wanted: Message if the answer is not one of the sizes.
 
     Returns:
-        The answer, its peak, and the peak of the next size, None if there is none.
+        The answer, its peak, and the peak of the next size, or None if there is no next size.
 
     Raises:
-        Refused: it is not; with `wanted` if it is none of the sizes.
+        Refused: The answer is wrong.
     """
     number = _number(answer)
     if number not in sizes:
@@ -276,17 +285,17 @@ def expect_number(
     why: str | None = None,
     in_bytes: bool = False,
 ) -> Verdict:
-    """Check a number. Never raises for any answer.
+    """Check a number. Never raises, whatever the answer is.
 
     Args:
-        answer: a number of any kind, a tensor with one element included; `None` and `...` mean not
-            answered yet.
-        expected: the right answer.
-        tolerance: relative, for the right answer and the wrong ones.
-        wrong_answers: wrong number -> what went wrong; the verdict is then `exact`.
-        why: why the right answer is right; shown only with it.
-        in_bytes: whether bytes are expected. The right answer in another unit, such as MB or GiB,
-            rounded or not, is then a mistake with a name.
+        answer: A number of any type, including a tensor with one element. `None` and `...` mean
+            that the cell is not answered yet.
+        expected: The right answer.
+        tolerance: Relative tolerance, for the right answer and for the wrong ones.
+        wrong_answers: Wrong number -> what went wrong. The verdict is then `exact`.
+        why: Why the right answer is right; shown only with it.
+        in_bytes: Whether bytes are expected. The right answer in another unit, such as MB or GiB,
+            exact or rounded, then gets its own message.
     """
     if answer is None or answer is ...:
         return not_answered()
@@ -306,10 +315,12 @@ def expect_number(
 
 
 def _number(answer: Any) -> Fraction | float | None:
-    """The answer as a number that can be compared without overflow, or None. Infinity stays a
-    float."""
+    """Return the answer as a number that can be compared without overflow, or None.
+
+    Infinity stays a float.
+    """
     try:
-        # a tensor or an array with one element, or one of numpy's numbers
+        # a tensor or an array with one element, or a NumPy number
         if hasattr(answer, "item"):
             answer = answer.item()
         if isinstance(answer, bool) or not isinstance(answer, (numbers.Real, Decimal)):
@@ -320,7 +331,7 @@ def _number(answer: Any) -> Fraction | float | None:
         if math.isnan(answer):
             return None
         return answer if math.isinf(answer) else Fraction(answer)
-    except Exception:  # whatever the answer's own methods do, the reader gets a verdict
+    except Exception:  # the answer's own methods may raise, but the reader gets a verdict
         return None
 
 

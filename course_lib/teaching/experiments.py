@@ -1,9 +1,8 @@
-"""The lessons' GPU experiments: functions of a device and sizes that yield flat dicts of numbers,
-each once measured.
+"""The lessons' GPU experiments: functions of a device and sizes that yield dicts of numbers.
 
-Every number's name ends in its unit; a string says how they were measured (which attention kernel
-ran). The functions run on a CPU too, where what only the CUDA allocator knows is left out: so tests
-run them, at small sizes.
+The name of every number ends in its unit. A string says how the numbers were measured (for example,
+which attention kernel ran). The functions also run on a CPU, without the figures that only the CUDA
+allocator has, so tests can run them at small sizes.
 """
 
 import math
@@ -27,35 +26,35 @@ from .allocator import release
 
 Number = int | float
 Part = Mapping[str, Number | str | None]
-# the last word of a figure's name; the first three are whole
+# the last word of a figure's name; figures with the first three units are whole numbers
 UNITS = ("bytes", "flops", "count", "seconds", "percent")
 
-#: What is measured of an arm: the figure is called `<arm>_<quantity>`, its label is "arm:
-#: quantity".
+#: Quantities measured for each variant of an experiment. A figure is called `<variant>_<quantity>`,
+#: and its label is "variant: quantity".
 QUANTITIES = {
     "predicted_bytes": "predicted peak",
     "peak_bytes": "peak of tensors",
     "allocator_peak_bytes": "allocator's peak",
     "seconds": "time",
 }
-#: A decoder whose step takes a second on any device, for the tests.
+#: Sizes of a decoder whose step takes a second on any device, for the tests.
 TINY = {"vocabulary": 64, "hidden": 32, "heads": 2, "layers": 2, "sequence": 16, "batch": 2}
 
 
-#: What is halved where there is no room, the first of these that is above its small size.
+#: Sizes that are halved when memory runs out: the first of these that is above its small size.
 HALVED = ("batch", "megabytes", "lengths", "layers", "sequence")
-#: The GPU spins for so long, 20 ms or so, while Python queues up what is timed.
+#: For this many cycles, about 20 ms, the GPU waits while Python queues what is timed.
 SPIN_CYCLES = 40_000_000
 
 
 @dataclass(frozen=True)
 class Run:
-    """Findings of an experiment so far.
+    """Results of an experiment so far.
 
     Attributes:
-        figures: name -> number.
-        sizes: what it was run with.
-        notes: name -> what else there is to know of the figures.
+        figures: Name -> number.
+        sizes: Sizes that were used.
+        notes: Name -> further information on the figures.
     """
 
     figures: dict[str, Number]
@@ -68,11 +67,12 @@ class Experiment:
     """One GPU experiment of a lesson.
 
     Attributes:
-        function: takes a device, and sizes by keyword; yields name -> number, or string.
-        title: a label.
-        labels: name of a figure -> its label; a placeholder in the name is whatever stands there,
-            and in the label too.
-        sizes, small: what it is run with; small ones take a second on any device.
+        function: Function of a device, and of sizes as keyword arguments, that yields dicts of
+            numbers or strings by name.
+        title: A label.
+        labels: Name of a figure -> its label. A placeholder in the name matches any text, which
+            replaces the same placeholder in the label.
+        sizes, small: Sizes of the experiment; with small ones it takes a second on any device.
     """
 
     lesson: str
@@ -90,18 +90,17 @@ class Experiment:
         small: bool = False,
         found: Callable[[Run], object] | None = None,
     ) -> Run:
-        """Figures of an experiment, from the same random numbers every time; the generators are as
-        they were after it.
+        """Run the experiment with fixed random numbers; the generators are restored afterwards.
 
-        Where there is no room for it, it starts again with half the batch, then with fewer layers,
-        then shorter.
+        If memory runs out, it starts again with half the batch, then with fewer layers, and then
+        with shorter sequences.
 
         Args:
-            found: called with all that has been found whenever there is more of it.
+            found: Function that is called with all results so far whenever there are new ones.
 
         Raises:
-            MemoryError: there is no room for it at any size.
-            ValueError: one of the figures has no unit, or is no finite number of its unit's kind.
+            MemoryError: Memory is too small at any size.
+            ValueError: A figure has no unit, or is not a finite number of its unit's kind.
         """
         device, sizes = torch.device(device), self.small if small else self.sizes
         while True:
@@ -120,7 +119,7 @@ class Experiment:
                     raise MemoryError(f"there is no room for it at any size ({problem})") from None
             finally:
                 release(device)
-            # here, because the error in hand above holds the tensors of the failed attempt
+            # after the handler, because the error refers to the tensors of the failed attempt
             sizes = less
 
     def _parts(self, device: torch.device, sizes: dict[str, Any]) -> Iterator[Run]:
@@ -136,7 +135,7 @@ class Experiment:
             yield Run(dict(figures), sizes, dict(notes))
 
     def _less(self, sizes: dict[str, Any]) -> dict[str, Any] | None:
-        """The next smaller sizes; None if they are small."""
+        """Return the next smaller sizes, or None if they are the small ones."""
         for name in HALVED:
             if name in sizes:
                 given = sizes[name]
@@ -146,15 +145,17 @@ class Experiment:
         return None
 
     def label_of(self, figure: str) -> str:
-        """Label of a figure; its name as `code` where nobody has said."""
+        """Return the label of a figure, or its name as `code` if it has none."""
         for pattern, words in self.labels.items():
             if match := _match(pattern, figure):
                 return text(words, **match.groupdict())
         return f"`{figure}`"
 
     def in_order(self, values: dict[str, Number]) -> dict[str, Number]:
-        """Sorted by label, then by the numbers in the name (512 before 1024): a recording is sorted
-        by letters."""
+        """Sort figures by label, then by the numbers in the name (512 before 1024).
+
+        In a recording they are sorted alphabetically.
+        """
 
         def place(figure: str) -> tuple[int, list[int], str]:
             places = [place for place, pattern in enumerate(self.labels) if _match(pattern, figure)]
@@ -175,12 +176,13 @@ def experiment(
     arms: dict[str, str] | None = None,
     labels: dict[str, str] | None = None,
 ) -> Callable[[Callable], Experiment]:
-    """Make the function below it a GPU experiment of the lesson in whose module it stands, under
-    its own name.
+    """Decorate a function as a GPU experiment of the lesson whose package defines it.
+
+    The experiment has the name of the function.
 
     Args:
-        title, sizes, small, labels: as in `Experiment`.
-        arms: name -> label of each arm, for labels of its `QUANTITIES`.
+        title, sizes, small, labels: Attributes of `Experiment`.
+        arms: Name of each variant -> its label, for labels of its `QUANTITIES`.
     """
     derived = {
         f"{arm}_{quantity}": text("{arm}: {quantity}", arm=words, quantity=what)
@@ -189,7 +191,8 @@ def experiment(
     }
 
     def made(function: Callable[..., Iterator[Part]]) -> Experiment:
-        lesson = function.__module__.rpartition("lesson_")[2][:2]  # of a package's part, too
+        # also for a module in the lesson's package
+        lesson = function.__module__.rpartition("lesson_")[2][:2]
         return Experiment(
             lesson, function.__name__, function, title, {**(labels or {}), **derived}, sizes, small
         )
@@ -198,7 +201,7 @@ def experiment(
 
 
 def peaks(arm: str, step: Callable[[], object], **held: object) -> Part:
-    """The peaks of one arm, as `measure(step)` finds them, whose keyword arguments may follow."""
+    """Return the peaks of one variant, measured by `measure(step, **held)`."""
     found = measure(step, repeats=1, **held)
     return {
         f"{arm}_peak_bytes": found.peak_bytes,
@@ -209,8 +212,10 @@ def peaks(arm: str, step: Callable[[], object], **held: object) -> Part:
 def seconds(
     device: torch.device, arms: Mapping[str, Callable[[], object]], rounds: int = 5
 ) -> dict[str, Number]:
-    """The median seconds of each arm: in turns, a call of each in every round, from either end; the
-    first warms up."""
+    """Return the median seconds of each variant.
+
+    In each round every variant is called once, in alternating order. The first round is a warm-up.
+    """
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     for i in range(rounds + 1):
         for arm in list(arms)[:: 1 if i % 2 else -1]:
@@ -221,15 +226,17 @@ def seconds(
 def compared(
     device: torch.device, arms: Mapping[str, Callable[[], object]], **held: object
 ) -> Iterator[Part]:
-    """The `peaks` of each arm, one after the other, and then the `seconds` of all."""
+    """Yield the `peaks` of each variant, one after the other, and then the `seconds` of all."""
     for arm, step in arms.items():
         yield peaks(arm, step, **held)
     yield seconds(device, arms)
 
 
 def _clocked(device: torch.device, step: Callable[[], object]) -> float:
-    """Seconds of a step; on CUDA from when the GPU begins, so that Python is not timed where it
-    runs ahead."""
+    """Return the seconds of a step.
+
+    On CUDA they start when the GPU begins, so Python's time does not count if it runs ahead.
+    """
     wait_for(device)
     if device.type != "cuda":
         start = time.perf_counter()
@@ -239,15 +246,14 @@ def _clocked(device: torch.device, step: Callable[[], object]) -> float:
     torch.cuda._sleep(SPIN_CYCLES)
     began.record()
     step()
-    wait_for(device)  # for copies in other streams as well
+    wait_for(device)  # also for copies on other streams
     ended.record()
     ended.synchronize()
     return began.elapsed_time(ended) / 1e3
 
 
 class AttentionKernels(TorchDispatchMode):
-    """Kernels that `F.scaled_dot_product_attention` has run inside the block: `str()` of it names
-    them."""
+    """The kernels that `F.scaled_dot_product_attention` runs inside the block, named by `str()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,18 +273,19 @@ class AttentionKernels(TorchDispatchMode):
 def decoder_and_tokens(
     device: torch.device, *, batch: int, **sizes: Any
 ) -> tuple[Decoder, torch.Tensor]:
-    """A decoder and the tokens of one step, made on the device."""
+    """Return a decoder and the tokens of one step, on the device."""
     with device:
         model = Decoder(**sizes)
     return model, random_tokens(batch, sizes["sequence"], sizes["vocabulary"]).to(device)
 
 
 def need_host_memory(count: int) -> None:
-    """Refuse to pin so many bytes where there are not as many: the system would end the process
-    instead.
+    """Raise an error before pinning `count` bytes if less host memory is available.
+
+    The operating system would otherwise end the process.
 
     Raises:
-        MemoryError: as said.
+        MemoryError: Less memory is available.
     """
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
@@ -292,23 +299,24 @@ def need_host_memory(count: int) -> None:
 
 
 def in_short(error: BaseException) -> str:
-    """An error's first sentence, with its kind."""
+    """Return an error's type and first sentence."""
     said = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {said[0].split('. ')[0]}"
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
-    """True also of what cuBLAS, and the driver for pinned memory, say in other words."""
+    """Return whether memory ran out, which cuBLAS and the driver report in other words."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error) for words in ("out of memory", "ALLOC_FAILED")
     )
 
 
 def check_figure(name: str, value: object) -> None:
-    """Refuse a figure whose name says no unit, or whose value is no finite number of its kind.
+    """Check the name and the value of a figure.
 
     Raises:
-        ValueError: as said.
+        ValueError: The name does not end in a unit, or the value is not a finite number of its
+            kind.
     """
     unit = name.rpartition("_")[2]
     if unit not in UNITS:

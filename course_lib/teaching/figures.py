@@ -1,6 +1,6 @@
-"""The course's figure style: one font, and one meaning for each colour in all lessons.
+"""The course's figure style: one font, and one meaning for each color in all lessons.
 
-matplotlib is imported when the first figure is drawn, not before.
+matplotlib is imported only when the first figure is drawn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: One colour, one meaning, in every lesson: seven categories of bytes, and `predicted` (a line),
-#: `measured` (points). Paul Tol's "bright" scheme and two more. Categories of equal grey differ in
-#: their hatching.
+#: One color has one meaning in every lesson: seven categories of bytes, `predicted` (a line) and
+#: `measured` (points). They are Paul Tol's "bright" scheme and two more. Categories of equal gray
+#: differ in their hatching.
 COLORS = {**CATEGORY_COLORS, "predicted": "#333333", "measured": "#EE7733"}
 HATCHES = {**dict.fromkeys(CATEGORY_COLORS), **CATEGORY_HATCHES}
 _HATCH_COLOR = (1.0, 1.0, 1.0, 0.35)
-#: Of curves that are given no style of their own: they differ without their colours too.
+#: Line styles of curves without a style of their own, which differ even without colors.
 _LINE_STYLES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 _STYLE = {
@@ -45,7 +45,7 @@ _STYLE = {
     "lines.linewidth": 1.8,
     "lines.markersize": 5.5,
     "legend.frameon": False,
-    # White in a dark theme too: the colours of the text are for a light ground.
+    # White in a dark theme too, because the text colors need a light background.
     "figure.facecolor": "white",
     "axes.facecolor": "white",
     "savefig.facecolor": "white",
@@ -57,26 +57,25 @@ PHASE_NAMES = {name: name for name in ("forward", "backward", "optimizer")}
 
 
 def category_label(name: str) -> labels.Label:
-    """The label of a category of bytes, or of a phase ("optimizer" is the optimizer state here).
+    """Return the label of a category of bytes, or of a phase ("optimizer" is the state here).
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: The name is unknown.
     """
     return _label({**PHASE_NAMES, **CATEGORY_NAMES}, name)
 
 
 def category_look(name: str) -> dict[str, Any]:
-    """Colour and hatching of a category of bytes, as arguments of matplotlib's areas, bars and
-    patches."""
+    """Return color and hatching of a category of bytes, as arguments of matplotlib's patches."""
     look = {"facecolor": COLORS.get(name, "#777777"), "hatch": HATCHES.get(name)}
     return {**look, "edgecolor": _HATCH_COLOR, "linewidth": 0}
 
 
 def phase_label(name: str) -> labels.Label:
-    """The label of a phase of the training step: forward, backward or optimizer.
+    """Return the label of a phase of the training step: forward, backward or optimizer.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: The name is unknown.
     """
     return _label(PHASE_NAMES, name)
 
@@ -92,19 +91,19 @@ def figure(
     sharey: bool = False,
     alt: str | None = None,
 ) -> "tuple[Figure, Any]":
-    """A figure in the course's style, which a notebook shows once in each language.
+    """Create a figure in the course's style, which a notebook shows once per language.
 
-    It is drawn with English labels; those in Chinese are put in their places when it is shown.
+    It is drawn with English labels, which are replaced by Chinese ones for the second picture.
 
     The first figure puts the style into matplotlib's `rcParams`, because labels that are set later
-    take their font from there; change them after that, and your changes stay.
+    take their font from there. Changes to `rcParams` after that stay.
 
     Args:
-        title: the message of the figure, not its axes.
-        width, height: inches, at 100 dots an inch.
-        alt: what the picture shows, in sentences, for readers who do not see it; the title is said
-            before it. Left out, kinds of drawing, axes and labels are said: write one where that is
-            too little.
+        title: The message of the figure, not its axes.
+        width, height: Size in inches, at 100 dots per inch.
+        alt: Sentences that describe the picture for readers who cannot see it, without its title.
+            By default they are generated from the kinds of drawing, the axes and the labels; write
+            them if that is not enough.
 
     Returns:
         The figure, and its axes: one `Axes`, or an array of them if there are several rows or
@@ -123,14 +122,16 @@ def figure(
     if title is not None:
         drawn.suptitle(title, x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
-    # letters on a slide at most: `pictures.enlarged`; a figure with boxes sets less
+    # upper limit of the factor in `pictures.enlarged`; a figure with boxes sets a smaller one
     drawn.course_larger = 1.6
     return drawn, axes
 
 
 def shown_once(drawn: "Figure") -> "Figure":
-    """Close a figure in a notebook, which else shows it twice: as the value of the cell and as an
-    open figure."""
+    """Close a figure in a notebook, which would otherwise show it twice.
+
+    It would show it as the value of the cell and as an open figure.
+    """
     import matplotlib
 
     if "inline" in matplotlib.get_backend():
@@ -147,20 +148,19 @@ def predicted_and_measured(
     *,
     color: str | None = None,
 ) -> None:
-    """Draw a prediction as a line and measurements as points, in one colour, with the name at the
-    end of the line.
+    """Draw a prediction as a line and measurements as points, in one color, with a label.
 
-    The alt text says the first and the last measurement, so measure what is the same everywhere:
-    bytes, FLOPs.
+    The alt text gives the first and the last measurement, so measure values that are the same on
+    every machine: bytes or FLOPs.
 
     Args:
-        ax: where to draw.
-        x: positions of the points.
-        predicted: values of the line, or the formula itself for a smooth one; None to draw the
-            points only.
-        measured: values of the points, in the same unit.
-        name: the label of the points.
-        color: instead of the course's colour for measurements; the line is the same, lighter.
+        ax: Axes to draw on.
+        x: Positions of the points.
+        predicted: Values of the line, or the formula itself for a smooth line, or None for points
+            only.
+        measured: Values of the points, in the same unit.
+        name: Label of the points.
+        color: Color instead of the course's color for measurements; the line is a lighter shade.
     """
     color = color or COLORS["measured"]
     line_x = x
@@ -190,12 +190,12 @@ def _label(names: Mapping[str, str], name: str) -> labels.Label:
 
 
 def _pyplot() -> Any:
-    """matplotlib.pyplot, with the course's font and style in force."""
+    """Return matplotlib.pyplot after setting the course's font and style."""
     import matplotlib
     from matplotlib import cycler, pyplot
 
     add_font()
-    # the first figure, or the first after a reset
+    # only for the first figure, or the first one after a reset
     if FONT not in matplotlib.rcParams["font.family"]:
         matplotlib.rcParams.update(_STYLE)
         colors = [

@@ -1,5 +1,4 @@
-"""GPU figures in a lesson: measured now where there is a GPU, else recorded ones labelled as such,
-else none."""
+"""GPU figures in a lesson: measured now on a GPU, or recorded and labeled as such, or none."""
 
 from collections.abc import Sequence
 
@@ -11,11 +10,11 @@ from .tables import NumberText, Table
 
 
 class GpuFigures:
-    """Experiments with their titles, where the figures are from, and the figures; it shows itself.
+    """Experiments with their titles, their figures and the origin of these, as an output.
 
     Attributes:
-        figures: experiment -> `course_lib.teaching.recordings.Figures`, for what a lesson does with
-            the numbers.
+        figures: Name of an experiment -> its `course_lib.teaching.recordings.Figures`, for further
+            computations of a lesson.
     """
 
     def __init__(self, parts: Sequence[tuple[Experiment, Figures]]) -> None:
@@ -34,14 +33,14 @@ class GpuFigures:
         for titles, item, found in self._blocks():
             table = _table(item, found)._repr_html_() if found.values else ""
             if table is None:
-                return None  # no pandas here: the text is shown instead
+                return None  # without pandas the text is shown instead
             heads = "".join(f"<div><strong>{markup(title)}</strong></div>" for title in titles)
             origin = "".join(f"<div>{markup(line)}</div>" for line in _origin(found))
             texts.append(f'<div style="margin: 0.6em 0">{heads}{origin}{table}</div>')
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
     def _blocks(self) -> list[tuple[list[str], Experiment, Figures]]:
-        """Each experiment by itself; those without figures for the same reason together."""
+        """Return one block per experiment; those without figures for the same reason share one."""
         blocks: list[tuple[list[str], Experiment, Figures]] = []
         for item, found in self._parts:
             if blocks and not found.values and blocks[-1][2] == found:
@@ -52,7 +51,7 @@ class GpuFigures:
 
 
 def _origin(found: Figures) -> list[Label]:
-    """Origin of the figures."""
+    """Return lines on the origin of the figures."""
     lines = []
     measured = {"gpu": verbatim(found.gpu), "torch": found.torch, "date": found.date}
     if found.problem is not None:
@@ -93,7 +92,7 @@ def _table(item: Experiment, found: Figures) -> Table:
 
 
 def _cells(name: str, value: float) -> tuple[str, str]:
-    """(value in its unit, exact bytes) as text; 1 MB = 10**6 bytes."""
+    """Return (value in its unit, exact bytes) as text; 1 MB = 10**6 bytes."""
     unit = name.rpartition("_")[2]
     if unit == "bytes":
         return (f"{value:,} B" if abs(value) < 1000 else f"{value / 1e6:,.3f} MB"), f"{value:,}"

@@ -1,9 +1,8 @@
-"""Display of figures: drawn once in each language from the same data, as two pictures of which a
-page shows one.
+"""Display of figures: each is drawn once per language, and a page shows one of the two pictures.
 
-JupyterLab shows a picture's bytes without any alt text, whatever the output's metadata say, and so
-does nbconvert's own template. An `<img>` in HTML keeps its alt in both, and on a Sphinx page too:
-so that is how figures are shown.
+JupyterLab shows the bytes of a picture without alt text, whatever the metadata of the output, and
+so does nbconvert's own template. An HTML `<img>` keeps its alt text in both of them, and on a
+Sphinx page too, so figures are shown that way.
 """
 
 import base64
@@ -25,24 +24,23 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 LANGUAGES = ("en", "zh")
-SLIDE = (1176, 560)  # pixels that a picture may take on a slide
-LARGER = 1.6  # letters on a slide, beside those of the page's picture blown up to the slide
-_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # tried in turn
-_LEAST_AXES = 0.5  # of a slide's picture, in height
-_COLORS = 128  # of a stored picture: plots have few, and it takes half of the bytes of all
+SLIDE = (1176, 560)  # largest size in pixels of a picture on a slide
+LARGER = 1.6  # size of letters on a slide, relative to the page's picture scaled to the slide
+_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # tried in this order
+_LEAST_AXES = 0.5  # smallest share of the axes in the height of a slide's picture
+_COLORS = 128  # colors of a stored picture; plots have few, and this halves the bytes
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure in one language, as it is stored in a notebook's output."""
+    """A figure in one language, as stored in a notebook's output."""
 
     png: str  # base64
     alt: str
 
 
 def show_in_both_languages() -> None:
-    """Show figures, from now on, in notebooks as two pictures with alt texts. Without IPython
-    nothing happens."""
+    """Make notebooks show figures as two pictures with alt texts; without IPython, do nothing."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -54,10 +52,10 @@ def show_in_both_languages() -> None:
 
 
 def show(drawn: "Figure") -> None:
-    """Show a figure in place of IPython's own PNG, not beside it: once more would make the notebook
-    larger by half.
+    """Show a figure instead of IPython's own PNG.
 
-    The pictures for slides stand in the output's metadata, `slides`, where no page shows them.
+    A PNG in addition would make a notebook larger by half. The pictures for slides are in the
+    output's metadata, `slides`, where no page shows them.
     """
     from IPython.core.pylabtools import print_figure
     from IPython.display import display
@@ -83,12 +81,12 @@ def show(drawn: "Figure") -> None:
 
 @contextmanager
 def enlarged(drawn: "Figure") -> Iterator[None]:
-    """A figure on a smaller sheet of a slide's shape, while the block lasts, so that letters and
-    lines are larger.
+    """Draw a figure on a smaller sheet with a slide's shape, inside the block.
 
-    Ticks are chosen anew for the shorter axes; titles that are too long for the sheet are broken
-    into lines. Letters become `LARGER` times as large, less where the axes would keep too little of
-    the sheet, or as `course_larger` says.
+    Letters and lines are then larger on the slide. Ticks are chosen again for the shorter axes, and
+    titles that are too long are broken into lines. Letters become `LARGER` times as large, but less
+    if the axes would keep too small a share of the sheet, or if the figure's `course_larger` is
+    less.
     """
     size = drawn.get_size_inches().copy()
     titles = [text for text in (drawn._suptitle, *_panel_titles(drawn)) if text and text.get_text()]
@@ -115,7 +113,7 @@ def enlarged(drawn: "Figure") -> Iterator[None]:
 
 
 def _share_of_axes(drawn: "Figure") -> float:
-    """Share of a figure's height that its axes take, those beside each other once."""
+    """Return the share of a figure's height that its axes take; axes in a row count once."""
     return sum(
         {round(box.y0, 2): box.height for box in (ax.get_position() for ax in drawn.axes)}.values()
     )
@@ -126,14 +124,13 @@ def _panel_titles(drawn: "Figure") -> list["Text"]:
 
 
 def _break_lines(text: "Text", sheet: float) -> None:
-    """Lines of about one width where a title is longer than the panel it stands above, or than the
-    sheet."""
+    """Break a title into lines of similar width if it is wider than its panel or the sheet."""
     room = text.axes.get_window_extent().width if text.axes else 0.97 * sheet
     ratio = text.get_window_extent().width / room
     if ratio <= 1:
         return
     said = text.get_text().replace("\n", " ")
-    if re.search("[\u3400-\u9fff]", said):  # lines may end anywhere, but best behind a mark
+    if re.search("[\u3400-\u9fff]", said):  # Chinese may break anywhere, but best after a mark
         pieces = re.findall("[^，：；。]+[，：；。]?", said)
         middle = min(
             range(1, max(2, len(pieces))),
@@ -145,7 +142,7 @@ def _break_lines(text: "Text", sheet: float) -> None:
 
 
 def _slide_png(drawn: "Figure") -> str:
-    """The figure for a slide: base64."""
+    """Return the figure for a slide, as base64."""
     stream = io.BytesIO()
     with enlarged(drawn):
         dots = SLIDE[0] / drawn.get_size_inches()[0]
@@ -154,7 +151,7 @@ def _slide_png(drawn: "Figure") -> str:
 
 
 def _small(png: bytes) -> str:
-    """A PNG with a palette of its own: base64."""
+    """Return a PNG with its own palette, as base64."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -164,14 +161,14 @@ def _small(png: bytes) -> str:
 
 
 def description(drawn: "Figure") -> tuple[str, str]:
-    """A figure's alt text, (English, Chinese)."""
+    """Return a figure's alt text, (English, Chinese)."""
     with drawn_in(drawn, "zh"):
         chinese = alt_text(drawn, "zh")
     return alt_text(drawn, "en"), chinese
 
 
 def pictures_in(markup: str) -> dict[str, Picture]:
-    """The pictures that an output's HTML consists of, by language; none in any other HTML."""
+    """Return language -> picture if an output's HTML consists of figures, else an empty dict."""
     one = (
         r'<figure lang="(\w+)" style="margin: 0"><img alt="([^"]*)"'
         r' src="data:image/png;base64,([^"]*)"></figure>\s*'
@@ -185,11 +182,11 @@ def pictures_in(markup: str) -> dict[str, Picture]:
 
 @contextmanager
 def drawn_in(drawn: "Figure", language: str) -> Iterator[None]:
-    """All words of a figure in one language, while the block lasts; it is drawn with English ones.
+    """Put all words of a figure into one language inside the block; figures are drawn in English.
 
     Raises:
-        ValueError: the language is neither "en" nor "zh".
-        LabelError: a label lacks its Chinese, as `course_lib.labels.both` has it.
+        ValueError: The language is neither "en" nor "zh".
+        LabelError: A label has no Chinese, as for `course_lib.labels.both`.
     """
     if language not in LANGUAGES:
         raise ValueError(f"language must be 'en' or 'zh', got {language!r}")
@@ -227,7 +224,7 @@ def _formatters(axis: Any) -> list[Any]:
 
 
 def _translate_ticks(formatter: Any, language: str, after: ExitStack) -> None:
-    """Ticks are written anew by their formatter whenever the figure is drawn."""
+    """Translate tick labels, which their formatter writes again whenever the figure is drawn."""
     write = formatter.format_ticks
     formatter.format_ticks = lambda values: [
         in_language(words, language) for words in write(values)

@@ -1,4 +1,4 @@
-"""Pictures behind sliders: things to play with where playing teaches."""
+"""Pictures with sliders, where trying values helps to understand."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def playground(draw: Callable[..., "Figure"], sliders: Callable[[Any], dict[str, Any]]) -> None:
-    """Show a picture behind sliders; they need a running kernel. Without Jupyter a line says so.
+    """Show a picture with sliders, which need a running kernel; without Jupyter, print a line.
 
     Args:
-        draw: makes the picture.
-        sliders: from the module `ipywidgets` to a widget for each of the picture's arguments; their
-            descriptions are labels, said in the language in force.
+        draw: Function that creates the picture.
+        sliders: Function of the module `ipywidgets` that returns a widget for each argument of
+            `draw`. The descriptions are labels in the current language.
     """
     try:
         import ipywidgets

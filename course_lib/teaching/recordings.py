@@ -1,7 +1,6 @@
-"""Figures of GPU experiments: measured now where there is a GPU, else those of a GPU that others
-had, else none.
+"""Figures of GPU experiments: measured now on a GPU, or from a stored recording, or none.
 
-A recording is `course_lib/recordings/<gpu>.json`; the folder holds nothing else.
+A recording is `course_lib/recordings/<gpu>.json`; the folder contains nothing else.
 """
 
 import importlib.metadata
@@ -26,16 +25,16 @@ FOLDER = Path(__file__).parents[1] / "recordings"
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one experiment, and where they are from.
+    """The figures of one experiment, and their origin.
 
     Attributes:
         source: "live" (measured just now), "recorded" (on another machine, or earlier), or "none".
-        values: name -> number, in the order of the experiment's labels; empty if there are none.
-        gpu, torch, date: of the measurement; None if there is none.
-        problem: the GPU here and why it could not run the experiment; None if it could, or if there
-            is no GPU.
-        smaller: the sizes that had to be smaller than the experiment's own.
-        notes: what else is said of the figures, such as which attention kernel ran.
+        values: Name -> number, in the order of the experiment's labels; empty if there are none.
+        gpu, torch, date: Where and when they were measured; None if they were not.
+        problem: The GPU of this machine and why it could not run the experiment; None if it could,
+            or if there is no GPU.
+        smaller: The sizes that had to be smaller than the experiment's own.
+        notes: Further information on the figures, such as which attention kernel ran.
     """
 
     source: str
@@ -49,18 +48,17 @@ class Figures:
 
 
 def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
-    """The figures of an experiment: measured now where there is a GPU, else from the latest
-    recording, else none.
+    """Return the figures of an experiment: measured now on a GPU, or from the latest recording.
 
     Args:
-        folder: where the recordings are; it need not exist.
+        folder: Folder of the recordings; it need not exist.
     """
     problem = None
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
         try:
             run = item.run()
-        # no room, too old for this torch: a lesson goes on, and says so
+        # out of memory, or torch is too old: the lesson reports it and goes on
         except (RuntimeError, MemoryError) as error:
             problem = f"{gpu}: {in_short(error)}"
         else:
@@ -102,19 +100,19 @@ def record(
     device: str = "cuda",
     finished: bool = True,
 ) -> Path:
-    """Write an experiment's figures to `folder`/<gpu>.json, with all that says where they are from.
+    """Write an experiment's figures to `folder`/<gpu>.json, with all information on their origin.
 
-    What the file has of other experiments stays. What it has of this one is replaced once this run
-    is `finished`; until then new figures are added to it if sizes and software are the same, and
-    stand under "unfinished" if they are not. The file is replaced as a whole, so that an interrupt
-    leaves the old one or the new one.
+    Entries of other experiments stay in the file. The entry of this one is replaced once the run is
+    `finished`. Until then, new figures are added to it if sizes and software are the same, and are
+    stored under "unfinished" otherwise. The file is replaced as a whole, so after an interruption
+    it is either the old one or the new one.
 
     Args:
-        command: what was run.
-        device: "cpu" for tests, whose figures belong to no GPU.
+        command: The command that was run.
+        device: "cpu" for tests, whose figures are of no GPU.
 
     Returns:
-        The file. The same figures give the same bytes, whatever their order.
+        The file. The same figures give the same bytes, in whatever order they were found.
     """
     gpu, total = "CPU", 0
     if torch.device(device).type == "cuda":
@@ -131,7 +129,7 @@ def record(
         "command": command,
     }
     before = recording["experiments"].get(item.lesson, {}).get(item.name)
-    measured = {"link_bytes_per_second"}  # a little different every time
+    measured = {"link_bytes_per_second"}  # slightly different in each run
     added = before is None or all(
         before[key] == value for key, value in same.items() if key not in measured
     )
@@ -158,8 +156,10 @@ def record(
 
 @cache
 def provenance(device: str = "cuda") -> dict[str, Any]:
-    """The software and the machine, as far as figures may depend on them; asked once in a
-    process."""
+    """Return the software and the machine, as far as figures may depend on them.
+
+    They are determined once per process.
+    """
     cuda = torch.device(device).type == "cuda"
     return {
         "torch": str(torch.__version__),
@@ -168,11 +168,11 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": (
-            _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+            _first_word_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
             if cuda
             else None
         ),
-        "commit": _said_by(
+        "commit": _first_word_of(
             "git",
             "-C",
             str(Path(__file__).parent),
@@ -188,7 +188,7 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
 
 
 def _plain(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Values as they come back from a recording: with lists for tuples."""
+    """Return sizes as they are read from a recording: with lists instead of tuples."""
     return json.loads(json.dumps(sizes))
 
 
@@ -203,8 +203,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _said_by(*command: str) -> str | None:
-    """The first word that a program prints; None where it cannot."""
+def _first_word_of(*command: str) -> str | None:
+    """Return the first word that a program prints, or None if it fails."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=60, check=True
@@ -222,13 +222,15 @@ def _cpu() -> str:
 
 
 def _link(device: torch.device) -> dict[str, int]:
-    """Bytes a second of one large copy each way between pinned host memory and the GPU, to three
-    digits."""
+    """Return the bytes per second of one large copy each way between pinned memory and the GPU.
+
+    They are rounded to three digits.
+    """
     below = torch.empty(256 * 10**6, dtype=torch.uint8, pin_memory=True)
     above = torch.empty_like(below, device=device)
     rates = {}
     for way, target, source in (("up", above, below), ("down", below, above)):
-        for _ in range(3):  # the last one counts
+        for _ in range(3):  # only the last one counts
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             target.copy_(source, non_blocking=True)

@@ -4,12 +4,12 @@ from course_lib.labels import choose, choose_only
 
 from .pictures import show_in_both_languages
 
-# What stands once per language. Anything else with a `lang` is for every reader: a picture, the
-# switch's own labels.
+# Elements that exist once per language. Other elements with a `lang` are for every reader: a
+# picture, the switch's own labels.
 PER_LANGUAGE = ("div", "span", "p", "td", "th", "li", "tr", "details", "figure")
 
 # One rule per language hides the other. `.jp-Notebook` is one open notebook (JupyterLab, Notebook
-# 7) or the whole of an exported page, so open notebooks do not disturb each other. Only elements
+# 7) or the whole of an exported page, so open notebooks do not affect each other. Only elements
 # inside cells are hidden, because the page itself has a `lang`. `:not` keeps a second switch in the
 # same notebook from hiding everything.
 _RULE = (
@@ -32,7 +32,7 @@ _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 
 
 class Switch:
-    """The switch as an output: a form in a notebook, one line in a terminal."""
+    """The switch as an output: a form in a notebook, or one line in a terminal."""
 
     def __init__(self, chosen: str) -> None:
         self.chosen = chosen
@@ -41,9 +41,9 @@ class Switch:
         return f"Language 语言: {dict(_OPTIONS)[self.chosen]} (COURSE_LANG=en | zh | both)"
 
     def _repr_html_(self) -> str:
-        # A radio group ends at its <form>, so the name need not differ from notebook to notebook.
-        # method="dialog" makes the Enter key do nothing; the data attribute keeps JupyterLab from
-        # taking the arrow keys for its own.
+        # The name of a radio group is local to its <form>, so it may be the same in every notebook.
+        # method="dialog" makes the Enter key do nothing. The data attribute stops JupyterLab from
+        # using the arrow keys itself.
         buttons = "\n".join(
             f'<label lang="{value if value in ("en", "zh") else "mul"}"><input type="radio"'
             f' name="course-language" value="{value}"'
@@ -65,18 +65,17 @@ class Switch:
 def language(default: str = "en", *, only: bool = False) -> None:
     """Show the language switch, and set the language of plain text.
 
-    The switch works on the cells of its own notebook, without a kernel; from now on figures are
-    shown in a notebook once in each language. Plain text keeps the language it was printed in.
-    Without IPython one line is printed instead.
+    The switch works on the cells of its own notebook, without a kernel. After this call, a notebook
+    shows each figure once per language. Plain text keeps the language in which it was printed.
+    Without IPython, one line is printed instead.
 
     Args:
-        default: "en", "zh" or "both"; the environment variable COURSE_LANG, where set, goes before
-            it.
-        only: for a page whose text is in "en" or "zh" alone: no switch is shown, and tables,
-            verdicts and figures stand in this language.
+        default: "en", "zh" or "both"; the environment variable COURSE_LANG overrides it.
+        only: Whether the page has text in a single language, "en" or "zh". No switch is then shown,
+            and tables, verdicts and figures are in this language.
 
     Raises:
-        ValueError: the environment variable or `default` is none of the three.
+        ValueError: The environment variable or `default` is not one of the three values.
     """
     if only:
         choose_only(default)

@@ -1,5 +1,4 @@
-"""Tables of results: pandas lays them out, this module says what stands in them, in both
-languages."""
+"""Tables of results in both languages; pandas does their layout."""
 
 import html
 import math
@@ -16,22 +15,22 @@ _UNITS = {
     "FLOPs": 1, "MFLOPs": 10**6, "GFLOPs": 10**9, "TFLOPs": 10**12,
 }  # fmt: skip
 
-#: A number, perhaps with commas or a power of ten, and a unit.
+#: A number, perhaps with commas or a power of ten, and perhaps a unit.
 _GUESS = re.compile(r"([+-]?[\d,]*\d(?:\.\d*)?(?:[eE][+-]?\d+)?) *([A-Za-z]+)?")
-#: A number that a lesson has written itself, such as 1,024, 0.50, 12% or a dash for none.
+#: A number that a lesson has formatted itself, such as 1,024, 0.50 or 12%, or a dash for none.
 _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 
 
 class Table(show.Table):
-    """A table that shows itself in both languages: HTML in a notebook, aligned text elsewhere.
+    """A table that displays itself in both languages: HTML in a notebook, aligned text elsewhere.
 
     Args:
-        columns: headings.
-        rows: cells as they are to be shown: labels; numbers are shown as they are.
-        values: what `data` holds, where that is more than what is shown; `rows` if left out.
+        columns: Headings.
+        rows: Cells as they are shown: labels, or numbers.
+        values: Cells of `data`, if they are more precise than what is shown; by default `rows`.
 
     Raises:
-        ValueError: a row is not as long as `columns`.
+        ValueError: A row does not have one cell per column.
     """
 
     def __init__(
@@ -53,20 +52,20 @@ class Table(show.Table):
         self.columns = [str(heading) for heading in self._headings]
 
     def rows(self) -> list[Sequence]:
-        """The unrounded values."""
+        """Return the unrounded values."""
         return [
             [say(cell) if isinstance(cell, str) else cell for cell in row] for row in self._values
         ]
 
     @property
     def data(self) -> Any:
-        """A pandas DataFrame of the unrounded values; the columns carry their English headings."""
+        """A pandas DataFrame of the unrounded values; its columns have English names."""
         return self.frame()
 
     def __str__(self) -> str:
         headings = [say(heading) for heading in self._headings]
-        rows = [[_said(cell) for cell in row] for row in self._shown]
-        # sentences: one below the other, not side by side
+        rows = [[_cell_text(cell) for cell in row] for row in self._shown]
+        # long sentences are shown one below the other, not side by side
         if any(len(cell) > 60 for row in rows for cell in row):
             items = (
                 "\n".join(f"{name}: {cell}" for name, cell in zip(headings, row, strict=True))
@@ -77,8 +76,8 @@ class Table(show.Table):
             import pandas
         except ImportError:
             return "\n".join("\t".join(row) for row in [headings, *rows])
-        # Hanzi are two columns wide in a terminal; left to itself pandas also cuts long cells and
-        # wide tables.
+        # Chinese characters are two columns wide in a terminal. By default pandas also cuts long
+        # cells and wide tables.
         options = (
             "display.unicode.east_asian_width",
             True,
@@ -96,7 +95,7 @@ class Table(show.Table):
         try:
             import pandas
         except ImportError:
-            return None  # the text is shown instead
+            return None  # without pandas the text is shown instead
         numeric = [
             bool(self._shown) and all(_is_number(row[column]) for row in self._shown)
             for column in range(len(self._headings))
@@ -114,11 +113,11 @@ class Table(show.Table):
 
 
 class NumberText(str):
-    """A number that has been made into text; it still belongs at the right of its column."""
+    """A number as text, which is still aligned at the right of its column."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Any table: headings and cells are labels or numbers; names from code stand in `backquotes`.
+    """Create a table of labels and numbers; names from code are in `backquotes`.
 
     Example:
         >>> rows = table(["`recipe`", "MB"], [["`plain`", 277.7], ["`checkpointed`", 134.0]])
@@ -141,21 +140,21 @@ def compare(
     workspace: bool = False,
     **named: Any,
 ) -> Table:
-    """Measurements side by side, each against the first.
+    """Show measurements side by side, each relative to the first.
 
     Args:
-        measurements: label -> measurement, for labels that are no names in Python.
-        seconds: also show time and device. They differ from run to run: the cell needs
+        measurements: Label -> measurement, for labels that are not Python names.
+        seconds: Whether to show time and device, too. They differ between runs, so the cell needs
             `nbval-ignore-output`.
-        workspace: also show what the operators' own workspace adds to the peak; it differs from
-            machine to machine.
+        workspace: Whether to show how much operators' workspaces add to the peak, too. This differs
+            between machines.
         named: name=measurement.
 
     Returns:
-        Peak in MB (10^6 bytes) and FLOPs in G (10^9), each with the ratio to the first row.
+        Peak in MB (10^6 bytes) and FLOPs in G (10^9), each with its ratio to the first row.
 
     Raises:
-        ValueError: nothing to compare.
+        ValueError: There is nothing to compare.
     """
     arms = {**(measurements or {}), **named}
     if not arms:
@@ -192,18 +191,18 @@ def predictions(
     *,
     scale: float | None = None,
 ) -> Table:
-    """Predicted beside measured, with the error in per cent of what was measured.
+    """Show predictions next to measurements, with the error in percent of what was measured.
 
     Args:
-        rows: (label, predicted, measured), both in bytes or FLOPs; None for what is not known,
-            which is shown as "–". A prediction may be text with its unit, such as "300 MB".
+        rows: (label, predicted, measured), both in bytes or FLOPs. None, for an unknown value, is
+            shown as "–". A prediction may be text with its unit, such as "300 MB".
         unit: "bytes" and "FLOPs" are shown to the last digit; kB, MB, GB (powers of 10), KiB, MiB,
-            GiB (powers of 2), MFLOPs, GFLOPs, TFLOPs with three decimals.
-        scale: how many make one `unit`, for a unit of your own.
+            GiB (powers of 2), MFLOPs, GFLOPs and TFLOPs with three decimals.
+        scale: Number of bytes or FLOPs per `unit`, for a unit that is not in this list.
 
     Raises:
-        ValueError: an unknown unit without `scale`; a prediction that is no number, nor text with
-            one.
+        ValueError: The unit is unknown and there is no `scale`, or a prediction is neither a number
+            nor text with a number.
     """
     if scale is None:
         if unit not in _UNITS:
@@ -233,7 +232,7 @@ def predictions(
 
 
 def _guessed(guess: Any) -> float | None:
-    """A prediction as a number: 3e8, "3e8", "300 MB" and a tensor of one element are the same."""
+    """Return a prediction, such as 3e8, "300 MB" or a tensor of one element, as a number."""
     number = guess.item() if hasattr(guess, "item") else guess
     if number is None or _is_real(number):
         return number
@@ -249,8 +248,10 @@ def _guessed(guess: Any) -> float | None:
 
 
 def _scaled(value: float | None, scale: float) -> tuple[float | None, str]:
-    """The value in its unit, and the text for it: whole numbers to the last digit, others with
-    three decimals."""
+    """Return the value in its unit, and its text.
+
+    Whole numbers are shown to the last digit, others with three decimals.
+    """
     if value is None or not math.isfinite(value):
         return None, NumberText("–")
     if scale == 1 and value == int(value):
@@ -278,14 +279,13 @@ def _percent(error: float | None) -> str:
     if error is None or not math.isfinite(error):
         return NumberText("–")
     if error == 0:
-        return NumberText("0")  # equal to the byte; what merely rounds to nothing keeps its digits
+        return NumberText("0")  # equal to the byte; a difference that rounds to 0 keeps its digits
     digits = max(2, -math.floor(math.log10(abs(error))))
     return NumberText(f"{error:+.{digits}f}".replace("-", "−"))
 
 
 def _decimals(column: Sequence[Any]) -> int | None:
-    """Number of decimals the numbers of a column are shown with, all alike; None if powers of ten
-    are among them."""
+    """Return how many decimals the numbers of a column have; None if one is a power of ten."""
     written = [
         f"{float(cell):g}"
         for cell in column
@@ -316,13 +316,12 @@ def _is_number(cell: Any) -> bool:
     return isinstance(cell, NumberText) or _is_real(cell)
 
 
-def _said(cell: Any) -> str:
+def _cell_text(cell: Any) -> str:
     return str(cell) if isinstance(cell, NumberText) else say(cell)
 
 
 def _cell(cell: Any, right: bool) -> str:
-    """A table cell's HTML. The <div> carries the alignment, because pandas gives its cells no style
-    of their own."""
+    """Return a table cell's HTML. A <div> sets the alignment, since pandas styles no cells."""
     look = (
         "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
     )

@@ -1,4 +1,4 @@
-"""The course's signature figure: the byte timeline of a training step."""
+"""The course's main figure: the byte timeline of a training step."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# From the bottom: what stays all the time first, so that what comes and goes draws the outline.
+# From bottom to top: constant categories first, so that changing ones form the outline.
 STACK = ("parameter", "buffer", "optimizer", "gradient", "input", "activation", "temporary")
 _PHASE_COLORS = {"forward": "#DCE6F0", "backward": "#F6DFE0", "optimizer": "#EBDDE8"}
 
@@ -27,23 +27,22 @@ def timelines(
     panel_height: float = 2.2,
     **named: Any,
 ) -> "Figure":
-    """Byte timelines of several training steps, one above the other, on one scale.
+    """Draw byte timelines of several training steps, one above the other, on one scale.
 
-    The first one's peak is drawn through the others as a dashed line, so that what is saved can be
-    seen.
+    The first step's peak is a dashed line in the other panels, to show how much was saved.
 
     Args:
-        meters: label -> `MemoryMeter` after its block.
-        title: the message of the figure.
-        share_x: one x scale too, so that a step with more operators is longer.
-        width, panel_height: inches.
+        meters: Label -> `MemoryMeter` after its block.
+        title: The message of the figure.
+        share_x: Whether to use one x scale too, so that a step with more operators is longer.
+        width, panel_height: Size in inches.
         named: label=meter.
 
     Returns:
-        The figure. In a notebook it is shown as the value of the cell, so let it be the last line.
+        The figure. A notebook shows it as the value of the cell, so make it the last line.
 
     Raises:
-        ValueError: no meter, or one that recorded nothing.
+        ValueError: There is no meter, or one of them recorded nothing.
     """
     arms = {**(meters or {}), **named}
     if not arms:
@@ -55,7 +54,7 @@ def timelines(
         title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True
     )
     axes = [axes] if len(steps) == 1 else list(axes)
-    # room for the figure at the peak
+    # room for the label at the peak
     top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)
     axes[0].set_ylim(0, top / 1e6)
     for panel, step in zip(axes, steps, strict=True):
@@ -65,7 +64,7 @@ def timelines(
     axes[-1].set_xlabel(text("operators, in the order they ran"))
     drawn.supylabel(text("live bytes (MB)"), fontsize=9.5, color="#333333")
 
-    # settles the layout: the labels below need to know their size in data units
+    # fixes the layout, because the labels below need their size in data units
     drawn.draw_without_rendering()
     named_somewhere = set().union(
         *(_label_areas(panel, step) for panel, step in zip(axes, steps, strict=True))
@@ -82,7 +81,7 @@ def timelines(
 
 
 class _Step:
-    """Record of a meter, as arrays."""
+    """The record of a meter, as arrays."""
 
     def __init__(self, name: str, meter: Any) -> None:
         self.name, self.meter = name, meter
@@ -105,10 +104,10 @@ class _Step:
         self.peak_at = int(self.total.argmax()) + 0.5  # the middle of the operator
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """(phase, first operator, one past the last) for each stretch of one phase.
+        """Return (phase, first operator, one past the last) for each stretch of one phase.
 
-        Updates between two stretches of backward are counted to it: steps in backward, drawn one by
-        one, would be stripes.
+        Optimizer updates between two stretches of backward count as backward, because steps in
+        backward would otherwise be drawn as stripes.
         """
         names = [(phase, len(list(stretch))) for phase, stretch in itertools.groupby(self.phases)]
         around = zip([("", 0), *names], names, [*names[1:], ("", 0)], strict=False)
@@ -124,7 +123,7 @@ class _Step:
         return found
 
     def in_words(self) -> Label:
-        """The peak, its phase, and the categories that can be seen there, the largest first."""
+        """Describe the peak: its phase, and the visible categories, the largest first."""
         at = int(self.total.argmax())
         held = sorted(
             ((int(series[at]), category) for category, series in self.bytes.items()), reverse=True
@@ -145,7 +144,7 @@ class _Step:
         )
 
     def layers(self) -> list[tuple[str, Any, Any]]:
-        """(category, lower edge, upper edge) in MB, from the bottom up."""
+        """Return (category, lower edge, upper edge) in MB, from bottom to top."""
         found, below = [], self.total * 0.0
         for category, held in self.bytes.items():
             above = below + held / 1e6
@@ -157,21 +156,21 @@ class _Step:
 def _draw_step(panel: "Axes", step: _Step) -> None:
     edges = range(step.length + 1)
     for category, below, above in step.layers():
-        # The last value is repeated, so that the last operator has a width. Without antialiasing no
-        # seams show.
+        # The last value is repeated, so that the last operator has a width. Without antialiasing
+        # there are no visible seams.
         panel.fill_between(
             edges, [*below, below[-1]], [*above, above[-1]], step="post",
             antialiased=False, **category_look(category),
         )  # fmt: skip
-    # An area narrower than a pixel may be skipped, a line never is: the outline keeps a peak of one
-    # operator visible.
+    # An area narrower than a pixel may be skipped, but a line never is. The outline keeps a peak of
+    # a single operator visible.
     panel.stairs(step.total / 1e6, edges, baseline=None, color="#444444", linewidth=0.5)
     panel.set_xlim(0, step.length)
     panel.set_title(step.name, pad=17, color="#222222")
     panel.grid(visible=False)
     panel.tick_params(length=3)
 
-    # Phases: a band above the panel, and a thin line down through it where one ends.
+    # A phase is a band above the panel, and a thin line through the panel where it ends.
     across = panel.get_xaxis_transform()  # x in operators, y from 0 to 1 over the panel
     from matplotlib.patches import Rectangle
 
@@ -202,15 +201,14 @@ def _draw_step(panel: "Axes", step: _Step) -> None:
 
 
 def _label_areas(panel: "Axes", step: _Step) -> set[str]:
-    """Write phases and categories where there is room for them, and say which categories found
-    room."""
+    """Write the names of phases and categories where they fit; return the categories written."""
     per_point = panel.figure.dpi / 72
     box = panel.get_window_extent()
     operators_per_pixel = (panel.get_xlim()[1] - panel.get_xlim()[0]) / box.width
     mb_per_pixel = panel.get_ylim()[1] / box.height
 
     def room(words: str, size: float) -> tuple[float, float]:
-        """Width in operators and height in MB that the words need."""
+        """Return the width in operators and the height in MB that the words need."""
         width = _width_of(panel, words, size) + 6 * per_point
         return width * operators_per_pixel, (size * 1.15 + 1) * per_point * mb_per_pixel
 
@@ -229,11 +227,11 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
             unnamed[phase] = -1
         else:
             unnamed.setdefault(phase, stop)
-    taken = room(step.name, 10)[0]  # the panel's own title stands at the left
+    taken = room(step.name, 10)[0]  # the panel's own title is at the left
     for phase, stop in unnamed.items():
         words = _phase_name(phase)
         if stop >= 0 and stop - room(words, 8)[0] > taken:
-            # too narrow to write in: name it above, once
+            # the band is too narrow, so the name is written above it, once
             panel.text(stop, 1.155, words, ha="right", **look)
             taken = stop
 
@@ -255,7 +253,7 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
                     "white" if category in ("parameter", "optimizer", "activation") else "#222222"
                 ),
                 zorder=7,
-                # legible over hatching
+                # without hatching, to be legible
                 bbox={"boxstyle": "square,pad=0.12", **category_look(category), "hatch": None},
             )
             found.add(category)
@@ -267,7 +265,7 @@ def _phase_name(phase: str) -> str:
 
 
 def _width_of(panel: "Axes", words: str, size: float) -> float:
-    """Pixels."""
+    """Return the width of words in pixels."""
     trial = panel.text(0, 0, words, fontsize=size)
     width = trial.get_window_extent().width
     trial.remove()
@@ -275,8 +273,10 @@ def _width_of(panel: "Axes", words: str, size: float) -> float:
 
 
 def _roomiest(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
-    """(centre x, centre y, height) of the highest box, `width` operators wide, that lies within a
-    layer."""
+    """Return (center x, center y, height) of the highest box of this width within a layer.
+
+    The width is in operators.
+    """
     from numpy.lib.stride_tricks import sliding_window_view
 
     if width > len(below):
@@ -286,8 +286,8 @@ def _roomiest(below: Any, above: Any, width: int) -> tuple[float, float, float] 
     height = ceiling - floor
     if height.max() <= 0:
         return None
-    # Of equally high places take the middle one: a layer that never changes is named in the middle
-    # of the figure.
+    # The middle one of equally high places is used, so a constant layer is named in the middle of
+    # the figure.
     high = (height >= 0.98 * height.max()).nonzero()[0]
     best = high[len(high) // 2]
     return best + width / 2, (ceiling[best] + floor[best]) / 2, height[best]
@@ -325,8 +325,7 @@ def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
 
 
 def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -> None:
-    """A line of swatches below the figure for the categories whose areas are too thin to write
-    in."""
+    """Add a legend below the figure for the categories whose areas are too thin to write in."""
     from matplotlib.patches import Patch
 
     visible = {

@@ -1,14 +1,14 @@
 """Build the course's font: a subset of Noto Sans CJK SC under another name.
 
-Figures need Chinese on machines that have no Chinese font, so one travels with the library. This is
-the script that made it; nobody needs to run it to take the course. Its input is
-`NotoSansCJK-Regular.ttc` (Debian: `fonts-noto-cjk`), its only dependency `fonttools`, which
-matplotlib brings along. The same input gives the same bytes.
+Figures need Chinese on machines that have no Chinese font, so the library includes one. This script
+made it, and you need not run it to take the course. Its input is `NotoSansCJK-Regular.ttc` (Debian:
+`fonts-noto-cjk`). Its only dependency is `fonttools`, which matplotlib installs. The same input
+gives the same bytes.
 
     python course_lib/teaching/fonts/build.py path/to/NotoSansCJK-Regular.ttc
 
-The font is called "Course Sans SC": its licence (OFL.txt) asks that a changed font not be passed
-off as the original. It is an OTF because matplotlib does not read woff.
+The font is called "Course Sans SC", because its license (OFL.txt) requires another name for a
+changed font. It is an OTF file because matplotlib does not read woff.
 """
 
 import argparse
@@ -21,7 +21,7 @@ FAMILY = "Course Sans SC"
 POSTSCRIPT_NAME = "CourseSansSC-Regular"
 FOLDER = Path(__file__).parent
 
-# Ranges of code points; what the source font does not have is left out.
+# Ranges of code points; those that the source font lacks are left out.
 RANGES = (
     (0x0020, 0x007E),  # ASCII
     (0x00A0, 0x00FF),  # Latin-1: × ÷ ± · ² ½
@@ -41,7 +41,7 @@ RANGES = (
 
 
 def hanzi() -> str:
-    """All 6763 characters of GB2312, levels 1 and 2 (rows 16 to 87 of the standard)."""
+    """Return all 6763 characters of GB2312, levels 1 and 2 (rows 16 to 87 of the standard)."""
     cells = (bytes((row + 0xA0, cell + 0xA0)) for row in range(16, 88) for cell in range(1, 95))
     return b"".join(cells).decode("gb2312", errors="ignore")  # row 55 has five empty cells
 
@@ -57,10 +57,10 @@ def build(collection: Path, output: Path) -> None:
     options.layout_features = ["kern"]
     # vertical writing and alternative forms
     options.drop_tables += ["BASE", "GSUB", "VORG", "vhea", "vmtx"]
-    # copyright, trademark, licence; the names are given anew below
+    # copyright, trademark and license; the names are set below
     options.name_IDs = [0, 7, 13, 14]
     options.notdef_outline = True
-    options.recalc_timestamp = False  # else two builds differ
+    options.recalc_timestamp = False  # otherwise two builds would differ
     subsetter = subset.Subsetter(options)
     points = {point for first, last in RANGES for point in range(first, last + 1)} | {
         ord(char) for char in hanzi()
