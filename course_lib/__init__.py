@@ -1,12 +1,12 @@
-"""Memory-saving training in PyTorch: the library beside the course.
+"""Memory-saving training in PyTorch: the library of the course.
 
-One lesson, one module: import the module you need (`course_lib.memory`, ...); nothing is imported
-here.
+Each lesson has its module. Import the modules that you need (`course_lib.memory`, ...); nothing is
+imported here.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("course_lib")
-except PackageNotFoundError:  # a checkout on the path, as on a GPU machine that installs nothing
+except PackageNotFoundError:  # the checkout is on the path but not installed
     __version__ = "unknown"

@@ -88,7 +88,7 @@ def shown(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        # of an estimate: the reader has passed a tensor
+        # in an estimate the tensor is fake, but the reader has passed an ordinary one
         kind = type(value).__name__.removeprefix("Fake")
         return f"a {kind} of shape {tuple(value.shape)} and {value.dtype}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
@@ -101,32 +101,39 @@ def _range(least: float | None, most: float | None) -> str:
 
 
 class InfeasibleBudget(ValueError):
-    """Nothing fits the budget; the message says what would.
+    """Nothing fits the budget; the message says which budget would be enough.
 
     Attributes:
-        budget_bytes: the budget.
-        least_bytes: the least budget for which something was found; None if nothing was.
-        least: what takes so little, such as a `course_lib.budget.Estimate`; None if that is not
-            known.
-        name: of the argument that is the budget.
+        budget_bytes: The budget.
+        least_bytes: Smallest budget for which a solution was found, or None if none was.
+        reason: The message after "but".
+        least: The solution for `least_bytes`, such as a `course_lib.budget.Estimate`; None if it is
+            not known.
+        name: Name of the argument that is the budget.
     """
 
     def __init__(
         self,
         budget_bytes: int,
         least_bytes: int | None,
-        told: str,
+        reason: str,
         least: Any = None,
         name: str = "budget_bytes",
     ):
-        super().__init__(f"{name} is {budget_bytes}, but {told}")
-        self.budget_bytes, self.least_bytes, self.told, self.least = (
+        super().__init__(f"{name} is {budget_bytes}, but {reason}")
+        self.budget_bytes, self.least_bytes, self.reason, self.least = (
             budget_bytes,
             least_bytes,
-            told,
+            reason,
             least,
         )
         self.name = name
 
     def __reduce__(self):
-        return type(self), (self.budget_bytes, self.least_bytes, self.told, self.least, self.name)
+        return type(self), (
+            self.budget_bytes,
+            self.least_bytes,
+            self.reason,
+            self.least,
+            self.name,
+        )

@@ -1,7 +1,6 @@
-"""The loss of any model by its own: a method `loss_sum`, a method `loss`, or what a Hugging Face
-model returns.
+"""A model's own loss: its method `loss_sum` or `loss`, or the loss of a Hugging Face model.
 
-A Hugging Face model is known by what it has: this library does not need theirs.
+Hugging Face models are recognized by their attributes, so their library is not needed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from ._torch import tensors_in
 
 
 def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
-    """The sum of losses of one of so many micro-batches, and its weight; a `loss` is a mean over
-    samples."""
+    """Return the sum of losses of one of `micro_batches` micro-batches, and its weight.
+
+    A method `loss` is taken to return a mean over samples.
+    """
     if has_method(model, "loss_sum"):
         return _called(model, "loss_sum", batch)
     if has_method(model, "loss"):
@@ -33,7 +34,7 @@ def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tens
 
 
 def _called(model: nn.Module, name: str, batch: Any) -> Any:
-    """The model's method, or a function that was put on it: its errors say so."""
+    """Call a method of the model, or a function assigned to it, which an error then names."""
     function, method = getattr(model, name), f"{type(wrapped_in(model)).__name__}.{name}"
     takes_arguments(method, function, "(batch), unless a loss_sum(model, batch) is passed", batch)
     try:
@@ -41,19 +42,19 @@ def _called(model: nn.Module, name: str, batch: Any) -> Any:
     except Exception as error:
         if not inspect.ismethod(function):
             error.add_note(
-                f"raised in {method}, {shown(function)} put on the model, which is called with the"
-                " batch"
+                f"raised in {method}, which is {shown(function)} that was assigned to the model"
+                " and is called with the batch"
             )
         raise
 
 
 def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> None:
-    """Refuse a function that cannot be called with the arguments; `allowed` names them."""
+    """Raise if a function cannot be called with these arguments; `allowed` describes them."""
     try:
         signature = inspect.signature(
             function.forward if isinstance(function, nn.Module) else function
         )
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # the function is not written in Python
         return
     try:
         signature.bind(*arguments)
@@ -79,7 +80,7 @@ def samples_in(batch: Any) -> int:
 
 
 def has_loss_sum(model: nn.Module) -> bool:
-    """Whether it is known what the model's loss is a mean over."""
+    """Return whether the number over which the model's loss is a mean is known."""
     if has_method(model, "loss") or has_method(model, "loss_sum"):
         return has_method(model, "loss_sum")
     names = " ".join(kind.__name__ for kind in type(wrapped_in(model)).__mro__)
@@ -91,8 +92,8 @@ def has_loss_sum(model: nn.Module) -> bool:
 def has_method(model: nn.Module, name: str) -> bool:
     """Whether the model has a `loss` or `loss_sum`; a newer `loss` hides an older `loss_sum`.
 
-    Some Hugging Face models keep in `self.loss` what computes it from outputs and targets: no
-    method, and not called.
+    Some Hugging Face models have an attribute `loss`, a function of outputs and targets. It is not
+    a method and is not called.
     """
     theirs = is_hugging_face(model)
     own = vars(model).keys() - ({"loss"} if theirs else set())
@@ -103,15 +104,15 @@ def has_method(model: nn.Module, name: str) -> bool:
                 if name == "loss_sum"
                 else callable(getattr(model, "loss", None))
             )
-    found = getattr(model, name, None)  # of what it wraps, as torch.compile does; or a module
+    found = getattr(model, name, None)  # of a wrapped model, as in torch.compile; or a module
     return inspect.ismethod(found) or (callable(found) and not theirs)
 
 
 def wrapped_in(model: nn.Module) -> nn.Module:
-    """The model itself, inside what `torch.compile` or peft has put around it.
+    """Return the model itself, without the wrappers of `torch.compile` and peft.
 
-    A model with adapters of peft is known by its attribute `peft_config` and by its method
-    `get_base_model`. Its own class tells the task only where a `task_type` was given.
+    A peft model with adapters is recognized by its attribute `peft_config` and its method
+    `get_base_model`. Its class shows the task only if a `task_type` was given.
     """
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -124,8 +125,8 @@ def wrapped_in(model: nn.Module) -> nn.Module:
 
 # ---- Hugging Face models
 
-# Their losses are means over labels or samples: of causal and masked language models,
-# encoder-decoders, classifiers.
+# Classes of causal and masked language models, encoder-decoders and classifiers, with losses that
+# are means over labels or samples.
 WEIGHED = (
     "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration"
     "|For[A-Za-z]*Classification|MultipleChoice"
@@ -138,23 +139,23 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def adds_to_loss(model: nn.Module) -> bool:
-    """Whether the loss is more than a mean: experts' routers add one that is not over tokens."""
+    """Return whether the loss includes more than a mean, such as the loss of experts' routers."""
     return bool(getattr(model.config, "output_router_logits", False))
 
 
 class _Means(TorchFunctionMode):
-    """Notes which means of losses a model takes, and over how many labels each goes."""
+    """A mode that records the means of losses that a model computes, with their labels."""
 
     def __init__(self):
         super().__init__()
-        # (mean, its labels, the label that does not count)
+        # (mean, its labels, the label that is ignored)
         self.means: list[tuple[Tensor, Tensor, int | None]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
         if func in (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits):
             target = kwargs["target"] if "target" in kwargs else args[1]
-            # a mean over the labels that count, if all classes weigh the same
+            # a mean over the labels that are not ignored, if all classes have the same weight
             by_class = func is F.cross_entropy
             odd = by_class and (
                 target.is_floating_point() or len(args) > 2 or kwargs.get("weight") is not None
@@ -169,8 +170,10 @@ class _Means(TorchFunctionMode):
 def hugging_face_loss(
     model: nn.Module, batch: Any, micro_batches: int = 1
 ) -> tuple[Tensor, int | Tensor]:
-    """The model's own loss, a mean, times the number of labels that it goes over, as the model
-    itself counts them."""
+    """Return the model's own loss, a mean, times the number of labels that it is a mean over.
+
+    The labels are counted as the model itself counts them.
+    """
     kind("batch", batch, Mapping, "a dict of the model's arguments, including the labels")
     with _Means() as noted:
         output = model(**batch)
@@ -191,7 +194,7 @@ def hugging_face_loss(
         return loss * samples_in(batch), samples_in(batch)
     [(target, ignored)] = found
     weight = target.numel() if ignored is None else (target != ignored).sum()
-    # 16 bits would round the weight
+    # 16-bit numbers would round the weight
     total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
-    # a mean over none is NaN
+    # a mean over no label is NaN
     return total if ignored is None else torch.where(weight > 0, total, 0.0), weight

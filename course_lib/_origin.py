@@ -1,5 +1,4 @@
-"""Origin of an error: what this library refuses, or what the user's own code raises, and at which
-line of it."""
+"""The origin of an error: a refusal by this library, or the user's own code, and at which line."""
 
 from __future__ import annotations
 
@@ -19,27 +18,29 @@ import torch
 LIBRARY = f"{Path(__file__).parent}{os.sep}"
 PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-# how Jupyter names the files that its cells are compiled as
+# Jupyter compiles cells as files with such names
 CELL = re.compile(r"ipykernel_|<ipython-input")
 REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _fake = torch._subclasses.fake_tensor
 NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
-# asked for in Python
+# errors of Python code that asks a symbolic tensor for its values
 _NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")
-# PyTorch's error for a class whose tensors are made of others without an operator, such as the
+# PyTorch's error for a class whose tensors are built from others without an operator, such as the
 # weights of bitsandbytes
 _NEW_SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is")
 _SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def origin(error: BaseException) -> traceback.FrameSummary | None:
-    """The last line on the way to the error that is the user's own; else that of a package which is
-    neither this library nor PyTorch; None if the way leads through neither.
+    """Return the last line of the user's own code on the way to the error.
+
+    If there is none, return the last line of a package other than this library and PyTorch, or
+    None.
     """
     lines: list[traceback.FrameSummary] = []
     cause: BaseException | None = error
-    while cause is not None:  # what was refused may be explained by what was raised first
+    while cause is not None:  # the cause of a refusal may be an error of the user's code
         lines += _lines(cause)
         cause = cause.__cause__
     own = [line for line in lines if not INSTALLED.match(line.filename)]
@@ -52,7 +53,7 @@ def _lines(error: BaseException) -> list[traceback.FrameSummary]:
         for frame, number in traceback.walk_tb(error.__traceback__)
         if _is_theirs(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
     ]
-    # nothing of that file has run
+    # no line of that file has run
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
     return frames
@@ -65,21 +66,23 @@ def _is_theirs(file: str, module: str) -> bool:
 
 
 def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """(file, line, function) of the innermost frame, from this one outwards, that is the user's
-    own: neither this library's nor PyTorch's nor another package's."""
+    """Return (file, line, function) of the innermost frame, from this one outwards, of user code.
+
+    User code is not in this library, PyTorch or another package.
+    """
     while frame is not None and not _is_own_file(frame.f_code.co_filename):
         frame = frame.f_back
     code = frame and frame.f_code
     return code and (code.co_filename, frame.f_lineno, code.co_qualname)
 
 
-@cache  # it is asked for each frame of each operator
+@cache  # called for each frame of each operator
 def _is_own_file(file: str) -> bool:
     return _is_theirs(file, "") and not file.startswith(TORCH) and not INSTALLED.match(file)
 
 
 def file_shown(file: str) -> str:
-    """A file's name as a reader knows it."""
+    """Return a file's name as a reader knows it."""
     if CELL.search(file):
         return "a cell"
     if installed := INSTALLED.match(file):
@@ -89,8 +92,10 @@ def file_shown(file: str) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Place an error comes from, "mine.py, line 5, in loss"; "" if from no other code than this
-    library's and PyTorch's."""
+    """Return where an error comes from, such as "mine.py, line 5, in loss".
+
+    The result is "" if only code of this library and PyTorch is involved.
+    """
     if (line := origin(error)) is None:
         return ""
     within = f", in {line.name}" if line.name != "<module>" else ""
@@ -98,7 +103,7 @@ def place(error: BaseException) -> str:
 
 
 def goes_through(error: BaseException, package: ModuleType) -> bool:
-    """Whether code of the package is on the way to the error."""
+    """Return whether code of the package is on the way to the error."""
     names = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )
@@ -106,39 +111,43 @@ def goes_through(error: BaseException, package: ModuleType) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether it is this library that says no: it raises the error itself, or nobody else's code is
-    on the way."""
+    """Return whether an error is a refusal by this library, not a failure of other code.
+
+    It is if the library itself raised it, or if only the library and PyTorch were involved.
+    """
     lines = list(traceback.walk_tb(error.__traceback__))
     raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
     return isinstance(error, REFUSALS) and (raised_here or origin(error) is None)
 
 
 def message(error: Exception) -> str:
-    """A line or two for a command's reader.
+    """Return an error as one or two lines, for the reader of a command's output.
 
-    A refusal is its sentence; anything else the user's line, what was raised, and that line's text.
+    For a refusal they are its sentence. Otherwise they are the user's line number, the error, and
+    the text of that line.
 
     Raises:
-        Exception: the error itself, if it is neither: a fault of this library, which its traceback
-            shows.
+        Exception: The error itself, if it is a fault of this library, so that the traceback is
+            shown.
     """
-    said, where = next(iter(str(error).strip().splitlines()), ""), place(error)
+    first, where = next(iter(str(error).strip().splitlines()), ""), place(error)
     if is_refusal(error):
-        line = said + (f" ({where})" if where and where not in said else "")
+        line = first + (f" ({where})" if where and where not in first else "")
     elif where:
         text = origin(error).line
         line = (
-            f"{where}: {type(error).__name__}" + (said and f": {said}") + (text and f"\n    {text}")
+            f"{where}: {type(error).__name__}"
+            + (first and f": {first}")
+            + (text and f"\n    {text}")
         )
     else:
         raise error
-    return line.replace("FakeTensor", "Tensor")  # what the reader's code was given in place of one
+    return line.replace("FakeTensor", "Tensor")  # the reader's code passed ordinary tensors
 
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Give an error of the user's code a note of its line, where the traceback does not end with
-    that."""
+    """Add a note with the user's line to an error, unless the traceback ends with that line."""
     try:
         yield
     except Exception as error:
@@ -153,8 +162,7 @@ def noted() -> Iterator[None]:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep PyTorch, inside the block, from logging the traceback of each operator that fails on
-    symbolic tensors, beside raising it."""
+    """Stop PyTorch from logging errors of operators on symbolic tensors, inside the block."""
 
     def drop(record: logging.LogRecord) -> bool:
         return record.levelno != logging.ERROR
@@ -167,13 +175,13 @@ def unlogged() -> Iterator[None]:
 
 
 def needs_values(error: Exception) -> bool:
-    """Whether an error says that a symbolic tensor has no values."""
+    """Return whether the cause of an error is that a symbolic tensor has no values."""
     return isinstance(error, NEEDS_DATA) or _NEEDS_NUMBERS.search(str(error)) is not None
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Says of symbolic tensors why a step cannot run on them, and where in the user's code."""
+    """Explain why a step cannot run on symbolic tensors, and where in the user's code."""
     try:
         with unlogged(), noted(), _subclasses_refused():
             yield
@@ -183,10 +191,10 @@ def explained() -> Iterator[None]:
         advice = "change the model and the batch so that they do not"
         if goes_through(error, torch.distributions):
             advice += "; call torch.distributions.Distribution.set_default_validate_args(False)"
-        # which asks a mask whether it is causal
+        # nn.Transformer reads a mask to find out whether it is causal
         if goes_through(error, torch.nn.modules.transformer):
             advice += "; pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
-        # as x[expert == i] of a router
+        # the shape depends on values, as in x[expert == i] of a router
         if isinstance(error, _fake.DynamicOutputShapeException):
             advice += (
                 ". If these are the tokens that a router sends to an expert, give each expert a"
@@ -210,7 +218,7 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def _subclasses_refused() -> Iterator[None]:
-    """Refuse parameters of classes that can hold values only, such as quantized ones."""
+    """Raise for parameters of classes that must have values, such as quantized ones."""
     try:
         yield
     except RuntimeError as error:
@@ -224,5 +232,5 @@ def _subclasses_refused() -> Iterator[None]:
 
 
 def place_of(error: Exception) -> str:
-    """The place of an error in the user's code, " at mine.py, line 5"; "" where there is none."""
+    """Return the place of an error in the user's code, as " at mine.py, line 5", or ""."""
     return f" at {where}" if (where := place(error)) else ""

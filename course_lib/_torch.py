@@ -1,5 +1,4 @@
-"""PyTorch's own state that several modules need: tensors in containers, random numbers, autocast,
-symbolic tensors."""
+"""Helpers for PyTorch that several modules need: containers, random numbers, autocast, modes."""
 
 from __future__ import annotations
 
@@ -28,8 +27,10 @@ from ._check import shown
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples, mappings and dataclasses, in order; other objects are
-    not looked into."""
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order.
+
+    Other objects are not searched.
+    """
     if isinstance(value, Tensor):
         yield value
     else:
@@ -40,9 +41,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def map_tensors(
     function: Callable[[Tensor], Any], value: Any, *, copied: tuple[type, ...] = ()
 ) -> Any:
-    """`value` with `function(tensor)` in place of each of its tensors.
+    """Replace each tensor in `value` by `function(tensor)`.
 
-    What holds none is the same object, but for containers of the types `copied`.
+    A container without tensors is returned as the same object, unless it is of one of the types
+    `copied`.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -63,11 +65,11 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _rebuilt(value: Any, items: list) -> Any:
-    """A container like `value` with these items; `value` itself is not changed."""
+    """Return a container like `value` with these items; `value` itself is not changed."""
     if isinstance(value, tuple):
-        # torch.return_types too
+        # torch.return_types take a list of items, unlike named tuples
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    made = copy.copy(value)  # keeps the type, and what else the object holds
+    made = copy.copy(value)  # keeps the type and other attributes of the object
     if isinstance(value, list):
         made[:] = items
     elif isinstance(value, Mapping):  # first, since a Hugging Face output is a dataclass too
@@ -80,8 +82,10 @@ def _rebuilt(value: Any, items: list) -> Any:
 
 
 def elements_spanned(tensor: Tensor) -> int:
-    """Number of elements from a tensor's first to its last in memory, with those that it skips; of
-    a tensor that has any."""
+    """Count the elements from a tensor's first to its last in memory, including skipped ones.
+
+    The tensor must have at least one element.
+    """
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
@@ -89,7 +93,7 @@ def elements_spanned(tensor: Tensor) -> int:
 def written_arguments(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """(argument of the schema, value) of those that an operator writes into."""
+    """Return (argument of the schema, value) of the arguments that an operator writes into."""
     arguments = func._schema.arguments
     given = [
         *zip(arguments, args, strict=False),
@@ -98,18 +102,18 @@ def written_arguments(
     return [pair for pair in given if pair[0].alias_info and pair[0].alias_info.is_write]
 
 
-# ---- what is alike
+# ---- modules that compute alike
 
-NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which block it is
+NUMBERED = re.compile("idx|index|layer|number")  # attributes with the number of a block
 
 
 def kind_of(tensor: Tensor) -> tuple:
-    """All but the values of a tensor."""
+    """Return all properties of a tensor except its values."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def look_of(module: nn.Module) -> tuple:
-    """All of a module but the values of its tensors: modules with the same look compute alike."""
+    """Return all properties of a module except its tensors' values; equal ones compute alike."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return (
         *((name, type(part), *_settings(part)) for name, part in module.named_modules()),
@@ -118,27 +122,28 @@ def look_of(module: nn.Module) -> tuple:
 
 
 def _settings(part: nn.Module) -> list[tuple[str, Any]]:
-    """Attributes of a module's own that say how it runs, as where one layer of two has a sliding
-    window.
+    """Return the attributes of a module that determine how it runs, such as a sliding window.
 
-    Layers may be numbered, and dropped at rates that differ, as long as none is zero.
+    Numbers of layers, and different dropout rates above zero, do not make modules different.
     """
 
-    def told(name: str, value: Any) -> Any:
+    def comparable(name: str, value: Any) -> Any:
         if type(value) is int and NUMBERED.search(name):
             return int
         return value == 0 if type(value) is float else value
 
     simple = (str, int, float, NoneType)
     return [
-        (name, told(name, value)) for name, value in vars(part).items() if isinstance(value, simple)
+        (name, comparable(name, value))
+        for name, value in vars(part).items()
+        if isinstance(value, simple)
     ]
 
 
 # ---- operators that write into what they have saved
 
-# In training, rrelu saves its noise and then draws it, and does not count that as a change in
-# place. `tests/sweep_gradients.py` looks for others.
+# In training, rrelu saves its noise and then draws it, without counting that as a change in place.
+# `tests/sweep_gradients.py` looks for other such operators.
 WRITES_AFTER_SAVING = (
     torch.ops.aten.rrelu_with_noise.default,
     torch.ops.aten.rrelu_with_noise_.default,
@@ -146,27 +151,32 @@ WRITES_AFTER_SAVING = (
 
 
 def writes_after_saving(node: Any) -> bool:
-    """Whether a node of autograd's graph is that of such an operator."""
+    """Return whether a node of autograd's graph belongs to such an operator."""
     return node is not None and node.name().startswith("RreluWithNoiseBackward")
 
 
 def saves_unset_memory(node: Any) -> bool:
-    """Whether a node of autograd's graph is that of an operator that saves memory which holds
-    arbitrary values: `rrelu` before it draws its noise, and `ctc_loss`, which never fills or reads
-    the padding of its table."""
+    """Return whether a node of autograd's graph belongs to an operator that saves arbitrary values.
+
+    These are `rrelu`, which saves memory before it draws its noise, and `ctc_loss`, which never
+    fills or reads the padding of its table.
+    """
     names = ("RreluWithNoiseBackward", "CtcLossBackward")
     return node is not None and node.name().startswith(names)
 
 
 # ---- attributes of modules
 
-# nn.Module's own attributes; whether it is in training mode is a setting like others
+# nn.Module's own attributes, except the training mode, which is a setting like others
 _INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes: not its parameters, buffers, submodules and hooks, and not weights
-    that a hook computes before each run, as those of weight norm and pruning do."""
+    """Return a module's own attributes.
+
+    They do not include parameters, buffers, submodules and hooks, nor weights that a hook computes
+    before each run, as for weight norm and pruning.
+    """
     hooks = module._forward_pre_hooks.values()
     computed = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
     return {
@@ -180,8 +190,10 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def is_symbolic(*tensors: Any) -> bool:
-    """Whether one of them is symbolic (`course_lib.memory.symbolic`); without arguments, whether
-    new tensors are."""
+    """Return whether one of the tensors is symbolic (`course_lib.memory.symbolic`).
+
+    Without arguments, return whether new tensors are symbolic.
+    """
     if not tensors:
         return torch._guards.detect_fake_mode() is not None
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -189,8 +201,10 @@ def is_symbolic(*tensors: Any) -> bool:
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """Let the garbage collector rest inside the block: it would look through all symbolic tensors
-    again and again."""
+    """Disable garbage collection inside the block.
+
+    The collector would examine all symbolic tensors again and again.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -204,13 +218,13 @@ def not_collecting() -> Iterator[None]:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> bool:
-    """Whether `step` must be given a closure that computes the loss, as that of LBFGS."""
+    """Return whether `step` needs a closure that computes the loss, as for LBFGS."""
     arguments = inspect.signature(optimizer.step).parameters.values()
     return any(each.name == "closure" and each.default is each.empty for each in arguments)
 
 
 def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step runs forward and backward passes itself."""
+    """Raise if an optimizer's step runs forward and backward passes itself."""
     if needs_closure(optimizer):
         raise TypeError(
             f"optimizer must step without a closure, got {shown(optimizer)}, whose step() computes"
@@ -219,7 +233,7 @@ def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_in_training(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer in evaluation mode, as schedule-free ones are until `train()`."""
+    """Raise if an optimizer is in evaluation mode, as schedule-free ones are before `train()`."""
     if any(group.get("train_mode") is False for group in optimizer.param_groups):
         raise ValueError(
             f"optimizer must be in training mode, got {shown(optimizer)} in evaluation mode. Call"
@@ -227,16 +241,15 @@ def check_in_training(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-# ---- hooks on saved tensors
+# ---- saved-tensor hooks
 
 
 def check_torch_func(error: BaseException | None, name: str) -> None:
-    """Raise an error that says what to do, if `error` is PyTorch's for saved-tensor hooks under
-    `torch.func.grad` and its kin.
+    """Raise an error with advice if `error` is PyTorch's for saved-tensor hooks under `torch.func`.
 
     Args:
-        error: what a function under hooks raised, or what entering them raised, if anything.
-        name: what puts the hooks around the function, for the sentence.
+        error: Error of a function under hooks, or of entering them, or None.
+        name: Name of what sets the hooks around the function, for the message.
     """
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         raise RuntimeError(
@@ -248,7 +261,7 @@ def check_torch_func(error: BaseException | None, name: str) -> None:
 
 @contextmanager
 def torch_func_refused(name: str) -> Iterator[None]:
-    """Apply `check_torch_func` to what the block raises."""
+    """Apply `check_torch_func` to an error of the block."""
     try:
         yield
     except RuntimeError as error:
@@ -263,9 +276,9 @@ class RandomState:
     """The states of the CPU's generator and of some devices' generators.
 
     Args:
-        devices: of which the generators are looked at besides the CPU's; those of all CUDA devices
-            in use if left out. The CPU and devices without generators may be among them.
-        counted: whether meters see the CPU's state, as of `torch.get_rng_state`, which they count.
+        devices: Devices whose generators are included in addition to the CPU's. By default all CUDA
+            devices in use. The CPU and devices without generators are ignored.
+        counted: Whether meters count the CPU's state, as they do for `torch.get_rng_state`.
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
@@ -297,8 +310,10 @@ class RandomState:
 
 
 class AllRandomState:
-    """The states of all global generators: PyTorch's, Python's and NumPy's. Arguments are those of
-    `RandomState`."""
+    """The states of all global generators: PyTorch's, Python's and NumPy's.
+
+    The arguments are those of `RandomState`.
+    """
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
         self.of_torch = RandomState(devices, counted=counted)
@@ -313,7 +328,7 @@ class AllRandomState:
 @contextmanager
 def random_numbers_undone() -> Iterator[None]:
     """Restore the generators after an error inside the block."""
-    state = AllRandomState(counted=False)  # no part of what the block takes
+    state = AllRandomState(counted=False)  # not a part of the memory that the block uses
     try:
         yield
     except BaseException:
@@ -325,8 +340,7 @@ def random_numbers_undone() -> Iterator[None]:
 
 
 class AutocastState:
-    """Settings of `torch.autocast` for the CPU and the types of some devices; `as_then` sets it
-    again."""
+    """Settings of `torch.autocast` for the CPU and the types of some devices."""
 
     def __init__(self, device_types: Iterable[str] = ()):
         kinds = {"cpu", *device_types}
@@ -335,8 +349,8 @@ class AutocastState:
         }
 
     @contextmanager
-    def as_then(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Set autocast, inside the block, as it was; `cache_enabled` overrides whether casts are
+    def restored(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
+        """Restore these settings inside the block; `cache_enabled` overrides whether casts are
         cached."""
         with ExitStack() as stack:
             for kind, (enabled, dtype, cached) in self.states.items():
@@ -357,7 +371,7 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 def autocast_of(tensor: Tensor) -> torch.dtype | None:
-    """Dtype in which autocast computes on the tensor's device; None where it is off."""
+    """Return the dtype of autocast on the tensor's device, or None if autocast is off."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -366,14 +380,14 @@ def autocast_of(tensor: Tensor) -> torch.dtype | None:
 
 
 class ObserverMode(TorchDispatchMode):
-    """A dispatch mode under which what `torch.compile` has compiled stays compiled.
+    """A dispatch mode that does not disable code compiled by `torch.compile`.
 
-    Under any other mode, Dynamo runs a frame that it meets without compiling it, and never compiles
-    it again in the process. Under this one, Dynamo sets the mode aside while it compiles, and the
-    compiled code runs under the mode, which sees the operators that the code calls.
+    Under any other mode, Dynamo runs a frame without compiling it, and never compiles it again in
+    the process. It sets this mode aside while it compiles, and the compiled code then runs under
+    the mode, which sees the operators that the code calls.
     """
 
-    # A compiled graph calls some, such as those that repeat random numbers.
+    # a compiled graph calls higher-order operators, such as those that repeat random numbers
     supports_higher_order_operators = True
 
     @classmethod
@@ -382,8 +396,10 @@ class ObserverMode(TorchDispatchMode):
 
 
 def modes_when_recomputed() -> list[TorchFunctionMode]:
-    """Active function modes with `when_recomputed = True`: checkpoints enter them again for the
-    recomputation."""
+    """Return the active function modes that checkpoints enter again for the recomputation.
+
+    They have `when_recomputed = True`.
+    """
     return [
         mode
         for mode in _get_current_function_mode_stack()
@@ -395,7 +411,7 @@ def modes_when_recomputed() -> list[TorchFunctionMode]:
 
 
 def wait_for(device: torch.device | str) -> None:
-    """Block until the device has done all that it was given; return at once for a CPU."""
+    """Block until the device has finished all its work; return at once for a CPU."""
     device = torch.device(device)
     if device.type not in ("cpu", "meta"):
         getattr(torch, device.type).synchronize(device)

@@ -17,7 +17,7 @@ import torch
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import is_refusal, message, unlogged
 from course_lib.labels import say, text, verbatim
-from course_lib.labels.command import Parser, said_error
+from course_lib.labels.command import Parser, translated_error
 from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import Table, bytes_text
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             print(_nothing_fits(error, model), file=sys.stderr)
         return 1
     except Exception as error:
-        sentence = say(text("error: {sentence}", sentence=said_error(message(error))))
+        sentence = say(text("error: {sentence}", sentence=translated_error(message(error))))
         parser.exit(2 if is_refusal(error) else 1, f"{sentence}\n")
     if given.json:
         told |= {

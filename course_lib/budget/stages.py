@@ -163,7 +163,7 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
     try:
         return _fastest(chain, budget_bytes)
     except InfeasibleBudget as error:
-        told = error.budget_bytes, error.least_bytes, error.told, error.least
+        told = error.budget_bytes, error.least_bytes, error.reason, error.least
         raise InfeasibleBudget(*told, name="schedule_bytes") from None
 
 

@@ -1,15 +1,14 @@
-"""The words that code shows, said in English or in Chinese.
+"""The words that the course's code shows, in English or in Chinese.
 
-Code has them in English alone; the Chinese stands in `zh.toml` beside this file, the only place for
-it.
+The code has only the English. The Chinese is in `zh.toml` next to this file, and nowhere else.
 
-    text("{n:,} tokens", n=1024)  # "1,024 tokens", which can be said in Chinese wherever it goes
-    say("peak, MB")               # in the language in force, for plain text
-    markup("peak, MB")            # as HTML in both languages; a page shows one of them
-    verbatim("sgd")               # the same in both languages, as the name of an option is
+    text("{n:,} tokens", n=1024)  # "1,024 tokens", which can be translated wherever it goes
+    say("peak, MB")               # plain text in the current language
+    markup("peak, MB")            # HTML in both languages; a page shows one of them
+    verbatim("sgd")               # the same in both languages, such as the name of an option
 
-A label is found by its English, so it may pass through lists, f-strings and matplotlib. It needs
-the standard library alone, since all of the course may import it.
+A label is found by its English, so it may pass through lists, f-strings and matplotlib. This module
+imports only the standard library, since every part of the course may import it.
 """
 
 import html
@@ -24,37 +23,37 @@ from pathlib import Path
 LANGUAGES = ("en", "zh", "both")
 CATALOG = Path(__file__).parent / "zh.toml"
 _MOST_MADE = 4096
-# What `text` has made, by its English: what stands in the catalog as it is, and the last of those
-# with values.
+# English -> label, for the labels that `text` has made: those of the catalog without values, and
+# the most recent others.
 _fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
-# None until `choose` is called; then `current` asks the environment each time
+# None until `choose` is called; until then `current` reads the environment each time
 _chosen: str | None = None
-# The languages of HTML and figures: both, of which a page shows one, until `choose_only`
+# Languages of HTML and figures: both, of which a page shows one, unless `choose_only` was called
 _shown: tuple[str, ...] = ("en", "zh")
 
-# What is the same in every language: code, math, and placeholders.
+# Text that is the same in every language: code, math, placeholders and addresses.
 _NOT_WORDS = re.compile(r"`[^`]*`|\$[^$]*\$|\{[^{}]*\}|https?://\S+")
 # An English word: lower-case letters, perhaps after one capital. `fp32`, `d_model`, `GFLOPs` and
-# `x` are none.
+# `x` are not words.
 _WORD = re.compile(r"(?<![\w.+=/])(?<!\d-)[A-Za-z][a-z]+(?![\w(]|\.\w)")
 
 _HAN = re.compile("[\u3400-\u9fff]")
 
 
 class LabelError(ValueError):
-    """A label that lacks its Chinese, or whose Chinese does not fit it."""
+    """A label without Chinese, or one whose Chinese does not match it."""
 
 
-# The language in force
+# The current language
 # ------------------------------------------------------------------------------------------------
 
 
 def choose(default: str) -> str:
-    """Set the language of plain text: COURSE_LANG's, or else the default; return it.
+    """Set the language of plain text to COURSE_LANG if that is set, else to `default`; return it.
 
     Raises:
-        ValueError: the environment variable or `default` is none of the three.
+        ValueError: The environment variable or `default` is not "en", "zh" or "both".
     """
     global _chosen
     _chosen = _from_environment() or _known(default, "default")
@@ -62,11 +61,12 @@ def choose(default: str) -> str:
 
 
 def choose_only(language: str) -> None:
-    """Set the language of plain text, HTML and figures alike, for a page in one language alone;
-    COURSE_LANG is not asked.
+    """Set the language of plain text, HTML and figures, for a page in a single language.
+
+    COURSE_LANG is ignored.
 
     Raises:
-        ValueError: it is neither "en" nor "zh".
+        ValueError: The language is neither "en" nor "zh".
     """
     global _chosen, _shown
     if language not in ("en", "zh"):
@@ -75,12 +75,12 @@ def choose_only(language: str) -> None:
 
 
 def shown() -> tuple[str, ...]:
-    """The languages that HTML and figures stand in: ("en", "zh") or one of them."""
+    """Return the languages of HTML and figures: ("en", "zh"), or one of them."""
     return _shown
 
 
 def current() -> str:
-    """The language in force: "en", "zh" or "both"."""
+    """Return the current language: "en", "zh" or "both"."""
     return _chosen or _from_environment() or "en"
 
 
@@ -100,17 +100,19 @@ def _known(value: str, name: str) -> str:
 
 
 class Label(str):
-    """English words that know the template and the values they were made from; a notebook shows
-    both languages."""
+    """English words with the template and the values they were made from.
+
+    A notebook shows them in both languages.
+    """
 
     template: str
     values: dict[str, object]
 
     def in_chinese(self) -> str | None:
-        """Return the Chinese with the values in it, or None if the template has no Chinese.
+        """Return the Chinese with the values filled in, or None if the template has no Chinese.
 
         Raises:
-            LabelError: a value is English without Chinese, and COURSE_LABELS is "strict".
+            LabelError: A value is English without Chinese, and COURSE_LABELS is "strict".
         """
         zh = catalog().get(self.template)
         if zh is None:
@@ -121,7 +123,7 @@ class Label(str):
         return zh.format(**values) if values else zh
 
     def _value(self, value: object) -> object:
-        """A value as it appears in the Chinese; without Chinese of its own, the value itself."""
+        """Return a value as it appears in the Chinese: its Chinese, or the value itself."""
         if value == self or not isinstance(value, str):
             return value
         found = chinese(value)
@@ -137,21 +139,21 @@ class Label(str):
 
 
 class Verbatim(str):
-    """Words that are shown as they are in every language; `verbatim` makes them."""
+    """Words that are the same in every language; `verbatim` creates them."""
 
 
 def verbatim(words: object) -> Verbatim:
-    """Mark words that have no Chinese on purpose: a file's name, the name of an option, a message
-    of Python's."""
+    """Mark words that need no Chinese, such as a file name, an option or a message of Python."""
     return Verbatim(words)
 
 
 def text(english: str, /, **values: object) -> Label:
-    """A label: English, with values in its placeholders as `str.format` puts them; values may be
-    labels themselves.
+    """Create a label from English with placeholders, which are filled as by `str.format`.
+
+    Values may be labels themselves.
 
     Raises:
-        LabelError: the placeholders have other names than the values.
+        LabelError: The names of the placeholders and of the values differ.
     """
     if values and placeholders(english) != set(values):
         raise LabelError(
@@ -167,8 +169,11 @@ def text(english: str, /, **values: object) -> Label:
 
 
 def _remember(label: Label) -> None:
-    """Words that code has as they are stay known, being as few as the catalog's; others until many
-    more were made."""
+    """Store a label, so that it is found by its English.
+
+    Labels of the catalog without values stay, since they are few. Others are dropped when many
+    newer ones have been made.
+    """
     if not label.values and label in catalog():
         _fixed[str(label)] = label
         return
@@ -179,8 +184,7 @@ def _remember(label: Label) -> None:
 
 
 def listed(words: Iterable[object], separator: str = ", ") -> str:
-    """Labels in a row; Chinese has its own marks for ", ", "; " and the space between two
-    sentences."""
+    """Join labels; Chinese has its own marks for ", ", "; " and the space between two sentences."""
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]
     return (
@@ -189,16 +193,15 @@ def listed(words: Iterable[object], separator: str = ", ") -> str:
 
 
 def _is_strict() -> bool:
-    """Whether English that has no Chinese is an error, as where the course is built and tested."""
+    """Return whether English without Chinese is an error, as in builds and tests of the course."""
     return os.environ.get("COURSE_LABELS") == "strict"
 
 
 def chinese(words: object) -> str | None:
-    """The Chinese of a label, of words that `text` has made, or of words that contain such; None if
-    there is none.
+    """Return the Chinese of a label, or of words that are or contain labels; None if there is none.
 
     Raises:
-        LabelError: a value in the label is English without Chinese, and COURSE_LABELS is "strict".
+        LabelError: A value in the label is English without Chinese, and COURSE_LABELS is "strict".
     """
     if not isinstance(words, str):
         return None
@@ -210,12 +213,12 @@ def chinese(words: object) -> str | None:
 
 
 def both(words: object) -> tuple[str, str]:
-    """(English, Chinese) of a label; the English twice where there is no Chinese.
+    """Return (English, Chinese) of a label, or the English twice if there is no Chinese.
 
     Raises:
-        LabelError: the words, or a value in them, are English without Chinese, and the environment
-            variable COURSE_LABELS is "strict". A learner's own labels are not an error, so it is
-            set only to build and to test the course.
+        LabelError: The words, or a value in them, are English without Chinese, and the environment
+            variable COURSE_LABELS is "strict". It is set only to build and test the course, because
+            a learner's own labels are not an error.
     """
     words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
@@ -228,21 +231,25 @@ def both(words: object) -> tuple[str, str]:
 
 
 def say(words: object, separator: str = " ") -> str:
-    """A label as plain text in the language in force; for both, the English, the separator, the
-    Chinese."""
+    """Return a label as plain text in the current language.
+
+    For "both" that is the English, the separator and the Chinese.
+    """
     en, zh = both(words)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en}{separator}{zh}"}[current()]
 
 
 def markup(words: object) -> str:
-    """HTML of a label, escaped, with `backquotes` as code: an element a language, one above the
-    other."""
+    """Return a label as HTML, escaped, with `backquotes` as code.
+
+    It has one element per language, one above the other.
+    """
     en, zh = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each)) for each in both(words))
     if en == zh or _shown == ("en",):
         return en
     if _shown == ("zh",):
         return zh
-    # The space keeps the two apart where a viewer strips the styles.
+    # The space separates the two if a viewer removes the styles.
     return (
         f'<span lang="en" style="display: block">{en}</span> <span lang="zh" style="display:'
         f' block">{zh}</span>'
@@ -250,9 +257,8 @@ def markup(words: object) -> str:
 
 
 def _piecewise(words: str) -> str | None:
-    """The Chinese of words that contain what `text` has made; None if English would be left among
-    them."""
-    if not is_english(words):  # code, say, where `input` is a name
+    """Return the Chinese of words that contain labels; None if some English would remain."""
+    if not is_english(words):  # for example code in which `input` is a name
         return None
     known = (*_fixed.items(), *_made.items())
     inside = {
@@ -276,41 +282,43 @@ def _piecewise(words: str) -> str | None:
 
 
 def is_english(words: str) -> bool:
-    """Whether words want Chinese: they have an English word that is neither code nor `same`, and
-    none of Chinese."""
+    """Return whether words need Chinese.
+
+    They do if they contain an English word that is neither code nor `same`, and no Chinese.
+    """
     return not _HAN.search(words) and any(
         word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words))
     )
 
 
 def placeholders(template: str) -> set[str]:
-    """The names in a template's braces."""
+    """Return the names in a template's braces."""
     return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 @cache
 def catalog() -> dict[str, str]:
-    """English -> Chinese.
+    """Return the catalog, English -> Chinese.
 
     Raises:
-        LabelError: an entry stands in two sections, or its Chinese has other placeholders.
+        LabelError: An entry is in two sections, or its Chinese has other placeholders.
     """
     return entries({name: words for name, words in _read().items() if name != "errors"})
 
 
 @cache
 def sentences() -> dict[str, str]:
-    """Sentences of errors, which code raises in English -> Chinese; for commands, which say them.
+    """Return the sentences of errors, English -> Chinese; the commands translate errors with them.
 
     Raises:
-        LabelError: as `catalog` does.
+        LabelError: As for `catalog`.
     """
     return entries({"errors": _read()["errors"]})
 
 
 @cache
 def same() -> frozenset[str]:
-    """Words that are the same in both languages."""
+    """Return the words that are the same in both languages."""
     return frozenset(_read()["same"])
 
 
@@ -320,12 +328,12 @@ def _read() -> dict:
 
 
 def entries(sections: dict) -> dict[str, str]:
-    """The entries of all sections of a catalog; raises what `catalog` does."""
+    """Return the entries of all sections of a catalog; errors are those of `catalog`."""
     found: dict[str, str] = {}
     for section, words in sections.items():
         for en, zh in words.items() if isinstance(words, dict) else ():
             if en in found:
-                raise LabelError(f"{en!r} stands in [{section}] and in a section before it")
+                raise LabelError(f"{en!r} is in [{section}] and in an earlier section")
             if placeholders(en) != placeholders(zh):
                 raise LabelError(
                     f"the placeholders of {en!r} in [{section}] are not those of {zh!r}"

@@ -1,5 +1,4 @@
-"""Commands in the reader's language: `Parser` says its help, its usage and its errors through the
-catalog."""
+"""Commands in the reader's language: `Parser` translates its help, usage and errors."""
 
 import argparse
 import re
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 
 from . import both, current, sentences, text, verbatim
 
-# What argparse says itself, as it asks gettext for it.
+# argparse's own words, which it passes to gettext.
 _OWN = (
     "usage: ",
     "options",
@@ -27,12 +26,12 @@ _OWN = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose words are labels: those that it is given, and its own.
+    """An argparse parser that translates its own words and those that it is given.
 
-    With COURSE_LANG=both it speaks English: a terminal has no room for two.
+    With COURSE_LANG=both they are in English, because a terminal has no room for two languages.
 
     Attributes:
-        options: names of the options that were added.
+        options: Names of the options that were added.
     """
 
     options: list[str]
@@ -40,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, description: str = "", epilog: str = "", **options: Any) -> None:
         try:
             current()
-        except ValueError as error:  # no language to say it in: English
+        except ValueError as error:  # the language is unknown, so this is in English
             sys.stderr.write(f"error: {error}\n")
             raise SystemExit(2) from None
         with _own_words():
@@ -77,12 +76,12 @@ class Parser(argparse.ArgumentParser):
             return super().format_usage()
 
     def error(self, message: str) -> NoReturn:
-        """One line; argparse's own says all options first."""
-        sentence = text("error: {sentence} (see --help)", sentence=said_error(message))
+        """Print the error in one line; argparse would print all options first."""
+        sentence = text("error: {sentence} (see --help)", sentence=translated_error(message))
         self.exit(2, f"{_said(sentence)}\n")
 
 
-def said_error(message: str) -> str:
+def translated_error(message: str) -> str:
     """Return an error in the reader's language if the catalog has its sentence, else unchanged.
 
     An error's English is written where it is raised; `zh.toml` has its Chinese under [errors], with
@@ -91,7 +90,7 @@ def said_error(message: str) -> str:
     if current() != "zh":
         return verbatim(message)
     if lead := re.match(r"参数 \S+：", message):
-        return verbatim(lead[0] + said_error(message[lead.end() :]))
+        return verbatim(lead[0] + translated_error(message[lead.end() :]))
     for pattern, chinese in _patterns():
         if found := pattern.fullmatch(message):
             return verbatim(chinese.format(**found.groupdict()))
@@ -100,8 +99,10 @@ def said_error(message: str) -> str:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Each sentence under [errors] as a pattern with a group for each value; those with the most
-    words of their own first, since a value may be any text."""
+    """Return each sentence under [errors] as a pattern with one group per value, and its Chinese.
+
+    Those with the most text outside of values come first, because a value may be any text.
+    """
     known = sorted(sentences().items(), key=lambda entry: -len(re.sub(r"\{\w+\}", "", entry[0])))
     return [
         (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(english)), re.S), zh)
@@ -115,8 +116,7 @@ def _said(words: str) -> str:
 
 @contextmanager
 def _own_words() -> Iterator[None]:
-    """argparse's own words through the catalog while the block lasts: it looks its `_` up whenever
-    it speaks."""
+    """Translate argparse's own words inside the block; argparse looks up its `_` at each use."""
     before = argparse._
     argparse._ = lambda words: _said(words) if words in _OWN else before(words)
     try:

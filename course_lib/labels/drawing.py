@@ -1,4 +1,4 @@
-"""The font that has the labels' Chinese, for whatever draws them."""
+"""The font with the Chinese characters of the labels, for all drawing code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,13 +6,13 @@ from pathlib import Path
 
 FONT = "Course Sans SC"
 _FILE = Path(__file__).parents[1] / "teaching" / "fonts" / "CourseSansSC-Regular.otf"
-#: In a string with math, matplotlib takes everything else from the first font only: that is the
-#: one with Chinese.
+#: In a string with math, matplotlib draws everything else in the first font only, so that is the
+#: one with Chinese characters.
 FAMILY = [FONT, "DejaVu Sans"]
 
 
 def add_font() -> None:
-    """Make the font known to matplotlib."""
+    """Register the font with matplotlib."""
     from matplotlib import font_manager
 
     if not any(entry.fname == str(_FILE) for entry in font_manager.fontManager.ttflist):
@@ -21,7 +21,7 @@ def add_font() -> None:
 
 @contextmanager
 def course_font() -> Iterator[None]:
-    """Write what is drawn and saved in the block in the course's font."""
+    """Draw and save figures in the block in the course's font."""
     import matplotlib
 
     add_font()

@@ -246,7 +246,7 @@ def _profile(
     autocast = AutocastState([device.type])
 
     def forward() -> Kept:
-        with autocast.as_then(cache_enabled=False):
+        with autocast.restored(cache_enabled=False):
             return Kept(i, stage, value, kwargs, needs, buffers, GradientSlot())
 
     def backward(kept: Kept) -> None:

@@ -192,7 +192,7 @@ class Run:
     def step(self, link: Tensor) -> Tensor:
         """Run the next stage for the first time; return its node, which follows `link`."""
         i = self.next
-        with self.autocast.as_then(cache_enabled=False):
+        with self.autocast.restored(cache_enabled=False):
             for action in self.actions:
                 self.forward(*action)
                 if action.stage == i:
@@ -216,7 +216,7 @@ class Run:
         """Run the forwards up to the next backward, and set `due` to its stage."""
         # The autocast cache is off, because cast weights would stay in it. In older torch versions
         # they would also lack the path to their gradients.
-        with self.autocast.as_then(cache_enabled=False):
+        with self.autocast.restored(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):
                     self.due = action.stage
