@@ -148,7 +148,7 @@ def test_an_unused_entry_and_a_label_without_chinese_are_found():
         ({"library": {"{n} tokens": "token"}}, "placeholders of"),
         (
             {"library": {"a": "甲"}, "lesson 01": {"a": "乙"}},
-            r"'a' stands in \[lesson 01\] and in a section before",
+            r"'a' is in \[lesson 01\] and in an earlier section",
         ),
     ],
 )

@@ -1,11 +1,10 @@
-"""Parts of one lesson alone: its exercises' checks, its claims, its GPU experiments, its own
-pictures.
+"""Code that belongs to a single lesson: its checks, claims, GPU experiments and figures.
 
     from course_lib.lessons.lesson_05 import check_loop   # in lesson 05
     python -m course_lib.lessons                          # all GPU experiments, as `make gpu`
 
-A lesson's module may have `CLAIMS`, what its learners may have read, and `Experiment`s. This module
-finds them by the lesson's number.
+A lesson's module may have `CLAIMS`, which its learners may have read, and `Experiment`s. This
+module finds them by the lesson's number.
 """
 
 import importlib
@@ -21,17 +20,17 @@ from course_lib.teaching.tables import Table
 
 __all__ = ["LESSONS", "claims_of", "experiments", "lesson", "on_gpu", "what_you_may_have_read"]
 
-#: The numbers of the lessons, two digits each.
+#: The numbers of the lessons, as two digits.
 LESSONS = sorted(
     found.name[-2:] for found in pkgutil.iter_modules(__path__) if found.name.startswith("lesson_")
 )
 
 
 def lesson(number: str) -> ModuleType:
-    """Module of a lesson.
+    """Return the module of a lesson.
 
     Raises:
-        ValueError: there is no such lesson.
+        ValueError: There is no such lesson.
     """
     if number not in LESSONS:
         raise ValueError(f"lesson must be one of {', '.join(LESSONS)}, got {number!r}")
@@ -39,25 +38,24 @@ def lesson(number: str) -> ModuleType:
 
 
 def claims_of(number: str) -> tuple[claims.Claim, ...]:
-    """The claims that a lesson tests, those of its optional sections last; none for one that tests
-    none."""
-    names = ("CLAIMS", "ALLOCATOR_CLAIMS", "OLDER_CLAIMS")  # as the notebooks show them
+    """Return the claims that a lesson tests, those of its optional sections last."""
+    names = ("CLAIMS", "ALLOCATOR_CLAIMS", "OLDER_CLAIMS")  # in the order of the notebooks
     return tuple(claim for name in names for claim in getattr(lesson(number), name, ()))
 
 
 def what_you_may_have_read(number: str, *measured: str) -> Table:
-    """The table of a lesson's claims, with what the lesson has measured for each.
+    """Return the table of a lesson's claims, with the figure that the lesson has measured for each.
 
     Raises:
-        ValueError: there is no such lesson, or there are not as many measured figures as claims.
+        ValueError: There is no such lesson, or the numbers of figures and of claims differ.
     """
     return claims.what_you_may_have_read(lesson(number).CLAIMS, *measured)
 
 
 def experiments(number: str | None = None) -> list[Experiment]:
-    """The GPU experiments of one lesson, or of all, in the order in which they are written."""
+    """Return the GPU experiments of one lesson, or of all, in the order of their definition."""
     modules = [lesson(each) for each in (LESSONS if number is None else [number])]
-    # a package has them in a module of their own
+    # a lesson that is a package has them in its module `gpu`
     own = [getattr(module, "gpu", module) for module in modules]
     return [
         found for module in own for found in vars(module).values() if isinstance(found, Experiment)
@@ -65,18 +63,18 @@ def experiments(number: str | None = None) -> list[Experiment]:
 
 
 def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
-    """A lesson's GPU experiments, as an object that shows itself. Where there is a GPU they are run
-    now.
+    """Return a lesson's GPU experiments as an object that displays itself.
 
-    Tag the cell `shows-device`: what it shows depends on the machine.
+    On a GPU they are run now. Tag the cell `shows-device`, because its output depends on the
+    machine.
 
     Args:
-        number: two digits.
-        names: which experiments; all of the lesson's if none is named.
-        folder: where the recordings are.
+        number: Two digits.
+        names: Names of experiments; by default all experiments of the lesson.
+        folder: Folder of the recordings.
 
     Raises:
-        ValueError: no such lesson or experiment.
+        ValueError: There is no such lesson or experiment.
     """
     known = {item.name: item for item in experiments(number)}
     for name in names:

@@ -4,8 +4,8 @@
     python -m course_lib.lessons --only 04 06.attention --skip 07   # select by lesson, or prefix
     python -m course_lib.lessons --check                            # report what is missing to run
 
-Figures are written as soon as they are measured. An experiment that fails is named, and the others
-go on.
+Figures are written as soon as they are measured. If an experiment fails, its name is printed, and
+the others continue.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from course_lib.teaching.recordings import FOLDER, provenance, record
 
 from . import experiments
 
-# ctrl-c: inside a callback of torch's, its KeyboardInterrupt becomes another error, or none
+# Set by ctrl-c, because a KeyboardInterrupt inside a callback of torch becomes another error, or
+# none.
 STOP = threading.Event()
 
 
@@ -39,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--check", action="store_true")
-    # For tests: small sizes, and a folder of one's own.
+    # For tests: small sizes, and another folder.
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
     given = parser.parse_args()
     named = {f"{item.lesson}.{item.name}": item for item in experiments()}
@@ -56,7 +57,7 @@ def main() -> None:
         return
     if given.device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        # other processes keep what they have
+        # other processes keep their memory
         torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
     STOP.clear()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
@@ -79,7 +80,7 @@ def interrupt(*_) -> NoReturn:
 
 
 def what_is_missing(device: str, folder: Path) -> str | None:
-    """Reason why nothing can be run here; None if it can."""
+    """Return why nothing can be run here, or None if it can."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
     if device == "cpu":
@@ -94,7 +95,7 @@ def what_is_missing(device: str, folder: Path) -> str | None:
 
 
 def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
-    """Run an experiment, write each figure at once, and say how it went."""
+    """Run an experiment, write each figure at once, and print the result; return whether it ran."""
     start = time.perf_counter()
 
     def write(run: Run, finished: bool = False) -> Path:
@@ -104,7 +105,7 @@ def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
     try:
         run = item.run(device, small=device == "cpu", found=write)
         path = write(run, finished=True)
-    except Exception as error:  # too little memory for one is no reason to lose the others
+    except Exception as error:  # too little memory for one experiment must not stop the others
         if STOP.is_set():
             raise KeyboardInterrupt from error
         print(f"{name} failed: {in_short(error)}", file=sys.stderr, flush=True)

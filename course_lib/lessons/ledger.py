@@ -1,8 +1,9 @@
-"""The ledger: one step of one decoder, with one technique at a time. Every lesson adds its row.
+"""The ledger: one step of one decoder, with one technique at a time; every lesson adds a row.
 
-The decoder of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers; 8 sequences of 128
-tokens, fp32, Adam, the second step. A lesson measures its own row and shows it under those of the
-lessons before it, which stand here; tests/test_ledger.py measures each of them again.
+The decoder is that of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers. The step has
+8 sequences of 128 tokens, fp32 and Adam, and is the second one. A lesson measures its own row and
+shows it below those of the previous lessons, which are stored here. tests/test_ledger.py measures
+each of them again.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,11 @@ from course_lib.teaching.tables import NumberText
 
 @dataclass(frozen=True)
 class Row:
-    """Effect of a lesson's technique on the step; `moved_bytes` to another tier or another rank,
-    both ways."""
+    """Effect of a lesson's technique on the step.
+
+    Attributes:
+        moved_bytes: Bytes moved to and from another tier or another rank.
+    """
 
     lesson: str
     technique: str
@@ -41,14 +45,14 @@ ROWS = (
 def ledger(
     lesson: str, technique: str, measured: Any, *, flops: int | None = None, moved_bytes: int = 0
 ) -> Table:
-    """The rows of the lessons before this one, and its own, each against the plain step.
+    """Show the rows of the previous lessons and the lesson's own, each relative to the baseline.
 
     Args:
-        lesson: two digits.
-        technique: a label.
-        measured: a `Measurement` of the step, or anything with `peak_bytes` and `flops`.
-        flops: those of the step, where `measured` is a meter, which counts bytes alone.
-        moved_bytes: to another tier or another rank, both ways.
+        lesson: Two digits.
+        technique: A label.
+        measured: A `Measurement` of the step, or anything with `peak_bytes` and `flops`.
+        flops: FLOPs of the step, if `measured` is a meter, which only counts bytes.
+        moved_bytes: Bytes moved to and from another tier or another rank.
     """
     own = Row(
         lesson,
@@ -61,7 +65,7 @@ def ledger(
 
 
 def whole_ledger() -> Table:
-    """The rows of all lessons."""
+    """Show the rows of all lessons."""
     return _table(ROWS)
 
 

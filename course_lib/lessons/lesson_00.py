@@ -1,4 +1,4 @@
-"""Lesson 00: what is on this machine, and the course as a map."""
+"""Lesson 00: a report on this machine, and a map of the course."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from course_lib.teaching.figures import shown_once
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# (number, x, y, question): a lesson's place on the map.
+# (number, x, y, question): a lesson's place on the map
 _PLACES = (
     ("01", 0.0, 1.0, "Where do\nthe bytes go?"),
     ("02", 1.0, 2.0, "Forget and\ncompute again?"),
@@ -38,8 +38,7 @@ _WIDTH, _HEIGHT = 0.82, 0.72
 
 
 def about_this_machine() -> Table:
-    """Python, torch, processor, memory and GPU of this machine, and whether that is enough for the
-    course."""
+    """Show Python, torch, CPU, memory and GPU of this machine, and whether they are sufficient."""
     rows = [
         ("Python", platform.python_version(), _enough(sys.version_info >= (3, 11), "3.11")),
         ("PyTorch", torch.__version__, _enough(_version(torch.__version__) >= (2, 9), "2.9")),
@@ -79,11 +78,10 @@ def _gpu() -> tuple[str, str]:
 
 
 def course_map() -> "Figure":
-    """Draw the lessons and the ways between them: measure first, then the ways to save, then all
-    together."""
+    """Draw the lessons and the order between them."""
     title = "Measure first; then the ways to save; then all of them together"
     drawn, ax = figure(title, width=8.6, height=3.6, alt=_ALT)
-    drawn.course_larger = 1.3  # all that fits into the boxes
+    drawn.course_larger = 1.3  # larger words would not fit into the boxes
     places = {number: (x, y) for number, x, y, _ in _PLACES}
     for arrow in _ARROWS:
         (x, y), (to_x, to_y) = (places[number] for number in arrow.split("-"))

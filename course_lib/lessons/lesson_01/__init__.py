@@ -1,5 +1,7 @@
-"""Lesson 01: its claims, checks, pictures, and the meter beside the CUDA allocator, which takes
-about 7 GB."""
+"""Lesson 01: its claims, checks and figures, and the meter compared with the CUDA allocator.
+
+The comparison with the allocator needs about 7 GB of GPU memory.
+"""
 
 from collections.abc import Sequence
 
@@ -60,7 +62,7 @@ __all__ = [
     "with_adapters",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "Memory is weights + gradients + optimizer state + activations.",
@@ -87,7 +89,7 @@ CLAIMS = (
         source="Hugging Face documentation, GPU memory usage (6 + 8 + 4)",
     ),
 )
-#: Those that only the teaching documents say, from which the course grew; in depth.
+#: Claims only of the teaching documents from which the course was developed; for the in-depth part.
 OLDER_CLAIMS = (
     Claim(
         "Memory after the forward pass is the peak.",
@@ -119,8 +121,10 @@ OLDER_CLAIMS = (
 def figures_of_claims(
     meter: MemoryMeter, added: int, autocast: Measurement, stays: int
 ) -> list[str]:
-    """Figures measured for each of `CLAIMS`: all in bytes; `stays` is what is left after the step
-    under autocast."""
+    """Return the figures measured for each of `CLAIMS`.
+
+    All numbers are bytes; `stays` is what is left after the step under autocast.
+    """
     peak = f"{meter.peak_bytes / 1e6:.1f} MB"
     return [
         text("{sum} against {peak}", sum=f"{added / 1e6:.1f} MB", peak=peak),
@@ -136,12 +140,13 @@ def older_claims(
     after_forward: int,
     peak_bytes: int,
 ) -> Table:
-    """The table of the claims in depth.
+    """Return the table of the claims in depth.
 
     Args:
-        growth: of two runs; attention_bytes: what attention kept; activations: of the MLP, in units
-            of its input.
-        after_forward, peak_bytes: of the decoder's step.
+        growth: Growth in bytes of two runs.
+        attention_bytes: Bytes that attention kept.
+        activations: Activations of the MLP, in units of its input.
+        after_forward, peak_bytes: Bytes of the decoder's step.
     """
     with_scores = attention_bytes + 4 * 12 * 512 * 512
     return what_you_may_have_read(

@@ -1,5 +1,4 @@
-"""Memory that a GPU reserves for the lesson's steps, by the simulated allocator: its monitor, a
-scene, the viewer."""
+"""The memory that a GPU reserves for the lesson's steps, computed by the simulated allocator."""
 
 import pickle
 import tempfile
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-#: What learners may have read of reserved memory; in depth.
+#: Claims on reserved memory that learners may have read; for the in-depth part.
 ALLOCATOR_CLAIMS = (
     Claim(
         "Emptying the cache frees memory for my model.",
@@ -53,10 +52,13 @@ def replayed(
     settings: str = "",
     emptied_at: Sequence[int] = (),
 ) -> tuple[CachingAllocator, str]:
-    """The simulated allocator of a small device after a trace; and what it said where it ran out.
+    """Replay a trace in the simulated allocator of a small device.
 
     Args:
-        emptied_at: moments at which the cache is emptied, in order.
+        emptied_at: Moments at which the cache is emptied, in order.
+
+    Returns:
+        The allocator, and its error message if it ran out of memory.
     """
     allocator, live = CachingAllocator(capacity_bytes, settings=settings), {}
     events, done = list(trace.allocations()), 0
@@ -72,8 +74,12 @@ def replayed(
 
 
 def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
-    """Figures of a step that ran out of memory: bytes of the tensor that was wanted, reserved bytes
-    before and after the cache is emptied once more."""
+    """Describe a step that ran out of memory.
+
+    Returns:
+        Bytes of the tensor that did not fit, and reserved bytes before and after the cache is
+        emptied.
+    """
     allocator, live = CachingAllocator(capacity_bytes), {}
     for event in trace.allocations():
         try:
@@ -94,11 +100,12 @@ def _reserved(allocator: CachingAllocator) -> int:
 def allocator_claims(
     scene: Trace, capacity_bytes: int, marks: Sequence[int], reserved: Sequence[int]
 ) -> Table:
-    """The table of `ALLOCATOR_CLAIMS`.
+    """Return the table of `ALLOCATOR_CLAIMS`.
 
     Args:
-        scene: of the batches that run out of memory on so many bytes; marks: moments after a batch.
-        reserved: bytes after two of the monitor's steps.
+        scene: Trace of the batches that run out of memory with `capacity_bytes`.
+        marks: Moments after a batch.
+        reserved: Reserved bytes after two of the monitor's steps.
     """
     tensor, before, after = wanted_bytes(scene, capacity_bytes)
     said = replayed(scene, capacity_bytes)[1]
@@ -117,10 +124,10 @@ def allocator_claims(
 
 
 def draw_in_the_viewer(trace: Trace) -> "Figure":
-    """A step as the meter counts it, and as PyTorch's viewer is told it.
+    """Draw a step as the meter counts it, and as PyTorch's memory viewer shows it.
 
-    The snapshot is saved and read back, and each of its blocks is drawn at its address. What the
-    trace's first operator finds or makes is there on entry.
+    The snapshot is saved and read back, and each of its blocks is drawn at its address. Tensors
+    that the trace's first operator finds or creates exist on entry.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace.save_snapshot(Path(folder, "step.pickle"))

@@ -21,11 +21,11 @@ from course_lib.teaching.exercises import (
     wrong,
 )
 
-WEIGHTS = 6_875_648  # of the course's decoder
+WEIGHTS = 6_875_648  # parameters of the course's decoder
 
 
 def _as_read_off(count: int) -> dict[float, str]:
-    """The right count as it stands in a table: in MB, or rounded."""
+    """Return mistakes for a right count as it is shown in a table: in MB, or rounded."""
     rounded = "Right but for rounding: multiply whole numbers, to the byte."
     return {
         **{round(count, -digits): rounded for digits in range(3, 7)},
@@ -44,8 +44,7 @@ def _as_read_off(count: int) -> dict[float, str]:
     )
 )
 def check_training_state(answer: Any) -> Verdict:
-    """The weights of the course's decoder, and bytes of parameters, gradients and Adam's state, in
-    fp32."""
+    """Check the decoder's number of weights, and its bytes in training with Adam."""
     wanted = {
         "weights": WEIGHTS,
         "parameter": 4 * WEIGHTS,
@@ -92,7 +91,7 @@ def check_training_state(answer: Any) -> Verdict:
 
 
 def _counts_of_weights() -> dict[int, str]:
-    """Wrong numbers of weights, and what was forgotten."""
+    """Return wrong numbers of weights, and what was forgotten."""
     h = 256
     forgotten = {
         8 * 9 * h: "Each matrix has a bias, as long as its output: 3h + h + 4h + h a layer.",
@@ -118,10 +117,10 @@ def _of_row(name: str, verdict: Verdict) -> Verdict:
     )
 
 
-# What the reader's meter is tried on: a name, what runs under it, and (bytes live at the end, bytes
+# Cases for the reader's meter: a name, code that runs under it, and (bytes live at the end, bytes
 # at the peak).
 def _a_view(held: list) -> tuple[int, int]:
-    held.append(torch.empty(100).view(10, 10).t()[1:].detach())  # its base dies, the storage lives
+    held.append(torch.empty(100).view(10, 10).t()[1:].detach())  # only the storage stays alive
     return 400, 400
 
 
@@ -142,13 +141,13 @@ def _into_out(held: list) -> tuple[int, int]:
 def _a_death(held: list) -> tuple[int, int]:
     x = torch.empty(100)
     for _ in range(5):
-        x = x * 2  # the one before dies after the new one is there
+        x = x * 2  # the old tensor dies after the new one was created
     held.append(x)
     return 400, 800
 
 
 def _several_results(held: list) -> tuple[int, int]:
-    held += torch.empty(100).max(0)  # a value and its index, two storages; the tensor itself dies
+    held += torch.empty(100).max(0)  # a value and its index, two storages; the input dies
     return 12, 412
 
 
@@ -159,7 +158,7 @@ def _one_number_of_many(held: list) -> tuple[int, int]:
 
 def _three_results_in_one_storage(held: list) -> tuple[int, int]:
     product, bias = torch.empty(1, 5, 12), torch.empty(12)
-    held += torch._transform_bias_rescale_qkv(product, bias, 2)  # Q, K and V, of two heads
+    held += torch._transform_bias_rescale_qkv(product, bias, 2)  # Q, K and V of two heads
     return 240, 528
 
 
@@ -205,7 +204,7 @@ _METER_CASES = (
     )
 )
 def check_meter(answer: Any) -> Verdict:
-    """A dispatch mode with `live` and `peak`, in bytes, tried where naive meters go wrong."""
+    """Check a dispatch mode with `live` and `peak` in bytes, on cases that are easy to miss."""
     for number, (case, reason) in enumerate(_METER_CASES):
         meter, held = answer(), []
         with meter:
@@ -244,8 +243,10 @@ def check_meter(answer: Any) -> Verdict:
     )
 )
 def check_layer_formula(answer: Any) -> Verdict:
-    """A function of b, s, h, a that gives the bytes of each row, tried on sizes that tell the
-    letters apart."""
+    """Check a function of b, s, h and a that returns the bytes of each row.
+
+    The sizes are such that exchanged letters give other results.
+    """
     rows: dict[str, Callable[..., int]] = {
         "norms": lambda b, s, h, a: 8 * s * b * h,
         "statistics": lambda b, s, h, a: 16 * s * b,
@@ -253,8 +254,8 @@ def check_layer_formula(answer: Any) -> Verdict:
         "probabilities": lambda b, s, h, a: 4 * a * s * s * b,
         "feed-forward": lambda b, s, h, a: 36 * s * b * h,
     }
-    shown = {"b": 8, "s": 128, "h": 256, "a": 8}  # of the list
-    other = {"b": 3, "s": 40, "h": 70, "a": 5}  # tells the letters apart
+    shown = {"b": 8, "s": 128, "h": 256, "a": 8}  # the sizes of the list
+    other = {"b": 3, "s": 40, "h": 70, "a": 5}  # exchanged letters give other results
     given, of_the_list = answer(**other), answer(**shown)
     if not isinstance(given, Mapping) or set(given) != set(rows):
         return wrong("The function gives a dictionary with the five rows.")
@@ -285,7 +286,7 @@ def check_layer_formula(answer: Any) -> Verdict:
 
 
 def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[float, str]:
-    """Wrong numbers of bytes for a row whose right one is `count`, and what went wrong."""
+    """Return wrong numbers of bytes for a row with `count` bytes, and the mistake of each."""
     one = 4 * s * b * h  # bytes of a tensor (b, s, h)
     slips: dict[float, str] = {
         0: "This row is still empty.",
@@ -350,8 +351,7 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
     )
 )
 def check_whole_peak(answer: Any) -> Verdict:
-    """The parts of the plain step's peak, of the course's decoder: all of it but two numbers of 4
-    bytes."""
+    """Check the parts of the baseline's peak; only two numbers of 4 bytes are left out."""
     layer, logits, width, statistics = (
         20_987_904,
         4 * 8 * 128 * 2048,
@@ -414,7 +414,7 @@ def check_whole_peak(answer: Any) -> Verdict:
         return wrong(text("A dictionary with the keys {names} is wanted.", names=names), exact=True)
     if all(part is None for part in answer.values()):
         return not_answered()
-    close = {"state": (-400,), "logits": (8,)}  # Adam's counts of steps; the loss and its gradient
+    close = {"state": (-400,), "logits": (8,)}  # Adam's step counts; the loss and its gradient
     for name, count in wanted.items():
         if any(expect_number(answer[name], count + change) for change in close.get(name, ())):
             continue
@@ -431,8 +431,10 @@ def check_whole_peak(answer: Any) -> Verdict:
 
 @exercise(hint="What does a frozen weight need besides itself? And a trained one?")
 def check_adapter_bytes(answer: Any) -> Verdict:
-    """Weights, gradients and Adam's state: 7e9 weights frozen in bf16, adapters of 2e7 trained in
-    fp32."""
+    """Check the bytes of weights, gradients and Adam's state with adapters.
+
+    7e9 weights are frozen in bf16, and adapters of 2e7 weights are trained in fp32.
+    """
     frozen, trained = 7 * 10**9, 2 * 10**7
     exact = 2 * frozen + 16 * trained
     return expect_number(
@@ -461,7 +463,7 @@ def check_adapter_bytes(answer: Any) -> Verdict:
     )
 
 
-# Sizes that a line through other measurements gives -> the measurement that was at fault.
+# Batch size that a line through other measurements gives -> the measurement that was at fault.
 _LINES = {
     23: "Did you measure with one sequence? Its peak is another one, at the end of backward.",
     19: (
@@ -484,7 +486,8 @@ _LINES = {
     )
 )
 def check_largest_batch(answer: Any) -> Verdict:
-    """The largest batch of the lesson's decoder (with Adam) whose step stays within 500 MB."""
+    """Check the largest batch of the lesson's decoder (with Adam) whose step stays within 500
+    MB."""
     wanted = "A whole number from 1 to 10,000 is wanted."
     for mistaken, said in _LINES.items():
         if expect_number(answer, mistaken):
@@ -506,7 +509,7 @@ def _peak_with_adam(batch: int) -> int:
         model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
         adam = torch.optim.Adam(model.parameters())
         tokens = random_tokens(batch, 128, 2048)
-        for _ in range(2):  # the second step has Adam's state from the start
+        for _ in range(2):  # in the second step Adam's state exists from the start
             model.zero_grad()
             with MemoryMeter(model, adam) as meter:
                 model.loss(tokens).backward()
@@ -516,8 +519,10 @@ def _peak_with_adam(batch: int) -> int:
 
 @exercise(hint="Go through the operators one by one: what does each need for its gradient?")
 def check_swiglu_bytes(answer: Any) -> Verdict:
-    """Lesson 01: bytes that a SwiGLU MLP (512 tokens, 256 features, 1024 inside, fp32) saves for
-    backward."""
+    """Check the bytes that a SwiGLU MLP saves for backward.
+
+    It has 512 tokens, 256 features and 1024 inside, in fp32.
+    """
     tokens, hidden, inner = 512, 256, 1024
     one, wide = 4 * tokens * hidden, 4 * tokens * inner
     return expect_number(

@@ -1,4 +1,4 @@
-"""Tables and figures of lesson 01, an optimizer, adapters, the slider."""
+"""Tables and figures of lesson 01, an optimizer, adapters and a playground."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ from course_lib.teaching.tables import NumberText
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_P, _REST = "#009988", "#555555"  # what grows with s², and with s: both are activations
+_P, _REST = "#009988", "#555555"  # activations that grow with s², and with s
 
 _ROWS = {  # (operator, argument or width of the last dimension) -> row of the formula
     "NativeLayerNormBackward0": {
@@ -38,14 +38,12 @@ _ROWS = {  # (operator, argument or width of the last dimension) -> row of the f
 }
 
 
-# The lesson's eight lines of a layer: what each saved tensor is called there, in the order of the
-# list.
+# Names of the saved tensors in the lesson's eight lines of a layer, in the order of the list.
 _TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", "z", "u", "gelu(u)")
 
 
 def rows_of_the_formula(kept: SavedTensors) -> Table:
-    """Tensors that a decoder layer has saved: each, its name in the layer's code, and its row of
-    the formula."""
+    """Show a decoder layer's saved tensors, with their names and their rows of the formula."""
     shown, after_attention = [], False
     for row, tensor in zip(kept, _TENSORS, strict=True):
         name = _ROWS.get(row.operator, {}).get(row.argument, "`attention`")
@@ -70,8 +68,7 @@ def rows_of_the_formula(kept: SavedTensors) -> Table:
 
 
 def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table:
-    """The peak of the decoder's step, cut into what the lesson has predicted, and the lesson that
-    goes for each."""
+    """Show the peak of the decoder's step in parts, each with the lesson that reduces it."""
     peak, p, logits = meter.at_peak(), one_layer["probabilities"], 4 * 8 * 128 * 2048
     layers = 8 * sum(one_layer.values())
     parts = [
@@ -90,14 +87,15 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
 
 
 def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8) -> "Figure":
-    """Activations and temporaries at the operators around a step's peak, less the activations that
-    all of them hold.
+    """Draw activations and temporaries at the operators around a step's peak.
+
+    Activations that are live at all of these operators are left out.
 
     Args:
-        meter: after a step.
-        unit_bytes: of the tensor that the peak is made of; one line is drawn for each.
-        operators: how many to show, those alone that change the live bytes by an eighth of
-            `unit_bytes` or more.
+        meter: A meter after a step.
+        unit_bytes: Size of the tensors that form the peak; one line is drawn for each.
+        operators: Number of operators to show. Only those that change the live bytes by at least an
+            eighth of `unit_bytes` count.
     """
     steps = list(meter.timeline)
     peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes)
@@ -144,13 +142,14 @@ def draw_lengths(
     formula: Callable[..., Mapping[str, int]],
     guess: float | None = None,
 ) -> "Figure":
-    """Draw the bytes a layer saves over the sequence length: the reader's formula as lines,
-    measurements as points.
+    """Draw the bytes that a layer saves over the sequence length.
+
+    The reader's formula is drawn as lines, measurements as points.
 
     Args:
-        lengths, layer_mb, p_mb: measured: tokens, bytes of the layer, bytes of P.
-        formula: bytes of each row, for b, s, h and a.
-        guess: the reader's, of the length from which on P is larger than the rest.
+        lengths, layer_mb, p_mb: Measurements: tokens, MB of the layer, MB of P.
+        formula: Function of b, s, h and a that returns the bytes of each row.
+        guess: The reader's guess of the length from which on P is larger than the rest.
     """
     drawn, ax = figure("P outweighs all the rest from 512 tokens on", height=3.2)
     ax.set(
@@ -193,12 +192,11 @@ def draw_lengths(
 
 
 class MixedAdam:
-    """Adam with fp32 master weights and moments for a model in bf16, one parameter after the
-    other."""
+    """Adam with fp32 master weights and moments for a model in bf16, one parameter at a time."""
 
     def __init__(self, model: nn.Module):
         self.pairs = [(p, torch.optim.Adam([p.detach().float()])) for p in model.parameters()]
-        for _, adam in self.pairs:  # its state, as from the first step on
+        for _, adam in self.pairs:  # the state exists, as from the first step on
             (master,) = adam.param_groups[0]["params"]
             moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
             adam.state[master] = {"step": torch.tensor(1.0, dtype=torch.float32), **moments}
@@ -214,8 +212,10 @@ class MixedAdam:
 
 
 class _Adapter(nn.Module):
-    """A frozen Linear and a trained product of two thin matrices beside it (LoRA: Hu et al. 2021,
-    arXiv:2106.09685)."""
+    """A frozen Linear plus a trained product of two thin matrices (LoRA).
+
+    Source: Hu et al. 2021, arXiv:2106.09685.
+    """
 
     def __init__(self, frozen: nn.Linear, rank: int):
         super().__init__()
@@ -229,7 +229,7 @@ class _Adapter(nn.Module):
 
 
 def with_adapters(decoder: Decoder, rank: int) -> Decoder:
-    """The decoder, frozen, with adapters at both projections of each attention."""
+    """Freeze the decoder and add adapters at both projections of each attention."""
     decoder.requires_grad_(False)
     for layer in decoder.layers:
         layer.attention.qkv = _Adapter(layer.attention.qkv, rank)
@@ -240,12 +240,14 @@ def with_adapters(decoder: Decoder, rank: int) -> Decoder:
 def draw_activation_bytes(
     sequence: int = 2048, layers: int = 32, heads: int = 32, hidden: int = 4096
 ) -> "Figure":
-    """Predicted activation bytes of one training sequence over its length: what grows with s, and
-    what with s².
+    """Draw predicted activation bytes of one training sequence over its length.
+
+    The parts that grow with s and with s² are drawn separately.
 
     Args:
-        sequence: marked on the curve.
-        layers, heads, hidden: of the transformer; bf16, with dropout, nothing recomputed.
+        sequence: Length that is marked on the curve.
+        layers, heads, hidden: Sizes of the transformer, in bf16, with dropout and without
+            recomputation.
     """
     lengths = [256 * i for i in range(1, 33)]
     sizes = {"batch": 1, "hidden": hidden, "heads": heads, "layers": layers}
@@ -276,7 +278,7 @@ def draw_activation_bytes(
 
 
 def activation_playground() -> None:
-    """`draw_activation_bytes` behind three sliders."""
+    """Show `draw_activation_bytes` with three sliders."""
     playground(
         draw_activation_bytes,
         lambda widgets: {

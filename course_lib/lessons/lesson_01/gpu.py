@@ -40,13 +40,13 @@ _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequenc
     },
 )
 def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """A pre-norm decoder in fp32 with Adam, second step: what the meter, `measure` and the CUDA
-    allocator say of it.
+    """Measure a decoder's second step with the meter, `measure` and the CUDA allocator.
 
-    `max_memory_*` are the allocator's own, above what it held before the model was made.
-    `allocated_between_operators_bytes` is looked up after each operator, when its workspace is free
-    again, without the tokens and what libraries keep, so that `meter_blocks_peak_bytes` can be held
-    against it. The allocator may hand out up to 1 MB more than a large block needs.
+    The decoder is pre-norm and in fp32, and is trained with Adam. `max_memory_*` are the
+    allocator's own values, above what was allocated before the model was made.
+    `allocated_between_operators_bytes` is read after each operator, when its workspace is free
+    again, without the tokens and what libraries keep. It can therefore be compared with
+    `meter_blocks_peak_bytes`. The allocator may hand out up to 1 MB more than a large block needs.
     """
     allocator = Allocator(device)
     model, tokens = decoder_and_tokens(device, **sizes)
@@ -57,7 +57,7 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
         model.loss(tokens).backward()
         optimizer.step()
 
-    step()  # makes the optimizer's state
+    step()  # creates the optimizer's state
     yield {"parameter_count": sum(p.numel() for p in model.parameters())}
     for name, block in (("meter_peak_bytes", 1), ("meter_blocks_peak_bytes", 512)):
         optimizer.zero_grad()
@@ -106,10 +106,10 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
     },
 )
 def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
-    """Bytes that one layer with dropout saves, beside s*b*h*(34 + 5*a*s/h) and the LayerNorm
-    statistics.
+    """Compare the bytes that one layer with dropout saves with a formula.
 
-    CUDA keeps those statistics in fp32 whatever the activations' dtype; a CPU keeps them in bf16.
+    The formula is s*b*h*(34 + 5*a*s/h) plus the LayerNorm statistics. CUDA keeps these statistics
+    in fp32 whatever the activations' dtype; a CPU keeps them in bf16.
     """
     layer = DecoderLayer(size["hidden"], size["heads"], dropout=0.1).to(device, torch.bfloat16)
     x = torch.zeros(
@@ -145,8 +145,10 @@ def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
 def attention_sequence(
     device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int
 ) -> Iterator[Part]:
-    """Peaks of an attention layer, standard and fused, for each sequence length s: its tensors',
-    the allocator's."""
+    """Measure peaks of an attention layer, standard and fused, for each sequence length s.
+
+    They are the peaks of tensors and of the allocator.
+    """
     kernels = AttentionKernels()
     for kind in ("standard", "fused"):
         layer = Attention(hidden, heads, fused=kind == "fused").to(device, torch.bfloat16)
@@ -158,7 +160,7 @@ def attention_sequence(
             )
             yield {f"{kind}_{length}_tensors_bytes": found.peak_bytes}
             yield {f"{kind}_{length}_allocator_bytes": found.allocator_peak_bytes}
-            with kernels:  # which sees none where attention is standard
+            with kernels:  # sees no kernel if attention is standard
                 layer(x)
     yield {"attention": str(kernels)}
 
@@ -181,11 +183,11 @@ def attention_sequence(
     },
 )
 def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """The first training step, phase by phase: bytes of live tensors, bytes allocated, bytes
-    reserved.
+    """Measure the first training step, phase by phase.
 
-    Allocated and reserved are above what was allocated before; they are the CUDA allocator's, so a
-    CPU has none.
+    The figures are bytes of live tensors, allocated bytes and reserved bytes. Allocated and
+    reserved bytes are above those allocated before. They are the CUDA allocator's, so they are
+    missing on a CPU.
     """
     allocator = Allocator(device)
     values: Part = {}

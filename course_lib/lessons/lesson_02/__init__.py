@@ -1,4 +1,4 @@
-"""Lesson 02: its claims, checks, pictures, experiments on both modes, and checkpoints on a GPU."""
+"""Lesson 02: its claims, checks and figures, experiments on both modes, and a GPU experiment."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +52,7 @@ __all__ = [
     "seconds_beside_flops",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "Training will be about 20% slower.",
@@ -84,7 +84,7 @@ CLAIMS = (
         outcome="partly",
     ),
 )
-#: Those that only the teaching documents say, from which the course grew; in depth.
+#: Claims only of the teaching documents from which the course was developed; for the in-depth part.
 OLDER_CLAIMS = (
     Claim(
         "Non-reentrant checkpointing brings memory from O(N) to O(1).",
@@ -120,17 +120,16 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(arms: Mapping[str, Any], alone: Mapping[int | None, int]) -> list[str]:
-    """Figures measured for each of `CLAIMS`.
+    """Return the figures measured for each of `CLAIMS`.
 
     Args:
-        arms: the policies, with "plain", "each layer" and "products kept" among them: their
-            `flops`.
-        alone: peaks of eight layers without a head, in bytes, by the layer with the checkpoint, or
-            None.
+        arms: Name of a policy -> its result, with `flops`; "plain", "each layer" and "products
+            kept" must be among them.
+        alone: Layer with the checkpoint, or None -> peak in bytes of eight layers without a head.
     """
     plain, layer, kept = (arms[name].flops for name in ("plain", "each layer", "products kept"))
-    head = 3 * 2 * 1024 * 256 * 2048  # the head's products, which no policy does again
-    whole = plain + (plain - head) // 3  # each layer without early stop: one forward of theirs more
+    head = 3 * 2 * 1024 * 256 * 2048  # products of the head, which no policy recomputes
+    whole = plain + (plain - head) // 3  # each layer without early stop: one more forward of all
     peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[None], alone[0], alone[7]))
     return [
         f"+{layer / plain - 1:.0%}",
@@ -147,14 +146,14 @@ def older_claims(
     equal: tuple[int, int],
     trained: int,
 ) -> Table:
-    """The table of the claims in depth.
+    """Return the table of the claims in depth.
 
     Args:
-        kept: depth -> bytes saved by a checkpointed decoder.
-        dynamic: steps with equal gradients, of how many.
-        score: experiments that work in the reentrant mode, and in the other one.
-        equal: equal numbers, of how many.
-        trained: layers with gradients, of six.
+        kept: Depth -> bytes saved by a checkpointed decoder.
+        dynamic: Number of steps with equal gradients, and of all steps.
+        score: Number of experiments that work in the reentrant mode, and in the other one.
+        equal: Count of equal numbers, and of all numbers.
+        trained: Number of layers with gradients, of six.
     """
     return what_you_may_have_read(
         OLDER_CLAIMS,

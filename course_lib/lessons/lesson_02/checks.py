@@ -23,7 +23,7 @@ from course_lib.teaching.exercises import (
     wrong,
 )
 
-# bytes, of the course's decoder
+# figures of the course's decoder, in bytes
 PLAIN, LAYER, INPUT, RNG = 277_682_584, 20_987_904, 1_048_576, 5_056
 
 
@@ -40,8 +40,10 @@ PLAIN, LAYER, INPUT, RNG = 277_682_584, 20_987_904, 1_048_576, 5_056
     )
 )
 def check_checkpoint(function: Any) -> Verdict:
-    """A checkpoint `function(block, x)`, or a Function of these: equal gradients, two runs, only
-    the input kept."""
+    """Check a checkpoint `function(block, x)`, or a Function with these arguments.
+
+    The gradients must be equal, with two runs, and only the input may be kept.
+    """
     function = getattr(function, "apply", function)
     _keeps_its_input_only(function)
     _works_in_a_network(function)
@@ -63,8 +65,10 @@ def check_checkpoint(function: Any) -> Verdict:
     )
 )
 def check_hooks(function: Any) -> Verdict:
-    """The same by saved-tensor hooks; also for an input that needs no gradient, where the block's
-    weight needs one."""
+    """Check a checkpoint by saved-tensor hooks.
+
+    It must also work if only the block's weight, and not its input, needs a gradient.
+    """
     try:
         _keeps_its_input_only(function)
         _works_in_a_network(function)
@@ -91,7 +95,7 @@ def check_hooks(function: Any) -> Verdict:
     try:
         if output.requires_grad:
             output.backward(_uneven(data))
-    except RuntimeError:  # a number has found a tensor of another shape
+    except RuntimeError:  # a gradient of a single number meets a tensor of another shape
         weight.grad = torch.full_like(weight, torch.nan)
     (expected,) = torch.autograd.grad((data @ weight).exp(), weight, _uneven(data))
     if weight.grad is None:
@@ -111,7 +115,7 @@ def check_hooks(function: Any) -> Verdict:
 
 
 def _uneven(like: Tensor) -> Tensor:
-    """A gradient as a loss sends it: other at each place, of both signs."""
+    """Return a gradient that differs at each place and has both signs, like that of a real loss."""
     return torch.linspace(-1, 2, like.numel()).view_as(like)
 
 
@@ -119,7 +123,7 @@ _RETURNED = (
     "Backward returns a gradient for each argument of forward: `None` for the block, then that of"
     " `x`."
 )
-# What PyTorch says of some slips, and what it means here.
+# PyTorch's messages for some mistakes, and what they mean here.
 _SLIPS = {
     "does not require grad": (
         "In backward there are no graphs: run the block again under `torch.enable_grad()`."
@@ -140,10 +144,9 @@ _SLIPS = {
 
 
 def _keeps_its_input_only(function: Callable) -> None:
-    """Refuse a checkpoint whose gradients, runs, or bytes between forward and backward are not what
-    they should be."""
+    """Refuse a checkpoint with wrong gradients, runs, or bytes between forward and backward."""
     weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
-    # far larger than the state of a generator
+    # far larger than the state of a random generator
     x = torch.linspace(0, 1, 2**15).view(-1, 8).requires_grad_()
     runs = []
 
@@ -165,7 +168,7 @@ def _keeps_its_input_only(function: Callable) -> None:
             raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
     before = len(runs)
-    if before == 0 and torch.equal(output, x):  # the cell as it came
+    if before == 0 and torch.equal(output, x):  # the cell is unchanged
         raise NotImplementedError
     try:
         output.backward(_uneven(x))
@@ -204,21 +207,23 @@ def _keeps_its_input_only(function: Callable) -> None:
         )
     if not all(map(torch.allclose, found, expected)):
         raise Refused("The gradients differ from autograd's.")
-    if kept > 1.5 * x.nbytes:  # a copy of the input may be among them
+    if kept > 1.5 * x.nbytes:  # one copy of the input is allowed
         said = "Between forward and backward {kept:,} bytes more are live; the input has {input:,}."
         raise Refused(text(said, kept=kept, input=x.nbytes))
 
 
 def _name_the_slip(error: Exception) -> None:
-    """Refuse with what PyTorch's error means here, where that is known."""
+    """Refuse with the meaning of PyTorch's error, if it is known."""
     for said, meant in _SLIPS.items():
         if said in f"{error}":
             raise Refused(meant, exact=True) from None
 
 
 def _works_in_a_network(function: Callable) -> None:
-    """Refuse a checkpoint that is right for one block alone: here a second block follows the first
-    one, whose input and output other operators use as well."""
+    """Refuse a checkpoint that only works for a single block.
+
+    Here a second block follows the first one, and other operators also use its input and output.
+    """
     generator = torch.Generator().manual_seed(0)
     start, *weights = (torch.randn(8, 8, generator=generator) for _ in range(3))
     for tensor in (start, *weights):
@@ -278,8 +283,7 @@ def _two_runs(before: float, after: float) -> None:
     )
 )
 def check_peak_formula(answer: Any) -> Verdict:
-    """A function of k: the step's peak with checkpoints around the first k layers, for k below
-    8."""
+    """Check a function of k: the step's peak with checkpoints around the first k layers, k < 8."""
     for k in (0, 1, 4, 7):
         given = answer(k)
         if given is None or given is ...:
@@ -332,8 +336,11 @@ def check_peak_formula(answer: Any) -> Verdict:
     )
 )
 def check_loss_in_pieces(function: Any) -> Verdict:
-    """`function(hidden, weight, targets, chunk)`: the mean loss over the targets that count, equal
-    gradients, and at no time all the logits."""
+    """Check `function(hidden, weight, targets, chunk)`, a loss computed in chunks.
+
+    It must return the mean loss over the targets that count, with equal gradients, and must never
+    hold all the logits.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(240, 32, generator=generator, requires_grad=True)
     weight = torch.randn(2000, 32, generator=generator, requires_grad=True)
@@ -351,8 +358,8 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         if not torch.allclose(loss, losses.mean(), rtol=1e-4):
             return _another_loss(float(loss.detach()), losses.detach())
         try:
-            (3 * loss).backward()  # as where a loss is scaled, or is one of several
-        except ValueError as error:  # cross_entropy's, of a chunk's rows with another one's targets
+            (3 * loss).backward()  # as if the loss were scaled, or one of several
+        except ValueError as error:  # cross_entropy got rows of one chunk and targets of another
             if "batch_size" not in f"{error}":
                 raise
             said = (
@@ -387,7 +394,8 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         )
     with MemoryMeter() as whole:
         function(hidden, weight, targets, 240).backward()
-    if whole.peak_bytes < 2 * logits:  # three tensors of their size, were all tokens one chunk
+    # one chunk of all tokens must have three tensors of this size
+    if whole.peak_bytes < 2 * logits:
         if abs(whole.peak_bytes - meter.peak_bytes) < 0.1 * meter.peak_bytes:
             return wrong(
                 "With all tokens as one `chunk` the peak is the same: is `chunk` used?", exact=True
@@ -419,7 +427,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 def _leaves_out_ignored_targets(
     function: Callable, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> None:
-    """Refuse a loss that counts targets of -100; one whole chunk of 64 has no other."""
+    """Refuse a loss that counts targets of -100, which exist only outside one whole chunk of 64."""
     ignored = targets.clone()
     ignored[40:130] = -100
     rows = hidden.clone().requires_grad_()
@@ -480,8 +488,10 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
     )
 )
 def check_dropout_checkpoint(function: Any) -> Verdict:
-    """A checkpoint `function(block, x)`, or a Function: it draws the same mask again and disturbs
-    nothing after it."""
+    """Check a checkpoint `function(block, x)`, or a Function, for blocks with dropout.
+
+    It must repeat the same mask and must not change later random numbers.
+    """
     function, runs = getattr(function, "apply", function), []
 
     def block(x: Tensor) -> Tensor:
@@ -489,18 +499,17 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         return functional.dropout(x * 1.0, 0.5)
 
     def drawn(goes_backward: bool) -> tuple[list[tuple[Tensor, Tensor]], list[int], Tensor]:
-        """Inputs and outputs of two blocks, runs before and after backward, and numbers drawn at
-        the end."""
+        """Return inputs and outputs of two blocks, counts of runs, and numbers drawn at the end."""
         torch.manual_seed(0)
-        torch.rand(5)  # as earlier layers draw theirs
+        torch.rand(5)  # drawn by earlier layers
         runs.clear()
         inputs = [torch.ones(1000, requires_grad=True) for _ in range(2)]
         outputs = [function(block, x) for x in inputs]
         counts = [len(runs)]
-        torch.rand(3)  # as later layers draw theirs before backward
+        torch.rand(3)  # drawn by later layers before backward
         if goes_backward:
             for output in reversed(outputs):
-                output.backward(_uneven(output) + 3)  # nowhere zero
+                output.backward(_uneven(output) + 3)  # zero nowhere
         counts.append(len(runs))
         return list(zip(inputs, outputs, strict=True)), counts, torch.rand(3)
 
@@ -548,8 +557,10 @@ _ANOTHER_MASK = (
     raised="The policy cannot be used: {error}.",
 )
 def check_policy(operators: Any) -> Verdict:
-    """Operators for a selective policy to keep: 110 MB for forward and backward, and 1.2 times the
-    FLOPs at most."""
+    """Check operators whose outputs a selective policy keeps.
+
+    The limits are 110 MB for forward and backward, and 1.2 times the FLOPs.
+    """
     if not isinstance(operators, list | tuple | set):
         return wrong("Give a list of operators.")
     if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
@@ -581,7 +592,7 @@ def check_policy(operators: Any) -> Verdict:
         return wrong(text("It keeps too much: {peak}, {times}.", **took))
     if ratio > 1.2:
         return wrong(text("It computes too much again: {peak}, {times}.", **took))
-    # S has a·s²·b numbers, the context s·b·h
+    # S has a·s²·b numbers, and the context has s·b·h
     layer = f"{4 * (8 * 8 * 128**2 + 8 * 128 * 256) / 1e6:.1f} MB"
     message = (
         "Right: {peak}, {times}. Attention's two products, the scores and the context, take {layer}"
@@ -597,7 +608,7 @@ def check_policy(operators: Any) -> Verdict:
     )
 )
 def check_head_chunk(answer: Any) -> Verdict:
-    """The largest power of two for the loss head's chunk, for a peak of at most 150 MB."""
+    """Check the largest power of two as the loss head's chunk for a peak of at most 150 MB."""
 
     def peak(chunk: int) -> int:
         with symbolic():

@@ -1,4 +1,4 @@
-"""Measured policies of lesson 02, its two figures, and seconds."""
+"""Measured policies of lesson 02, its figures, and seconds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -26,14 +26,16 @@ class Arm(NamedTuple):
 
 
 def measured_step(make: Callable[..., Decoder], **options: Any) -> Arm:
-    """A step of `make(**options)` with Adam, 8 sequences of 128 tokens, the second one; gradients
-    come in backward."""
+    """Measure the second step of `make(**options)` with Adam, on 8 sequences of 128 tokens.
+
+    Gradients are created in backward.
+    """
     with symbolic():
         decoder, tokens = make(**options), random_tokens(8, 128, 2048)
-        # one operator; no peak here is in this phase
+        # fused, so that the update is one operator; no peak here is in this phase
         adam = torch.optim.Adam(decoder.parameters(), fused=True)
         _give_gradients(decoder)
-        adam.step()  # makes its state
+        adam.step()  # creates its state
         decoder.zero_grad()
         with flop_counter() as counter, MemoryMeter(decoder, adam) as meter:
             decoder.loss(tokens).backward()
@@ -42,7 +44,7 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> Arm:
 
 
 def peak_with_gradients(decoder: Decoder) -> int:
-    """Peak of forward and backward on 8 sequences, where the gradients are there from the start."""
+    """Return the peak of forward and backward on 8 sequences, with gradients from the start."""
     vocabulary, sequence = len(decoder.tokens.weight), len(decoder.positions.weight)
     tokens = random_tokens(8, sequence, vocabulary)
     _give_gradients(decoder)
@@ -56,8 +58,7 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-#: What runs -> what is written on its box, and the box's colour, which is that of lesson 03's
-#: schedules.
+#: Kind of event -> the words in its box, and the box's color, as in lesson 03's schedules.
 _RUNS = {
     "forward": ("forward {name}", "#224488"),
     "again": ("{name} again", "#228833"),
@@ -66,12 +67,11 @@ _RUNS = {
 
 
 def draw_order(heard: Sequence[str]) -> "Figure":
-    """Draw what ran when: a row for each block, boxes on a line of time; forwards that had run
-    before are hatched.
+    """Draw what ran when, with one row per block; repeated forwards are hatched.
 
     Args:
-        heard: in order, "forward a" where block a ran, and "backward a done" where its gradient had
-            come.
+        heard: Events in order: "forward a" when block a ran, and "backward a done" when its
+            gradient had been computed.
     """
     events = [tuple(event.split()[:2]) for event in heard]
     names = list(dict.fromkeys(name for _, name in events))
@@ -81,7 +81,7 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     started, alt = {}, []
     for time, (kind, name) in enumerate(events):
         row, again = names.index(name), kind == "forward" and name in started
-        if kind == "backward":  # until here its input was kept
+        if kind == "backward":  # its input was kept until here
             kept = time - 1 - started[name]
             ax.barh(
                 row, kept, 0.14, started[name] + 1, color=_RUNS["forward"][1], alpha=0.3, zorder=0.5
@@ -113,16 +113,16 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     return shown_once(drawn)
 
 
-_OTHER = "#F8C9AA"  # of what is measured, and not what the figure is about
+_OTHER = "#F8C9AA"  # for measurements that are not the subject of the figure
 
 
 def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None, int]) -> "Figure":
-    """Draw what one checkpoint saves of the peak, by the layer that it is around.
+    """Draw how much of the peak one checkpoint saves, by its layer.
 
     Args:
-        alone: of eight layers and a mean of squares: layer with the checkpoint, or None -> bytes; 0
-            and 7 among them.
-        whole: the same of the decoder, with its head and loss.
+        alone: Layer with the checkpoint, or None -> peak in bytes, for eight layers and a mean of
+            squares; 0 and 7 must be among the layers.
+        whole: The same for the decoder, with its head and loss.
     """
     networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
     said = (
@@ -149,7 +149,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         for layer, less in zip(layers, saved, strict=True):
             ax.text(layer, max(less, 0) + 0.4, _mb(1e6 * less), ha="center", fontsize=8)
             look = {"facecolor": "white", "edgecolor": "#888888", "linestyle": ":"}
-            # its checkpoint saves nothing, since it is there again when the plain step peaks
+            # its checkpoint saves nothing, since it is recomputed when the baseline peaks
             if less <= 0:
                 look = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///"}
             ax.bar(layer, -2.6, 0.8, -0.8, **look)
@@ -164,13 +164,12 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
     return shown_once(drawn)
 
 
-#: Where the name of each policy stands beside its point: points to the right and up, and its side.
+#: Name of a policy -> position of the name relative to its point, in points, and its alignment.
 _PLACES = {"each layer": (-8, 2, "right")}
 
 
 def draw_policies(arms: Mapping[str, Any]) -> "Figure":
-    """Peak and FLOPs of the policies (`peak_bytes`, `flops`), each against the plain step, which
-    stands first."""
+    """Draw peak and FLOPs of policies (`peak_bytes`, `flops`), each relative to the first one."""
     plain = next(iter(arms.values()))
     points = {name: (arm.peak_bytes / 1e6, arm.flops / plain.flops) for name, arm in arms.items()}
     said = "{name}: {peak} MB, {times} times the FLOPs"
@@ -192,8 +191,10 @@ def draw_policies(arms: Mapping[str, Any]) -> "Figure":
 
 
 def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any]) -> "Figure":
-    """Bars of FLOPs, and of CPU seconds of forward and backward on 4 sequences, ten turns; both
-    against the first."""
+    """Draw bars of FLOPs and of CPU seconds of forward and backward, each relative to the first.
+
+    The seconds are those of 4 sequences, in ten rounds.
+    """
     tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
     for name, decoder in 10 * list(decoders.items()):
         start = process_time()  # other programs on the machine do not count
@@ -201,7 +202,7 @@ def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any
         seconds[name].append(process_time() - start)
     first = next(iter(decoders))
     flops = [arms[name].flops / arms[first].flops for name in decoders]
-    ratios = [  # turn by turn
+    ratios = [  # round by round
         sorted(one / plain for one, plain in zip(took, seconds[first], strict=True))
         for took in seconds.values()
     ]
@@ -211,8 +212,10 @@ def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any
 def _draw_bars(
     names: Sequence[str], flops: Sequence[float], ratios: Sequence[Sequence[float]]
 ) -> "Figure":
-    """A pair of bars a name: FLOPs, and the median and range of its seconds' ratios, which are in
-    ascending order."""
+    """Draw one pair of bars per name: FLOPs, and the median and range of the ratios of its seconds.
+
+    The ratios are in ascending order.
+    """
     middle = [median(each) for each in ratios]
     said = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
     alt = [
@@ -249,4 +252,4 @@ def _draw_bars(
 
 
 def _mb(count: int) -> str:
-    return f"{round(count / 1e6, 1) + 0.0:.1f}"  # no minus before a zero
+    return f"{round(count / 1e6, 1) + 0.0:.1f}"  # + 0.0 removes the minus of -0.0

@@ -1,5 +1,4 @@
-"""Experiments on checkpoints: what the versions in fifteen lines lack, and what each mode of the
-library supports."""
+"""Experiments on checkpoints: gaps of the short versions, and what each mode supports."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,8 +18,7 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 
 
 def gaps(runs: Mapping[str, Run]) -> Table:
-    """Memory that each checkpoint takes at the peak of one block of four layers, and which
-    experiments it passes."""
+    """Show each checkpoint's memory at the peak of a block of four layers, and its test results."""
     experiments = {
         "draws the same dropout mask": _same_mask,
         "repeats under the same autocast": _same_autocast,
@@ -46,8 +44,10 @@ def gaps(runs: Mapping[str, Run]) -> Table:
 
 
 def modes(checkpoint: Callable) -> list[tuple[str, ...]]:
-    """Rows (what, reentrant, non-reentrant): does the function run twice, with the gradient of a
-    plain run?"""
+    """Return rows (case, reentrant, non-reentrant) with the outcomes of both modes.
+
+    A case works if the function runs twice and the gradient equals that of a plain run.
+    """
     cases = {
         "input needs no gradient": _input_without_gradient,
         "keyword arguments": _keyword_arguments,
@@ -74,7 +74,7 @@ def _outcome(test: Callable[[Run], bool], run: Run) -> str:
             return "error"
 
 
-# ---- what the versions in fifteen lines lack
+# ---- gaps of the versions in fifteen lines
 
 
 def _peak(run: Run) -> int:
@@ -138,8 +138,7 @@ def _raises(function: Callable[[], Any]) -> bool:
     return False
 
 
-# ---- what each mode supports: functions of a checkpoint, an input and a weight, that give a
-# gradient
+# ---- cases for both modes: functions of a checkpoint, an input and a weight that return a gradient
 
 
 def _works(case: Callable, mode: Run) -> bool:
@@ -157,7 +156,7 @@ def _plainly(function: Callable, *args: Any, **options: Any) -> Tensor:
 
 
 class _Counted:
-    """A checkpoint that counts how often its functions run."""
+    """A checkpoint that counts how often the functions run."""
 
     def __init__(self, mode: Run):
         self.mode, self.runs = mode, 0

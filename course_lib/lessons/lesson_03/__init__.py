@@ -1,4 +1,4 @@
-"""Lesson 03: its claims, checks, pictures of schedules, and schedules of a decoder run on a GPU."""
+"""Lesson 03: its claims, checks, figures of schedules, and schedules of a decoder on a GPU."""
 
 from collections.abc import Callable, Sequence
 
@@ -62,7 +62,7 @@ __all__ = [
     "stages_of_a_decoder",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "O(√n) memory for n layers costs one extra forward pass.",
@@ -86,7 +86,7 @@ CLAIMS = (
         source="`Megatron-LM`",
     ),
 )
-#: Those that only the teaching documents say, from which the course grew; in depth.
+#: Claims only of the teaching documents from which the course was developed; for the in-depth part.
 OLDER_CLAIMS = (
     Claim(
         "√L segments save 1 − √L/L of the memory: 90% for 100 layers.",
@@ -118,12 +118,12 @@ OLDER_CLAIMS = (
 def figures_of_claims(
     peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
 ) -> list[str]:
-    """Figures measured for each of `CLAIMS`.
+    """Return the figures measured for each of `CLAIMS`.
 
     Args:
-        peak: cuts -> bytes, measured.
-        tapered: depth -> cuts.
-        groups: peaks of groups of one and of two layers, in bytes.
+        peak: Function of cuts that returns the measured peak in bytes.
+        tapered: Function of the depth that returns cuts.
+        groups: Peaks in bytes of groups of one and of two layers.
     """
     shorter, equal, longer = (
         peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100))
@@ -133,5 +133,5 @@ def figures_of_claims(
 
 
 def older_claims(*measured: str) -> Table:
-    """The table of the claims in depth, with what was measured for each."""
+    """Return the table of the claims in depth, with the figure measured for each."""
     return what_you_may_have_read(OLDER_CLAIMS, *measured)

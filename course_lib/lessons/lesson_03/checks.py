@@ -1,4 +1,4 @@
-"""The exercises of lesson 03 on schedules: the recurrence, and lists written by hand."""
+"""The exercises of lesson 03 on schedules: the recurrence, and schedules written by hand."""
 
 import math
 import re
@@ -26,8 +26,7 @@ from course_lib.teaching.exercises import Refused, exercise, in_words, not_answe
 
 
 def every_schedule(first: int, last: int) -> Iterator[list]:
-    """All schedules of stages `first` to `last` that keep what they keep until its backward, as
-    lists of actions.
+    """Yield all persistent schedules of stages `first` to `last`, as lists of actions.
 
     There are 1, 2, 6, 22, 90, 394 for one to six stages (the large Schröder numbers).
     """
@@ -44,12 +43,13 @@ def every_schedule(first: int, last: int) -> Iterator[list]:
 
 
 def _uneven(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chain:
-    """Stages of (forward time, backward time, bytes of the output, bytes kept)."""
+    """Return a chain from tuples (forward time, backward time, output bytes, saved bytes)."""
     return Chain(tuple(Stage(*each) for each in sizes), input_bytes)
 
 
-# Boundaries of one byte, and others. In each chain what runs ahead fits where its backward does, as
-# the lesson says; else the recurrence would need a check of its own for that.
+# Chains with boundaries of one byte, and others. In each chain, running ahead fits wherever the
+# backward that follows fits, as the lesson says. Otherwise the recurrence would need an extra
+# check.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
     _uneven((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
@@ -60,8 +60,10 @@ _CHAINS = (
 
 @cache
 def _least_times() -> list[list[float]]:
-    """Least times of each chain with 1, 2, ... bytes beyond its input, by the referee's word on
-    every schedule."""
+    """Return the least times of each chain with 1, 2, ... bytes beyond its input.
+
+    They are found by simulating every schedule.
+    """
     found = []
     for chain in _CHAINS:
         costs = [simulate(actions, chain) for actions in every_schedule(0, len(chain) - 1)]
@@ -77,7 +79,7 @@ def _least_times() -> list[list[float]]:
 
 
 def _fastest(stages: tuple[Stage, ...], room: int, slip: str) -> float:
-    """The recurrence with one slip in it."""
+    """Compute the recurrence with one mistake in it."""
     if not stages:
         return 0
     first, best = stages[0], math.inf
@@ -180,8 +182,10 @@ _SLIPS = {
     )
 )
 def check_recurrence(answer: Any) -> Verdict:
-    """`fastest(stages, room)`, tried on four chains with every room, against the referee on every
-    schedule."""
+    """Check `fastest(stages, room)` on four chains with every number of bytes.
+
+    The right times are found by simulating every schedule.
+    """
     wanted = _least_times()
     try:
         given = [
@@ -212,7 +216,8 @@ def check_recurrence(answer: Any) -> Verdict:
 
 @cache
 def _times_with(slip: str) -> list[list[float]]:
-    """Times that the recurrence gives with a slip in it, for each chain and room."""
+    """Return the times that the recurrence gives with a mistake in it, for each chain and
+    budget."""
     chains = zip(_CHAINS, _least_times(), strict=True)
     return [
         _table_of(lambda stages, room: _fastest(stages, room, slip), chain, len(times))
@@ -260,8 +265,10 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
     )
 )
 def check_drawn_schedule(actions: Any) -> Verdict:
-    """A schedule for `Chain.uniform(6, saved_bytes=2)` with a peak of at most 7 and at most 11
-    forwards."""
+    """Check a schedule for `Chain.uniform(6, saved_bytes=2)`.
+
+    Its peak must be at most 7, with at most 11 forwards.
+    """
     if isinstance(actions, list | tuple) and (... in actions or not actions):
         return not_answered()
     cost = _simulated(actions, Chain.uniform(6, saved_bytes=2))
@@ -272,9 +279,8 @@ def check_drawn_schedule(actions: Any) -> Verdict:
 
 
 def five_stages() -> Chain:
-    """Five stages on which, within 13 bytes, a schedule that gives up early what it kept is faster
-    than all others."""
-    # forward time, output, bytes kept
+    """Return five stages for which a schedule that is not persistent is the fastest in 13 bytes."""
+    # (forward time, output bytes, saved bytes)
     sizes = [(10, 2, 3), (5, 4, 4), (5, 4, 4), (5, 1, 1), (10, 4, 4)]
     return Chain(tuple(Stage(forward, 1, output, kept) for forward, output, kept in sizes), 1)
 
@@ -292,8 +298,7 @@ def five_stages() -> Chain:
     )
 )
 def check_gives_up_early(actions: Any) -> Verdict:
-    """A schedule for `five_stages()` within 13 bytes that takes less time than any that gives
-    nothing up early."""
+    """Check a schedule for `five_stages()` in 13 bytes that is faster than all persistent ones."""
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
         return not_answered()
     cost = _simulated(actions, five_stages())
@@ -308,8 +313,7 @@ def check_gives_up_early(actions: Any) -> Verdict:
 
 
 def pyramid() -> Chain:
-    """Twelve stages as in a convolution pyramid: maps shrink while channels grow; the head is
-    small."""
+    """Return twelve stages like a convolution pyramid: outputs shrink, and the head is small."""
     sizes = [32, 32, 32, 16, 16, 16, 8, 8, 8, 4, 4, 1]  # MB of each stage's output
     return Chain(tuple(Stage(4, 8, size * 10**6, 2 * size * 10**6) for size in sizes), 3 * 10**6)
 
@@ -327,7 +331,7 @@ def pyramid() -> Chain:
     )
 )
 def check_beats_sqrt(schedule: Any) -> Verdict:
-    """A schedule for `pyramid()` with a lower peak than `sqrt_segments`, in no more time."""
+    """Check a schedule for `pyramid()` that is lower than `sqrt_segments` in no more time."""
     chain = pyramid()
     rule, cost = simulate(sqrt_segments(chain), chain), _simulated(schedule, chain)
     found = {"peak": f"{cost.peak_bytes / 1e6:g}", "time": f"{cost.time:g}"}
@@ -342,15 +346,14 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
     return right(text("Right: {compared}.", compared=compared))
 
 
-#: A place for the reader's sentence beside exercise 7.
+#: A place for the reader's sentence on exercise 7.
 reason_of_the_pyramid = in_words(
     "The segments peak where stages 0 and 1, 64 MB each, are kept whole at once. Stage 0 runs once"
     " more instead, so that only one of them is; stage 4, kept whole from the start, saves the run"
     " that this costs."
 )
 
-# What the referee's refusals say, for the learner who has to act on them; `simulate` says them in
-# English alone.
+# Messages for the rules of `simulate`, whose own errors are in English only.
 _REFUSALS = {
     r"runs only with its input alive, and (x_\d+) is not": "its input {what} is not there.",
     r"its stage's input alive, and (x_\d+) is not": (
@@ -368,7 +371,7 @@ _REFUSALS = {
 
 
 def _refusal(refused: IllegalSchedule) -> str:
-    """A refusal in the reader's language, as far as it is one of those above."""
+    """Return the message of an illegal schedule in the reader's language, if its rule is above."""
     said = f"{refused}"
     number = re.search(r"action (\d+), (\w+)\(.*?(\d+)", said)
     for pattern, words in _REFUSALS.items():

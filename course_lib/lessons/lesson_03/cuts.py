@@ -1,4 +1,4 @@
-"""The exercises of lesson 03 on segments: their peak, how many, and the best cut of all."""
+"""The exercises of lesson 03 on segments: their peak, their number, and the best cuts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from typing import Any
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
 
-B, A = 100_000, 200_000  # bytes of a boundary, and what a layer keeps, in sections 3.1 to 3.3
+B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.1 to 3.3
 
 
 def _peak(cuts: Sequence[int], slip: str | None = None) -> float:
-    """The peak of segments; with a slip, what somebody gets who makes it."""
+    """Return the peak of segments, or the result of a given mistake."""
     sizes = [end - start for start, end in pairwise(cuts)]
     inputs = [*range(1, len(sizes) + 1)]
     if slip == "mean":
@@ -76,10 +76,12 @@ _PEAK_SLIPS = {
     )
 )
 def check_predicted_peak(answer: Any) -> Verdict:
-    """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the
-    slips apart."""
+    """Check a function of cuts that returns the peak of segments in bytes.
+
+    Different mistakes give different results on the cuts that are tried.
+    """
     tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
-    # The last segment is the highest, though the first is the largest; then one in the middle is.
+    # The last segment has the peak though the first is the largest; then one in the middle has it.
     tried += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
     given = [answer(cuts) for cuts in tried]
     if not any(given):
@@ -100,7 +102,7 @@ def _shown(cuts: Sequence[int]) -> str:
     return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
 
 
-# L, A, B; the best count is below L in each. The last one is 18.7, which rounding down misses.
+# (L, A, B), with a best count below L in each. The last one is 18.7, so rounding down is wrong.
 _SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1))
 
 
@@ -113,11 +115,11 @@ def _best_whole(layers: int, kept: int, boundary: int) -> int:
 
 
 def _whole_layers(layers: int, kept: int, boundary: int) -> int:
-    """The best count where a segment has whole layers: another sum, and another question."""
+    """Return the best count if a segment has whole layers, which is another question."""
     return min(range(1, layers + 1), key=lambda k: k * boundary + math.ceil(layers / k) * kept)
 
 
-# Reason -> what the function gives whose writer slipped so.
+# Reason -> result of a function with that mistake.
 _COUNT_SLIPS: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
     (
         "That is √L, right only where a layer keeps as much as one boundary.",
@@ -163,8 +165,10 @@ _COUNT_SLIPS: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
     )
 )
 def check_best_count(answer: Any) -> Verdict:
-    """A function of L, A and B that gives the best number of equal segments; the best whole number
-    is right as well."""
+    """Check a function of L, A and B that returns the best number of equal segments.
+
+    The best whole number is right, too.
+    """
     given = [answer(*sizes) for sizes in _SIZES]
     if None in given:
         return not_answered()
@@ -200,11 +204,10 @@ def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
 
 @cache
 def least_peak(depth: int) -> int:
-    """The least peak, in bytes, of all cuts of `depth` equal layers, whatever the number of
-    segments."""
+    """Return the least peak, in bytes, of all cuts of `depth` equal layers."""
 
     @cache
-    def rest(layers: int, inputs: int) -> int:  # with so many inputs kept before
+    def rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept before
         if layers == 0:
             return 0
         sizes = range(1, layers + 1)
@@ -216,7 +219,7 @@ def least_peak(depth: int) -> int:
 
 
 def _cuts_of(given: Any, depth: int) -> list[int]:
-    """The answer as cuts of so many layers."""
+    """Return the answer as cuts of `depth` layers, or refuse it."""
     shown = f"{given}"[:60]
     if not hasattr(given, "__iter__"):
         kind = type(given).__name__
@@ -261,8 +264,10 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
     )
 )
 def check_tapered(answer: Any) -> Verdict:
-    """A function depth -> cuts whose peak no other cut is below, at depths that divide and that
-    don't."""
+    """Check a function depth -> cuts, whose peak must be the least one of all cuts.
+
+    Some of the depths divide evenly and some do not.
+    """
     depths = [*range(2, 20), 25, 50, 64, 100]
     raw = [answer(depth) for depth in depths]
     if any(given is None for given in raw) or all(

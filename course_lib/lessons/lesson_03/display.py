@@ -1,5 +1,4 @@
-"""Measurements and figures of lesson 03: sweeps of segments, schedules with their bytes, frontiers,
-the slider."""
+"""Measurements and figures of lesson 03: sweeps of segments, schedules, and a playground."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -42,12 +41,12 @@ _NAMES = {
 
 
 def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -> "Figure":
-    """The smooth rule and the measured peaks over the number of segments, with two of them named.
+    """Draw the smooth rule and the measured peaks over the number of segments.
 
     Args:
         depth: L.
-        measured: number of segments -> peak in bytes.
-        marked: two numbers of segments, before and after the jump.
+        measured: Number of segments -> peak in bytes.
+        marked: Two numbers of segments to label, before and after the jump.
     """
     said = [text("k = {k}: {peak} B", k=k, peak=f"{peak / B:.0f}") for k, peak in measured.items()]
     alt = text("Measured peaks by the number of segments: {peaks}.", peaks=listed(said))
@@ -64,15 +63,14 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
             xytext=(9, lower), textcoords="offset points", va="center",
         )  # fmt: skip
     ax.legend()
-    drawn.course_larger = 1.15  # the words at k = 51 stand beside the legend
+    drawn.course_larger = 1.15  # the words at k = 51 are next to the legend
     return shown_once(drawn)
 
 
 def draw_sweeps(
     sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]
 ) -> "Figure":
-    """The same for several depths, a panel each, with the reader's prediction for each k as a
-    dot."""
+    """Draw the same for several depths, with the reader's prediction for each k as a dot."""
     title = "The same zigzag at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
@@ -120,7 +118,7 @@ def _points(ax: "Axes", measured: Mapping[int, int]) -> None:
 
 
 def stages_of_a_decoder(chain: Chain) -> Table:
-    """Table of what each kind of stage of `loss_stages` gives to the next, keeps, and takes."""
+    """Show what each kind of stage of `loss_stages` outputs, saves and costs."""
     names = {
         0: "embedding",
         1: "attention",
@@ -144,12 +142,11 @@ def stages_of_a_decoder(chain: Chain) -> Table:
 def peak_and_flops(
     run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any
 ) -> tuple[int, int]:
-    """(peak in bytes, FLOPs) of `run(layers, how, x)` and its backward, with x and the convention
-    of section 3.1.
+    """Return (peak in bytes, FLOPs) of `run(layers, how, x)` and its backward.
 
-    The gradients of the weights are there from the start; x, 1000 x 25 numbers, is made under the
-    meter, so that it counts. The output is weighted unevenly: its gradient is a tensor of its own,
-    and not one number shown many times.
+    The convention is that of section 3.1: the gradients of the weights exist from the start, and x,
+    1000 x 25 numbers, is created under the meter and counts. The output is weighted unevenly, so
+    that its gradient is a full tensor and not a single expanded number.
     """
     weights = torch.linspace(-1, 2, 25_000).view(1000, 25)
     for parameter in layers.parameters():
@@ -166,13 +163,15 @@ def cost_of(
     how: Any,
     **changes: Any,
 ) -> tuple[int, int]:
-    """(peak in bytes, FLOPs) of `run(stages, how, x)` and its backward, symbolically; gradients are
-    there, x counts.
+    """Return (peak in bytes, FLOPs) of `run(stages, how, x)` and its backward, on symbolic tensors.
+
+    Gradients exist from the start, and x counts.
 
     Args:
-        make: gives stages that end in a loss, and their input x.
-        run: runs the stages as `how` says, such as cuts or a schedule.
-        changes: arguments of `make`.
+        make: Function that returns stages that end in a loss, and their input x.
+        run: Function that runs the stages according to `how`.
+        how: Cuts or a schedule, for example.
+        changes: Arguments of `make`.
     """
     with symbolic():
         stages, x = make(**changes)
@@ -184,11 +183,12 @@ def cost_of(
 
 
 def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw what is live while each segment is worked on, a column a segment, a panel a cut: a box a
-    layer, on its inputs.
+    """Draw what is live while each segment is worked on.
+
+    There is one panel per cut, one column per segment, and one box per layer, on top of the inputs.
 
     Args:
-        cuts: label -> cuts of equal layers that keep A each; a boundary has B.
+        cuts: Label -> cuts of equal layers that save A bytes each, with B bytes at a boundary.
     """
     title = "Each segment has one input more: with fewer layers each time, all fill the same room"
     drawn, axes = figure(title, columns=len(cuts), height=3.4, sharey=True)
@@ -222,7 +222,7 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
         ax.set(xticks=[], xlabel=text("segments, the first to the last"))
     axes[0].set_ylabel(text("live, in units of B"))
     axes[-1].legend(loc="upper right")
-    drawn.course_larger = 1.15  # the legend stands above the columns
+    drawn.course_larger = 1.15  # the legend is above the columns
     drawn.course_alt = text("A column a segment, a box a layer. {peaks}.", peaks=listed(said, "; "))
     return shown_once(drawn)
 
@@ -241,17 +241,18 @@ def schedule_pictures(
     panel_height: float = 1.6,
     rows: Sequence[str] | None = None,
 ) -> "Figure":
-    """Schedules for one chain, beside each other on one scale: time to the right, stages upwards,
-    bytes below.
+    """Draw schedules for one chain next to each other on one scale, with their bytes below.
+
+    Time is on the x axis and stages are on the y axis.
 
     Args:
-        schedules: label -> schedule.
-        chain: what they are for; times are drawn in units of its `store_all`.
-        unit, scale: of the bytes, and how many make one.
-        rows: a letter for each stage, written at its row.
+        schedules: Label -> schedule.
+        chain: Chain of the schedules; times are drawn in units of its `store_all`.
+        unit, scale: Unit of the bytes, and number of bytes per unit.
+        rows: One letter per stage, written at its row.
 
     Returns:
-        The figure; each pair of panels is headed by the label, the peak and the time.
+        The figure; each pair of panels has the label, the peak and the time as its title.
     """
     fastest = simulate(store_all(chain), chain).time
     costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
@@ -262,7 +263,7 @@ def schedule_pictures(
     count = len(schedules)
     wide, height = (7.2 if count < 3 else 8.2), panel_height + 2.0
     drawn, _ = figure(title, rows=2, columns=count, width=wide, height=height, sharex=True)
-    axes = drawn.axes  # the schedules, then their bytes
+    axes = drawn.axes  # first the schedules, then their bytes
     axes[0].get_gridspec().set_height_ratios([panel_height, 0.6])
     said = []
     for (name, schedule), above, below in zip(
@@ -298,7 +299,7 @@ def schedule_pictures(
 
 
 def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: float) -> None:
-    """The bytes that are live during each action, its peak marked."""
+    """Draw the bytes that are live during each action, with the peak marked."""
     spans = live_bytes(schedule, chain)
     edges = [start for start, _, _ in spans] + [spans[-1][1]]
     heights = [count / scale for _, _, count in spans]
@@ -326,7 +327,7 @@ def _legend(drawn: "Figure") -> None:
 
 
 def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple[float, ...]:
-    """A transparent colour upon another one, white at first."""
+    """Return a transparent color on top of another one, by default white."""
     from matplotlib.colors import to_rgb
 
     return tuple(
@@ -336,11 +337,10 @@ def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple
 
 
 def draw_schedule(budget: int = 200) -> "Figure":
-    """The fastest schedule of a chain of twelve uneven stages under a budget, drawn; or what it
-    would need.
+    """Draw the fastest schedule of twelve uneven stages within a budget, or what it would need.
 
     Args:
-        budget: MB.
+        budget: Budget in MB.
     """
     chain = pyramid()
     try:
@@ -361,7 +361,7 @@ def draw_schedule(budget: int = 200) -> "Figure":
 
 
 def schedule_playground() -> None:
-    """`draw_schedule` behind a slider for the budget."""
+    """Show `draw_schedule` with a slider for the budget."""
     playground(
         draw_schedule,
         lambda widgets: {

@@ -1,5 +1,4 @@
-"""Figures of frontiers in lesson 03: beside what was run, beside all cuts, and where a second run
-stops early."""
+"""Figures of frontiers in lesson 03: with measured points, with all cuts, and with early stop."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,19 +15,19 @@ from course_lib.teaching.figures import shown_once
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EARLY = "#AA3377"  # what stops early, lines and points
+EARLY = "#AA3377"  # color of lines and points with early stop
 
 
 def best_cuts(chain: Chain) -> list[Cost]:
-    """The cost of the best cut into segments, for each stage that the last segment may begin with.
+    """Return the cost of the best cuts, for each stage with which the last segment may begin.
 
-    All but the last segment run forward twice, so that stage alone decides the time; the cut before
-    it decides the peak, which is least here.
+    All other segments run forward twice, so that stage alone determines the time. The cuts before
+    it determine the peak, which is the least one here.
     """
     sizes, length = Sizes(chain), len(chain)
 
     @cache
-    def own(start: int, end: int) -> int:  # what a segment takes beyond its input
+    def own(start: int, end: int) -> int:  # bytes that a segment needs beyond its input
         most, before = (sizes.through[start, end] if end < length else 0), 0
         for i in range(start, end):
             forward = before + sizes.forward[i] + sizes.gradient[end - 1]
@@ -51,22 +50,21 @@ def best_cuts(chain: Chain) -> list[Cost]:
 def frontier_with_early_stop(
     chain: Chain, left_out: Sequence[float], step_bytes: int = 1 << 19
 ) -> list[Cost]:
-    """The frontier where the second run of a segment stops before its last product, as a
-    checkpoint's does.
+    """Return the frontier if the second run of a segment stops before its last product.
 
-    Section 3.5's recurrence, with what operators take while they run. One thing differs: where
-    stages i to j are done again from x_i, the last of them takes less time by `left_out[j]`, and
-    its output isn't made.
+    Checkpoints stop like this. The computation is section 3.5's recurrence, including what
+    operators need while they run. One thing differs: if stages i to j are recomputed from x_i, the
+    last of them takes less time by `left_out[j]`, and its output is not created.
 
     Args:
-        left_out: for each stage, the time that stopping early saves; 0 for one that has nothing to
-            leave out.
-        step_bytes: from one budget that is tried to the next, from the least that the frontier of
-            whole stages has.
+        left_out: Time that stopping early saves, per stage; 0 for a stage without a product at its
+            end.
+        step_bytes: Distance between the budgets that are tried, starting from the least one of the
+            frontier of whole stages.
 
     Returns:
-        A cost for each budget within which there is a faster schedule than within the one before
-        it, the last with `store_all`'s time. Its `peak_bytes` are the budget; forwards are not
+        One cost for each budget within which a schedule is faster than within the previous one; the
+        last has the time of `store_all`. Its `peak_bytes` are the budget, and forwards are not
         counted.
     """
     stopped = [
@@ -109,11 +107,12 @@ def frontier_with_early_stop(
 
 
 def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
-    """Draw, beside each chain's frontier, the best cuts into segments, a panel each: peak on x,
-    time on y.
+    """Draw the best cuts into segments next to each chain's frontier, one panel per chain.
+
+    The peak is on the x axis, the time on the y axis.
 
     Args:
-        chains: label -> chain.
+        chains: Label -> chain.
     """
     title = "Nearly equal stages: good cuts reach the frontier. Uneven ones: the frontier goes on"
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
@@ -152,12 +151,12 @@ def draw_frontier(
     *,
     xlim: tuple[float, float],
 ) -> "Figure":
-    """Frontiers as lines, and what was run as points: peak on x, FLOPs on y.
+    """Draw frontiers as lines and measurements as points: peak on x, FLOPs on y.
 
     Args:
-        lines: label -> points of a frontier; the last point of the first one is the plain step.
-        arms: label -> (name -> (peak in bytes, FLOPs), marker, colour); a name is written at its
-            point if it has words.
+        lines: Label -> points of a frontier; the last point of the first one is the baseline.
+        arms: Label -> (name -> (peak in bytes, FLOPs), marker, color); a name is written at its
+            point if it contains words.
     """
     plain = next(iter(lines.values()))[-1].time
     drawn, ax = figure(title, height=4.0)

@@ -43,10 +43,10 @@ def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     chain = Chain.profile(stages, x, clock=True)
     points = frontier(chain)
     for name, part in (("half", 2), ("quarter", 4)):
-        # What fits in the part, or the nearest that there is.
+        # within this part of the plain peak, or within the least peak of all schedules
         schedule = optimal(chain, max(points[-1].peak_bytes // part, points[0].peak_bytes))
         run = ScheduledSequential(stages, schedule)
-        # x is there before
+        # x exists before the step
         yield {f"{name}_predicted_bytes": simulate(schedule, chain).peak_bytes - x.nbytes}
         arms[name] = lambda run=run: run(x).backward()
         yield peaks(name, arms[name])

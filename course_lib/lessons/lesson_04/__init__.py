@@ -100,7 +100,8 @@ CLAIMS = (
         source="DeepSpeed, pull request 7474",
     ),
 )
-#: Those that only the teaching documents say, from which the course grew; in depth.
+#: Claims only of the teaching documents from which the course was developed; for the in-depth
+#: part.
 OLDER_CLAIMS = (
     Claim(
         "An autograd function that copies its input to the CPU offloads the activation.",

@@ -53,7 +53,7 @@ __all__ = [
     "small_decoder",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "Divide each loss: `loss = loss / gradient_accumulation_steps`.",
@@ -78,7 +78,8 @@ CLAIMS = (
         source="Hugging Face blog, Fixing Gradient Accumulation, October 2024",
     ),
 )
-#: Those that only the teaching documents say, from which the course grew; in depth.
+#: Claims only of the teaching documents from which the course was developed; for the in-depth
+#: part.
 OLDER_CLAIMS = (
     Claim(
         "Gradient accumulation is not compatible with optimizer in backward.",

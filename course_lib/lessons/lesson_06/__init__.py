@@ -46,7 +46,7 @@ __all__ = [
     "older_claims",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "FlashAttention takes memory from O(N²) to O(N).",
@@ -71,7 +71,8 @@ CLAIMS = (
         source="FlashAttention's benchmark script",
     ),
 )
-#: Those that only the teaching documents say, from which the course grew; in depth.
+#: Claims only of the teaching documents from which the course was developed; for the in-depth
+#: part.
 OLDER_CLAIMS = (
     Claim(
         "Flash keeps the maximum m and the sum l of each row.",

@@ -47,7 +47,7 @@ __all__ = [
     "what_fills",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "Gradient accumulation is often preferable to activation checkpointing, for speed.",

@@ -58,7 +58,7 @@ __all__ = [
     "symbolic_rank",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "Cutting the optimizer's state costs no more communication.",

@@ -39,7 +39,7 @@ __all__ = [
     "passages",
 ]
 
-#: What learners may have read.
+#: Claims that learners may have read.
 CLAIMS = (
     Claim(
         "With gradient checkpointing, training will be ~20% slower.",

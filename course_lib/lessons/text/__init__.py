@@ -1,9 +1,8 @@
-"""Text that ships with the course, for lessons that train on real characters: its own prose and its
-own code.
+"""Text for lessons that train on real characters: prose and code of the course itself.
 
-`prose.txt` has a paragraph a line, from the lessons' English (CC BY 4.0, `LICENSE.prose.txt`);
-`code.txt` has the lessons' code (Apache-2.0, `LICENSE.code.txt`). Both are ASCII, and stay as they
-are when the lessons change, so that figures measured on them hold.
+`prose.txt` has one paragraph per line, from the lessons' English (CC BY 4.0, `LICENSE.prose.txt`).
+`code.txt` has the lessons' code (Apache-2.0, `LICENSE.code.txt`). Both are ASCII and do not change
+when the lessons change, so that figures measured on them stay valid.
 """
 
 from collections.abc import Sequence
@@ -13,17 +12,17 @@ import torch
 from torch import Tensor
 
 _FOLDER = Path(__file__).parent
-#: Characters are their ASCII numbers; 0 is padding.
+#: A character is its ASCII number; 0 is padding.
 VOCABULARY = 128
 
 
 def prose() -> list[str]:
-    """Paragraphs of 20 characters and more."""
+    """Return paragraphs of at least 20 characters."""
     return _lines("prose.txt")
 
 
 def code() -> list[str]:
-    """Lines of Python, indented as they stand in their cells."""
+    """Return lines of Python, indented as in their cells."""
     return _lines("code.txt")
 
 
@@ -32,11 +31,13 @@ def _lines(name: str) -> list[str]:
 
 
 def padded(texts: Sequence[str], most: int) -> Tensor:
-    """Characters as numbers from 1 to 127, (texts, length of the longest); shorter texts end in
-    zeros.
+    """Return characters as numbers from 1 to 127; shorter texts are padded with zeros.
 
     Args:
-        most: characters that are kept of a text.
+        most: Number of characters after which a text is cut.
+
+    Returns:
+        (texts, length of the longest).
     """
     rows = [torch.tensor([ord(character) for character in each[:most]]) for each in texts]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
