@@ -36,7 +36,11 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where <gpu>.json goes")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="NAME", help="the beginnings of their names"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="NAME",
+        help="run only experiments with names that begin so",
     )
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--check", action="store_true")

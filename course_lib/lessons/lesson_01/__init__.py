@@ -89,7 +89,7 @@ CLAIMS = (
         source="Hugging Face documentation, GPU memory usage (6 + 8 + 4)",
     ),
 )
-#: Claims only of the teaching documents from which the course was developed; for the in-depth part.
+#: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = (
     Claim(
         "Memory after the forward pass is the peak.",

@@ -25,7 +25,7 @@ WEIGHTS = 6_875_648  # parameters of the course's decoder
 
 
 def _as_read_off(count: int) -> dict[float, str]:
-    """Return mistakes for a right count as it is shown in a table: in MB, or rounded."""
+    """Return the mistake for each form of the right count in a table: in MB, or rounded."""
     rounded = "Right but for rounding: multiply whole numbers, to the byte."
     return {
         **{round(count, -digits): rounded for digits in range(3, 7)},

@@ -84,7 +84,7 @@ CLAIMS = (
         outcome="partly",
     ),
 )
-#: Claims only of the teaching documents from which the course was developed; for the in-depth part.
+#: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = (
     Claim(
         "Non-reentrant checkpointing brings memory from O(N) to O(1).",

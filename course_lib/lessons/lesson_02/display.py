@@ -149,7 +149,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         for layer, less in zip(layers, saved, strict=True):
             ax.text(layer, max(less, 0) + 0.4, _mb(1e6 * less), ha="center", fontsize=8)
             look = {"facecolor": "white", "edgecolor": "#888888", "linestyle": ":"}
-            # its checkpoint saves nothing, since it is recomputed when the baseline peaks
+            # it saves nothing, since its layer is recomputed before the time of the baseline's peak
             if less <= 0:
                 look = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///"}
             ax.bar(layer, -2.6, 0.8, -0.8, **look)

@@ -86,7 +86,7 @@ CLAIMS = (
         source="`Megatron-LM`",
     ),
 )
-#: Claims only of the teaching documents from which the course was developed; for the in-depth part.
+#: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = (
     Claim(
         "√L segments save 1 − √L/L of the memory: 90% for 100 layers.",

@@ -1,5 +1,4 @@
-"""Lesson 04: its claims, checks, pictures, steps on the simulated device, and offloading on a
-GPU."""
+"""Lesson 04: its claims, checks and figures, steps on the simulated device, and GPU experiments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,7 +55,7 @@ __all__ = [
     "without_waits",
 ]
 
-#: What learners may have read; each says whether it was run here.
+#: Claims that learners may have read; each says whether it was tested here.
 CLAIMS = (
     Claim(
         "Activation offloading should be used alongside activation checkpointing.",
@@ -100,8 +99,7 @@ CLAIMS = (
         source="DeepSpeed, pull request 7474",
     ),
 )
-#: Claims only of the teaching documents from which the course was developed; for the in-depth
-#: part.
+#: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = (
     Claim(
         "An autograd function that copies its input to the CPU offloads the activation.",
@@ -135,12 +133,14 @@ def figures_of_claims(
     times: Mapping[tuple[int, int], float],
     read: Sequence[list[float]],
 ) -> list[str]:
-    """Figures found for each of `CLAIMS`.
+    """Return the figures found for each of `CLAIMS`.
 
     Args:
-        steps: (checkpointed, p) -> a step's meter and its bytes down; those of p = 1 are shown.
-        times: (p, in flight) -> time of plain at the threshold; those with two in flight are shown.
-        read: numbers that the host read at once, and after it had waited.
+        steps: (checkpointed, p) -> a step's meter and its bytes copied down; those for p = 1 are
+            shown.
+        times: (p, in flight) -> time at the threshold relative to the baseline; those with two in
+            flight are shown.
+        read: Numbers that the host read immediately, and after waiting.
     """
     (alone, down), (both, less) = steps[False, 1], steps[True, 1]
     plain = RECORDED[None, 0, False].seconds
@@ -170,14 +170,14 @@ def older_claims(
     refused: tuple[str, str],
     masks: Sequence[int],
 ) -> Table:
-    """The table of the claims in depth.
+    """Return the table of the claims in depth.
 
     Args:
-        ratio: gradient over that of plain.
-        kept: bytes in the graph, without the function and with it.
-        unmoved: state tensors that have not moved, of how many.
-        refused: the error's class, and the attribute that is missing.
-        masks: peaks in bytes, of the whole Transformer and of the static method.
+        ratio: Gradient relative to the right one.
+        kept: Bytes in the graph, without the function and with it.
+        unmoved: Number of state tensors that have not moved, and of all state tensors.
+        refused: Class of the error, and the attribute that is missing.
+        masks: Peaks in bytes, of the whole Transformer and of the static method.
     """
     return what_you_may_have_read(
         OLDER_CLAIMS,

@@ -20,7 +20,7 @@ from course_lib.teaching.exercises import Refused, exercise, not_answered, right
 
 from .simulation import clock
 
-# what is said of a thought that goes wrong -> that thought as a formula
+# explanation of a mistake -> the formula with that mistake
 Thoughts = Mapping[str, Callable[..., float]]
 
 
@@ -32,13 +32,19 @@ def _differs(
     case_is: Callable[..., str],
     in_bytes: bool = False,
 ) -> tuple[Verdict | None, dict[tuple, Any]]:
-    """Fault of a function of numbers, None if it has none; and what it gave for each case.
+    """Compare a function of numbers with the right values.
 
     Args:
-        wanted: case -> what it should give, and a relative tolerance.
-        thoughts: the first that gives the same for all cases, within `close`, is what is said.
-        case_is: the words for a case.
-        in_bytes: whether bytes are expected; other units are then named.
+        function: The reader's function.
+        wanted: Case -> right value, and a relative tolerance.
+        thoughts: Mistakes; the first one whose formula gives the same for all cases, within
+            `close`, is named.
+        close: Relative tolerance for `thoughts`.
+        case_is: Function that describes a case.
+        in_bytes: Whether bytes are expected, so that other units are named.
+
+    Returns:
+        The verdict, or None if the function is right; and its result for each case.
     """
     given = {case: function(*case) for case in wanted}
     if any(value is None or value is ... for value in given.values()):
@@ -74,7 +80,8 @@ def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
 
 
 def _with_backward(wrong: Mapping[int, Callable[[float, float], float]]) -> Callable[..., float]:
-    """The step's time where, for some p, backward of a layer takes another time, of (g, c)."""
+    """Return the step's time with a wrong time of a layer's backward, (g, c) -> time, for some
+    p."""
 
     def time(layers: int, f: float, g: float, c: float, p: int) -> float:
         backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
@@ -147,13 +154,15 @@ def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
     )
 )
 def check_step_time(function: Any) -> Verdict:
-    """`step_time(L, f, g, c, p)`, seconds of forward and backward: within 8 % of the clock, for p =
-    0, 1, 2."""
+    """Check `step_time(L, f, g, c, p)`, the seconds of forward and backward.
+
+    It must be within 8% of the simulated clock for p = 0, 1, 2.
+    """
     on_the_clock = {
         (16, 1.0, 2.0, c, p): clock(16, c, p) for c in (0.25, 0.5, 1.0, 2.0) for p in (0, 1, 2)
     }
-    # With 999 layers the ends of the step take next to nothing. Each of f, g and c is the longest
-    # of the three in one case, and backward does not take twice as long as forward.
+    # With 999 layers the ends of the step hardly count. Each of f, g and c is the longest of the
+    # three in one case, and backward does not take twice as long as forward.
     lengths = ((2.0, 7.0, 0.5), (2.0, 7.0, 2.5), (2.0, 7.0, 6.0), (2.0, 7.0, 9.0), (9.0, 4.0, 1.5))
     long = {(999, *times, p): _step_time(999, *times, p) for times in lengths for p in (0, 1, 2)}
     wanted = {case: (seconds, 0.08) for case, seconds in on_the_clock.items()}
@@ -175,7 +184,7 @@ def check_step_time(function: Any) -> Verdict:
 
 
 class _Below(Store):
-    """A tier below whose copies are complete at once, and which knows what was given to it."""
+    """A lower tier whose copies are complete at once, and which records the data it was given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,8 +215,11 @@ class _Below(Store):
     )
 )
 def check_offloading(function: Any) -> Verdict:
-    """`offloading(store, stay)`: hooks that move each version of a storage once, move no parameter,
-    and keep nothing longer than backward needs it."""
+    """Check `offloading(store, stay)`, which returns saved-tensor hooks.
+
+    They must move each version of a storage once, must not move a parameter, and must keep nothing
+    longer than backward needs it.
+    """
     linear = nn.Linear(128, 128)
     x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
     uneven, seen = torch.linspace(-1, 2, 128 * 128).view(128, 128), []
@@ -225,7 +237,7 @@ def check_offloading(function: Any) -> Verdict:
         gc.collect()  # the answer's own objects may refer to each other
     held = sum(each() is not None for each in seen)
     moved = len(store.addresses)
-    if not moved and held == len(seen):  # the cell as it came
+    if not moved and held == len(seen):  # the cell is unchanged
         return not_answered()
     if not moved:
         return wrong("Nothing has moved into the store.")
@@ -288,11 +300,14 @@ def _program(
     placed: Callable[[Tensor], Tensor],
     context: Any,
 ) -> Tensor:
-    """Program that saves views of one storage twice, a weight, a part of a storage, and several
-    storages one after the other, which `placed` makes."""
+    """Run a program with different kinds of saved tensors.
+
+    It saves views of one storage twice, a weight, a part of a storage, and several storages one
+    after the other, which `placed` creates.
+    """
     with context:
         y = x * 2
-        sine, turned = y.sin(), y.t().exp()  # y once more, another way round
+        sine, turned = y.sin(), y.t().exp()  # y is saved again, transposed
         z = linear(sine)
         for _ in range(3):
             z = z.tanh()
@@ -302,7 +317,7 @@ def _program(
             factors = placed(sine.detach().roll(row, 0))
             part = part + (y * factors).sum()
             factors_seen.append(weakref.ref(factors.untyped_storage()))
-            del factors  # the next one may get its memory
+            del factors  # the next storage may get its memory
         seen[:] = [
             *factors_seen,
             *(weakref.ref(each.untyped_storage()) for each in (y, sine, turned)),
@@ -311,9 +326,11 @@ def _program(
 
 
 def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
-    """Number of storages autograd saves in `run`, parameters and single numbers aside, and their
-    bytes."""
-    kept: list[Tensor] = []  # all of them, so that no address is used twice
+    """Count the storages that autograd saves in `run`, and their bytes.
+
+    Parameters and single numbers are left out.
+    """
+    kept: list[Tensor] = []  # keeps all of them alive, so that no address is reused
     run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
     large = [
@@ -325,8 +342,10 @@ def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[in
 
 
 def _at_one_address() -> Callable[[Tensor], Tensor]:
-    """A function that copies a tensor to a new storage, at the same address each time: so does an
-    allocator once the storage before is gone."""
+    """Return a function that copies a tensor to a new storage, always at the same address.
+
+    An allocator does the same once the previous storage has been freed.
+    """
     memory = numpy.empty((128, 128), dtype=numpy.float32)
 
     def placed(tensor: Tensor) -> Tensor:
@@ -337,9 +356,9 @@ def _at_one_address() -> Callable[[Tensor], Tensor]:
 
 
 def _equal_after_a_change(function: Callable) -> bool:
-    """Whether the gradient is right where a storage is saved, changed in place, and saved again.
+    """Return whether the gradient is right if a storage is saved, changed in place and saved again.
 
-    Autograd allows it, because backward never comes to what was saved first.
+    Autograd allows this, because backward never uses what was saved first.
     """
     linear = nn.Linear(64, 64, bias=False)
     stay = {linear.weight.untyped_storage()}
@@ -347,7 +366,7 @@ def _equal_after_a_change(function: Callable) -> bool:
     def gradient(context: AbstractContextManager) -> Tensor:
         data = torch.linspace(-1, 1, 64 * 64).view(64, 64).clone()
         with context:
-            first = linear(data)  # its graph stays, as that of a batch before does
+            first = linear(data)  # its graph stays alive, like that of an earlier batch
             data.mul_(2)
             second = linear(data).square().sum()
         (found,) = torch.autograd.grad(second, linear.weight)
@@ -368,7 +387,7 @@ _RETURN_THE_ROOM = (
 
 
 class _Watched(SimulatedDevice):
-    """A device that counts for what the host has waited, and what was copied."""
+    """A device that records what the host has waited for, and what was copied."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -383,8 +402,7 @@ class _Watched(SimulatedDevice):
         super().transfer(target, source)
 
 
-#: The programs: what is wrong without its wait, and how often the host waits in it, `tolist`
-#: included.
+#: Program -> its error without the wait, and how often the host may wait, `tolist` included.
 _PROGRAMS = {
     "read": ("The host reads while the copy is still on its way.", 2),
     "use": ("The product reads memory that the copy has not reached yet.", 0),
@@ -405,8 +423,10 @@ _PROGRAMS = {
     )
 )
 def check_waits(functions: Any) -> Verdict:
-    """Three programs, each with the wait that it lacked: no race, right numbers, and the host waits
-    no oftener."""
+    """Check three programs, each with the wait that it lacked.
+
+    There must be no race, numbers must be right, and the host must not wait more often than needed.
+    """
     if not isinstance(functions, tuple | list) or len(functions) != len(_PROGRAMS):
         return wrong("Give the three functions: `(read, use, let_go)`.", exact=True)
     found = {
@@ -438,7 +458,7 @@ _HOST_WAITS = (
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
-    """Fault of a program in a mode of the device, None if it has none."""
+    """Return what is wrong with a program in a mode of the device, or None."""
     unordered, waits = _PROGRAMS[name]
     numbers = torch.linspace(-1, 2, 1000)
     with _Watched(**mode) as device:
@@ -522,8 +542,10 @@ _MOVED: Thoughts = {
     )
 )
 def check_moved(function: Any) -> Verdict:
-    """`moved(p, checkpointed)`: bytes that the course's decoder sends down in a step, for p = 0, 1,
-    2."""
+    """Check `moved(p, checkpointed)`: bytes that the course's decoder copies down per step.
+
+    It is checked for p = 0, 1, 2.
+    """
 
     def case_is(p: int, checkpointed: bool) -> str:
         return text(
@@ -581,7 +603,7 @@ _PAGES: Thoughts = {
     )
 )
 def check_peak_in_step(function: Any) -> Verdict:
-    """`peak_in_step(parameters, page_bytes)`, all state below: within 6 % of what was measured."""
+    """Check `peak_in_step(parameters, page_bytes)` with all state offloaded; it may be 6% off."""
     pages = ((50_000_000, 16 << 20), (50_000_000, 1 << 30), (7_000_000_000, 1 << 30))
     wanted = {(n, page): (8 * n + min(3 * page, 8 * n), 0.001) for n, page in pages}
     wanted |= {(6_875_648, mib << 20): (peak, 0.06) for mib, peak in STEP_PEAKS.items()}

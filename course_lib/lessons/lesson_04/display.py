@@ -1,5 +1,4 @@
-"""Figures of lesson 04: the tiers, the lanes, the order of copies, typed times, pages, the
-threshold."""
+"""Figures of lesson 04: tiers, lanes, the order of copies, times, pages and the threshold."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Name, bytes, and the way to the next one: those of an H100 and a server around it.
+#: Name, bytes, and bandwidth to the next tier, for an H100 and its server.
 _TIERS = (
     ("on the chip", "50 MB", "3350 GB/s"),
     ("device memory", "80 GB", "63 GB/s, PCIe 5"),
@@ -24,8 +23,7 @@ _TIERS = (
 
 
 def draw_tiers() -> "Figure":
-    """Four boxes, wider from tier to tier, with an arrow to the next one; the numbers are data
-    sheets'."""
+    """Draw four tiers as boxes of increasing width, with arrows between them, from data sheets."""
     said = [text("{name}: {size}", name=text(name), size=text(size)) for name, size, _ in _TIERS]
     alt = text("Four tiers: {tiers}. Between them {links}.", tiers=listed(said, "; "),
                links=listed([text(link) for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
@@ -47,12 +45,11 @@ def draw_tiers() -> "Figure":
 
 
 def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: float) -> "Figure":
-    """Draw, for each p, the lanes of compute, copies down and copies up, and below them the bytes.
+    """Draw, for each p, the lanes of compute, copies down and copies up, with live bytes below.
 
     Args:
-        runs: p -> the device after its block, when the step began, and what was live then, in
-            bytes.
-        plain: seconds of the step without copies; a line marks them.
+        runs: p -> the device after its block, when the step began, and live bytes at that time.
+        plain: Seconds of the step without copies, marked by a line.
     """
     seconds = {p: device.seconds - began for p, (device, began, _) in runs.items()}
     said = [text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()]
@@ -90,7 +87,7 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: fl
 
 
 def _above(ax: "Axes", held: int, top: float) -> None:
-    """Show bytes from those that were there before the step on."""
+    """Show bytes relative to those that were live before the step."""
     ax.set_ylim(held / 1e6, held / 1e6 + 1.1 * top)
     ax.set_yticks([held / 1e6, held / 1e6 + 5, held / 1e6 + 10], ["0", "5", "10"])
     ax.set_ylabel(text("MB"))
@@ -101,11 +98,11 @@ _MARKERS = ("o", "s", "D")
 
 
 def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], float]) -> "Figure":
-    """The reader's formula as lines and the simulated clock as points, over the time of a copy.
+    """Draw the reader's formula as lines and the simulated clock as points, over the copy time.
 
     Args:
-        typed: the reader's `step_time`, of 16 layers with f = 1 and g = 2.
-        clock: (c, p) -> what the clock said; both in times of f.
+        typed: The reader's `step_time`, evaluated for 16 layers with f = 1 and g = 2.
+        clock: (c, p) -> simulated time; both in units of f.
     """
     said = [
         text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / 47:.2f}") for (c, p), t in clock.items()
@@ -116,7 +113,7 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
     across = [i / 50 for i in range(1, 106)]
     for p, style, marker in zip((0, 1, 2), _STYLES, _MARKERS, strict=True):
         line = [typed(16, 1.0, 2.0, c, p) for c in across]
-        if None not in line:  # else it is not typed yet
+        if None not in line:  # otherwise the formula is not written yet
             ax.plot(across, [seconds / 47 for seconds in line], style, color=COLORS["predicted"])
         points = {c: t / 47 for (c, ahead), t in clock.items() if ahead == p}
         ax.plot(
@@ -138,7 +135,7 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
     return shown_once(drawn)
 
 
-#: (lane, start, length, label) of what is done with one storage.
+#: (lane, start, length, label) of the operations on one storage.
 _BOXES = (
     (0, 0.0, 1.6, "make"),
     (1, 1.9, 2.6, "copy down"),
@@ -187,13 +184,12 @@ def draw_order() -> "Figure":
 def draw_pages(
     typed: Callable[[int, int], float], peaks: Mapping[int, int], plain: int
 ) -> "Figure":
-    """The peak of an optimizer's step over the size of a page: the reader's formula, and what was
-    measured.
+    """Draw the peak of an optimizer step over the page size: the reader's formula and measurements.
 
     Args:
-        typed: the reader's `peak_in_step(parameters, page_bytes)`.
+        typed: The reader's `peak_in_step(parameters, page_bytes)`.
         peaks: MiB of a page -> bytes.
-        plain: the peak with all the state above, in bytes.
+        plain: Peak in bytes with all the state in memory.
     """
     said = [
         text("{mib} MiB: {peak} MB", mib=mib, peak=f"{peak / 1e6:.1f}")
@@ -208,7 +204,7 @@ def draw_pages(
     drawn, ax = figure(title, height=3.2, alt=alt)
     across = [i / 4 for i in range(4, 141)]
     line = [typed(6_875_648, int(mib * 2**20)) for mib in across]
-    if None not in line:  # else it is not typed yet
+    if None not in line:  # otherwise the formula is not written yet
         ax.plot(
             across, [peak / 1e6 for peak in line], color=COLORS["predicted"], label=text("typed")
         )
@@ -229,11 +225,13 @@ def draw_pages(
 
 
 def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
-    """FLOPs a byte that a causal layer offers, 4096 tokens, over its width; and what links ask for.
+    """Draw FLOPs per byte of a causal layer over its width, and the thresholds of links.
+
+    The layer has 4096 tokens.
 
     Args:
         rate: FLOP/s.
-        links: name -> bytes a second, one way.
+        links: Name -> bytes per second, one way.
     """
     widths = [512 * 2 ** (i / 4) for i in range(27)]
     title = "Where a line is above a link, copies can hide: checkpointed inputs long before all"

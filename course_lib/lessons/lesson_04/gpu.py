@@ -40,11 +40,14 @@ from course_lib.teaching.experiments import (
     },
 )
 def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Activations offloaded in two ways, which on a GPU pin host memory, some 13 GB each, as torch
-    rounds every block up to a power of two."""
+    """Measure activations that are offloaded in two ways.
+
+    On a GPU each of them pins some 13 GB of host memory, because torch rounds every block up to a
+    power of two.
+    """
     pinned = device.type == "cuda"
-    # a layer keeps 68 bytes in fp32 for each number that it takes; twice, and half of it for the
-    # rounding
+    # In fp32 a layer saves 68 bytes per number of its input. They are pinned twice, plus half of
+    # that for rounding.
     if pinned:
         need_host_memory(
             3 * 68 * sizes["batch"] * sizes["sequence"] * sizes["hidden"] * sizes["layers"]
@@ -82,8 +85,10 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     labels={"state_bytes": "8 bytes a parameter"},
 )
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """AdamW with its state in host memory; on a GPU it pins up to 16 bytes a parameter, 2 GB, and
-    takes half a minute on a slow CPU."""
+    """Measure AdamW with its state in host memory.
+
+    On a GPU it pins up to 16 bytes per parameter, 2 GB, and needs half a minute with a slow CPU.
+    """
     arms = {}
     for name, kind in (("plain", torch.optim.AdamW), ("offloaded", OffloadedOptimizer)):
         model, tokens = decoder_and_tokens(device, **sizes)
@@ -120,7 +125,7 @@ def pinned_copies(device: torch.device, *, megabytes: int) -> Iterator[Part]:
     }
     values: Part = {"copied_bytes": source.nbytes}
     for name, block in sources.items():
-        for _ in range(3):  # the last one counts
+        for _ in range(3):  # only the last one counts
             wait_for(device)
             start = time.perf_counter()
             block.to(device, non_blocking=True)

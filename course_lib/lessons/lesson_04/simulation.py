@@ -1,5 +1,4 @@
-"""Steps of lesson 04 on the simulated device: the clock of its first check, and the course's
-decoder."""
+"""Steps of lesson 04 on the simulated device: the clock of its first check, and the decoder."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -19,13 +18,14 @@ from course_lib.teaching.tables import NumberText
 
 @cache
 def clock(layers: int, copy: float, p: int) -> float:
-    """Simulated time of forward and backward of a chain of Linear and GELU, in times of a layer's
-    forward.
+    """Return the simulated time of forward and backward of a chain of Linear and GELU.
+
+    The unit is the time of one layer's forward.
 
     Args:
         layers: L.
-        copy: the time of a copy, in times of a layer's forward.
-        p: how many storages are fetched ahead; two copies down may be in flight.
+        copy: Time of a copy, in the same unit.
+        p: Number of storages that are fetched ahead. Two copies down may be in flight.
     """
     rows, width = 32, 16
     forward = 2 * rows * width**2 / 1e12
@@ -45,8 +45,8 @@ class Lanes(NamedTuple):
     """Forward and backward on the simulated device.
 
     Attributes:
-        seconds: simulated.
-        above_bytes: the peak, less what was there before: weights, their gradients, and the batch.
+        seconds: Simulated seconds.
+        above_bytes: Peak without the bytes that were live before: weights, gradients and the batch.
     """
 
     seconds: float
@@ -54,13 +54,14 @@ class Lanes(NamedTuple):
 
 
 def simulated_decoder(link: float | None, p: int = 0, checkpointed: bool = False) -> Lanes:
-    """The course's decoder, at 1e12 FLOP/s, two copies in flight; its gradients are there from the
-    start.
+    """Run the course's decoder at 1e12 FLOP/s, with two copies in flight.
+
+    Its gradients exist from the start.
 
     Args:
-        link: bytes a second each way; None to offload nothing.
-        p: how many storages are fetched ahead.
-        checkpointed: a checkpoint around each layer.
+        link: Bytes per second each way, or None to offload nothing.
+        p: Number of storages that are fetched ahead.
+        checkpointed: Whether each layer has a checkpoint.
     """
     links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), link)
     with SimulatedDevice(flops_per_second=1e12, memory_bytes=1 << 29, **links) as device:
@@ -78,7 +79,7 @@ def simulated_decoder(link: float | None, p: int = 0, checkpointed: bool = False
     return Lanes(device.seconds - began, device.peak_bytes - held)
 
 
-#: What `simulated_decoder` gave for its arguments; a test runs some of them again.
+#: Arguments of `simulated_decoder` -> its result; a test runs some of them again.
 RECORDED = {
     (None, 0, False): Lanes(0.045097, 195_174_408),
     (None, 0, True): Lanes(0.054761, 36_716_552),
@@ -94,11 +95,10 @@ RECORDED = {
 
 
 def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
-    """Times over the step with neither copies nor checkpoints, and bytes above what was there.
+    """Show times relative to the step without copies and checkpoints, and bytes above the start.
 
     Args:
-        live: arguments of `simulated_decoder` -> what it gave now; the other rows are those
-            recorded.
+        live: Arguments of `simulated_decoder` -> its result now; the other rows are recorded ones.
     """
     known, rows = {**RECORDED, **live}, []
     arms = [("plain", None, 0, False), ("checkpoint", None, 0, True)]
@@ -115,12 +115,13 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
 
 
 def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> Table:
-    """A small chain, offloaded with one wait taken away: races, and whether its first weight's
-    gradient is right.
+    """Show what happens to a small offloaded chain if one wait is removed.
+
+    The table has the races, and whether the gradient of the first weight is right.
 
     Args:
-        hasty: a store that leaves out the wait for copies of the name `missing`, "down" or "up".
-        unordered: a device whose copies do not wait for what makes their source.
+        hasty: A store that leaves out the wait for copies of the name `missing`, "down" or "up".
+        unordered: A device whose copies do not wait until their source is computed.
     """
     slips = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
     slips |= {
@@ -142,7 +143,7 @@ def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> T
 def _first_gradient(
     kind: type[SimulatedDevice], store: HostStore, **mode: bool
 ) -> tuple[Tensor, int]:
-    """The first weight's gradient of a chain of five layers, and how many races were found."""
+    """Return the first weight's gradient of a chain of five layers, and the number of races."""
     with kind(**mode) as device:
         network = device.move(deep_mlp(depth=5, width=32))
         x = device.move(torch.linspace(-1, 1, 32 * 32).view(32, 32))
@@ -150,13 +151,16 @@ def _first_gradient(
             loss = network(x).square().sum()
         loss.backward()
         races = len(device.races)
-        device.races.clear()  # else leaving the block raises them
+        device.races.clear()  # otherwise leaving the block would raise an error
     return network[0].weight.grad, races
 
 
 def read_late(waits: bool) -> list[float]:
-    """Values that the host reads of 0, 2, 4, 6, where copies run as late as they may; `waits`: once
-    the copy is complete."""
+    """Return what the host reads of 0, 2, 4, 6 if copies run as late as possible.
+
+    Args:
+        waits: Whether the host first waits for the copy.
+    """
     with SimulatedDevice(late=True) as device:
         y = device.move(torch.arange(4.0)) * 2
         host = device.pinned(y.shape, y.dtype)

@@ -1,5 +1,4 @@
-"""Lesson 05: its claims, checks, pictures, what a wrong divisor trains, two processes, and pieces
-on a GPU."""
+"""Lesson 05: its claims, checks and figures, training with a wrong divisor, and ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -78,8 +77,7 @@ CLAIMS = (
         source="Hugging Face blog, Fixing Gradient Accumulation, October 2024",
     ),
 )
-#: Claims only of the teaching documents from which the course was developed; for the in-depth
-#: part.
+#: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = (
     Claim(
         "Gradient accumulation is not compatible with optimizer in backward.",
@@ -109,14 +107,14 @@ def figures_of_claims(
     sums: Mapping[str, Mapping[int, Sequence[float]]],
     exact: Sequence[float],
 ) -> list[str]:
-    """Figures measured for each of `CLAIMS`.
+    """Return the figures measured for each of `CLAIMS`.
 
     Args:
-        off: samples in a micro-batch -> errors of the mean of means, one for each batch;
-            1 and 8 are among them.
-        sums: "fp32" -> number of micro-batches -> errors of Linear weights' gradients,
-            which are in bf16 and are added in fp32.
-        exact: errors of the token mean in fp32.
+        off: Samples in a micro-batch -> errors of the mean of means, one for each batch; 1 and 8
+            are among them.
+        sums: "fp32" -> number of micro-batches -> errors of Linear weights' gradients, which are in
+            bf16 and are added in fp32.
+        exact: Errors of the token mean in fp32.
     """
     small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
     large = text(
@@ -130,12 +128,12 @@ def figures_of_claims(
 
 
 def older_claims(used: tuple[int, int], peaks: tuple[int, int], second: float) -> Table:
-    """The table of the claims in depth.
+    """Return the table of the claims in depth.
 
     Args:
-        used: samples that reach a step, of how many.
-        peaks: in bytes, at once and one by one.
-        second: AdamA's second moments, of Adam's.
+        used: Number of samples that reach a step, and of all samples.
+        peaks: Peaks in bytes, at once and one by one.
+        second: AdamA's second moments relative to Adam's.
     """
     once, single = (f"{peak / 1e6:.1f}" for peak in peaks)
     lost = f"{used[1] - used[0]} / {used[1]}"

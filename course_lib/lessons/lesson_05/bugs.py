@@ -1,5 +1,4 @@
-"""The loop of lesson 05 with one bug at a time; each differs from `mended` in what its name
-says."""
+"""The loop of lesson 05 with one bug at a time, named after it, and once without any."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ def _loop(bug: str | None) -> Callable[..., None]:
                 loss, count = loss_sum(model, piece)
                 divisor = count * len(group) if bug == "mean of means" else total
                 scaler.scale(loss / divisor).backward()
-                # to the bound times the scale, so that this is all that is wrong
+                # to the bound times the scale, so that nothing else is wrong
                 if bug == "clipped per piece":
                     clip_grad_norm_(model.parameters(), max_norm * scaler.get_scale())
                 if bug == "scheduled per piece":

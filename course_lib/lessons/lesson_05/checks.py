@@ -1,4 +1,4 @@
-"""The exercises of lesson 05, of which one is a loop with five planted bugs."""
+"""The exercises of lesson 05, one of which is a loop with five planted bugs."""
 
 import itertools
 import math
@@ -15,7 +15,8 @@ from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
 
-#: Bytes, of the course's decoder: weights, bytes a sequence, and what does not depend on the piece.
+#: Bytes of the course's decoder: weights, bytes per sequence, and the part that does not depend on
+#: the micro-batch.
 WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
 
 
@@ -29,8 +30,10 @@ WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
     )
 )
 def check_peak_of_pieces(answer: Any) -> Verdict:
-    """A function of m, the sequences in a piece: the peak of the step over eight, for m = 1, 2, 4
-    and 8."""
+    """Check a function of m, the sequences in a micro-batch: the peak of a step over eight.
+
+    It is checked for m = 1, 2, 4 and 8.
+    """
     for m in (4, 2, 1, 8):
         given = answer(m)
         if given is None or given is ...:
@@ -46,7 +49,7 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
             277_682_584 * m / 8: (
                 "It does not fall in proportion: part of the peak is not activations."
             ),
-            # a line through a point where no gradients are
+            # a line through a point without gradients
             207_597_976
             + (m - 4) * 17_521_152: "At m = 8 there is one piece alone: no point of the line.",
             158_804_376
@@ -85,14 +88,16 @@ class _Taken(NamedTuple):
     """Record of an epoch of a loop."""
 
     gradients: list[Tensor]  # at each step of the optimizer
-    rates: list[int]  # steps of the scheduler that were taken before it
-    scheduled: int  # steps of the scheduler, in all
-    arriving: list[float]  # gradients that reach the sums of losses
+    rates: list[int]  # number of scheduler steps before each optimizer step
+    scheduled: int  # number of scheduler steps in total
+    arriving: list[float]  # gradients of the loss sums
 
 
 class _TwoWeights(nn.Module):
-    """A weighted sum of the features, (..., n) -> (...). Its weights are two parameters, so that a
-    norm of both differs from the norm of each."""
+    """A weighted sum of the features, (..., n) -> (...).
+
+    Its weights are two parameters, so that the norm of both differs from the norm of each.
+    """
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -105,7 +110,7 @@ class _TwoWeights(nn.Module):
 
 
 class _Recorder(torch.optim.SGD):
-    """Writes down the gradients of each step, and moves nothing."""
+    """Records the gradients of each step, and changes no parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)
@@ -120,7 +125,7 @@ class _Recorder(torch.optim.SGD):
         self.taken.rates.append(self.scheduler.last_epoch)
 
 
-# What PyTorch says of a scaler that is used wrongly, and what it means here.
+# PyTorch's messages on wrong use of a scaler, and what they mean here.
 _SLIPS = {
     "unscale_() has already been called": (
         "`unscale_` belongs to a step, not to a piece: once, after the last piece."
@@ -145,7 +150,7 @@ def _epoch(
     scale: float = 1.0,
     model: nn.Module | None = None,
 ) -> _Taken:
-    """An epoch of a reader's loop over micro-batches (samples, tokens, features).
+    """Run an epoch of a reader's loop over micro-batches (samples, tokens, features).
 
     The loss is linear in the features, unless another `model` is given.
     """
@@ -156,12 +161,12 @@ def _epoch(
 
     def loss_sum(model: nn.Module, piece: Tensor) -> tuple[Tensor, int]:
         loss = model(piece).sum()
-        if loss.requires_grad:  # not where the loop only counts tokens
+        if loss.requires_grad:  # false if the loop only counts tokens
             loss.register_hook(lambda gradient: optimizer.taken.arriving.append(float(gradient)))
         return loss, piece.shape[0] * piece.shape[1]
 
     with warnings.catch_warnings():
-        # of a scheduler before its optimizer; the check says so itself
+        # on a scheduler that steps before its optimizer, which the check itself reports
         warnings.simplefilter("ignore")
         try:
             loop(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)
@@ -176,13 +181,13 @@ def _epoch(
 
 
 def _pieces(*tokens: int, seed: int = 0) -> list[Tensor]:
-    """Pieces of two samples, with so many tokens each, (2, tokens, 8)."""
+    """Return micro-batches of two samples with the given numbers of tokens, (2, tokens, 8)."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, each, 8, generator=generator) for each in tokens]
 
 
 def _mean(pieces: list[Tensor]) -> Tensor:
-    """The gradient of the mean over the tokens of these pieces."""
+    """Return the gradient of the mean over the tokens of these micro-batches."""
     return torch.cat([piece.flatten(0, 1) for piece in pieces]).mean(0)
 
 
@@ -191,12 +196,12 @@ def _away(found: Tensor, wanted: Tensor) -> float:
 
 
 def divisor(loop: Callable) -> str | None:
-    """Pieces of unequal token counts, with nothing to clip, to unscale or to schedule."""
+    """Test micro-batches with unequal token counts, without clipping, scale and schedule."""
     pieces = _pieces(1, 6, 2, 9, 3)
     found = _epoch(loop, pieces, 2).gradients
     groups = (pieces[:2], pieces[2:4], pieces[4:])
     counts = [sum(piece.shape[0] * piece.shape[1] for piece in group) for group in groups]
-    # a dropped remainder is not its matter
+    # a dropped remainder is left to another check
     for step, (gradient, group) in enumerate(zip(found, groups, strict=False)):
         if (off := _away(gradient, _mean(group))) < 1e-4:
             continue
@@ -212,7 +217,7 @@ def divisor(loop: Callable) -> str | None:
                     "by what it divides: the tokens of the step before are counted again in the"
                     " second step"
                 )
-            # the sums of both steps are divided by the second's tokens, or each by its own
+            # the sums of both steps, divided by the second's tokens, or each by its own
             kept = (before / counts[1] + own, before + own)
             if any(_away(gradient, each) < 1e-4 for each in kept):
                 return (
@@ -233,8 +238,10 @@ def divisor(loop: Callable) -> str | None:
 
 
 def clipping(loop: Callable) -> str | None:
-    """Pieces of equal counts whose gradients point in different directions; no scale; only the
-    direction counts."""
+    """Test micro-batches of equal counts whose gradients point in different directions.
+
+    There is no scale. Only the direction of the update counts.
+    """
     pieces = _pieces(4, 4, 4, 4, seed=1)
     found, wanted = _epoch(loop, pieces, 4, max_norm=0.01).gradients[0], _mean(pieces)
     off = _away(found / found.norm(), wanted / wanted.norm())
@@ -246,7 +253,7 @@ def clipping(loop: Callable) -> str | None:
 
 
 def schedule(loop: Callable) -> str | None:
-    """Equal counts in full groups: how often the scheduler steps, and when."""
+    """Test equal counts in full groups: how often the scheduler steps, and when."""
     taken = _epoch(loop, _pieces(4, 4, 4, 4), 2)
     steps = len(taken.gradients)
     if taken.scheduled != steps:
@@ -263,7 +270,7 @@ def schedule(loop: Callable) -> str | None:
 
 
 def remainder(loop: Callable) -> str | None:
-    """Five pieces in groups of two, each with a feature of its own: which of them reach a step."""
+    """Test five micro-batches in groups of two, each with its own feature: which reach a step."""
     pieces = [torch.eye(5)[i].expand(2, 4, 5).contiguous() for i in range(5)]
     found = _epoch(loop, pieces, 2).gradients
     used = int(sum(gradient != 0 for gradient in found).bool().sum())
@@ -277,7 +284,8 @@ def remainder(loop: Callable) -> str | None:
 
 
 def unscaling(loop: Callable) -> str | None:
-    """Two micro-batches of equal counts, scaled by 1024 and clipped: the length of the update."""
+    """Test two micro-batches of equal counts, scaled by 1024 and clipped: the length of the
+    update."""
     taken = _epoch(loop, _pieces(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
     if min(taken.arriving, default=0.0) < 2:
         return "what is clipped: the loss no longer goes through the scaler"
@@ -296,10 +304,10 @@ def unscaling(loop: Callable) -> str | None:
 
 
 def _grows_by(loop: Callable) -> int:
-    """Bytes by which the peak of a step with eight micro-batches is above that with two.
+    """Return by how many bytes the peak of a step with eight micro-batches exceeds that with two.
 
-    A loop that runs backward after each forward has the activations of one micro-batch at a time,
-    so that its peak does not depend on their number.
+    A loop that runs backward after each forward holds the activations of one micro-batch at a time,
+    so its peak does not depend on their number.
     """
     peaks = []
     for count in (2, 8):
@@ -310,10 +318,10 @@ def _grows_by(loop: Callable) -> int:
     return peaks[1] - peaks[0]
 
 
-#: Bytes of one micro-batch's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each.
+#: Bytes of one micro-batch's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each
 _ACTIVATIONS = 2 * 16 * 64 * 4
 
-#: What each planted bug is called -> the check that sees it, and is blind to the other four.
+#: Name of a planted bug -> the check that detects it, and none of the other four.
 FIVE: Mapping[str, Callable[[Callable], str | None]] = {
     "mean of means": divisor,
     "clipped per piece": clipping,
@@ -337,8 +345,10 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
     )
 )
 def check_loop(function: Any) -> Verdict:
-    """`train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)`, looked
-    at in five ways, and with a meter."""
+    """Check `train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)`.
+
+    It is tested in five ways, and with a meter.
+    """
     found = [
         symptom for symptom in (check(function) for check in FIVE.values()) if symptom is not None
     ]
@@ -382,8 +392,10 @@ def check_loop(function: Any) -> Verdict:
     )
 )
 def check_fp32_sums(function: Any) -> Verdict:
-    """`accumulate_in_fp32(parameters)`: parameter -> sum of its gradients in fp32, 4 bytes each and
-    nothing beside."""
+    """Check `accumulate_in_fp32(parameters)`: parameter -> sum of its gradients in fp32.
+
+    The sums must take 4 bytes per number, and nothing else may be kept.
+    """
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False)).bfloat16()
     data = [torch.randn(32, 64, generator=generator).bfloat16() for _ in range(24)]
@@ -394,7 +406,7 @@ def check_fp32_sums(function: Any) -> Verdict:
     each = [gradients(x) for x in data]
     exact = [sum(g.float() for g in of_one) for of_one in zip(*each, strict=True)]
     so_far = [list(itertools.accumulate(of_one)) for of_one in zip(*each, strict=True)]
-    narrow = [of_one[-1] for of_one in so_far]  # as `.grad` adds them up
+    narrow = [of_one[-1] for of_one in so_far]  # the sums that `.grad` would have
     with MemoryMeter() as meter:
         sums = function(model.parameters())
         if sums is None or sums is ...:
@@ -405,7 +417,7 @@ def check_fp32_sums(function: Any) -> Verdict:
     if not isinstance(sums, Mapping):
         return wrong("A dict is wanted: parameter → the sum of its gradients.", exact=True)
     parameters = list(model.parameters())
-    if not sums:  # the cell as it came
+    if not sums:  # the cell is unchanged
         return not_answered()
     if any(parameter not in sums for parameter in parameters):
         return wrong(text("{n} of 3 parameters have a sum.", n=sum(p in sums for p in parameters)))
@@ -459,7 +471,7 @@ def _all_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 @exercise(hint="110,010,776 bytes and 24,396,800 a sequence: how many sequences fit below 10^9?")
 def check_largest_piece(answer: Any) -> Verdict:
-    """Lesson 05: the largest piece of a batch of 64 under 1 GB, for pieces that divide 64."""
+    """Check the largest micro-batch of a batch of 64 under 1 GB, among those that divide 64."""
     return expect_number(
         answer,
         32,
@@ -475,8 +487,7 @@ def check_largest_piece(answer: Any) -> Verdict:
 
 @exercise(hint="Samples a millisecond: m / (5 + m).")
 def check_fast_piece(answer: Any) -> Verdict:
-    """Lesson 05: the smallest power of two that reaches 80 % of the largest's rate, at 5 + m ms
-    each."""
+    """Check the smallest power of two that reaches 80% of the largest's rate, at 5 + m ms each."""
     return expect_number(
         answer,
         16,

@@ -15,16 +15,16 @@ from .mean_of_means import recorded
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_OTHER = "#888888"  # of what is measured, the one that is compared with
+_OTHER = "#888888"  # color of the measurement with which others are compared
 _PARTS = ("parameter", "optimizer", "gradient", "activation", "temporary")
 
 
 def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figure":
-    """Draw what is live at the peak, by the sequences in a piece, and the reader's line.
+    """Draw what is live at the peak over the sequences in a micro-batch, and the reader's line.
 
     Args:
-        meters: sequences in a piece -> a meter of the step.
-        line: m -> predicted bytes; drawn from 0 to 4.
+        meters: Sequences in a micro-batch -> a meter of the step.
+        line: Function of m that returns predicted bytes; drawn from 0 to 4.
     """
     said = [
         text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}")
@@ -41,7 +41,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
             bottom += here
         above, side = (9, "center") if m < 8 else (-12, "right")
         ax.text(m - (0.35 if m == 8 else 0), bottom + above, f"{bottom:.1f}", ha=side, fontsize=9)
-    if (ends := (line(2), line(4))) != (None, None):  # a reader may not have it yet
+    if (ends := (line(2), line(4))) != (None, None):  # None if the reader has no formula yet
         at = [(ends[0] + (m - 2) * (ends[1] - ends[0]) / 2) / 1e6 for m in (0, 4, 8)]
         ax.plot([0, 4], at[:2], color=COLORS["predicted"], linewidth=1.4)
         ax.plot([4, 8], at[1:], color=COLORS["predicted"], linewidth=1.2, linestyle=":")
@@ -63,11 +63,11 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
 
 
 def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "Figure":
-    """Draw what one token counts under the mean of means, and how far the gradient is off.
+    """Draw the weight of one token under the mean of means, and the error of the gradient.
 
     Args:
-        tokens: of the samples of a batch, in pieces of one.
-        errors: samples in a piece -> relative error of the gradient, a batch each.
+        tokens: Tokens of the samples of a batch, in micro-batches of one sample.
+        errors: Samples in a micro-batch -> relative errors of the gradient, one per batch.
     """
     say = [sum(tokens) / (len(tokens) * each) for each in tokens]
     alt = text(
@@ -122,7 +122,7 @@ _ONCE = (
 
 
 def draw_order() -> "Figure":
-    """Seven pieces in groups of four: what each piece does, and what is done once a step."""
+    """Draw seven micro-batches in groups of four: what happens for each, and once per step."""
     alt = (
         "Four pieces, one after the other; then once: {once}. Three pieces, the remainder; then the"
         " same once more."
@@ -162,8 +162,10 @@ def _box(left: float, width: float, color: str) -> Any:
 
 
 def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Seed -> the mean of means' loss less the token mean's, on short and on long samples, at each
-    look."""
+    """Return seed -> the mean of means' losses minus the token mean's, on short and long samples.
+
+    There is one pair for each evaluation.
+    """
     return {
         seed: [
             (short - own_short, long - own_long)
@@ -176,8 +178,10 @@ def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]
 
 
 def draw_training() -> "Figure":
-    """The recorded runs: how much worse the mean of means does, on short and on long samples, a
-    line a seed."""
+    """Draw the recorded runs: how much worse the mean of means is, with one line per seed.
+
+    Losses on short and on long samples are drawn separately.
+    """
     made = recorded()
     found, every = differences(made["runs"]), made["every"]
     last = list(zip(*(each[-1] for each in found.values()), strict=True))
@@ -259,7 +263,7 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
 
 
 def draw_spread(deltas: Sequence[float], errors: Sequence[float]) -> "Figure":
-    """Errors of the mean of means over the spread of token counts."""
+    """Draw errors of the mean of means over the spread of token counts."""
     shown = listed(
         [f"δ = {delta}: {error:.0%}" for delta, error in zip(deltas, errors, strict=True)], "; "
     )
@@ -276,8 +280,8 @@ def draw_spread(deltas: Sequence[float], errors: Sequence[float]) -> "Figure":
 
 
 def five_bugs() -> Table:
-    """Each bug by itself: what the check made for it sees, and how many of the other four see
-    anything."""
+    """Show each bug alone: what its own check detects, and how many of the others detect
+    something."""
     rows = []
     for name, loop in PLANTED.items():
         seen = {other: check(loop) for other, check in FIVE.items()}

@@ -1,4 +1,4 @@
-"""Lesson 05 on a GPU: one batch in pieces of different sizes."""
+"""Lesson 05 on a GPU: one batch in micro-batches of different sizes."""
 
 from collections.abc import Iterator
 

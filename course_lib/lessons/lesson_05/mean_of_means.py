@@ -1,13 +1,12 @@
-"""Training by the mean of means: losses on short and on long samples, beside those of the token
-mean.
+"""Training with the mean of means, compared with the token mean: losses on short and long samples.
 
     python -m course_lib.lessons.lesson_05.mean_of_means   # eight seeds, a few minutes
 
-The figures go to `mean_of_means.json`, next to this file.
+The figures are written to `mean_of_means.json`, next to this file.
 
-A small decoder on the course's own code (short lines) and prose (long paragraphs), character by
-character. Two runs of a seed begin with the same weights and see the same batches, in pieces of one
-sample; they differ in the divisor alone.
+A small decoder is trained on the course's own code (short lines) and prose (long paragraphs),
+character by character. The two runs of a seed start with the same weights and see the same batches,
+in micro-batches of one sample. They differ only in the divisor.
 """
 
 import json
@@ -30,7 +29,7 @@ KINDS = ("token mean", "mean of means")
 
 
 def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    """The sum of the losses, and the number of characters predicted; padding, 0, is left out.
+    """Return the sum of the losses, and the number of characters predicted, without padding (0).
 
     Args:
         tokens: (samples, s + 1).
@@ -44,15 +43,17 @@ def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
 
 
 def small_decoder(seed: int = 0) -> Decoder:
-    """Two layers, for characters; other starting weights for each seed."""
+    """Return a decoder of two layers for characters, with different weights for each seed."""
     return Decoder(
         vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=LENGTH, seed=100 * seed
     )
 
 
 def rounded_decoder(seed: int) -> Decoder:
-    """A decoder whose weights are bf16 numbers in fp32, every one moved a little, as after some
-    training."""
+    """Return a decoder whose weights are bf16 numbers in fp32.
+
+    Each weight is moved a little from its initial value, as by some training.
+    """
     model = Decoder(
         vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=16, seed=100 * seed
     )
@@ -66,7 +67,7 @@ def rounded_decoder(seed: int) -> Decoder:
 
 @cache
 def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]:
-    """Code and prose to train on, and of each every sixth text, to judge by."""
+    """Return code and prose to train on, and every sixth text of each, for evaluation."""
     short = [line for line in code() if len(line.strip()) > 5]
     long = prose()
     held_out = short[::6], long[::6]
@@ -75,14 +76,14 @@ def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]
 
 
 def batch(seed: int, samples: int = SAMPLES) -> Tensor:
-    """Samples drawn from code and prose, each with one chance in two: (samples, 129 at most)."""
+    """Draw samples from code and prose with equal probability: (samples, 129 at most)."""
     draw, (short, long) = random.Random(seed), _halves()[0]
     texts = [draw.choice(short if draw.random() < 0.5 else long) for _ in range(samples)]
     return padded(texts, LENGTH + 1)
 
 
 def judged(model: torch.nn.Module) -> tuple[float, float]:
-    """The loss a character on 128 lines of code and on 62 paragraphs that no run was trained on."""
+    """Return the loss per character on 128 lines of code and on 62 paragraphs, all held out."""
     short, long = _halves()[1]
     losses = []
     with torch.no_grad():
@@ -95,8 +96,7 @@ def judged(model: torch.nn.Module) -> tuple[float, float]:
 def train(
     kind: str, seed: int, steps: int = STEPS, every: int = EVERY
 ) -> list[tuple[float, float]]:
-    """Losses on short and on long samples, every so many steps of AdamW, the first before any
-    step."""
+    """Return losses on short and on long samples, before the first and after each `every` steps."""
     model = small_decoder(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found = [judged(model)]
@@ -114,7 +114,7 @@ def train(
 
 
 def recorded() -> dict[str, Any]:
-    """Record that `COMMAND` has stored: seed -> kind -> losses, and how it was made."""
+    """Return the record that `COMMAND` has stored: seed -> kind -> losses, and how it was made."""
     return json.loads(RECORDING.read_text(encoding="utf-8"))
 
 

@@ -1,7 +1,6 @@
-"""Two processes that reduce gradients: what a step on a rank hands to all-reduce, and whether its
-gradient is right.
+"""Two processes that reduce gradients: bytes given to all-reduce, and the error of the gradient.
 
-`python -m course_lib.lessons.lesson_05.ranks` is one of those processes, which `on_ranks` starts.
+`python -m course_lib.lessons.lesson_05.ranks` is one of the processes that `on_ranks` starts.
 """
 
 import gc
@@ -23,7 +22,7 @@ from course_lib.models import Decoder, random_tokens
 
 
 def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    """The sum of the losses of tokens (b, s + 1), and their number; padding, 0, is left out."""
+    """Return the sum of the losses of tokens (b, s + 1), and their number, without padding (0)."""
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()
     losses = functional.cross_entropy(
         logits.flatten(0, 1), targets, ignore_index=0, reduction="sum"
@@ -34,20 +33,20 @@ def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
 def on_ranks(
     step: Callable[..., Any], micro_batches: int = 8, processes: int = 2
 ) -> dict[str, float]:
-    """A function of the reader's, run on each of some processes with DDP over gloo, on CPUs.
+    """Run a function of the reader's in several processes with DDP over gloo, on CPUs.
 
     Args:
         step: `step(model, loss_sum, pieces, each)` leaves the gradient of the mean over all ranks'
-            tokens in `.grad`; `each` says whether every backward pass reduces, or the last one
-            alone. Its source is run, with `torch`, `dist` and `nullcontext`.
+            tokens in `.grad`. `each` says whether every backward pass reduces, or only the last
+            one. Its source is run, with `torch`, `dist` and `nullcontext`.
 
     Returns:
-        "parameters": their bytes; "each", "last": bytes that one rank hands to all-reduce; "error":
-        of the gradient against one process with all tokens, relative; "library": the bytes of
-        `AccumulatedStep`.
+        A dict: bytes of the "parameters"; bytes that one rank gives to all-reduce, "each" time or
+        only the "last"; the relative "error" of the gradient against one process with all tokens;
+        and the bytes of the "library"'s `AccumulatedStep`.
 
     Raises:
-        RuntimeError: a process failed; its last words are in the message.
+        RuntimeError: A process failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = inspect.cleandoc("\n" + inspect.getsource(step))
@@ -71,7 +70,7 @@ def on_ranks(
 
 
 def _batch(micro_batches: int, rank: int) -> Tensor:
-    """Tokens of one rank, of which the second has fewer: else a mean of means would be right."""
+    """Return one rank's tokens; the second has fewer, since a mean of means would else be right."""
     tokens = random_tokens(micro_batches, 16, 63, seed=rank) + 1
     tokens[:, 17 - 6 * rank :] = 0
     return tokens
@@ -91,7 +90,7 @@ def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: i
     import torch.distributed as dist
     import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as hooks
 
-    # before there is a group: its functions' defaults would hold it for ever
+    # before a group exists, because default arguments of its functions would hold the group forever
     import torch.distributed.nn.functional
     from torch.nn.parallel import DistributedDataParallel
 
@@ -131,8 +130,8 @@ def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: i
     figures["library"] = sum(sent)
     if rank == 0:
         (Path(folder) / "bytes.json").write_text(json.dumps(figures))
-    # Nothing may hold the group when it is destroyed: only then do gloo's threads end here. Left to
-    # the interpreter's end, they now and then abort the process.
+    # Nothing may refer to the group when it is destroyed, because only then gloo's threads end
+    # here. If they are left until the interpreter exits, they sometimes abort the process.
     names.clear()
     del model
     gc.collect()

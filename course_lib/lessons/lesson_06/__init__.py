@@ -1,4 +1,4 @@
-"""Lesson 06: its checks, its claims, its pictures, and attention on a GPU."""
+"""Lesson 06: its claims, checks and figures, and attention on a GPU."""
 
 from course_lib.teaching import Claim, Table
 from course_lib.teaching.claims import what_you_may_have_read
@@ -71,8 +71,7 @@ CLAIMS = (
         source="FlashAttention's benchmark script",
     ),
 )
-#: Claims only of the teaching documents from which the course was developed; for the in-depth
-#: part.
+#: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = (
     Claim(
         "Flash keeps the maximum m and the sum l of each row.",
@@ -102,5 +101,5 @@ OLDER_CLAIMS = (
 
 
 def older_claims(*measured: str) -> Table:
-    """The table of the claims in depth, with what was measured for each."""
+    """Return the table of the claims in depth, with the figure measured for each."""
     return what_you_may_have_read(OLDER_CLAIMS, *measured)

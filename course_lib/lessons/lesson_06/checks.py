@@ -20,7 +20,7 @@ from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 # Exercise 1: softmax in one pass
 # --------------------------------------------------------------------------------------
 
-#: Operators that only move numbers or make room for them: these may have all scores before them.
+#: Operators that only move numbers or allocate memory: these may see all scores at once.
 _MOVES = (
     "_to_copy",
     "_unsafe_view",
@@ -35,14 +35,16 @@ _MAKES = ("new_", "empty", "full", "ones", "zeros")
 
 
 class _Watched(TorchDispatchMode):
-    """Notes which operators compute with more than a block of the scores at once, and with which
-    blocks, in order."""
+    """A mode that records which operators compute with more than a block of the scores at once.
+
+    It also records which blocks are read, in order.
+    """
 
     def __init__(self, scores: torch.Tensor, block: int) -> None:
         super().__init__()
         self.scores, self.block = scores, block
         self.too_wide: list[str] = []
-        self.blocks_read: list[int] = []  # by their places in the scores
+        self.blocks_read: list[int] = []  # their offsets in the scores
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.overloadpacket.__name__
@@ -52,7 +54,7 @@ class _Watched(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def look(self, name: str, tensor: Tensor) -> None:
-        """Note that an operator of this name reads the tensor."""
+        """Record that an operator of this name reads the tensor."""
         if (
             tensor.numel() > len(self.scores) * self.block
             or max(tensor.shape, default=0) > self.block
@@ -64,7 +66,7 @@ class _Watched(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """Tells a `_Watched` of `tolist`, which no dispatch mode sees."""
+    """A mode that reports `tolist` to a `_Watched`, since no dispatch mode sees it."""
 
     def __init__(self, watched: _Watched) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ def _carried(
     factor: Factor = lambda old, new: (old - new).exp(),
     of_rows: Callable[[Tensor], Tensor] = lambda part: part.amax(1),
 ) -> Tensor:
-    """The log-sum-exp of each row in one pass over blocks; other arguments make a mistake in it."""
+    """Return the log-sum-exp of each row in one pass; other arguments introduce a mistake."""
     largest, total = scores.new_full(scores.shape[:1], start), scores.new_zeros(len(scores))
     for part in scores.split(block, 1):
         new = torch.maximum(largest, of_rows(part))
@@ -96,7 +98,7 @@ def _carried(
     return largest + total.log()
 
 
-#: Message -> the arguments of `_carried` that make the mistake.
+#: Message -> the arguments of `_carried` that introduce the mistake.
 _CARRIED: dict[str, dict[str, Any]] = {
     "Your running maximum starts at 0, so a row whose scores are all far below 0 sums up to"
     " nothing. Start it at −∞.": {"start": 0.0},
@@ -121,11 +123,12 @@ _CARRIED: dict[str, dict[str, Any]] = {
     )
 )
 def check_log_sum_exp(function: Any) -> Verdict:
-    """The log-sum-exp of each row over blocks of columns, for large scores too, in one pass."""
+    """Check the log-sum-exp of each row in one pass over blocks of columns, for large scores
+    too."""
     rows, block, columns = 6, 7, 23
     along = torch.linspace(-1, 1, columns)
     waves = torch.linspace(-3, 3, 4 * columns).sin().view(4, columns)
-    # small scores that rise and fall, large ones of both signs, and a row that is far below 0
+    # small scores that rise and fall, large ones of both signs, and a row far below 0
     scores = torch.stack(
         [along, -along, 10 * waves[0], 500 * waves[1], 1000 * waves[2], waves[3] - 1000]
     )
@@ -141,7 +144,7 @@ def check_log_sum_exp(function: Any) -> Verdict:
         for said, mistake in _CARRIED.items():
             if torch.allclose(found, _carried(scores, block, **mistake), atol=1e-4, equal_nan=True):
                 return wrong(said, exact=True)
-        if found[:2].isnan().any():  # their scores lie between -1 and 1
+        if found[:2].isnan().any():  # the scores of these rows lie between -1 and 1
             return wrong("nan even for small scores: 0 · ∞, or ∞ − ∞.")
         if (found == math.inf).any() or found.isnan().any():
             return wrong("Large scores overflow.")
@@ -192,8 +195,10 @@ def reference_backward(
     block: int,
     slip: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of one head, (n, d) each, panel by panel of keys; with a slip by name, as
-    learners make it."""
+    """Return dQ, dK and dV of one head, (n, d) each, computed key block by key block.
+
+    `slip` names a mistake that learners make, which is then included.
+    """
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, len(k), block):
@@ -225,8 +230,10 @@ def reference_backward(
     )
 )
 def check_backward(function: Any) -> Verdict:
-    """`function(q, k, v, o, lse, grad_o, block)`: right gradients in float64, five products a
-    panel, nothing N x N."""
+    """Check `function(q, k, v, o, lse, grad_o, block)`.
+
+    The gradients must be right in float64, with five products per key block and nothing N x N.
+    """
     case = _one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), 16)
     if found is None or (
@@ -234,7 +241,7 @@ def check_backward(function: Any) -> Verdict:
     ):
         return not_answered()
     expected = reference_backward(*case, 16)
-    # a verdict that is wrong is false: None means no problem
+    # a wrong verdict is false, so a missing problem is None
     problem = _wrong_gradients(found, expected, case)
     problem = _wrong_walk(function) if problem is None else problem
     if problem is not None:
@@ -243,8 +250,10 @@ def check_backward(function: Any) -> Verdict:
 
 
 def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, v, o, lse and an uneven gradient of o: inputs of no pattern, the same on every
-    machine. Every fifth query has scores up to 1000 and more."""
+    """Return q, k, v, o, lse and an uneven gradient of o, equal on every machine.
+
+    Every fifth query has scores of 1000 and more.
+    """
     q, k, v, grad_o = (
         torch.linspace(start, start + 40 * n, n * d, dtype=dtype).sin().view(n, d) * 1.5
         for start, n in ((0.0, queries), (1.0, keys), (2.0, keys), (3.0, queries))
@@ -287,8 +296,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _wrong_walk(function: Any) -> Verdict | None:
-    """Whether it holds as much as the scores at once, or computes more or less than five products a
-    panel."""
+    """Refuse a function that holds something as large as the scores.
+
+    It must also compute exactly five products per key block.
+    """
     n, d, block = 256, 16, 16
     case = _one_head(n, n, d, torch.float32)
     with flop_counter() as counter, MemoryMeter() as meter:
@@ -314,7 +325,7 @@ def _wrong_walk(function: Any) -> Verdict | None:
 # --------------------------------------------------------------------------------------------
 
 _TWO = "A multiplication and an addition count as two."
-#: Name -> FLOPs in N² d, why, and the mistakes that lead to other numbers.
+#: Name -> FLOPs in N² d, the reason, and the mistakes that lead to other numbers.
 _PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
     "forward": (4, "S = Q Kᵀ and O = P V: two products.", {2: _TWO}),
     "backward": (
@@ -342,7 +353,7 @@ _PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
     )
 )
 def check_flops(answer: Any) -> Verdict:
-    """{"forward", "backward", "two walks"}: FLOPs of each in N² d."""
+    """Check {"forward", "backward", "two walks"}: FLOPs of each in N² d."""
     if not isinstance(answer, Mapping) or set(answer) != set(_PRODUCTS):
         return wrong(
             "A dictionary is wanted, with `forward`, `backward` and `two walks`.", exact=True
@@ -374,10 +385,10 @@ def check_flops(answer: Any) -> Verdict:
     )
 )
 def check_kernel(run: Any) -> Verdict:
-    """`run(q, k, v)` -> (o, lse) of one head by the reader's kernel; passed over where Triton is
-    missing."""
+    """Check `run(q, k, v)` -> (o, lse) of one head by the reader's kernel, if Triton is
+    installed."""
     try:
-        import triton  # noqa: F401 - whether it is there
+        import triton  # noqa: F401 - whether it is installed
     except ImportError:
         return right("No Triton here (it is for Linux only): this one is passed over.")
     if _is_untouched(run):
@@ -416,10 +427,11 @@ def check_kernel(run: Any) -> Verdict:
 
 
 def _large_and_small() -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of one head, (48, 16) each. Their scores may all be near 1000 or −1000 in a row, and
-    rise or fall by hundreds from the first panel of 16 keys to the last.
+    """Return q, k, v of one head, (48, 16) each.
 
-    All are multiples of 1/16, small enough that their products are exact in TF32 too.
+    Scores of some rows are all near 1000 or −1000, and those of others rise or fall by hundreds
+    from the first block of 16 keys to the last. All numbers are multiples of 1/16, small enough for
+    products that are exact in TF32 too.
     """
     n, d = 48, 16
     q, k, v = (
@@ -447,8 +459,10 @@ def _folded(
         o * shrink + added
     ),
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the kernel, computed by PyTorch, block of queries by block; other
-    arguments make a mistake in one of its three lines."""
+    """Compute the kernel's output and log-sum-exp in PyTorch, one block of queries at a time.
+
+    Other arguments introduce a mistake in one of the kernel's three lines.
+    """
     outputs, log_sums = [], []
     for query in q.split(block):
         o, total = torch.zeros_like(query), query.new_zeros(len(query))
@@ -464,7 +478,7 @@ def _folded(
     return torch.cat(outputs), torch.cat(log_sums)
 
 
-#: Message -> the arguments of `_folded` that make the mistake.
+#: Message -> the arguments of `_folded` that introduce the mistake.
 _FOLDS: dict[str, dict[str, Any]] = {
     "Your kernel keeps no maximum, so `exp` overflows for scores of 1000, and every weight is 0 for"
     " scores of −1000. `new` is the largest score so far.": {
@@ -498,8 +512,10 @@ _FOLDS: dict[str, dict[str, Any]] = {
 
 
 def _is_untouched(run: Any) -> bool:
-    """Whether `fold`, which the kernel calls, does no more than the cell as it came, which has exp
-    and sum alone."""
+    """Return whether `fold`, which the kernel calls, is still the cell's original.
+
+    That contains only exp and sum.
+    """
     fold = getattr(run, "__globals__", {}).get("fold")
     code = getattr(getattr(fold, "fn", fold), "__code__", None)
     return code is not None and set(code.co_names) <= {"tl", "exp", "sum"}
@@ -516,7 +532,7 @@ def _is_untouched(run: Any) -> bool:
     )
 )
 def check_probabilities(function: Any) -> Verdict:
-    """P of one head, `(n, n)`, from Q, K and the log-sum-exp."""
+    """Check P of one head, `(n, n)`, computed from Q, K and the log-sum-exp."""
     q, k = (torch.linspace(-2, 2, 80).view(5, 16) * factor for factor in (1.0, -1.5))
     scores = q @ k.T / 4
     lse = torch.logsumexp(scores, 1)
@@ -542,7 +558,7 @@ def check_probabilities(function: Any) -> Verdict:
         if torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
             return wrong("Rows sum to 1, but the probabilities differ.")
         return wrong("Rows do not sum to 1.")
-    halved = function(q, k, lse + math.log(2))  # as if each row had as much again elsewhere
+    halved = function(q, k, lse + math.log(2))  # as if other keys had the same weight again
     if not isinstance(halved, torch.Tensor) or not torch.allclose(2 * halved, found, atol=1e-5):
         return wrong(
             "Right numbers, but they do not come from `lse`: with `lse` greater by log 2 they"
@@ -553,8 +569,10 @@ def check_probabilities(function: Any) -> Verdict:
 
 @exercise(hint="Which tensors does section 6.4 list, and how many heads has each?")
 def check_grouped_bytes(answer: Any) -> Verdict:
-    """Lesson 06: bytes that flash attention keeps, 32 query heads on 8, d = 128, 4096 tokens,
-    bf16."""
+    """Check the bytes that flash attention keeps with 32 query heads and 8 key heads.
+
+    The other sizes are d = 128, 4096 tokens, and bf16.
+    """
     one = 4096 * 128 * 2
     right = 80 * one + 32 * 4096 * 4
     return expect_number(
@@ -578,8 +596,10 @@ def check_grouped_bytes(answer: Any) -> Verdict:
     hint=("Count the tiles that the diagonal touches, and those below it.", "n (n + 1) / 2 of n².")
 )
 def check_causal_tiles(function: Any) -> Verdict:
-    """`function(queries, keys, block_q, block_k)`: tiles that a causal walk computes, aligned at
-    the bottom right."""
+    """Check `function(queries, keys, block_q, block_k)`: the tiles of a causal pass.
+
+    The mask is aligned at the bottom right.
+    """
     for queries, keys, block_q, block_k in (
         (512, 512, 64, 64),
         (100, 100, 32, 16),
@@ -595,7 +615,7 @@ def check_causal_tiles(function: Any) -> Verdict:
         expected = sum(bool(part.any()) for part in parts)
         case = f"{queries}, {keys}, {block_q}, {block_k}"
         last = [min(first + block_q, queries) for first in range(0, queries, block_q)]
-        seen = [each + keys - queries for each in last]  # by the last query of each block
+        seen = [each + keys - queries for each in last]  # keys seen by the last query of each block
         slips = {
             sum(-(-min(each, keys) // block_k) for each in last): (
                 "The last query sees all keys: count from the bottom right."

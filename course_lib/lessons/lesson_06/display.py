@@ -1,4 +1,4 @@
-"""Figures of lesson 06, and the loop of a kernel."""
+"""Figures of lesson 06, and the source of a kernel's loop."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +11,17 @@ from course_lib.teaching.figures import shown_once
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Standard and flash attention have these in all figures of the lesson; the categories' colours are
+# Colors of standard and flash attention in all figures of the lesson; the categories' colors are
 # for categories.
 _STANDARD, _FLASH = COLORS["predicted"], COLORS["measured"]
 _KINDS = {"standard": (_STANDARD, "o"), "checkpointed": ("#57606A", "s"), "flash": (_FLASH, "D")}
 
 
 def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
-    """The running maximum and sum, block by block; blocks that raise the maximum are marked.
+    """Draw the running maximum and sum, block by block; blocks that raise the maximum are marked.
 
     Args:
-        maxima, sums: after each block.
+        maxima, sums: Values after each block.
     """
     rises = [n for n in range(1, len(maxima)) if maxima[n] > maxima[n - 1]]
     alt = text(
@@ -50,8 +50,7 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
 
 
 def draw_walks() -> "Figure":
-    """Two drawings: forward, one block of queries walks over the keys; backward, one panel of keys
-    over the queries."""
+    """Draw both passes: a block of queries over the keys, and a key block over the queries."""
     alt = (
         "Forward: a block of queries goes from panel to panel of keys and carries m, the sum and"
         " its output. Backward: for each panel of keys, P is made again; dQ is added to, dK and dV"
@@ -106,11 +105,10 @@ def _box(x: float, y: float, width: float, height: float, **look: object) -> obj
 
 
 def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
-    """Relative errors of O, dQ, dK and dV, as multiples of 1e-7; "standard" is the one to compare
-    with.
+    """Draw relative errors of O, dQ, dK and dV, as multiples of 1e-7.
 
     Args:
-        errors: name -> the four errors.
+        errors: Name -> the four errors; "standard" is the one to compare with.
     """
     alt = text(
         "Errors of O, dQ, dK and dV: {names}.", names=listed([text(name) for name in errors])
@@ -131,10 +129,10 @@ def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
 
 
 def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "Figure":
-    """Bytes kept over the sequence length, on log axes: the slopes are the message.
+    """Draw saved bytes over the sequence length, on log axes, where the slopes are the message.
 
     Args:
-        lengths: N of each.
+        lengths: The values of N.
         saved: "standard" and "flash" -> bytes at each N.
     """
     ends = [
@@ -180,11 +178,11 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
 def draw_roofline(
     devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]
 ) -> "Figure":
-    """Draw what each device could reach with each arithmetic intensity, on log axes.
+    """Draw what each device can reach at each arithmetic intensity, on log axes.
 
     Args:
-        devices: name -> (FLOP/s, bytes/s).
-        reached: kind -> FLOPs a byte.
+        devices: Name -> (FLOP/s, bytes/s).
+        reached: Kind -> FLOPs per byte.
     """
     points = listed(
         [
@@ -235,7 +233,7 @@ def draw_roofline(
 
 
 def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
-    """Peak on x, FLOPs on y, of kinds of attention.
+    """Draw kinds of attention, with the peak on x and FLOPs on y.
 
     Args:
         costs: "standard", "checkpointed", "flash" -> (MB, GFLOPs).
@@ -261,8 +259,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
 
 
 def draw_causal_tiles() -> "Figure":
-    """Eight blocks of queries by eight of keys: which tiles a causal walk computes, in which
-    order."""
+    """Draw which tiles a causal pass computes, in which order, for 8 query and 8 key blocks."""
     alt = (
         "An 8 by 8 grid: the diagonal needs a mask, the 28 tiles below it none, those above are"
         " skipped."

@@ -1,4 +1,4 @@
-"""The GPU experiment of lesson 06: standard attention, the framework's kernels, the course's."""
+"""The GPU experiment of lesson 06: standard attention, PyTorch's kernels, and the course's."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,8 +29,7 @@ from course_lib.teaching.experiments import AttentionKernels, Part, compared, ex
 def attention_forward_and_backward(
     device: torch.device, *, sequence: int, heads: int, head_dim: int
 ) -> Iterator[Part]:
-    """Each of the framework's fused kernels that runs here is an arm; a note names the one that it
-    takes by itself."""
+    """Measure each of PyTorch's fused kernels that runs here; a note names the default one."""
     shape = (2, heads, sequence, head_dim)
     inputs = [
         torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -41,7 +40,7 @@ def attention_forward_and_backward(
     gradient = torch.randn(shape, dtype=torch.bfloat16, device=device)
 
     def by(backend: SDPBackend) -> torch.Tensor:
-        # raises an error where this one cannot run, and never takes another
+        # raises an error if this backend cannot run, and never falls back to another
         with sdpa_kernel(backend):
             return functional.scaled_dot_product_attention(*inputs, is_causal=True)
 
@@ -55,7 +54,7 @@ def attention_forward_and_backward(
         if _runs(lambda backend=backend: by(backend).backward(gradient)):
             forwards[name] = lambda backend=backend: by(backend)
     forwards["course"] = lambda: flash_attention(*inputs, causal=True, backend=ours)
-    forwards["course"]().backward(gradient)  # block sizes are tuned in the first call
+    forwards["course"]().backward(gradient)  # the first call tunes block sizes
     arms = {
         name: lambda forward=forward: forward().backward(gradient)
         for name, forward in forwards.items()
@@ -65,7 +64,7 @@ def attention_forward_and_backward(
 
 def _runs(step: Callable[[], object]) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # why it does not
+        warnings.simplefilter("ignore")  # they say why a backend cannot run
         try:
             step()
         except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Lesson 07: its checks, its claims, its pictures, stored estimates, and three recipes on a GPU."""
+"""Lesson 07: its claims, checks and figures, stored estimates, and three recipes on a GPU."""
 
 from collections.abc import Mapping
 
@@ -78,7 +78,7 @@ CLAIMS = (
         source="torchtune documentation, Memory Optimization Overview, stable",
     ),
 )
-#: Those of the optional sections.
+#: Claims of the optional sections.
 OLDER_CLAIMS = (
     Claim(
         "Accumulation always lowers the peak.",
@@ -103,12 +103,13 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Estimate) -> list[str]:
-    """Figures measured for each of `CLAIMS`.
+    """Return the figures measured for each of `CLAIMS`.
 
     Args:
-        plain: the plain step.
-        alone: "pieces", "checkpoints", "offloaded", and "both" of the last two.
-        last: the recipe that fits.
+        plain: Estimate of the baseline.
+        alone: Estimates named "pieces", "checkpoints", "offloaded", and "both" for the last two
+            together.
+        last: Estimate of the recipe that fits.
     """
     peaks = {name: f"{found.peak_bytes / 1e6:.1f}" for name, found in alone.items()}
     flops = [f"{alone[name].flops / plain.flops:.2f}" for name in ("pieces", "checkpoints")]
@@ -116,7 +117,7 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
         f"{(plain.peak_bytes - alone[name].peak_bytes) / 1e6:.1f}"
         for name in ("checkpoints", "offloaded", "both")
     ]
-    each = 4 / plain.at_peak["parameter"]  # parameters in a byte of weights, fp32
+    each = 4 / plain.at_peak["parameter"]  # 1 / number of parameters, in fp32
     return [
         text(
             "{one} MB, {less} of the FLOPs; {other} MB, {more}",
@@ -138,5 +139,5 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
 
 
 def older_claims(*measured: str) -> Table:
-    """The table of the claims in depth, with what was measured for each."""
+    """Return the table of the claims in depth, with the figure measured for each."""
     return what_you_may_have_read(OLDER_CLAIMS, *measured)

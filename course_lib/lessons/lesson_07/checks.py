@@ -25,12 +25,12 @@ LAYERS = 8  # of the course's decoder
 
 
 def make_model() -> Decoder:
-    """The course's decoder."""
+    """Build the course's decoder."""
     return Decoder(vocabulary=2048, hidden=256, heads=8, layers=LAYERS, sequence=128)
 
 
 def make_batch() -> torch.Tensor:
-    """Eight sequences of 128 tokens, and the token that follows each."""
+    """Return eight sequences of 128 tokens, with the token that follows each."""
     return random_tokens(8, 128, 2048)
 
 
@@ -51,10 +51,10 @@ def make_batch() -> torch.Tensor:
     )
 )
 def check_peak_without_memory(function: Any) -> Verdict:
-    """`function(make_model, make_batch)`: the second step's peak, found on symbolic tensors.
+    """Check `function(make_model, make_batch)`: the second step's peak, found on symbolic tensors.
 
-    One network peaks in backward, the other in the optimizer's step, so that all of the step must
-    be seen.
+    One network peaks in backward, the other in the optimizer step, so the whole step must be
+    measured.
     """
     for sizes, batch in (((64, 32, 2, 3, 32), 16), ((64, 64, 4, 1, 4), 1)):
         vocabulary, hidden, heads, layers, sequence = sizes
@@ -76,7 +76,7 @@ def check_peak_without_memory(function: Any) -> Verdict:
         except Exception:
             if all(seen):
                 raise
-        if not all(seen):  # what raised, if anything did, follows from it
+        if not all(seen):  # an error, if there was one, is a consequence
             return wrong(
                 "The model was made outside `with symbolic():`, so it takes memory.", exact=True
             )
@@ -89,7 +89,7 @@ def check_peak_without_memory(function: Any) -> Verdict:
             )
             return wrong(message, exact=True)
         expected, mistakes = _peaks(shape, batch)
-        # The batch may be made inside the meter's block or before it.
+        # The batch may be created inside the meter's block or before it.
         for right_answer in (expected, expected - _inputs(shape, batch)):
             verdict = expect_number(answer, right_answer, wrong_answers=mistakes, in_bytes=True)
             if verdict or verdict.exact:
@@ -102,15 +102,16 @@ def check_peak_without_memory(function: Any) -> Verdict:
 
 
 def _inputs(shape: dict[str, int], batch: int) -> int:
-    """Bytes of the batch."""
+    """Return the bytes of the batch."""
     return 8 * batch * (shape["sequence"] + 1)
 
 
 def _peaks(shape: dict[str, int], batch: int) -> tuple[int, dict[float, str]]:
-    """The second step's peak, its batch included, and the peaks that known mistakes find."""
+    """Return the second step's peak, including its batch, and the peaks that known mistakes
+    give."""
     whole = _step_peak(shape, batch)
     inside = {
-        # A fused update makes no temporaries either, so both mistakes may give this peak.
+        # A fused update creates no temporaries either, so both mistakes may give this peak.
         _step_peak(shape, batch, update=False): (
             "This is the peak without the temporaries of Adam's update. Call `adam.step()` inside"
             " the meter's block, with `foreach=False` and without `fused=True`."
@@ -157,8 +158,8 @@ def _step_peak(
 # Exercise 2: which of two is cheaper
 # ----------------------------------------------------------------------------------
 
-_PAIRS = (  # FLOPs and bytes moved of one step by two recipes
-    # The results, 29.6875 and 87.5, are not whole numbers, so that rounding is seen.
+_PAIRS = (  # (FLOPs, bytes moved) of one step by two recipes
+    # The results, 29.6875 and 87.5, are not whole numbers, so that rounding is detected.
     ((54_600_000_000, 129_000_000), (45_100_000_000, 449_000_000)),
     ((3_000_000_000, 40_000_000), (5_100_000_000, 16_000_000)),
 )
@@ -174,7 +175,7 @@ _PAIRS = (  # FLOPs and bytes moved of one step by two recipes
     )
 )
 def check_break_even(function: Any) -> Verdict:
-    """`function(first, second)`: the FLOP per byte of a machine on which both take as long."""
+    """Check `function(first, second)`: the FLOP per byte at which both recipes are equally fast."""
     for one, other in _PAIRS:
         first, second = (
             SimpleNamespace(flops=flops, moved_bytes=moved) for flops, moved in (one, other)
@@ -216,7 +217,7 @@ def check_break_even(function: Any) -> Verdict:
     )
 )
 def check_same_flops(recipe: Any) -> Verdict:
-    """160 MB, the plain step's FLOPs, nothing moved."""
+    """Check a recipe for 160 MB with the baseline's FLOPs and nothing moved."""
     found = _that_fits(recipe, 160_000_000)
     _moves_nothing(found)
     _computes_at_most(found, 1.0)
@@ -236,8 +237,10 @@ def check_same_flops(recipe: Any) -> Verdict:
     )
 )
 def check_keeps_clipping(recipe: Any) -> Verdict:
-    """120 MB, at most 1.19 of the plain FLOPs, nothing moved, the norm of all gradients known
-    before the update."""
+    """Check a recipe for 120 MB with at most 1.19 times the baseline's FLOPs and nothing moved.
+
+    The norm of all gradients must be known before the update.
+    """
     if isinstance(recipe, Recipe) and recipe.in_backward:
         return wrong(
             "Steps in backward know no norm of all gradients: clipping is gone.", exact=True
@@ -272,7 +275,7 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
     )
 )
 def check_fifty(recipe: Any) -> Verdict:
-    """50 MB, by any means."""
+    """Check a recipe for 50 MB, by any means."""
     found = _that_fits(recipe, 50_000_000)
     message = "Right: {mb}. Single tensors in place of layers, and the logits in pieces."
     return right(text(message, mb=_mb(found.peak_bytes)))
@@ -289,8 +292,10 @@ def _estimated(recipe: Recipe) -> Estimate:
 
 
 def _that_fits(recipe: Any, budget: int) -> Estimate:
-    """The estimate of a recipe that fits the budget, in fp32 with Adam; what fills its peak where
-    it does not."""
+    """Return the estimate of a recipe that fits the budget, in fp32 with Adam.
+
+    A recipe that does not fit is refused with the contents of its peak.
+    """
     if not isinstance(recipe, Recipe):
         kind = type(recipe).__name__
         raise Refused(text("A `Recipe` is wanted; this is a `{kind}`.", kind=kind), exact=True)
@@ -313,8 +318,10 @@ def _that_fits(recipe: Any, budget: int) -> Estimate:
 
 
 def filled_by(found: Estimate) -> str:
-    """The categories at a peak, the largest first, those below half a megabyte aside, and the
-    phase."""
+    """List the categories at a peak, the largest first, and name the phase.
+
+    Categories below half a megabyte are left out.
+    """
     held = sorted(
         ((count, name) for name, count in found.at_peak.items() if count >= 500_000), reverse=True
     )
@@ -328,7 +335,7 @@ def filled_by(found: Estimate) -> str:
 
 
 def peak_phase(found: Estimate) -> str:
-    """The phase of a step in which its peak is."""
+    """Return the phase of a step in which its peak is."""
     return max(found.phase_peaks, key=found.phase_peaks.get)
 
 

@@ -1,5 +1,4 @@
-"""Tables and figures of lesson 07: the fields of a recipe, what fills each peak, three figures and
-a playground."""
+"""Tables and figures of lesson 07: fields of a recipe, contents of each peak, and a playground."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -27,7 +26,7 @@ from .grid import Stored
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Field of a recipe -> what it says.
+#: Field of a recipe -> its meaning.
 FIELDS = {
     "precision": "dtype of the step; `bf16` has fp32 master weights",
     "optimizer": text(
@@ -61,7 +60,7 @@ FIELDS = {
 }
 
 
-# Those that this lesson turns; the others are shown in depth.
+# Fields that this lesson changes; the others are shown in depth.
 _TURNED = (
     "attention",
     "checkpoint",
@@ -76,10 +75,10 @@ _TURNED = (
 
 
 def recipe_fields(others: bool = False) -> Table:
-    """Table of what a recipe can say, field by field, with the plain step's value.
+    """Show the fields of a recipe with their meaning and the baseline's value.
 
     Args:
-        others: the fields that the core of the lesson does not use.
+        others: Whether to show the fields that the core of the lesson does not use.
     """
     shown = [field for field in fields(Recipe) if (field.name in _TURNED) != others]
     rows = [(f"`{field.name}={field.default!r}`", FIELDS[field.name]) for field in shown]
@@ -87,7 +86,7 @@ def recipe_fields(others: bool = False) -> Table:
 
 
 def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
-    """The peak of each recipe by category, MB, and the phase it is in."""
+    """Show the peak of each recipe by category, in MB, and the phase it is in."""
     shown = [
         name for name in CATEGORIES if any(found.at_peak.get(name, 0) > 5e5 for found in estimates)
     ]
@@ -100,7 +99,7 @@ def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
     return table(["step", "peak, MB", *(category_label(name) for name in shown), "phase"], rows)
 
 
-_IN_LINES = {  # names that are too wide below a bar
+_IN_LINES = {  # names that are too wide for a bar, with line breaks
     "+ checkpoints": "+ check-\npoints",
     "+ 8 pieces": "+ 8\npieces",
     "+ state below": "+ state\nbelow",
@@ -118,14 +117,15 @@ def waterfall_picture(
     *,
     title: str,
 ) -> "Figure":
-    """Draw the way from the plain step to a recipe: predicted peaks as stacked bars with their
-    price, measured ones as points.
+    """Draw the path from the baseline to a recipe.
+
+    Predicted peaks are stacked bars with their price, and measured ones are points.
 
     Args:
-        names: labels of the steps.
-        estimates: of each.
-        measured: peak of each, bytes.
-        budget_bytes: drawn as a line.
+        names: Labels of the steps.
+        estimates: Estimate of each step.
+        measured: Peak of each step in bytes.
+        budget_bytes: The budget, drawn as a line.
     """
     peaks = listed(
         (
@@ -151,11 +151,11 @@ def waterfall_picture(
 
 
 def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> "Figure":
-    """Time of two recipes over the FLOPs that a machine does while a byte is copied.
+    """Draw the time of two recipes over the FLOPs that a machine does while it copies one byte.
 
     Args:
-        first, second: estimates of one step; the one with more FLOPs moves fewer bytes.
-        names: labels of the two.
+        first, second: Estimates of one step; the one with more FLOPs moves fewer bytes.
+        names: Labels of the two.
     """
     equal = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
     ratios = [10 * 1.06**n for n in range(60)]
@@ -189,7 +189,7 @@ def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> 
     return shown_once(drawn)
 
 
-# What is given up for bytes below the peak: a marker for each.
+# The price of a lower peak -> a marker.
 _MARKERS = {
     (False, False): ("o", "neither"),
     (True, False): ("s", "checkpoints"),
@@ -199,13 +199,14 @@ _MARKERS = {
 
 
 def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 100) -> "Figure":
-    """Recipes by peak and seconds, and a budget: those to its left fit, and the cheapest of them is
-    named.
+    """Draw recipes by peak and seconds, with a budget.
+
+    Recipes to the left of the budget fit, and the fastest of them is named.
 
     Args:
-        points: of `stored_estimates`.
-        budget: MB.
-        intensity: FLOPs that the machine does while one byte is copied, at 100 GFLOP/s.
+        points: Result of `stored_estimates`.
+        budget: Budget in MB.
+        intensity: FLOPs that the machine does while it copies one byte, at 100 GFLOP/s.
     """
     if not points:
         raise ValueError("points must contain at least one stored estimate, got none")
@@ -263,7 +264,7 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
 
 
 def recipes_playground(points: Sequence[Stored]) -> None:
-    """`draw_recipes` behind two sliders."""
+    """Show `draw_recipes` with two sliders."""
     playground(
         lambda budget, intensity: draw_recipes(points, budget, intensity),
         lambda widgets: {

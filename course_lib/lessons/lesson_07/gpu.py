@@ -42,8 +42,10 @@ RECIPES = {
     },
 )
 def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator[Part]:
-    """Three recipes, of which the last one on a GPU pins some 20 GB: 14 bytes a parameter, where
-    torch rounds blocks up to powers of two."""
+    """Measure three recipes; on a GPU the last one pins some 20 GB of host memory.
+
+    It needs 14 bytes per parameter, and torch rounds blocks up to powers of two.
+    """
 
     def make_batch() -> torch.Tensor:
         return random_tokens(batch, sizes["sequence"], sizes["vocabulary"])
@@ -65,7 +67,7 @@ def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator
         allocator = Allocator(device)
         model, optimizer = build(make_model, recipe)
         tokens = make_batch().to(device)
-        train_step(model, optimizer, tokens, recipe)  # makes the state
+        train_step(model, optimizer, tokens, recipe)  # creates the state
         if on_gpu:
             allocator.reset()
         with MemoryMeter(model, optimizer) as meter:

@@ -1,8 +1,7 @@
-"""Estimates of the course's step by a grid of recipes: too many for a page to make while it is
-read.
+"""Estimates of the course's step for a grid of recipes, stored because computing them is slow.
 
-`python -c "from course_lib.lessons.lesson_07 import grid; grid.print_rows()"` makes them again;
-a test makes some.
+`python -c "from course_lib.lessons.lesson_07 import grid; grid.print_rows()"` computes them again,
+and a test computes some of them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from .checks import make_batch, make_model
 
 
 class Stored(NamedTuple):
-    """A recipe and what its step takes, from the second step on."""
+    """A recipe with its costs, from the second step on."""
 
     recipe: Recipe
     peak_bytes: int
@@ -25,8 +24,11 @@ class Stored(NamedTuple):
 
 
 def recipes() -> Iterator[Recipe]:
-    """Attention x checkpoints x pieces or steps in backward x state x activations x pages, where
-    they go together."""
+    """Yield the combinations of the grid that are possible.
+
+    They combine attention, checkpoints, micro-batches or steps in backward, offloaded state,
+    offloaded activations and pages.
+    """
     ways = product(
         ("standard", "flash"), ("none", "layers"), (1, 2, 8, 0), (0.0, 1.0), (False, True)
     )
@@ -44,11 +46,11 @@ def recipes() -> Iterator[Recipe]:
 
 @cache
 def stored_estimates() -> tuple[Stored, ...]:
-    """The stored estimates of all recipes."""
+    """Return the stored estimates of all recipes."""
     return tuple(Stored(recipe, *row) for recipe, row in zip(recipes(), _ROWS, strict=True))
 
 
-# (peak_bytes, flops, moved_bytes), in the order of `recipes`.
+# (peak_bytes, flops, moved_bytes), in the order of `recipes`
 _ROWS: tuple[tuple[int, int, int], ...] = (
     (277682584, 45097156608, 0),
     (124824984, 45097156608, 337641472),
@@ -118,7 +120,7 @@ _ROWS: tuple[tuple[int, int, int], ...] = (
 
 
 def print_rows() -> None:
-    """Make all estimates again and print them as they stand above."""
+    """Compute all estimates again and print them in the form of `_ROWS`."""
     for recipe in recipes():
         found = estimate(make_model, make_batch, recipe)
         print(f"    ({found.peak_bytes}, {found.flops}, {found.moved_bytes}),")

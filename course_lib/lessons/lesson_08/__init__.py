@@ -1,4 +1,4 @@
-"""Lesson 08: its exercises, its claims, its pictures, ranks within one process."""
+"""Lesson 08: its claims, checks and figures, and ranks within one process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -90,13 +90,13 @@ def figures_of_claims(
     alone: Mapping[str, int],
     saved: tuple[int, int],
 ) -> list[str]:
-    """Figures measured for each of `CLAIMS`.
+    """Return the figures measured for each of `CLAIMS`.
 
     Args:
-        runs: mode -> line of `launch`, on 2 ranks.
-        sharded: FSDP2 on 4 ranks.
-        alone: the peak of one device with 2 sequences, by category.
-        saved: bytes by which the view lowers the peak, with 128 and with 16 tokens.
+        runs: Mode -> line of `launch`, on 2 ranks.
+        sharded: Line of FSDP2 on 4 ranks.
+        alone: Category -> bytes at the peak of one device with 2 sequences.
+        saved: Bytes by which the bucket view lowers the peak, with 128 and with 16 tokens.
     """
     sent = [runs[mode]["communicated"]["measured"] for mode in ("ddp", "zero1")]
     whole, part = held_by(runs["ddp"]), held_by(sharded)

@@ -17,13 +17,13 @@ STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 
 def _held(psi: int, n: int) -> dict[str, float]:
-    """Bytes a rank, all numbers in fp32."""
+    """Return the bytes per rank with all numbers in fp32."""
     counts = (16 * psi, 8 * psi + 8 * psi / n, 4 * psi + 12 * psi / n, 16 * psi / n)
     return dict(zip(STAGES, counts, strict=True))
 
 
 def _mixed(psi: int, n: int) -> dict[str, float]:
-    """Bytes a rank in mixed precision, as the paper has them."""
+    """Return the bytes per rank in mixed precision, as in the ZeRO paper."""
     counts = (16 * psi, 4 * psi + 12 * psi / n, 2 * psi + 14 * psi / n, 16 * psi / n)
     return dict(zip(STAGES, counts, strict=True))
 
@@ -38,9 +38,11 @@ def _mixed(psi: int, n: int) -> dict[str, float]:
     )
 )
 def check_held(answer: Any) -> Verdict:
-    """A function of psi and n: bytes a rank holds of weights, gradients and Adam's state, in fp32,
-    for each stage."""
-    for psi, n in ((PSI, 8), (PSI, 2), (1_000_000, 4)):  # at 2 and at 4, some slips give one number
+    """Check a function of psi and n: bytes per rank of weights, gradients and Adam's state in fp32.
+
+    It returns one number for each stage.
+    """
+    for psi, n in ((PSI, 8), (PSI, 2), (1_000_000, 4)):  # at 2 and 4, some mistakes give one number
         given = _four(answer(psi, n))
         for stage, count in _held(psi, n).items():
             slips = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
@@ -81,7 +83,7 @@ def check_held(answer: Any) -> Verdict:
     )
 )
 def check_seven_billion(answer: Any) -> Verdict:
-    """Bytes a rank for 7e9 parameters in mixed precision on 8 ranks, for each stage."""
+    """Check the bytes per rank for 7e9 parameters in mixed precision on 8 ranks, for each stage."""
     psi, n, billion = 7 * 10**9, 8, 10**9
     fp32 = _held(psi, n)
     given = _four(answer)
@@ -99,7 +101,7 @@ def check_seven_billion(answer: Any) -> Verdict:
                 "So it is with autocast, which keeps weights and gradients in fp32. Here they have"
                 " 2 bytes a number."
             )
-        if stage == "ZeRO 2":  # who answers this has ZeRO 1 right, so it is no slip for fp32
+        if stage == "ZeRO 2":  # ZeRO 1 was right, so this is not a mistake about fp32
             slips[4 * psi + 12 * psi / n] = "The gradients are cut, too."
         if stage == "DDP":
             slips[14 * billion] = "DDP cuts nothing."
@@ -108,10 +110,10 @@ def check_seven_billion(answer: Any) -> Verdict:
 
 
 def _four(given: Any) -> Mapping[str, Any]:
-    """The answer, if it has the four stages and is not all zeros.
+    """Return the answer if it has the four stages and is not all zeros.
 
     Raises:
-        Refused: it has not, or it is.
+        Refused: The answer has another form, or all numbers are zero.
     """
     if given is None or (isinstance(given, Mapping) and not any(given.values())):
         raise Refused("Not answered yet.")
@@ -131,8 +133,7 @@ def _expect(
     *,
     tolerance: float = 2e-3,
 ) -> None:
-    """Refuse another number than that; it may be rounded to three digits where a number is asked
-    for."""
+    """Refuse any number except `count`, which may be rounded to three digits."""
     verdict = expect_number(given, count, tolerance=tolerance, wrong_answers=slips, in_bytes=True)
     if not verdict:
         said = text("`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message)
@@ -144,9 +145,9 @@ def _expect(
 
 
 class _WireWithHiddenRank(Wire):
-    """A wire to one more rank, so that a result computed without the wire is seen to be wrong.
+    """A wire to one additional rank, so that a result computed without the wire is wrong.
 
-    That rank adds `HIDDEN_GRADIENT` to every sum, and its part of the weights moves all gathered
+    That rank adds `HIDDEN_GRADIENT` to every sum, and its share of the weights shifts all gathered
     weights by `HIDDEN_WEIGHT`.
     """
 
@@ -161,7 +162,7 @@ class _WireWithHiddenRank(Wire):
 
 
 class _Watched(Adam):
-    """Remembers what it was given."""
+    """An Adam that remembers its arguments."""
 
     def __call__(self, piece: Tensor, gradient: Tensor) -> Tensor:
         if piece.shape != gradient.shape:
@@ -185,8 +186,10 @@ class _Watched(Adam):
     )
 )
 def check_sharded_step(answer: Any) -> Verdict:
-    """`answer(weights, gradients, adams, wire)`: three steps on 2 and on 4 ranks, against Adam on
-    the mean gradient."""
+    """Check `answer(weights, gradients, adams, wire)`: three steps on 2 and on 4 ranks.
+
+    They are compared with Adam on the mean gradient.
+    """
     for n in (2, 4):
         whole, alone, wire, adams = (
             torch.linspace(-1, 1, 64),
@@ -235,8 +238,12 @@ def _check_values(
     expected: tuple[Tensor, Tensor, Tensor],
     wire: _WireWithHiddenRank,
 ) -> None:
-    """Compare the weights and Adam's gradients with the weights that Adam alone finds, before they
-    are gathered, the mean gradient, and the mean without the wire."""
+    """Compare the new weights, and the gradients that Adam got, with the right ones.
+
+    Args:
+        expected: Weights that Adam alone finds, before they are gathered; the mean gradient; and
+            the mean gradient without the wire.
+    """
     whole, mean, mean_without_wire = expected
     given = torch.cat([adam.given for adam in adams if adam.steps])
     if len(given) == len(mean) and torch.allclose(given, mean_without_wire, atol=1e-6):
@@ -288,7 +295,7 @@ def _check_bytes(adams: list[_Watched], wire: Wire, steps: int, n: int) -> None:
 # One layer: gather, use, drop
 # -----------------------------------------------------------------------------------------
 
-# What PyTorch says of slips in backward, and what it means here.
+# PyTorch's messages on mistakes in backward, and what they mean here.
 _SLIPS = {
     "incorrect number of gradients": (
         "Backward returns a gradient for each argument of forward: `None` for the wire."
@@ -313,8 +320,10 @@ _SLIPS = {
     )
 )
 def check_gathered_linear(function: Any) -> Verdict:
-    """A Linear `function(x, piece, wire)`, or a Function of these, whose weight is cut: as rank 2
-    of 4 and 0 of 2."""
+    """Check a Linear `function(x, piece, wire)`, or a Function, with a sharded weight.
+
+    It runs as rank 2 of 4 and as rank 0 of 2.
+    """
     for rank, ranks in ((2, 4), (0, 2)):
         _check_gathered(getattr(function, "apply", function), rank, ranks)
     return right(
@@ -423,8 +432,7 @@ def _check_traffic(sent: int, whole: int) -> None:
     )
 )
 def check_sent(answer: Any) -> Verdict:
-    """A function of psi and root: bytes that a rank communicates in a step under DDP and under
-    FSDP2."""
+    """Check a function of psi and root: bytes that a rank communicates per step, DDP and FSDP2."""
     for psi, root in ((PSI, 557_568), (1000, 100)):
         given = answer(psi, root)
         if given is None or (isinstance(given, Mapping) and not any(given.values())):
@@ -474,8 +482,8 @@ def check_sent(answer: Any) -> Verdict:
     )
 )
 def check_tokens_to_hide(answer: Any) -> Verdict:
-    """A function of psi, rate and link: the least tokens of a rank whose compute takes as long as
-    FSDP2's traffic."""
+    """Check a function of psi, rate and link: the least tokens per rank that hide FSDP2's
+    traffic."""
     for psi, rate, link in (
         (7 * 10**9, 400e12, 50e9),
         (70 * 10**9, 400e12, 50e9),

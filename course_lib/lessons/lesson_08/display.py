@@ -1,4 +1,4 @@
-"""Tables and figures of lesson 08, and what it measures in the lesson's own process."""
+"""Tables and figures of lesson 08, and measurements in the lesson's own process."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,11 +43,10 @@ _COLORS = {
 
 
 def held_by(run: Mapping[str, Any]) -> int:
-    """Bytes that the fullest rank of a run holds when its optimizer steps: weights, gradients and
-    state, in bytes.
+    """Return the bytes that the fullest rank of a run holds when its optimizer steps.
 
-    Of `fsdp-keep` it is what it holds between forward and backward: the gathered weights come on
-    top.
+    They are weights, gradients and state. For `fsdp-keep`, the gathered weights are added, which it
+    holds between forward and backward.
     """
     held = max(map(sum, zip(*run["measured"].values(), strict=True)))
     return held + (run["taken"][0]["at_peak"]["gathered"] if run["mode"] == "fsdp-keep" else 0)
@@ -56,11 +55,11 @@ def held_by(run: Mapping[str, Any]) -> int:
 def draw_ranks(
     lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]
 ) -> "Figure":
-    """Bytes that a rank holds, and bytes that it communicates in a step, over the number of ranks.
+    """Draw bytes that a rank holds, and bytes that it communicates per step, over the ranks.
 
     Args:
-        lines: ranks -> stage -> bytes held, by the reader's formulas.
-        runs: lines of `launch`.
+        lines: Ranks -> stage -> bytes held, by the reader's formulas.
+        runs: Lines of `launch`.
     """
     title = "What is cut falls to an n-th; what a rank gives stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
@@ -146,11 +145,11 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
 
 
 def draw_peaks(arms: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
-    """Draw what is live at the peak of each arm, as bars of the categories.
+    """Draw what is live at the peak of each variant, as stacked bars.
 
     Args:
-        arms: label -> category -> bytes; "gathered" counts with the parameters, and is written
-            beside them.
+        arms: Label -> category -> bytes. "gathered" is added to the parameters, and its number is
+            written next to them.
     """
     drawn, ax = figure(title, height=0.9 + 0.46 * len(arms), width=8.2)
     said = []
@@ -186,10 +185,11 @@ def _legend(drawn: "Figure", arms: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def draw_wire(rows: Sequence[tuple[str, float, float, float]], ranks: int) -> "Figure":
-    """Bytes given to collectives beside what a ring would send of them, and what a wire carried.
+    """Draw bytes given to collectives, what a ring would send of them, and what a wire carried.
 
     Args:
-        rows: (a mode or a collective, given, a ring's, carried), in bytes.
+        rows: (mode or collective, given, of a ring, carried), in bytes.
+        ranks: Number of ranks.
     """
     title = "Gloo carries what a ring would, but for a reduce-scatter: that costs it an all-reduce"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.2)
@@ -242,12 +242,12 @@ def _wire_legend(drawn: "Figure") -> None:
 
 
 def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figure":
-    """One device that is stopped at its budget beside the ranks that keep within theirs.
+    """Draw one device that stops at its budget next to ranks that keep within theirs.
 
     Args:
-        alone: the `MemoryBudgetExceeded` of the device.
-        run: a line of `launch` under a budget.
-        device_bytes: the device's budget.
+        alone: The `MemoryBudgetExceeded` of the device.
+        run: A line of `launch` under a budget.
+        device_bytes: Budget of the device.
     """
     peaks = [taken["peak_bytes"] for taken in run["taken"]]
     drawn, ax = figure(
@@ -309,18 +309,19 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
 
 
 def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: float) -> "Figure":
-    """Seconds of a step's compute over the tokens of a rank, and of its traffic, which does not
-    depend on them.
+    """Draw seconds of a step's compute over the tokens of a rank, and seconds of its traffic.
+
+    The traffic does not depend on the number of tokens.
 
     Args:
-        traffic: label -> seconds.
-        compute_a_token: seconds.
-        least: tokens from which the first traffic takes no longer than the compute.
+        traffic: Label -> seconds.
+        compute_a_token: Seconds per token.
+        least: Tokens from which the first traffic takes no longer than the compute.
     """
     drawn, ax = figure(
         "Compute grows with a rank's tokens, traffic does not: long steps hide it", width=8.2
     )
-    most = 1.4 * least or 1.0  # nothing is solved yet: axes of some width
+    most = 1.4 * least or 1.0  # if nothing is solved yet, axes of some width
     ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
     place = {"xytext": (-18, 0), "textcoords": "offset points"}
     ax.annotate(text("compute"), (most, most * compute_a_token), **place, ha="right", va="center")
@@ -355,15 +356,17 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
 
 
 def symbolic_rank(mode: str, ranks: int) -> RankUsage:
-    """Measure what the course's step takes on one rank of so many, none of which is started."""
+    """Measure the course's step on one of several ranks, without starting them."""
     task = task_of()
     return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
 
 
 @contextmanager
 def as_rank_of(ranks: int) -> Iterator[None]:
-    """Run this process as rank 0 of so many, whose collectives return at once: bytes are right, and
-    values are not."""
+    """Run this process as rank 0 of `ranks`, with collectives that return at once.
+
+    Bytes are right, but values are not.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -383,8 +386,10 @@ def _one_rank() -> Iterator[None]:
 
 
 def resumed_alone(folder: str) -> list[float]:
-    """The loss of a step that goes on, by DDP on one rank, from what other ranks have saved by any
-    mode."""
+    """Return the loss of a step by DDP on one rank, after loading what other ranks have saved.
+
+    They may have saved it in any mode.
+    """
     task = task_of()
     with _one_rank():
         trainer = Trainer("ddp", task.make_model(), task.loss_sum)
@@ -392,15 +397,18 @@ def resumed_alone(folder: str) -> list[float]:
 
 
 def ddp_peak(tokens: int, *, view: bool) -> int:
-    """The peak of the third step of DDP on 2 sequences, with and without `gradient_as_bucket_view`;
-    on one rank."""
+    """Return the peak of DDP's third step on 2 sequences on one rank.
+
+    Args:
+        view: Whether to use `gradient_as_bucket_view`.
+    """
     task = task_of(batch=2, sequence=tokens)
     with _one_rank():
         model = task.make_model()
         with MemoryMeter(model) as meter:
             run = DistributedDataParallel(model, gradient_as_bucket_view=view)
             adam = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            for step in range(3):  # buckets are made anew in the second
+            for step in range(3):  # the second step rebuilds buckets
                 adam.zero_grad()
                 began, batch = len(meter.phases()), task.make_batch(step)
                 loss, count = task.loss_sum(run, batch)

@@ -1,12 +1,11 @@
-"""Bytes that a wire carries: on the loopback interface of a network namespace with nothing else in
-it. Linux only.
+"""Bytes that a wire carries, counted on the loopback interface of an empty network namespace.
 
     python -m course_lib.lessons.lesson_08.loopback --ranks 2
     python -m course_lib.lessons.lesson_08.loopback --ranks 4 --what hsdp,reduce_scatter
 
-No meter looks on, and nothing is taken from a collective's meaning: the kernel counts what the
-ranks' sockets send, headers and acknowledgements too. It takes `unshare`, and a kernel that lets
-everybody make namespaces.
+No meter is involved, and no assumption about collectives: the kernel counts what the sockets of the
+ranks send, including headers and acknowledgements. This works on Linux only. It needs `unshare`,
+and a kernel that lets every user create namespaces.
 """
 
 import argparse
@@ -30,14 +29,14 @@ from course_lib.distributed import MODES, Trainer, task_of
 
 from .wire import TENSOR_BYTES
 
-STEPS, WARM_UP = 4, 2  # the first step makes Adam's state, the second DDP's buckets
-# of (a whole tensor, a rank's part of it)
+STEPS, WARM_UP = 4, 2  # the first step creates Adam's state, the second DDP's buckets
+# functions of (a whole tensor, a rank's part of it)
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_reduce": lambda whole, part: dist.all_reduce(whole),
     "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
     "all_gather": lambda whole, part: dist.all_gather_into_tensor(whole, part),
 }
-PORT = 29500  # free: there are no other processes
+PORT = 29500  # free, because the namespace has no other processes
 WHAT = ("ddp", "zero1", "fsdp-keep", "fsdp", "fsdp-bf16", "hsdp", *COLLECTIVES)
 KNOWN = tuple(dict.fromkeys([*MODES, *WHAT]))
 
@@ -48,14 +47,16 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 def carried(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, int]:
-    """Bytes that a rank sends in a step of the course's decoder, or in a collective of a tensor of
-    4 MB.
+    """Return the bytes that a rank sends per step of the course's decoder, or per collective.
+
+    A collective has a tensor of 4 MB.
 
     Args:
-        what: some of `KNOWN`.
+        what: Some of `KNOWN`.
 
     Raises:
-        RuntimeError: no such namespace can be made here, or the run failed; with what was said.
+        RuntimeError: No such namespace can be created here, or the run failed; the message has the
+            output.
     """
     command = [
         *_EMPTY,
@@ -84,7 +85,7 @@ def carried(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, i
 
 
 def _bring_up_loopback() -> None:
-    """The interface of a new namespace is down."""
+    """Enable the loopback interface, which is down in a new namespace."""
     import fcntl  # not on Windows
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -100,7 +101,7 @@ def _sent_so_far() -> int:
 
 
 def _count(run: Callable[[int], object]) -> int:
-    """Bytes a rank and run, the mean of some that are alike."""
+    """Return the bytes per rank and run, as the mean of several equal runs."""
     for step in range(WARM_UP):
         run(step)
     dist.barrier()
@@ -125,7 +126,7 @@ def _mode(name: str) -> Callable[[int], object]:
 
 
 def _hybrid(_: str) -> Callable[[int], object]:
-    """FSDP2 within each half of the ranks, DDP between the halves."""
+    """Use FSDP2 within each half of the ranks, and DDP between the halves."""
     task, ranks, rank = task_of(), dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     model = task.make_model()
@@ -168,7 +169,7 @@ def _rank(rank: int, ranks: int, what: Sequence[str], told: Connection) -> None:
 
 
 def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
-    """Fork the ranks, so that all is imported once; in a namespace that nobody else is in."""
+    """Fork the ranks in the empty namespace, so that modules are imported only once."""
     _bring_up_loopback()
     forked = multiprocessing.get_context("fork")
     heard, told = forked.Pipe(duplex=False)
@@ -177,7 +178,7 @@ def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
     ]
     for process in processes:
         process.start()
-    told.close()  # so that the end is heard where all ranks have failed
+    told.close()  # so that `recv` ends if all ranks have failed
     try:
         return heard.recv()
     finally:
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument(
         "--what", default=",".join(WHAT), help="with commas between; default %(default)s"
     )
-    # the namespace is made
+    # set by this script itself, inside the namespace
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     what = given.what.split(",")

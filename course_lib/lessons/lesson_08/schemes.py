@@ -1,5 +1,4 @@
-"""Shares of each rank, by the kinds of parallelism: pictures and a table, from their papers and not
-measured."""
+"""The share of each rank in several kinds of parallelism, from papers and not measured."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,19 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RANKS = 4
-WIDTHS = {"parameter": 4, "gradient": 4, "optimizer": 8}  # bytes of a weight
+WIDTHS = {"parameter": 4, "gradient": 4, "optimizer": 8}  # bytes per weight
 CUT = {
     "DDP": (),
     "ZeRO 1": ("optimizer",),
     "ZeRO 2": ("gradient", "optimizer"),
     "ZeRO 3": tuple(WIDTHS),
 }
-_SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # of the pieces, one a rank
+_SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # one color per rank, for the shards
 
 
 def draw_stages() -> "Figure":
-    """Draw what each of four ranks holds under DDP and ZeRO's stages: whole bars, or a quarter of
-    each."""
+    """Draw what each of four ranks holds under DDP and ZeRO's stages: whole bars, or quarters."""
     drawn, axes = figure(
         "DDP holds all of it four times; each stage of ZeRO cuts one thing more",
         columns=4,
@@ -65,7 +63,7 @@ def draw_stages() -> "Figure":
 
 
 def draw_collectives() -> "Figure":
-    """A reduce-scatter and an all-gather of four ranks' tensors, cut into four pieces each."""
+    """Draw a reduce-scatter and an all-gather of four ranks' tensors, cut into four shards each."""
     drawn, axes = figure(
         "A reduce-scatter, then an all-gather: together an all-reduce", columns=3, width=8.6
     )
@@ -119,12 +117,12 @@ def _bare(ax: "Axes") -> None:
 
 
 _NO = "–"
-# no line breaks within
+# without line breaks inside
 _BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"
-_MATRICES = "matrices ÷ t"  # the norms, and the biases of matrices cut by rows, stay whole
+_MATRICES = "matrices ÷ t"  # norms, and biases of matrices that are cut by rows, stay whole
 _SHARE = "÷ N, of a fixed batch"
-#: kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives
-#: of a step, source.
+#: (kind; what a rank holds of weights, gradients, Adam's state and activations; collectives per
+#: step; source).
 PARALLELISMS = (
     (
         "data (DDP)",
@@ -203,7 +201,7 @@ PARALLELISMS = (
 
 
 def parallelisms() -> Table:
-    """Table of what each kind of parallelism divides, and by which collective."""
+    """Show what each kind of parallelism divides, and by which collective."""
     columns = [
         "kind",
         "weights",

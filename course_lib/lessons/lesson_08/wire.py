@@ -1,17 +1,19 @@
-"""Ranks within one process: collectives on lists, one tensor a rank, and Adam on a piece; what a
-real wire carried."""
+"""Ranks within one process: collectives on lists with one tensor per rank, and Adam on a shard.
+
+The module also has the bytes that a real wire carried.
+"""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-TENSOR_BYTES = 4_000_000  # of the tensor in the recorded collectives
-# its tensor's bytes, as the page counts them
+TENSOR_BYTES = 4_000_000  # bytes of the tensor in the recorded collectives
+# collective -> how often the tensor's bytes are given, as the lesson counts
 GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
-#: Ranks -> what -> bytes a rank and step, by `course_lib.lessons.lesson_08.loopback`, with torch
-#: 2.13.0 and gloo, November 2026.
+#: Ranks -> mode or collective -> bytes per rank and step, by
+#: `course_lib.lessons.lesson_08.loopback`, with torch 2.13.0 and gloo, November 2026.
 RECORDED: Mapping[int, Mapping[str, int]] = {
     2: {
         "ddp": 27_543_722,
@@ -38,15 +40,17 @@ RECORDED: Mapping[int, Mapping[str, int]] = {
 
 
 class _Counted:
-    """Counts what is given to collectives, out of reach of whoever holds the wire."""
+    """Counts bytes given to collectives, inaccessible to the code that uses the wire."""
 
     def __init__(self) -> None:
         self.__given: list[int] = []
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank has sent so far, as `course_lib.distributed.Communicated` counts: of
-        whole tensors."""
+        """Bytes that one rank has sent so far, counted like `course_lib.distributed.Communicated`.
+
+        Each collective counts whole tensors.
+        """
         return sum(self.__given)
 
     def _give(self, tensor: Tensor) -> None:
@@ -54,33 +58,32 @@ class _Counted:
 
 
 class Wire(_Counted):
-    """Collectives that take a list with one tensor a rank, and give such a list."""
+    """Collectives of a list with one tensor per rank; they return such a list."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of all tensors, cut: rank r gets the r-th piece."""
+        """Return the sum of all tensors, cut: rank r gets the r-th shard."""
         self._give(tensors[0])
         return [piece.clone() for piece in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
 
     def all_gather(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """All pieces, one behind the other: each rank gets the whole."""
+        """Concatenate all shards: each rank gets the whole."""
         whole = torch.cat([*pieces])
         self._give(whole)
         return [whole.clone() for _ in pieces]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of all tensors, whole, on each rank: a reduce-scatter, then an all-gather."""
+        """Return the sum of all tensors on each rank: a reduce-scatter, then an all-gather."""
         return self.all_gather(self.reduce_scatter(tensors))
 
 
 class RankWire(_Counted):
-    """Collectives as one rank calls them: what it gives goes in, and what all ranks make of it
-    comes out.
+    """Collectives as one rank calls them: its own tensor goes in, and the result of all comes out.
 
     Args:
-        rank: whose wire it is.
-        pieces: a weight's, one a rank, cut along the first dimension; this rank's own goes by what
-            it gives.
-        gradients: of the whole weight, one a rank; likewise.
+        rank: The rank whose wire this is.
+        pieces: Shards of a weight, one per rank, cut along the first dimension. This rank's own
+            shard is replaced by what it passes in.
+        gradients: Gradients of the whole weight, one per rank, likewise.
     """
 
     def __init__(self, rank: int, pieces: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -89,7 +92,7 @@ class RankWire(_Counted):
         self._others = sum(each for r, each in enumerate(gradients) if r != rank)
 
     def all_gather(self, piece: Tensor) -> Tensor:
-        """All pieces, one behind the other."""
+        """Concatenate the shards of all ranks."""
         own = self._pieces[self._rank]
         if piece.shape != own.shape:
             shapes = tuple(piece.shape), tuple(own.shape)
@@ -103,13 +106,13 @@ class RankWire(_Counted):
         return whole.detach()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Piece of the sum over all ranks that is this rank's."""
+        """Return this rank's shard of the sum over all ranks."""
         total = self._sum(tensor)
         self._give(total)
         return total.chunk(self._ranks)[self._rank].clone()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, whole: a reduce-scatter, then an all-gather."""
+        """Return the sum over all ranks: a reduce-scatter, then an all-gather."""
         total = self._sum(tensor)
         self._give(total)
         self._give(total)
@@ -126,10 +129,9 @@ class RankWire(_Counted):
 
 
 class Adam:
-    """Adam on whatever piece of the weights it is given: `adam(piece, gradient)` is the updated
-    piece.
+    """Adam on a shard of the weights: `adam(piece, gradient)` returns the updated shard.
 
-    Its two moments are as long as the first piece.
+    Its two moments are as long as the first shard it gets.
     """
 
     def __init__(self, lr: float = 1e-3) -> None:

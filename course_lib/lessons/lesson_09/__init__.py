@@ -1,4 +1,4 @@
-"""Lesson 09: its slots, its checks, its claims and its pictures."""
+"""Lesson 09: its claims, checks and figures, and the checks of the reader's own model."""
 
 from course_lib.teaching import Claim
 from course_lib.workload import configured

@@ -1,4 +1,4 @@
-"""The exercises of lesson 09, and the model that its slots come filled with."""
+"""The exercises of lesson 09, and the model that is given for the fill-ins."""
 
 import json
 from collections.abc import Mapping
@@ -20,23 +20,22 @@ from course_lib.teaching import Verdict, category_label, text
 from course_lib.teaching.exercises import exercise, expect_number, not_answered, right, wrong
 
 FOLDER = Path(__file__).parent
-#: A Llama of 31 million parameters, whose tokens are characters.
+#: A Llama of 31 million parameters, whose tokens are characters
 LLAMA = json.loads((FOLDER / "llama.json").read_text("utf-8"))
-IGNORED = -100  # a label that is not predicted, in PyTorch and transformers
+IGNORED = -100  # label of a token that is not predicted, in PyTorch and transformers
 
 
 def has_transformers() -> bool:
-    """Whether the library that the lesson's model comes from is installed."""
+    """Return whether the library of the lesson's model is installed."""
     try:
-        import transformers  # noqa: F401 - whether it is there
+        import transformers  # noqa: F401 - whether it is installed
     except ImportError:
         return False
     return True
 
 
 def model_of(config: Mapping[str, Any]) -> nn.Module:
-    """transformers' model of a configuration; the course's decoder of like size where transformers
-    is missing."""
+    """Build transformers' model of a configuration, or a similar decoder without transformers."""
     torch.manual_seed(0)
     if has_transformers():
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -52,7 +51,7 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor]:
-    """Other pieces of the course's own English at each step, a character a token.
+    """Return passages of the course's own English, different in each step, as characters.
 
     Returns:
         {"input_ids": (samples, length), "labels": the same}.
@@ -70,7 +69,7 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
 
 
 class _Uneven(nn.Module):
-    """Logits that no two positions share, so that a shift is seen."""
+    """A model whose logits differ at all positions, so that a shift is detected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +95,7 @@ def _uneven_batch() -> dict[str, Tensor]:
     )
 )
 def check_loss_sum(function: Any) -> Verdict:
-    """`function(model, batch)`: the sum of the cross-entropies of the tokens that are predicted,
-    and their number."""
+    """Check `function(model, batch)`: the sum and the number of the tokens' cross-entropies."""
     model, batch = _Uneven(), _uneven_batch()
     found = function(model, batch)
     if found is None:
@@ -112,7 +110,7 @@ def check_loss_sum(function: Any) -> Verdict:
     logits, labels = model(batch["input_ids"]).logits, batch["labels"]
     each = F.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
-    )  # 0 where a label is ignored
+    )  # 0 for an ignored label
     unshifted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     backward_shift = F.cross_entropy(
         logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten(), reduction="sum"
@@ -169,7 +167,7 @@ _SLIPS = {
 
 
 def parameters_of(config: Mapping[str, Any], *slips: str) -> int:
-    """Number of a Llama's parameters; with named mistakes, as learners make them."""
+    """Return the number of a Llama's parameters, or the result of the named mistakes."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, few = config["num_attention_heads"], config["num_key_value_heads"]
     keys = hidden * (hidden // heads) * (heads if "keys" in slips else few)
@@ -187,7 +185,7 @@ def parameters_of(config: Mapping[str, Any], *slips: str) -> int:
 
 
 def _parameter_slips(config: Mapping[str, Any]) -> dict[float, str]:
-    """Wrong count -> what went wrong, for one mistake and for two at once."""
+    """Return wrong count -> what went wrong, for one mistake and for two at once."""
     count = parameters_of(config)
     found: dict[float, str] = {
         parameters_of(config, one, other): text("{first} {second}", first=a, second=b)
@@ -208,9 +206,10 @@ def _parameter_slips(config: Mapping[str, Any]) -> dict[float, str]:
     )
 )
 def check_parameters(function: Any) -> Verdict:
-    """`function(config)`: the parameters of a Llama; asked for three configurations."""
-    # It comes first because here no two mistakes give the same count. In `LLAMA` the vocabulary is
-    # as long as the longest sequence, so a table of positions would look like an untied head.
+    """Check `function(config)`, the number of a Llama's parameters, for three configurations."""
+    # `other` comes first because no two mistakes give the same count for it. In `LLAMA` the
+    # vocabulary has as many entries as the longest sequence, so a table of positions would look
+    # like an untied head.
     other = {**LLAMA, "num_attention_heads": 16, "tie_word_embeddings": False, "vocab_size": 1000}
     for config in (other, LLAMA, json.loads((FOLDER / "llama_3_8b.json").read_text("utf-8"))):
         answer = function(config)
@@ -232,7 +231,7 @@ BUDGET = 200_000_000
 
 @cache
 def estimated(recipe: Recipe) -> Estimate:
-    """Estimate of a step of the lesson's model and batch."""
+    """Estimate a step of the lesson's model and batch."""
     return estimate(
         lambda: model_of(LLAMA),
         lambda: passages(0),
@@ -242,7 +241,7 @@ def estimated(recipe: Recipe) -> Estimate:
 
 
 def decoder_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The loss of the decoder that stands in where transformers is missing."""
+    """Return the loss of the decoder that is used without transformers."""
     logits, targets = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total, (targets != IGNORED).sum()
@@ -253,7 +252,8 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 
 
 def _techniques_of(recipe: Recipe) -> set[str]:
-    """The recipe's fields that save memory, without those that only say how much or where."""
+    """Return the recipe's fields that save memory, without those that only give amounts or
+    places."""
     sizes = {"first_blocks", "blocks", "segments", "schedule_bytes", "min_bytes", "page_bytes"}
     return set(recipe.changed()) - sizes - {"precision", "prefetch", "in_flight", "update"}
 
@@ -267,7 +267,7 @@ def _techniques_of(recipe: Recipe) -> set[str]:
     )
 )
 def check_recipe(recipe: Any) -> Verdict:
-    """A recipe whose step stays within 200 MB, and trains as the plain step does."""
+    """Check a recipe whose step stays within 200 MB and trains like the baseline."""
     if not isinstance(recipe, Recipe):
         return wrong("A `Recipe` is wanted.", exact=True)
     plain = Recipe()

@@ -1,4 +1,4 @@
-"""Figures of lesson 09: what fills each peak, two curves of losses, and models on devices."""
+"""Figures of lesson 09: contents of each peak, two loss curves, and models of other kinds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
-    """The peak of each recipe as a bar of what fills it; the budget is a line.
+    """Draw the peak of each recipe as a stacked bar, with the budget as a line.
 
     Args:
-        found: label -> estimate.
+        found: Label -> estimate.
+        budget_bytes: The budget.
     """
     said = [
         text("{name} {peak} MB", name=text(name), peak=f"{each.peak_bytes / 1e6:.1f}")
@@ -57,13 +58,13 @@ def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the budget's line
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # covers the budget's line
         )
     ax.axvline(budget_bytes / 1e6, color="black", linestyle="--", linewidth=1)
     ax.annotate(
         text("budget"),
         (budget_bytes / 1e6, len(found) - 1),
-        xytext=(22, 0),  # beside the last bar's number
+        xytext=(22, 0),  # next to the last bar's number
         textcoords="offset points",
         va="center",
     )
@@ -76,14 +77,14 @@ def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
-    """Losses of the same steps by two recipes, one over the other.
+    """Draw losses of the same steps by two recipes, one on top of the other.
 
     Args:
-        losses: label -> the mean loss of each step; the second is drawn over the first.
+        losses: Label -> mean loss of each step; the second is drawn over the first.
     """
     (plain, first), (other, second) = losses.items()
     apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
-    # Rounding differs from CPU to CPU, so the next power of ten is shown.
+    # Rounding differs between CPUs, so the next power of ten is shown.
     bound = 10.0 ** math.floor(math.log10(apart) + 1) if apart else 1e-12
     drawn, ax = figure(
         "The same curve, in less than a third of the memory",
@@ -103,7 +104,7 @@ def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
     return shown_once(drawn)
 
 
-#: Kinds of models that transformers builds -> sizes; of three structures.
+#: Kinds of models that transformers builds -> sizes, of three structures.
 ARCHITECTURES: Mapping[str, Mapping[str, int]] = {
     "roformer": {
         "hidden_size": 64,
@@ -127,7 +128,7 @@ _VOCABULARY, _LENGTH = 97, 32
 
 
 def other_architectures() -> Table | str:
-    """Predicted beside measured, with a checkpoint around every block, of three small models."""
+    """Show predicted and measured peaks of three small models with a checkpoint per block."""
     try:
         import transformers
     except ImportError:

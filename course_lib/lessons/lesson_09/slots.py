@@ -1,4 +1,4 @@
-"""Checks of a reader's own model, batch and loss, before anything is measured on them."""
+"""Checks of a reader's own model, batch and loss, before anything is measured with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +20,16 @@ Make = Callable[..., Any]
 
 
 def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
-    """Check what this lesson needs of a reader's own model.
+    """Check what this lesson needs from a reader's own model.
 
-    It is built three times; one step is taken on symbolic tensors and one for real, so that the
-    plain step has to fit into this machine's memory.
+    The model is built three times. One step runs on symbolic tensors and one for real, so the
+    baseline must fit into this machine's memory.
 
     Args:
-        make_model: () -> a new module.
-        make_batch: step -> the batch of that step: tensors, alone or in tuples and dictionaries.
-        loss_sum: (model, batch) -> (sum of losses, weight); None for the model's own.
+        make_model: Function that returns a new module.
+        make_batch: Function of the step that returns its batch: tensors, alone or in tuples and
+            dictionaries.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), or None for the model's own.
     """
     return _slots((make_model, make_batch, loss_sum))
 
@@ -36,7 +37,7 @@ def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None
 def own_model(
     make_model: Make | None, make_batch: Make | None, loss_sum: Make | None
 ) -> Verdict | str:
-    """The same of the reader's project, where its blanks are filled."""
+    """Check the model of the reader's project, if its fill-ins are complete."""
     if make_model is None or make_batch is None:
         return text("The blanks are empty.")
     return check_slots(make_model, make_batch, loss_sum)
@@ -61,7 +62,7 @@ def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
     if batches[0] is None:
         return not_answered()
     for problem in (_about_batches(batches), _about_vocabulary(model, batches[0])):
-        if problem is not None:  # a verdict on something wrong is false
+        if problem is not None:  # a verdict on a problem is false
             return problem
     if loss_sum is None and not has_loss_sum(model):
         return wrong("It is not known what the model's own loss is a mean over: write `loss_sum`.")
@@ -92,8 +93,8 @@ def _about_vocabulary(model: nn.Module, batch: Any) -> Verdict | None:
 
 
 def _about_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdict | None:
-    """Whether the losses of single samples add up to the batch's."""
-    model.eval()  # without dropout: the same sum each time
+    """Check that the losses of single samples add up to the batch's."""
+    model.eval()  # without dropout, so that the sums are equal
     whole = _loss_of(model, batch, loss_sum)
     if whole is None:
         return not_answered()
@@ -137,11 +138,11 @@ def _is_pair(found: Any) -> bool:
 
 
 def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
-    """The plain step, predicted and taken; and the blocks that checkpoints would go around."""
+    """Compare the baseline's prediction with a real step, and list the blocks for checkpoints."""
     recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
     estimated = estimate(make_model, lambda: make_batch(0), recipe, **options)
     predicted = estimated.peak_bytes
-    model: list[nn.Module] = []  # the one that steps
+    model: list[nn.Module] = []  # the model that does the step
     taken = run(
         lambda: model.append(make_model()) or model[0], lambda: make_batch(0), recipe, **options
     )
