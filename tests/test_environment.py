@@ -94,6 +94,11 @@ def test_every_dependency_is_pinned_to_one_version_and_that_one_runs():
     assert running_problems(read_requirements(PYPROJECT, without="peers"), PINS) == []
 
 
+def test_the_extra_for_plots_is_what_the_lessons_draw_with():
+    extras = tomllib.loads(PYPROJECT)["project"]["optional-dependencies"]
+    assert extras["plot"] == [each for each in extras["course"] if each.startswith("matplotlib")]
+
+
 def test_torch_and_triton_are_the_pair_that_belongs_together():
     assert str(PINS["torch"]) == "torch==2.13.0"
     assert str(PINS["triton"]) == 'triton==3.7.1; sys_platform == "linux"'

@@ -229,6 +229,21 @@ def test_measuring_needs_neither_matplotlib_nor_ipython():
     assert done.stdout.strip() == "set()"
 
 
+def test_the_library_imports_pyplot_in_one_place_that_says_what_to_install():
+    places = {
+        name
+        for name, tree in modules().items()
+        if any("pyplot" in ast.unparse(each) for each in ast.walk(tree) if is_import(each))
+        and room_of(name) not in {"teaching", "lessons", "teaching.editions"}
+        and "labels.drawing import pyplot" not in ast.unparse(tree)
+    }
+    assert places == {"course_lib.labels.drawing"}
+
+
+def is_import(node):
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
 def test_no_file_class_or_function_outgrows_its_screen():
     files = {
         path.relative_to(ROOT).as_posix(): path.read_text("utf-8")

@@ -2836,6 +2836,15 @@ def test_the_plot_marks_the_peak():
         plt.close("all")
 
 
+def test_plot_without_matplotlib_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with MemoryMeter() as meter:
+        torch.ones(4)
+    with pytest.raises(ModuleNotFoundError, match=r"`pip install matplotlib`.* extra `plot`"):
+        meter.plot()
+
+
 # ---- on a GPU
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from course_lib.labels import listed, text
+from course_lib.labels.drawing import pyplot
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.memory.show import Table
 
@@ -109,9 +110,7 @@ def waterfall(
     Returns:
         The axes.
     """
-    import matplotlib.pyplot as plt
-
-    ax = ax if ax is not None else plt.subplots(figsize=(9, 4.2), layout="constrained")[1]
+    ax = ax if ax is not None else pyplot().subplots(figsize=(9, 4.2), layout="constrained")[1]
     unit, name = (1e9, "GB") if estimates[0].peak_bytes > 2e10 else (1e6, "MB")
     steps = range(len(estimates))
     heights = [0.0] * len(estimates)

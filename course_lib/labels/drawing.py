@@ -1,14 +1,34 @@
-"""The font with the Chinese characters of the labels, for all drawing code."""
+"""Import of matplotlib, which the library needs only to draw, and the font for Chinese labels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 FONT = "Course Sans SC"
 _FILE = Path(__file__).parents[1] / "teaching" / "fonts" / "CourseSansSC-Regular.otf"
 #: In a string with math, matplotlib draws everything else in the first font only, so that is the
 #: one with Chinese characters.
 FAMILY = [FONT, "DejaVu Sans"]
+
+
+def pyplot() -> ModuleType:
+    """Import matplotlib's pyplot.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed. The message says how to install it.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise ModuleNotFoundError(
+            "a plot needs matplotlib, which is not installed: run `pip install matplotlib`,"
+            " or install course_lib with its extra `plot`",
+            name="matplotlib",
+        ) from None
+    return plt
 
 
 def add_font() -> None:

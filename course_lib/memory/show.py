@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from course_lib.labels import Label, markup, say, text
+from course_lib.labels.drawing import pyplot
 
 CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell them apart
     "parameter": "#4477AA",
@@ -124,9 +125,7 @@ def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
     Returns:
         The axes.
     """
-    import matplotlib.pyplot as plt
-
-    ax = ax if ax is not None else plt.subplots(figsize=(7.2, 3.2), layout="constrained")[1]
+    ax = ax if ax is not None else pyplot().subplots(figsize=(7.2, 3.2), layout="constrained")[1]
     series = {name: values / 1e6 for name, values in history.items() if values.any()}
     steps = np.arange(len(history["parameter"]))
     ax.stackplot(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from course_lib._check import kind, one_of, whole
+from course_lib.labels.drawing import pyplot
 
 from .chain import Chain
 
@@ -261,7 +262,7 @@ def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, fl
 
 def _draw(schedule: Schedule, ax, chain: Chain | None):
     """Implement `Schedule.plot`."""
-    import matplotlib.pyplot as plt
+    ax = pyplot().subplots()[1] if ax is None else ax  # before the imports, whose errors say less
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
 
@@ -275,7 +276,6 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
 
     if chain is None:
         chain = Chain.uniform(1 + max(action.stage for action in schedule))
-    ax = plt.subplots()[1] if ax is None else ax
     runs, kept = _spans(schedule, chain)
     boxes(kept, "all", alpha=0.25, linewidth=0)
     boxes(kept, "input", alpha=0.35, linewidth=0)

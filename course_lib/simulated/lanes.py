@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from course_lib.labels import text
+from course_lib.labels.drawing import pyplot
 
 from .race_detector import Span
 
@@ -66,6 +67,4 @@ def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, unti
 
 
 def _new_axes() -> Any:
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(figsize=(7, 1.8), layout="constrained")[1]
+    return pyplot().subplots(figsize=(7, 1.8), layout="constrained")[1]
