@@ -466,6 +466,12 @@ def test_timelines_share_one_scale_and_mark_every_peak():
     assert "plain" in words_in(drawn) and "forward" in words_in(drawn)
 
 
+def test_timelines_with_equal_peaks_say_no_change():
+    meter = FakeMeter(200_000_000)
+    drawn = teaching.timelines(plain=meter, again=meter)
+    assert words_in(drawn).count("peak 200.0 MB") == 2 and "%" not in "".join(words_in(drawn))
+
+
 def test_updates_within_backward_are_no_stripes_of_a_timeline():
     from matplotlib.patches import Rectangle
 

@@ -300,7 +300,7 @@ def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
         panel.axhline(first.peak / 1e6, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)))
         if step.peak != first.peak:
             change = f"{(step.peak / first.peak - 1) * 100:+.0f}%".replace("-", "−")
-        words = text("{peak}  ({change})", peak=words, change=change)
+            words = text("{peak}  ({change})", peak=words, change=change)
     panel.plot(
         [step.peak_at], [peak], "o", color="#222222", markersize=4.5, clip_on=False, zorder=8
     )
