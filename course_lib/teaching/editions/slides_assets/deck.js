@@ -14,6 +14,7 @@ Reveal.initialize({
   margin: 0,
   center: false,
   hash: true,
+  navigationMode: "linear", // else the right arrow skips the slides of a section
   slideNumber: "c/t",
   transition: "none",
   backgroundTransition: "none",
