@@ -265,6 +265,7 @@ def test_the_readmes_are_the_students_own_and_say_the_same(edition):
     for text in texts:
         targets = cells.relative_links(text)
         assert targets and [target for target in targets if not (edition / target).exists()] == []
+        assert "apt install" in text and "xcode-select" in text
         assert "make test" not in text and "SOLUTION" not in text and "notebooks/" not in text
     same = (
         r"^```.*?^```",
@@ -311,8 +312,13 @@ def test_the_students_makefile_installs_the_wheel_with_its_pins(edition, tmp_pat
     wheel = said.index('install -c constraints.txt "./course_lib-')
     assert said.index("-m venv .venv") < cpu < wheel < said.index("/jupyter-lab ")
     assert "download.pytorch.org" not in commands()
+    assert "--no-browser 00_start_here.ipynb" in commands("ARGS=--no-browser")
+    wrong = subprocess.run(
+        ["make", "lab", "PYTHON=no-such-python"], cwd=edition, capture_output=True, text=True
+    )
+    assert wrong.returncode and "needs Python 3.11, 3.12 or 3.13" in wrong.stderr
     rules = (edition / "Makefile").read_text("utf-8").splitlines()
-    assert sum(line[:1] not in "#" for line in rules if line) <= 14
+    assert sum(line[:1] not in "#" for line in rules if line) <= 16
 
 
 def test_no_statement_of_a_solution_is_in_the_zip(edition):
