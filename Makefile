@@ -41,10 +41,11 @@ OUT       ?= build/gpu
 .PHONY: help install lab test test-library browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides pages grade address clean
 
 help: ## show this list / 显示本列表
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
+# From the whole folder, so that links of lessons to docs/ work.
 lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
-	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
+	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
 install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
 

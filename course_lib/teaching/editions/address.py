@@ -21,24 +21,52 @@ FRONT_DOORS = {"en": "README.md", "zh": "README.zh.md"}
 _BLOCK = re.compile(r"(<!-- hosted: (\w+) -->\n).*?(<!-- /hosted -->)", re.S)
 _COMMAND = "make lab TORCH=cpu"
 
-# name of the block -> language -> text; what takes an address that is missing is left out.
+# name of the block -> language -> text; what needs an address that is missing is left out.
 _READ = {
     "en": (
-        "**Read it without installing**: [the website]({documentation}/en/index.html), a page a"
+        "**Read without installing**: [the website]({documentation}/en/index.html) has one page per"
         " lesson.\n"
     ),
     "zh": "**不安装也能读**：[课程网站]({documentation}/zh/index.html)，一课一页。\n",
 }
 _READ_HERE = {
     "en": (
-        "**Read it without installing**: the [lessons](#lessons) are stored with their results. In"
-        " a code host's\npreview and in VS Code both languages stand below each other and every"
-        " solution is open; the language\nbuttons and folded solutions work in JupyterLab.\n"
+        "**Read without installing**: the [lessons](#lessons) are stored with their results. A code"
+        " host's preview and VS Code show\nboth languages one below the other, with all solutions"
+        " open. The language buttons and folded solutions work in JupyterLab.\nBinder and dev"
+        " containers are [prepared](docs/installing.md).\n"
     ),
     "zh": (
         "**不安装也能读**：[各课](#课程)都连同运行结果一起存好了。在代码托管网站的预览和 VS Code"
-        " 里，两种语言会前后并列，答案也全都展开；语言按钮和折叠的答案要在 JupyterLab 里才有效。\n"
+        " 里，两种语言上下并列，答案也全都展开；语言按钮和折叠的答案要在 JupyterLab 里才有效。"
+        "Binder 和开发容器的配置也[准备好了](docs/installing.zh.md)。\n"
     ),
+}
+#: Branch of the code host to which .github/workflows/site.yml publishes the lessons in one
+#: language; Colab opens a notebook from a branch, not from a website.
+PAGES_BRANCH = "single-language"
+# for a repository on GitHub, which Colab, Binder and Codespaces read: {name} is owner/name
+_RUN = (
+    "[![{colab}](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{name}/blob/"
+    + PAGES_BRANCH
+    + "/{language}/00_start_here.ipynb)\n"
+    "[![{binder}](https://mybinder.org/badge_logo.svg)]"
+    "(https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/notebooks/00_start_here.ipynb)\n"
+    "[![{codespaces}](https://github.com/codespaces/badge.svg)]"
+    "(https://codespaces.new/{name})\n"
+)
+_RUN_WORDS = {
+    "en": {
+        "colab": "Open in Colab",
+        "binder": "Open in Binder",
+        "codespaces": "Open in Codespaces",
+    },
+    "zh": {
+        "colab": "在 Colab 中打开",
+        "binder": "在 Binder 中打开",
+        "codespaces": "在 Codespaces 中打开",
+    },
 }
 _BADGE = {
     "en": "[![checks]({repository}/actions/workflows/checks.yml/badge.svg)]"
@@ -75,15 +103,28 @@ def _blocks(language: str, urls: Mapping[str, str]) -> dict[str, str]:
     if "repository" in named:
         folder = named["repository"].rpartition("/")[2].removesuffix(".git")
         commands = [f"git clone {named['repository']}", f"cd {folder}", _COMMAND]
-    with_repository = {"badges": _BADGE, "mistakes": _EDIT}
+    with_repository = {
+        "badges": _BADGE[language] + _run(language, urls),
+        "mistakes": _EDIT[language],
+    }
     return {
         "command": "```\n" + "\n".join(commands) + "\n```\n",
         "read": (_READ if "documentation" in named else _READ_HERE)[language].format(**named),
         **{
-            name: each[language].format(**named) if "repository" in named else ""
+            name: each.format(**named) if "repository" in named else ""
             for name, each in with_repository.items()
         },
     }
+
+
+def _run(language: str, urls: Mapping[str, str]) -> str:
+    """Badges of the services that run the lessons from a repository on GitHub."""
+    found = re.fullmatch(
+        r"https?://github\.com/([\w.-]+/[\w.-]+?)(\.git)?", urls.get("Repository", "")
+    )
+    if not found:
+        return ""
+    return _RUN.format(name=found[1], language=language, **_RUN_WORDS[language])
 
 
 def with_addresses(text: str, language: str, urls: Mapping[str, str]) -> str:
