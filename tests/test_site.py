@@ -45,7 +45,7 @@ LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")
 @pytest.fixture(scope="module")
 def pages(built_site):
     """Path relative to the site -> the HTML of a page in both languages."""
-    trees = [built_site, built_site / "notebooks", built_site / "api"]
+    trees = [built_site, *(built_site / name for name in ("docs", "notebooks", "api"))]
     return {
         path.relative_to(built_site).as_posix(): path.read_text("utf-8")
         for tree in trees
@@ -568,6 +568,56 @@ def test_the_search_finds_english_stems_and_chinese_by_one_character_or_two(buil
         ), word
 
 
+def search_terms(built_site, page):
+    """Words by which the search finds a page."""
+    index = (built_site / "searchindex.js").read_text("utf-8")
+    index = json.loads(index.removeprefix("Search.setIndex(").rstrip(";)\n"))
+    number = index["docnames"].index(page)
+    entries = [*index["terms"].items(), *index["titleterms"].items()]
+    return {
+        word for word, found in entries if number in (found if isinstance(found, list) else [found])
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("CUDA out of memory", "OOM", "fragmentation"),
+        *("显存不足", "爆显存", "显存优化", "显存碎片", "CUDA out of memory 怎么办"),
+    ],
+)
+def test_the_search_finds_what_to_do_when_memory_runs_out(built_site, words):
+    conf = site_settings()
+    language = conf.EnglishAndChinese({})
+    known = search_terms(built_site, "docs/out_of_memory")
+    stems = {language.stem(word.lower()) for word in language.split(words) if len(word) > 1}
+    assert stems - {"out", "of"} <= known
+
+
+GUIDES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.suffixes == [".md"]]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda path: path.stem)
+def test_a_page_of_docs_has_both_languages_and_leads_to_the_lessons(pages, page):
+    html_of = pages[f"docs/{page.stem}.html"]
+    assert html_of.count('<div lang="en">') == html_of.count('<div lang="zh">') > 0
+    assert ".md" not in "".join(re.findall(r'href="([^"]+)"', html_of))
+    for language in (".md", ".zh.md"):
+        source = page.with_suffix("").with_suffix(language).read_text("utf-8")
+        for lesson in re.findall(r"notebooks/(\d\w+)\.ipynb", source):
+            assert f"notebooks/{lesson}.html" in html_of
+
+
+def test_the_front_page_says_what_is_true_of_the_site(pages, small):
+    article = text_of(re.search("<article.*</article>", pages["index.html"], re.S)[0])
+    assert "VS Code show" not in article and "code host" not in article
+    assert "docs/out_of_memory.html" in pages["index.html"]
+    badge = "# S\n\n[![Open in X](https://x.org/badge.svg)](https://x.org/run)\n"
+    (small / "README.md").write_text(badge, "utf-8")
+    written = site._written_in_both(small, "README.md", "README.zh.md")
+    assert "[Open in X](https://x.org/run)" in written and "badge.svg" not in written
+
+
 def test_the_front_page_is_the_readme_and_each_part_of_it_has_its_language(pages):
     article = BeautifulSoup(pages["index.html"], "html.parser").article
     assert article.h1 and article.find("a", href="notebooks/01_memory_bottleneck.html")
@@ -577,10 +627,16 @@ def test_the_front_page_is_the_readme_and_each_part_of_it_has_its_language(pages
     assert chinese == [], "Chinese outside of an element that says so"
 
 
-def test_a_heading_is_split_where_its_chinese_half_begins():
+def site_settings():
+    """The module of Sphinx's settings."""
     spec = importlib.util.spec_from_file_location("site_conf", site.ASSETS / "conf.py")
     conf = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conf)
+    return conf
+
+
+def test_a_heading_is_split_where_its_chinese_half_begins():
+    conf = site_settings()
     title = nodes.title(
         "", "2.1 Bytes / second, in ", nodes.literal("", "x"), nodes.Text(" / 每秒字节")
     )

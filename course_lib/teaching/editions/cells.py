@@ -20,6 +20,7 @@ from nbformat import NotebookNode
 from . import not_installed
 
 NOTEBOOKS = Path("notebooks")
+PAGES = "docs/out_of_memory*.md"  # pages that the lessons link to, from the project's root
 NOTES = "course_lib/teaching/NOTES.md"  # the speaker notes, in the project beside the notebooks
 COMMENT_STUB = "# your solution / 你的答案"
 STUB_NAME = "NotImplementedError"
@@ -431,6 +432,21 @@ def copy_files(source: Path, target: Path, *patterns: str) -> None:
     for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
         (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target / path.relative_to(source))
+
+
+def copy_pages(notebooks: Path, target: Path, lessons: str) -> None:
+    """Copy the pages of docs/ that the lessons link to.
+
+    Args:
+        notebooks: the folder of the notebooks; its parent has docs/.
+        target: the edition's own docs/.
+        lessons: folder of the lessons as seen from that folder, with "{language}" for "en" or "zh".
+    """
+    for page in sorted(notebooks.resolve().parent.glob(PAGES)):
+        language = "zh" if ".zh" in page.suffixes else "en"
+        text = page.read_text("utf-8").replace("../notebooks/", lessons.format(language=language))
+        target.mkdir(exist_ok=True)
+        (target / page.name).write_text(text, "utf-8")
 
 
 def run_edition(

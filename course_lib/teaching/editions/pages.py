@@ -29,6 +29,7 @@ try:
         check_outputs,
         check_twins,
         copy_files,
+        copy_pages,
         in_language,
         is_solution,
         output_folder,
@@ -63,7 +64,7 @@ _SHOW = {"en": "Show the solution", "zh": "显示答案"}
 
 
 def build(notebooks: Path, output: Path) -> None:
-    """Write all lessons into a folder for each language, with the glossary.
+    """Write all lessons into a folder for each language, with the glossary and the linked pages.
 
     Raises:
         EditionError: a notebook is broken or not executed, lacks a language, or links to a file
@@ -84,6 +85,7 @@ def build(notebooks: Path, output: Path) -> None:
                 except EditionError as error:
                     raise EditionError(f"{name}, {error}") from None
                 nbformat.write(page, folder / language / f"{name}.ipynb")
+        copy_pages(notebooks, folder / "docs", "../{language}/")
         for language in LANGUAGES:
             for name, notebook in read_lessons(folder / language).items():
                 check_links(name, notebook, folder / language)

@@ -5,8 +5,8 @@ library's reference.
     python -m course_lib.teaching.editions.site --output ~/pages    # somewhere else
 
 No notebook runs and no network is used. Sphinx reads a folder laid out as the repository is
-(both READMEs are the front page, then notebooks/ and api/), so that links between files lead from
-page to page. The site stands in its place only once it is whole.
+(both READMEs are the front page, then docs/, notebooks/ and api/), so that links between files lead
+from page to page. The site stands in its place only once it is whole.
 """
 
 import importlib
@@ -61,6 +61,8 @@ PACKAGES = {
     "jupytext": "jupytext",
 }
 MATHJAX_PACKAGE = "sphinx-mathjax-offline"
+#: Pages that the sidebar lists before the lessons.
+FIRST_PAGES = ("docs/out_of_memory",)
 # In the order of the lessons; a module that is not there yet has no page.
 MODULES = (
     *(
@@ -201,6 +203,8 @@ def _ready(path: Path, notebook: Any) -> Lesson:
     title, claims = path.stem, {}
     heading, section = path.stem, None  # the last one, and its cell
     for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type == "markdown":
+            cell.source = _one_page_of_two(cell.source)
         if cell.cell_type == "markdown" and (found := re.match(r"(#+) (.+)", cell.source)):
             heading, section = found[2], cell
             if found[1] == "#":
@@ -296,17 +300,20 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
     (api / "index.md").write_text(_page("api", pages="\n".join(modules)), encoding="utf-8")
 
     root = folder.parent
-    front = front_page(
-        *((root / name).read_text(encoding="utf-8") for name in FRONT_DOORS.values())
-    )
+    front = _written_in_both(root, *FRONT_DOORS.values())
     pages = [f"notebooks/{lesson.name}" for lesson in lessons] + ["notebooks/claims"]
     for page in [*sorted(folder.glob("[A-Z]*.md")), *root.glob(NOTES)]:
         shutil.copy(page, notebooks)
         pages.append(f"notebooks/{page.stem}")
+    for page in sorted(root.glob("docs/*.md")):
+        if page.suffixes == [".md"]:
+            _write_guide(page, root, source)
+            pages.append(f"docs/{page.stem}")
     pages.append("api/index")
+    pages.sort(key=FIRST_PAGES.__contains__, reverse=True)
     contents = "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
     (source / "index.md").write_text(front + contents, encoding="utf-8")
-    _copy_linked_files(front, root, source)
+    _copy_linked_files(front, root, source, Path())
 
     mathjax, fonts = _mathjax(), Path("output/chtml/fonts/woff-v2")
     (static / "mathjax" / fonts).mkdir(parents=True)
@@ -316,17 +323,28 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
     shutil.copy(LICENCE, static / "mathjax")  # Apache-2.0, as the course's code is
 
 
-def front_page(english: str, chinese: str) -> str:
-    """One page of the two READMEs: under each heading both texts, as a lesson's cell has them.
+def _write_guide(page: Path, root: Path, source: Path) -> None:
+    """Write an English page of docs/ and its translation as one page, with the files it shows."""
+    english = page.relative_to(root).as_posix()
+    written = _written_in_both(root, english, english.replace(".md", ".zh.md"))
+    (source / "docs").mkdir(exist_ok=True)
+    (source / english).write_text(written, encoding="utf-8")
+    _copy_linked_files(written, root, source, Path("docs"))
+
+
+def _written_in_both(root: Path, english: str, chinese: str) -> str:
+    """One page of a text and its translation: under each heading both, as a lesson's cell has them.
 
     Raises:
         EditionError: they have different headings.
     """
-    sections = [_sections(text) for text in (english, chinese)]
+    texts = [(root / name).read_text(encoding="utf-8") for name in (english, chinese)]
+    anchors = {link for text in texts for link in re.findall(r"\]\(#([^)]+)\)", text)}
+    sections = [_sections(text) for text in texts]
     levels = [[heading.partition(" ")[0] for heading, _ in each] for each in sections]
     if levels[0] != levels[1]:
         raise EditionError(
-            f"{' and '.join(FRONT_DOORS.values())} differ in their headings, {len(levels[0])}"
+            f"{english} and {chinese} differ in their headings, {len(levels[0])}"
             f" and {len(levels[1])}"
         )
     parts = []
@@ -334,7 +352,8 @@ def front_page(english: str, chinese: str) -> str:
         level, title = heading.split(" ", 1)
         other = other.split(" ", 1)[1]
         # links lead to a heading by its words in one language
-        parts += ["", *(f"({each.lower().replace(' ', '-')})=" for each in (title, other))]
+        slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in (title, other)]
+        parts += ["", *(f"({slug})=" for slug in slugs if slug in anchors)]
         parts.append(f"{level} {title} / {other}\n")
         for language, body in (("en", en), ("zh", zh)):
             parts.append(f'<div lang="{language}">\n\n{body}\n\n</div>')
@@ -342,23 +361,37 @@ def front_page(english: str, chinese: str) -> str:
 
 
 def _sections(text: str) -> list[tuple[str, str]]:
-    """(heading, what stands below it) of a README, without comments and its link to the other
-    language. Guides for those who work in the repository are named there, and are no pages."""
+    """(heading, what stands below it) of a README or a page of docs/.
+
+    What is true of the repository alone is left out: comments, the link to the other language, how
+    a code host shows the lessons, and links to guides for those who work in the repository. A badge
+    becomes a link with its words, because its picture would come from another machine.
+    """
+    text = re.sub(r"<!-- hosted: read -->\n.*?<!-- /hosted -->\n", "", text, flags=re.S)
     text = re.sub(r"<!--.*?-->\n", "", text, flags=re.S)
-    text = re.sub(r"^.*\]\(README\.(?:zh\.)?md\).*\n", "", text, flags=re.M)
-    text = re.sub(r"\[[^\]]+\]\((\w+\.md)\)", r"`\1`", text)
+    text = re.sub(r"^(?:\*\*English\*\* · |\[English\]\().*\n", "", text, flags=re.M)
+    text = re.sub(r"\[!\[([^\]]*)\]\([^)]*\)\]", r"[\1]", text)
+    text = re.sub(r"\[[^\]]+\]\(([A-Z]\w*\.md)\)", r"`\1`", text)
+    text = _one_page_of_two(text)
     parts = re.split(r"^(#{1,6} .+)\n", text, flags=re.M)
     return [(heading, body.strip()) for heading, body in zip(parts[1::2], parts[2::2], strict=True)]
 
 
-def _copy_linked_files(front: str, root: Path, source: Path) -> None:
-    """The files that the front page shows or links to, where they are not pages themselves."""
-    for link in re.findall(r"\]\(([^)\s#]+)", front):
-        file, copy = root / link, source / link
+def _one_page_of_two(text: str) -> str:
+    """Markdown with its links to Chinese pages of docs/, which the site shows with the English."""
+    return re.sub(r"(\]\((?:[\w./]*/)?[a-z_]+)\.zh\.md", r"\1.md", text)
+
+
+def _copy_linked_files(page: str, root: Path, source: Path, place: Path) -> None:
+    """Copy the files that a page in the folder `place` shows or links to, except other pages."""
+    for link in re.findall(r"\]\(([^)\s#]+)", page):
+        file, copy = root / place / link, source / place / link
         if "://" in link or copy.exists():
             continue
         if not file.is_file():
-            raise EditionError(f"a README in {root} links to {link}, which is not a file")
+            raise EditionError(f"a page in {root / place} links to {link}, which is not a file")
+        if link.endswith(".md"):  # a page of its own
+            continue
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
 

@@ -27,6 +27,7 @@ try:
         check_links,
         check_twins,
         copy_files,
+        copy_pages,
         output_folder,
         read_lessons,
         run_edition,
@@ -67,11 +68,15 @@ def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
             except EditionError as error:
                 raise EditionError(f"{name}, {error}") from None
             edition = with_nbgrader(edition) if nbgrader else edition
+            for cell in edition.cells:
+                if cell.cell_type == "markdown":  # this edition has docs/ next to the notebooks
+                    cell.source = cell.source.replace("](../docs/", "](docs/")
             nbformat.write(edition, folder / f"{name}.ipynb")
         copy_files(notebooks, folder, "GLOSSARY.md")
+        copy_pages(notebooks, folder / "docs", "../")
         copy_files(JUPYTERLAB, folder, "overrides.json")
         copy_files(ASSETS, folder, "README.md", "README.zh.md", "Makefile")
-        copy_files(LIBRARY, folder, "constraints.txt")
+        copy_files(LIBRARY, folder, "constraints.txt", "LICENSE")
         pack_library(folder)
         for name, notebook in read_lessons(folder).items():
             check_links(name, notebook, folder)

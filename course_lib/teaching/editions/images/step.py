@@ -1,5 +1,5 @@
-"""Draw step.en.svg and step.zh.svg for the README: the course's training step, plain and
-checkpointed, measured.
+"""Draw step.en.svg and step.zh.svg for the README: the course's training step, measured, and the
+question that lesson 00 asks about it.
 
     python -m course_lib.teaching.editions.images.step
 
@@ -16,8 +16,8 @@ import torch
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.path import Path as Outline
-from torch.utils.checkpoint import checkpoint
 
+from course_lib.labels import text
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import timelines
@@ -27,22 +27,9 @@ matplotlib.use("Agg")
 DRAWN = (Outline.MOVETO, Outline.LINETO)
 
 
-class Checkpointed(torch.nn.Module):
-    """A layer that keeps its input only and runs again in backward."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
-def step(*, checkpointed: bool) -> tuple[MemoryMeter, list[torch.Tensor | None]]:
-    """The second training step with Adam of the course's decoder: its meter, and the gradients."""
+def step() -> MemoryMeter:
+    """Meter of the second training step with Adam of the course's decoder."""
     model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
-    if checkpointed:
-        model.layers = torch.nn.ModuleList(map(Checkpointed, model.layers))
     optimizer = torch.optim.Adam(model.parameters())
     tokens = random_tokens(8, 128, 2048)
     for _ in range(2):  # the first step makes the optimizer's state
@@ -50,7 +37,22 @@ def step(*, checkpointed: bool) -> tuple[MemoryMeter, list[torch.Tensor | None]]
         with MemoryMeter(model, optimizer) as meter:
             model.loss(tokens).backward()
             optimizer.step()
-    return meter, [parameter.grad for parameter in model.parameters()]
+    return meter
+
+
+def question(meter: MemoryMeter) -> Figure:
+    """Draw the timeline of a step, and next to it an empty panel for the reader's guess."""
+    title = "The same gradients with every layer checkpointed: how high is the peak?"
+    drawn = timelines({"plain": meter}, title=title, panel_height=1.7)
+    grid = drawn.add_gridspec(1, 2)
+    measured = drawn.axes[0]
+    measured.set_subplotspec(grid[0])
+    hidden = drawn.add_subplot(grid[1], sharey=measured)
+    hidden.set_title(text("every layer checkpointed"), pad=17, color="#222222")
+    hidden.text(0.5, 0.45, "?", transform=hidden.transAxes, ha="center", va="center", fontsize=34)
+    hidden.set_xticks([])
+    hidden.grid(visible=False)
+    return drawn
 
 
 def save_small(drawn: Figure, path: Path) -> None:
@@ -80,17 +82,10 @@ def save_in_each_language(drawn: Figure, script: Path) -> None:
 
 
 def main() -> None:
-    (plain, gradients), (checkpointed, same_gradients) = (
-        step(checkpointed=False),
-        step(checkpointed=True),
-    )
-    assert all(map(torch.equal, gradients, same_gradients))
-    arms = {"plain": plain, "every layer checkpointed": checkpointed}
-    for name, meter in arms.items():
-        print(f"{name}: {meter}")
+    meter = step()
+    print(meter)
     matplotlib.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "step"})
-    title = "The same step, the same gradients: forget activations, compute them again"
-    save_in_each_language(timelines(arms, title=title), Path(__file__))
+    save_in_each_language(question(meter), Path(__file__))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,235 @@
+"""The page "Out of memory: what now?": its code runs, and its figures are measured again."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from course_lib.memory import CachingAllocator, MemoryMeter, symbolic
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("bitsandbytes")
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/out_of_memory.md").read_text("utf-8")
+# heading -> the blocks of Python below it
+BLOCKS = {
+    part.partition("\n")[0]: re.findall(r"^```python\n(.*?)^```", part, re.M | re.S)
+    for part in re.split(r"^#+ ", PAGE, flags=re.M)[1:]
+}
+EXAMPLE, READ, FIND = "the example as it is", "1. Read two numbers", "2. Find what fills the peak"
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "use_cache": False,
+    }
+    config = transformers.LlamaConfig(**{**sizes, **options})
+    return transformers.LlamaForCausalLM(config)
+
+
+def example(**options):
+    """Names that the page's code uses."""
+    model = llama(**options)
+    tokens = torch.randint(4096, (4, 128), generator=torch.Generator().manual_seed(0))
+    return {
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": {"input_ids": tokens, "labels": tokens},
+    }
+
+
+def steps_of(names, *blocks):
+    """The training step that these blocks make of the example: a block with a backward pass is a
+    part of each step, and any other one is run once before."""
+    within = [block for block in blocks if ".backward()" in block]
+    for block in blocks:
+        if block not in within:
+            exec(block, names)
+
+    def step():
+        exec(within[0] if within else "model(**batch).loss.backward()", names)
+        if not any("optimizer.step()" in block for block in within):
+            exec("optimizer.step()\noptimizer.zero_grad()", names)
+
+    return step
+
+
+def measured(names, *blocks):
+    """Meter of the second step and FLOPs of the third; the first makes the optimizer's state."""
+    step = steps_of(names, *blocks)
+    step()
+    with MemoryMeter(names["model"], names["optimizer"]) as meter:
+        step()
+    with FlopCounterMode(display=False) as flops:  # a step of its own: it keeps some tensors longer
+        step()
+    return meter, flops.get_total_flops()
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    return measured(example())
+
+
+def table():
+    """(remedy, its heading, peak in MB, FLOPs) of each row."""
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.M)
+    linked = [re.match(r"\[.+\]\(#(.+)\)", remedy) for remedy, *_ in rows]
+    headings = {heading.lower().replace(" ", "-"): heading for heading in BLOCKS}
+    return [
+        (headings[link[1]] if link else remedy, peak, flops)
+        for link, (remedy, peak, flops) in zip(linked, rows, strict=True)
+    ]
+
+
+CHECKPOINTS = range(len(BLOCKS["Checkpoints"]))  # two ways to write the same
+ROWS = [(remedy, 0, *rest) for remedy, *rest in table() if remedy != "Checkpoints"]
+ROWS += [
+    (remedy, way, *rest)
+    for remedy, *rest in table()
+    for way in CHECKPOINTS
+    if remedy == "Checkpoints"
+]
+
+
+@pytest.mark.parametrize(("remedy", "way", "peak", "flops"), ROWS)
+def test_a_row_of_the_table_is_what_its_code_takes(baseline, remedy, way, peak, flops):
+    if remedy == EXAMPLE:
+        meter, counted = baseline
+    else:
+        meter, counted = measured(example(), BLOCKS[remedy][way])
+    found = f"{meter.peak_bytes / 1e6:.1f}", f"{counted / baseline[1]:.2f}"
+    assert found == (peak, flops)
+
+
+def gradients_after(*blocks):
+    names = example()
+    names["optimizer"] = None
+    within = [block.partition("optimizer.")[0] for block in blocks if ".backward()" in block]
+    for block in blocks:
+        if ".backward()" not in block:
+            exec(block, names)
+    exec(within[0] if within else "model(**batch).loss.backward()", names)
+    return [parameter.grad for parameter in names["model"].parameters()]
+
+
+def test_the_gradients_of_checkpoints_are_equal_and_those_of_parts_nearly():
+    plain = gradients_after()
+    for block in BLOCKS["Checkpoints"]:
+        assert all(map(torch.equal, plain, gradients_after(block)))
+    for remedy in ("Micro-batches", "Chunked loss"):
+        for ours, theirs in zip(plain, gradients_after(*BLOCKS[remedy]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def test_pytorchs_own_chunked_loss_is_named_rightly_and_gives_the_same_loss():
+    (name, options) = re.findall(r"`((?:options=)?torch\.nn\.\w[\w.]+(?:\(\))?)`", PAGE)
+    names = example() | {"torch": torch}
+    block = BLOCKS["Chunked loss"][0]
+    ours = block.replace(".backward()", "").replace(
+        "checkpointed_loss(h", "ours = checkpointed_loss(h"
+    )
+    exec(ours, names)
+    exec(f"theirs = {name}(hidden, model.lm_head.weight, targets, {options})", names)
+    torch.testing.assert_close(names["ours"], names["theirs"])
+
+
+def test_offloaded_state_moves_the_bytes_per_parameter_that_the_page_says():
+    names = example()
+    exec(BLOCKS["Offloaded state"][0], names)
+    step = steps_of(names)
+    totals = []
+    for _ in range(3):
+        step()
+        stats = names["optimizer"].store.stats
+        totals.append(stats.bytes_down + stats.bytes_up)
+    moved = totals[2] - totals[1]
+    count = sum(each.numel() for each in names["model"].parameters())
+    (said,) = re.findall(r"(\d+) bytes per parameter cross", PAGE)
+    assert moved == int(said) * count
+
+
+def test_the_bytes_of_adams_state_per_parameter_are_those_that_the_page_says(baseline):
+    names = example()
+    exec(BLOCKS["8-bit state"][0], names)
+    small = measured(names)[0].at_peak()["optimizer"]
+    count = sum(each.numel() for each in names["model"].parameters())
+    plain, quantized = re.search(r"keeps (\d) bytes .* about (\d)", PAGE).groups()
+    assert round(baseline[0].at_peak()["optimizer"] / count) == int(plain)
+    assert round(small / count) == int(quantized)
+
+
+def test_transformers_warns_of_the_new_name_that_the_page_gives():
+    (name,) = re.findall(r"now called `(\w+)`", PAGE)
+    with pytest.warns(FutureWarning, match=name):
+        exec(BLOCKS["Checkpoints"][0], example())
+
+
+def test_the_meter_prints_what_the_page_shows(baseline, capsys):
+    names = example()
+    exec(BLOCKS[READ][0], names)
+    capsys.readouterr()
+    exec(BLOCKS[FIND][0], names)
+    printed = capsys.readouterr().out
+    assert f"```\n{printed}```\n" in PAGE
+    assert names["meter"].peak_bytes == baseline[0].peak_bytes
+
+
+def test_eager_attention_keeps_scores_until_the_line_of_the_page():
+    names = example(attn_implementation="eager")
+    (said,) = re.findall(r"the example peaks at ([\d.]+) MB\. This line", PAGE)
+    assert f"{measured(names)[0].peak_bytes / 1e6:.1f}" == said
+    eager = names["model"].config._attn_implementation
+    exec(BLOCKS["Attention scores"][0], names)
+    assert (eager, names["model"].config._attn_implementation) == ("eager", "sdpa")
+
+
+def test_an_evaluation_peaks_at_what_the_page_says():
+    names = example()
+    with MemoryMeter(names["model"]) as plain:
+        exec("loss = model(**batch).loss", names)
+    del names["loss"]
+    with MemoryMeter(names["model"]) as meter:
+        exec(BLOCKS["Evaluation"][0], names)
+    found = [f"{each.peak_bytes / 1e6:.1f}" for each in (plain, meter)]
+    assert re.findall(r"peak at ([\d.]+) MB, and at ([\d.]+) MB", PAGE) == [tuple(found)]
+
+
+def test_checkpoints_and_a_chunked_loss_together_take_what_the_page_says(baseline):
+    meter, flops = measured(example(), BLOCKS["Checkpoints"][0], BLOCKS["Chunked loss"][0])
+    said = re.findall(r"peaks at ([\d.]+) MB for ([\d.]+) times the FLOPs", PAGE)
+    assert said == [(f"{meter.peak_bytes / 1e6:.1f}", f"{flops / baseline[1]:.2f}")]
+
+
+def test_fragments_of_growing_batches_are_those_that_the_page_says():
+    sizes = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
+    with symbolic(), MemoryMeter() as meter:
+        model = llama(**sizes)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for length in (512, 640, 768, 896, 1024):
+            tokens = torch.randint(32000, (4, length))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (setting,) = re.findall(r"PYTORCH_CUDA_ALLOC_CONF=(\w+):True", PAGE)
+    stats = []
+    for allocator in (CachingAllocator(), CachingAllocator(**{setting: True})):
+        allocator.replay(meter.trace())
+        stats.append(allocator.memory_stats())
+    found = [stats[0]["allocated_bytes.all.peak"]]
+    found += [each["reserved_bytes.all.peak"] for each in stats]
+    said = re.findall(r"([\d,]+) MB", PAGE[PAGE.index("### Fragmentation") :])[:3]
+    assert said == [f"{count / 1e6:,.0f}" for count in found]
