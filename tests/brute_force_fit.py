@@ -30,8 +30,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib._check import InfeasibleBudget
-from course_lib.budget import Estimate, Rates, Recipe, knowledge
-from course_lib.budget.knowledge import Known, Search
+from course_lib.budget import Estimate, Rates, Recipe, candidates
+from course_lib.budget.candidates import Search
+from course_lib.budget.knowledge import Known
 from course_lib.budget.search import that_fit
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
@@ -235,6 +236,7 @@ def schedules(known: Known) -> list[int]:
 
 def grid(known: Known, seed: int) -> list[Recipe]:
     """At most so many recipes, drawn from all combinations that the model takes."""
+    search = Search(known, 1, RATES[0])
     layers, blocks = known.layers, known.blocks
     keeps: list[dict] = [{}, {"offload_activations": True}]
     if layers:
@@ -253,9 +255,9 @@ def grid(known: Known, seed: int) -> list[Recipe]:
     every = []
     for attention, chunk, inside, fraction, keep in product(
         ("standard", "flash"),
-        (None, known.values("head_chunk")[-1]),
+        (None, search.values("head_chunk")[-1]),
         (False, True),
-        known.values("offload_optimizer"),
+        search.values("offload_optimizer"),
         keeps,
     ):
         techniques = {
@@ -265,11 +267,13 @@ def grid(known: Known, seed: int) -> list[Recipe]:
             "offload_optimizer": fraction,
         }
         recipe = replace(known.base, **techniques, **keep)
-        downs = known.doublings(recipe) if recipe.offload_activations else known.pieces_for(recipe)
-        pages = knowledge.PAGES if recipe.has_pages and not inside else knowledge.PAGES[:1]
+        downs = (
+            search.doublings(recipe) if recipe.offload_activations else search.pieces_for(recipe)
+        )
+        pages = candidates.PAGES if recipe.has_pages and not inside else candidates.PAGES[:1]
         every += [
             replace(recipe, micro_batches=count, page_bytes=size, **copies)
-            for count, size, copies in product(downs, pages, known.copies_for(recipe))
+            for count, size, copies in product(downs, pages, search.copies_for(recipe))
         ]
     every = list(dict.fromkeys(every))
     random.Random(seed).shuffle(every)
@@ -279,12 +283,12 @@ def grid(known: Known, seed: int) -> list[Recipe]:
 @contextmanager
 def small_pages() -> Iterator[None]:
     """Inside, the search tries pages that suit small models."""
-    before = knowledge.PAGES
-    knowledge.PAGES = PAGES
+    before = candidates.PAGES
+    candidates.PAGES = PAGES
     try:
         yield
     finally:
-        knowledge.PAGES = before
+        candidates.PAGES = before
 
 
 def estimated(known: Known, most: int = MOST, seed: int = 0) -> list[Estimate]:

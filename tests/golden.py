@@ -27,7 +27,7 @@ from pairwise import rows
 
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Estimate, Recipe, estimate, fit
-from course_lib.budget.extrapolate import Composing
+from course_lib.budget.knowledge import Known
 from course_lib.models import Decoder, random_tokens
 
 FILE = Path(__file__).with_name("golden.csv")
@@ -144,14 +144,14 @@ def estimated(name: str, tier: str, recipe: Recipe) -> Estimate:
 def composed(name: str, tier: str, recipe: Recipe) -> Estimate:
     case = MODELS[name]
     key = name, tier, recipe.precision, recipe.min_bytes
-    if key not in _composing:
+    if key not in _known:
         options = {"loss_sum": (case.options or {}).get("loss_sum"), "tier": tier, "max_norm": None}
         base = Recipe(precision=recipe.precision, min_bytes=recipe.min_bytes)
-        _composing[key] = Composing(case.make_model, case.make_batch, base, **options)
-    return _composing[key](recipe)
+        _known[key] = Known(case.make_model, case.make_batch, base, **options)
+    return _known[key].estimate(recipe)
 
 
-_composing: dict[tuple, Composing] = {}
+_known: dict[tuple, Known] = {}
 
 
 def told(name: str, tier: str, recipe: Recipe, made=estimated) -> dict[str, str]:

@@ -38,11 +38,12 @@ from course_lib.budget import (
     run,
     train_step,
 )
-from course_lib.budget.knowledge import Known, Search
+from course_lib.budget.candidates import Search
+from course_lib.budget.knowledge import Known
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
-from course_lib.budget.techniques import TECHNIQUES, Technique
+from course_lib.budget.techniques import APPLIED, TECHNIQUES, Technique
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import CHECKPOINTS
 from course_lib.budget.techniques.micro_batches import pieces_allowed
@@ -162,9 +163,13 @@ def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_th
         methods = [
             name for name, value in vars(type(technique)).items() if inspect.isfunction(value)
         ]
-        assert {"conflict", "refuse", "applied", "words", "candidates"} >= set(methods)
-    places = [technique.place for technique in TECHNIQUES if technique.place is not None]
-    assert sorted(places) == list(range(len(places)))
+        five = {"conflict", "refuse", "applied", "words", "candidates"}
+        assert {*five, "is_used"} >= set(methods)
+    without = Recipe(attention=None)
+    assert not any(technique.is_used(without) for technique in TECHNIQUES)
+    # A technique that changes a model must say where it comes in the order.
+    for technique in TECHNIQUES:
+        assert technique in APPLIED or "applied" not in vars(type(technique))
 
 
 class SavedDtype(Technique):
@@ -172,7 +177,6 @@ class SavedDtype(Technique):
 
     fields = MappingProxyType({"saved_dtype": choice(None, "bf16")})
     around = "forward"
-    place = 7
     hooks_saved_tensors = True
 
 
@@ -1166,7 +1170,7 @@ def test_standard_attention_is_looked_at_where_flash_takes_more():
     standard, flash = (
         facts.estimate(replace(least, attention=name)).peak_bytes for name in ATTENTIONS
     )
-    assert standard < flash and set(facts.values("attention")) == set(ATTENTIONS)
+    assert standard < flash and set(Search(facts, 1, RATE).values("attention")) == set(ATTENTIONS)
 
 
 @pytest.mark.parametrize("tier", ["file", "host"])

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
 from course_lib.budget.blocks import equal_blocks
-from course_lib.budget.extrapolate import MANY, Composer, Composing
-from course_lib.budget.knowledge import Known, Search
+from course_lib.budget.candidates import Search
+from course_lib.budget.extrapolate import MANY, Composer
+from course_lib.budget.knowledge import Known
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.reservation import that_reserve
@@ -151,6 +152,8 @@ def _frozen(model):
         ("untied", "bf16", "file", COMPOSED[4::5]),
         ("dropout", "fp32", "file", [r for r in COMPOSED if r.attention == "standard"][::5]),
         ("frozen", "bf16", "host", COMPOSED[::7]),
+        ("tied", "bf16", "file", [Recipe(accumulate="fp32", micro_batches=2)]),
+        ("tied", "bf16", "host", [Recipe(accumulate="fp32", offload_optimizer=0.5)]),
         ("few", "bf16", "file", COMPOSED[2:9:3]),
         ("uneven", "fp32", "file", ANY_MODEL),
         ("even", "bf16", "host", ANY_MODEL),
@@ -165,6 +168,25 @@ def test_what_is_composed_is_the_estimate_of_the_whole_step(name, precision, tie
     for recipe in recipes:
         recipe = replace(recipe, precision=precision)
         assert composer.estimate(recipe) == estimate(make, of, recipe, tier=tier), recipe
+
+
+def test_estimates_that_need_the_whole_step_are_counted():
+    for model, count in ((Whole, 2), (Uneven, 0)):
+        make = partial(model, [64] * (MANY + 1))
+        recipes = [Recipe(), Recipe(micro_batches=6)]
+        found = fit(make, points, 10**9, recipes=recipes, tier="file", progress=False)
+        assert found.whole == count
+        assert {e.recipe: e for e in found} == {r: estimate(make, points, r) for r in recipes}
+
+
+def test_an_error_of_the_composer_itself_is_raised(monkeypatch):
+    def broken(*_):
+        raise KeyError("a mistake of the library")
+
+    known = Known(deep, batch, Recipe(), **FILE)
+    monkeypatch.setattr(Composer, "with_optimizer", broken)
+    with pytest.raises(KeyError, match="a mistake of the library"):
+        known.estimate(Recipe())
 
 
 @pytest.mark.parametrize("first", range(1, 2 * MANY))
@@ -440,7 +462,7 @@ def test_blocks_that_are_set_otherwise_are_not_alike(alternating):
     make = partial(Numbered, alternating)
     assert len(equal_blocks(make())) == (0 if alternating else MANY + 1)
     for recipe in (Recipe(), Recipe(checkpoint="layers", micro_batches=2)):
-        assert Composing(make, points, Recipe(), loss_sum=None, tier="file")(recipe) == estimate(
+        assert Known(make, points, Recipe(), **FILE).estimate(recipe) == estimate(
             make, points, recipe
         )
 
@@ -498,9 +520,10 @@ def test_standard_attention_is_not_tried_where_flash_attention_was_too_large():
     make = partial(Decoder, vocabulary=31, hidden=16, heads=2, layers=1, sequence=1024)
     known = Known(make, partial(random_tokens, 2, 1024, 31), Recipe(), **FILE)
     standard, flash = (known.estimate(replace(Recipe(), attention=a)) for a in ATTENTIONS)
-    assert known.leanest == ("flash",) and flash.flops < standard.flops
+    search = Search(known, 2_000_000, RATE)
+    assert search.leanest == ("flash",) and flash.flops < standard.flops
     with pytest.raises(InfeasibleBudget):
-        that_fit(Search(known, 2_000_000, RATE), Recipe())
+        that_fit(search, Recipe())
     two = [e for e in known.estimates if e.micro_batches == 2 and not e.offload_activations]
     tried = {e.attention for e in two}
     assert tried == {"flash"}
@@ -636,7 +659,8 @@ def test_brute_force_sees_a_rule_that_is_wrong(monkeypatch):
 def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
     make, base = partial(deep, 3), Recipe(offload_activations=True, min_bytes=500, in_backward=True)
     facts = Known(make, batch, base, **{**FILE, "tier": "host"})
-    every = [facts.estimate(replace(base, **copies)) for copies in facts.copies_for(base)]
+    copies_for = Search(facts, 1, RATE).copies_for
+    every = [facts.estimate(replace(base, **copies)) for copies in copies_for(base)]
     assert [e.recipe.copies("host") for e in every] == [
         (0, 1),
         (0, 2),
@@ -648,12 +672,13 @@ def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
     for link in (1e5, math.inf):
         for budget in sorted({e.peak_bytes for e in every}):
             searching = Search(facts, budget, Rates(1e9, 2e9, link))
-            best = facts.estimate(best_copies(searching, facts.family()))
+            best = facts.estimate(best_copies(searching, searching.family()))
             fitting = [e for e in every if e.peak_bytes <= budget]
             assert searching.rates.seconds(best) == min(map(searching.rates.seconds, fitting))
             if link == math.inf:
                 assert best.recipe.copies("host") == (0, 1)  # all cost the same: the fewest
-    assert facts.copies_for(Recipe()) == Known(make, batch, base, **FILE).copies_for(base) == [{}]
+    in_a_file = Search(Known(make, batch, base, **FILE), 1, RATE)
+    assert copies_for(Recipe()) == in_a_file.copies_for(base) == [{}]
 
 
 # ---- what is asked
@@ -793,7 +818,8 @@ def test_the_bar_shows_no_size_that_nobody_asked_for_and_is_gone_before_an_error
         [],
     )
     facts = Known(make, of, base, watch=shown.append, **FILE)
-    assert {"optimal", "layers"} <= {*facts.values("checkpoint")}
+    facts.estimate(base)
+    assert {"optimal", "layers"} <= {*Search(facts, 1, RATE).values("checkpoint")}
     assert base in shown
     assert all((recipe.schedule_bytes or 0) < 1 << 50 for recipe in shown)
     with pytest.raises(InfeasibleBudget):
@@ -858,10 +884,9 @@ def test_a_search_tries_what_each_technique_proposes_and_nothing_else(
     technique, tried, monkeypatch
 ):
     """Combined with all that the others propose, except what two of them refuse together."""
-    monkeypatch.setattr(technique, "candidates", lambda self, known: tried)
+    monkeypatch.setattr(technique, "candidates", lambda self, search: tried)
     base = Recipe(min_bytes=500)
-    known = Known(deep, batch, base, **FILE)
-    families = list(known.families())
+    families = list(Search(Known(deep, batch, base, **FILE), 1, RATE).families())
     field = next(iter(tried[0]))
     assert {getattr(recipe, field) for recipe in families} == {each[field] for each in tried}
     for each in tried:
@@ -869,15 +894,15 @@ def test_a_search_tries_what_each_technique_proposes_and_nothing_else(
 
 
 def test_a_recipe_adds_to_one_that_uses_part_of_it_alone():
-    known = Known(deep, batch, Recipe(), **FILE)
+    search = Search(Known(deep, batch, Recipe(), **FILE), 1, RATE)
     plain, layers = Recipe(), Recipe(checkpoint="layers")
     half = Recipe(offload_optimizer=0.5)
     both = replace(layers, offload_optimizer=1.0)
     for recipe, smaller in [(layers, plain), (half, plain), (both, half), (both, layers)]:
-        assert known.adds_to(recipe, smaller)
-        assert not known.adds_to(smaller, recipe)
-    assert not known.adds_to(both, Recipe(checkpoint="selective"))
-    assert known.amounts(both) == 2 and known.amounts(half) == 0.5
+        assert search.adds_to(recipe, smaller)
+        assert not search.adds_to(smaller, recipe)
+    assert not search.adds_to(both, Recipe(checkpoint="selective"))
+    assert search.amounts(both) == 2 and search.amounts(half) == 0.5
 
 
 def test_no_more_blocks_are_tried_than_cost_less_than_the_cheapest_found():

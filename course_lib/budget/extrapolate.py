@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
-from course_lib._origin import explained, unlogged
+from course_lib._origin import unlogged
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace, symbolic
 from course_lib.memory.growth import Growth, Irregular
@@ -33,40 +32,19 @@ from course_lib.schedule import Cost, simulate
 
 from .alike import groups_of
 from .blocks import equal_blocks, shortened
-from .estimate import Estimate, estimate
+from .estimate import Estimate
 from .loss import LossSum, check_loss, trained
-from .process import check_arguments, process_trace, watched
+from .process import check_arguments, watched
 from .recipe import Recipe
 from .stages import fastest
 from .step import chain_of, check_model, default_dtype, model_of, pieces_of
+from .techniques import TECHNIQUES
 from .updates import Updates
 
 FEW = 2  # the first block and the last one
 MANY = 2 * FEW + 2  # smallest number of blocks for which running FEW and FEW + 1 is less work
 TRIED_COPIES = 2  # largest `prefetch` and `in_flight` tested; beyond it all blocks are run
-# Recipe fields with which this module has been tested. A recipe that changes any other field is
-# estimated by its whole step. ALIKE lists the checkpoints that treat all blocks in the same way.
-FIELDS = {
-    "precision",
-    "optimizer",
-    "offload_optimizer",
-    "attention",
-    "checkpoint",
-    "segments",
-    "schedule_bytes",
-    "first_blocks",
-    "offload_activations",
-    "min_bytes",
-    "prefetch",
-    "in_flight",
-    "page_bytes",
-    "head_chunk",
-    "in_backward",
-    "micro_batches",
-    "update",
-    "blocks",
-}
-ALIKE = ("none", "selective", "layers")
+ALIKE = ("none", "selective", "layers")  # checkpoints that treat all blocks in the same way
 
 
 @dataclass
@@ -83,10 +61,18 @@ class Moments:
     due: list[Sequence[Tensor]]
 
 
+class NotComposable(Exception):
+    """The step did not run with a part of the model, or not on a model that is used again.
+
+    Its cause is what the step raised.
+    """
+
+
 class Composer:
     """Makes the same estimates of one model and batch as `estimate`, with less work.
 
-    A model that does not run with fewer blocks may raise any exception.
+    Raises:
+        NotComposable: From all methods that run a step.
     """
 
     def __init__(
@@ -145,7 +131,7 @@ class Composer:
 
     @staticmethod
     def takes(recipe: Recipe) -> bool:
-        return FIELDS.issuperset(recipe.changed())
+        return all(each.composable for each in TECHNIQUES if each.is_used(recipe))
 
     def scheduled(self, recipe: Recipe) -> Cost:
         """Return the cost of the recipe's schedule for one micro-batch: activation bytes and time.
@@ -167,9 +153,18 @@ class Composer:
     # ---- Forward and backward
 
     def moments(self, recipe: Recipe) -> Moments:
-        """Return the moments of forward and backward, extrapolated from few blocks where possible.
+        """Return the moments of forward and backward, composed from few blocks where possible.
 
-        Otherwise all blocks are run.
+        Otherwise all blocks are run. The blocks with a checkpoint and those without one after them
+        are shortened separately, which takes up to four runs:
+
+                                      few with a checkpoint   few + 1 with a checkpoint
+            few without a checkpoint            run                      run
+            few + 1 without                     run                      run
+
+        Each row is extended to the model's number of blocks with a checkpoint, and the two extended
+        rows to its number of blocks without one. Other recipes have blocks of one kind only, and
+        need a single row or column.
         """
         count = len(self.blocks)
         first = recipe.first_blocks or 0
@@ -185,22 +180,26 @@ class Composer:
         ):
             return self.measured(recipe, count)
 
-        def grown(blocks: int, moments: Callable[[int], Moments]) -> Moments:
-            if blocks <= few + 1:
-                return moments(blocks)
-            return self.grown(moments(few), moments(few + 1), blocks - few)
-
-        def with_blocks(ones: int, others: int) -> Moments:
-            # `ones` blocks have a checkpoint, and the `others` after them have none.
-            fields = {"first_blocks": ones} if first else {"segments": others} if alone else {}
-            return self.few(replace(recipe, **fields), ones + others)
-
         try:
-            return grown(
-                count - first, lambda others: grown(first, lambda ones: with_blocks(ones, others))
-            )
+            rows = []
+            for others in _run_counts(count - first, few):
+                row = []
+                for ones in _run_counts(first, few):
+                    fields = {"first_blocks": ones} if first else {}
+                    if alone:
+                        fields = {"segments": others}
+                    row.append(self.few(replace(recipe, **fields), ones + others))
+                rows.append(self.extended(row, first - few))
+            return self.extended(rows, count - first - few)
         except Irregular:
             return self.measured(recipe, count)
+
+    def extended(self, runs: Sequence[Moments], blocks: int) -> Moments:
+        """Return the moments with `blocks` more blocks than the first run, from one or two runs.
+
+        A single run has all blocks of its kind already, and is returned unchanged.
+        """
+        return runs[0] if len(runs) == 1 else self.grown(*runs, blocks)
 
     def reach(self, recipe: Recipe) -> int:
         """Return in how many other blocks the copies of one block can still be in flight.
@@ -235,12 +234,17 @@ class Composer:
         """
         store = SymbolicStore()
         optimizer = RecordingOptimizer(self.trained)
-        with shortened(self.blocks, count):
-            pieces, groups = pieces_of(self.batch, recipe.micro_batches), self.groups(recipe)
-            options = self.loss_sum, store, self.max_norm, groups
-            trace = watched(
-                self.model, optimizer, pieces, recipe.on(self.tier), *options, repeats=repeats
-            )[1:]
+        pieces = pieces_of(self.batch, recipe.micro_batches)
+        try:
+            with shortened(self.blocks, count):
+                options = self.loss_sum, store, self.max_norm, self.groups(recipe)
+                trace = watched(
+                    self.model, optimizer, pieces, recipe.on(self.tier), *options, repeats=repeats
+                )[1:]
+        except InfeasibleBudget:
+            raise
+        except Exception as error:  # a model that needs all its blocks may raise anything
+            raise NotComposable(f"{count} of {len(self.blocks)} blocks do not run") from error
         due = iter(optimizer.due)
         return Moments(
             trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]
@@ -287,7 +291,7 @@ class Composer:
                     else update
                 )
                 # An update that runs no operator has no moment at which a meter counts.
-                live[row] = live[row] + own.more if own.operator else 0
+                live[row] = (live[row] + own.more) if own.operator else 0
                 operators[row] = own.operator, operators[row][1]
         flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
         totals = {"flops": int(flops), "bytes_down": int(down), "bytes_up": int(up)}
@@ -296,53 +300,9 @@ class Composer:
         return Estimate.of(trace, recipe, self.tier, on_host, self.kind)
 
 
-class Composing:
-    """Function from a recipe to its estimate, for one model and batch.
-
-    An estimate is composed by a `Composer` where the recipe and the model allow it. Otherwise the
-    whole step is run.
-    """
-
-    def __init__(self, make_model: Callable, make_batch: Callable, base: Recipe, **options: Any):
-        self.given = (make_model, make_batch)
-        self.base = base
-        self.options = options
-        self.composing, self.composers = True, {}  # composers by precision
-        with explained():
-            self.composer_of(base)
-
-    def composer_of(self, recipe: Recipe) -> Composer:
-        """Return the composer for the recipe's precision."""
-        if recipe.precision not in self.composers:
-            base = replace(self.base, precision=recipe.precision)
-            self.composers[recipe.precision] = Composer(*self.given, base, **self.options)
-        return self.composers[recipe.precision]
-
-    def __call__(self, recipe: Recipe) -> Estimate:
-        composable = self.composing and Composer.takes(recipe)
-        if composable:
-            try:
-                found = self.composer_of(recipe).estimate(recipe)
-                run = partial(process_trace, *self.given, recipe, events=True, **self.options)
-                return found.traced_by(lambda: run()[0])
-            except InfeasibleBudget:
-                raise
-            # The model may need all its blocks and raise anything without them. Other errors occur
-            # again in the whole step, which reports them.
-            except Exception:
-                pass
-        whole = estimate(*self.given, recipe, **self.options)
-        self.composing &= not composable
-        return whole
-
-    def confirms(self, found: Estimate) -> bool:
-        """Return whether the estimate equals that of the step with all blocks.
-
-        If it does not, no estimate is composed from then on.
-        """
-        if Composer.takes(found.recipe):
-            self.composing = self.composer_of(found.recipe).whole(found.recipe) == found
-        return self.composing
+def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
+    """Return the numbers of blocks that are run to know the step of `blocks` blocks."""
+    return (blocks,) if blocks <= few + 1 else (few, few + 1)
 
 
 def without_optimizer(recipe: Recipe) -> Recipe:

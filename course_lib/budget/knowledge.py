@@ -1,50 +1,50 @@
-"""Estimates and bounds of one model and batch, and the values that a search can try for it.
+"""Estimates of one model and batch, each made once, and bounds that follow from them.
 
-`extrapolate` makes a single estimate. This module stores the estimates, so that each is made once,
-derives lower bounds for recipes without an estimate, and lists the candidates of each technique.
-`search` decides with them which recipes to try.
+`extrapolate` composes an estimate from steps with few blocks. Where it cannot, the whole step is
+run. `candidates` lists the recipes that a search can try.
 """
 
 from __future__ import annotations
 
-import operator
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import product
 from typing import Any
 
 from torch import nn
 
+from course_lib._origin import explained
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import symbolic
 from course_lib.offload import chosen_below
 
 from .estimate import Estimate, estimate
-from .extrapolate import Composer, Composing
-from .loss import has_loss_sum, mixes_samples, samples_in
+from .extrapolate import Composer, NotComposable
+from .process import process_trace
 from .rates import Rates
 from .recipe import Recipe
 from .stages import most_segments, own_stages
-from .techniques import BY_FIELD, Technique
-from .techniques.micro_batches import pieces_allowed
+from .techniques import TECHNIQUES
 
-PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
 # Fields that determine the FLOPs of a step.
-COMPUTED = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
+COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fields]
 
 
-class Estimator:
-    """Estimates of one model and batch, each made once, and bounds for other recipes.
+class Known:
+    """What is known so far of one model and batch: estimates, and bounds for other recipes.
+
+    Searches for several budgets can share it.
 
     Attributes:
         base: Recipe of a single rank. Every recipe keeps the fields in which it differs from the
             default.
         blocks: Names of the blocks to checkpoint; None for the longest list of modules of one kind.
-        quick: Whether to skip candidates that take long to try and seldom pay.
+        given: The functions that make the model and the batch.
+        options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `tier` and `kind`.
         estimates: Mapping from each estimated recipe to its estimate.
+        whole: Recipes that were estimated by their whole steps.
+        composes: Whether estimates are composed from steps with few blocks, where possible.
     """
 
     def __init__(
@@ -54,12 +54,10 @@ class Estimator:
         base: Recipe,
         *,
         blocks: str | Sequence[str] | None = None,
-        quick: bool = False,
         watch: Callable[[Recipe], None] | None = None,
         **options: Any,
     ):
         self.base = replace(base, ranks=1, shard=None, update=None) if base.ranks > 1 else base
-        self.quick = quick
         self.watch = watch or (lambda recipe: None)
         self.blocks = tuple(blocks) if isinstance(blocks, list) else blocks or base.blocks
         if base.checkpoint != "none":
@@ -67,9 +65,12 @@ class Estimator:
         self.estimates: dict[Recipe, Estimate] = {}
         self._flops: dict[tuple, int] = {}
         self._confirmed: set[Recipe] = set()
-        self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
-        self.composing = Composing(make_model, make_batch, self.base, **options)
-        self.estimate(self.base)  # comes first because it reports errors of the model or batch
+        self._composers: dict[str | None, Composer] = {}  # by precision
+        self.given, self.options = (make_model, make_batch), options
+        self.whole: set[Recipe] = set()
+        self.composes = True
+        with explained():
+            self.composer_of(self.base)
 
     # ---- estimates
 
@@ -89,28 +90,33 @@ class Estimator:
         return self.estimates[recipe]
 
     def _estimated(self, recipe: Recipe) -> Estimate:
-        if recipe.ranks > 1:
-            return estimate(*self.composing.given, recipe, **self.composing.options)
-        return self.composing(recipe)
+        composable = recipe.ranks == 1 and self.composes and Composer.takes(recipe)
+        if composable:
+            with suppress(NotComposable), explained():
+                found = self.composer_of(recipe).estimate(recipe)
+                run = partial(process_trace, *self.given, recipe, events=True, **self.options)
+                return found.traced_by(lambda: run()[0])
+        found = estimate(*self.given, recipe, **self.options)
+        self.whole.add(recipe)
+        # The model runs, but not with a part of its blocks.
+        self.composes &= not composable
+        return found
 
     def confirms(self, best: Estimate | None) -> bool:
         """Return whether the estimate equals that of the step with all blocks.
 
         If it does not, all estimates are discarded, and from then on whole steps are run.
         """
-        if (
-            best is None
-            or best.recipe.ranks > 1
-            or not self.composing.composing
-            or best.recipe in self._confirmed
-        ):
+        if best is None or best.recipe in self.whole | self._confirmed:
             return True
         self.watch(best.recipe)
-        if not self.composing.confirms(best):
-            self.estimates, self._flops = {}, {}
-            return False
-        self._confirmed.add(best.recipe)
-        return True
+        with suppress(NotComposable):
+            if self.composer_of(best.recipe).whole(best.recipe) == best:
+                self._confirmed.add(best.recipe)
+                return True
+        self.estimates, self._flops, self.composes = {}, {}, False
+        self.whole.clear()
+        return False
 
     def with_base(self, **techniques: Any) -> Estimate:
         """Return the estimate of the base with these fields changed."""
@@ -118,7 +124,15 @@ class Estimator:
 
     @cached_property
     def composer(self) -> Composer:
-        return self.composing.composer_of(self.base)
+        """Composer of the base's precision."""
+        return self.composer_of(self.base)
+
+    def composer_of(self, recipe: Recipe) -> Composer:
+        """Return the composer for the recipe's precision."""
+        if recipe.precision not in self._composers:
+            base = replace(self.base, precision=recipe.precision)
+            self._composers[recipe.precision] = Composer(*self.given, base, **self.options)
+        return self._composers[recipe.precision]
 
     @property
     def model(self) -> nn.Module:
@@ -222,121 +236,7 @@ class Estimator:
         """Return whether no activation of the recipe was large enough to be offloaded."""
         return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
 
-
-class Known(Estimator):
-    """Estimator with the values that can be tried for the model.
-
-    Searches for several budgets can share it.
-    """
-
-    def options(self, name: str, *values: Any) -> tuple:
-        """Return the value that the base sets for a field, or else the given values."""
-        return (getattr(self.base, name),) if name in self.base.changed() else values
-
-    @cached_property
-    def pieces(self) -> tuple[int, ...]:
-        """Numbers of micro-batches that can be tried."""
-        model = self.composer.model
-        weighed = (self.composer.loss_sum is not None or has_loss_sum(model)) and not mixes_samples(
-            model
-        )
-        every = pieces_allowed(samples_in(self.composer.batch)) if weighed else [1]
-        return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
-
-    def pieces_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Return the numbers of micro-batches for a recipe; steps in backward allow only 1."""
-        return (1,) if recipe.in_backward else self.pieces
-
-    def doublings(self, recipe: Recipe) -> list[int]:
-        """Return numbers of micro-batches, each at least twice the one before, and the largest."""
-        found = []
-        for count in self.pieces_for(recipe):
-            if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
-                found.append(count)
-        return found
-
-    def candidates(self, field: str) -> Sequence[Mapping[str, Any]]:
-        """Return the candidates of the technique with this field.
-
-        If the base sets the technique, its setting is the only candidate.
-        """
-        if field not in self._candidates:
-            fixed = field in self.base.changed()
-            self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
-        return self._candidates[field]
-
-    def values(self, field: str) -> list[Any]:
-        """Return the values of the field that are tried."""
-        own = getattr(self.base, field)
-        return [each.get(field, own) for each in self.candidates(field)]
-
-    def amount(self, field: str, recipe: Recipe) -> float:
-        """Return the share of a technique that a recipe uses, from 0 to 1."""
-        values = self.values(field)
-        place = values.index(getattr(recipe, field))
-        return place / (len(values) - 1) if place and BY_FIELD[field].graded else float(place > 0)
-
-    def amounts(self, recipe: Recipe) -> float:
-        """Count the techniques that a recipe uses; a graded technique counts as a fraction."""
-        return sum(self.amount(field, recipe) for field in BY_FIELD)
-
-    def adds_to(self, recipe: Recipe, smaller: Recipe) -> bool:
-        """Return whether a recipe uses all techniques of a smaller one, apart from
-        micro-batches."""
-
-        def covers(field: str, technique: Technique) -> bool:
-            used = self.amount(field, smaller)
-            return (
-                used == 0
-                or getattr(recipe, field) == getattr(smaller, field)
-                or (technique.graded and self.amount(field, recipe) >= used)
-            )
-
-        return all(covers(*each) for each in BY_FIELD.items())
-
-    def families(self) -> Iterator[Recipe]:
-        """Yield one recipe for each family, that is, for each combination of techniques.
-
-        The numbers of micro-batches, segments and schedule bytes of a family are found later
-        (`refine`). With offloaded activations, each number of micro-batches is a family of its own,
-        because it decides which activations are large enough to be offloaded.
-        """
-        for chosen in product(*map(self.candidates, BY_FIELD)):
-            try:
-                family = self.family(**ChainMap(*chosen))
-            except ValueError:
-                continue  # two of these techniques cannot be combined
-            if not family.offload_activations:
-                yield replace(family, micro_batches=self.pieces_for(family)[0])
-            # With "segments", only the inputs of the segments could be offloaded.
-            elif family.checkpoint != "segments" or self.base.checkpoint == "segments":
-                for pieces in self.doublings(family):
-                    yield replace(family, micro_batches=pieces)
-
-    def leaner(self, recipe: Recipe) -> Recipe | None:
-        """Return the recipe with the attention that needs less memory; None if neither does."""
-        leanest = self.leanest
-        return replace(recipe, attention=leanest[0]) if leanest else None
-
-    @cached_property
-    def leanest(self) -> tuple[str | None, ...]:
-        """Attention that needs no more memory than the other one, in a tuple.
-
-        The forward and backward of the base are compared. The tuple is empty if only one attention
-        is tried, or if each needs more memory than the other in one of the two phases.
-        """
-
-        def peaks(attention: str | None) -> tuple[int, int]:
-            found = self.with_base(attention=attention).phase_peaks
-            return found["forward"], found["backward"]
-
-        attentions = self.values("attention")
-        if len(attentions) < 2:
-            return ()
-        one, other = attentions
-        if all(map(operator.le, peaks(one), peaks(other))):
-            return (one,)
-        return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
+    # ---- what the model supports
 
     @cached_property
     def layers(self) -> int:
@@ -353,32 +253,6 @@ class Known(Estimator):
             with symbolic(self.composer.mode):
                 return most_segments(self.composer.model, self.composer.batch)
         return self.layers
-
-    def family(self, **techniques: Any) -> Recipe:
-        """Return the base with these fields, the smallest pages and the fewest copies in flight.
-
-        These pages and copies need the least memory.
-        """
-        recipe = replace(self.base, **techniques)
-        return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
-
-    def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Return the page sizes for the offloaded optimizer, which all cost the same.
-
-        With steps in backward, each parameter is a page by itself, so that the size has no effect.
-        """
-        paged = recipe.has_pages and not recipe.in_backward
-        return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
-
-    def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
-        """Return settings of `prefetch` and `in_flight` for offloaded activations.
-
-        They change the cost only with the tier "host".
-        """
-        if not recipe.offload_activations or self.composer.tier == "file":
-            return [{}]
-        counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
-        return [{"prefetch": ahead, "in_flight": down} for ahead, down in counts]
 
     @cached_property
     def staged(self) -> bool:
@@ -408,59 +282,3 @@ class Known(Estimator):
 def _computed(recipe: Recipe) -> tuple:
     """Return the fields that determine the FLOPs of a recipe's step."""
     return tuple(getattr(recipe, name) for name in COMPUTED)
-
-
-class Search:
-    """Search for one budget: the knowledge of the model, the budget, and the machine's rates."""
-
-    def __init__(self, known: Known, budget: int, rates: Rates):
-        self.known, self.budget, self.rates = known, budget, rates
-
-    def fits(self, recipe: Recipe) -> bool:
-        """Return whether the step of a recipe fits the budget."""
-        possible = recipe.ranks > 1 or self.known.floor_bytes(recipe) <= self.budget
-        return possible and self.known.estimate(recipe).peak_bytes <= self.budget
-
-    def seconds(self, recipe: Recipe) -> float:
-        """Return the cost of a recipe in seconds."""
-        return self.rates.seconds(self.known.estimate(recipe))
-
-    def most_blocks(self, one: Recipe, cheapest: float) -> int:
-        """Return how many of the first blocks can be checkpointed below the cheapest cost.
-
-        Each of several equal blocks costs as many FLOPs to recompute as the first.
-        """
-        known = self.known
-        found = self.known.estimate(one)
-        equal = known.blocks is None and len(known.composer.blocks) == known.layers
-        each = known.recomputed_flops(one) if equal else 0
-        return sum(
-            self.rates.seconds(replace(found, flops=found.flops + more * each)) < cheapest
-            for more in range(known.layers - 1)
-        )
-
-    def spare(self, recipe: Recipe) -> int:
-        """Return the bytes of the budget that a recipe leaves unused."""
-        return self.budget - self.known.estimate(recipe).peak_bytes
-
-    def flops(self, recipe: Recipe) -> int:
-        """Return the FLOPs of a recipe."""
-        return self.known.estimate(recipe).flops
-
-    def order(self, found: Estimate) -> tuple:
-        """Return the sort key of an estimate: cost, then the rules for equal cost.
-
-        Recipes of equal cost are ranked by fewer micro-batches, larger pages, and fewer copies in
-        flight. Fewer bytes communicated and a lower peak come last.
-        """
-        recipe = found.recipe
-        seconds = self.rates.seconds(found)
-        copies = sum(recipe.copies(found.tier)) if recipe.offload_activations else 0
-        return (
-            seconds,
-            recipe.micro_batches,
-            -recipe.page_bytes,
-            copies,
-            found.sent_bytes,
-            found.peak_bytes,
-        )

@@ -14,7 +14,7 @@ from typing import Any
 from course_lib._check import InfeasibleBudget
 from course_lib.schedule import Cost
 
-from .knowledge import Search
+from .candidates import Search
 from .recipe import Recipe
 
 # Number of schedules that are estimated per family and number of micro-batches, in addition to the
@@ -44,7 +44,7 @@ def best_copies(search: Search, family: Recipe) -> Recipe | None:
     if not search.fits(family):
         return None
     priced = []
-    for copies in search.known.copies_for(family):
+    for copies in search.copies_for(family):
         trial = replace(family, **copies)
         fewest = replace(trial, in_flight=family.in_flight)
         if search.fits(fewest):
@@ -59,9 +59,7 @@ def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) ->
     samples than before. A single micro-batch is tried first: it needs no full set of gradients next
     to its activations.
     """
-    one, *more = [
-        replace(family, micro_batches=n) for n in pieces or search.known.pieces_for(family)
-    ]
+    one, *more = [replace(family, micro_batches=n) for n in pieces or search.pieces_for(family)]
     return one if search.fits(one) else first_that_fits(more, search.fits)
 
 
@@ -72,7 +70,7 @@ def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
     """
 
     def fits(recipe: Recipe) -> bool:
-        most, least = search.known.pieces_for(recipe)[-1], search.known.pieces_for(recipe)[0]
+        most, least = search.pieces_for(recipe)[-1], search.pieces_for(recipe)[0]
         return search.fits(replace(recipe, micro_batches=most)) or search.fits(
             replace(recipe, micro_batches=least)
         )
@@ -118,8 +116,8 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
     """
     known = search.known
     trials: list[tuple[float, Recipe]] = []
-    allowed = known.pieces_for(family)
-    samples = known.pieces[-1]
+    allowed = search.pieces_for(family)
+    samples = search.pieces[-1]
     count = allowed[-1]
     while count >= allowed[0]:
         pieces = max(number for number in allowed if number <= count)

@@ -1,16 +1,16 @@
 """Search for the recipes that fit a memory budget, cheapest first.
 
-This module decides which combinations of techniques are tried, in which order, and which can be
-skipped. It leaves two tasks to its neighbors: `knowledge` makes and stores the estimates, and
-`refine` finds the best numbers (of micro-batches, segments, blocks or schedule bytes) for one
-combination of techniques, which is called a family.
+This module decides in which order combinations of techniques are tried, and which can be skipped.
+It leaves three tasks to its neighbors: `candidates` lists what can be tried, `knowledge` makes and
+stores the estimates, and `refine` finds the best numbers (of micro-batches, segments, blocks or
+schedule bytes) for one combination of techniques, which is called a family.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -24,9 +24,10 @@ from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 
 from . import rank
+from .candidates import Search
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
-from .knowledge import Known, Search
+from .knowledge import Known
 from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
@@ -43,6 +44,9 @@ class Estimates(Table, list):
     Attributes:
         rates: Rates that convert an estimate into seconds.
         title: Caption of the table.
+        whole: Number of recipes that were estimated by their whole steps, because no part of the
+            model runs alone or because a technique cannot be composed. All others were composed
+            from steps with few blocks.
         estimate: Function from a recipe to its estimate, which shares the estimates of the search.
         within: Function from another budget in bytes to the `Estimates` that fit it.
     """
@@ -56,9 +60,11 @@ class Estimates(Table, list):
         title: str = "",
         estimate: Callable | None = None,
         within: Callable[[int], Estimates] | None = None,
+        whole: int = 0,
     ):
         list.__init__(self, found)
         self.rates, self.title, self.estimate, self.within = rates, title, estimate, within
+        self.whole = whole
 
     def way(self) -> Way:
         """Return estimates from the baseline to the cheapest recipe, adding one technique at a
@@ -201,12 +207,12 @@ def fit(
         # A recipe that offloads nothing is detected by the search, so users need no warning.
         warnings.filterwarnings("ignore", "no activation was moved")
         options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm, "kind": kind}
-        known = Known(
-            make_model, make_batch, base, blocks=blocks, quick=quick, watch=watch, **options
-        )
+        known = Known(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
+        known.estimate(known.base)  # comes first because it reports errors of the model or batch
+        search = Search(known, budget_bytes, rates, quick)
 
         def within(room: int) -> Estimates:
-            return that_fit(Search(known, room, rates), base, recipes)
+            return that_fit(search.within(room), base, recipes)
 
         def fitting(room: int) -> Estimates:
             found = within(room) if count == "tensors" else that_reserve(room, within)
@@ -244,9 +250,9 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
         ),
         **{"count": len(found), "budget": bytes_text(search.budget), "known": len(known.estimates)},
     )
-    if known.quick:
+    if search.quick:
         title = text("{found}, by a quick search, which may miss cheaper ones", found=title)
-    return Estimates(found, search.rates, title, known.estimate)
+    return Estimates(found, search.rates, title, known.estimate, whole=len(known.whole))
 
 
 # ---- Which recipes are tried
@@ -268,14 +274,14 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
     the step does not fit without them.
     """
     known = search.known
-    make_model, make_batch = known.composing.given
+    make_model, make_batch = known.given
     with symbolic():
         shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
         samples = samples_in(make_batch())
-    pieces = known.options("micro_batches", *rank.pieces(replace(base, micro_batches=1), samples))
-    keeps = known.options("checkpoint", "none", "selective", "layers")
+    pieces = search.options("micro_batches", *rank.pieces(replace(base, micro_batches=1), samples))
+    keeps = search.options("checkpoint", "none", "selective", "layers")
     found = []
-    for shard, keep, attention in product(rank.MODES, keeps, known.values("attention")):
+    for shard, keep, attention in product(rank.MODES, keeps, search.values("attention")):
         blocks = None if keep == "none" else known.blocks
         family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
         if base.shard not in (None, shard) or rank.floor_bytes(shapes, family) > search.budget:
@@ -287,17 +293,22 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
             replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found
         ):
             continue  # this sharding and attention already fit without checkpoints
-        optional = keep != keeps[0] or (base.shard is None and shard not in rank.REPLICATED)
-        # The model may have no blocks to checkpoint, or its loss may not call the model itself.
-        with suppress(ValueError) if optional else nullcontext():
+        try:
             best = fewest_pieces(search, family, pieces)
-            found += [known.estimate(best)] if best else []
+        except ValueError:
+            # The model may have no blocks to checkpoint, or its loss may not call the model itself.
+            # That is an error only if the base asks for it.
+            if keep == keeps[0] and (base.shard is not None or shard in rank.REPLICATED):
+                raise
+            continue
+        if best:
+            found.append(known.estimate(best))
     tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
     if not tried:  # not even weights, gradients and optimizer state fit
         shard = base.shard or "zero3"
         blocks = None if keeps[-1] == "none" else known.blocks
         more = {
-            "attention": known.values("attention")[-1],
+            "attention": search.values("attention")[-1],
             "micro_batches": pieces[-1],
             "blocks": blocks,
         }
@@ -310,11 +321,11 @@ def _all(search: Search) -> list[Estimate]:
     known = search.known
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
-    for family in sorted(known.families(), key=lambda recipe: _size(known, recipe)):
-        if known.floor_bytes(family) > search.budget or known.leaner(family) in too_large:
+    for family in sorted(search.families(), key=lambda recipe: _size(search, recipe)):
+        if known.floor_bytes(family) > search.budget or search.leaner(family) in too_large:
             too_large.add(family)
             continue
-        if _needless(search, family, found) or _idle(known, family):
+        if _needless(search, family, found) or _idle(search, family):
             continue
         try:
             best = refine(search, family)
@@ -339,13 +350,13 @@ def _all(search: Search) -> list[Estimate]:
 
 def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
     """Return the recipe with the largest pages that fit, because small ones are not cheaper."""
-    pages = (replace(recipe, page_bytes=size) for size in search.known.pages_for(recipe))
+    pages = (replace(recipe, page_bytes=size) for size in search.pages_for(recipe))
     return next(filter(search.fits, pages))
 
 
-def _size(known: Known, recipe: Recipe) -> tuple[float, int]:
+def _size(search: Search, recipe: Recipe) -> tuple[float, int]:
     """Return the sort key of a recipe in the search: its techniques, then its micro-batches."""
-    return known.amounts(recipe), recipe.micro_batches
+    return search.amounts(recipe), recipe.micro_batches
 
 
 def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
@@ -356,7 +367,7 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
     segments, any memory that is saved makes the step cheaper. Families that extend recipes of these
     two kinds are tried if a lower bound on their cost is below the cheapest cost found.
     """
-    smaller = [recipe for recipe in found if search.known.adds_to(family, recipe)]
+    smaller = [recipe for recipe in found if search.adds_to(family, recipe)]
     if any(
         recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller
     ):
@@ -374,34 +385,38 @@ def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
     )
 
 
-def _idle(known: Known, family: Recipe) -> bool:
+def _idle(search: Search, family: Recipe) -> bool:
     """Return whether the family offloads activations but none is large enough.
 
     This is the case if none was large enough with fewer micro-batches, whose tensors are larger.
     """
     fewer = (
         replace(family, micro_batches=count)
-        for count in known.pieces_for(family)
+        for count in search.pieces_for(family)
         if count < family.micro_batches
     )
-    tried = (recipe for recipe in fewer if recipe in known.estimates)
-    return family.offload_activations and any(map(known.moves_nothing, tried))
+    tried = (recipe for recipe in fewer if recipe in search.known.estimates)
+    return family.offload_activations and any(map(search.known.moves_nothing, tried))
 
 
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
     """Return whether another recipe uses a subset of the techniques and ranks ahead of it."""
     order = search.order(search.known.estimate(recipe))
-    others = (other for other in found if other != recipe and search.known.adds_to(recipe, other))
+    others = (other for other in found if other != recipe and search.adds_to(recipe, other))
     return any(search.order(search.known.estimate(other)) < order for other in others)
 
 
 def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
     """Add recipes that checkpoint only the first blocks, where they are the cheapest of all."""
     known = search.known
-    if known.quick or known.base.checkpoint != "none" or "layers" not in known.values("checkpoint"):
+    if (
+        search.quick
+        or known.base.checkpoint != "none"
+        or "layers" not in search.values("checkpoint")
+    ):
         return
     cheapest = min(map(search.seconds, found))
-    for plain in known.families():
+    for plain in search.families():
         if plain.checkpoint != "none" or plain.offload_activations:
             continue
         if known.least_seconds(plain, search.rates) >= cheapest:
@@ -421,14 +436,14 @@ def _find_least(search: Search) -> None:
     Only the recipes that use the most techniques are estimated.
     """
     known = search.known
-    attentions = known.leanest or known.values("attention")
+    attentions = search.leanest or search.values("attention")
     # The last candidate of these fields does not always need the least memory. For all other
     # fields it does.
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
-    most = {field: known.values(field)[-1] for field in BY_FIELD if field not in either}
+    most = {field: search.values(field)[-1] for field in BY_FIELD if field not in either}
     families = dict.fromkeys(
-        replace(recipe, micro_batches=known.pieces_for(recipe)[-1])
-        for recipe in known.families()
+        replace(recipe, micro_batches=search.pieces_for(recipe)[-1])
+        for recipe in search.families()
         if recipe.attention in attentions
         and all(getattr(recipe, field) == value for field, value in most.items())
     )

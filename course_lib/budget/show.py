@@ -14,10 +14,10 @@ from course_lib.memory.show import Table
 
 from .estimate import Estimate
 from .recipe import Recipe, words_of
-from .techniques import BY_PLACE
+from .techniques import APPLIED
 from .techniques.micro_batches import MicroBatches
 
-ORDER = tuple(tuple(technique.fields) for technique in BY_PLACE)  # cheap techniques first
+ORDER = tuple(tuple(technique.fields) for technique in APPLIED)  # cheap techniques first
 VISIBLE_BYTES = 10**5  # smallest change of the peak that the table's column shows
 
 

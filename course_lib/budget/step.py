@@ -39,7 +39,7 @@ from .loss import (
 from .optimizers import LR, class_and_settings
 from .recipe import Recipe
 from .stages import chain_of_stages, chains_of, runs_stages
-from .techniques import BY_PLACE, TECHNIQUES
+from .techniques import APPLIED, TECHNIQUES
 from .techniques.checkpoints import block_names
 from .techniques.micro_batches import pieces_allowed
 from .techniques.technique import all_of
@@ -229,8 +229,8 @@ def run_pieces(
 
     def loss(_, piece) -> tuple[Tensor, float | Tensor]:
         with ExitStack() as stack:
-            for technique in BY_PLACE:
-                if technique.around == "forward":
+            for technique in APPLIED:
+                if technique.around == "forward" and technique.is_used(recipe):
                     stack.enter_context(technique.applied(recipe, model, store))
             pair = loss_of(model, piece, recipe, loss_sum)
         check()
@@ -301,8 +301,8 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
         stack.enter_context(without_cache(model))
         entered = [
             stack.enter_context(each.applied(recipe, model))
-            for each in BY_PLACE
-            if each.around == "step"
+            for each in APPLIED
+            if each.around == "step" and each.is_used(recipe)
         ]
         yield all_of(entered)
 

@@ -7,6 +7,8 @@ subclass of `Technique` and add an instance to `TECHNIQUES`. Add its fields with
 
 from __future__ import annotations
 
+from graphlib import TopologicalSorter
+
 from .attention import AttentionKind
 from .checkpoints import Checkpoint
 from .head import ChunkedHead
@@ -33,10 +35,13 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 # Techniques by the field whose values the search tries.
 BY_FIELD = {each.field: each for each in TECHNIQUES}
-# Techniques in the order in which they are applied to a model. The steps from the baseline to a
-# recipe add them in the same order.
-BY_PLACE = sorted(
-    (each for each in TECHNIQUES if each.place is not None), key=lambda each: each.place or 0
-)
+# Techniques in the order in which they are applied to a model (see `Technique.after`). The steps
+# from the baseline to a recipe add them in the same order.
+APPLIED = [
+    BY_FIELD[field]
+    for field in TopologicalSorter(
+        {each.field: each.after for each in TECHNIQUES if each.after is not None}
+    ).static_order()
+]
 
-__all__ = ["BY_FIELD", "BY_PLACE", "TECHNIQUES", "Technique"]
+__all__ = ["APPLIED", "BY_FIELD", "TECHNIQUES", "Technique"]

@@ -20,7 +20,7 @@ from course_lib.labels import verbatim
 from course_lib.models import Attention
 
 from ..hugging_face import configs_of
-from .technique import Check, Known, Recipe, Technique, choice, fields_of
+from .technique import Check, Recipe, Search, Technique, choice, fields_of
 
 ATTENTIONS = ("standard", "flash")
 SWITCHED = ("eager", "sdpa")  # set by a model's own switch
@@ -34,8 +34,12 @@ class AttentionKind(Technique):
     """
 
     fields = fields_of(attention=choice(*ATTENTIONS, *SWITCHED, None))
-    place = 0
+    composable = True
     acts_on = frozenset({"activation", "temporary"})
+
+    def is_used(self, recipe: Recipe) -> bool:
+        """Return whether the recipe sets the model's attention, as the default "standard" does."""
+        return recipe.attention is not None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         """Return a problem that can be detected before the model runs, or None."""
@@ -61,23 +65,23 @@ class AttentionKind(Technique):
     def words(self, recipe: Recipe) -> list[str]:
         return [] if recipe.attention in ("standard", None) else [verbatim(recipe.attention)]
 
-    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
         """Return the model's own attention, and a fused one where the model does not use it
         already.
 
         A model that calls `F.scaled_dot_product_attention` already uses it.
         """
         unchanged = {"attention": "standard"}
-        own = attentions_of(known.model)
+        own = attentions_of(search.known.model)
         if own:
             fused = {"attention": "flash"}
-        elif "eager" in _implementations(known.model):
+        elif "eager" in _implementations(search.known.model):
             fused = {"attention": "sdpa"}
         else:
             return [unchanged]
-        if drop_probability(own) or not known.goes_with(**fused):
+        if drop_probability(own) or not search.known.goes_with(**fused):
             return [unchanged]
-        return sorted((unchanged, fused), key=lambda each: known.with_base(**each).flops)
+        return sorted((unchanged, fused), key=lambda each: search.known.with_base(**each).flops)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ..stages import (
     note_compared,
     runs_stages,
 )
-from .technique import Check, Known, Recipe, Technique, all_of, choice, count_or_none, fields_of
+from .technique import Check, Recipe, Search, Technique, all_of, choice, count_or_none, fields_of
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
 # Operators whose outputs "selective" keeps.
@@ -54,7 +54,8 @@ class Checkpoint(Technique):
         segments=count_or_none(1),
         schedule_bytes=count_or_none(1),
     )
-    place = 2
+    after = ("head_chunk",)
+    composable = True
     acts_on = frozenset({"activation"})
 
     def conflict(self, recipe: Recipe) -> str | None:
@@ -101,16 +102,17 @@ class Checkpoint(Technique):
             words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=verbatim(blocks))
         return [words]
 
-    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
         """Return the kinds of checkpoints that the model supports.
 
         They have the fewest segments and bytes. Larger numbers are tried later, by `refine`.
         """
+        known = search.known
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]
         if known.goes_with(checkpoint="layers"):
-            kinds = ("layers",) if known.quick else ("selective", "layers")
+            kinds = ("layers",) if search.quick else ("selective", "layers")
             found += [{"checkpoint": name, "blocks": known.blocks} for name in kinds]
-        if not known.quick and known.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
+        if not search.quick and known.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
             found += [{"checkpoint": "optimal", "blocks": known.blocks, "schedule_bytes": 1}]
             if known.segments > 1:
                 found += [{"checkpoint": "segments", "blocks": known.blocks, "segments": 2}]

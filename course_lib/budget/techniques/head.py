@@ -15,7 +15,7 @@ from course_lib._torch import tensors_in
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.labels import text
 
-from .technique import Check, Known, Recipe, Technique, count_or_none, fields_of
+from .technique import Check, Recipe, Search, Technique, count_or_none, fields_of
 
 # Number of tokens per chunk that the search tries, unless a sixteenth of the batch's tokens is
 # more. Smaller chunks save little memory.
@@ -26,7 +26,8 @@ class ChunkedHead(Technique):
     """Logits and their loss, computed for `head_chunk` tokens at a time."""
 
     fields = fields_of(head_chunk=count_or_none(1))
-    place = 1
+    after = ("attention",)
+    composable = True
     acts_on = frozenset({"activation", "temporary"})
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
@@ -44,11 +45,11 @@ class ChunkedHead(Technique):
             return []
         return [text("head in chunks of {tokens}", tokens=recipe.head_chunk)]
 
-    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        tokens = next(tensors_in(known.batch))
+    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
+        tokens = next(tensors_in(search.known.batch))
         chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
         found: list[Mapping[str, Any]] = [{self.field: None}]
-        return [*found, {self.field: chunk}] if known.goes_with(head_chunk=chunk) else found
+        return [*found, {self.field: chunk}] if search.known.goes_with(head_chunk=chunk) else found
 
 
 @contextmanager

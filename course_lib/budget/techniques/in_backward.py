@@ -7,14 +7,16 @@ from typing import Any
 
 from course_lib.labels import text
 
-from .technique import Known, Recipe, Technique, fields_of, yes_or_no
+from .technique import Recipe, Search, Technique, fields_of, yes_or_no
 
 
 class InBackward(Technique):
     """Optimizer steps in backward, which `course_lib.budget.step` runs by its own function."""
 
     fields = fields_of(in_backward=yes_or_no)
-    place = 4
+    after = ("accumulate",)
+    composable = True
+    computes = False
     acts_on = frozenset({"gradient"})
     in_forward = False
 
@@ -29,7 +31,7 @@ class InBackward(Technique):
     def words(self, recipe: Recipe) -> list[str]:
         return [text("steps in backward")] if recipe.in_backward else []
 
-    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        base = known.base
-        one = known.max_norm is None and base.accumulate is None and base.micro_batches == 1
+    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
+        base = search.known.base
+        one = search.known.max_norm is None and base.accumulate is None and base.micro_batches == 1
         return [{self.field: inside} for inside in ((False, True) if one else (False,))]

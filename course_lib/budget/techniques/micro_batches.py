@@ -13,7 +13,9 @@ class MicroBatches(Technique):
     """Gradient accumulation over micro-batches, which `AccumulatedStep` runs."""
 
     fields = fields_of(accumulate=choice("fp32", None), micro_batches=count(1))
-    place = 3
+    after = ("checkpoint",)
+    composable = True
+    computes = False
     acts_on = frozenset({"activation", "temporary", "input"})
 
     def conflict(self, recipe: Recipe) -> str | None:

@@ -11,7 +11,7 @@ from torch import nn
 from course_lib.labels import text
 from course_lib.offload import offload_activations
 
-from .technique import Known, Recipe, Technique, count, count_or_none, fields_of, yes_or_no
+from .technique import Recipe, Search, Technique, count, count_or_none, fields_of, yes_or_no
 
 MIN_BYTES = 1 << 20
 
@@ -26,7 +26,9 @@ class OffloadedActivations(Technique):
         in_flight=count_or_none(0),
     )
     around = "forward"
-    place = 6
+    after = ("offload_optimizer",)
+    composable = True
+    computes = False
     acts_on = frozenset({"activation"})
     hooks_saved_tensors = True
 
@@ -63,5 +65,5 @@ class OffloadedActivations(Technique):
             words.append(text("{count} in flight", count=recipe.in_flight))
         return words
 
-    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
         return [{self.field: down} for down in (False, True)]

@@ -10,7 +10,7 @@ from course_lib.labels import text, verbatim
 from course_lib.offload.optimizer import PAGE_BYTES
 
 from ..optimizers import OPTIMIZERS, UPDATES
-from .technique import Known, Recipe, Technique, choice, count, fields_of, fraction
+from .technique import Recipe, Search, Technique, choice, count, fields_of, fraction
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -19,6 +19,9 @@ class Optimizer(Technique):
     """The optimizer and the variant of its update, by the rows of `OPTIMIZERS`."""
 
     fields = fields_of(optimizer=choice(*OPTIMIZERS), update=choice(*UPDATES))
+    after = None
+    composable = True
+    computes = False
     acts_on = frozenset({"optimizer"})
 
     def conflict(self, recipe: Recipe) -> str | None:
@@ -41,7 +44,9 @@ class OffloadedState(Technique):
     """Offloaded optimizer state; `build` then makes an `OffloadedOptimizer`."""
 
     fields = fields_of(offload_optimizer=fraction, page_bytes=count(1, of="bytes"))
-    place = 5
+    after = ("in_backward",)
+    composable = True
+    computes = False
     acts_on = frozenset({"optimizer"})
     graded = True
     in_forward = False
@@ -64,11 +69,11 @@ class OffloadedState(Technique):
             words.append(text("pages of {size}", size=_binary(recipe.page_bytes)))
         return words
 
-    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        tensors = OPTIMIZERS[known.base.optimizer].state_tensors
+    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
+        tensors = OPTIMIZERS[search.known.base.optimizer].state_tensors
         # Without state, only the master weights of bf16 parameters can be offloaded.
-        nothing = tensors is None or (tensors == 0 and known.base.precision == "fp32")
-        shares = FRACTIONS[:: len(FRACTIONS) - 1] if known.quick else FRACTIONS
+        nothing = tensors is None or (tensors == 0 and search.known.base.precision == "fp32")
+        shares = FRACTIONS[:: len(FRACTIONS) - 1] if search.quick else FRACTIONS
         return [{self.field: share} for share in (FRACTIONS[:1] if nothing else shares)]
 
 

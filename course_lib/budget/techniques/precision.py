@@ -17,6 +17,9 @@ class Precision(Technique):
     """A model in fp32, or in bf16 with fp32 master weights; `build` converts it."""
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
+    after = None
+    composable = True
+    computes = False
     acts_on = frozenset({"parameter", "gradient", "activation", "temporary"})
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:

@@ -32,6 +32,8 @@ class Ranks(Technique):
     """Data parallelism over several ranks, with or without sharding."""
 
     fields = fields_of(ranks=count(1), shard=choice(*SHARDS, None))
+    after = None
+    computes = False
     acts_on = frozenset({"parameter", "gradient", "optimizer", "activation"})
 
     def conflict(self, recipe: Recipe) -> str | None:

@@ -15,10 +15,10 @@ from torch import nn
 
 from course_lib._check import kind, number, one_of, whole
 
-# A `course_lib.budget.Recipe` and a `course_lib.budget.knowledge.Known`. Both modules import the
+# A `course_lib.budget.Recipe` and a `course_lib.budget.candidates.Search`. Both modules import the
 # techniques, so they cannot be imported here.
 Recipe = Any
-Known = Any
+Search = Any
 Check = Callable[[], None]
 
 
@@ -33,10 +33,16 @@ class Technique:
             not allowed.
         around: Part of the training that `applied` surrounds: the whole step, or the forward pass
             of each micro-batch.
-        place: Position in the order in which techniques are applied to a model. For example, the
-            head must be found before its blocks are wrapped. The steps from the baseline to a
-            recipe use the same order, with cheap techniques first. None for settings that the first
-            of these steps already has, such as the precision.
+        after: First fields of the techniques that are applied to a model before this one. For
+            example, the head must be found before its blocks are wrapped. The steps from the
+            baseline to a recipe add techniques in the same order, with cheap ones first. None for
+            settings that are not applied to a model and that the baseline already has, such as the
+            precision.
+        composable: Whether the step of a recipe with this technique grows evenly with the equal
+            blocks of a model, so that `course_lib.budget.extrapolate` can compose its estimate from
+            steps with few blocks. Recipes that use any other technique are estimated by their whole
+            steps.
+        computes: Whether the technique changes which operators run, and with them the FLOPs.
         graded: Whether each candidate uses more of the technique than the one before. Otherwise the
             candidates exclude one another.
         in_forward: Whether the technique changes what a forward pass keeps, and so what is
@@ -50,7 +56,9 @@ class Technique:
 
     fields: Mapping[str, Callable[[str, Any], object]] = MappingProxyType({})
     around: Literal["step", "forward"] = "step"
-    place: int | None = None
+    after: tuple[str, ...] | None = ()
+    composable: bool = False
+    computes: bool = True
     graded: bool = False
     in_forward: bool = True
     acts_on: frozenset[str] = frozenset()
@@ -60,6 +68,13 @@ class Technique:
     def field(self) -> str:
         """Name of the first field, whose values are the candidates of the technique."""
         return next(iter(self.fields))
+
+    def is_used(self, recipe: Recipe) -> bool:
+        """Return whether a recipe uses the technique.
+
+        It does if it sets a field of the technique to a value other than the default.
+        """
+        return not self.fields.keys().isdisjoint(recipe.changed())
 
     def conflict(self, recipe: Recipe) -> str | None:
         """Return a sentence about fields of the recipe that cannot be combined, or None."""
@@ -77,6 +92,7 @@ class Technique:
     ) -> AbstractContextManager[Check | None]:
         """Return a context manager inside which the model uses the technique.
 
+        It is called only for recipes that use the technique (`is_used`).
         Afterwards the model is as before. The context manager may yield a function to call after a
         forward pass. This function raises if the forward pass has bypassed the technique.
         """
@@ -89,7 +105,7 @@ class Technique:
         """
         return []
 
-    def candidates(self, known: Known) -> Sequence[Mapping[str, Any]]:
+    def candidates(self, search: Search) -> Sequence[Mapping[str, Any]]:
         """Return values of the technique's fields that `fit` tries for the model.
 
         The first has the fewest FLOPs and copies. `fit` does not call this if the base sets the

@@ -1,0 +1,234 @@
+"""Candidates of each technique, and the families of recipes that a search can try.
+
+`knowledge` stores the estimates and bounds. `refine` finds the best numbers for one family, and
+`search` decides which families are tried.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from .estimate import Estimate
+from .knowledge import Known
+from .loss import has_loss_sum, mixes_samples, samples_in
+from .rates import Rates
+from .recipe import Recipe
+from .techniques import BY_FIELD, Technique
+from .techniques.micro_batches import pieces_allowed
+
+PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
+
+
+class Search:
+    """What can be tried for one model and batch within a budget, and what it costs.
+
+    Attributes:
+        known: Estimates and bounds of the model and batch.
+        budget: Limit in bytes.
+        rates: Rates of the machine, which convert an estimate into seconds.
+        quick: Whether to skip candidates that take long to try and seldom pay.
+    """
+
+    def __init__(self, known: Known, budget: int, rates: Rates, quick: bool = False):
+        self.known, self.budget, self.rates, self.quick = known, budget, rates, quick
+        self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
+
+    def within(self, budget: int) -> Search:
+        """Return the same search for another budget. Both share what they know."""
+        other = copy(self)
+        other.budget = budget
+        return other
+
+    # ---- costs
+
+    def fits(self, recipe: Recipe) -> bool:
+        """Return whether the step of a recipe fits the budget."""
+        possible = recipe.ranks > 1 or self.known.floor_bytes(recipe) <= self.budget
+        return possible and self.known.estimate(recipe).peak_bytes <= self.budget
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Return the cost of a recipe in seconds."""
+        return self.rates.seconds(self.known.estimate(recipe))
+
+    def most_blocks(self, one: Recipe, cheapest: float) -> int:
+        """Return how many of the first blocks can be checkpointed below the cheapest cost.
+
+        Each of several equal blocks costs as many FLOPs to recompute as the first.
+        """
+        known = self.known
+        found = self.known.estimate(one)
+        equal = known.blocks is None and len(known.composer.blocks) == known.layers
+        each = known.recomputed_flops(one) if equal else 0
+        return sum(
+            self.rates.seconds(replace(found, flops=found.flops + more * each)) < cheapest
+            for more in range(known.layers - 1)
+        )
+
+    def spare(self, recipe: Recipe) -> int:
+        """Return the bytes of the budget that a recipe leaves unused."""
+        return self.budget - self.known.estimate(recipe).peak_bytes
+
+    def flops(self, recipe: Recipe) -> int:
+        """Return the FLOPs of a recipe."""
+        return self.known.estimate(recipe).flops
+
+    def order(self, found: Estimate) -> tuple:
+        """Return the sort key of an estimate: cost, then the rules for equal cost.
+
+        Recipes of equal cost are ranked by fewer micro-batches, larger pages, and fewer copies in
+        flight. Fewer bytes communicated and a lower peak come last.
+        """
+        recipe = found.recipe
+        seconds = self.rates.seconds(found)
+        copies = sum(recipe.copies(found.tier)) if recipe.offload_activations else 0
+        return (
+            seconds,
+            recipe.micro_batches,
+            -recipe.page_bytes,
+            copies,
+            found.sent_bytes,
+            found.peak_bytes,
+        )
+
+    # ---- what can be tried
+
+    def options(self, name: str, *values: Any) -> tuple:
+        """Return the value that the base sets for a field, or else the given values."""
+        return (getattr(self.known.base, name),) if name in self.known.base.changed() else values
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Numbers of micro-batches that can be tried."""
+        model, loss_sum = self.known.model, self.known.composer.loss_sum
+        weighed = loss_sum is not None or has_loss_sum(model)
+        if not weighed or mixes_samples(model):
+            return self.options("micro_batches", 1)
+        every = pieces_allowed(samples_in(self.known.batch))
+        return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
+
+    def pieces_for(self, recipe: Recipe) -> tuple[int, ...]:
+        """Return the numbers of micro-batches for a recipe; steps in backward allow only 1."""
+        return (1,) if recipe.in_backward else self.pieces
+
+    def doublings(self, recipe: Recipe) -> list[int]:
+        """Return numbers of micro-batches, each at least twice the one before, and the largest."""
+        found = []
+        for count in self.pieces_for(recipe):
+            if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
+                found.append(count)
+        return found
+
+    def candidates(self, field: str) -> Sequence[Mapping[str, Any]]:
+        """Return the candidates of the technique with this field.
+
+        If the base sets the technique, its setting is the only candidate.
+        """
+        if field not in self._candidates:
+            fixed = field in self.known.base.changed()
+            self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
+        return self._candidates[field]
+
+    def values(self, field: str) -> list[Any]:
+        """Return the values of the field that are tried."""
+        own = getattr(self.known.base, field)
+        return [each.get(field, own) for each in self.candidates(field)]
+
+    def amount(self, field: str, recipe: Recipe) -> float:
+        """Return the share of a technique that a recipe uses, from 0 to 1."""
+        values = self.values(field)
+        place = values.index(getattr(recipe, field))
+        return place / (len(values) - 1) if place and BY_FIELD[field].graded else float(place > 0)
+
+    def amounts(self, recipe: Recipe) -> float:
+        """Count the techniques that a recipe uses; a graded technique counts as a fraction."""
+        return sum(self.amount(field, recipe) for field in BY_FIELD)
+
+    def adds_to(self, recipe: Recipe, smaller: Recipe) -> bool:
+        """Return whether a recipe uses all techniques of a smaller one, apart from
+        micro-batches."""
+
+        def covers(field: str, technique: Technique) -> bool:
+            used = self.amount(field, smaller)
+            return (
+                used == 0
+                or getattr(recipe, field) == getattr(smaller, field)
+                or (technique.graded and self.amount(field, recipe) >= used)
+            )
+
+        return all(covers(*each) for each in BY_FIELD.items())
+
+    def families(self) -> Iterator[Recipe]:
+        """Yield one recipe for each family, that is, for each combination of techniques.
+
+        The numbers of micro-batches, segments and schedule bytes of a family are found later
+        (`refine`). With offloaded activations, each number of micro-batches is a family of its own,
+        because it decides which activations are large enough to be offloaded.
+        """
+        for chosen in product(*map(self.candidates, BY_FIELD)):
+            try:
+                family = self.family(**{k: v for each in chosen for k, v in each.items()})
+            except ValueError:
+                continue  # two of these techniques cannot be combined
+            if not family.offload_activations:
+                yield replace(family, micro_batches=self.pieces_for(family)[0])
+            # With "segments", only the inputs of the segments could be offloaded.
+            elif family.checkpoint != "segments" or self.known.base.checkpoint == "segments":
+                for pieces in self.doublings(family):
+                    yield replace(family, micro_batches=pieces)
+
+    def leaner(self, recipe: Recipe) -> Recipe | None:
+        """Return the recipe with the attention that needs less memory; None if neither does."""
+        leanest = self.leanest
+        return replace(recipe, attention=leanest[0]) if leanest else None
+
+    @cached_property
+    def leanest(self) -> tuple[str | None, ...]:
+        """Attention that needs no more memory than the other one, in a tuple.
+
+        The forward and backward of the base are compared. The tuple is empty if only one attention
+        is tried, or if each needs more memory than the other in one of the two phases.
+        """
+
+        def peaks(attention: str | None) -> tuple[int, int]:
+            found = self.known.with_base(attention=attention).phase_peaks
+            return found["forward"], found["backward"]
+
+        attentions = self.values("attention")
+        if len(attentions) < 2:
+            return ()
+        one, other = attentions
+        if all(map(operator.le, peaks(one), peaks(other))):
+            return (one,)
+        return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
+
+    def family(self, **techniques: Any) -> Recipe:
+        """Return the base with these fields, the smallest pages and the fewest copies in flight.
+
+        These pages and copies need the least memory.
+        """
+        recipe = replace(self.known.base, **techniques)
+        return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
+
+    def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
+        """Return the page sizes for the offloaded optimizer, which all cost the same.
+
+        With steps in backward, each parameter is a page by itself, so that the size has no effect.
+        """
+        paged = recipe.has_pages and not recipe.in_backward
+        return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
+
+    def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
+        """Return settings of `prefetch` and `in_flight` for offloaded activations.
+
+        They change the cost only with the tier "host".
+        """
+        if not recipe.offload_activations or self.known.composer.tier == "file":
+            return [{}]
+        counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
+        return [{"prefetch": ahead, "in_flight": down} for ahead, down in counts]
