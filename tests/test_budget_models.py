@@ -3,6 +3,7 @@ are measured."""
 
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +29,7 @@ from course_lib._torch import tensors_in
 from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.kinds import on_kind
 from course_lib.budget.optimizers import OPTIMIZERS, class_and_settings
-from course_lib.memory import cast, symbolic
+from course_lib.memory import MemoryMeter, cast, symbolic
 from course_lib.models import seeded
 
 
@@ -1284,6 +1285,20 @@ def test_fused_attention_counts_its_products_on_a_cpu_too():
         OneAttention(False).loss_sum(points())[0].backward()
     assert explicit == counter.get_total_flops()
     assert fused - explicit == 2 * 3 * WIDTH * LENGTH**2  # its backward makes the scores again
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (5, 9), (9, 5)])
+@pytest.mark.parametrize("symbolically", [False, True])
+def test_causal_attention_counts_the_scores_that_its_queries_see(queries, keys, symbolically):
+    batch, heads, width = 2, 3, 16
+    seen = int(torch.ones(queries, keys).tril().sum())
+    with symbolic() if symbolically else nullcontext():
+        q = torch.randn(batch, heads, queries, width, requires_grad=True)
+        k = torch.randn(batch, heads, keys, width, requires_grad=True)
+        with MemoryMeter() as meter:
+            F.scaled_dot_product_attention(q, k, k, is_causal=True).sum().backward()
+    # Two products in forward and five in backward, each of which has 2 * width FLOPs per score.
+    assert meter.flops == batch * heads * 7 * 2 * width * seen
 
 
 class Chained(nn.Module):

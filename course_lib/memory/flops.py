@@ -1,5 +1,12 @@
-"""FLOPs of an operator, by the formulas of `FlopCounterMode`, whose own hooks on modules keep
-tensors alive."""
+"""FLOPs of an operator, by the formulas of `FlopCounterMode`.
+
+`FlopCounterMode` itself is not used, because its hooks on modules keep tensors alive.
+
+There is one difference. With a causal mask, fused attention is counted by the scores that its
+queries see, whereas PyTorch's formulas count all scores. Fused kernels skip the scores above the
+diagonal, but for those in the tiles on the diagonal. FlashAttention's own benchmark halves its
+count for the same reason.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,7 @@ _COUNTED_AS = {
         _aten._scaled_dot_product_flash_attention_backward
     ),
 }
-# Fused attention: which argument is the query; key and value follow it.
+# Fused attention: position of the query among the arguments. Key and value follow it.
 _QUERY_AT = {
     _aten._scaled_dot_product_flash_attention: 0,
     _aten._scaled_dot_product_efficient_attention: 0,
@@ -30,20 +37,35 @@ _QUERY_AT = {
 
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
-    """The FLOPs of one call of an operator; 0 for one without a formula."""
-    packet = getattr(func, "overloadpacket", None)  # an operator of higher order has none
+    """Return the FLOPs of one call of an operator; 0 if it has no formula."""
+    packet = getattr(func, "overloadpacket", None)  # higher-order operators have none
     kind = _COUNTED_AS.get(packet, packet)
     formula = flop_registry.get(kind)
     if formula is None:
         return 0
-    if kind in _QUERY_AT:
-        args = _with_all_heads(_QUERY_AT[kind], args)
-    return _by(formula, args, kwargs or {}, result)
+    if kind not in _QUERY_AT:
+        return _by(formula, args, kwargs or {}, result)
+    query = _QUERY_AT[kind]
+    flops = _by(formula, _with_all_heads(query, args), kwargs or {}, result)
+    n_q, n_k = args[query].shape[2], args[query + 1].shape[2]
+    if flops and _is_causal(func, args, kwargs or {}):
+        # With PyTorch's `is_causal`, query i sees the keys up to i.
+        return flops // (n_q * n_k) * sum(min(i + 1, n_k) for i in range(n_q))
+    return flops
+
+
+def _is_causal(func, args: tuple, kwargs: dict) -> bool:
+    """Return the value of the operator's argument `is_causal`."""
+    names = [argument.name for argument in func._schema.arguments]
+    position = names.index("is_causal")
+    return args[position] if position < len(args) else kwargs.get("is_causal", False)
 
 
 def _with_all_heads(query: int, args: tuple) -> tuple:
-    """The shapes of keys and values with as many heads as the queries have: the formulas of torch
-    2.9 refuse fewer, and those of newer ones count so."""
+    """Return the arguments with as many heads for keys and values as for queries.
+
+    The formulas of torch 2.9 refuse fewer heads, and those of newer versions count in this way.
+    """
     batch, heads, *_ = args[query].shape
     shared = args[query + 1 : query + 3]
     if not heads or shared[0].shape[1] == heads:
@@ -53,8 +75,10 @@ def _with_all_heads(query: int, args: tuple) -> tuple:
 
 
 def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
-    """Count FLOPs by the formula, once for all tensors of these shapes: it takes longer than a
-    symbolic operator."""
+    """Return the FLOPs by the formula, which is evaluated once for all tensors of these shapes.
+
+    A formula takes longer than a symbolic operator.
+    """
     if kwargs or not all(isinstance(value, Tensor) for value in args):
         return formula(*args, **kwargs, out_val=result)
     key = formula, *[tensor.shape for tensor in args]
