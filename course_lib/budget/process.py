@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -112,49 +113,54 @@ def watched(
         repeats: Whether one of several equal stages of a schedule is run for all.
     """
     groups = groups_of(model, pieces, loss_sum) if groups is None else groups
-    times = {0: 1} | {group[-1]: sum(map(bool, group)) for group in groups if group[-1]}
+    # Each micro-batch that is run, and the number of micro-batches for which it stands.
+    stands_for = {0: 1}
+    for group in groups:
+        later = [i for i in group if i > 0]
+        if later:
+            stands_for[later[-1]] = len(later)
     store.stats = Traffic()
-    marks: list[tuple[int, int, int]] = []
+    # FLOPs and bytes moved so far, before each micro-batch that is run and before the optimizer.
+    before: list[tuple[int, int, int]] = []
     # Bytes that a micro-batch keeps live until the optimizer step: its loss, and its weight if this
     # is a tensor.
-    left = 0
+    kept_bytes = 0
 
-    def noted(model, piece):
-        nonlocal left
+    def so_far() -> tuple[int, int, int]:
+        return meter.flops, store.stats.bytes_down, store.stats.bytes_up
+
+    def kept_loss(model, piece):
+        nonlocal kept_bytes
         pair = loss_of(model, piece, recipe, loss_sum)
-        left = sum(tensor.nbytes for tensor in tensors_in(pair))
+        kept_bytes = sum(tensor.nbytes for tensor in tensors_in(pair))
         return pair
 
-    def marked() -> Iterator[Any]:
-        unseen = []
-        before = -1
-        for i in sorted(times):
-            marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
-            if passed := i - before - 1:  # micro-batches that are not run
-                unseen.append(
-                    next(tensors_in(pieces[i])).new_empty(passed * left, dtype=torch.uint8)
-                )
+    def sampled() -> Iterator[Any]:
+        losses = []  # of the micro-batches that are not run
+        previous = -1
+        for i in sorted(stands_for):
+            before.append(so_far())
+            skipped = i - previous - 1
+            if skipped:
+                like = next(tensors_in(pieces[i]))
+                losses.append(like.new_empty(skipped * kept_bytes, dtype=torch.uint8))
             yield pieces[i]
-            before = i
-        del unseen
-        marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
+            previous = i
+        del losses
+        before.append(so_far())
 
     with (
         not_collecting(),
         StepMeter(model, optimizer, **_told(events)) as meter,
         meter.repeating() if repeats else nullcontext(),
     ):
-        run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
-    end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
-    # One micro-batch runs between two marks, and the optimizer after the last mark.
-    spans = [
-        [b - a for a, b in zip(*pair, strict=True)]
-        for pair in zip(marks, [*marks[1:], end], strict=True)
-    ]
-    counts = [*(times[i] for i in sorted(times)), 1]
-    totals = [sum(n * span[i] for n, span in zip(counts, spans, strict=True)) for i in range(3)]
+        run_pieces(model, optimizer, sampled(), recipe, kept_loss, store, max_norm)
+    # What each micro-batch has added, for all that it stands for, and what the optimizer has added.
+    counts = [*(stands_for[i] for i in sorted(stands_for)), 1]
+    added = np.diff(np.array([*before, so_far()], dtype=object), axis=0)  # of any size
+    totals = np.array(counts, dtype=object) @ added
     trace = meter.trace(events=events)
-    trace.flops, trace.bytes_down, trace.bytes_up = totals
+    trace.flops, trace.bytes_down, trace.bytes_up = map(int, totals)
     return trace
 
 
