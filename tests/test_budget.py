@@ -33,8 +33,8 @@ from course_lib.budget import (
     Recipe,
     build,
     estimate,
-    extrapolate,
     fit,
+    knowledge,
     run,
     train_step,
 )
@@ -1025,7 +1025,7 @@ def quick(monkeypatch):
         return found
 
     monkeypatch.setattr("course_lib.budget.techniques.head.HEAD_CHUNK", 32)
-    monkeypatch.setattr(extrapolate, "estimate", once)
+    monkeypatch.setattr(knowledge, "estimate", once)
 
 
 def cost(found):

@@ -95,15 +95,21 @@ class Estimate(Table):
             kind,
         )
 
-    def traced_by(self, run: Callable[[], Trace]) -> Estimate:
-        """Store the function that runs the step again, for `trace`, and return the estimate."""
+    def traced_by(self, run: Callable[[bool], Trace]) -> Estimate:
+        """Store the function that runs the step again, for `trace`, and return the estimate.
+
+        Its argument is `places` of `trace`.
+        """
         object.__setattr__(self, "_run", run)  # not a field, so it is not compared
         return self
 
-    def trace(self) -> Trace:
+    def trace(self, places: bool = True) -> Trace:
         """Run the symbolic step again and return its trace with all events.
 
         An estimate does not keep the events.
+
+        Args:
+            places: Whether to record the module and the source line of each operator.
 
         Raises:
             ValueError: The estimate was not made by `estimate` or `fit`.
@@ -114,7 +120,7 @@ class Estimate(Table):
                 "this estimate was not made by `estimate` or `fit`, so its step cannot be run"
                 " again; use one of theirs"
             )
-        return run()
+        return run(places)
 
     def reserved_bytes(self, settings: AllocatorSettings | str | None = None) -> int:
         """Return the most bytes that PyTorch's allocator reserves for the step on a GPU.
@@ -125,7 +131,7 @@ class Estimate(Table):
         known = vars(self).setdefault("_reserved", {})  # not a field, so it is not compared
         key = str(settings)
         if key not in known:
-            allocator = self.trace().allocated(settings)
+            allocator = self.trace(places=False).allocated(settings)
             known[key] = allocator.memory_stats()["reserved_bytes.all.peak"]
         return known[key]
 
@@ -244,13 +250,13 @@ def estimate(
         run = partial(rank_trace, make_model, make_batch, recipe, **options)
         with explained():
             found = Estimate.of(run(), recipe, tier, kind=kind)
-            return found.traced_by(partial(run, events=True))
+            return found.traced_by(lambda places: run(events=True))
     options |= {"tier": tier, "kind": kind}
     run = partial(process_trace, make_model, make_batch, recipe, **options)
     with explained():
         trace, on_host = run()
     found = Estimate.of(trace, recipe, tier, on_host, kind)
-    return found.traced_by(lambda: run(events=True)[0])
+    return found.traced_by(lambda places: run(events=True, places=places)[0])
 
 
 @noted()

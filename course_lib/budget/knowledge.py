@@ -95,7 +95,7 @@ class Known:
             with suppress(NotComposable), explained():
                 found = self.composer_of(recipe).estimate(recipe)
                 run = partial(process_trace, *self.given, recipe, events=True, **self.options)
-                return found.traced_by(lambda: run()[0])
+                return found.traced_by(lambda places: run(places=places)[0])
         found = estimate(*self.given, recipe, **self.options)
         self.whole.add(recipe)
         # The model runs, but not with a part of its blocks.

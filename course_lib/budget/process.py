@@ -54,6 +54,7 @@ def process_trace(
     tier: str = "file",
     kind: str = "cpu",
     events: bool = False,
+    places: bool = False,
 ) -> tuple[Trace, int]:
     """Return the trace of the recipe's step, and the number of parameters that the host updates.
 
@@ -63,7 +64,9 @@ def process_trace(
         make_model, make_batch, recipe, loss_sum, max_norm, tier: Model, batch and options, as in
             `course_lib.budget.estimate`.
         kind: Kind of device, one of `KINDS`.
-        events: Whether to record when each storage is allocated and released, and in which module.
+        events: Whether to record when each storage is allocated and released.
+        places: Whether to record the module and the source line of each operator too, which takes
+            half as long again.
     """
     recipe = on_kind(recipe, kind)
     with symbolic():
@@ -76,7 +79,9 @@ def process_trace(
         pieces = pieces_of(batch, recipe.micro_batches)
         make_state(model, optimizer)
         options = loss_sum, store, max_norm
-        trace = watched(model, optimizer, pieces, recipe.on(tier), *options, events=events)
+        trace = watched(
+            model, optimizer, pieces, recipe.on(tier), *options, events=events, places=places
+        )
         return trace, sum(p.numel() for p in getattr(optimizer, "below", ()))
 
 
@@ -100,6 +105,7 @@ def watched(
     groups: list[list[int]] | None = None,
     events: bool = False,
     repeats: bool = False,
+    places: bool = False,
 ) -> Trace:
     """Run the step under a meter and return its trace.
 
@@ -111,6 +117,7 @@ def watched(
         groups: Groups of micro-batches that are alike; found here by default.
         events: Whether to record events, as in `process_trace`.
         repeats: Whether one of several equal stages of a schedule is run for all.
+        places: Whether to record places, as in `process_trace`.
     """
     groups = groups_of(model, pieces, loss_sum) if groups is None else groups
     # Each micro-batch that is run, and the number of micro-batches for which it stands.
@@ -151,7 +158,7 @@ def watched(
 
     with (
         not_collecting(),
-        StepMeter(model, optimizer, **_told(events)) as meter,
+        StepMeter(model, optimizer, module_paths=places, source_lines=places) as meter,
         meter.repeating() if repeats else nullcontext(),
     ):
         run_pieces(model, optimizer, sampled(), recipe, kept_loss, store, max_norm)
@@ -162,11 +169,6 @@ def watched(
     trace = meter.trace(events=events)
     trace.flops, trace.bytes_down, trace.bytes_up = map(int, totals)
     return trace
-
-
-def _told(events: bool) -> dict[str, bool]:
-    """Return options of the meter. Places of operators take time to record."""
-    return {"module_paths": events, "source_lines": events}
 
 
 _TILES = torch.ops.course_lib.tiles.default
