@@ -68,7 +68,7 @@ MUTANTS = [
         ("memory", "memory/formulas.py", "attention = 5 * e + m", "attention = 4 * e + m"),
         ("memory", "memory/formulas.py", "((2 * e + m) if m else e)", "(2 * e + m)"),
         ("memory", "memory/formulas.py", "heads * n * 4}", "heads * n * e}"),
-        ("memory", "memory/meter.py", "live > max(before, self.budget_bytes)", "live > before"),
+        ("memory", "memory/meter.py", "live <= max(before, self.budget_bytes)", "live <= before"),
         ("memory", "memory/meter.py", "self._undo.close()", "pass"),
         (
             "memory",

@@ -38,6 +38,7 @@ from course_lib.budget import (
     run,
     train_step,
 )
+from course_lib.budget.bounds import floor_bytes, least_seconds
 from course_lib.budget.candidates import Search
 from course_lib.budget.knowledge import Known
 from course_lib.budget.optimizers import OPTIMIZERS
@@ -1189,7 +1190,7 @@ def test_what_is_passed_over_could_not_have_fitted_or_been_cheaper(tier):
         for down in (False, True):
             fields = {**keep, **count, "offload_activations": down, "offload_optimizer": fraction}
             recipe = replace(facts.base, attention="flash", **fields)
-            floor, seconds = facts.floor_bytes(recipe), facts.least_seconds(recipe, rates)
+            floor, seconds = floor_bytes(facts, recipe), least_seconds(facts, recipe, rates)
             found = facts.estimate(recipe)
             assert 0 < floor <= found.peak_bytes and 0 < seconds <= rates.seconds(found)
 

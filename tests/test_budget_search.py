@@ -21,7 +21,7 @@ from course_lib.budget.knowledge import Known
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.reservation import that_reserve
-from course_lib.budget.search import that_fit
+from course_lib.budget.search import most_blocks, that_fit
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import Checkpoint
 from course_lib.budget.techniques.head import ChunkedHead
@@ -913,9 +913,9 @@ def test_no_more_blocks_are_tried_than_cost_less_than_the_cheapest_found():
     search.seconds(Recipe())
     for count in range(2, layers):
         more = search.seconds(replace(one, first_blocks=count))
-        assert search.most_blocks(one, more) == count - 1
-        assert search.most_blocks(one, more * 1.0001) == count
+        assert most_blocks(search, one, more) == count - 1
+        assert most_blocks(search, one, more * 1.0001) == count
     unlike = Known(
         partial(InAChain, [64, 32, 16, 64]), partial(torch.randn, 300, 8), Recipe(), **FILE
     )
-    assert Search(unlike, 10**9, RATE).most_blocks(one, math.inf) == unlike.layers - 1
+    assert most_blocks(Search(unlike, 10**9, RATE), one, math.inf) == unlike.layers - 1

@@ -8,6 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import library_mutants
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -264,3 +265,12 @@ def test_no_file_is_named_by_a_participle():
     names = {path.stem for path in LIBRARY.rglob("*.py")}
     found = {name for name in names if name.endswith(("ed", "ing")) or name in PARTICIPLES}
     assert found == NO_PARTICIPLES
+
+
+def test_each_mutant_of_the_library_can_be_applied():
+    library = Path(__file__).parents[1] / "course_lib"
+    counts = {
+        f"{mutant.file}: {mutant.old}": (library / mutant.file).read_text("utf-8").count(mutant.old)
+        for mutant in library_mutants.MUTANTS
+    }
+    assert {name: count for name, count in counts.items() if count != 1} == {}

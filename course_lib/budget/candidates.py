@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from .bounds import floor_bytes
 from .estimate import Estimate
 from .knowledge import Known
 from .loss import has_loss_sum, mixes_samples, samples_in
@@ -49,26 +50,12 @@ class Search:
 
     def fits(self, recipe: Recipe) -> bool:
         """Return whether the step of a recipe fits the budget."""
-        possible = recipe.ranks > 1 or self.known.floor_bytes(recipe) <= self.budget
+        possible = recipe.ranks > 1 or floor_bytes(self.known, recipe) <= self.budget
         return possible and self.known.estimate(recipe).peak_bytes <= self.budget
 
     def seconds(self, recipe: Recipe) -> float:
         """Return the cost of a recipe in seconds."""
         return self.rates.seconds(self.known.estimate(recipe))
-
-    def most_blocks(self, one: Recipe, cheapest: float) -> int:
-        """Return how many of the first blocks can be checkpointed below the cheapest cost.
-
-        Each of several equal blocks costs as many FLOPs to recompute as the first.
-        """
-        known = self.known
-        found = self.known.estimate(one)
-        equal = known.blocks is None and len(known.composer.blocks) == known.layers
-        each = known.recomputed_flops(one) if equal else 0
-        return sum(
-            self.rates.seconds(replace(found, flops=found.flops + more * each)) < cheapest
-            for more in range(known.layers - 1)
-        )
 
     def spare(self, recipe: Recipe) -> int:
         """Return the bytes of the budget that a recipe leaves unused."""

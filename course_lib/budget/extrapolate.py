@@ -170,7 +170,7 @@ class Composer:
         first = recipe.first_blocks or 0
         # Whether each block is a segment. The last segment is not recomputed, so it differs.
         alone = recipe.segments == count and self.runs_them
-        reach = self.reach(recipe)
+        reach = reach_of(recipe, self.tier, count)
         few = FEW + alone + reach
         if (
             count < MANY + 2 * bool(first)
@@ -200,24 +200,6 @@ class Composer:
         A single run has all blocks of its kind already, and is returned unchanged.
         """
         return runs[0] if len(runs) == 1 else self.grown(*runs, blocks)
-
-    def reach(self, recipe: Recipe) -> int:
-        """Return in how many other blocks the copies of one block can still be in flight.
-
-        A storage of one block may be fetched while an earlier block runs, or may still be copied
-        out while a later block runs. The numbers were found by experiment for up to two copies of
-        each kind, in decoders and in chains with sums between their blocks. They are the smallest
-        for which each moment equals that of a step with all blocks. A block that keeps more
-        storages than its input needs a smaller number.
-        """
-        if not recipe.offload_activations:
-            return 0
-        prefetch, in_flight = recipe.copies(self.tier)
-        if max(prefetch, in_flight) > TRIED_COPIES:
-            return len(self.blocks)
-        if recipe.checkpoint == "layers":
-            return 1 + 2 * in_flight + prefetch + (prefetch > 1)
-        return 1 + 2 * (prefetch > 1)
 
     def few(self, recipe: Recipe, count: int) -> Moments:
         if (recipe, count) not in self._few:
@@ -298,6 +280,30 @@ class Composer:
         on_host = sum(p.numel() for p in below) if self.tier == "host" else 0
         trace = Trace(operators, live, **totals)
         return Estimate.of(trace, recipe, self.tier, on_host, self.kind)
+
+
+def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
+    """Return in how many other blocks the copies of one block can still be in flight.
+
+    A storage of one block may be fetched while an earlier block runs, or may still be copied
+    out while a later block runs. The numbers were found by experiment for up to two copies of
+    each kind, in decoders and in chains with sums between their blocks. They are the smallest
+    for which each moment equals that of a step with all blocks. A block that keeps more
+    storages than its input needs a smaller number.
+
+    Args:
+        recipe: Recipe of the step.
+        tier: Lower tier, "file" or "host".
+        blocks: Number of equal blocks of the model, which is returned for more copies than that.
+    """
+    if not recipe.offload_activations:
+        return 0
+    prefetch, in_flight = recipe.copies(tier)
+    if max(prefetch, in_flight) > TRIED_COPIES:
+        return blocks
+    if recipe.checkpoint == "layers":
+        return 1 + 2 * in_flight + prefetch + (prefetch > 1)
+    return 1 + 2 * (prefetch > 1)
 
 
 def _run_counts(blocks: int, few: int) -> tuple[int, ...]:

@@ -17,12 +17,10 @@ from torch import nn
 from course_lib._origin import explained
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import symbolic
-from course_lib.offload import chosen_below
 
 from .estimate import Estimate, estimate
 from .extrapolate import Composer, NotComposable
 from .process import process_trace
-from .rates import Rates
 from .recipe import Recipe
 from .stages import most_segments, own_stages
 from .techniques import TECHNIQUES
@@ -146,95 +144,9 @@ class Known:
     def max_norm(self) -> float | None:
         return self.composer.max_norm
 
-    # ---- Bounds that need no estimate of the recipe itself
-
-    def held_bytes(self, recipe: Recipe) -> int:
-        """Return the bytes on the device that are live throughout the step.
-
-        These are the model and the part of the optimizer state that is not offloaded.
-        """
-        composer = self.composer
-        below = chosen_below(self.composer.trained, recipe.offload_optimizer)
-        with symbolic(composer.mode):
-            state = composer.updates.of_all(recipe, below).held
-        return state + self.model_bytes
-
-    @cached_property
-    def model_bytes(self) -> int:
-        """Bytes of all parameters and buffers."""
-        held = *self.model.parameters(), *self.model.buffers()
-        return sum(tensor.nbytes for tensor in held)
-
-    def floor_bytes(self, recipe: Recipe) -> int:
-        """Return a lower bound on the peak of a recipe.
-
-        The bound is the larger of the bytes that are live throughout and the peak of the optimizer
-        step, which does not depend on what forward and backward did.
-        """
-        step = 0 if recipe.in_backward else self.state_of(recipe).phase_peaks["optimizer"]
-        return max(self.held_bytes(recipe), step)
-
-    def state_of(self, recipe: Recipe) -> Estimate:
-        """Return the estimate of the base with the recipe's optimizer settings."""
-        names = ("offload_optimizer", "in_backward", "page_bytes")
-        return self.with_base(**{name: getattr(recipe, name) for name in names})
-
-    def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
-        """Return a lower bound on the seconds of a step.
-
-        It counts the fewest FLOPs that the recipe can have (`least_flops`) and, of all copies, only
-        those of the optimizer state.
-        """
-        down, up = self.state_moved(recipe)
-        least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
-        return rates.seconds(replace(self.state_of(recipe), **least))
-
-    def state_moved(self, recipe: Recipe) -> tuple[int, int]:
-        """Return two numbers: the bytes of optimizer state copied to the lower tier, and back."""
-        state, none = self.state_of(recipe), self.state_of(replace(recipe, offload_optimizer=0.0))
-        return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
-
-    def least_flops(self, recipe: Recipe) -> int:
-        """Return a lower bound on the FLOPs of a step.
-
-        The bound comes from an estimate with the same computation. Otherwise it comes from an
-        estimate with part of the techniques, which needs no more FLOPs; without any, it is 0.
-        """
-        plain = replace(
-            recipe,
-            checkpoint="none",
-            blocks=None,
-            first_blocks=None,
-            segments=None,
-            schedule_bytes=None,
-        )
-        for part in (
-            recipe,
-            replace(recipe, head_chunk=None),
-            plain,
-            replace(plain, head_chunk=None),
-        ):
-            if (found := self.known_flops(part)) is not None:
-                return found
-        return 0
-
     def known_flops(self, recipe: Recipe) -> int | None:
         """Return the FLOPs of an estimate with the same computation; None if there is none."""
         return self._flops.get(_computed(recipe))
-
-    def recomputed_flops(self, one: Recipe) -> int:
-        """Return the FLOPs that checkpointing one block adds; 0 if they are not known.
-
-        They do not depend on how the loss head runs.
-        """
-        own = replace(one, head_chunk=self.base.head_chunk)
-        plain = replace(own, checkpoint="none", blocks=None, first_blocks=None)
-        flops = [self.known_flops(recipe) for recipe in (own, plain)]
-        return 0 if None in flops else flops[0] - flops[1]
-
-    def moves_nothing(self, recipe: Recipe) -> bool:
-        """Return whether no activation of the recipe was large enough to be offloaded."""
-        return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
 
     # ---- what the model supports
 

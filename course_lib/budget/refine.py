@@ -14,6 +14,7 @@ from typing import Any
 from course_lib._check import InfeasibleBudget
 from course_lib.schedule import Cost
 
+from .bounds import floor_bytes, held_bytes
 from .candidates import Search
 from .recipe import Recipe
 
@@ -123,7 +124,7 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
         pieces = max(number for number in allowed if number <= count)
         trial = replace(family, micro_batches=pieces)
         room = search.budget - (
-            known.held_bytes(trial) if pieces == 1 else known.floor_bytes(trial)
+            held_bytes(known, trial) if pieces == 1 else floor_bytes(known, trial)
         )
         time = fastest_within(search, trial, room).time * samples / math.ceil(samples / pieces)
         if trials and time > trials[-1][0]:

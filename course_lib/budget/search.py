@@ -24,6 +24,7 @@ from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 
 from . import rank
+from .bounds import floor_bytes, least_seconds, moves_nothing, recomputed_flops
 from .candidates import Search
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
@@ -322,7 +323,7 @@ def _all(search: Search) -> list[Estimate]:
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
     for family in sorted(search.families(), key=lambda recipe: _size(search, recipe)):
-        if known.floor_bytes(family) > search.budget or search.leaner(family) in too_large:
+        if floor_bytes(known, family) > search.budget or search.leaner(family) in too_large:
             too_large.add(family)
             continue
         if _needless(search, family, found) or _idle(search, family):
@@ -372,7 +373,7 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
         recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller
     ):
         return True
-    return bool(smaller) and search.known.least_seconds(family, search.rates) >= min(
+    return bool(smaller) and least_seconds(search.known, family, search.rates) >= min(
         map(search.seconds, found)
     )
 
@@ -396,7 +397,9 @@ def _idle(search: Search, family: Recipe) -> bool:
         if count < family.micro_batches
     )
     tried = (recipe for recipe in fewer if recipe in search.known.estimates)
-    return family.offload_activations and any(map(search.known.moves_nothing, tried))
+    return family.offload_activations and any(
+        moves_nothing(search.known, recipe) for recipe in tried
+    )
 
 
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
@@ -419,15 +422,30 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
     for plain in search.families():
         if plain.checkpoint != "none" or plain.offload_activations:
             continue
-        if known.least_seconds(plain, search.rates) >= cheapest:
+        if least_seconds(known, plain, search.rates) >= cheapest:
             continue
         one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
-        if known.floor_bytes(plain) > search.budget or search.seconds(one) >= cheapest:
+        if floor_bytes(known, plain) > search.budget or search.seconds(one) >= cheapest:
             continue
-        fewest = fewest_blocks(search, one, search.most_blocks(one, cheapest))
+        fewest = fewest_blocks(search, one, most_blocks(search, one, cheapest))
         if fewest and search.seconds(fewest) < cheapest:
             found.append(fewest)
             cheapest = search.seconds(fewest)
+
+
+def most_blocks(search: Search, one: Recipe, cheapest: float) -> int:
+    """Return how many of the first blocks can be checkpointed below the cheapest cost.
+
+    Each of several equal blocks costs as many FLOPs to recompute as the first.
+    """
+    known = search.known
+    found = known.estimate(one)
+    equal = known.blocks is None and len(known.composer.blocks) == known.layers
+    each = recomputed_flops(known, one) if equal else 0
+    return sum(
+        search.rates.seconds(replace(found, flops=found.flops + more * each)) < cheapest
+        for more in range(known.layers - 1)
+    )
 
 
 def _find_least(search: Search) -> None:
@@ -450,7 +468,7 @@ def _find_least(search: Search) -> None:
     lean = [each for each in families if each.offload_activations or each.checkpoint == "optimal"]
     for recipe in sorted(lean or families, key=lambda each: -each.offload_optimizer):
         least = min(e.peak_bytes for e in known.estimates.values())
-        if known.floor_bytes(recipe) >= least:
+        if floor_bytes(known, recipe) >= least:
             continue
         with suppress(RuntimeError, InfeasibleBudget):  # for the same reasons as in `_all`
             known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)

@@ -1,0 +1,105 @@
+"""Bounds for recipes that have not been estimated, from estimates of other recipes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from course_lib.memory import symbolic
+from course_lib.offload import chosen_below
+
+from .estimate import Estimate
+from .knowledge import Known
+from .rates import Rates
+from .recipe import Recipe
+
+
+def held_bytes(known: Known, recipe: Recipe) -> int:
+    """Return the bytes on the device that are live throughout the step.
+
+    These are the model and the part of the optimizer state that is not offloaded.
+    """
+    composer = known.composer
+    below = chosen_below(known.composer.trained, recipe.offload_optimizer)
+    with symbolic(composer.mode):
+        state = composer.updates.of_all(recipe, below).held
+    return state + model_bytes(known)
+
+
+def model_bytes(known: Known) -> int:
+    """Bytes of all parameters and buffers."""
+    held = *known.model.parameters(), *known.model.buffers()
+    return sum(tensor.nbytes for tensor in held)
+
+
+def floor_bytes(known: Known, recipe: Recipe) -> int:
+    """Return a lower bound on the peak of a recipe.
+
+    The bound is the larger of the bytes that are live throughout and the peak of the optimizer
+    step, which does not depend on what forward and backward did.
+    """
+    step = 0 if recipe.in_backward else state_of(known, recipe).phase_peaks["optimizer"]
+    return max(held_bytes(known, recipe), step)
+
+
+def state_of(known: Known, recipe: Recipe) -> Estimate:
+    """Return the estimate of the base with the recipe's optimizer settings."""
+    names = ("offload_optimizer", "in_backward", "page_bytes")
+    return known.with_base(**{name: getattr(recipe, name) for name in names})
+
+
+def least_seconds(known: Known, recipe: Recipe, rates: Rates) -> float:
+    """Return a lower bound on the seconds of a step.
+
+    It counts the fewest FLOPs that the recipe can have (`least_flops`) and, of all copies, only
+    those of the optimizer state.
+    """
+    down, up = state_moved(known, recipe)
+    least = {"flops": least_flops(known, recipe), "bytes_down": down, "bytes_up": up}
+    return rates.seconds(replace(state_of(known, recipe), **least))
+
+
+def state_moved(known: Known, recipe: Recipe) -> tuple[int, int]:
+    """Return two numbers: the bytes of optimizer state copied to the lower tier, and back."""
+    state, none = state_of(known, recipe), state_of(known, replace(recipe, offload_optimizer=0.0))
+    return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
+
+
+def least_flops(known: Known, recipe: Recipe) -> int:
+    """Return a lower bound on the FLOPs of a step.
+
+    The bound comes from an estimate with the same computation. Otherwise it comes from an
+    estimate with part of the techniques, which needs no more FLOPs; without any, it is 0.
+    """
+    plain = replace(
+        recipe,
+        checkpoint="none",
+        blocks=None,
+        first_blocks=None,
+        segments=None,
+        schedule_bytes=None,
+    )
+    for part in (
+        recipe,
+        replace(recipe, head_chunk=None),
+        plain,
+        replace(plain, head_chunk=None),
+    ):
+        if (found := known.known_flops(part)) is not None:
+            return found
+    return 0
+
+
+def recomputed_flops(known: Known, one: Recipe) -> int:
+    """Return the FLOPs that checkpointing one block adds; 0 if they are not known.
+
+    They do not depend on how the loss head runs.
+    """
+    own = replace(one, head_chunk=known.base.head_chunk)
+    plain = replace(own, checkpoint="none", blocks=None, first_blocks=None)
+    flops = [known.known_flops(recipe) for recipe in (own, plain)]
+    return 0 if None in flops else flops[0] - flops[1]
+
+
+def moves_nothing(known: Known, recipe: Recipe) -> bool:
+    """Return whether no activation of the recipe was large enough to be offloaded."""
+    return known.estimate(recipe).bytes_down == state_moved(known, recipe)[0]
