@@ -1,7 +1,8 @@
-"""Choice of memory-saving techniques for a budget in bytes: which of all, and how much of each.
+"""Choose memory-saving techniques, and how much of each, for a memory budget in bytes.
 
-A `Recipe` says what a training step uses, `estimate` what it takes, without taking it, `fit` which
-recipes a budget allows, and `train_step` runs one. Lesson 07 explains.
+A `Recipe` lists the techniques that a training step uses. `estimate` computes the memory and FLOPs
+of the step without real tensors, `fit` finds the recipes that fit a budget, and `train_step` runs
+the step of a recipe. Lesson 07 explains them.
 
 Example:
     >>> from course_lib.models import Decoder, random_tokens

@@ -1,5 +1,4 @@
-"""Recipes that fit a budget, from the command line; `python -m course_lib.budget --help` says
-how."""
+"""Command that finds the recipes that fit a budget; see `python -m course_lib.budget --help`."""
 
 from __future__ import annotations
 
@@ -38,9 +37,10 @@ from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
 
 THIS = "this"
-SPARE = 0.05  # of the budget: where the cheapest recipe leaves less, the search goes on
+# Share of the budget. If the cheapest recipe leaves less of it unused, a second recipe is shown.
+SPARE = 0.05
 SECONDS_BETWEEN_LINES = 30
-#: Names that people type -> names of `OPTIMIZERS`.
+#: Maps other common names of optimizers to keys of `OPTIMIZERS`.
 OPTIMIZER_NAMES = {alias: name for name, row in OPTIMIZERS.items() for alias in row.aliases}
 _NO_FP16 = (
     "fp16 needs loss scaling, which no recipe has, and its tensors have as many bytes as those of"
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         kind = _kind(given)
         count = given.count or ("reserved" if kind == "cuda" else "tensors")
         memory = given.budget or _memory(given, rates)
-        # A budget for tensors alone leaves aside what CUDA keeps.
+        # A budget for tensors alone does not include the memory that CUDA keeps.
         whole_memory = count == "reserved" or given.budget is None
         kept = kept_bytes(device) if kind == "cuda" and whole_memory else 0
         room = memory - kept
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         base = _base(given, model)
         options = {"loss_sum": model.loss_sum, "tier": tier, "kind": kind}
         options |= {"count": count, "quick": given.quick}
-        # Called from Python, as in a notebook, the command writes nothing but its answer.
+        # If `main` is called from Python, as in a notebook, it prints no progress.
         options["progress"] = sys.stderr.isatty() or (argv is None and _lines_of_progress())
         found = fit(model.make_model, model.make_batch, room, base=base, rates=rates, **options)
         way = found.way()
@@ -227,9 +227,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _leaner(found: Estimates, memory: int, room: int, count: str) -> list[Estimate]:
-    """The cheapest recipe that leaves some memory to spare, where the cheapest of all does not.
+    """Return the cheapest recipe that leaves spare memory, as a list of at most one estimate.
 
-    The estimate does not include the memory that a longer sample or another process needs.
+    The list is empty if the cheapest recipe overall already leaves a share of `SPARE`, or if no
+    recipe does. The spare memory covers what an estimate does not include, such as longer samples
+    or other processes.
     """
 
     def taken(each: Estimate) -> int:
@@ -246,8 +248,10 @@ def _leaner(found: Estimates, memory: int, room: int, count: str) -> list[Estima
 
 
 def _lines_of_progress() -> Callable[[Recipe], None]:
-    """Return a function to be called before each estimate, which prints a line to stderr at most
-    every `SECONDS_BETWEEN_LINES`."""
+    """Return a function that prints progress to stderr; it must be called before each estimate.
+
+    It prints at most one line per `SECONDS_BETWEEN_LINES` seconds.
+    """
     began = last = time.monotonic()
     count = 0
 
@@ -265,8 +269,11 @@ def _lines_of_progress() -> Callable[[Recipe], None]:
 
 
 def _nothing_fits(error: InfeasibleBudget, model: Workload) -> str:
-    """The message of a search without a result: the recipe with the lowest peak, the bytes that are
-    live there by category, and the techniques that act on the largest category."""
+    """Return the message of a search without a result.
+
+    It shows the recipe with the lowest peak, the bytes that are live at this peak by category, and
+    the techniques that act on the largest category.
+    """
     budget = bytes_text(error.budget_bytes)
     if error.least is None:
         return say(text("nothing was found that fits into {budget}", budget=budget))
@@ -296,12 +303,12 @@ def _heading(model: Workload) -> str:
 
 
 def _paragraphs(parts: Iterable[str | Table]) -> str:
-    """Return labels in the reader's language and tables, with an empty line between them."""
+    """Join labels, in the reader's language, and tables, with an empty line between them."""
     return "\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts)
 
 
 def _advice(least: Estimate) -> str:
-    """A sentence: the techniques that make the largest category of the peak smaller."""
+    """Return a sentence with the techniques that make the largest category of the peak smaller."""
     largest = max(least.at_peak, key=lambda name: least.at_peak[name])
     changed = least.recipe.changed()
     unused = [
@@ -310,7 +317,8 @@ def _advice(least: Estimate) -> str:
         if largest in technique.acts_on and not changed.keys() & technique.fields.keys()
     ]
     if least.recipe.in_backward and "micro_batches" in unused:
-        unused.remove("micro_batches")  # cannot be combined with steps in backward
+        # Several micro-batches cannot be combined with steps in backward.
+        unused.remove("micro_batches")
     category = text("optimizer state" if largest == "optimizer" else largest)
     if unused:
         return text(
@@ -343,7 +351,7 @@ def _base(given: argparse.Namespace, model: Workload) -> Recipe:
 
 
 def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
-    """The rates, and what is below."""
+    """Return the rates of the machine, and its lower tier."""
     if given.device == THIS:
         return this_machine(), given.tier or ("host" if torch.cuda.is_available() else "file")
     return RATES[given.device or "H100"], given.tier or (
@@ -352,7 +360,11 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
 
 
 def _memory(given: argparse.Namespace, rates: Rates) -> int:
-    """The memory of the device, if it was named and has memory of its own."""
+    """Return the memory of the device named by --device in bytes.
+
+    Raises:
+        ValueError: No device was named, or it has no memory of its own.
+    """
     if given.device is None or rates.memory_bytes is None:
         raise ValueError(
             "--budget is missing: pass bytes such as 80GiB, or a --device that has memory"
@@ -362,7 +374,7 @@ def _memory(given: argparse.Namespace, rates: Rates) -> int:
 
 
 def _kind(given: argparse.Namespace) -> str:
-    """Kind of the device, as `estimate` takes it."""
+    """Return the kind of the device, "cpu" or "cuda"."""
     on_cpu = given.device == "laptop" or (given.device == THIS and not torch.cuda.is_available())
     return "cpu" if on_cpu else "cuda"
 
@@ -379,7 +391,7 @@ def _told(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
 
 
 def _plain(rates: Rates) -> dict:
-    """JSON has no infinity: None stands for what is left out."""
+    """Return the rates as a dict in which None replaces infinity, which JSON does not have."""
     return {name: None if value == math.inf else value for name, value in asdict(rates).items()}
 
 
@@ -459,7 +471,13 @@ def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: 
 
 
 def _picture(text: str) -> str:
-    """A file that a figure can be written to; found out before a long search, not after it."""
+    """Check that a figure can be written to this path, and return the path.
+
+    The check runs before the search, because the search may be long.
+
+    Raises:
+        argparse.ArgumentTypeError: The figure cannot be written.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:

@@ -1,6 +1,6 @@
 """Find the equal blocks of a model, and run the model with only a few of them.
 
-`extrapolate` and `rank` use this to estimate a deep model from a shallow one.
+`extrapolate` and `rank` estimate a deep model from runs with few blocks.
 """
 
 from __future__ import annotations

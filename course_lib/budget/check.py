@@ -24,10 +24,10 @@ class Check(Table):
     """Estimated and measured memory of one step.
 
     Attributes:
-        predicted_bytes: Peak in bytes by `estimate`, for this machine's lower tier.
-        measured_bytes: Peak of tensor bytes, by the meter.
-        allocator_bytes: Peak of the allocator in bytes, in another step without a meter. It
-            includes workspaces and rounding.
+        predicted_bytes: Peak in bytes that `estimate` predicts, with this machine's lower tier.
+        measured_bytes: Peak of tensor bytes that the meter measures.
+        allocator_bytes: Peak in bytes that the allocator reports, in a second step without a meter.
+            It includes workspaces and rounding.
         device: Device on which the step ran.
     """
 
@@ -92,7 +92,7 @@ def check(workload: Workload, recipe: Recipe) -> Check:
 
 
 def _memory(device: torch.device) -> int:
-    """Return the free bytes of a GPU, or all bytes of the host's memory."""
+    """Return the free bytes of a GPU, or the size of the host's memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return (

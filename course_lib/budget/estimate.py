@@ -1,7 +1,7 @@
-"""Estimate what a recipe's step needs, and run the same step for real to check the estimate.
+"""Estimate the memory and FLOPs of a recipe's step, and run the same step on real tensors.
 
 `estimate` runs the whole step on symbolic tensors, which need no memory, and reads the result from
-its trace. `extrapolate` makes equal estimates with less work, for a search.
+the trace of the step. The module `extrapolate` makes equal estimates with less work, for a search.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ TIERS = ("file", "host")
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Table):
-    """Memory, FLOPs and traffic of one training step by a recipe.
+    """Memory, FLOPs and data transfers of one training step that follows a recipe.
 
-    The step is the second one or a later one, so the optimizer state exists. The batch is not
-    counted.
+    The step is not the first one, so the optimizer state exists. The batch is not counted.
 
     Attributes:
         recipe: Recipe of the step.
-        peak_bytes: Most tensor bytes live at once: model, gradients, optimizer state, and all that
-            the step makes.
+        peak_bytes: Largest number of tensor bytes that are live at once: the model, gradients,
+            optimizer state, and all tensors that the step creates.
         at_peak: Mapping from category to live bytes at the peak.
-        phase_peaks: Mapping from phase ("forward", "backward", "optimizer") to the most bytes live
-            in it.
+        phase_peaks: Mapping from phase ("forward", "backward", "optimizer") to the largest number
+            of bytes that are live in it.
         operator: Name of the operator that reaches the peak.
         flops: FLOPs of the matrix products in forward, backward and recomputation, including those
             of fused attention.
         bytes_down: Bytes copied to the lower tier.
-        bytes_up: Bytes copied back from it.
+        bytes_up: Bytes copied back from the lower tier.
         tier: Lower tier, "file" (as on a CPU) or "host" (as on a GPU). With "host", the host
-            updates the offloaded parameters, so only gradients are copied to it and parameters
-            back.
-        host_parameters: Number of parameters that the host updates, with "host".
+            updates the offloaded parameters: their gradients are copied to the host, and the
+            parameters are copied back.
+        host_parameters: Number of parameters that the host updates; 0 if `tier` is "file".
         sent_bytes: Bytes that a rank communicates, as `course_lib.distributed.Communicated` counts
             them.
         kind: Kind of device, one of `KINDS`.
@@ -96,11 +95,12 @@ class Estimate(Table):
         )
 
     def traced_by(self, run: Callable[[bool], Trace]) -> Estimate:
-        """Store the function that runs the step again, for `trace`, and return the estimate.
+        """Store the function with which `trace` runs the step again, and return the estimate.
 
-        Its argument is `places` of `trace`.
+        The function takes `places`, the argument of `trace`.
         """
-        object.__setattr__(self, "_run", run)  # not a field, so it is not compared
+        # Estimates are compared by their fields, and `_run` is not a field.
+        object.__setattr__(self, "_run", run)
         return self
 
     def trace(self, places: bool = True) -> Trace:
@@ -118,17 +118,21 @@ class Estimate(Table):
         if run is None:
             raise ValueError(
                 "this estimate was not made by `estimate` or `fit`, so its step cannot be run"
-                " again; use one of theirs"
+                " again; use an estimate that one of them has returned"
             )
         return run(places)
 
     def reserved_bytes(self, settings: AllocatorSettings | str | None = None) -> int:
-        """Return the most bytes that PyTorch's allocator reserves for the step on a GPU.
+        """Return the largest number of bytes that PyTorch's allocator reserves for the step.
 
-        The bytes follow from the allocator's rules (`Trace.allocated`). The first call for some
-        settings runs the step again, as `trace` does.
+        The allocator of a GPU is simulated by its rules. The first call with given settings runs
+        the step again, as `trace` does.
+
+        Args:
+            settings: Settings of the allocator, as in `Trace.allocated`.
         """
-        known = vars(self).setdefault("_reserved", {})  # not a field, so it is not compared
+        # Estimates are compared by their fields, and `_reserved` is not a field.
+        known = vars(self).setdefault("_reserved", {})
         key = str(settings)
         if key not in known:
             allocator = self.trace(places=False).allocated(settings)
@@ -136,7 +140,7 @@ class Estimate(Table):
         return known[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The function may not be picklable.
+        # The function that runs the step again may not be picklable.
         return {name: value for name, value in vars(self).items() if name != "_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,7 +179,7 @@ class Estimate(Table):
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a step that was run for real.
+    """Result of a step that was run on real tensors.
 
     Attributes:
         result: Loss and other values of the step.
@@ -201,46 +205,48 @@ def estimate(
     """Estimate the training step of a recipe by running it on symbolic tensors under a meter.
 
     Symbolic tensors need no memory. The step is that of `train_step`, with two shortcuts. Among
-    micro-batches that are alike, only the last one is run, plus the very first of the step, because
-    all after the first find the same memory. Flash attention runs the tiles of one group of heads,
-    because all groups need the same.
+    micro-batches that run the same operators, only the last one is run, and also the first one of
+    the step, because all micro-batches after the first start with the same memory live. Flash
+    attention runs the tiles of one group of heads, because every group needs the same memory.
 
-    **Accuracy on a CPU.** A real step uses the same number of tensor bytes on a CPU, with one
-    exception: an "optimal" schedule also keeps states of random generators (5,056 bytes each) where
-    there is dropout. Two things are not counted on any device: memory that operators allocate
-    inside themselves (`course_lib.memory.measure` reports it), and the rounding of the allocator.
-    On a GPU, flash attention runs as a kernel and needs no tensors for its tiles.
+    **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
+    exception: in a model with dropout, an "optimal" schedule also keeps states of random generators
+    (5,056 bytes each). Two things are not counted on any device: memory that operators allocate
+    internally (`course_lib.memory.measure` reports it), and the rounding of the allocator. On a
+    GPU, flash attention runs as a kernel and needs no tensors for its tiles.
 
-    **Models that are refused.** `nn.LSTM` is refused, because its fused operator on a CPU keeps a
-    workspace. Without oneDNN it is not fused and can be estimated. Sparse gradients and all other
-    operators of `course_lib.memory.cpu_kernels.INEXACT` are refused as well.
+    **Models without an estimate.** `nn.LSTM` raises ValueError, because its fused operator on a CPU
+    keeps a workspace. Without oneDNN it is not fused and can be estimated. Sparse gradients and all
+    other operators of `course_lib.memory.cpu_kernels.INEXACT` raise ValueError as well.
 
     **Compiled models.** A model that `torch.compile` has compiled, or whose modules are compiled,
     is estimated uncompiled. `train_step` runs it compiled, which can need less memory or more.
     Measure that step with `course_lib.memory.measure`.
 
     **Several ranks.** For a recipe with several `ranks`, the estimate is for the rank that needs
-    the most memory, with its share of the batch. It equals what `course_lib.distributed` measures
-    there from the second step on, except for the losses of all micro-batches after the second one,
-    which are a few bytes each.
+    the most memory, with its share of the batch. From the second step on, it equals what
+    `course_lib.distributed` measures on that rank, except that it leaves out the losses of all
+    micro-batches after the second one, which are a few bytes each.
 
     Args:
         make_model, make_batch: Functions that return the model in fp32 and a batch. They are called
-            in symbolic mode. The batch is that of all ranks.
+            in symbolic mode. With several ranks, the batch is the one that all ranks share.
         recipe: Recipe of the step.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. A weight
-            that is counted in the batch must stay a tensor, because symbolic tensors have no
-            values.
-        max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimated step does
-            clip.
-        tier: Lower tier for the optimizer: "file", as on a CPU, or "host", as on a GPU.
-        kind: Kind of device, "cpu" or "cuda". On CUDA, PyTorch updates all parameters at once
-            unless the recipe sets `update`. `course_lib.budget.kinds` lists the other differences.
+            that is computed from the batch must be returned as a tensor, because symbolic tensors
+            have no values.
+        max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimate includes
+            the memory of clipping.
+        tier: Lower tier: "file", as on a CPU, or "host", as on a GPU.
+        kind: Kind of device, "cpu" or "cuda". On CUDA, most optimizers update all parameters at
+            once unless the recipe sets `update`. `course_lib.budget.kinds` lists the other
+            differences.
 
     Raises:
-        ValueError: The step reads values of its data, which symbolic tensors do not have, or uses
-            tensors that existed before. Or recipe, model and batch cannot be combined. Or the ranks
-            do not divide the batch.
+        ValueError: The step reads values of tensors, which symbolic tensors do not have; it uses
+            tensors that were created before the estimate; recipe, model and batch cannot be
+            combined; or the batch cannot be split evenly among the ranks.
+        TypeError: An argument has the wrong type.
     """
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
@@ -270,17 +276,17 @@ def run(
     budget_bytes: int | None = None,
     store: DiskStore | None = None,
 ) -> Run:
-    """Make the model and its optimizer state, and run one real step by the recipe under a meter.
+    """Create the model and its optimizer state, and run one step on real tensors under a meter.
 
     Args:
         make_model, make_batch, recipe, loss_sum, max_norm: Model, batch and options, as in
             `estimate`.
-        budget_bytes: Limit in bytes. The meter stops the operator that exceeds it.
-        store: Lower tier. The default is a temporary file.
+        budget_bytes: Limit in bytes for the tensors of the step.
+        store: Store in the lower tier. The default is a temporary file.
 
     Raises:
-        course_lib.memory.MemoryBudgetExceeded: The step exceeded the budget. The message names the
-            operator.
+        course_lib.memory.MemoryBudgetExceeded: An operator exceeded the budget. The message names
+            it.
     """
     check_arguments(make_model, make_batch, recipe)
     own = store is None

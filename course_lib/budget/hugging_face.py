@@ -10,7 +10,7 @@ from torch import nn
 
 
 def configs_of(model: nn.Module, name: str) -> list[Any]:
-    """Return the configurations of all modules that have an attribute `name`, each once."""
+    """Return the modules' configurations that have an attribute `name`, without duplicates."""
     found = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in found if hasattr(config, name)}.values())
 
@@ -19,7 +19,7 @@ def configs_of(model: nn.Module, name: str) -> list[Any]:
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Turn off the cache of keys and values inside the `with` block.
 
-    The cache serves the generation of later tokens, and training does not read it.
+    The cache speeds up the generation of text. Training does not read it.
     """
     configs = configs_of(model, "use_cache")
     before = [config.use_cache for config in configs]

@@ -1,16 +1,16 @@
-"""Estimate what one rank needs for its share of the batch under a recipe with several ranks.
+"""Trace the step of one rank, with its share of the batch, for a recipe with several ranks.
 
-No rank is started. The step is that of `course_lib.distributed.Trainer` on symbolic tensors. If the
+No process is started: the step of `course_lib.distributed.Trainer` runs on symbolic tensors. If the
 model has equal blocks and its step grows evenly with them, only a few blocks are run, as in
 `extrapolate`.
 
-"zero2" is FSDP2 that keeps gathered parameters until backward has used them. No engine of PyTorch
-implements ZeRO-2 itself. Therefore each rank holds its own shard of the parameters in addition to
-the gathered ones.
+"zero2" is FSDP2 that keeps gathered parameters until backward has used them, because no engine of
+PyTorch implements ZeRO-2 itself. Therefore each rank holds its own shard of the parameters in
+addition to the gathered ones.
 
-The optimizer updates by one fused operator, without temporaries. With "bf16", "ddp" and "zero1"
-keep bf16 parameters and fp32 master weights. "zero2" and "zero3" keep shards in fp32, which are
-gathered in bf16 and used for computing in bf16.
+The optimizer updates all parameters with one fused operator, which needs no temporaries. In bf16,
+"ddp" and "zero1" keep bf16 parameters and fp32 master weights, whereas "zero2" and "zero3" keep
+fp32 shards, which are gathered in bf16 and used for computing in bf16.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
 from .recipe import Recipe
 from .step import applied, check_model, default_dtype, model_of
 
-# The engine of `course_lib.distributed` for each shard. "zero1" runs forward and backward as "ddp".
+# Maps each value of `shard` to the engine of `course_lib.distributed` that implements it. "zero1"
+# runs forward and backward as "ddp" does.
 MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}
-# Fewest blocks for extrapolation. While one block is used, another one is gathered, and the
-# gradients of a third one are reduced and released.
+# Number of blocks in the shorter of the two runs from which a step is extrapolated. While one block
+# is used, another one is gathered, and the gradients of a third one are reduced and released.
 FEW = 4
+# Smallest number of blocks for which the step is extrapolated.
 MANY = 2 * FEW + 2
-SHOWN = 2  # number of micro-batches that are run; later ones find the same memory
+# Number of micro-batches that are run. Later ones start with the same memory live as the second.
+SHOWN = 2
 
 
 def rank_trace(
@@ -58,11 +61,11 @@ def rank_trace(
     Args:
         make_model, make_batch, recipe, loss_sum, max_norm: Model, batch and options, as in
             `course_lib.budget.estimate`.
-        events: Whether to record events. All blocks of the model are run then.
+        events: Whether to record events. If so, all blocks of the model are run.
 
     Raises:
-        ValueError: Recipe, model and batch cannot be combined, or the ranks do not divide the
-            batch.
+        ValueError: Recipe, model and batch cannot be combined, or the batch cannot be split evenly
+            among the ranks.
     """
     if recipe.shard is None:
         raise ValueError(f"shard must be {any_of(MODES)} when ranks is {recipe.ranks}, got None")
@@ -73,7 +76,9 @@ def rank_trace(
             _check(model, recipe, loss_sum)
             shapes = shapes_of(model, recipe.blocks)
             count = len(equal_blocks(model))
-            pieces(recipe, samples_in(make_batch()))  # raises if something does not divide
+            # Raises if the batch cannot be split evenly among the ranks, or a rank's samples among
+            # the micro-batches.
+            pieces(recipe, samples_in(make_batch()))
         measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm, events)
         trace = None
         if count >= MANY and not events:
@@ -141,16 +146,17 @@ def _measured(
 
 
 def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
-    """Return the trace with the optimizer state of the fullest rank and all micro-batches.
+    """Return the trace of all micro-batches, with the largest optimizer state of any rank.
 
-    The trace that is given has the state of the first rank and at most two micro-batches.
+    The given trace has at most two micro-batches and the optimizer state of the first rank.
     """
     live = trace.live.copy()
     if trace.spans is None:
         live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)
     repeats = recipe.micro_batches / min(recipe.micro_batches, SHOWN)
     sent = int(trace.sent_bytes * (1 if recipe.shard in REPLICATED else repeats))
-    if recipe.shard == "zero1":  # each rank broadcasts the parameters that it updated
+    if recipe.shard == "zero1":
+        # Each rank broadcasts the parameters that it has updated.
         sent += shapes.updated_bytes
     flops = int(trace.flops * repeats)
     return Trace(
@@ -167,22 +173,23 @@ def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
 
 @contextmanager
 def _gathered(recipe: Recipe) -> Iterator[None]:
-    """Explain the error of a loss that computes with sharded parameters."""
+    """Turn the RuntimeError of a loss that uses sharded parameters into a clear ValueError."""
     try:
         yield
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
         raise ValueError(
-            "shard must be 'ddp' or 'zero1' for a loss that computes with parameters outside of"
-            f" model(...), which gathers them, got {recipe.shard!r}; or let the loss call the model"
+            "shard must be 'ddp' or 'zero1' for a loss that uses parameters outside of model(...),"
+            f" got {recipe.shard!r}. Sharded parameters are gathered only inside that call, so let"
+            " the loss call the model"
         ) from error
 
 
 def single(recipe: Recipe) -> Recipe:
-    """Return the recipe of one rank's own step.
+    """Return the recipe of one rank's own step, with a single micro-batch.
 
-    With sharded parameters (FSDP2), the model stays in fp32, whatever precision it computes in.
+    If the parameters are sharded (FSDP2), the model stays in fp32 even if it computes in bf16.
     """
     sharded = recipe.shard not in REPLICATED
     return replace(
@@ -191,7 +198,7 @@ def single(recipe: Recipe) -> Recipe:
 
 
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Return the bytes of Adam's state on the fullest rank.
+    """Return the bytes of Adam's state on the rank that holds the most.
 
     The fp32 master weights of bf16 parameters are included.
     """
@@ -204,9 +211,9 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Return the bytes that the fullest rank holds when its optimizer updates.
+    """Return a lower bound on the peak of the rank that needs the most memory.
 
-    These are parameters, gradients and optimizer state.
+    It counts parameters, gradients and optimizer state, which are all live in the optimizer step.
     """
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
     size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
@@ -219,8 +226,8 @@ def pieces(recipe: Recipe, samples: int) -> list[int]:
     """Return the numbers of micro-batches into which a rank's samples can be split.
 
     Raises:
-        ValueError: The ranks do not divide the batch, or the micro-batches do not divide a rank's
-            samples.
+        ValueError: The batch cannot be split evenly among the ranks, or a rank's samples among the
+            micro-batches.
     """
     if samples % recipe.ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)

@@ -1,6 +1,6 @@
 """Recipe: the memory-saving techniques of a training step, as an immutable value.
 
-A recipe raises when it is made if its fields are wrong or cannot be combined.
+Creating a `Recipe` raises an error if a field is invalid or if fields cannot be combined.
 """
 
 from __future__ import annotations
@@ -29,65 +29,68 @@ class Recipe:
             master weights. None keeps the dtypes of the model, without master weights unless the
             optimizer is offloaded.
         optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion" or
-            "adam8bit". The last one is estimated by a formula for its state, and runs where
-            bitsandbytes is installed. One optimizer updates all parameters. A step with several
+            "adam8bit". The state of "adam8bit" is estimated by a formula, and its real step
+            requires bitsandbytes. One optimizer updates all parameters. A step with several
             optimizers, as in a GAN, cannot be written as a recipe, but `MemoryMeter(model, [a, b])`
             measures it.
         update: "loop" updates one parameter after the other. "foreach" updates all at once, with
-            temporaries as large as all of them. "fused" updates all in one operator. None
-            is PyTorch's own choice: "loop" on a CPU and, for most optimizers, "foreach" on CUDA.
-            The rows of `course_lib.budget.optimizers.OPTIMIZERS` list the variants of each.
+            temporaries as large as all parameters together. "fused" updates all in one operator.
+            None is PyTorch's own choice: "loop" on a CPU and, for most optimizers, "foreach" on
+            CUDA. `course_lib.budget.optimizers.OPTIMIZERS` lists the variants of each optimizer.
         offload_optimizer: Fraction of the optimizer state, master weights included, that is kept in
             the lower tier.
         attention: "flash" saves one number per row of scores. It works in any model that calls
             `F.scaled_dot_product_attention` without masks or dropout, or that is built from
-            `course_lib.models.Attention`. "standard" lets the latter save the softmax of the
-            scores, and leaves other models unchanged. None leaves all models unchanged. "eager" and
-            "sdpa" set the switch of Hugging Face models (`set_attn_implementation`).
+            `course_lib.models.Attention`. In the latter models, "standard" saves the softmax of the
+            scores; it leaves all others unchanged. None leaves all models unchanged. "eager" and
+            "sdpa" call the method `set_attn_implementation` of Hugging Face models.
         checkpoint: "none"; "layers" saves the input of every block; "selective" saves the matrix
             products of every block; "segments" saves the input of every segment, a run of
-            consecutive blocks; "optimal" saves what the fastest schedule keeps. The last two run
-            the model's own chain if it defines one (see `course_lib.models.Decoder.stages`).
-            Otherwise its blocks must form a chain, in which the input of each block is the output
-            of the one before.
+            consecutive blocks; "optimal" saves what the fastest schedule within `schedule_bytes`
+            keeps. "segments" and "optimal" run the model's own chain if it defines one (see
+            `course_lib.models.Decoder.stages`). Otherwise its blocks must form a chain, in which
+            the input of each block is the output of the previous one.
         blocks: Names of the blocks to checkpoint: one name with wildcards, such as
             "model.layers.*", or several. None selects all lists of modules of one kind (see
             `course_lib.checkpoint.checkpoint_blocks`), for example both an encoder and a decoder.
             If these do not form one chain, "segments" and "optimal" need a name.
-        first_blocks: Number of blocks to checkpoint, counted from the first and through several
-            lists in their order; None for all.
-        segments: Number of segments, for "segments" only. The last segment is not recomputed.
-        schedule_bytes: Limit in bytes for the activations of one micro-batch, for "optimal" only.
-            In a model without a chain of its own, it counts the activations of the blocks.
+        first_blocks: Number of blocks to checkpoint, counted from the first block. Several lists of
+            blocks are counted one after the other. None checkpoints all blocks.
+        segments: Number of segments; only with checkpoint="segments". The last segment is not
+            recomputed.
+        schedule_bytes: Limit in bytes for the activations of one micro-batch; only with
+            checkpoint="optimal". In a model without a chain of its own, only the activations of
+            the blocks count.
         offload_activations: Whether the tensors saved for backward are moved to the lower tier.
-            Cannot be combined with "selective" or "optimal".
+            Cannot be combined with checkpoint="selective" or "optimal".
         min_bytes: Size in bytes of the smallest storage of activations that is offloaded.
-        prefetch: Number of storages of offloaded activations that backward fetches ahead. None for
-            the number that the device chooses, 1 on a CPU and 2 on CUDA. An estimate chooses it by
-            the tier, 1 for "file" and 2 for "host".
+        prefetch: Number of storages of offloaded activations that backward fetches ahead. None uses
+            the default of the device, which is 1 on a CPU and 2 on CUDA. An estimate uses the
+            default of the tier, which is 1 for "file" and 2 for "host".
         in_flight: Number of copies of activations to the lower tier that may be in flight at once.
-            None as for `prefetch`. More copies in flight hide longer copies and need more memory.
-        page_bytes: Bytes of optimizer state in a file, master weights included, that are updated at
-            once. The step holds three such pages. A parameter with more state is a page by itself.
-            Master weights that stay on the device need their gradients in fp32, which are made for
-            this number of bytes at a time.
-        head_chunk: Number of tokens for which the loss head runs at a time; None for all at once.
+            None uses the same defaults as `prefetch`. More copies in flight hide longer copies and
+            need more memory.
+        page_bytes: Size in bytes of a page, the part of the optimizer state in a file, master
+            weights included, that is updated at once. The step holds three pages. A parameter with
+            more state is a page by itself. Master weights that stay on the device need their
+            gradients in fp32, and these are also made in parts of this size.
+        head_chunk: Number of tokens per chunk of the loss head. None runs it on all tokens at once.
         in_backward: Whether the optimizer updates each parameter as soon as its gradient is
             complete and then releases the gradient. Requires a single micro-batch.
         accumulate: "fp32" accumulates the gradients of 16-bit parameters in fp32, with 4 bytes per
             parameter instead of 2. None accumulates them in the dtype of the parameters.
         micro_batches: Number of micro-batches into which the batch is split. All have the same size
-            except the last one. With several ranks, the batch of each rank is split.
+            except the last one. With several ranks, each rank splits its share of the batch.
         ranks: Number of devices that share the batch. A recipe with several ranks is estimated for
             the rank that needs the most memory, and run by `python -m course_lib.distributed`. Its
-            update is "fused".
+            `update` is always "fused".
         shard: Tensors that are sharded across the ranks: none with "ddp", the optimizer state with
             "zero1", the gradients as well with "zero2", and the parameters as well with "zero3"
             (see `course_lib.budget.rank`). None leaves the choice to `fit`.
 
     Raises:
-        TypeError, ValueError: A field has a wrong type, is out of its range, or cannot be combined
-            with another one.
+        TypeError, ValueError: A field has the wrong type, is out of its range, or cannot be
+            combined with another field.
     """
 
     precision: str | None = "fp32"
@@ -114,7 +117,8 @@ class Recipe:
 
     def __post_init__(self):
         if isinstance(self.blocks, list):
-            object.__setattr__(self, "blocks", tuple(self.blocks))  # makes the recipe hashable
+            # A tuple is hashable, so the recipe is too.
+            object.__setattr__(self, "blocks", tuple(self.blocks))
         for name, check in (
             (name, check) for each in TECHNIQUES for name, check in each.fields.items()
         ):
@@ -127,16 +131,16 @@ class Recipe:
         self._refuse_several_hooks()
 
     def _refuse_several_hooks(self) -> None:
-        """Raise if several techniques put saved-tensor hooks around the forward pass.
+        """Raise ValueError if several techniques put saved-tensor hooks around the forward pass.
 
-        All hooks but the innermost would do nothing.
+        PyTorch would run only the innermost hooks.
         """
         changed = self.changed()
         hooked = [t.field for t in TECHNIQUES if t.hooks_saved_tensors and t.field in changed]
         if len(hooked) > 1:
             raise ValueError(
                 f"{hooked[0]} cannot be combined with {' or '.join(hooked[1:])}: each of them puts"
-                " hooks around what the forward pass saves, and PyTorch runs only the innermost"
+                " saved-tensor hooks around the forward pass, and PyTorch runs only the innermost"
                 " hooks. Choose one of them"
             )
 
@@ -149,7 +153,7 @@ class Recipe:
         )
 
     def on(self, tier: str) -> Recipe:
-        """Return the recipe with the tier's defaults for `prefetch` and `in_flight`.
+        """Return the recipe with None in `prefetch` and `in_flight` replaced as in `copies`.
 
         A recipe without offloaded activations is returned unchanged.
         """
@@ -190,5 +194,5 @@ class Recipe:
 
 
 def words_of(recipe: Recipe) -> list[str]:
-    """Return the label of each technique that the recipe uses."""
+    """Return the labels of the techniques that the recipe uses."""
     return [word for technique in TECHNIQUES for word in technique.words(recipe)]

@@ -1,4 +1,4 @@
-"""A recipe, applied: the model and optimizer it wants, and its training step."""
+"""Build the model and the optimizer of a recipe, and run its training step."""
 
 from __future__ import annotations
 
@@ -53,15 +53,17 @@ def build(
     store=None,
     state: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model in the recipe's precision, and its optimizer.
+    """Return the model in the recipe's precision, and its optimizer.
 
     Args:
-        make_model: returns a model in fp32, as `torch.nn` makes it.
-        recipe: for `precision`, `optimizer`, `update` and `offload_optimizer`.
-        lr: of the optimizer.
-        store: for the offloaded part of the optimizer; `OffloadedOptimizer`'s own if left out.
-        state: make the optimizer's state too, by a step on gradients of zero; else the first step
-            makes it.
+        make_model: Function without arguments that returns a model in fp32.
+        recipe: Recipe of the training step.
+        lr: Learning rate of the optimizer.
+        store: Store for the offloaded optimizer state; by default that of `OffloadedOptimizer`.
+        state: Whether to create the optimizer state as well. Otherwise the first step creates it.
+
+    Raises:
+        TypeError, ValueError: Recipe and model cannot be combined. The message says why.
     """
     model = model_of(make_model, recipe)
     optimizer = optimizer_of(model, recipe, store=store, lr=lr)
@@ -71,7 +73,7 @@ def build(
 
 
 def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
-    """The model in the recipe's precision."""
+    """Return the model in the recipe's precision, after checking that it supports the recipe."""
     check_function("make_model", make_model)
     check_recipe(recipe)
     with _CopiesOfSymbolic() if is_symbolic() else nullcontext():
@@ -83,10 +85,10 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
 
 
 class _CopiesOfSymbolic(TorchFunctionMode):
-    """Mode in which `copy.deepcopy` of a symbolic tensor makes another one, as
-    `nn.TransformerEncoder` wants it of its layer's.
+    """Mode in which `copy.deepcopy` of a symbolic tensor returns a symbolic tensor.
 
-    PyTorch would copy along the mode that the tensor belongs to.
+    `nn.TransformerEncoder`, for example, copies the parameters of its layer. Without this mode,
+    PyTorch would also copy the symbolic mode that the tensor belongs to.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -105,7 +107,7 @@ class _CopiesOfSymbolic(TorchFunctionMode):
 def optimizer_of(
     model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer, of the parameters that are trained."""
+    """Return the recipe's optimizer for the model's parameters that require gradients."""
     parameters = trained(model)
     base, settings = class_and_settings(recipe.optimizer, recipe.update)
     if not recipe.has_pages:
@@ -119,10 +121,13 @@ def optimizer_of(
 
 
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
+    """Create the optimizer state, as it exists from the second step on.
+
+    The optimizer runs steps on zero gradients with a learning rate of 0.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = trained(model)
-    # for real, one at a time, to take little memory
+    # On real tensors, parameters are updated one at a time, so that only one gradient is in memory.
     together = len(parameters) if is_symbolic() else 1
     try:
         for group in optimizer.param_groups:
@@ -150,55 +155,59 @@ def train_step(
     max_norm: float | None = None,
     store=None,
 ) -> StepResult:
-    """One step by the recipe; its gradient is the plain step's, within the recipe's precision.
+    """Run one training step that follows the recipe.
 
-    A model that was compiled in place (`model.compile()`) runs compiled, and so do compiled blocks,
-    with `fullgraph=True` too. Checkpoints inside a compiled model become PyTorch's own, in its
-    graph. The schedules "segments" and "optimal" run the blocks instead of the model, so the blocks
-    must be compiled. "optimal" measures them as they were written, and refuses blocks wrapped by
-    `torch.compile(block)` whose copies compute with the original. `torch.compile(model)` does not
-    compile a method `loss` or `loss_sum` of the model, and a warning says so.
+    The gradient equals that of the baseline, within the recipe's precision.
 
-    Blocks that run again under checkpoints find the random numbers (those of PyTorch, Python, NumPy
-    and generators in attributes of their modules) and the attributes (tensors, arrays, numbers and
-    containers of these) of their first run. The first step of a model by a recipe also compares
-    checksums of the tensors that both runs save for backward (in a schedule, of their outputs), and
-    of the block's parameters and buffers. This takes time, but `MemoryMeter` does not count its
-    memory. Later steps, symbolic tensors, and sparse, nested and quantized tensors and tensor
-    subclasses are not compared. Checkpoints inside a compiled model restore and compare none of
-    this, except for PyTorch's random numbers. Tensors in attributes of a block are copied during
-    its first run; the copies of those that it changes are kept for its recomputation.
+    **Compiled models.** A model that was compiled in place (`model.compile()`) runs compiled, and
+    so do compiled blocks, even with `fullgraph=True`. Checkpoints inside a compiled model become
+    PyTorch's own checkpoints in its graph. With "segments" and "optimal", the step calls the blocks
+    instead of the model, so the blocks must be compiled. "optimal" measures them uncompiled, and
+    raises an error for a block wrapped by `torch.compile(block)` whose copy would still compute
+    with the original. `torch.compile(model)` does not compile a method `loss` or `loss_sum` of the
+    model. If the model has one, the step warns that it runs uncompiled.
+
+    **Recomputation.** Before a checkpointed block runs again, the random generators (of PyTorch,
+    Python, NumPy, and in attributes of its modules) and its attributes (tensors, arrays, numbers
+    and containers of these) are set to their values in the first run. For this, tensors in
+    attributes are copied during the first run, and copies of those that the block changes are kept.
+    The first step of a model with a recipe also compares checksums of both runs: of the tensors
+    that they save for backward (in a schedule, of their outputs), and of the block's parameters and
+    buffers. This takes time, but `MemoryMeter` does not count its memory. Later steps are not
+    compared, and neither are symbolic, sparse, nested and quantized tensors and tensor subclasses.
+    Checkpoints inside a compiled model restore only PyTorch's random numbers, and compare nothing.
 
     Args:
-        model: in the recipe's precision, as from `build`.
-        optimizer: as from `build`.
-        batch: what `course_lib.accumulation.split` takes, and the model's loss.
-        recipe: what to use, on any model: nothing of it is taken apart. The checkpoints "segments"
-            and "optimal" run the model's own chain, if it has a method `stages(batch)` beside its
-            loss (see `course_lib.models.Decoder.stages`), and else blocks that form one (see
-            `course_lib.schedule.schedule_blocks`). `in_backward` steps a parameter each time that
-            autograd hands over its gradient, which under reentrant checkpoints of the model's own
-            may be in parts; blocks that are repeated after it, and use it detached, find the new
-            one.
-        loss_sum: (model, batch) -> (sum of losses, weight), as for
-            `course_lib.accumulation.AccumulatedStep`. Left out, it is `model.loss_sum(batch)`; else
-            `model.loss(batch)`, a mean, which takes one micro-batch: over how many tokens or
-            samples it goes is not known, so that those of several cannot be added up; else, for a
-            Hugging Face model and a dict with labels, the loss of `model(**batch)`, weighed by the
-            labels that it counts.
-        max_norm: clip the gradient to this norm, as `AccumulatedStep` does.
-        store: for offloaded activations; the default of `offload_activations` if left out.
+        model: Model in the recipe's precision, as `build` returns it.
+        optimizer: Optimizer, as `build` returns it.
+        batch: Batch that the model's loss accepts and `course_lib.accumulation.split` can split.
+        recipe: Recipe of the step. With "segments" and "optimal", the step runs the model's own
+            chain if the model has a method `stages(batch)` in addition to its loss (see
+            `course_lib.models.Decoder.stages`). Otherwise the blocks must form a chain (see
+            `course_lib.schedule.schedule_blocks`). With `in_backward`, a parameter is updated
+            each time autograd accumulates its gradient. Under reentrant checkpoints in the model's
+            own code this may happen for several parts of the gradient. A block that is recomputed
+            after the update and uses the parameter detached computes with the new value.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in
+            `course_lib.accumulation.AccumulatedStep`. The default is `model.loss_sum(batch)` if the
+            model has this method. Otherwise it is `model.loss(batch)`, a mean, with which only one
+            micro-batch is allowed: the number of tokens or samples in the mean is not known, so the
+            means of several micro-batches cannot be added up. For a Hugging Face model without
+            these methods and a dict with labels, it is the loss of `model(**batch)`, weighted by
+            the number of labels that it counts.
+        max_norm: Norm to which the gradient is clipped, as in `AccumulatedStep`.
+        store: Store for offloaded activations; by default that of `offload_activations`.
 
     Returns:
-        A `StepResult`; with `model.loss` alone its weight counts samples. Gradients are None
-        afterwards. After an error they and the random generators are as before, and no parameter
-        has changed, but for those that `in_backward`, or an optimizer that failed itself, has
-        stepped.
+        A `StepResult`. If the loss is `model.loss`, its weight is the number of samples. Gradients
+        are None afterwards. After an error, gradients and random generators are as before, and no
+        parameter has changed, except those that were updated already by `in_backward` or by an
+        optimizer that itself raised the error.
 
     Raises:
-        TypeError, ValueError: recipe, model and batch do not go together; the message says how.
-        RuntimeError: A block that ran again computed other values, since it depends on state that
-            is not kept, such as a global variable; the message names the block.
+        TypeError, ValueError: Recipe, model and batch cannot be combined. The message says why.
+        RuntimeError: A recomputed block computed different values, because it depends on state that
+            is not restored, such as a global variable. The message names the block.
     """
     check_model(model, recipe)
     check_loss(model, recipe, loss_sum)
@@ -220,7 +229,7 @@ def run_pieces(
     store=None,
     max_norm=None,
 ) -> StepResult:
-    """`train_step` on micro-batches that are there already."""
+    """Run the step of `train_step` on a batch that has been split into micro-batches."""
     if max_norm is not None and recipe.in_backward:
         raise ValueError(
             "max_norm must be None when in_backward is True, because the norm of all gradients is"
@@ -248,17 +257,19 @@ def run_pieces(
 
 
 def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
-    """Each parameter is stepped, and its gradient dropped, as soon as backward has it."""
+    """Run a step that updates each parameter and releases its gradient during backward."""
 
     def step_now(parameter: Tensor) -> None:
-        optimizer.step()  # for the one parameter that has a gradient
+        # Only this parameter has a gradient, so the optimizer updates no other one.
+        optimizer.step()
         parameter.grad = None
         stepped.add(parameter)
 
     optimized = {p for group in optimizer.param_groups for p in group["params"]}
     stepped = set()
     parameters = list({*model.parameters(), *optimized})
-    gradients = [p.grad for p in parameters]  # to be put back after an error
+    # After an error, these gradients are put back.
+    gradients = [p.grad for p in parameters]
     hooks = []
     try:
         for p in parameters:
@@ -291,11 +302,10 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
 
 @contextmanager
 def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
-    """Let the model do, inside the block, what the recipe says, in place; afterwards it is as
-    before.
+    """Apply the recipe's techniques to the model, in place, inside the `with` block.
 
-    What is yielded is to be called after a forward pass: it raises if that has bypassed what was
-    put in.
+    Techniques that surround only the forward pass are left to `run_pieces`. Call the yielded
+    function after a forward pass: it raises if the forward pass has bypassed a technique.
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
@@ -310,8 +320,11 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
 def chain_of(
     model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None
 ) -> Chain:
-    """The chain that the recipe's schedule is for, of one micro-batch: the model's own; or its
-    blocks, as a forward pass finds them that goes no further than to the first."""
+    """Return the chain of one micro-batch that the recipe's schedule is made for.
+
+    It is the model's own chain if the recipe runs it, and otherwise the chain of its blocks. The
+    latter is measured in a forward pass, which ends when it reaches the first block.
+    """
     found: list[Chain] = []
 
     def noted(chain: Chain) -> None:
@@ -329,16 +342,18 @@ def chain_of(
 
 
 class _Found(Exception):
-    """End of a forward pass of which no more is needed."""
+    """Exception that ends a forward pass when the chain has been found."""
 
 
 def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
-    """The batch in so many pieces, equal but for the last.
+    """Return the batch as a list of micro-batches of equal size, except for the last one.
 
     Raises:
-        ValueError: it cannot be split so; the message says into how many it can.
+        ValueError: The batch cannot be split into this number of micro-batches. The message lists
+            the possible numbers.
     """
-    whole = next(iter(split(batch, 1 << 62)), None)  # it also says what is wrong with a batch
+    # `split` raises an error if the batch is invalid.
+    whole = next(iter(split(batch, 1 << 62)), None)
     if whole is None:
         raise ValueError(
             f"batch must contain at least one sample, got {shown(batch)} without samples"
@@ -358,7 +373,7 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
     return list(split(batch, math.ceil(samples / micro_batches)))
 
 
-# ---- what goes together
+# ---- Checks of model and recipe
 
 
 def check_function(name: str, made: Any) -> None:
@@ -372,7 +387,7 @@ def check_recipe(recipe: Any) -> None:
 
 
 def check_model(model: Any, recipe: Recipe) -> None:
-    """Check that the model has what the recipe asks of it."""
+    """Raise TypeError or ValueError if the model does not support the recipe."""
     check_recipe(recipe)
     kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):
@@ -391,7 +406,13 @@ def check_model(model: Any, recipe: Recipe) -> None:
 
 
 def _check_device(argument: str, on_meta: list[str], way_out: str) -> None:
-    """Check that no tensor is on the meta device, where a step computes no values."""
+    """Raise ValueError if a tensor is on the meta device, where a step computes no values.
+
+    Args:
+        argument: Name of the argument that contains the tensors.
+        on_meta: Descriptions of its tensors on the meta device.
+        way_out: Advice for the end of the message.
+    """
     if on_meta:
         more = f" and {len(on_meta) - 1} more" if len(on_meta) > 1 else ""
         raise ValueError(
@@ -401,7 +422,7 @@ def _check_device(argument: str, on_meta: list[str], way_out: str) -> None:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names of the parameters and buffers of a model, with the tensors."""
+    """Yield the name and the tensor of each parameter and buffer of a model."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
