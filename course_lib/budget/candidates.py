@@ -1,4 +1,4 @@
-"""Candidates of each technique, and the families of recipes that a search can try.
+"""List the candidates of each technique, and the families of recipes that a search can try.
 
 `knowledge` stores the estimates and bounds. `refine` finds the best numbers for one family, and
 `search` decides which families are tried.
@@ -27,13 +27,13 @@ PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
 
 
 class Search:
-    """What can be tried for one model and batch within a budget, and what it costs.
+    """Candidate recipes for one model and batch within a budget, and their costs.
 
     Attributes:
         known: Estimates and bounds of the model and batch.
         budget: Limit in bytes.
         rates: Rates of the machine, which convert an estimate into seconds.
-        quick: Whether to skip candidates that take long to try and seldom pay.
+        quick: Whether to skip candidates that take long to try and are seldom the cheapest.
     """
 
     def __init__(self, known: Known, budget: int, rates: Rates, quick: bool = False):
@@ -41,12 +41,12 @@ class Search:
         self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
 
     def within(self, budget: int) -> Search:
-        """Return the same search for another budget. Both share what they know."""
+        """Return the same search with another budget. Both share their estimates."""
         other = copy(self)
         other.budget = budget
         return other
 
-    # ---- costs
+    # ---- Costs
 
     def fits(self, recipe: Recipe) -> bool:
         """Return whether the step of a recipe fits the budget."""
@@ -66,10 +66,10 @@ class Search:
         return self.known.estimate(recipe).flops
 
     def order(self, found: Estimate) -> tuple:
-        """Return the sort key of an estimate: cost, then the rules for equal cost.
+        """Return the sort key of an estimate, which begins with its cost.
 
-        Recipes of equal cost are ranked by fewer micro-batches, larger pages, and fewer copies in
-        flight. Fewer bytes communicated and a lower peak come last.
+        Estimates of equal cost are ranked by fewer micro-batches, then by larger pages, fewer
+        copies in flight, fewer bytes communicated and a lower peak.
         """
         recipe = found.recipe
         seconds = self.rates.seconds(found)
@@ -83,10 +83,10 @@ class Search:
             found.peak_bytes,
         )
 
-    # ---- what can be tried
+    # ---- Candidates
 
     def options(self, name: str, *values: Any) -> tuple:
-        """Return the value that the base sets for a field, or else the given values."""
+        """Return the given values of a field, or only the base's value if the base sets it."""
         return (getattr(self.known.base, name),) if name in self.known.base.changed() else values
 
     @cached_property
@@ -104,7 +104,10 @@ class Search:
         return (1,) if recipe.in_backward else self.pieces
 
     def doublings(self, recipe: Recipe) -> list[int]:
-        """Return numbers of micro-batches, each at least twice the one before, and the largest."""
+        """Return numbers of micro-batches, each at least twice the previous one.
+
+        The largest number is always the last one.
+        """
         found = []
         for count in self.pieces_for(recipe):
             if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
@@ -122,7 +125,7 @@ class Search:
         return self._candidates[field]
 
     def values(self, field: str) -> list[Any]:
-        """Return the values of the field that are tried."""
+        """Return the values that the search tries for the field."""
         own = getattr(self.known.base, field)
         return [each.get(field, own) for each in self.candidates(field)]
 
@@ -137,8 +140,10 @@ class Search:
         return sum(self.amount(field, recipe) for field in BY_FIELD)
 
     def adds_to(self, recipe: Recipe, smaller: Recipe) -> bool:
-        """Return whether a recipe uses all techniques of a smaller one, apart from
-        micro-batches."""
+        """Return whether a recipe uses all techniques of a smaller one.
+
+        The numbers of micro-batches may differ.
+        """
 
         def covers(field: str, technique: Technique) -> bool:
             used = self.amount(field, smaller)
@@ -154,14 +159,15 @@ class Search:
         """Yield one recipe for each family, that is, for each combination of techniques.
 
         The numbers of micro-batches, segments and schedule bytes of a family are found later
-        (`refine`). With offloaded activations, each number of micro-batches is a family of its own,
-        because it decides which activations are large enough to be offloaded.
+        (`refine`). With offloaded activations, each number of micro-batches makes a separate
+        family, because it decides which activations are large enough to be offloaded.
         """
         for chosen in product(*map(self.candidates, BY_FIELD)):
             try:
                 family = self.family(**{k: v for each in chosen for k, v in each.items()})
             except ValueError:
-                continue  # two of these techniques cannot be combined
+                # Two of these techniques cannot be combined.
+                continue
             if not family.offload_activations:
                 yield replace(family, micro_batches=self.pieces_for(family)[0])
             # With "segments", only the inputs of the segments could be offloaded.
@@ -170,16 +176,19 @@ class Search:
                     yield replace(family, micro_batches=pieces)
 
     def leaner(self, recipe: Recipe) -> Recipe | None:
-        """Return the recipe with the attention that needs less memory; None if neither does."""
+        """Return the recipe with the attention that needs the least memory.
+
+        The result is None if `leanest` is empty.
+        """
         leanest = self.leanest
         return replace(recipe, attention=leanest[0]) if leanest else None
 
     @cached_property
     def leanest(self) -> tuple[str | None, ...]:
-        """Attention that needs no more memory than the other one, in a tuple.
+        """Tuple with the attention that needs the least memory in forward and in backward.
 
-        The forward and backward of the base are compared. The tuple is empty if only one attention
-        is tried, or if each needs more memory than the other in one of the two phases.
+        The steps of the base with each attention are compared. The tuple is empty if only one
+        attention is tried, or if one needs less memory in forward and the other in backward.
         """
 
         def peaks(attention: str | None) -> tuple[int, int]:
@@ -195,25 +204,25 @@ class Search:
         return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
 
     def family(self, **techniques: Any) -> Recipe:
-        """Return the base with these fields, the smallest pages and the fewest copies in flight.
+        """Return the base with the given fields, the smallest pages and the fewest copies.
 
-        These pages and copies need the least memory.
+        These pages and copies in flight need the least memory.
         """
         recipe = replace(self.known.base, **techniques)
         return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
 
     def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Return the page sizes for the offloaded optimizer, which all cost the same.
+        """Return the page sizes that are tried for an offloaded optimizer. All cost the same.
 
-        With steps in backward, each parameter is a page by itself, so that the size has no effect.
+        With steps in backward, each parameter is a page by itself, so the size has no effect.
         """
         paged = recipe.has_pages and not recipe.in_backward
         return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
 
     def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
-        """Return settings of `prefetch` and `in_flight` for offloaded activations.
+        """Return the values of `prefetch` and `in_flight` that are tried, as dicts of fields.
 
-        They change the cost only with the tier "host".
+        With the tier "file" they do not change the cost, so the base's values are kept.
         """
         if not recipe.offload_activations or self.known.composer.tier == "file":
             return [{}]

@@ -1,7 +1,7 @@
-"""Estimates of one model and batch, each made once, and bounds that follow from them.
+"""Make and store the estimates of one model and batch, and derive bounds for other recipes.
 
-`extrapolate` composes an estimate from steps with few blocks. Where it cannot, the whole step is
-run. `candidates` lists the recipes that a search can try.
+`extrapolate` composes an estimate from steps with few blocks. If it cannot, the whole step is run.
+`candidates` lists the recipes that a search can try.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fiel
 
 
 class Known:
-    """What is known so far of one model and batch: estimates, and bounds for other recipes.
+    """Estimates that have been made for one model and batch, and bounds for other recipes.
 
     Searches for several budgets can share it.
 
     Attributes:
-        base: Recipe of a single rank. Every recipe keeps the fields in which it differs from the
-            default.
+        base: Base of the search, for a single rank. The fields in which it differs from the
+            baseline are the same in every recipe.
         blocks: Names of the blocks to checkpoint; None for the longest list of modules of one kind.
         given: The functions that make the model and the batch.
         options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `tier` and `kind`.
         estimates: Mapping from each estimated recipe to its estimate.
-        whole: Recipes that were estimated by their whole steps.
+        whole: Recipes for which a step with all blocks was run.
         composes: Whether estimates are composed from steps with few blocks, where possible.
     """
 
@@ -63,17 +63,18 @@ class Known:
         self.estimates: dict[Recipe, Estimate] = {}
         self._flops: dict[tuple, int] = {}
         self._confirmed: set[Recipe] = set()
-        self._composers: dict[str | None, Composer] = {}  # by precision
+        # Maps each precision to its composer.
+        self._composers: dict[str | None, Composer] = {}
         self.given, self.options = (make_model, make_batch), options
         self.whole: set[Recipe] = set()
         self.composes = True
         with explained():
             self.composer_of(self.base)
 
-    # ---- estimates
+    # ---- Estimates
 
     def estimate(self, recipe: Recipe, shown: bool = True) -> Estimate:
-        """Return the estimate of a recipe, which is made at the first call.
+        """Return the estimate of a recipe. The first call makes it, and later calls reuse it.
 
         Args:
             recipe: Recipe to estimate.
@@ -96,14 +97,15 @@ class Known:
                 return found.traced_by(lambda places: run(places=places)[0])
         found = estimate(*self.given, recipe, **self.options)
         self.whole.add(recipe)
-        # The model runs, but not with a part of its blocks.
+        # Only the whole step could run, so later estimates are not composed from steps with few
+        # blocks.
         self.composes &= not composable
         return found
 
     def confirms(self, best: Estimate | None) -> bool:
         """Return whether the estimate equals that of the step with all blocks.
 
-        If it does not, all estimates are discarded, and from then on whole steps are run.
+        If it does not, all estimates are discarded, and later estimates run whole steps.
         """
         if best is None or best.recipe in self.whole | self._confirmed:
             return True
@@ -145,7 +147,7 @@ class Known:
         return self.composer.max_norm
 
     def known_flops(self, recipe: Recipe) -> int | None:
-        """Return the FLOPs of an estimate with the same computation; None if there is none."""
+        """Return the fewest FLOPs of all estimates with the same computation, or None."""
         return self._flops.get(_computed(recipe))
 
     # ---- what the model supports
@@ -154,13 +156,14 @@ class Known:
     def layers(self) -> int:
         """Number of blocks that can be checkpointed."""
         names = list(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
-        with suppress(ValueError):  # the model has no list of modules of one kind
+        # ValueError means that the model has no list of modules of one kind.
+        with suppress(ValueError):
             return len(names_of(self.composer.model, names))
         return 0
 
     @cached_property
     def segments(self) -> int:
-        """Largest number of segments, in the model's own chain or else in its blocks."""
+        """Largest number of segments, of the model's own chain if it has one, or of its blocks."""
         if self.staged:
             with symbolic(self.composer.mode):
                 return most_segments(self.composer.model, self.composer.batch)
@@ -181,8 +184,10 @@ class Known:
         tried = partial(self.estimate, shown=False)
         if self.staged and self.base.checkpoint == "none":
             if technique.get("checkpoint") == "optimal":
-                return True  # a model defines stages in order to be scheduled
-            tried = self._estimated  # such a recipe is not a candidate, so it is not stored
+                # A model that defines stages can be run by a schedule.
+                return True
+            # This recipe is not a candidate, so its estimate is not stored.
+            tried = self._estimated
         if "checkpoint" in technique:
             technique["blocks"] = self.blocks
         try:

@@ -18,8 +18,8 @@ from .bounds import floor_bytes, held_bytes
 from .candidates import Search
 from .recipe import Recipe
 
-# Number of schedules that are estimated per family and number of micro-batches, in addition to the
-# schedule that needs the least memory.
+# Largest number of schedules that are estimated per family and number of micro-batches, in addition
+# to the schedule that needs the least memory.
 ROUNDS = 3
 
 
@@ -36,11 +36,11 @@ def refine(search: Search, family: Recipe) -> Recipe | None:
 
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
-    """Return the recipe with the cheapest number of copies in flight that fits.
+    """Return the cheapest recipe that fits, over the numbers of copies in flight, or None.
 
     The family itself has the fewest copies in flight. If it does not fit, the result is None. The
     number of copies to the lower tier changes the cost but not the bytes that are moved. Therefore
-    each number is priced before it is estimated.
+    the cost is computed before the step is estimated.
     """
     if not search.fits(family):
         return None
@@ -54,20 +54,20 @@ def best_copies(search: Search, family: Recipe) -> Recipe | None:
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
-    """Return the recipe with the fewest micro-batches that fit, or None.
+    """Return the recipe with the fewest micro-batches that fits, or None.
 
-    From two micro-batches on, each more needs less memory, because a micro-batch then has no more
-    samples than before. A single micro-batch is tried first: it needs no full set of gradients next
-    to its activations.
+    From two micro-batches on, a larger number needs no more memory, because the micro-batches have
+    no more samples. A single micro-batch is tried separately, because its activations are not live
+    together with all gradients.
     """
     one, *more = [replace(family, micro_batches=n) for n in pieces or search.pieces_for(family)]
     return one if search.fits(one) else first_that_fits(more, search.fits)
 
 
 def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
-    """Return the first recipe that fits with some number of micro-batches, or None.
+    """Return the first of the recipes that fits with some number of micro-batches, or None.
 
-    It is found by bisection and has the fewest micro-batches that fit.
+    It is found by bisection, and returned with the fewest micro-batches that fit.
     """
 
     def fits(recipe: Recipe) -> bool:
@@ -81,10 +81,10 @@ def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
 
 
 def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
-    """Return the recipe with the fewest segments that fit, or None.
+    """Return the recipe with the fewest segments that fits, or None.
 
-    Up to the square root of the number of blocks, each more segment saves memory. Beyond that, only
-    one segment per block is tried.
+    Up to the square root of the number of blocks, each additional segment saves memory. Above it,
+    only one segment per block is tried.
     """
     blocks = search.known.segments
     few = range(2, math.isqrt(blocks) + 1)
@@ -99,10 +99,10 @@ def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
 def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
     """Return the recipe that checkpoints the fewest of the first blocks and fits, or None.
 
-    At most `most` blocks are checkpointed. Each of several equal blocks adds the same number of
-    bytes at each moment, so the peak is a convex function of the number of checkpointed blocks.
-    Therefore, if the step does not fit without checkpoints but fits with `most` of them, it fits
-    from some number on, and bisection finds this number.
+    At most `most` blocks are checkpointed. Each equal block adds the same number of bytes at each
+    moment, so the peak is a convex function of the number of checkpointed blocks. Therefore, if the
+    step does not fit without checkpoints but fits with `most` of them, there is a smallest number
+    from which on it fits, and bisection finds it.
     """
     return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, most + 1)])
 
@@ -110,10 +110,11 @@ def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:
     """Return the cheapest recipe with a schedule that fits, or None.
 
-    Smaller micro-batches leave room for the schedule to keep more layers. The search starts from
-    the smallest micro-batches and halves their number for as long as that does not cost more. The
-    time of a schedule is computed before its step is estimated. From two micro-batches on, the room
-    for activations is smaller, because all gradients exist while the later ones run.
+    With smaller micro-batches, the schedule can keep the activations of more layers. The search
+    starts from the smallest micro-batches and halves their number for as long as that does not cost
+    more. The time of a schedule is computed before its step is estimated. From two micro-batches
+    on, fewer bytes are left for activations, because all gradients exist while the later
+    micro-batches run.
     """
     known = search.known
     trials: list[tuple[float, Recipe]] = []
@@ -143,10 +144,10 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
 def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
     """Return the recipe with a fast schedule that fits, or None.
 
-    The result is None if even the schedule with the least memory does not fit. The room for
-    activations is the budget minus everything else that was live with another schedule. As this
-    differs from schedule to schedule, the room is found in rounds, between bytes that fit and bytes
-    that do not.
+    The result is None if even the schedule with the least memory does not fit. The bytes that are
+    left for activations are the budget minus all other bytes that are live. The latter differ from
+    schedule to schedule, so the limit of the schedule is found in rounds, between a limit that fits
+    and one that does not.
     """
     best = least_schedule(search, recipe)
     if not search.fits(best):
@@ -169,7 +170,7 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
 
 
 def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
-    """Return the cost of the fastest schedule that needs at most `nbytes` bytes.
+    """Return the cost of the fastest schedule whose activations take at most `nbytes` bytes.
 
     If there is none, return the cost of the schedule that needs the least memory.
     """
@@ -201,7 +202,8 @@ def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) ->
     """
     if not recipes or not fits(recipes[-1]):
         return None
-    low, high = -1, len(recipes) - 1  # low does not fit, high does
+    # The recipe at `low` does not fit, and the one at `high` does.
+    low, high = -1, len(recipes) - 1
     while high - low > 1:
         middle = (low + high + 1) // 2
         low, high = (low, middle) if fits(recipes[middle]) else (middle, high)

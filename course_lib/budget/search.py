@@ -1,7 +1,7 @@
 """Search for the recipes that fit a memory budget, cheapest first.
 
 This module decides in which order combinations of techniques are tried, and which can be skipped.
-It leaves three tasks to its neighbors: `candidates` lists what can be tried, `knowledge` makes and
+Other modules do the rest: `candidates` lists the values that can be tried, `knowledge` makes and
 stores the estimates, and `refine` finds the best numbers (of micro-batches, segments, blocks or
 schedule bytes) for one combination of techniques, which is called a family.
 """
@@ -45,11 +45,11 @@ class Estimates(Table, list):
     Attributes:
         rates: Rates that convert an estimate into seconds.
         title: Caption of the table.
-        whole: Number of recipes that were estimated by their whole steps, because no part of the
-            model runs alone or because a technique cannot be composed. All others were composed
-            from steps with few blocks.
-        estimate: Function from a recipe to its estimate, which shares the estimates of the search.
-        within: Function from another budget in bytes to the `Estimates` that fit it.
+        whole: Number of recipes for which a step with all blocks was run, because the model does
+            not run with few blocks or because the recipe uses a technique that is not composable
+            (see `Technique`). All other estimates were composed from steps with few blocks.
+        estimate: Function that returns the estimate of a recipe, and reuses those of the search.
+        within: Function that returns the `Estimates` that fit another budget in bytes.
     """
 
     columns = ("peak, MB", "TFLOPs", "GB moved", "seconds", "recipe")
@@ -68,8 +68,7 @@ class Estimates(Table, list):
         self.whole = whole
 
     def way(self) -> Way:
-        """Return estimates from the baseline to the cheapest recipe, adding one technique at a
-        time."""
+        """Return estimates from the baseline to the cheapest recipe, one per technique added."""
         return Way(map(self.estimate, steps_to(self[0].recipe)))
 
     def rows(self) -> list[Sequence]:
@@ -109,43 +108,44 @@ def fit(
 ) -> Estimates:
     """Return the estimates of the recipes whose step fits the budget, cheapest first.
 
-    The cost of a recipe is its number of seconds by `Rates.seconds`.
+    The cost of a recipe is the number of seconds that its step takes according to `rates`.
 
     **Recipes that are tried.** Without `recipes`, `fit` combines the techniques that do not change
     what the model learns. Each recipe also has every field that `base` sets to a value other than
     the default.
 
-    - Attention: the model's own, or the fused attention that it supports.
+    - Attention: the model's own, or fused attention if the model supports it.
     - Checkpoints: "none", "layers" (around all blocks or around the first few), "selective",
       "segments" and "optimal".
-    - Offloaded activations: alone or with "layers". With the tier "host", 0 to 2 storages are
-      fetched ahead and 1 or 2 copies are in flight.
+    - Offloaded activations: alone or with checkpoint="layers". With the tier "host", 0 to 2
+      storages are fetched ahead and 1 or 2 copies are in flight.
     - Loss head: all tokens at once, or in chunks.
-    - Optimizer: steps in backward, or else any number of micro-batches. With offloaded activations,
-      each number of micro-batches is at least twice the one before.
+    - Optimizer: steps in backward, or any number of micro-batches. With offloaded activations, the
+      numbers of micro-batches are 1, numbers at least twice the previous one, and the largest.
     - Optimizer state: 0 to 4 quarters of it offloaded, in pages of 16, 4 or 1 MiB.
 
-    A recipe is dropped if another one that fits uses a subset of its techniques and ranks ahead of
-    it. Recipes of equal cost are ranked by fewer micro-batches, then by larger pages, then by fewer
-    copies in flight.
+    A recipe is left out of the result if another recipe that fits uses a subset of its techniques
+    and ranks ahead of it. Recipes of equal cost are ranked by fewer micro-batches, then by larger
+    pages, then by fewer copies in flight.
 
     **Recipes that are skipped.** Not every combination is estimated. These are skipped without
     losing the cheapest recipe:
 
-    - A recipe whose optimizer step alone exceeds the budget. The optimizer step needs the same
-      memory whatever forward and backward did. With steps in backward, the model and the optimizer
-      state must fit, because they are live throughout the step.
+    - A recipe whose optimizer step alone exceeds the budget. The memory of the optimizer step does
+      not depend on forward and backward. With steps in backward, the model and the optimizer state
+      must fit, because they are live throughout the step.
     - A recipe that adds techniques to one that fits, because an added technique saves neither FLOPs
       nor copies. There are two exceptions. With offloaded activations, a checkpoint, a chunked head
-      or more micro-batches leave less to be copied. With "segments" and "optimal", any memory that
-      is saved lets the schedule recompute less. Recipes that extend these are skipped only if a
-      lower bound on their cost is not below the cheapest cost found. The bound counts the fewest
-      FLOPs that they can have and the copies of their optimizer state.
-    - A recipe whose attention needs more memory than the other one, if the recipe with the other
-      one was too large. This is decided by the base's forward and backward.
-    - A recipe with offloaded activations, if no activation was large enough to be moved with fewer
-      micro-batches. Smaller micro-batches have smaller activations.
-    - Checkpoints around more of the first blocks than can cost less than the cheapest recipe found.
+      or more micro-batches leave fewer bytes to be copied. With "segments" and "optimal", any
+      memory that is saved lets the schedule recompute less. Recipes that extend these are skipped
+      only if a lower bound on their cost is not below the lowest cost found. The bound counts the
+      fewest FLOPs that they can have and the copies of their optimizer state.
+    - A recipe with the kind of attention that needs more memory, if the same recipe with the other
+      kind did not fit. The forward and backward of the base show which kind needs more.
+    - A recipe with offloaded activations, if with fewer micro-batches no activation was large
+      enough to be offloaded. Smaller micro-batches have smaller activations.
+    - A recipe that checkpoints so many of the first blocks that it cannot cost less than the
+      cheapest recipe found.
 
     **Assumptions.** The search assumes that a step does not need more memory with more
     micro-batches (from two on), with more segments (up to the square root of the number of layers),
@@ -153,15 +153,15 @@ def fit(
     for a schedule. Therefore the smallest number that fits is found by bisection, and a schedule in
     a few rounds. `tests/brute_force_fit.py` compares the result with all recipes of a grid.
 
-    **Estimates.** Where the model has equal blocks and its step grows evenly with them, an estimate
-    is composed from the steps of a model with few blocks and from updates of few parameters
-    (`course_lib.budget.extrapolate`). It equals the estimate of the whole step. The cheapest recipe
-    is confirmed with all blocks. If the confirmation differs, the search is repeated with whole
-    steps.
+    **Estimates.** If the model has equal blocks and its step grows evenly with them, an estimate is
+    composed from the steps of a model with few blocks and from updates of few parameters
+    (`course_lib.budget.extrapolate`). It equals the estimate of the whole step. The estimate of the
+    cheapest recipe is compared with a step of all blocks. If they differ, the search is repeated
+    with whole steps.
 
     Args:
         make_model, make_batch, loss_sum: Functions as in `estimate`. More than one micro-batch is
-            tried only where the weight of the loss is known.
+            tried only if the weight of the loss is known.
         budget_bytes: Limit in bytes for all tensors of the step except the batch.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. Recipes with steps in
             backward are then skipped.
@@ -176,16 +176,16 @@ def fit(
         count: Quantity that must fit. "tensors" counts the bytes of live tensors. "reserved", which
             requires the kind "cuda", counts what PyTorch's allocator reserves by its rules
             (`course_lib.budget.reservation`), and runs the step of each recipe again for this.
-        quick: Whether to search fewer recipes. The result comes sooner but may not be the cheapest.
-            Checkpoints are tried around all blocks or none, with all of the optimizer state
-            offloaded or none, and with one micro-batch or the most.
+        quick: Whether to search fewer recipes. This takes less time but may miss the cheapest one.
+            The recipes have checkpoints around all blocks or none, all of the optimizer state
+            offloaded or none, and one micro-batch or the largest number.
         progress: Whether to show a progress bar, if tqdm is installed; or a function that is called
             with each recipe before it is estimated.
 
     Raises:
-        InfeasibleBudget: No recipe that fits was found. The message names the lowest peak of the
-            search and its recipe.
-        TypeError, ValueError: An argument has a wrong type or is out of its range.
+        InfeasibleBudget: No recipe that fits was found. The message names the lowest peak that was
+            found and its recipe.
+        TypeError, ValueError: An argument has the wrong type or is out of its range.
     """
     whole("budget_bytes", budget_bytes, 1, of="bytes")
     if tier is None:
@@ -209,7 +209,8 @@ def fit(
         warnings.filterwarnings("ignore", "no activation was moved")
         options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm, "kind": kind}
         known = Known(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
-        known.estimate(known.base)  # comes first because it reports errors of the model or batch
+        # The base is estimated first, because this raises the errors of an invalid model or batch.
+        known.estimate(known.base)
         search = Search(known, budget_bytes, rates, quick)
 
         def within(room: int) -> Estimates:
@@ -224,7 +225,7 @@ def fit(
 
 
 def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None) -> Estimates:
-    """Run `fit` for the budget of a `Search`, reusing the estimates that it already has."""
+    """Return the result of `fit` for the budget of a `Search`, reusing the search's estimates."""
     known = search.known
     while True:
         if recipes is not None:
@@ -263,16 +264,17 @@ def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], l
     """Return the estimates of the given recipes that fit, and those of all given recipes."""
     tried = []
     for recipe in dict.fromkeys(recipes):
-        with suppress(InfeasibleBudget):  # no schedule fits the recipe's own schedule_bytes
+        # InfeasibleBudget means that no schedule fits the recipe's own schedule_bytes.
+        with suppress(InfeasibleBudget):
             tried.append(search.known.estimate(recipe))
     return [e for e in tried if e.peak_bytes <= search.budget], tried
 
 
 def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates that fit on several ranks, and all that were made.
+    """Return the estimates that fit on several ranks, and all estimates that were made.
 
-    Each sharding is tried with the fewest micro-batches that fit. Checkpoints are added only where
-    the step does not fit without them.
+    Each value of `shard` is tried with the fewest micro-batches that fit. Checkpoints are added
+    only if the step does not fit without them.
     """
     known = search.known
     make_model, make_batch = known.given
@@ -293,19 +295,21 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
         if any(
             replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found
         ):
-            continue  # this sharding and attention already fit without checkpoints
+            # This shard and this attention fit without checkpoints.
+            continue
         try:
             best = fewest_pieces(search, family, pieces)
         except ValueError:
             # The model may have no blocks to checkpoint, or its loss may not call the model itself.
-            # That is an error only if the base asks for it.
+            # This is an error only if the base leaves no alternative.
             if keep == keeps[0] and (base.shard is not None or shard in rank.REPLICATED):
                 raise
             continue
         if best:
             found.append(known.estimate(best))
     tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
-    if not tried:  # not even weights, gradients and optimizer state fit
+    if not tried:
+        # Parameters, gradients and optimizer state alone exceed the budget.
         shard = base.shard or "zero3"
         blocks = None if keeps[-1] == "none" else known.blocks
         more = {
@@ -330,7 +334,8 @@ def _all(search: Search) -> list[Estimate]:
             continue
         try:
             best = refine(search, family)
-        # For example, the model changes a tensor in place that "selective" has kept.
+        # A RuntimeError is raised, for example, if the model changes a tensor in place that
+        # "selective" has kept.
         except (RuntimeError, InfeasibleBudget):
             continue
         if best is None:
@@ -350,23 +355,23 @@ def _all(search: Search) -> list[Estimate]:
 
 
 def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
-    """Return the recipe with the largest pages that fit, because small ones are not cheaper."""
+    """Return the recipe with the largest pages that fit, because smaller ones are not cheaper."""
     pages = (replace(recipe, page_bytes=size) for size in search.pages_for(recipe))
     return next(filter(search.fits, pages))
 
 
 def _size(search: Search, recipe: Recipe) -> tuple[float, int]:
-    """Return the sort key of a recipe in the search: its techniques, then its micro-batches."""
+    """Return the sort key of a recipe in the search: how many techniques and micro-batches."""
     return search.amounts(recipe), recipe.micro_batches
 
 
 def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
     """Return whether a family extends a recipe that fits and cannot be cheaper.
 
-    An added technique costs something, with two exceptions. With offloaded activations, a
-    checkpoint, a chunked head or more micro-batches leave less to be copied. With a schedule or
+    Added techniques raise the cost, with two exceptions. With offloaded activations, a checkpoint,
+    a chunked head or more micro-batches leave fewer bytes to be copied. With a schedule or
     segments, any memory that is saved makes the step cheaper. Families that extend recipes of these
-    two kinds are tried if a lower bound on their cost is below the cheapest cost found.
+    two kinds are tried if a lower bound on their cost is below the lowest cost found.
     """
     smaller = [recipe for recipe in found if search.adds_to(family, recipe)]
     if any(
@@ -379,7 +384,7 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
 
 
 def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
-    """Return whether the extended recipe offloads as many activations as the smaller one."""
+    """Return whether a recipe offloads as many bytes of activations as the one that it extends."""
     names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
     return not smaller.offload_activations or all(
         getattr(recipe, name) == getattr(smaller, name) for name in ("micro_batches", *names)
@@ -387,9 +392,9 @@ def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
 
 
 def _idle(search: Search, family: Recipe) -> bool:
-    """Return whether the family offloads activations but none is large enough.
+    """Return whether the family offloads activations, but none is large enough to be offloaded.
 
-    This is the case if none was large enough with fewer micro-batches, whose tensors are larger.
+    It follows from an estimate with fewer micro-batches, whose activations are larger.
     """
     fewer = (
         replace(family, micro_batches=count)
@@ -403,14 +408,14 @@ def _idle(search: Search, family: Recipe) -> bool:
 
 
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
-    """Return whether another recipe uses a subset of the techniques and ranks ahead of it."""
+    """Return whether a found recipe uses a subset of a recipe's techniques and ranks ahead."""
     order = search.order(search.known.estimate(recipe))
     others = (other for other in found if other != recipe and search.adds_to(recipe, other))
     return any(search.order(search.known.estimate(other)) < order for other in others)
 
 
 def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Add recipes that checkpoint only the first blocks, where they are the cheapest of all."""
+    """Append recipes that checkpoint only the first blocks, if they are cheaper than all found."""
     known = search.known
     if (
         search.quick
@@ -455,8 +460,8 @@ def _find_least(search: Search) -> None:
     """
     known = search.known
     attentions = search.leanest or search.values("attention")
-    # The last candidate of these fields does not always need the least memory. For all other
-    # fields it does.
+    # For these fields the last candidate does not always need the least memory, whereas for all
+    # other fields it does.
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
     most = {field: search.values(field)[-1] for field in BY_FIELD if field not in either}
     families = dict.fromkeys(
@@ -470,7 +475,8 @@ def _find_least(search: Search) -> None:
         least = min(e.peak_bytes for e in known.estimates.values())
         if floor_bytes(known, recipe) >= least:
             continue
-        with suppress(RuntimeError, InfeasibleBudget):  # for the same reasons as in `_all`
+        # The step may raise these errors for the same reasons as in `_all`.
+        with suppress(RuntimeError, InfeasibleBudget):
             known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
 
 
