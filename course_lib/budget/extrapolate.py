@@ -1,14 +1,14 @@
-"""Estimate models with many equal blocks from their steps with few blocks and with one more.
+"""Estimate the step of a model with many equal blocks from runs with only a few of them.
 
-At each moment of the step, the live bytes grow by the same amount with each block, and so do FLOPs
-and bytes moved (`course_lib.memory.growth` has the formula). This module runs forward and backward
-without an optimizer and takes the memory of the optimizer from `updates`, so recipes that differ
-only in their optimizer settings share a run. The result equals that of `estimate`, which runs the
-whole step.
+Two runs are needed, one of them with one block more. At each moment of the step, each block adds
+the same number of live bytes, and also the same FLOPs and bytes moved (`course_lib.memory.growth`
+has the formula). This module runs forward and backward without an optimizer and takes the memory of
+the optimizer from `updates`, so recipes that differ only in their optimizer settings share a run.
+The result equals that of `estimate`, which runs the whole step.
 
-Other modules shorten a step in other ways: `alike` finds micro-batches that run alike, so that one
-stands in for several, and `updates` measures optimizer steps with few parameters. `blocks` finds
-the equal blocks of a model and removes all but a few.
+Other modules shorten a step in other ways: `alike` groups micro-batches that run the same
+operators, so that only one of each group is run, and `updates` measures optimizer steps with few
+parameters. `blocks` finds the equal blocks of a model and removes all except a few.
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ from .step import chain_of, check_model, default_dtype, model_of, pieces_of
 from .techniques import TECHNIQUES
 from .updates import Updates
 
-FEW = 2  # the first block and the last one
-MANY = 2 * FEW + 2  # smallest number of blocks for which running FEW and FEW + 1 is less work
-TRIED_COPIES = 2  # largest `prefetch` and `in_flight` tested; beyond it all blocks are run
-ALIKE = ("none", "selective", "layers")  # checkpoints that treat all blocks in the same way
+# The shortest run keeps two blocks, because the first and the last block may differ from the rest.
+FEW = 2
+# Smallest number of blocks for which runs with FEW and FEW + 1 blocks cost less than one run with
+# all of them.
+MANY = 2 * FEW + 2
+# Largest `prefetch` and `in_flight` for which the result was tested. Above it, all blocks are run.
+TRIED_COPIES = 2
+# Values of `checkpoint` that treat all blocks in the same way.
+ALIKE = ("none", "selective", "layers")
 
 
 @dataclass
@@ -62,17 +67,18 @@ class Moments:
 
 
 class NotComposable(Exception):
-    """The step did not run with a part of the model, or not on a model that is used again.
+    """The step cannot run with a part of the blocks, or on a model that has run another step.
 
-    Its cause is what the step raised.
+    The `__cause__` of the exception is the error that the step raised.
     """
 
 
 class Composer:
-    """Makes the same estimates of one model and batch as `estimate`, with less work.
+    """Makes estimates for one model and batch that equal those of `estimate`, with less work.
 
     Raises:
-        NotComposable: From all methods that run a step.
+        NotComposable: The step cannot run with some of the blocks. Any method that runs a step may
+            raise it.
     """
 
     def __init__(
@@ -92,8 +98,10 @@ class Composer:
             with default_dtype(base.dtype):
                 self.batch = make_batch()
         self.trained, self.blocks = trained(self.model), equal_blocks(self.model)
-        self.runs_them = False  # whether segments consist of the equal blocks
-        with suppress(ValueError):  # the model has no list of modules of one kind
+        # Whether the equal blocks are also the blocks that make up segments.
+        self.runs_them = False
+        # ValueError means that the model has no list of modules of one kind.
+        with suppress(ValueError):
             self.runs_them = list(
                 map(self.model.get_submodule, names_of(self.model, None))
             ) == list(self.blocks)
@@ -134,7 +142,9 @@ class Composer:
         return all(each.composable for each in TECHNIQUES if each.is_used(recipe))
 
     def scheduled(self, recipe: Recipe) -> Cost:
-        """Return the cost of the recipe's schedule for one micro-batch: activation bytes and time.
+        """Return the cost of the recipe's schedule, in bytes of activations and in time.
+
+        The cost is that of the micro-batch that needs the most memory.
 
         Raises:
             InfeasibleBudget: No schedule fits into the recipe's `schedule_bytes`.
@@ -145,7 +155,7 @@ class Composer:
             return dearest(self.model, unlike, recipe, self.loss_sum)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
-        """Return the groups of micro-batches that run alike, as lists of indices."""
+        """Return groups of micro-batches that run the same operators, as lists of indices."""
         if (count := recipe.micro_batches) not in self._groups:
             self._groups[count] = groups_of(self.model, pieces_of(self.batch, count), self.loss_sum)
         return self._groups[count]
@@ -153,10 +163,11 @@ class Composer:
     # ---- Forward and backward
 
     def moments(self, recipe: Recipe) -> Moments:
-        """Return the moments of forward and backward, composed from few blocks where possible.
+        """Return the moments of forward and backward, from runs with few blocks if possible.
 
-        Otherwise all blocks are run. The blocks with a checkpoint and those without one after them
-        are shortened separately, which takes up to four runs:
+        Otherwise all blocks are run. If only the first blocks have a checkpoint, the number of
+        blocks with one and the number without one are reduced separately, which takes up to four
+        runs:
 
                                       few with a checkpoint   few + 1 with a checkpoint
             few without a checkpoint            run                      run
@@ -176,7 +187,8 @@ class Composer:
             count < MANY + 2 * bool(first)
             or recipe.blocks
             or not (recipe.checkpoint in ALIKE or alone)
-            or (reach and few > count - first)  # copies reach beyond the last block
+            # Copies of a block would still be in flight after the last block.
+            or (reach and few > count - first)
         ):
             return self.measured(recipe, count)
 
@@ -195,9 +207,9 @@ class Composer:
             return self.measured(recipe, count)
 
     def extended(self, runs: Sequence[Moments], blocks: int) -> Moments:
-        """Return the moments with `blocks` more blocks than the first run, from one or two runs.
+        """Return the moments with `blocks` more blocks than the first of two runs.
 
-        A single run has all blocks of its kind already, and is returned unchanged.
+        A single run already has all blocks of its kind, so its moments are returned unchanged.
         """
         return runs[0] if len(runs) == 1 else self.grown(*runs, blocks)
 
@@ -212,7 +224,7 @@ class Composer:
         Args:
             recipe: Recipe of the step.
             count: Number of equal blocks to run.
-            repeats: Whether one of several equal stages of a schedule is run for all.
+            repeats: Whether to run only one of several equal stages of a schedule.
         """
         store = SymbolicStore()
         optimizer = RecordingOptimizer(self.trained)
@@ -225,8 +237,11 @@ class Composer:
                 )[1:]
         except InfeasibleBudget:
             raise
-        except Exception as error:  # a model that needs all its blocks may raise anything
-            raise NotComposable(f"{count} of {len(self.blocks)} blocks do not run") from error
+        # A model that needs all its blocks may raise any exception.
+        except Exception as error:
+            raise NotComposable(
+                f"the step does not run with {count} of {len(self.blocks)} blocks"
+            ) from error
         due = iter(optimizer.due)
         return Moments(
             trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]
@@ -249,8 +264,10 @@ class Composer:
         return Moments(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
-        # The same parameter of the block that comes `by` blocks later. A parameter outside the
-        # blocks stays the same.
+        """Return the same parameter of the block that comes `by` blocks later.
+
+        A parameter outside the blocks is returned unchanged.
+        """
         if p not in self.places:
             return p
         i, k = self.places[p]
@@ -272,7 +289,7 @@ class Composer:
                     if recipe.in_backward
                     else update
                 )
-                # An update that runs no operator has no moment at which a meter counts.
+                # If the update runs no operator, a meter would count nothing at this moment.
                 live[row] = (live[row] + own.more) if own.operator else 0
                 operators[row] = own.operator, operators[row][1]
         flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
@@ -307,7 +324,7 @@ def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
 
 
 def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
-    """Return the numbers of blocks that are run to know the step of `blocks` blocks."""
+    """Return the numbers of blocks to run in order to compute the step of `blocks` blocks."""
     return (blocks,) if blocks <= few + 1 else (few, few + 1)
 
 
@@ -320,7 +337,7 @@ def without_optimizer(recipe: Recipe) -> Recipe:
 
 
 class RecordingOptimizer(torch.optim.Optimizer):
-    """Optimizer that runs one operator without memory and records which parameters are due."""
+    """Optimizer that records which parameters are to be updated, and runs one empty operator."""
 
     def __init__(self, parameters: list[Tensor]):
         super().__init__(parameters, {})

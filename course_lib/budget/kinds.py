@@ -61,8 +61,10 @@ KINDS = ("cpu", "cuda")
 
 
 def on_kind(recipe: Recipe, kind: str) -> Recipe:
-    """Return the recipe with the variant of the update that PyTorch chooses on a kind of device,
-    "cpu" or "cuda", if the recipe leaves the choice to PyTorch."""
+    """Return the recipe with the variant of the update that PyTorch uses on a kind of device.
+
+    A recipe that sets `update` is returned unchanged. The kind is "cpu" or "cuda".
+    """
     if recipe.update is not None:
         return recipe
     on_cuda = OPTIMIZERS[recipe.optimizer].default_on_cuda

@@ -1,5 +1,7 @@
-"""A machine's rates, and what a step costs by them: stated for some devices, measured for this
-one."""
+"""Rates of machines, such as FLOPs per second, and the seconds that a step takes at these rates.
+
+`RATES` states the rates of some devices, and `this_machine` measures those of this machine.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """Work that a machine does in a second. A step's cost is the seconds that result, by `seconds`.
+    """Work that a machine does per second, from which `seconds` computes the cost of a step.
 
     Attributes:
         fp32_flops: FLOPs per second of matrix products in fp32.
         bf16_flops: FLOPs per second of matrix products in bf16.
-        link_bytes: bytes per second, each way, between the device and its store.
-        source: where the figures are from.
-        host_bytes: read and written by the host in its memory, for the optimizer's update there;
-            infinity leaves that work out.
-        memory_bytes: what the device has; None if that is not known.
-        flops_share: share of `fp32_flops` or `bf16_flops` that a training step reaches.
-        link_share: share of `link_bytes` that a copy reaches.
-        peer_bytes: from one device to another, one way, within a machine of `peers`; infinity
-            leaves that out.
-        network_bytes: likewise, where there are more ranks than `peers`.
+        link_bytes: Bytes per second, in each direction, between the device and its lower tier.
+        source: Source of the figures.
+        host_bytes: Bytes per second that the host reads and writes in its memory when it updates
+            parameters. Infinity means that this work is not counted.
+        memory_bytes: Memory of the device in bytes; None if it is not known.
+        flops_share: Share of `fp32_flops` or `bf16_flops` that a training step reaches.
+        link_share: Share of `link_bytes` that a copy reaches.
+        peer_bytes: Bytes per second from one device of a machine to another. Infinity means that
+            this communication is not counted.
+        network_bytes: Bytes per second between machines, which counts instead of `peer_bytes` if
+            there are more ranks than `peers`.
+        peers: Number of devices per machine.
     """
 
     fp32_flops: float
@@ -76,11 +80,13 @@ class Rates:
             whole("memory_bytes", self.memory_bytes, 1, of="bytes")
 
     def parts(self, estimate: Estimate) -> dict[str, float]:
-        """The seconds of each part, as if each ran alone: "compute", copies "down" and "up",
-        "update" on the host, and what goes to other "ranks", of which a ring sends (N - 1)/N.
+        """Return the seconds of each part of a step, as if each part ran alone.
 
-        Copies for the optimizer's state on the host are "gradients" and "parameters", apart from
-        those of activations.
+        "compute" is the time of the FLOPs. "down" and "up" are the copies of activations to the
+        lower tier and back, and with the tier "file" also those of optimizer state. With the tier
+        "host", "gradients" and "parameters" are the copies for the update on the host, and "update"
+        is this update. "ranks" is the communication between N ranks, where a ring sends (N - 1)/N
+        of the bytes.
         """
         recipe = estimate.recipe
         link = self.link_bytes * self.link_share
@@ -88,7 +94,7 @@ class Rates:
             self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops
         )
         wire = self.peer_bytes if recipe.ranks <= self.peers else self.network_bytes
-        # gradients down, and as many bytes of parameters up
+        # Gradients are copied to the host, and the same number of bytes of parameters back.
         sent = estimate.host_parameters * recipe.dtype.itemsize
         return {
             "compute": estimate.flops / flops,
@@ -101,13 +107,14 @@ class Rates:
         }
 
     def seconds(self, estimate: Estimate) -> float:
-        """Seconds of the step: parts that overlap count as the longest of them, the others as their
-        sum.
+        """Return the seconds of the step.
 
-        With a file below, nothing overlaps. With the host below, activations are copied beside the
-        compute, as far as `exposed_seconds` says, and ranks communicate; and in the optimizer's
-        step gradients, update and parameters follow one another for different parameters; not so
-        for steps in backward, which have one parameter at a time.
+        Of parts that overlap only the longest counts, and all others are added up. With the tier
+        "file", nothing overlaps. With the tier "host", copies of activations overlap with the
+        compute, as far as `exposed_seconds` says, and so does the communication between ranks. In
+        the optimizer step, the copies of gradients, the updates, and the copies of parameters
+        overlap, each for another parameter. They do not overlap for steps in backward, where only
+        one parameter is updated at a time.
         """
         part = self.parts(estimate)
         if estimate.tier == "file":
@@ -120,32 +127,33 @@ class Rates:
 
 
 def _host_update_bytes(estimate: Estimate) -> int:
-    """Bytes that the host reads and writes to update the parameters whose state is offloaded."""
+    """Return the bytes that the host reads and writes to update the offloaded parameters."""
     if estimate.host_parameters == 0:
-        return 0  # also for optimizers whose state cannot be offloaded, which have no such bytes
+        # `host_update_bytes` would raise for an optimizer whose state cannot be offloaded.
+        return 0
     return estimate.host_parameters * OPTIMIZERS[estimate.recipe.optimizer].host_update_bytes
 
 
 def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> float:
-    """Seconds in which the compute waits for copies of activations to the host and back, which it
-    does not hide.
+    """Return the seconds in which the compute waits for copies of activations.
 
-    Copies down, D seconds in all, run beside forward, F; copies up, U, beside backward, G. On
-    average n storages are saved at the same moment, and then something is computed. Of those, the
-    last f (`in_flight`) go down beside it, and forward waits for the others; backward fetches p
-    (`prefetch`) ahead, and waits for the others:
+    The copies to the host take D seconds in total and overlap with forward, which takes F seconds.
+    The copies back take U seconds and overlap with backward, which takes G seconds. On average, n
+    storages are saved at the same moment, and the next operator runs after that. The last f of them
+    (f is `in_flight`) are copied while it runs, and forward waits for the others. Backward fetches
+    p storages (p is `prefetch`) ahead, and waits for the others:
 
         max(D - F, max(0, 1 - f/n) D) + max(U - G, max(0, 1 - p/n) U)
 
-    n is 2 (a product saves its input, and what came before the product its own), and F a third of
-    the step's FLOPs; with checkpoints n is 1 (the input of a block) and F a quarter. At p and f of
-    n or more this is layer by layer the longer of compute and copy, as in vDNN (Rhu et al. 2016,
-    arXiv:1602.08124).
+    Without checkpoints n is 2, because a matrix product saves its input and the operator before it
+    saves its own, and F is a third of the compute. With checkpoints n is 1 (the input of a block),
+    and F is a quarter. If p and f are at least n, the formula counts, layer by layer, the longer of
+    compute and copy, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
 
-    By the clock of `SimulatedDevice`, on links where D is half of F to four times F, p of 0 to 2
-    and f of 1 and 2, a step of an MLP of 16 layers takes what this says within 3 %; one of a
-    decoder, whose products are of unlike size, up to 23 % more (16 % more with checkpoints around 8
-    layers), and hardly ever less.
+    The formula was compared with the clock of `SimulatedDevice`, on links where D is between half
+    of F and four times F, with p from 0 to 2 and f of 1 and 2. A step of an MLP of 16 layers takes
+    the computed time within 3%. A step of a decoder, whose matrix products differ in size, takes up
+    to 23% more (16% more with checkpoints around 8 layers), and hardly ever less.
     """
     prefetch, in_flight = recipe.copies("host")
     together, share = (2, 1 / 3) if recipe.checkpoint == "none" else (1, 1 / 4)
@@ -164,13 +172,15 @@ _DESKTOP = text("host memory of a desktop, 2 channels of DDR5-5600")
 _EPYC = text("host memory of one EPYC 7742, 8 channels of DDR4-3200")
 _XEON = text("host memory of one Xeon 8480C, 8 channels of DDR5-4800")
 _HOST_BYTES = {_DESKTOP: 89.6e9, _EPYC: 204.8e9, _XEON: 307.2e9}
-# Generation of the link -> rate of each direction, and the share of it that a copy reaches.
+# Maps each generation of the link to its rate in bytes per second, in each direction, and to the
+# share of this rate that a copy reaches.
 _LINKS = {
     _PCIE3: (15.75e9, 24.8 / 31.5),
     _PCIE4: (31.5e9, 24.8 / 31.5),
     _PCIE5: (63e9, 55.6 / 63),
 }
-_FLOPS_SHARE = 0.4  # as Llama 3 reached on H100s
+# Llama 3 reached this share on H100s.
+_FLOPS_SHARE = 0.4
 
 
 def _gpu(
@@ -183,16 +193,17 @@ def _gpu(
     peer_bytes: float | None = None,
     network_bytes: float = 12.5e9,
 ) -> Rates:
-    """Rates of a GPU.
+    """Return the rates of a GPU.
 
     Args:
-        teraflops: rates of matrix products in fp32 and bf16, dense, with sums in fp32.
-        sheet: where they are from.
-        mebibytes: memory.
-        link, host: keys of `_LINKS` and `_HOST_BYTES`.
-        peer_bytes: bytes per second to another GPU of the machine, one way; the link's rate if left
-            out.
-        network_bytes: bytes per second to another machine; a round figure of 100 Gb/s if left out.
+        teraflops: TFLOPs per second of dense matrix products in fp32 and in bf16, with sums in
+            fp32.
+        sheet: Source of `teraflops`.
+        mebibytes: Memory in MiB.
+        link, host: Keys of `_LINKS` and `_HOST_BYTES`.
+        peer_bytes: Bytes per second to another GPU of the machine, in one direction; by default the
+            rate of the link.
+        network_bytes: Bytes per second to another machine. The default is a round figure, 100 Gb/s.
     """
     link_bytes, link_share = _LINKS[link]
     dense = text(
@@ -218,10 +229,12 @@ _A100 = text("NVIDIA A100 datasheet")
 _ON_DESKTOP = {"link": _PCIE4, "host": _DESKTOP}
 _ON_EPYC = {"link": _PCIE4, "host": _EPYC}
 _ON_XEON = {"link": _PCIE5, "host": _XEON}
-# NVLink 3 and 200 Gb/s a GPU: DGX A100 datasheet. NVLink 4 and 400 Gb/s: DGX H100 datasheet.
+# The DGX A100 datasheet states NVLink 3 and 200 Gb/s per GPU, and the DGX H100 datasheet states
+# NVLink 4 and 400 Gb/s per GPU.
 _DGX_A100 = {**_ON_EPYC, "peer_bytes": 300e9, "network_bytes": 25e9}
 _DGX_H100 = {**_ON_XEON, "peer_bytes": 450e9, "network_bytes": 50e9}
-_INFINITY_FABRIC = 448e9  # seven links of 64 GB/s one way: AMD MI300X data sheet
+# The AMD MI300X data sheet states seven links of 64 GB/s in each direction.
+_INFINITY_FABRIC = 448e9
 
 RATES = {
     "laptop": Rates(
@@ -265,7 +278,7 @@ RATES = {
         **{**_ON_XEON, "peer_bytes": _INFINITY_FABRIC, "network_bytes": 50e9},
     ),
 }
-#: Names that people type -> names of `RATES`.
+#: Maps common spellings of device names to keys of `RATES`.
 DEVICE_NAMES = {
     "A100 80GB": "A100",
     "A100 SXM4 80GB": "A100",
@@ -280,16 +293,18 @@ DEVICE_NAMES = {
 }
 
 
-# ---- this machine
+# ---- Rates of this machine
 
 
 def this_machine(file: Path | str | None = None) -> Rates:
-    """The rates of this machine, as they were measured by the first call; `file` keeps them as
-    JSON.
+    """Return the rates of this machine, which the first call measures and stores in a file.
 
-    Left out, the file is `course_lib/rates.json` in the user's cache folder (XDG_CACHE_HOME, else
-    ~/.cache). Delete it to have them measured again. What was measured on another device, or by
-    another torch, is not used.
+    Delete the file to measure them again. Rates that were measured on another device or with
+    another version of PyTorch are not used.
+
+    Args:
+        file: JSON file. The default is `course_lib/rates.json` in the user's cache folder
+            (XDG_CACHE_HOME, or else ~/.cache).
     """
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(file or Path(folder, "course_lib", "rates.json"))
@@ -298,7 +313,7 @@ def this_machine(file: Path | str | None = None) -> Rates:
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("measured_on") == here:
             return Rates(**{**kept, "source": _measured_on(here)})
-    # none yet, or one that cannot be read
+    # There is no file yet, or it cannot be read.
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     rates = measured_rates()
@@ -307,18 +322,18 @@ def this_machine(file: Path | str | None = None) -> Rates:
         file.write_text(
             json.dumps({"measured_on": here, **asdict(rates)}, indent=1), encoding="utf-8"
         )
-    except OSError:  # not kept, then
+    # The rates are returned even if they cannot be stored.
+    except OSError:
         pass
     return rates
 
 
 def measured_rates(seconds: float = 2.0) -> Rates:
-    """Rates of this machine, measured in about so many seconds; on CUDA with its link to the host,
-    else with a file.
+    """Measure the rates of this machine in about `seconds` seconds and return them.
 
-    Matrix products in both precisions, a copy to the tier below and back, and an addition that
-    reads two large tensors and writes a third in the host's memory. They are what such a loop
-    reaches, and a training step reaches less.
+    The loops run matrix products in fp32 and bf16, copies to the lower tier and back, and an
+    addition in host memory that reads two large tensors and writes a third one. The lower tier is
+    host memory on CUDA, and a file otherwise. A training step reaches less than these loops.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, turn = (8192, seconds / 5) if device.type == "cuda" else (1024, seconds / 5)
@@ -329,7 +344,8 @@ def measured_rates(seconds: float = 2.0) -> Rates:
         flops.append(
             2 * size**3 / _fastest(lambda a=a, out=out: torch.mm(a, a, out=out), turn, device)
         )
-    a, b, out = (torch.ones(1 << 23) for _ in range(3))  # 32 MiB each: more than caches hold
+    # Each tensor takes 32 MiB, which is more than the caches hold.
+    a, b, out = (torch.ones(1 << 23) for _ in range(3))
     host = 3 * a.nbytes / _fastest(lambda: torch.add(a, b, out=out), turn, torch.device("cpu"))
     link = _link(device, turn)
     memory = (
@@ -340,12 +356,12 @@ def measured_rates(seconds: float = 2.0) -> Rates:
 
 
 def _measured_on(machine: str) -> str:
-    """The source of rates that were measured here."""
+    """Return the label that names this machine as the source of rates."""
     return text("measured on this machine, {machine}", machine=machine)
 
 
 def _link(device: torch.device, seconds: float) -> float:
-    """Bytes a second to the tier below and back."""
+    """Return the bytes per second of copies to the lower tier and back."""
     count = 1 << 26
     if device.type == "cuda":
         above, below = (
@@ -374,7 +390,7 @@ def _link(device: torch.device, seconds: float) -> float:
 
 
 def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """The seconds of the quickest of several runs, the first one aside."""
+    """Return the seconds of the fastest of several runs, without the first one."""
     work()
     best = math.inf
     end = time.perf_counter() + seconds
@@ -388,7 +404,7 @@ def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -
 
 
 def _here() -> str:
-    """The device and the version of torch that measured rates hold for."""
+    """Return a label of the device and the PyTorch version for which measured rates are valid."""
     device: str = text("a CPU with {count} threads", count=torch.get_num_threads())
     if torch.cuda.is_available():
         device = verbatim(torch.cuda.get_device_name())

@@ -3,12 +3,12 @@
 The checkpoints "segments" and "optimal" use this chain if the model has one. `stages(batch)`
 returns a sequence of callables. The first takes the batch, and each other one takes the output of
 the one before. The last returns (sum of losses, weight), as `loss_sum` does, where the weight is a
-number or a tensor of whole numbers. The outputs must be such as
+number or a tensor of whole numbers. The outputs must have types that
 `course_lib.schedule.ScheduledSequential` accepts.
 
 Callables at the beginning that hold no parameters, for example one that takes the inputs out of a
-batch, run before the chain. Segments keep an `nn.Sequential` whole as one block, whereas a schedule
-treats each of its parts as a stage.
+batch, run before the chain. "segments" treats an `nn.Sequential` as one stage, whereas "optimal"
+treats each of its modules as a stage.
 
 `course_lib.models.Decoder.stages` is an example.
 """
@@ -33,7 +33,7 @@ from course_lib.schedule.stages import as_modules
 
 # A `course_lib.budget.Recipe`. Its techniques import this module, so it cannot be imported here.
 Recipe = Any
-# Checkpoints that run a chain, which is the model's own or consists of its blocks.
+# Values of `checkpoint` that run a chain, which is the model's own or consists of its blocks.
 CHAINED = ("segments", "optimal")
 OWN_LOSS = ("forward", "loss", "loss_sum")
 
@@ -79,14 +79,16 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
             f" {type(model).__name__}.stages gives between the first and the last, got"
             f" {recipe.segments}"
         )
-    # Segments are run by checkpoints, not by a `ScheduledSequential`. The latter recomputes a stage
-    # to its end, whereas a checkpoint stops at the last tensor that backward needs, before the last
-    # product of a segment. The course's decoder would need 2 % more FLOPs with 4 layers in 2
-    # segments, 7 % more with 8 layers in 8 segments, and up to 3 kB more. Segments of blocks cannot
-    # be run by checkpoints, because the model's own code calls the blocks.
+    # Each segment of stages is wrapped in a checkpoint instead of running in a ScheduledSequential.
+    # A ScheduledSequential recomputes whole stages, whereas a checkpoint stops at the last tensor
+    # that backward needs, which comes before the last matrix product of a segment. With a
+    # ScheduledSequential, the course's decoder would need 2% more FLOPs for 4 layers in 2 segments,
+    # 7% more for 8 layers in 8 segments, and up to 3 kB more memory. Segments made of the model's
+    # blocks cannot be wrapped in this way, because the model's own code calls each block.
     hidden = first = stages[0](x)
     size = inside // recipe.segments
-    last = 1 + size * (recipe.segments - 1)  # the last segment is not recomputed
+    # Index of the first stage of the last segment, which is not recomputed.
+    last = 1 + size * (recipe.segments - 1)
     for start in range(1, last, size):
         segment = nn.Sequential(*stages[start : start + size])
         name = " to ".join(f"stage {i}" for i in sorted({start, start + size - 1}))
@@ -95,14 +97,15 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
         options = {"use_reentrant": False, "preserve_rng_state": may_draw(model)}
         hidden = checkpoint(function, hidden, **options)
     hidden = nn.Sequential(*stages[last:-1])(hidden)
-    del first  # held until here, as `checkpoint_sequential` would hold its input
+    # The input is kept until here, because `checkpoint_sequential` would keep it as well.
+    del first
     return stages[-1](hidden)
 
 
 def most_segments(model: nn.Module, batch: Any) -> int:
-    """Return the number of stages of the model's own chain without the first and the last.
+    """Return the largest number of segments of the model's own chain.
 
-    This is the largest number of segments.
+    It is the number of stages without the first and the last.
     """
     return len(_staged(model, batch)[1]) - 2
 
@@ -136,13 +139,15 @@ _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
 
 
 def is_compared(model: nn.Module, recipe: Recipe) -> bool:
-    """Whether recomputations are compared with first runs: in a model's first step by a recipe, of
-    real tensors."""
+    """Return whether recomputations are compared with first runs.
+
+    They are compared in the first step of a model with a recipe, if its tensors are real.
+    """
     return not is_symbolic() and recipe not in _compared.get(model, ())
 
 
 def note_compared(model: nn.Module, recipe: Recipe) -> None:
-    """Note that a step by the recipe has ended without a difference."""
+    """Record that a step with the recipe has ended without a difference."""
     if not is_symbolic():
         _compared.setdefault(model, set()).add(recipe)
 
@@ -155,10 +160,13 @@ _fastest = lru_cache(64)(optimal)
 
 
 def fastest(chain: Chain, budget_bytes: int) -> Schedule:
-    """Return the fastest schedule within the recipe's `schedule_bytes`, from a cache.
+    """Return the fastest schedule whose activations take at most `budget_bytes`.
+
+    Results are cached.
 
     Raises:
-        InfeasibleBudget: No schedule fits.
+        InfeasibleBudget: No schedule fits. The message calls the limit schedule_bytes, after the
+            recipe's field.
     """
     try:
         return _fastest(chain, budget_bytes)
@@ -197,7 +205,7 @@ def may_draw(model: nn.Module) -> bool:
     """Return whether a forward pass may draw random numbers, which a checkpoint must repeat.
 
     A model with stages can declare by the attribute `draws_random_numbers` that it draws none. The
-    attribute is ignored if `own_stages` is None. Other models may call `F.dropout`, which cannot be
-    detected here.
+    attribute is ignored if `own_stages` returns None. Other models may call `F.dropout`, which
+    cannot be detected here.
     """
     return own_stages(model) is None or getattr(model, "draws_random_numbers", True)
