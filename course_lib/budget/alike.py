@@ -1,7 +1,6 @@
-"""Group the micro-batches that run alike, so that an estimate runs one of each group.
+"""Group micro-batches that run the same operators, so that an estimate runs only one of each group.
 
-This shortens a step by its micro-batches, whereas `extrapolate` shortens it by the blocks of the
-model.
+Here the step runs fewer micro-batches; in `extrapolate` it runs fewer blocks of the model.
 """
 
 from __future__ import annotations
@@ -36,11 +35,12 @@ class OpSignature(TorchDispatchMode):
 def groups_of(
     model: nn.Module, pieces: Sequence[Any], loss_sum: LossSum | None = None
 ) -> list[list[int]]:
-    """Return groups of micro-batches that are alike, as lists of indices, in symbolic mode.
+    """Return groups of micro-batches that run the same operators, as lists of indices.
 
-    Micro-batches are alike if they have the same number of samples. If the model reads values of
-    its batch, for example of an attention mask, the same operators must run in the forward pass
-    too. Up to two micro-batches are not compared: each is a group by itself.
+    This function must be called in symbolic mode. Micro-batches are in one group if they have the
+    same number of samples. If the model looks at values of its batch, for example of an attention
+    mask, their forward passes must also run the same operators. One or two micro-batches are not
+    compared: each is a group by itself.
     """
     if len(pieces) < 3:
         return [[i] for i in range(len(pieces))]

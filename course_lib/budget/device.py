@@ -1,6 +1,7 @@
-"""Memory of a GPU besides a step's tensors: what the allocator reserves and what CUDA keeps.
+"""GPU memory that a step takes beyond its tensors: what the allocator reserves and CUDA keeps.
 
-None of these figures is part of an estimate's `peak_bytes`. Each row of the table names its source.
+An estimate's `peak_bytes` counts only the tensors. `OnDevice` shows both, with the source of each
+row.
 """
 
 from __future__ import annotations
@@ -19,45 +20,49 @@ MIB = 1 << 20
 EXPANDABLE = "expandable_segments:True"
 HOPPER = ("H100", "H200")
 WITHOUT_CUDA = ("MI300X",)
-# Of each cuBLAS handle and stream, kept from the first matrix product on: PyTorch's documentation,
-# "CUDA semantics", cuBLAS workspaces. :4096:2:16:8 is 2 * 4096 + 8 * 16 KiB, :4096:8 is 32 MiB.
+# Workspace per cuBLAS handle and stream, which is kept from the first matrix product on. Source:
+# PyTorch's documentation, "CUDA semantics", cuBLAS workspaces. The setting :4096:2:16:8 means
+# 2 * 4096 + 8 * 16 KiB, and :4096:8 means 32 MiB.
 CUBLAS_BYTES = (2 * 4096 + 8 * 16) << 10
 CUBLAS_HOPPER_BYTES = (8 * 4096) << 10
-# The figure that nvidia-smi showed for a process with PyTorch 2.10 and CUDA 13.0 that had made its
-# context and nothing else, on an RTX 6000 Ada: github.com/unslothai/unsloth-zoo, pull request 1053.
-# Kernels are loaded into the context when they are first used.
+# nvidia-smi showed this figure for a process with PyTorch 2.10 and CUDA 13.0 that had only created
+# its context, on an RTX 6000 Ada. Source: github.com/unslothai/unsloth-zoo, pull request 1053.
+# Kernels are loaded into the context when they are first used, so it can grow.
 CONTEXT_BYTES = 426 * MIB
 
 
 def workspace_bytes(device: str) -> int:
-    """Bytes that cuBLAS keeps on a device for one stream; 0 where there is no cuBLAS."""
+    """Return the bytes that cuBLAS keeps on a device for one stream; 0 on AMD devices."""
     if device in WITHOUT_CUDA:
         return 0
     return CUBLAS_HOPPER_BYTES if device in HOPPER else CUBLAS_BYTES
 
 
 def context_bytes(device: str) -> int:
-    """Bytes of the CUDA context; 0 where there is none, as what ROCm keeps is not known here."""
+    """Return the bytes of the CUDA context.
+
+    The result is 0 on AMD devices, because the memory that ROCm keeps is not known.
+    """
     return 0 if device in WITHOUT_CUDA else CONTEXT_BYTES
 
 
 def kept_bytes(device: str) -> int:
-    """Bytes of a device that no tensor can use: cuBLAS's workspace and the CUDA context."""
+    """Return the bytes that no tensor can use: the workspace of cuBLAS and the CUDA context."""
     return workspace_bytes(device) + context_bytes(device)
 
 
 @dataclass(frozen=True, repr=False)
 class OnDevice(Table):
-    """Bytes of a GPU's memory during a step, by what holds them.
+    """GPU memory that one step needs, by holder.
 
     Attributes:
-        tensors: tensor bytes at the peak, as estimated.
-        reserved: the most that PyTorch's allocator reserves, by its rules: `CachingAllocator`
-            follows one step whose tensors on entry are packed.
-        reserved_expandable: the same with expandable segments.
-        workspace: bytes that cuBLAS keeps.
-        context: bytes of the CUDA context.
-        memory_bytes: what there is: the budget, or else the device's memory; None if not known.
+        tensors: Estimated tensor bytes at the peak.
+        reserved: Largest number of bytes that PyTorch's allocator reserves. `CachingAllocator`
+            simulates it for one step, at whose start the live tensors lie one after the other.
+        reserved_expandable: Same as `reserved`, but with expandable segments.
+        workspace: Bytes that cuBLAS keeps.
+        context: Bytes of the CUDA context.
+        memory_bytes: Budget, or the device's memory if there is no budget; None if it is not known.
     """
 
     tensors: int
@@ -71,7 +76,7 @@ class OnDevice(Table):
 
     @classmethod
     def of(cls, found: Estimate, device: str, memory_bytes: int | None) -> OnDevice:
-        """The table of an estimated step on a device of `RATES`."""
+        """Return the table of an estimated step on a device of `RATES`."""
         trace = found.trace()
         reserved = [
             trace.allocated(settings).memory_stats()["reserved_bytes.all.peak"]
@@ -82,7 +87,7 @@ class OnDevice(Table):
 
     @property
     def left(self) -> int | None:
-        """Bytes that the step leaves free, negative where it does not fit; None if not known."""
+        """Bytes that the step leaves free; negative if it does not fit, None if not known."""
         if self.memory_bytes is None:
             return None
         return self.memory_bytes - self.reserved - self.workspace - self.context
@@ -118,8 +123,10 @@ class OnDevice(Table):
 
 
 class EstimatesOnDevice(Estimates):
-    """Estimates as a table with two more columns: the bytes that are reserved for each step on a
-    GPU, and the bytes that it leaves of the budget.
+    """Estimates as a table with two more columns for a GPU.
+
+    One has the bytes that the allocator reserves for each step, and the other has the bytes of the
+    budget that the step leaves unused.
 
     Args:
         found: The estimates.

@@ -1,6 +1,6 @@
-"""The loss of one micro-batch as (sum of losses, weight), by the model or a given function.
+"""Compute the loss of one micro-batch as (sum of losses, weight), by the model or a function.
 
-This module also refuses models and recipes whose losses cannot be added up.
+`check_loss` raises an error if the losses of several micro-batches cannot be added up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def loss_of(
     """Return (sum of losses, weight) of one micro-batch.
 
     Raises:
-        ValueError: The model's code has kept a symbolic tensor of an earlier estimate.
+        ValueError: The model's code uses a symbolic tensor that it has kept from an estimate.
     """
     try:
         return _loss_of(model, batch, recipe, loss_sum)
@@ -44,8 +44,9 @@ def loss_of(
         if is_symbolic() or "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "the model's code has kept a symbolic tensor of an estimate, as in a cache outside of"
-            " the model; clear that cache, or run the step in a process that has made no estimate"
+            "the model's code has kept a symbolic tensor of an estimate, for example in a cache"
+            " outside of the model; clear that cache, or run the step in a process that has made no"
+            " estimate"
         ) from error
 
 
@@ -63,12 +64,13 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
-    """Raise if the model has no loss, or if losses of several micro-batches cannot be added up.
+    """Raise an error if the loss cannot be used with the recipe.
 
-    To add them up, the weight of the loss must be known.
+    To add up the losses of several micro-batches, the weight of each loss must be known.
 
     Raises:
-        TypeError, ValueError: The message says what is missing.
+        TypeError: The model has no loss, or `loss_sum` is not such a function.
+        ValueError: Recipe and loss cannot be combined.
     """
     advice = (
         "pass a loss_sum(model, batch) -> (sum of losses, weight), or give the model such a method"

@@ -1,9 +1,9 @@
-"""Optimizers that a recipe can name: one table, with a row per optimizer.
+"""Table of the optimizers that a recipe can name, with one row per optimizer.
 
-`OPTIMIZERS` is the only place that knows them. The recipe's field, the conflicts, the price of an
-update on the host, the variant that PyTorch chooses on CUDA and the command's `--optimizer` read
-their part from it. No attribute of a row has a default, so that a row that lacks one cannot be
-made.
+Everything that depends on the optimizer is read from `OPTIMIZERS`: the values and conflicts of the
+recipe's fields, the cost of an update on the host, the variant that PyTorch chooses on CUDA, and
+the names that the command's `--optimizer` accepts. The attributes of a row have no defaults, so a
+row must state all of them.
 
 To add an optimizer, add its row. If PyTorch has no class for it, write one in this file; `Lion` is
 an example.
@@ -32,10 +32,11 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 Settings = Mapping[str, Any]
 Updates = Mapping[str | None, Settings]
 
-# Variant of the update -> arguments that choose it in a class of torch.optim.
+# Maps each variant of the update to the arguments that choose it in a class of torch.optim.
 IN_PYTORCH: Updates = MappingProxyType(
     {
-        None: {},  # PyTorch chooses by the device of the parameters
+        # Without arguments, PyTorch chooses by the device of the parameters.
+        None: {},
         "loop": {"foreach": False},
         "foreach": {"foreach": True},
         "fused": {"fused": True},
@@ -46,12 +47,11 @@ ONLY_LOOP: Updates = MappingProxyType({None: {}, "loop": {}})
 UPDATES = tuple(IN_PYTORCH)
 
 
-# ---- the classes that torch.optim does not have, or that symbolic tensors cannot run
+# ---- Classes that torch.optim lacks, or that symbolic tensors cannot run
 
 
 class _AnyNumber(TorchFunctionMode):
-    """Mode in which `item()` of a symbolic tensor returns 1.0, so that code that reads a number
-    runs on."""
+    """Mode in which `item()` of a symbolic tensor returns 1.0 instead of raising an error."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.item and isinstance(args[0], FakeTensor):
@@ -62,7 +62,7 @@ class _AnyNumber(TorchFunctionMode):
 class Adafactor(torch.optim.Adafactor):
     """PyTorch's Adafactor, which also runs on symbolic tensors.
 
-    It reads norms to scale its steps. Its bytes do not depend on their values.
+    It reads the values of norms to scale its steps. Its memory does not depend on these values.
     """
 
     def step(self, closure=None):
@@ -71,20 +71,20 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion: the sign of a momentum as the update, with decoupled weight decay.
+    """Lion optimizer: each update is the sign of an interpolated momentum, with weight decay.
 
-    With gradient g, momentum m (0 at first) and parameter p, each step computes
+    With gradient g, momentum m (initially 0) and parameter p, each step computes
 
         p <- p - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)
         m <- beta2 * m + (1 - beta2) * g
 
-    All numbers change by the same amount per step, so the learning rate has to be smaller than
-    Adam's, as the source says.
+    Apart from weight decay, every element of a parameter changes by lr in each step. The learning
+    rate must therefore be smaller than Adam's (Chen et al. 2023).
 
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        betas: Weights of the momentum in the update, and in the new momentum.
+        betas: Coefficients beta1, for the update, and beta2, for the new momentum.
         weight_decay: Coefficient of the decoupled weight decay.
 
     Source: Chen et al. 2023, arXiv:2302.06675.
@@ -117,13 +117,13 @@ class Lion(torch.optim.Optimizer):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Bytes of Adam with moments in 8 bits, by a formula for the state of bitsandbytes' optimizer.
+    """Optimizer that allocates the state of bitsandbytes' 8-bit Adam, to estimate its memory.
 
-    It allocates the state on symbolic tensors and changes no parameter. Each of the two moments has
-    one byte per element, one scale in fp32 per 256 elements, and a table of 256 numbers, which all
-    parameters share. Small parameters keep their moments in fp32, and so do the weights that a
-    module has registered for that with bitsandbytes, as its own `StableEmbedding` and `Embedding`
-    do. The step makes no tensors, because bitsandbytes runs it as one operator.
+    It runs on symbolic tensors and changes no parameter. Each of the two moments has one byte per
+    element, one fp32 scale per 256 elements, and a table of 256 fp32 elements, which all parameters
+    share. Small parameters have fp32 moments, and so do the weights that a module has registered
+    for this with bitsandbytes, as its own `StableEmbedding` and `Embedding` do. The step allocates
+    no temporaries, because bitsandbytes runs it as one operator.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit and the registered weights
     are those of `bitsandbytes.optim.optimizer`.
@@ -165,8 +165,10 @@ class Adam8bit(torch.optim.Optimizer):
 
 
 def _registered_with_bitsandbytes() -> dict[Tensor, dict[str, Any]]:
-    """Settings that modules have registered with bitsandbytes for their parameters; empty if it has
-    not been imported."""
+    """Return the settings that modules have registered with bitsandbytes for their parameters.
+
+    The dict is empty if bitsandbytes has not been imported.
+    """
     optimizers = sys.modules.get("bitsandbytes.optim")
     if optimizers is None:
         return {}
@@ -179,37 +181,37 @@ def _adamw_of_bitsandbytes() -> OptimizerClass:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ValueError(
-            "optimizer must not be 'adam8bit' without bitsandbytes, which runs its step, got"
-            " 'adam8bit'; pip install bitsandbytes, or choose another optimizer"
+            "optimizer must not be 'adam8bit' unless bitsandbytes is installed, got 'adam8bit';"
+            " pip install bitsandbytes, or choose another optimizer"
         ) from error
     return AdamW8bit
 
 
-# ---- the table
+# ---- Table of the optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
-    """Everything that the library knows about an optimizer.
+    """Class, settings and properties of one optimizer.
 
     Attributes:
         base: Class that updates the parameters, on symbolic tensors too.
-        load_base: Function that imports the class that runs outside an estimate, where that class
-            belongs to another package and `base` only counts its bytes; it raises a ValueError if
-            the package is not installed. None if `base` runs everywhere.
+        load_base: Function that imports the class for real steps, if that class belongs to another
+            package and `base` only allocates its state. It raises ValueError if the package is not
+            installed. None if `base` also runs real steps.
         settings: Arguments of the class, apart from the learning rate and the variant.
-        updates: Variant of the update -> arguments that choose it. None, the default of the class,
-            is always among the variants.
+        updates: Mapping from each variant of the update to the arguments that choose it. One of the
+            keys is None, the default of the class.
         default_on_cuda: Variant that the class uses by default for parameters on CUDA.
         state_tensors: Number of tensors of the parameter's size that the state consists of. None if
-            the state is smaller than a parameter; a recipe then refuses to offload it.
-        shares_state: Whether parameters share a tensor of the state, so that the state of all of
-            them is smaller than the sum over each.
-        aliases: Other names that people type on the command line.
+            the state is smaller than a parameter, in which case it cannot be offloaded.
+        shares_state: Whether parameters share a tensor of the state. The state of all parameters is
+            then smaller than the sum of their individual states.
+        aliases: Other names that the command line accepts.
 
     Raises:
-        TypeError: an attribute is missing.
-        ValueError: `default_on_cuda` is not among `updates`, or None is not, or `state_tensors` is
+        TypeError: An attribute is missing, or `state_tensors` is not a whole number or None.
+        ValueError: `updates` does not contain `default_on_cuda` or None, or `state_tensors` is
             negative.
     """
 
@@ -231,20 +233,19 @@ class OptimizerRow:
 
     @property
     def can_offload_state(self) -> bool:
-        """Whether a recipe may offload the state, or the master weights of an optimizer without
-        state."""
+        """Whether a recipe may offload the state (or the master weights if there is no state)."""
         return self.state_tensors is not None
 
     @property
     def host_update_bytes(self) -> int:
-        """Bytes per parameter that the host reads and writes in its memory for an update there.
+        """Bytes per parameter that the host reads and writes in its memory to update it.
 
-        It reads the gradient, the weight and the state in fp32, and writes the weight and the
+        The host reads the gradient, the weight and the state in fp32, and writes the weight and the
         state. With master weights the sum is the same: the gradient arrives in bf16, and the
         parameter is also written in bf16.
 
         Raises:
-            ValueError: the state cannot be offloaded, so the host never updates.
+            ValueError: The state cannot be offloaded, so the host never updates parameters.
         """
         if self.state_tensors is None:
             raise ValueError(
@@ -325,10 +326,11 @@ def class_and_settings(optimizer: str, update: str | None) -> tuple[OptimizerCla
 
     Args:
         optimizer: Name in `OPTIMIZERS`.
-        update: One of the row's variants.
+        update: Variant of the update, a key of `OPTIMIZERS[optimizer].updates`. None is the default
+            variant.
 
     Raises:
-        ValueError: the class belongs to another package, which is not installed.
+        ValueError: The class belongs to a package that is not installed.
     """
     row = OPTIMIZERS[optimizer]
     base = row.base if row.load_base is None or is_symbolic() else row.load_base()

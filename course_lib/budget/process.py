@@ -38,7 +38,7 @@ from .step import (
 
 
 def check_arguments(make_model, make_batch, recipe) -> None:
-    """Raise if the arguments are not two functions without arguments and a recipe."""
+    """Raise an error unless the arguments are two functions without arguments and a recipe."""
     check_function("make_model", make_model)
     check_function("make_batch", make_batch)
     check_recipe(recipe)
@@ -65,8 +65,8 @@ def process_trace(
             `course_lib.budget.estimate`.
         kind: Kind of device, one of `KINDS`.
         events: Whether to record when each storage is allocated and released.
-        places: Whether to record the module and the source line of each operator too, which takes
-            half as long again.
+        places: Whether to record also the module and the source line of each operator. The step
+            then takes half as long again.
     """
     recipe = on_kind(recipe, kind)
     with symbolic():
@@ -109,25 +109,27 @@ def watched(
 ) -> Trace:
     """Run the step under a meter and return its trace.
 
-    Among micro-batches that are alike, only the last one is run, plus the very first of the step.
-    The last one finds in memory what the others have left. FLOPs and bytes moved are the totals of
-    all micro-batches.
+    Among micro-batches that run the same operators, only the last one is run, and also the first
+    one of the step. When the last one starts, the tensors that the others would have left are in
+    memory. FLOPs and bytes moved are the totals of all micro-batches.
 
     Args:
-        groups: Groups of micro-batches that are alike; found here by default.
+        groups: Groups of micro-batches that run the same operators, as lists of indices. The
+            default is the result of `groups_of`.
         events: Whether to record events, as in `process_trace`.
-        repeats: Whether one of several equal stages of a schedule is run for all.
+        repeats: Whether to run only one of several equal stages of a schedule.
         places: Whether to record places, as in `process_trace`.
     """
     groups = groups_of(model, pieces, loss_sum) if groups is None else groups
-    # Each micro-batch that is run, and the number of micro-batches for which it stands.
+    # Maps the index of each micro-batch that is run to the number of micro-batches it represents.
     stands_for = {0: 1}
     for group in groups:
         later = [i for i in group if i > 0]
         if later:
             stands_for[later[-1]] = len(later)
     store.stats = Traffic()
-    # FLOPs and bytes moved so far, before each micro-batch that is run and before the optimizer.
+    # FLOPs and bytes moved up to the start of each micro-batch that is run, and up to the start of
+    # the optimizer step.
     before: list[tuple[int, int, int]] = []
     # Bytes that a micro-batch keeps live until the optimizer step: its loss, and its weight if this
     # is a tensor.
@@ -143,7 +145,8 @@ def watched(
         return pair
 
     def sampled() -> Iterator[Any]:
-        losses = []  # of the micro-batches that are not run
+        # These tensors replace the losses of the micro-batches that are not run.
+        losses = []
         previous = -1
         for i in sorted(stands_for):
             before.append(so_far())
@@ -162,9 +165,10 @@ def watched(
         meter.repeating() if repeats else nullcontext(),
     ):
         run_pieces(model, optimizer, sampled(), recipe, kept_loss, store, max_norm)
-    # What each micro-batch has added, for all that it stands for, and what the optimizer has added.
+    # The work of each micro-batch counts once for each one that it represents, and the work of the
+    # optimizer counts once. dtype=object keeps Python integers, because FLOPs may exceed 64 bits.
     counts = [*(stands_for[i] for i in sorted(stands_for)), 1]
-    added = np.diff(np.array([*before, so_far()], dtype=object), axis=0)  # of any size
+    added = np.diff(np.array([*before, so_far()], dtype=object), axis=0)
     totals = np.array(counts, dtype=object) @ added
     trace = meter.trace(events=events)
     trace.flops, trace.bytes_down, trace.bytes_up = map(int, totals)
@@ -175,10 +179,10 @@ _TILES = torch.ops.course_lib.tiles.default
 
 
 class StepMeter(UnguardedMeter):
-    """Meter that refuses operators whose memory an estimate cannot know."""
+    """Meter that raises ValueError for operators whose memory symbolic tensors cannot show."""
 
     def repeating(self) -> AbstractContextManager[None]:
-        """Run, inside the `with` block, one of several equal stages of a schedule for all."""
+        """Run only one of several equal stages of a schedule inside the `with` block."""
         return Repeats(self._ledger, self._usage, look_of).used()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -191,7 +195,8 @@ class StepMeter(UnguardedMeter):
                 " estimate runs on symbolic tensors, which have shapes only; pass"
                 " sparse=False to the embedding"
             )
-        if func is _TILES:  # stands for many operators, and its argument names the largest
+        if func is _TILES:
+            # This operator represents many others, and its argument names the largest of them.
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
         return result
 

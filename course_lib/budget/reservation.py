@@ -19,7 +19,7 @@ COUNTS = ("tensors", "reserved")
 
 
 def check_count(count: str, kind: str) -> None:
-    """Raise if `count` is "reserved" for a kind of device without a caching allocator."""
+    """Raise ValueError if `count` is "reserved" but the device has no caching allocator."""
     if count == "reserved" and kind != "cuda":
         raise ValueError(
             f"kind must be 'cuda' when count is 'reserved', got {kind!r}, which has no caching"
@@ -36,7 +36,7 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
 
     Args:
         budget_bytes: Limit in bytes for the memory that the allocator reserves.
-        within: Function from a limit in tensor bytes to the `Estimates` that fit it.
+        within: Function that returns the `Estimates` that fit a limit in tensor bytes.
 
     Raises:
         InfeasibleBudget: No recipe was found. The message names the fewest bytes reserved, or the
@@ -49,7 +49,8 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
         try:
             found = within(room)
         except InfeasibleBudget:
-            if found is None:  # not even the tensors of a recipe fit
+            if found is None:
+                # The tensors alone exceed the budget, for all recipes.
                 raise
             break
         for each in found:

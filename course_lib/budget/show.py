@@ -1,4 +1,4 @@
-"""The steps from the baseline to a recipe, one technique at a time, as a table and as a figure."""
+"""Show the steps from the baseline to a recipe, one per technique, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from .recipe import Recipe, words_of
 from .techniques import APPLIED
 from .techniques.micro_batches import MicroBatches
 
-ORDER = tuple(tuple(technique.fields) for technique in APPLIED)  # cheap techniques first
-VISIBLE_BYTES = 10**5  # smallest change of the peak that the table's column shows
+# Fields of the techniques. Cheap techniques come first.
+ORDER = tuple(tuple(technique.fields) for technique in APPLIED)
+# Smallest change of the peak that is visible in the table, which shows tenths of a megabyte.
+VISIBLE_BYTES = 10**5
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
-    """Return recipes from the baseline to the given one, each with one technique more.
+    """Return recipes from the baseline to the given one, each with one additional technique.
 
-    The first recipe is the baseline in the recipe's precision and with its optimizer. With several
-    ranks, it is that of "ddp".
+    The first recipe is the baseline with the precision and the optimizer of the given recipe. With
+    several ranks, its `shard` is "ddp".
     """
     base: dict = {
         "precision": recipe.precision,
         "optimizer": recipe.optimizer,
         "update": recipe.update,
     }
-    if recipe.attention is None:  # the model stays unchanged, so no step is needed
+    if recipe.attention is None:
+        # None leaves the model unchanged, so it is not a step of its own.
         base["attention"] = None
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps = [Recipe(**base)]
     changed = recipe.changed()
-    # The schedule was made for its micro-batches, so it may not fit the whole batch.
+    # Micro-batches come before a schedule, which may not fit its limit with the whole batch.
     first = [tuple(MicroBatches.fields)] if recipe.checkpoint == "optimal" else []
     if recipe.shard not in (None, "ddp"):
         steps.append(replace(steps[-1], shard=recipe.shard))
@@ -55,8 +58,7 @@ def added(before: Recipe, after: Recipe) -> str:
 
 
 class Way(Table, list):
-    """List of estimates, each with one technique more than the one before, that prints as a
-    table."""
+    """List of estimates, each with one additional technique, that prints as a table."""
 
     columns = ("step", "peak, MB", "× FLOPs", "GB moved")
 
@@ -100,12 +102,12 @@ def waterfall(
     Measured peaks are drawn as points.
 
     Args:
-        estimates: Estimates of recipes, each with one technique more than the one before.
+        estimates: Estimates of recipes, each with one additional technique.
         measured: Measured peak in bytes for each estimate, or None for a step that was not run.
         budget_bytes: Budget in bytes, drawn as a line.
-        names: Names of the bars. The default names what each recipe adds.
+        names: Names of the bars. By default, each bar names the techniques that its recipe adds.
         labels: Mapping from a category, "measured" or "budget" to its label.
-        ax: Axes of matplotlib to draw on. The default makes new ones.
+        ax: Matplotlib axes to draw on; by default new ones.
 
     Returns:
         The axes.
@@ -121,7 +123,8 @@ def waterfall(
             look: dict[str, Any] = {
                 "facecolor": CATEGORY_COLORS[category],
                 "hatch": CATEGORY_HATCHES.get(category),
-                "edgecolor": (1.0, 1.0, 1.0, 0.35),  # color of the hatching
+                # The hatching has the color of the edges.
+                "edgecolor": (1.0, 1.0, 1.0, 0.35),
             }
             ax.bar(
                 steps,
@@ -140,7 +143,7 @@ def waterfall(
         )
     for i, (estimate, height) in enumerate(zip(estimates, heights, strict=True)):
         price = _price(estimate, estimates[0], height, unit, name)
-        # A white background keeps the line of the budget from crossing the words.
+        # A white background keeps the line of the budget from crossing the text.
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         ax.annotate(
             price,
@@ -172,7 +175,7 @@ def waterfall(
 
 
 def _price(estimate: Estimate, first: Estimate, height: float, unit: float, name: str) -> str:
-    """Return the words above a bar: its peak, and its FLOPs relative to the first bar.
+    """Return the text above a bar: its peak, and its FLOPs relative to the first bar.
 
     Bytes moved are added if there are any.
     """

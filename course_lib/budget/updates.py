@@ -1,8 +1,8 @@
-"""Memory of an optimizer's update, found from updates of a few parameters.
+"""Measure the memory of an optimizer's update by updates of only a few parameters.
 
-A model's equal blocks have parameters of equal shapes, and each of their updates needs the same
-bytes. So the update of one parameter is measured once per shape, and the update of a deep model is
-measured without most of its blocks.
+A model's equal blocks have parameters of equal shapes, and the updates of these need equal numbers
+of bytes. Therefore the update of one parameter is measured once per shape, and the update of a deep
+model is measured without most of its blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Update:
     """Memory of an update of some parameters.
 
     Attributes:
-        held: Bytes of state, before and after the update.
+        held: Bytes of optimizer state that are live before and after the update.
         more: Bytes that are live at the peak in addition to those before the update, per category
             of `course_lib.memory.CATEGORIES`; shape (categories,).
         operator: Name of the operator at the peak; empty if no operator ran.
@@ -43,7 +43,7 @@ class Update:
 
 
 class Updates:
-    """Updates of the parameters of one model, each of them measured once, on symbolic tensors.
+    """Updates of the parameters of one model, each measured only once, on symbolic tensors.
 
     Args:
         trained: Parameters that the optimizer updates.
@@ -61,8 +61,8 @@ class Updates:
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
         """Return the update of all parameters.
 
-        The parameters in `left_out` do not take part in the run; the state and the totals that each
-        of them adds are those of its own update.
+        The parameters that `left_out` returns are not part of the run. Their state, FLOPs and
+        copies are added from the updates of single parameters.
 
         Args:
             below: Parameters whose state is offloaded.
@@ -79,13 +79,12 @@ class Updates:
         return self.known[key]
 
     def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
-        """Return the parameters whose update cannot raise the peak, because equal ones precede and
-        follow it.
+        """Return the parameters whose update cannot raise the peak.
 
         They belong to blocks with two equal blocks before and two after them. Offloaded parameters
         and the others are compared separately. The set is empty if all parameters are updated at
         once or share a tensor of the state. Small parameters share a page with their neighbors, so
-        a paged update leaves out a block only if one of its parameters is larger than a page.
+        with pages a block is left out only if one of its parameters is larger than a page.
         """
         shares_state = OPTIMIZERS[recipe.optimizer].shares_state
         if on_kind(recipe, self.kind).update != "loop" or shares_state:
@@ -117,7 +116,7 @@ class Updates:
         return self.known[key]
 
     def stepped(self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]) -> Update:
-        """Return the update of these parameters alone, after one that has made their state."""
+        """Measure the update of these parameters alone, after one that creates their state."""
         size, of_all = (
             sum(p.numel() for p in parameters if p in group) for group in (below, set(parameters))
         )

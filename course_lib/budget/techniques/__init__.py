@@ -33,7 +33,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Ranks(),
 )
 
-# Techniques by the field whose values the search tries.
+# Maps the first field of each technique, whose values the search tries, to the technique.
 BY_FIELD = {each.field: each for each in TECHNIQUES}
 # Techniques in the order in which they are applied to a model (see `Technique.after`). The steps
 # from the baseline to a recipe add them in the same order.

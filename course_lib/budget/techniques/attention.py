@@ -1,6 +1,7 @@
 """Set the attention of any model for one step.
 
-The model's attention is changed by its own switch, or where it calls PyTorch's attention.
+Depending on the model, this changes its `course_lib.models.Attention` modules, calls its method
+`set_attn_implementation` (Hugging Face), or replaces `F.scaled_dot_product_attention` in its calls.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from ..hugging_face import configs_of
 from .technique import Check, Recipe, Search, Technique, choice, fields_of
 
 ATTENTIONS = ("standard", "flash")
-SWITCHED = ("eager", "sdpa")  # set by a model's own switch
+# Values that are passed to `set_attn_implementation` of a Hugging Face model.
+SWITCHED = ("eager", "sdpa")
 
 
 class AttentionKind(Technique):
     """Flash attention or another implementation of attention.
 
-    The model must have its own switch, be built from `course_lib.models.Attention`, or call
-    `F.scaled_dot_product_attention`.
+    The model must be built from `course_lib.models.Attention`, have the method
+    `set_attn_implementation` (Hugging Face), or call `F.scaled_dot_product_attention`.
     """
 
     fields = fields_of(attention=choice(*ATTENTIONS, *SWITCHED, None))
@@ -66,10 +68,9 @@ class AttentionKind(Technique):
         return [] if recipe.attention in ("standard", None) else [verbatim(recipe.attention)]
 
     def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        """Return the model's own attention, and a fused one where the model does not use it
-        already.
+        """Return the model's own attention, and fused attention unless the model already uses it.
 
-        A model that calls `F.scaled_dot_product_attention` already uses it.
+        A model that calls `F.scaled_dot_product_attention` uses it already.
         """
         unchanged = {"attention": "standard"}
         own = attentions_of(search.known.model)
@@ -145,12 +146,15 @@ def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
 
 
 def _implementations(model: nn.Module) -> set[str]:
-    """Return the attention implementations to which a model's own switch is set."""
+    """Return the values of `_attn_implementation` in the model's Hugging Face configurations."""
     return {config._attn_implementation for config in configs_of(model, "_attn_implementation")}
 
 
 def _with_switch(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules with a switch, which also sets the modules inside them."""
+    """Return the outermost modules with `set_attn_implementation`.
+
+    The method also sets the modules inside them.
+    """
     if callable(getattr(model, "set_attn_implementation", None)):
         return [model]
     return [found for child in model.children() for found in _with_switch(child)]
@@ -158,9 +162,10 @@ def _with_switch(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterator[None]:
-    """Switch a model's attention inside the `with` block.
+    """Set a Hugging Face model's attention implementation to `wanted` inside the `with` block.
 
-    An error message names `asked`, the recipe's value, if it differs from `wanted`.
+    If the recipe's value differs from `wanted`, pass it as `asked`, and error messages show it
+    instead.
     """
     configs = configs_of(model, "_attn_implementation")
     before = [config._attn_implementation for config in configs]
@@ -198,7 +203,7 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
 class _Flash(TorchFunctionMode):
     """Mode in which `F.scaled_dot_product_attention` runs `flash_attention`.
 
-    Masks and dropout are refused.
+    Masks and dropout are not supported: passing them raises ValueError.
     """
 
     # PyTorch does not enter the mode inside `backward`, so checkpoints enter it again.

@@ -1,4 +1,7 @@
-"""Activation checkpointing, around blocks or by a schedule (lessons 02 and 03)."""
+"""Activation checkpointing of blocks, or of a chain of stages that follows a schedule.
+
+Lessons 02 and 03 explain both.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,20 @@ from .technique import Check, Recipe, Search, Technique, all_of, choice, count_o
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
 # Operators whose outputs "selective" keeps.
 PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-# OF_KINDS maps a field to the checkpoints that allow it. NEEDED maps a field to the checkpoint that
-# requires it; all others refuse it.
+# OF_KINDS maps a field to the values of `checkpoint` that allow it. NEEDED maps a field to the only
+# value of `checkpoint` that allows it, which also requires it.
 OF_KINDS = {"blocks": CHECKPOINTS[1:], "first_blocks": CHECKPOINTS[1:3]}
 NEEDED = {"segments": "segments", "schedule_bytes": "optimal"}
 
 
 def _blocks(name: str, value: Any) -> None:
-    """Check that a value is a name, a tuple of names or None."""
+    """Raise TypeError if a value is not a name, a tuple of names or None."""
     for each in value if isinstance(value, tuple) and value else [value]:
         kind(name, each, (str, type(None)), "a name with wildcards, a tuple of such names or None")
 
 
 class Checkpoint(Technique):
-    """Checkpoints around blocks, or schedules of a chain."""
+    """Checkpoints around the blocks of a model, or a schedule for a chain of stages."""
 
     fields = fields_of(
         checkpoint=choice(*CHECKPOINTS),
@@ -105,7 +108,8 @@ class Checkpoint(Technique):
     def candidates(self, search: Search) -> list[Mapping[str, Any]]:
         """Return the kinds of checkpoints that the model supports.
 
-        They have the fewest segments and bytes. Larger numbers are tried later, by `refine`.
+        The candidates have the fewest segments and schedule bytes. The module `refine` tries larger
+        numbers later.
         """
         known = search.known
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]
@@ -175,8 +179,8 @@ def statistics_kept(
     Norms in these blocks update their running statistics in the forward pass. A checkpoint repeats
     the forward pass, but the statistics must be updated only once.
 
-    The yielded function must be called after the forward pass. It raises if other buffers have
-    changed, because the block may compute with them.
+    The yielded function must be called after the forward pass. It raises ValueError if other
+    buffers have changed, because the recomputed block might compute with the new values.
     """
     blocks = {name: model.get_submodule(name) for name in names}
     statistics = {buffer for block in blocks.values() for buffer in statistics_of(block)}
@@ -185,8 +189,10 @@ def statistics_kept(
     kept: list[tuple[Tensor, Tensor]] = []
 
     def others() -> dict[str, tuple[int, int, int]]:
-        """Buffers by name: the object, its changes in place, and its storage, which `.data = ...`
-        replaces."""
+        """Return the id, version and storage of each other buffer by name.
+
+        The version counts changes in place, and assigning to `.data` replaces the storage.
+        """
         found = {
             f"{name}.{key}": buffer
             for name, block in blocks.items()
@@ -212,7 +218,8 @@ def statistics_kept(
         kept.clear()
 
     before = others()
-    # the next micro-batch begins with the statistics that the last one's forward pass has left
+    # The next micro-batch must begin with the statistics that the forward pass of the previous one
+    # has left, without the second update.
     hooks = [block.register_forward_pre_hook(put_back) for block in blocks.values() if statistics]
     try:
         yield keep
@@ -223,7 +230,7 @@ def statistics_kept(
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return what identifies the present storage of a tensor."""
+    """Return an identifier of the storage that a tensor has now."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
@@ -233,7 +240,8 @@ def _storage_of(tensor: Tensor) -> int:
 def _check_chain(model: nn.Module, recipe: Recipe) -> None:
     """Raise if the model's blocks are fewer than the recipe's segments."""
     if runs_stages(model, recipe):
-        return  # the number of stages is not known without a batch
+        # The number of stages is not known without a batch.
+        return
     count = len(names_of(model, block_names(recipe)))
     if recipe.checkpoint == "segments" and recipe.segments > count:
         raise ValueError(
@@ -249,7 +257,8 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
         with checkpoint_blocks(model, name) as handle:
             kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
             count += len(handle.names)
-        if name is not None and len(kinds) > 1:  # None finds lists, each of one kind
+        # None finds lists that may differ in kind, but the modules of each list have one kind.
+        if name is not None and len(kinds) > 1:
             raise ValueError(
                 f"blocks must match modules of one type per name, got {name!r}, which matches"
                 f" {', '.join(kinds)}; pass several names"

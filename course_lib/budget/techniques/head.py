@@ -1,5 +1,4 @@
-"""A chunked loss head for any model: logits are computed inside the loss, a few tokens at a
-time."""
+"""Chunked loss head for any model: the loss computes the logits of a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from course_lib.labels import text
 
 from .technique import Check, Recipe, Search, Technique, count_or_none, fields_of
 
-# Number of tokens per chunk that the search tries, unless a sixteenth of the batch's tokens is
-# more. Smaller chunks save little memory.
+# Number of tokens per chunk that the search tries, or a sixteenth of the batch's tokens if that is
+# more. Smaller chunks save little additional memory.
 HEAD_CHUNK = 512
 
 
@@ -54,11 +53,12 @@ class ChunkedHead(Technique):
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], None]]:
-    """Let the model's head return `Logits` inside the `with` block.
+    """Make the model's head return `Logits` inside the `with` block.
 
-    The yielded function raises if no `Logits` have reached a loss. The model's own forward pass and
-    loss run unchanged. They may apply only operations to the logits that treat each token
-    separately, so that loss and gradients equal the model's own. All other operations are refused.
+    The yielded function raises ValueError if no `Logits` have reached a loss. The model's own
+    forward pass and loss run unchanged. They may apply only operations to the logits that treat
+    each token separately, so that loss and gradients equal the model's own. All other operations
+    raise ValueError.
     """
     if chunk is None:
         yield lambda: None
@@ -87,8 +87,8 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
 class _ForwardInChunks:
     """Replacement for the forward method of a head.
 
-    Its values are attributes, so a copy of the head, as a schedule makes it to measure the chain,
-    has a replacement of its own.
+    It is a class and not a closure, so that a copy of the head has its own copy of the replacement.
+    A schedule copies the head to measure the chain.
     """
 
     def __init__(self, head: nn.Module, chunk: int, about: str, used: list[bool]):
@@ -96,7 +96,8 @@ class _ForwardInChunks:
         self.forward = head.forward
         self.about = about
         self.used = used
-        random = type(head) is not nn.Linear  # the head of an adapter may have dropout
+        # The head of an adapter may have dropout.
+        random = type(head) is not nn.Linear
         self.options = {"chunk": chunk, "preserve_rng_state": random}
 
     def __call__(self, hidden: Tensor) -> Logits:
@@ -112,7 +113,8 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
     Raises:
         ValueError: The model has no such module.
     """
-    for module in model.modules():  # a wrapper may contain the model
+    # The model may be a wrapper around the module that has the method.
+    for module in model.modules():
         found = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor):
             return found
@@ -138,7 +140,7 @@ ALLOWED = {"float", "to", "contiguous", "view", "reshape", "flatten", "getitem"}
 
 
 class Logits(Tensor):
-    """Placeholder for `forward(hidden)`, which the loss computes for some tokens at a time.
+    """Placeholder for `forward(hidden)`, which the loss computes in chunks of tokens.
 
     Attributes:
         hidden: Input of the head. The model may have reshaped its logits; `hidden` has the same
@@ -180,7 +182,7 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} of logits that are not there")
+        raise AssertionError(f"{func} was called on logits that have not been computed")
 
     def loss(
         self,
@@ -217,7 +219,7 @@ class Logits(Tensor):
         options = {"ignore_index": ignore_index, "reduction": reduction, **self.options}
         return checkpointed_loss(self.hidden, logits_of, target, **options)
 
-    # ---- Allowed operations on logits; the result is None if the arguments are not allowed
+    # ---- Allowed operations on logits. They return None if the arguments are not allowed.
 
     def _made(self, hidden: Tensor, *dtypes: torch.dtype) -> Logits:
         return Logits(hidden, (*self.casts, *dtypes), *self.rest)
@@ -229,7 +231,8 @@ class Logits(Tensor):
         if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             return None
         named = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
-        return self._made(self.hidden, *named)  # the device stays the same
+        # A device among the arguments is ignored, because the logits stay on their device.
+        return self._made(self.hidden, *named)
 
     def _contiguous(self, **_) -> Logits:
         return self

@@ -1,4 +1,4 @@
-"""Optimizer steps in backward, so that the full set of gradients never exists (lesson 05)."""
+"""Optimizer steps in backward, so that all gradients never exist at once (lesson 05)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .technique import Recipe, Search, Technique, fields_of, yes_or_no
 
 
 class InBackward(Technique):
-    """Optimizer steps in backward, which `course_lib.budget.step` runs by its own function."""
+    """Optimizer steps in backward, which `course_lib.budget.step` implements."""
 
     fields = fields_of(in_backward=yes_or_no)
     after = ("accumulate",)

@@ -37,7 +37,7 @@ class OffloadedActivations(Technique):
             return None
         return (
             f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r}, which"
-            " holds its tensors itself; use checkpoint='none', 'layers' or 'segments'"
+            " stores its activations itself; use checkpoint='none', 'layers' or 'segments'"
         )
 
     def applied(

@@ -1,4 +1,4 @@
-"""The optimizer, its update, and how much of its state is offloaded (lesson 04)."""
+"""Optimizer, variant of its update, and offloading of its state (lesson 04)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Optimizer(Technique):
-    """The optimizer and the variant of its update, by the rows of `OPTIMIZERS`."""
+    """Optimizer and variant of its update, as listed in `OPTIMIZERS`."""
 
     fields = fields_of(optimizer=choice(*OPTIMIZERS), update=choice(*UPDATES))
     after = None
@@ -41,7 +41,7 @@ class Optimizer(Technique):
 
 
 class OffloadedState(Technique):
-    """Offloaded optimizer state; `build` then makes an `OffloadedOptimizer`."""
+    """Offloaded optimizer state, for which `build` creates an `OffloadedOptimizer`."""
 
     fields = fields_of(offload_optimizer=fraction, page_bytes=count(1, of="bytes"))
     after = ("in_backward",)

@@ -1,4 +1,4 @@
-"""The dtype of parameters, gradients and activations."""
+"""Dtype of parameters, gradients and activations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Precision(Technique):
-    """A model in fp32, or in bf16 with fp32 master weights; `build` converts it."""
+    """Precision of the model, to which `build` converts it. Master weights of bf16 are fp32."""
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
     after = None

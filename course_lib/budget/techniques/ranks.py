@@ -13,7 +13,7 @@ from .precision import PRECISIONS
 from .technique import Recipe, Technique, choice, count, fields_of
 
 SHARDS = ("ddp", "zero1", "zero2", "zero3")
-# Field -> values that the engines of `course_lib.distributed` support.
+# Maps a field to its values that the engines of `course_lib.distributed` support.
 RUN: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
     "optimizer": ("adam",),

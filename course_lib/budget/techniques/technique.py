@@ -23,10 +23,10 @@ Check = Callable[[], None]
 
 
 class Technique:
-    """One memory-saving technique and everything that recipes and the search need to know about it.
+    """One memory-saving technique: everything that recipes and the search need to know about it.
 
-    A technique has some fields of a recipe. It checks them, applies them to a model, and describes
-    them in labels.
+    Some fields of a recipe belong to the technique. It checks them, applies them to a model, and
+    describes them in labels.
 
     Attributes:
         fields: Mapping from each field to its check. `check(name, value)` raises if the value is
@@ -35,9 +35,9 @@ class Technique:
             of each micro-batch.
         after: First fields of the techniques that are applied to a model before this one. For
             example, the head must be found before its blocks are wrapped. The steps from the
-            baseline to a recipe add techniques in the same order, with cheap ones first. None for
-            settings that are not applied to a model and that the baseline already has, such as the
-            precision.
+            baseline to a recipe add techniques in the same order, with cheap ones first. None means
+            that the technique is not applied to a model and that the baseline already has it, such
+            as the precision.
         composable: Whether the step of a recipe with this technique grows evenly with the equal
             blocks of a model, so that `course_lib.budget.extrapolate` can compose its estimate from
             steps with few blocks. Recipes that use any other technique are estimated by their whole
@@ -45,8 +45,8 @@ class Technique:
         computes: Whether the technique changes which operators run, and with them the FLOPs.
         graded: Whether each candidate uses more of the technique than the one before. Otherwise the
             candidates exclude one another.
-        in_forward: Whether the technique changes what a forward pass keeps, and so what is
-            offloaded.
+        in_forward: Whether the technique changes which activations a forward pass keeps, and
+            therefore which ones are offloaded.
         acts_on: Categories of live bytes that the technique makes smaller.
         hooks_saved_tensors: Whether `applied` puts `torch.autograd.graph.saved_tensors_hooks`, or a
             context manager that is built on them, around each forward pass. PyTorch runs only the
@@ -72,18 +72,18 @@ class Technique:
     def is_used(self, recipe: Recipe) -> bool:
         """Return whether a recipe uses the technique.
 
-        It does if it sets a field of the technique to a value other than the default.
+        A recipe uses the technique if any of the technique's fields differs from its default.
         """
         return not self.fields.keys().isdisjoint(recipe.changed())
 
     def conflict(self, recipe: Recipe) -> str | None:
-        """Return a sentence about fields of the recipe that cannot be combined, or None."""
+        """Return an error message if fields of the recipe cannot be combined, or else None."""
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Return a sentence that says why the model does not support the recipe, or None.
+        """Return an error message if the model does not support the recipe, or else None.
 
-        Code that searches the model for its blocks or its head may also raise.
+        May raise ValueError if the model's blocks or its head cannot be found.
         """
         return None
 
@@ -92,14 +92,14 @@ class Technique:
     ) -> AbstractContextManager[Check | None]:
         """Return a context manager inside which the model uses the technique.
 
-        It is called only for recipes that use the technique (`is_used`).
-        Afterwards the model is as before. The context manager may yield a function to call after a
-        forward pass. This function raises if the forward pass has bypassed the technique.
+        This method is called only for recipes that use the technique (see `is_used`). The context
+        manager restores the model when it exits. It may yield a function to call after a forward
+        pass, which raises an error if the forward pass has bypassed the technique.
         """
         return nullcontext()
 
     def words(self, recipe: Recipe) -> list[str]:
-        """Return labels of what the recipe uses of the technique, for a table.
+        """Return labels for a table that describe how the recipe uses the technique.
 
         The list is empty if the recipe does not use it.
         """
@@ -108,8 +108,8 @@ class Technique:
     def candidates(self, search: Search) -> Sequence[Mapping[str, Any]]:
         """Return values of the technique's fields that `fit` tries for the model.
 
-        The first has the fewest FLOPs and copies. `fit` does not call this if the base sets the
-        technique.
+        The first candidate has the fewest FLOPs and copies. `fit` does not call this method if the
+        base sets the technique.
         """
         return ({},)
 
