@@ -722,7 +722,7 @@ def test_stages_that_are_not_the_models_loss_any_more_are_not_run(make):
         (lambda batch: [nn.Linear(3, 3), 7], r"^stage 1 must be a module or a function, got 7"),
         (
             lambda batch: [nn.Linear(3, 3)],
-            r"^segments must be at most 0, .* Tower.stages gives .*, got 2$",
+            r"^segments must be at most 0, .* Tower.stages returns .*, got 2$",
         ),
     ],
     ids=["without a batch", "none", "a number", "one"],

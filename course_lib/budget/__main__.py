@@ -37,7 +37,8 @@ from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
 
 THIS = "this"
-# Share of the budget. If the cheapest recipe leaves less of it unused, a second recipe is shown.
+# Share of the budget. If the cheapest recipe leaves less of it unused, one that leaves more is
+# shown as well.
 SPARE = 0.05
 SECONDS_BETWEEN_LINES = 30
 #: Maps other common names of optimizers to keys of `OPTIMIZERS`.

@@ -169,9 +169,9 @@ class Composer:
         blocks with one and the number without one are reduced separately, which takes up to four
         runs:
 
-                                      few with a checkpoint   few + 1 with a checkpoint
-            few without a checkpoint            run                      run
-            few + 1 without                     run                      run
+            blocks without a checkpoint    few with a checkpoint    few + 1 with a checkpoint
+            few                            run                      run
+            few + 1                        run                      run
 
         Each row is extended to the model's number of blocks with a checkpoint, and the two extended
         rows to its number of blocks without one. Other recipes have blocks of one kind only, and
@@ -264,10 +264,8 @@ class Composer:
         return Moments(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
-        """Return the same parameter of the block that comes `by` blocks later.
-
-        A parameter outside the blocks is returned unchanged.
-        """
+        # This is the same parameter of the block that comes `by` blocks later. A parameter outside
+        # the blocks is returned unchanged.
         if p not in self.places:
             return p
         i, k = self.places[p]

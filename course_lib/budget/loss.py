@@ -25,7 +25,8 @@ from course_lib._torch import is_symbolic
 
 from .stages import CHAINED, runs_stages, staged_loss
 
-# A `course_lib.budget.Recipe`. Its techniques import this module, so it cannot be imported here.
+# This is `course_lib.budget.Recipe`, which cannot be imported here, because its techniques import
+# `stages`, which this module uses.
 Recipe = Any
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 

@@ -38,8 +38,9 @@ from .step import applied, check_model, default_dtype, model_of
 # Maps each value of `shard` to the engine of `course_lib.distributed` that implements it. "zero1"
 # runs forward and backward as "ddp" does.
 MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}
-# Number of blocks in the shorter of the two runs from which a step is extrapolated. While one block
-# is used, another one is gathered, and the gradients of a third one are reduced and released.
+# Number of blocks in the shorter of the two runs from which a step is extrapolated. It is larger
+# than 3, because three blocks need memory at once: one is used, another one is gathered, and the
+# gradients of a third one are reduced and released.
 FEW = 4
 # Smallest number of blocks for which the step is extrapolated.
 MANY = 2 * FEW + 2

@@ -109,11 +109,11 @@ class Rates:
     def seconds(self, estimate: Estimate) -> float:
         """Return the seconds of the step.
 
-        Of parts that overlap only the longest counts, and all others are added up. With the tier
+        If parts overlap, only the longest of them counts. All others are added up. With the tier
         "file", nothing overlaps. With the tier "host", copies of activations overlap with the
         compute, as far as `exposed_seconds` says, and so does the communication between ranks. In
-        the optimizer step, the copies of gradients, the updates, and the copies of parameters
-        overlap, each for another parameter. They do not overlap for steps in backward, where only
+        the optimizer step, the copy of one parameter's gradient, the update of another parameter
+        and the copy of a third one overlap. They do not overlap with steps in backward, where only
         one parameter is updated at a time.
         """
         part = self.parts(estimate)
@@ -390,7 +390,7 @@ def _link(device: torch.device, seconds: float) -> float:
 
 
 def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """Return the seconds of the fastest of several runs, without the first one."""
+    """Return the seconds of the fastest of several runs, not counting the first one."""
     work()
     best = math.inf
     end = time.perf_counter() + seconds

@@ -31,7 +31,8 @@ from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 from course_lib.schedule.chain import symbolic_chain
 from course_lib.schedule.stages import as_modules
 
-# A `course_lib.budget.Recipe`. Its techniques import this module, so it cannot be imported here.
+# This is `course_lib.budget.Recipe`, which cannot be imported here, because its techniques import
+# this module.
 Recipe = Any
 # Values of `checkpoint` that run a chain, which is the model's own or consists of its blocks.
 CHAINED = ("segments", "optimal")
@@ -76,7 +77,7 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     if recipe.segments > inside:
         raise ValueError(
             f"segments must be at most {max(inside, 0)}, the number of stages that"
-            f" {type(model).__name__}.stages gives between the first and the last, got"
+            f" {type(model).__name__}.stages returns between the first and the last, got"
             f" {recipe.segments}"
         )
     # Each segment of stages is wrapped in a checkpoint instead of running in a ScheduledSequential.

@@ -232,8 +232,8 @@ def run_pieces(
     """Run the step of `train_step` on a batch that has been split into micro-batches."""
     if max_norm is not None and recipe.in_backward:
         raise ValueError(
-            "max_norm must be None when in_backward is True, because the norm of all gradients is"
-            f" never known, got {max_norm}"
+            "max_norm must be None when in_backward is True, because the gradients never exist all"
+            f" at once, got {max_norm}"
         )
 
     def loss(_, piece) -> tuple[Tensor, float | Tensor]:

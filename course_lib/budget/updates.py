@@ -83,8 +83,9 @@ class Updates:
 
         They belong to blocks with two equal blocks before and two after them. Offloaded parameters
         and the others are compared separately. The set is empty if all parameters are updated at
-        once or share a tensor of the state. Small parameters share a page with their neighbors, so
-        with pages a block is left out only if one of its parameters is larger than a page.
+        once or share a tensor of the state. Small parameters share a page with their neighbors. In
+        a paged update, a block is therefore left out only if one of its parameters is larger than a
+        page.
         """
         shares_state = OPTIMIZERS[recipe.optimizer].shares_state
         if on_kind(recipe, self.kind).update != "loop" or shares_state:

@@ -257,7 +257,7 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
         with checkpoint_blocks(model, name) as handle:
             kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
             count += len(handle.names)
-        # None finds lists that may differ in kind, but the modules of each list have one kind.
+        # With None, several lists of blocks may be found, whose types may differ.
         if name is not None and len(kinds) > 1:
             raise ValueError(
                 f"blocks must match modules of one type per name, got {name!r}, which matches"

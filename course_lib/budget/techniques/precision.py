@@ -14,7 +14,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Precision(Technique):
-    """Precision of the model, to which `build` converts it. Master weights of bf16 are fp32."""
+    """Precision of the model: fp32, or bf16 with fp32 master weights; `build` converts it."""
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
     after = None

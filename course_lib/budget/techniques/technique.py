@@ -15,8 +15,8 @@ from torch import nn
 
 from course_lib._check import kind, number, one_of, whole
 
-# A `course_lib.budget.Recipe` and a `course_lib.budget.candidates.Search`. Both modules import the
-# techniques, so they cannot be imported here.
+# These are `course_lib.budget.Recipe` and `course_lib.budget.candidates.Search`. Their modules
+# import the techniques, so they cannot be imported here.
 Recipe = Any
 Search = Any
 Check = Callable[[], None]
