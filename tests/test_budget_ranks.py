@@ -256,8 +256,8 @@ class Around(Blocks):
 
 def test_a_loss_that_does_not_call_the_model_is_refused_where_parameters_are_gathered():
     told = (
-        r"^shard must be 'ddp' or 'zero1' for a loss that computes [^\n]*, got 'zero[23]'; or let"
-        r" [^\n]*$"
+        r"^shard must be 'ddp' or 'zero1' for a loss that uses [^\n]*, got 'zero[23]'\. Sharded"
+        r" parameters [^\n]* let the loss call the model$"
     )
     for shard in ("zero2", "zero3"):
         with pytest.raises(ValueError, match=told):

@@ -58,7 +58,8 @@ class OnDevice(Table):
     Attributes:
         tensors: Estimated tensor bytes at the peak.
         reserved: Largest number of bytes that PyTorch's allocator reserves. `CachingAllocator`
-            simulates it for one step, at whose start the live tensors lie one after the other.
+            simulates it for one step. Before the step, the live tensors are laid out one after the
+            other.
         reserved_expandable: Same as `reserved`, but with expandable segments.
         workspace: Bytes that cuBLAS keeps.
         context: Bytes of the CUDA context.

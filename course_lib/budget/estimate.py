@@ -215,9 +215,10 @@ def estimate(
     internally (`course_lib.memory.measure` reports it), and the rounding of the allocator. On a
     GPU, flash attention runs as a kernel and needs no tensors for its tiles.
 
-    **Models without an estimate.** `nn.LSTM` raises ValueError, because its fused operator on a CPU
-    keeps a workspace. Without oneDNN it is not fused and can be estimated. Sparse gradients and all
-    other operators of `course_lib.memory.cpu_kernels.INEXACT` raise ValueError as well.
+    **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because the fused
+    operator of an LSTM on a CPU keeps a workspace. Without oneDNN it is not fused and can be
+    estimated. The same holds for models with sparse gradients or with any other operator of
+    `course_lib.memory.cpu_kernels.INEXACT`.
 
     **Compiled models.** A model that `torch.compile` has compiled, or whose modules are compiled,
     is estimated uncompiled. `train_step` runs it compiled, which can need less memory or more.
@@ -282,7 +283,7 @@ def run(
         make_model, make_batch, recipe, loss_sum, max_norm: Model, batch and options, as in
             `estimate`.
         budget_bytes: Limit in bytes for the tensors of the step.
-        store: Store in the lower tier. The default is a temporary file.
+        store: Store for offloaded tensors. The default is a temporary file.
 
     Raises:
         course_lib.memory.MemoryBudgetExceeded: An operator exceeded the budget. The message names

@@ -74,7 +74,7 @@ class NotComposable(Exception):
 
 
 class Composer:
-    """Makes estimates for one model and batch that equal those of `estimate`, with less work.
+    """Estimator for one model and batch, whose results equal those of `estimate` with less work.
 
     Raises:
         NotComposable: The step cannot run with some of the blocks. Any method that runs a step may
@@ -124,7 +124,7 @@ class Composer:
             return self.with_optimizer(self._moments[key], recipe)
 
     def whole(self, recipe: Recipe) -> Estimate:
-        """Return the estimate with all blocks in forward and backward, to confirm `estimate`."""
+        """Return the estimate from a run with all blocks, to check the result of `estimate`."""
         with self.checked(recipe):
             return self.with_optimizer(
                 self.measured(without_optimizer(recipe), len(self.blocks), repeats=False), recipe
@@ -179,7 +179,8 @@ class Composer:
         """
         count = len(self.blocks)
         first = recipe.first_blocks or 0
-        # Whether each block is a segment. The last segment is not recomputed, so it differs.
+        # Whether each block is a segment. If so, the last block differs from the rest, because the
+        # last segment is not recomputed.
         alone = recipe.segments == count and self.runs_them
         reach = reach_of(recipe, self.tier, count)
         few = FEW + alone + reach
@@ -327,7 +328,7 @@ def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
 
 
 def without_optimizer(recipe: Recipe) -> Recipe:
-    """Return the recipe with the default offloading and pages of its optimizer.
+    """Return the recipe with the default values of `offload_optimizer` and `page_bytes`.
 
     Forward and backward do not depend on where the optimizer state is kept.
     """

@@ -147,7 +147,7 @@ class Known:
         return self.composer.max_norm
 
     def known_flops(self, recipe: Recipe) -> int | None:
-        """Return the fewest FLOPs of all estimates with the same computation, or None."""
+        """Return the fewest FLOPs of all estimates with the same fields in `COMPUTED`, or None."""
         return self._flops.get(_computed(recipe))
 
     # ---- what the model supports

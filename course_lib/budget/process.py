@@ -204,8 +204,8 @@ class StepMeter(UnguardedMeter):
 class _PartlyOnHost(torch.optim.Optimizer):
     """Optimizer for symbolic steps with the memory and copies of `OffloadedOptimizer` on a GPU.
 
-    The offloaded parameters have their state and their update on the host. The device holds nothing
-    of their state. Their gradients are copied to the host, and the parameters are copied back.
+    The host keeps the state of the offloaded parameters and updates them. Their gradients are
+    copied to the host, and the parameters are copied back.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):

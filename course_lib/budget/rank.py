@@ -89,7 +89,7 @@ def rank_trace(
 
 
 def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
-    """Raise if the loss cannot be used on several ranks."""
+    """Raise TypeError or ValueError if the loss cannot be used on several ranks."""
     check_loss(model, single(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(

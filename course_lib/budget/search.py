@@ -394,7 +394,8 @@ def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
 def _idle(search: Search, family: Recipe) -> bool:
     """Return whether the family offloads activations, but none is large enough to be offloaded.
 
-    It follows from an estimate with fewer micro-batches, whose activations are larger.
+    This is known if an estimate with fewer micro-batches, whose activations are larger, offloads
+    none.
     """
     fewer = (
         replace(family, micro_batches=count)

@@ -17,7 +17,7 @@ from .recipe import Recipe, words_of
 from .techniques import APPLIED
 from .techniques.micro_batches import MicroBatches
 
-# Fields of the techniques. Cheap techniques come first.
+# Fields of the techniques, in the order in which `steps_to` adds them. Cheap ones come first.
 ORDER = tuple(tuple(technique.fields) for technique in APPLIED)
 # Smallest change of the peak that is visible in the table, which shows tenths of a megabyte.
 VISIBLE_BYTES = 10**5
@@ -123,7 +123,7 @@ def waterfall(
             look: dict[str, Any] = {
                 "facecolor": CATEGORY_COLORS[category],
                 "hatch": CATEGORY_HATCHES.get(category),
-                # The hatching has the color of the edges.
+                # Matplotlib draws the hatching in the color of the edges.
                 "edgecolor": (1.0, 1.0, 1.0, 0.35),
             }
             ax.bar(

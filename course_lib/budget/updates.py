@@ -26,7 +26,7 @@ from .step import make_state
 
 @dataclass
 class Update:
-    """Memory of an update of some parameters.
+    """Memory, FLOPs and copies of an optimizer's update of some parameters.
 
     Attributes:
         held: Bytes of optimizer state that are live before and after the update.

@@ -1,7 +1,7 @@
 """Set the attention of any model for one step.
 
 Depending on the model, this changes its `course_lib.models.Attention` modules, calls its method
-`set_attn_implementation` (Hugging Face), or replaces `F.scaled_dot_product_attention` in its calls.
+`set_attn_implementation` (Hugging Face), or replaces its calls of `F.scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AttentionKind(Technique):
         return recipe.attention is not None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Return a problem that can be detected before the model runs, or None."""
+        """Return an error message if a problem can be detected before the model runs, or None."""
         wanted = recipe.attention
         own = attentions_of(model)
         if wanted in SWITCHED and (own or not _with_switch(model)):
@@ -87,9 +87,10 @@ class AttentionKind(Technique):
 
 @contextmanager
 def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
-    """Give the model the wanted attention inside the `with` block.
+    """Set the model's attention to `wanted` inside the `with` block.
 
-    The yielded function raises if flash attention is wanted but no forward pass has used it.
+    The yielded function raises ValueError if flash attention is wanted but no forward pass has used
+    it.
     """
     own = attentions_of(model)
     with ExitStack() as stack:
@@ -118,7 +119,7 @@ def attentions_of(model: nn.Module) -> list[Attention]:
 
 
 def drop_probability(attentions: Iterable[Attention]) -> float:
-    """Return the largest dropout probability of attention that is in training mode."""
+    """Return the largest dropout probability of the attention modules in training mode."""
     drops = [module.drop_probabilities for module in attentions]
     return max((drop.p for drop in drops if drop.training), default=0.0)
 

@@ -238,7 +238,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _check_chain(model: nn.Module, recipe: Recipe) -> None:
-    """Raise if the model's blocks are fewer than the recipe's segments."""
+    """Raise ValueError if the model has fewer blocks than the recipe has segments."""
     if runs_stages(model, recipe):
         # The number of stages is not known without a batch.
         return
@@ -250,7 +250,7 @@ def _check_chain(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
-    """Raise if a name matches blocks of several types, or if there are too few blocks."""
+    """Raise ValueError if a name matches several types of blocks, or if blocks are missing."""
     blocks = block_names(recipe)
     count = 0
     for name in blocks if isinstance(blocks, list) else [blocks]:

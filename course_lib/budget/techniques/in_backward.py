@@ -1,4 +1,4 @@
-"""Optimizer steps in backward, so that all gradients never exist at once (lesson 05)."""
+"""Optimizer steps in backward, so that the gradients never exist all at once (lesson 05)."""
 
 from __future__ import annotations
 
