@@ -1,4 +1,4 @@
-"""Bounds for recipes that have not been estimated, from estimates of other recipes."""
+"""Derive bounds for recipes that have not been estimated from estimates of other recipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def held_bytes(known: Known, recipe: Recipe) -> int:
 
 
 def model_bytes(known: Known) -> int:
-    """Bytes of all parameters and buffers."""
+    """Return the bytes of all parameters and buffers."""
     held = *known.model.parameters(), *known.model.buffers()
     return sum(tensor.nbytes for tensor in held)
 
@@ -34,8 +34,8 @@ def model_bytes(known: Known) -> int:
 def floor_bytes(known: Known, recipe: Recipe) -> int:
     """Return a lower bound on the peak of a recipe.
 
-    The bound is the larger of the bytes that are live throughout and the peak of the optimizer
-    step, which does not depend on what forward and backward did.
+    The bound is the larger of the bytes that are live throughout the step and the peak of the
+    optimizer step, which does not depend on forward and backward.
     """
     step = 0 if recipe.in_backward else state_of(known, recipe).phase_peaks["optimizer"]
     return max(held_bytes(known, recipe), step)
@@ -59,7 +59,7 @@ def least_seconds(known: Known, recipe: Recipe, rates: Rates) -> float:
 
 
 def state_moved(known: Known, recipe: Recipe) -> tuple[int, int]:
-    """Return two numbers: the bytes of optimizer state copied to the lower tier, and back."""
+    """Return the bytes of optimizer state copied to the lower tier, and those copied back."""
     state, none = state_of(known, recipe), state_of(known, replace(recipe, offload_optimizer=0.0))
     return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
 
@@ -67,8 +67,9 @@ def state_moved(known: Known, recipe: Recipe) -> tuple[int, int]:
 def least_flops(known: Known, recipe: Recipe) -> int:
     """Return a lower bound on the FLOPs of a step.
 
-    The bound comes from an estimate with the same computation. Otherwise it comes from an
-    estimate with part of the techniques, which needs no more FLOPs; without any, it is 0.
+    If a recipe with the same values of the fields in `knowledge.COMPUTED` has been estimated, the
+    bound is its FLOPs. Otherwise the bound is the FLOPs of an estimated recipe with fewer
+    techniques, which needs no more. If there is none either, the bound is 0.
     """
     plain = replace(
         recipe,
@@ -90,9 +91,9 @@ def least_flops(known: Known, recipe: Recipe) -> int:
 
 
 def recomputed_flops(known: Known, one: Recipe) -> int:
-    """Return the FLOPs that checkpointing one block adds; 0 if they are not known.
+    """Return the FLOPs that the checkpoint of a recipe adds; 0 if they are not known.
 
-    They do not depend on how the loss head runs.
+    They do not depend on whether the loss head is chunked.
     """
     own = replace(one, head_chunk=known.base.head_chunk)
     plain = replace(own, checkpoint="none", blocks=None, first_blocks=None)

@@ -1,7 +1,7 @@
 """List the candidates of each technique, and the families of recipes that a search can try.
 
-`knowledge` stores the estimates and bounds. `refine` finds the best numbers for one family, and
-`search` decides which families are tried.
+`knowledge` stores the estimates. `refine` finds the best numbers for one family, and `search`
+decides which families are tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Search:
     """Candidate recipes for one model and batch within a budget, and their costs.
 
     Attributes:
-        known: Estimates and bounds of the model and batch.
+        known: Estimates of the model and batch.
         budget: Limit in bytes.
         rates: Rates of the machine, which convert an estimate into seconds.
         quick: Whether to skip candidates that take long to try and are seldom the cheapest.

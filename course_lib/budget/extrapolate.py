@@ -299,18 +299,19 @@ class Composer:
 
 
 def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
-    """Return in how many other blocks the copies of one block can still be in flight.
+    """Return the number of other blocks during which copies of one block can be in flight.
 
-    A storage of one block may be fetched while an earlier block runs, or may still be copied
-    out while a later block runs. The numbers were found by experiment for up to two copies of
-    each kind, in decoders and in chains with sums between their blocks. They are the smallest
-    for which each moment equals that of a step with all blocks. A block that keeps more
-    storages than its input needs a smaller number.
+    In backward, which runs the last block first, a storage of one block may be fetched while a
+    later block runs. In forward, it may be copied while later blocks run. The numbers were found by
+    experiment for up to two copies in each direction, in decoders and in chains with sums between
+    their blocks. They are the smallest for which each moment equals that of a step with all blocks.
+    For a block that keeps more storages than its input, a smaller number would be enough.
 
     Args:
         recipe: Recipe of the step.
         tier: Lower tier, "file" or "host".
-        blocks: Number of equal blocks of the model, which is returned for more copies than that.
+        blocks: Number of equal blocks of the model. It is returned if `prefetch` or `in_flight`
+            exceeds `TRIED_COPIES`.
     """
     if not recipe.offload_activations:
         return 0

@@ -1,7 +1,7 @@
-"""Make and store the estimates of one model and batch, and derive bounds for other recipes.
+"""Make and store the estimates of one model and batch.
 
 `extrapolate` composes an estimate from steps with few blocks. If it cannot, the whole step is run.
-`candidates` lists the recipes that a search can try.
+`bounds` derives bounds for other recipes, and `candidates` lists the recipes that a search can try.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fiel
 
 
 class Known:
-    """Estimates that have been made for one model and batch, and bounds for other recipes.
+    """Estimates that have been made for one model and batch.
 
     Searches for several budgets can share it.
 
@@ -150,7 +150,7 @@ class Known:
         """Return the fewest FLOPs of all estimates with the same fields in `COMPUTED`, or None."""
         return self._flops.get(_computed(recipe))
 
-    # ---- what the model supports
+    # ---- Techniques that the model supports
 
     @cached_property
     def layers(self) -> int:

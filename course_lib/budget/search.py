@@ -440,9 +440,15 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
 
 
 def most_blocks(search: Search, one: Recipe, cheapest: float) -> int:
-    """Return how many of the first blocks can be checkpointed below the cheapest cost.
+    """Return how many of the first blocks can be checkpointed at less than a given cost.
 
-    Each of several equal blocks costs as many FLOPs to recompute as the first.
+    If the blocks are equal, recomputing each of them needs as many FLOPs as the first. If they are
+    not, the result is only an upper bound.
+
+    Args:
+        search: The search.
+        one: Recipe that checkpoints the first block.
+        cheapest: Cost in seconds.
     """
     known = search.known
     found = known.estimate(one)
