@@ -1,4 +1,4 @@
-"""Compute the loss of one micro-batch as (sum of losses, weight), by the model or a function.
+"""Compute the loss of one micro-batch, by the model or a given function, as (sum, weight).
 
 `check_loss` raises an error if the losses of several micro-batches cannot be added up.
 """

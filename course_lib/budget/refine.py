@@ -36,7 +36,7 @@ def refine(search: Search, family: Recipe) -> Recipe | None:
 
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
-    """Return the cheapest recipe that fits, over the numbers of copies in flight, or None.
+    """Return the cheapest recipe that fits, for the best number of copies in flight, or None.
 
     The family itself has the fewest copies in flight. If it does not fit, the result is None. The
     number of copies to the lower tier changes the cost but not the bytes that are moved. Therefore

@@ -282,8 +282,8 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         )
         if not is_symbolic() and not (math.isfinite(value) and 0 < weight < math.inf):
             raise ValueError(
-                f"the loss must be finite and the weight finite and above 0, got loss {value}"
-                f" and weight {weight}"
+                "the loss must be finite, and its weight must be finite and above 0, got loss"
+                f" {value} and weight {weight}"
             )
         mean.backward()
         if not stepped & optimized:
