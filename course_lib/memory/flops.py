@@ -4,7 +4,7 @@
 
 There is one difference. With a causal mask, fused attention is counted by the scores that its
 queries see, whereas PyTorch's formulas count all scores. Fused kernels skip the scores above the
-diagonal, but for those in the tiles on the diagonal. FlashAttention's own benchmark halves its
+diagonal, except those in the tiles on the diagonal. FlashAttention's own benchmark halves its
 count for the same reason.
 """
 
