@@ -367,12 +367,12 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 # %% [markdown]
 # <div lang="en">
 #
-# Two checkpoints of eleven. The last layers of the model are the first that backward needs: what they keep is soon gone, and the peak comes later. So the search leaves the last two alone, and the step takes 0.121 TFLOPs instead of 0.126. (transformers has a lever of this kind, `every_n_layers`; it spreads the checkpoints, and lesson 02 said what that costs.) The second row keeps by a schedule (lesson 03); the last one is the solution of exercise 3: no FLOP more than plain, and nearly twice the bytes moved. Which of them is best depends on the machine: lesson 07's break-even.
+# Two checkpoints of eleven. The last layers of the model are the first that backward needs: what they keep is soon gone, and the peak comes later. So the search leaves the last two alone, and the step takes 0.118 TFLOPs instead of 0.123. (transformers has a lever of this kind, `every_n_layers`; it spreads the checkpoints, and lesson 02 said what that costs.) The second row keeps by a schedule (lesson 03); the last one is the solution of exercise 3: no FLOP more than plain, and nearly twice the bytes moved. Which of them is best depends on the machine: lesson 07's break-even.
 #
 # </div>
 # <div lang="zh">
 #
-# 十一个检查点里的两个。最后几层留下的东西，反向最先用到，很快就放掉了，而峰值来得更晚。所以搜索让最后两层不设检查点，这一步是 0.121 TFLOPs，而不是 0.126。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点均匀铺开；这样做的代价，第 02 课说过。）第二行按调度保留（第 03 课）；最后一行就是练习 3 的答案：FLOPs 不比普通做法多，搬运的字节却将近两倍。哪个最好要看机器，见第 07 课的平衡点。
+# 十一个检查点里的两个。最后几层留下的东西，反向最先用到，很快就放掉了，而峰值来得更晚。所以搜索让最后两层不设检查点，这一步是 0.118 TFLOPs，而不是 0.123。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点均匀铺开；这样做的代价，第 02 课说过。）第二行按调度保留（第 03 课）；最后一行就是练习 3 的答案：FLOPs 不比普通做法多，搬运的字节却将近两倍。哪个最好要看机器，见第 07 课的平衡点。
 #
 # </div>
 
