@@ -169,7 +169,11 @@ def test_a_figure_that_is_no_number_of_its_unit_is_refused(values, complaint):
 
 def test_an_arms_figures_are_labelled_by_arm_and_quantity():
     @experiment(
-        title="a", sizes={}, small=TINY, arms={"plain": "plain"}, labels={"x_{n}_bytes": "x {n}"}
+        title="a",
+        sizes={},
+        small=TINY,
+        variants={"plain": "plain"},
+        labels={"x_{n}_bytes": "x {n}"},
     )
     def made(device):
         return {}

@@ -173,7 +173,7 @@ def experiment(
     title: str,
     sizes: dict,
     small: dict,
-    arms: dict[str, str] | None = None,
+    variants: dict[str, str] | None = None,
     labels: dict[str, str] | None = None,
 ) -> Callable[[Callable], Experiment]:
     """Decorate a function as a GPU experiment of the lesson whose package defines it.
@@ -182,11 +182,11 @@ def experiment(
 
     Args:
         title, sizes, small, labels: Attributes of `Experiment`.
-        arms: Name of each variant -> its label, for labels of its `QUANTITIES`.
+        variants: Name of each variant -> its label, for labels of its `QUANTITIES`.
     """
     derived = {
-        f"{arm}_{quantity}": text("{arm}: {quantity}", arm=words, quantity=what)
-        for arm, words in (arms or {}).items()
+        f"{variant}_{quantity}": text("{variant}: {quantity}", variant=words, quantity=what)
+        for variant, words in (variants or {}).items()
         for quantity, what in QUANTITIES.items()
     }
 
@@ -200,36 +200,36 @@ def experiment(
     return made
 
 
-def peaks(arm: str, step: Callable[[], object], **held: object) -> Part:
+def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
     """Return the peaks of one variant, measured by `measure(step, **held)`."""
     found = measure(step, repeats=1, **held)
     return {
-        f"{arm}_peak_bytes": found.peak_bytes,
-        f"{arm}_allocator_peak_bytes": found.allocator_peak_bytes,
+        f"{variant}_peak_bytes": found.peak_bytes,
+        f"{variant}_allocator_peak_bytes": found.allocator_peak_bytes,
     }
 
 
 def seconds(
-    device: torch.device, arms: Mapping[str, Callable[[], object]], rounds: int = 5
+    device: torch.device, variants: Mapping[str, Callable[[], object]], rounds: int = 5
 ) -> dict[str, Number]:
     """Return the median seconds of each variant.
 
     In each round every variant is called once, in alternating order. The first round is a warm-up.
     """
-    taken: dict[str, list[float]] = {arm: [] for arm in arms}
+    taken: dict[str, list[float]] = {variant: [] for variant in variants}
     for i in range(rounds + 1):
-        for arm in list(arms)[:: 1 if i % 2 else -1]:
-            taken[arm].append(_clocked(device, arms[arm]))
-    return {f"{arm}_seconds": statistics.median(times[1:]) for arm, times in taken.items()}
+        for variant in list(variants)[:: 1 if i % 2 else -1]:
+            taken[variant].append(_clocked(device, variants[variant]))
+    return {f"{variant}_seconds": statistics.median(times[1:]) for variant, times in taken.items()}
 
 
 def compared(
-    device: torch.device, arms: Mapping[str, Callable[[], object]], **held: object
+    device: torch.device, variants: Mapping[str, Callable[[], object]], **held: object
 ) -> Iterator[Part]:
     """Yield the `peaks` of each variant, one after the other, and then the `seconds` of all."""
-    for arm, step in arms.items():
-        yield peaks(arm, step, **held)
-    yield seconds(device, arms)
+    for variant, step in variants.items():
+        yield peaks(variant, step, **held)
+    yield seconds(device, variants)
 
 
 def _clocked(device: torch.device, step: Callable[[], object]) -> float:

@@ -156,12 +156,12 @@ def compare(
     Raises:
         ValueError: There is nothing to compare.
     """
-    arms = {**(measurements or {}), **named}
-    if not arms:
+    variants = {**(measurements or {}), **named}
+    if not variants:
         raise ValueError(
             "compare needs at least one measurement, as in compare(plain=measure(step))"
         )
-    first = next(iter(arms.values()))
+    first = next(iter(variants.values()))
     columns: list[str] = ["", "peak, MB", "vs first", "GFLOPs", "FLOPs vs first"]
     if workspace:
         columns += ["workspace, MB", "allocator's peak, MB"]
@@ -169,17 +169,23 @@ def compare(
         columns += ["seconds", "device"]
 
     shown, values = [], []
-    for name, arm in arms.items():
+    for name, variant in variants.items():
         peak_ratio, flops_ratio = (
-            _ratio(arm.peak_bytes, first.peak_bytes),
-            _ratio(arm.flops, first.flops),
+            _ratio(variant.peak_bytes, first.peak_bytes),
+            _ratio(variant.flops, first.flops),
         )
-        row = [(name, name), _scaled(arm.peak_bytes, 10**6), (peak_ratio, _times(peak_ratio))]
-        row += [_scaled(arm.flops, 10**9), (flops_ratio, _times(flops_ratio))]
+        row = [(name, name), _scaled(variant.peak_bytes, 10**6), (peak_ratio, _times(peak_ratio))]
+        row += [_scaled(variant.flops, 10**9), (flops_ratio, _times(flops_ratio))]
         if workspace:
-            row += [_scaled(arm.workspace_bytes, 10**6), _scaled(arm.allocator_peak_bytes, 10**6)]
+            row += [
+                _scaled(variant.workspace_bytes, 10**6),
+                _scaled(variant.allocator_peak_bytes, 10**6),
+            ]
         if seconds:
-            row += [(arm.seconds, NumberText(f"{arm.seconds:.4f}")), (arm.device, str(arm.device))]
+            row += [
+                (variant.seconds, NumberText(f"{variant.seconds:.4f}")),
+                (variant.device, str(variant.device)),
+            ]
         values.append([value for value, _ in row])
         shown.append([cell for _, cell in row])
     return Table(columns, shown, values=values)

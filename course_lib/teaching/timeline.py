@@ -44,10 +44,10 @@ def timelines(
     Raises:
         ValueError: There is no meter, or one of them recorded nothing.
     """
-    arms = {**(meters or {}), **named}
-    if not arms:
+    variants = {**(meters or {}), **named}
+    if not variants:
         raise ValueError('timelines needs at least one meter, as in timelines({"plain": meter})')
-    steps = [_Step(name, meter) for name, meter in arms.items()]
+    steps = [_Step(name, meter) for name, meter in variants.items()]
 
     height = panel_height * len(steps) + (0.45 if title is None else 0.75)
     drawn, axes = figure(

@@ -267,7 +267,7 @@ def check_layer_formula(answer: Any) -> Verdict:
         )
     for name, formula in rows.items():
         verdict = expect_number(
-            given[name], formula(**other), wrong_answers=_slips(name, formula(**other), **other)
+            given[name], formula(**other), wrong_answers=_mistakes(name, formula(**other), **other)
         )
         fits_the_list = bool(expect_number(of_the_list[name], formula(**shown)))
         if bool(verdict) != fits_the_list:
@@ -285,60 +285,64 @@ def check_layer_formula(answer: Any) -> Verdict:
     )
 
 
-def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[float, str]:
+def _mistakes(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[float, str]:
     """Return wrong numbers of bytes for a row with `count` bytes, and the mistake of each."""
     one = 4 * s * b * h  # bytes of a tensor (b, s, h)
-    slips: dict[float, str] = {
+    mistakes: dict[float, str] = {
         0: "This row is still empty.",
         count // b: "Each of the b sequences has its own.",
         count // 2: "That is 2 bytes a number; here it is 4.",
         count // 4: "That counts elements; fp32 takes 4 bytes each.",
     }
     if row == "norms":
-        slips[one] = "There are two LayerNorms."
-        slips[4 * one] = (
+        mistakes[one] = "There are two LayerNorms."
+        mistakes[4 * one] = (
             "Their inputs alone: what they give is what the next Linear gets, and is counted there."
         )
-        slips[2 * one + 16 * h] = "Weights don't count: they are there anyway."
+        mistakes[2 * one + 16 * h] = "Weights don't count: they are there anyway."
     if row == "statistics":
-        slips[count // 2] = "Two numbers a token, and two LayerNorms."
-        slips[16 * h] = (
+        mistakes[count // 2] = "Two numbers a token, and two LayerNorms."
+        mistakes[16 * h] = (
             "You counted one mean and one deviation for each feature. LayerNorm has them for each"
             " token."
         )
     if row == "probabilities":
-        slips[count // a] = slips[count // a // b] = "There is one s × s matrix for each head."
-        slips[2 * count] = (
+        mistakes[count // a] = mistakes[count // a // b] = (
+            "There is one s × s matrix for each head."
+        )
+        mistakes[2 * count] = (
             "P alone, once: softmax's derivative needs no S, and the product with V shares P's"
             " storage."
         )
-        slips[count // 2] = (
+        mistakes[count // 2] = (
             "The mask saves nothing: the whole s × s matrix is there. Or is that 2 bytes a number?"
         )
-        slips[2 * a * s * (s + 1) * b] = (
+        mistakes[2 * a * s * (s + 1) * b] = (
             "You counted the triangle that the causal mask leaves. P is stored whole, zeros"
             " included: s × s."
         )
     if row == "attention":
-        slips[3 * one] = "Q, K and V are three; the inputs of the two projections are kept, too."
-        slips[4 * one] = "One is missing: the input of the output projection is kept, too."
-        slips[6 * one] = "One too many: `y`, `q`, `k`, `v` and `P @ v` are five."
-        slips[5 * one + 4 * 4 * h * h] = "Weights don't count: they are there anyway."
-        slips[7 * one] = "The projection's input is kept once: Q, K and V come out of one product."
-        slips[5 * one + 4 * a * s * s * b] = "P has a row of its own."
+        mistakes[3 * one] = "Q, K and V are three; the inputs of the two projections are kept, too."
+        mistakes[4 * one] = "One is missing: the input of the output projection is kept, too."
+        mistakes[6 * one] = "One too many: `y`, `q`, `k`, `v` and `P @ v` are five."
+        mistakes[5 * one + 4 * 4 * h * h] = "Weights don't count: they are there anyway."
+        mistakes[7 * one] = (
+            "The projection's input is kept once: Q, K and V come out of one product."
+        )
+        mistakes[5 * one + 4 * a * s * s * b] = "P has a row of its own."
     if row == "feed-forward":
         for width in (3, 5, 6):
-            slips[width * one] = (
+            mistakes[width * one] = (
                 "Two tensors of it are 4h wide: GELU's input, and what the last product gets."
             )
-        slips[8 * one] = "Its own input is kept, too: h wide."
-        slips[10 * one] = (
+        mistakes[8 * one] = "Its own input is kept, too: h wide."
+        mistakes[10 * one] = (
             "You counted what the last product returns. It is added to x, and an addition keeps"
             " nothing."
         )
-        slips[13 * one] = "GELU's output is the last product's input: one tensor, not two."
-        slips[9 * one + 4 * 8 * h * h] = "Weights don't count: they are there anyway."
-    return slips
+        mistakes[13 * one] = "GELU's output is the last product's input: one tensor, not two."
+        mistakes[9 * one + 4 * 8 * h * h] = "Weights don't count: they are there anyway."
+    return mistakes
 
 
 @exercise(
@@ -364,7 +368,7 @@ def check_whole_peak(answer: Any) -> Verdict:
         "norm and head": 2 * width + statistics,
         "logits": 3 * logits,
     }
-    slips: dict[str, dict[float, str]] = {
+    mistakes: dict[str, dict[float, str]] = {
         "state": {
             4 * WEIGHTS: "Adam's state is there all the time, too.",
             8 * WEIGHTS: "The weights are there all the time, too.",
@@ -419,7 +423,7 @@ def check_whole_peak(answer: Any) -> Verdict:
         if any(expect_number(answer[name], count + change) for change in close.get(name, ())):
             continue
         verdict = expect_number(
-            answer[name], count, wrong_answers={**_as_read_off(count), **slips[name]}
+            answer[name], count, wrong_answers={**_as_read_off(count), **mistakes[name]}
         )
         if not verdict:
             return _of_row(name, verdict)

@@ -119,15 +119,15 @@ OLDER_CLAIMS = (
 )
 
 
-def figures_of_claims(arms: Mapping[str, Any], alone: Mapping[int | None, int]) -> list[str]:
+def figures_of_claims(variants: Mapping[str, Any], alone: Mapping[int | None, int]) -> list[str]:
     """Return the figures measured for each of `CLAIMS`.
 
     Args:
-        arms: Name of a policy -> its result, with `flops`; "plain", "each layer" and "products
+        variants: Name of a policy -> its result, with `flops`; "plain", "each layer" and "products
             kept" must be among them.
         alone: Layer with the checkpoint, or None -> peak in bytes of eight layers without a head.
     """
-    plain, layer, kept = (arms[name].flops for name in ("plain", "each layer", "products kept"))
+    plain, layer, kept = (variants[name].flops for name in ("plain", "each layer", "products kept"))
     head = 3 * 2 * 1024 * 256 * 2048  # products of the head, which no policy recomputes
     whole = plain + (plain - head) // 3  # each layer without early stop: one more forward of all
     peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[None], alone[0], alone[7]))

@@ -124,7 +124,7 @@ _RETURNED = (
     " `x`."
 )
 # PyTorch's messages for some mistakes, and what they mean here.
-_SLIPS = {
+_MISTAKES = {
     "does not require grad": (
         "In backward there are no graphs: run the block again under `torch.enable_grad()`."
     ),
@@ -179,7 +179,7 @@ def _keeps_its_input_only(function: Callable) -> None:
                 " under `torch.enable_grad()` too, or hand the output and the gradient to"
                 " `torch.autograd.backward`."
             )
-        _name_the_slip(error)
+        _name_the_mistake(error)
         raise
     if (before, len(runs)) == (1, 1) and kept <= 1.5 * x.nbytes:
         _refuse("Backward has computed nothing again: it must run the block a second time.")
@@ -212,9 +212,9 @@ def _keeps_its_input_only(function: Callable) -> None:
         raise Refused(text(said, kept=kept, input=x.nbytes))
 
 
-def _name_the_slip(error: Exception) -> None:
+def _name_the_mistake(error: Exception) -> None:
     """Refuse with the meaning of PyTorch's error, if it is known."""
-    for said, meant in _SLIPS.items():
+    for said, meant in _MISTAKES.items():
         if said in f"{error}":
             raise Refused(meant, exact=True) from None
 
@@ -243,7 +243,7 @@ def _works_in_a_network(function: Callable) -> None:
     try:
         network(function).backward(gradient)
     except (RuntimeError, IndexError) as error:
-        _name_the_slip(error)
+        _name_the_mistake(error)
         raise Refused(said, exact=True) from None
     found = [tensor.grad for tensor in (start, *weights)]
     if not all(

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Arm(NamedTuple):
+class StepCost(NamedTuple):
     """Costs of a step."""
 
     peak_bytes: int
     flops: int
 
 
-def measured_step(make: Callable[..., Decoder], **options: Any) -> Arm:
+def measured_step(make: Callable[..., Decoder], **options: Any) -> StepCost:
     """Measure the second step of `make(**options)` with Adam, on 8 sequences of 128 tokens.
 
     Gradients are created in backward.
@@ -40,7 +40,7 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> Arm:
         with flop_counter() as counter, MemoryMeter(decoder, adam) as meter:
             decoder.loss(tokens).backward()
             adam.step()
-    return Arm(meter.peak_bytes, counter.get_total_flops())
+    return StepCost(meter.peak_bytes, counter.get_total_flops())
 
 
 def peak_with_gradients(decoder: Decoder) -> int:
@@ -168,10 +168,13 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
 _PLACES = {"each layer": (-8, 2, "right")}
 
 
-def draw_policies(arms: Mapping[str, Any]) -> "Figure":
+def draw_policies(variants: Mapping[str, Any]) -> "Figure":
     """Draw peak and FLOPs of policies (`peak_bytes`, `flops`), each relative to the first one."""
-    plain = next(iter(arms.values()))
-    points = {name: (arm.peak_bytes / 1e6, arm.flops / plain.flops) for name, arm in arms.items()}
+    plain = next(iter(variants.values()))
+    points = {
+        name: (variant.peak_bytes / 1e6, variant.flops / plain.flops)
+        for name, variant in variants.items()
+    }
     said = "{name}: {peak} MB, {times} times the FLOPs"
     alt = [
         text(said, name=text(name), peak=f"{x:.1f}", times=f"{y:.3f}")
@@ -190,7 +193,7 @@ def draw_policies(arms: Mapping[str, Any]) -> "Figure":
     return shown_once(drawn)
 
 
-def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any]) -> "Figure":
+def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str, Any]) -> "Figure":
     """Draw bars of FLOPs and of CPU seconds of forward and backward, each relative to the first.
 
     The seconds are those of 4 sequences, in ten rounds.
@@ -201,7 +204,7 @@ def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any
         decoder.loss(tokens).backward()
         seconds[name].append(process_time() - start)
     first = next(iter(decoders))
-    flops = [arms[name].flops / arms[first].flops for name in decoders]
+    flops = [variants[name].flops / variants[first].flops for name in decoders]
     ratios = [  # round by round
         sorted(one / plain for one, plain in zip(took, seconds[first], strict=True))
         for took in seconds.values()

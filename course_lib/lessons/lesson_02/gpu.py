@@ -20,7 +20,7 @@ from course_lib.teaching.experiments import TINY, Part, compared, decoder_and_to
         "batch": 4,
     },
     small=TINY,
-    arms={"plain": "plain", "checkpointed": "checkpointed"},
+    variants={"plain": "plain", "checkpointed": "checkpointed"},
 )
 def checkpointed_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     model, tokens = decoder_and_tokens(device, **sizes)
@@ -34,5 +34,5 @@ def checkpointed_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
             layer.forward = forward
         model.loss(tokens).backward()
 
-    arms = {"plain": lambda: step(plain), "checkpointed": lambda: step(checkpointed)}
-    yield from compared(device, arms, model=model)
+    variants = {"plain": lambda: step(plain), "checkpointed": lambda: step(checkpointed)}
+    yield from compared(device, variants, model=model)

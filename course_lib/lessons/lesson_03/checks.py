@@ -78,23 +78,25 @@ def _least_times() -> list[list[float]]:
     return found
 
 
-def _fastest(stages: tuple[Stage, ...], room: int, slip: str) -> float:
+def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
     """Compute the recurrence with one mistake in it."""
     if not stages:
         return 0
     first, best = stages[0], math.inf
     taken = (
-        first.saved_bytes + (0 if slip == "gradient" else first.output_bytes) + (slip == "strictly")
+        first.saved_bytes
+        + (0 if mistake == "gradient" else first.output_bytes)
+        + (mistake == "strictly")
     )
-    if (taken <= room or slip == "fits") and (slip != "one at a time" or len(stages) == 1):
-        left = room - {"kept": 0, "gradient kept": taken}.get(slip, first.saved_bytes)
-        backward = 0 if slip == "backward" else first.backward_time
-        forward = 0 if slip == "forward" else first.forward_time
-        best = forward + _fastest(stages[1:], left, slip) + backward
+    if (taken <= room or mistake == "fits") and (mistake != "one at a time" or len(stages) == 1):
+        left = room - {"kept": 0, "gradient kept": taken}.get(mistake, first.saved_bytes)
+        backward = 0 if mistake == "backward" else first.backward_time
+        forward = 0 if mistake == "forward" else first.forward_time
+        best = forward + _fastest(stages[1:], left, mistake) + backward
     ends = {"never runs on": (), "one step": range(1, min(2, len(stages)))}.get(
-        slip, range(1, len(stages))
+        mistake, range(1, len(stages))
     )
-    for end in () if slip == "greedy" and best < math.inf else ends:
+    for end in () if mistake == "greedy" and best < math.inf else ends:
         before, behind = stages[end - 1], stages[end]
         boundary = {
             "saved": before.saved_bytes,
@@ -102,18 +104,18 @@ def _fastest(stages: tuple[Stage, ...], room: int, slip: str) -> float:
             "one byte": 1,
             "input": 0,
         }
-        kept = boundary.get(slip, before.output_bytes)
+        kept = boundary.get(mistake, before.output_bytes)
         passed = {
             "time": (),
             "too far": stages[: end + 1],
             "not the first": stages[1:end],
             "only the first": stages[:1],
         }
-        ahead = sum(stage.forward_time for stage in passed.get(slip, stages[:end]))
-        earlier = room - kept if slip == "gone" else room
-        again = 0 if slip == "earlier" else _fastest(stages[:end], earlier, slip)
-        way = ahead + _fastest(stages[end:], room - kept, slip) + again
-        best = way if slip == "last way" else min(best, way)
+        ahead = sum(stage.forward_time for stage in passed.get(mistake, stages[:end]))
+        earlier = room - kept if mistake == "gone" else room
+        again = 0 if mistake == "earlier" else _fastest(stages[:end], earlier, mistake)
+        way = ahead + _fastest(stages[end:], room - kept, mistake) + again
+        best = way if mistake == "last way" else min(best, way)
     return best
 
 
@@ -121,7 +123,7 @@ _PASSED = (
     "The stages that are passed on the way to `e` are `stages[:e]`: all of their forwards, and no"
     " other."
 )
-_SLIPS = {
+_MISTAKES = {
     "gradient": (
         "A backward needs room for the gradient that comes in, too: `saved_bytes + output_bytes`."
     ),
@@ -208,19 +210,19 @@ def check_recurrence(answer: Any) -> Verdict:
                 number=number,
             )
         )
-    for slip, reason in _SLIPS.items():
-        if given == _times_with(slip):
+    for mistake, reason in _MISTAKES.items():
+        if given == _times_with(mistake):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
     return _first_difference(given, wanted)
 
 
 @cache
-def _times_with(slip: str) -> list[list[float]]:
+def _times_with(mistake: str) -> list[list[float]]:
     """Return the times that the recurrence gives with a mistake in it, for each chain and
     budget."""
     chains = zip(_CHAINS, _least_times(), strict=True)
     return [
-        _table_of(lambda stages, room: _fastest(stages, room, slip), chain, len(times))
+        _table_of(lambda stages, room: _fastest(stages, room, mistake), chain, len(times))
         for chain, times in chains
     ]
 

@@ -12,29 +12,29 @@ from course_lib.teaching.exercises import Refused, exercise, not_answered, right
 B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.1 to 3.3
 
 
-def _peak(cuts: Sequence[int], slip: str | None = None) -> float:
+def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
     """Return the peak of segments, or the result of a given mistake."""
     sizes = [end - start for start, end in pairwise(cuts)]
     inputs = [*range(1, len(sizes) + 1)]
-    if slip == "mean":
+    if mistake == "mean":
         sizes = [sum(sizes) / len(sizes)] * len(sizes)
-    if slip == "reversed":
+    if mistake == "reversed":
         inputs.reverse()
-    if slip == "all boundaries":
+    if mistake == "all boundaries":
         inputs = [len(sizes)] * len(sizes)
-    if slip == "last":
+    if mistake == "last":
         inputs, sizes = inputs[-1:], sizes[-1:]
-    if slip == "largest":
+    if mistake == "largest":
         largest = max(range(len(sizes)), key=lambda j: (sizes[j], j))
         inputs, sizes = [inputs[largest]], [sizes[largest]]
-    if slip == "ends":
+    if mistake == "ends":
         inputs, sizes = [inputs[0], inputs[-1]], [sizes[0], sizes[-1]]
     parts = [kept * B + size * A for kept, size in zip(inputs, sizes, strict=True)]
-    peak = (sum(parts) if slip == "sum" else max(parts)) + (0 if slip == "gradient" else B)
-    return {"units": peak / B, "loss": peak + 8}.get(slip, peak)
+    peak = (sum(parts) if mistake == "sum" else max(parts)) + (0 if mistake == "gradient" else B)
+    return {"units": peak / B, "loss": peak + 8}.get(mistake, peak)
 
 
-_PEAK_SLIPS = {
+_PEAK_MISTAKES = {
     "units": "Those are activations. Give bytes.",
     "gradient": (
         "One B is missing: the chain's own input counts, and so does the gradient that is"
@@ -88,8 +88,8 @@ def check_predicted_peak(answer: Any) -> Verdict:
         return not_answered()
     if all(map(_same, given, map(_peak, tried))):
         return right("Right, for equal segments and for others.")
-    for slip, reason in _PEAK_SLIPS.items():
-        if all(_same(one, _peak(cuts, slip)) for one, cuts in zip(given, tried, strict=True)):
+    for mistake, reason in _PEAK_MISTAKES.items():
+        if all(_same(one, _peak(cuts, mistake)) for one, cuts in zip(given, tried, strict=True)):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
     one, cuts = next(
         (one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts))
@@ -120,7 +120,7 @@ def _whole_layers(layers: int, kept: int, boundary: int) -> int:
 
 
 # Reason -> result of a function with that mistake.
-_COUNT_SLIPS: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
+_COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
     (
         "That is √L, right only where a layer keeps as much as one boundary.",
         lambda n, a, b: math.sqrt(n),
@@ -179,8 +179,8 @@ def check_best_count(answer: Any) -> Verdict:
     ]
     if all(fit):
         return right("Right: both parts are √(L·A·B) there. 100 layers that keep 2 B each: 14.")
-    for reason, slip in _COUNT_SLIPS:
-        theirs = [slip(*sizes) for sizes in _SIZES]
+    for reason, mistake in _COUNT_MISTAKES:
+        theirs = [mistake(*sizes) for sizes in _SIZES]
         if all(_same(one, k) or one == round(k) for one, k in zip(given, theirs, strict=True)):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
     first = fit.index(False)

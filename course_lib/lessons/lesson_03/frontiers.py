@@ -147,7 +147,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
 def draw_frontier(
     title: str,
     lines: Mapping[str, Sequence[Cost]],
-    arms: Mapping[str, tuple[Mapping, str, str]],
+    variants: Mapping[str, tuple[Mapping, str, str]],
     *,
     xlim: tuple[float, float],
 ) -> "Figure":
@@ -155,21 +155,21 @@ def draw_frontier(
 
     Args:
         lines: Label -> points of a frontier; the last point of the first one is the baseline.
-        arms: Label -> (name -> (peak in bytes, FLOPs), marker, color); a name is written at its
+        variants: Label -> (name -> (peak in bytes, FLOPs), marker, color); a name is written at its
             point if it contains words.
     """
     plain = next(iter(lines.values()))[-1].time
     drawn, ax = figure(title, height=4.0)
-    drawn.course_alt = _frontier_in_words(lines, arms)
+    drawn.course_alt = _frontier_in_words(lines, variants)
     for (name, points), color in zip(lines.items(), (COLORS["predicted"], EARLY), strict=False):
         line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
         ax.step(*zip(*line, strict=True), where="post", color=color, label=text(name))
     points_run = [
         (peak / 1e6, flops / plain)
-        for costs, _, _ in arms.values()
+        for costs, _, _ in variants.values()
         for peak, flops in costs.values()
     ]
-    for name, (costs, marker, color) in arms.items():
+    for name, (costs, marker, color) in variants.items():
         across, up = zip(
             *((peak / 1e6, flops / plain) for peak, flops in costs.values()), strict=True
         )
@@ -194,7 +194,7 @@ def draw_frontier(
 
 
 def _frontier_in_words(
-    lines: Mapping[str, Sequence[Cost]], arms: Mapping[str, tuple[Mapping, str, str]]
+    lines: Mapping[str, Sequence[Cost]], variants: Mapping[str, tuple[Mapping, str, str]]
 ) -> str:
     plain, said = next(iter(lines.values()))[-1].time, []
     for name, points in lines.items():
@@ -202,7 +202,7 @@ def _frontier_in_words(
         ends = {"least": f"{least.peak_bytes / 1e6:.1f}", "most": f"{most.peak_bytes / 1e6:.1f}"}
         words = "{name}: from {least} MB at {times} times the FLOPs to {most} MB at 1"
         said.append(text(words, name=text(name), times=f"{least.time / plain:.2f}", **ends))
-    for name, (costs, _, _) in arms.items():
+    for name, (costs, _, _) in variants.items():
         for word, (peak, flops) in costs.items():
             called = listed([name, word]) if isinstance(word, str) else name
             values = {"peak": f"{peak / 1e6:.1f}", "times": f"{flops / plain:.3f}"}

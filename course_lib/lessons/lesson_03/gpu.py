@@ -30,7 +30,7 @@ from course_lib.teaching.experiments import (
         "batch": 4,
     },
     small={**TINY, "layers": 4},
-    arms={"plain": "store all", "half": "half", "quarter": "a quarter"},
+    variants={"plain": "store all", "half": "half", "quarter": "a quarter"},
 )
 def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     model, tokens = decoder_and_tokens(device, **sizes, tied=False)
@@ -38,8 +38,8 @@ def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     x = tokens[:, :-1].contiguous()
     for parameter in stages.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    arms = {"plain": lambda: stages(x).backward()}
-    yield peaks("plain", arms["plain"])
+    variants = {"plain": lambda: stages(x).backward()}
+    yield peaks("plain", variants["plain"])
     chain = Chain.profile(stages, x, clock=True)
     points = frontier(chain)
     for name, part in (("half", 2), ("quarter", 4)):
@@ -48,6 +48,6 @@ def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
         run = ScheduledSequential(stages, schedule)
         # x exists before the step
         yield {f"{name}_predicted_bytes": simulate(schedule, chain).peak_bytes - x.nbytes}
-        arms[name] = lambda run=run: run(x).backward()
-        yield peaks(name, arms[name])
-    yield seconds(device, arms)
+        variants[name] = lambda run=run: run(x).backward()
+        yield peaks(name, variants[name])
+    yield seconds(device, variants)

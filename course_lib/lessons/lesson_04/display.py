@@ -241,8 +241,8 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
         xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h")
     )
     ax.set(ylabel=text("FLOPs a byte"), xticks=ticks, xticklabels=[str(tick) for tick in ticks])
-    arms = {"all that is saved, 34 h": (34, "-"), "checkpointed inputs, 2 h": (2, "--")}
-    for name, (factor, style) in arms.items():
+    variants = {"all that is saved, 34 h": (34, "-"), "checkpointed inputs, 2 h": (2, "--")}
+    for name, (factor, style) in variants.items():
         intensity = [(24 * h + 2 * 4096) / factor for h in widths]
         ax.plot(widths, intensity, style, color=COLORS["predicted"], label=text(name))
     for name, bandwidth in links.items():

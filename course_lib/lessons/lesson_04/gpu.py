@@ -33,7 +33,7 @@ from course_lib.teaching.experiments import (
         "batch": 4,
     },
     small=TINY,
-    arms={
+    variants={
         "plain": "plain",
         "offloaded": "offloaded",
         "save_on_cpu": "save_on_cpu",
@@ -62,12 +62,12 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     with AttentionKernels() as kernels:
         step(torch.enable_grad())
     yield {"attention": str(kernels)}
-    arms = {
+    variants = {
         "plain": lambda: step(torch.enable_grad()),
         "offloaded": lambda: step(offload_activations(min_bytes=1 << 10)),
         "save_on_cpu": lambda: step(save_on_cpu(pin_memory=pinned)),
     }
-    yield from compared(device, arms, model=model)
+    yield from compared(device, variants, model=model)
 
 
 @experiment(
@@ -81,7 +81,7 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
         "batch": 4,
     },
     small=TINY,
-    arms={"plain": "on the device", "offloaded": "in host memory"},
+    variants={"plain": "on the device", "offloaded": "in host memory"},
     labels={"state_bytes": "8 bytes a parameter"},
 )
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
@@ -89,7 +89,7 @@ def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
 
     On a GPU it pins up to 16 bytes per parameter, 2 GB, and needs half a minute with a slow CPU.
     """
-    arms = {}
+    variants = {}
     for name, kind in (("plain", torch.optim.AdamW), ("offloaded", OffloadedOptimizer)):
         model, tokens = decoder_and_tokens(device, **sizes)
         optimizer = kind(model.parameters(), lr=1e-4)
@@ -99,10 +99,10 @@ def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
             optimizer.step()
             optimizer.zero_grad()
 
-        arms[name] = step
+        variants[name] = step
         yield peaks(name, step, model=model, optimizer=optimizer)
     yield {"state_bytes": 8 * sum(parameter.numel() for parameter in model.parameters())}
-    yield seconds(device, arms)
+    yield seconds(device, variants)
 
 
 @experiment(

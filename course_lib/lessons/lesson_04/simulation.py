@@ -101,10 +101,12 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
         live: Arguments of `simulated_decoder` -> its result now; the other rows are recorded ones.
     """
     known, rows = {**RECORDED, **live}, []
-    arms = [("plain", None, 0, False), ("checkpoint", None, 0, True)]
+    variants = [("plain", None, 0, False), ("checkpoint", None, 0, True)]
     for name, checkpointed in (("offload, p = {p}", False), ("both, p = {p}", True)):
-        arms += [(text(name, p=p), link, p, checkpointed) for p in (0, 2) for link in (20e9, 2e9)]
-    for name, *key in arms:
+        variants += [
+            (text(name, p=p), link, p, checkpointed) for p in (0, 2) for link in (20e9, 2e9)
+        ]
+    for name, *key in variants:
         found = known[tuple(key)]
         times = f"{found.seconds / known[None, 0, False].seconds:.3f}"
         link = "–" if key[0] is None else f"{key[0] / 1e9:.0f} GB/s"
@@ -123,13 +125,13 @@ def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> T
         hasty: A store that leaves out the wait for copies of the name `missing`, "down" or "up".
         unordered: A device whose copies do not wait until their source is computed.
     """
-    slips = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
-    slips |= {
+    mistakes = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
+    mistakes |= {
         "copy down → release": (SimulatedDevice, "down"),
         "copy up → use": (SimulatedDevice, "up"),
     }
     right, rows = _first_gradient(SimulatedDevice, HostStore())[0], []
-    for name, (kind, missing) in slips.items():
+    for name, (kind, missing) in mistakes.items():
         marks = []
         for mode in ({}, {"late": True}, {"early": True}):
             store = hasty()

@@ -126,7 +126,7 @@ class _Recorder(torch.optim.SGD):
 
 
 # PyTorch's messages on wrong use of a scaler, and what they mean here.
-_SLIPS = {
+_MISTAKES = {
     "unscale_() has already been called": (
         "`unscale_` belongs to a step, not to a piece: once, after the last piece."
     ),
@@ -171,7 +171,7 @@ def _epoch(
         try:
             loop(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)
         except RuntimeError as error:
-            for said, meant in _SLIPS.items():
+            for said, meant in _MISTAKES.items():
                 if said in str(error):
                     raise Refused(meant, exact=True) from None
             raise

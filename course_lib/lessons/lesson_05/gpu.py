@@ -26,7 +26,7 @@ def _loss_sum(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
         "batch": 16,
     },
     small={**TINY, "batch": 4},
-    arms={
+    variants={
         "one": "pieces of 1",
         "quarter": "a quarter each",
         "all": "all at once",
@@ -44,5 +44,5 @@ def pieces_of_a_batch(device: torch.device, **sizes: int) -> Iterator[Part]:
         autocast_dtype=torch.float16 if device.type == "cuda" else torch.bfloat16,
     )
     pieces = {"one": 1, "quarter": len(tokens) // 4, "all": len(tokens)}
-    arms = {name: lambda size=size: step(split(tokens, size)) for name, size in pieces.items()}
-    yield from compared(device, arms, model=model, optimizer=optimizer)
+    variants = {name: lambda size=size: step(split(tokens, size)) for name, size in pieces.items()}
+    yield from compared(device, variants, model=model, optimizer=optimizer)

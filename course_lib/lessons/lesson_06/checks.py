@@ -166,7 +166,7 @@ def check_log_sum_exp(function: Any) -> Verdict:
 # Exercise 2: dQ, dK, dV
 # -----------------------------------------------------------------------------------------------
 
-_SLIPS = {
+_MISTAKES = {
     "no D": (
         "dV is right, dQ and dK are not: softmax's gradient subtracts D, the row sums of dO ∘ O."
     ),
@@ -193,11 +193,11 @@ def reference_backward(
     lse: Tensor,
     grad_o: Tensor,
     block: int,
-    slip: str = "",
+    mistake: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV of one head, (n, d) each, computed key block by key block.
 
-    `slip` names a mistake that learners make, which is then included.
+    `mistake` names a mistake that learners make, which is then included.
     """
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -205,15 +205,15 @@ def reference_backward(
         panel = slice(start, start + block)
         scores = q @ k[panel].T * scale
         p = (scores - lse[:, None]).exp()
-        if slip == "softmax of the panel":
+        if mistake == "softmax of the panel":
             p = scores.softmax(1)
-        if slip == "divided":
+        if mistake == "divided":
             p = scores.exp() / lse[:, None].exp()
         dp = grad_o @ v[panel].T
-        row = {"no D": 0.0, "D of the panel": (p * dp).sum(1, keepdim=True)}.get(slip, dots)
-        ds = p * (dp - row) * (1 if slip == "scale forgotten" else scale)
+        row = {"no D": 0.0, "D of the panel": (p * dp).sum(1, keepdim=True)}.get(mistake, dots)
+        ds = p * (dp - row) * (1 if mistake == "scale forgotten" else scale)
         dv[panel], dk[panel] = p.T @ grad_o, ds.T @ q
-        dq = ds @ k[panel] if slip == "dQ overwritten" else dq + ds @ k[panel]
+        dq = ds @ k[panel] if mistake == "dQ overwritten" else dq + ds @ k[panel]
     return dq, dk, dv
 
 
@@ -276,8 +276,8 @@ def _wrong_gradients(
         )
     if all(map(_equal, found, expected)):
         return None
-    for slip, said in _SLIPS.items():
-        if all(map(_equal, found, reference_backward(*case, 16, slip))):
+    for mistake, said in _MISTAKES.items():
+        if all(map(_equal, found, reference_backward(*case, 16, mistake))):
             return wrong(said, exact=True)
     if all(any(_equal(one, other) for other in expected) for one in found):
         return wrong("These are dQ, dK and dV in another order.", exact=True)
@@ -360,8 +360,8 @@ def check_flops(answer: Any) -> Verdict:
         )
     if all(value is None for value in answer.values()):
         return not_answered()
-    for name, (expected, why, slips) in _PRODUCTS.items():
-        verdict = expect_number(answer[name], expected, wrong_answers=slips)
+    for name, (expected, why, mistakes) in _PRODUCTS.items():
+        verdict = expect_number(answer[name], expected, wrong_answers=mistakes)
         if not verdict:
             said = text("{name}: {why}", name=f"`{name}`", why=say(verdict.message))
             return wrong(said, hint=None if verdict.exact else why, exact=verdict.exact)
@@ -616,7 +616,7 @@ def check_causal_tiles(function: Any) -> Verdict:
         case = f"{queries}, {keys}, {block_q}, {block_k}"
         last = [min(first + block_q, queries) for first in range(0, queries, block_q)]
         seen = [each + keys - queries for each in last]  # keys seen by the last query of each block
-        slips = {
+        mistakes = {
             sum(-(-min(each, keys) // block_k) for each in last): (
                 "The last query sees all keys: count from the bottom right."
             ),
@@ -632,11 +632,11 @@ def check_causal_tiles(function: Any) -> Verdict:
                 "Where a block sees a whole number of tiles, no more is needed."
             ),
         }
-        slips = {number: said for number, said in slips.items() if number != expected}
+        mistakes = {number: said for number, said in mistakes.items() if number != expected}
         answer = function(queries, keys, block_q, block_k)
         if answer is None:
             return not_answered()
-        verdict = expect_number(answer, expected, wrong_answers=slips)
+        verdict = expect_number(answer, expected, wrong_answers=mistakes)
         if not verdict:
             return wrong(
                 text("For {case}: {said}", case=f"`{case}`", said=say(verdict.message)),

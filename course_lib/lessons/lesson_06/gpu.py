@@ -18,7 +18,7 @@ from course_lib.teaching.experiments import AttentionKernels, Part, compared, ex
     ),
     sizes={"sequence": 4096, "heads": 16, "head_dim": 128},
     small={"sequence": 32, "heads": 2, "head_dim": 16},
-    arms={
+    variants={
         "standard": "standard",
         "cudnn": "framework, cuDNN",
         "flash": "framework, FlashAttention",
@@ -55,11 +55,11 @@ def attention_forward_and_backward(
             forwards[name] = lambda backend=backend: by(backend)
     forwards["course"] = lambda: flash_attention(*inputs, causal=True, backend=ours)
     forwards["course"]().backward(gradient)  # the first call tunes block sizes
-    arms = {
+    variants = {
         name: lambda forward=forward: forward().backward(gradient)
         for name, forward in forwards.items()
     }
-    yield from compared(device, arms)
+    yield from compared(device, variants)
 
 
 def _runs(step: Callable[[], object]) -> bool:

@@ -35,7 +35,7 @@ RECIPES = {
         "batch": 4,
     },
     small={**TINY, "heads": 1},
-    arms={
+    variants={
         "plain": "plain",
         "forgetful": "flash, checkpoints",
         "least": "state on the host, steps in backward",

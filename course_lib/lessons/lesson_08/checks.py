@@ -45,14 +45,14 @@ def check_held(answer: Any) -> Verdict:
     for psi, n in ((PSI, 8), (PSI, 2), (1_000_000, 4)):  # at 2 and 4, some mistakes give one number
         given = _four(answer(psi, n))
         for stage, count in _held(psi, n).items():
-            slips = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
+            mistakes = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
             if stage == "DDP":
-                slips |= {
+                mistakes |= {
                     12 * psi: "Adam keeps two numbers a weight.",
                     16 * psi / n: "DDP cuts nothing.",
                 }
             if stage == "ZeRO 1":
-                slips |= {
+                mistakes |= {
                     4 * psi + 12 * psi / n: (
                         "Gradients stay whole; in the paper's formula they are half as wide."
                     ),
@@ -60,7 +60,7 @@ def check_held(answer: Any) -> Verdict:
                     16 * psi / n: "Only the optimizer's state is cut.",
                 }
             if stage == "ZeRO 2":
-                slips |= {
+                mistakes |= {
                     2 * psi + 14 * psi / n: (
                         "That is the paper's, for mixed precision. All numbers are fp32 here."
                     ),
@@ -68,8 +68,8 @@ def check_held(answer: Any) -> Verdict:
                     16 * psi / n: "The weights stay whole.",
                 }
             if stage == "ZeRO 3":
-                slips |= {4 * psi + 12 * psi / n: "The weights are cut, too."}
-            _expect(given[stage], count, slips, stage, n, tolerance=1e-9)
+                mistakes |= {4 * psi + 12 * psi / n: "The weights are cut, too."}
+            _expect(given[stage], count, mistakes, stage, n, tolerance=1e-9)
     return right("Right: 16ψ, 8ψ + 8ψ/n, 4ψ + 12ψ/n and 16ψ/n.")
 
 
@@ -88,24 +88,24 @@ def check_seven_billion(answer: Any) -> Verdict:
     fp32 = _held(psi, n)
     given = _four(answer)
     for stage, count in _mixed(psi, n).items():
-        slips = {
+        mistakes = {
             count / psi: "That is a parameter's share. Give bytes.",
         }
         if stage in ("ZeRO 1", "ZeRO 2"):
-            slips[16 * psi / n] = "Not all of it is cut at this stage."
-            slips[fp32[stage]] = (
+            mistakes[16 * psi / n] = "Not all of it is cut at this stage."
+            mistakes[fp32[stage]] = (
                 "That is for fp32. Weights and gradients have 2 bytes a number here."
             )
         if stage == "ZeRO 1":
-            slips[fp32[stage]] = (
+            mistakes[fp32[stage]] = (
                 "So it is with autocast, which keeps weights and gradients in fp32. Here they have"
                 " 2 bytes a number."
             )
         if stage == "ZeRO 2":  # ZeRO 1 was right, so this is not a mistake about fp32
-            slips[4 * psi + 12 * psi / n] = "The gradients are cut, too."
+            mistakes[4 * psi + 12 * psi / n] = "The gradients are cut, too."
         if stage == "DDP":
-            slips[14 * billion] = "DDP cuts nothing."
-        _expect(given[stage], count, slips, stage, n)
+            mistakes[14 * billion] = "DDP cuts nothing."
+        _expect(given[stage], count, mistakes, stage, n)
     return right("Right: 112, 38.5, 26.25 and 14 GB. Each rank's own activations come on top.")
 
 
@@ -127,14 +127,16 @@ def _four(given: Any) -> Mapping[str, Any]:
 def _expect(
     given: Any,
     count: float,
-    slips: Mapping[float, str],
+    mistakes: Mapping[float, str],
     stage: str,
     n: int,
     *,
     tolerance: float = 2e-3,
 ) -> None:
     """Refuse any number except `count`, which may be rounded to three digits."""
-    verdict = expect_number(given, count, tolerance=tolerance, wrong_answers=slips, in_bytes=True)
+    verdict = expect_number(
+        given, count, tolerance=tolerance, wrong_answers=mistakes, in_bytes=True
+    )
     if not verdict:
         said = text("`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message)
         raise Refused(said, exact=verdict.exact)
@@ -296,7 +298,7 @@ def _check_bytes(adams: list[_Watched], wire: Wire, steps: int, n: int) -> None:
 # -----------------------------------------------------------------------------------------
 
 # PyTorch's messages on mistakes in backward, and what they mean here.
-_SLIPS = {
+_MISTAKES = {
     "incorrect number of gradients": (
         "Backward returns a gradient for each argument of forward: `None` for the wire."
     ),
@@ -355,19 +357,19 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
     try:
         output.backward(arriving[rank])
     except RuntimeError as error:
-        for said, meant in _SLIPS.items():
+        for said, meant in _MISTAKES.items():
             if said in str(error):
                 raise Refused(meant, exact=True) from None
         raise
     _check_backward(x.grad, arriving[rank] @ weight, "x")
     total, own = sum(gradients).chunk(ranks)[rank], gradients[rank].chunk(ranks)[rank]
-    slips = {
+    mistakes = {
         "That is this rank's gradient alone. The piece's is the sum over all ranks.": own,
         "The piece's gradient is the sum over the ranks here; the mean is the loss's affair.": (
             total / ranks
         ),
     }
-    _check_backward(piece.grad, total, "piece", slips)
+    _check_backward(piece.grad, total, "piece", mistakes)
     _check_traffic(wire.sent_bytes, weight.nbytes)
 
 
@@ -385,13 +387,13 @@ def _check_forward(
 
 
 def _check_backward(
-    found: Tensor | None, expected: Tensor, name: str, slips: Mapping[str, Tensor] | None = None
+    found: Tensor | None, expected: Tensor, name: str, mistakes: Mapping[str, Tensor] | None = None
 ) -> None:
     name = f"`{name}`"
     if found is None:
         raise Refused(text("{name} has no gradient.", name=name), exact=True)
-    for said, slip in (slips or {}).items():
-        if torch.allclose(found, slip, atol=1e-4):
+    for said, mistake in (mistakes or {}).items():
+        if torch.allclose(found, mistake, atol=1e-4):
             raise Refused(said, exact=True)
     if not torch.allclose(found, expected, atol=1e-3, rtol=1e-4):
         raise Refused(
@@ -441,13 +443,13 @@ def check_sent(answer: Any) -> Verdict:
             return wrong("A dictionary with the keys `DDP` and `FSDP2` is wanted.")
         wanted = {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
         for mode, count in wanted.items():
-            slips = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
+            mistakes = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
             if mode == "DDP":
-                slips[4 * psi] = (
+                mistakes[4 * psi] = (
                     "An all-reduce counts twice: the sum is scattered, and then gathered."
                 )
             else:
-                slips |= {
+                mistakes |= {
                     12 * psi: (
                         "The root is gathered once: it is not dropped between forward and backward."
                     ),
@@ -461,7 +463,7 @@ def check_sent(answer: Any) -> Verdict:
                     8 * psi - 4 * root: "The gradients are sent, too.",
                     16 * psi - 4 * root: "Gradients are scattered; nobody gathers them.",
                 }
-            verdict = expect_number(given[mode], count, wrong_answers=slips, in_bytes=True)
+            verdict = expect_number(given[mode], count, wrong_answers=mistakes, in_bytes=True)
             if not verdict:
                 said = text("`{kind}`: {message}", kind=mode, message=verdict.message)
                 return wrong(said, exact=verdict.exact)
@@ -493,7 +495,7 @@ def check_tokens_to_hide(answer: Any) -> Verdict:
         if given is None or given is ... or given == 0:
             return not_answered()
         least = 2 * rate / link
-        slips = {
+        mistakes = {
             6 * rate / link: "Backward computes, too: 6 FLOPs for each weight and token, not 2.",
             3 * rate / link: "Forward and backward: 6 FLOPs for each weight and token, not 4.",
             rate / link / 2: "That counts numbers; a number of fp32 has 4 bytes.",
@@ -503,7 +505,7 @@ def check_tokens_to_hide(answer: Any) -> Verdict:
             2 * link / rate: "Upside down: a fast link needs fewer tokens.",
             2 * rate / link * psi: "The weights are in both, traffic and compute: they cancel.",
         }
-        verdict = expect_number(given, least, tolerance=1e-3, wrong_answers=slips)
+        verdict = expect_number(given, least, tolerance=1e-3, wrong_answers=mistakes)
         if not verdict:
             return verdict
     return right(

@@ -144,16 +144,16 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
     )
 
 
-def draw_peaks(arms: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
+def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
     """Draw what is live at the peak of each variant, as stacked bars.
 
     Args:
-        arms: Label -> category -> bytes. "gathered" is added to the parameters, and its number is
-            written next to them.
+        variants: Label -> category -> bytes. "gathered" is added to the parameters, and its number
+            is written next to them.
     """
-    drawn, ax = figure(title, height=0.9 + 0.46 * len(arms), width=8.2)
+    drawn, ax = figure(title, height=0.9 + 0.46 * len(variants), width=8.2)
     said = []
-    for place, (name, parts) in enumerate(arms.items()):
+    for place, (name, parts) in enumerate(variants.items()):
         start, peak = 0.0, sum(parts.values()) / 1e6
         for category in ("parameter", "optimizer", "gradient", "activation", "temporary", "input"):
             count = (
@@ -165,20 +165,22 @@ def draw_peaks(arms: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
             f"{peak:.1f}", (start, place), xytext=(5, 0), textcoords="offset points", va="center"
         )
         said.append(text("{name}: {peak} MB", name=name, peak=f"{peak:.1f}"))
-    ax.set_yticks(range(len(arms)), [text(name) for name in arms])
+    ax.set_yticks(range(len(variants)), [text(name) for name in variants])
     ax.invert_yaxis()
     ax.grid(visible=False)
     ax.set(xlim=(0, 305), xlabel=text("live at the peak, MB"))
-    _legend(drawn, arms)
-    drawn.course_alt = text("What is live at the peak of a step. {arms}.", arms=listed(said, "; "))
+    _legend(drawn, variants)
+    drawn.course_alt = text(
+        "What is live at the peak of a step. {variants}.", variants=listed(said, "; ")
+    )
     return shown_once(drawn)
 
 
-def _legend(drawn: "Figure", arms: Mapping[str, Mapping[str, int]]) -> None:
+def _legend(drawn: "Figure", variants: Mapping[str, Mapping[str, int]]) -> None:
     from matplotlib.patches import Patch
 
     there = [
-        name for name in CATEGORIES if max(parts.get(name, 0) for parts in arms.values()) > 1e6
+        name for name in CATEGORIES if max(parts.get(name, 0) for parts in variants.values()) > 1e6
     ]
     handles = [Patch(label=category_label(name), **category_look(name)) for name in there]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5)

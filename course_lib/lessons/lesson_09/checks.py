@@ -119,7 +119,7 @@ def check_loss_sum(function: Any) -> Verdict:
         logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum"
     )
     count, total = int((labels[:, 1:] != IGNORED).sum()), each.sum().item()
-    slips = {
+    mistakes = {
         total / count: "That is a mean: it cannot be added to that of another piece.",
         total / each.numel(): "That is a mean: it cannot be added to that of another piece.",
         unshifted.item(): "Each place predicts the token after it: shift the labels by one.",
@@ -131,7 +131,7 @@ def check_loss_sum(function: Any) -> Verdict:
             " −100."
         ),
     }
-    verdict = expect_number(loss.detach(), total, wrong_answers=slips, tolerance=1e-4)
+    verdict = expect_number(loss.detach(), total, wrong_answers=mistakes, tolerance=1e-4)
     if not verdict:
         return verdict
     counted = {
@@ -149,7 +149,7 @@ def check_loss_sum(function: Any) -> Verdict:
 # Exercise 2: parameters from a configuration
 # --------------------------------------------------------------------------------------------------
 
-_SLIPS = {
+_MISTAKES = {
     "keys": "Keys and values have fewer heads than queries: `num_key_value_heads`.",
     "gate": "The network after attention has three matrices: gate, up and down.",
     "output": "Attention has four matrices: its output has one too.",
@@ -166,33 +166,33 @@ _SLIPS = {
 }
 
 
-def parameters_of(config: Mapping[str, Any], *slips: str) -> int:
+def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
     """Return the number of a Llama's parameters, or the result of the named mistakes."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, few = config["num_attention_heads"], config["num_key_value_heads"]
-    keys = hidden * (hidden // heads) * (heads if "keys" in slips else few)
-    attention = (1 if "output" in slips else 2) * hidden**2 + 2 * keys
-    network = (2 if "gate" in slips else 3) * hidden * width
-    norms = 0 if "norms" in slips else hidden if "one norm" in slips else 2 * hidden
-    layers = 1 if "layers" in slips else config["num_hidden_layers"]
-    last = 0 if {"norms", "last norm"} & set(slips) else hidden
+    keys = hidden * (hidden // heads) * (heads if "keys" in mistakes else few)
+    attention = (1 if "output" in mistakes else 2) * hidden**2 + 2 * keys
+    network = (2 if "gate" in mistakes else 3) * hidden * width
+    norms = 0 if "norms" in mistakes else hidden if "one norm" in mistakes else 2 * hidden
+    layers = 1 if "layers" in mistakes else config["num_hidden_layers"]
+    last = 0 if {"norms", "last norm"} & set(mistakes) else hidden
     tables = 1 if config["tie_word_embeddings"] else 2
-    tables = 2 if "tied" in slips else 1 if "head" in slips else tables
+    tables = 2 if "tied" in mistakes else 1 if "head" in mistakes else tables
     rows = tables * config["vocab_size"]
-    if "positions" in slips:
+    if "positions" in mistakes:
         rows += config["max_position_embeddings"]
     return layers * (attention + network + norms) + last + rows * hidden
 
 
-def _parameter_slips(config: Mapping[str, Any]) -> dict[float, str]:
+def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
     """Return wrong count -> what went wrong, for one mistake and for two at once."""
     count = parameters_of(config)
     found: dict[float, str] = {
         parameters_of(config, one, other): text("{first} {second}", first=a, second=b)
-        for (one, a), (other, b) in combinations(_SLIPS.items(), 2)
+        for (one, a), (other, b) in combinations(_MISTAKES.items(), 2)
         if a != b
     }
-    found |= {parameters_of(config, slip): reason for slip, reason in _SLIPS.items()}
+    found |= {parameters_of(config, mistake): reason for mistake, reason in _MISTAKES.items()}
     found |= {4 * count: "That is bytes in fp32. Give the number of parameters."}
     found.pop(count, None)
     return found
@@ -216,7 +216,7 @@ def check_parameters(function: Any) -> Verdict:
         if answer is None:
             return not_answered()
         verdict = expect_number(
-            answer, parameters_of(config), wrong_answers=_parameter_slips(config)
+            answer, parameters_of(config), wrong_answers=_parameter_mistakes(config)
         )
         if not verdict:
             return verdict
