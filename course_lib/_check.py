@@ -82,8 +82,11 @@ def any_of(options: Iterable[object]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Describe a value for an error: numbers and strings by their repr (at most 60 characters),
-    tensors by shape, anything else by type."""
+    """Describe a value for an error.
+
+    Numbers and strings are shown by their repr (at most 60 characters), tensors by their shape, and
+    anything else by its type.
+    """
     if value is None or isinstance(value, (bool, Real, str)):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."

@@ -350,8 +350,7 @@ class AutocastState:
 
     @contextmanager
     def restored(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Restore these settings inside the block; `cache_enabled` overrides whether casts are
-        cached."""
+        """Restore these settings inside the block; `cache_enabled` replaces that of the cache."""
         with ExitStack() as stack:
             for kind, (enabled, dtype, cached) in self.states.items():
                 wanted = (enabled, dtype, cached if cache_enabled is None else cache_enabled)

@@ -58,8 +58,10 @@ class AttentionCost:
 
     @property
     def arithmetic_intensity(self) -> float:
-        """FLOPs per byte moved. Left of a roofline's ridge the memory is the limit, right of it the
-        arithmetic."""
+        """FLOPs per byte moved.
+
+        Left of a roofline's ridge the memory is the limit, right of it the arithmetic.
+        """
         return self.flops / self.moved_bytes
 
 
@@ -75,10 +77,10 @@ def attention_cost(
     dtype_bytes: int = 2,
     walks: int = 1,
 ) -> AttentionCost:
-    """Count FLOPs and bytes moved of one pass of attention that is not causal and has equal numbers
-    of queries and keys.
+    """Count FLOPs and bytes moved of one pass of attention.
 
-    The module docstring derives the formulas.
+    The attention is not causal, with equal numbers of queries and keys. The module docstring
+    derives the formulas.
 
     Args:
         sequence, head_dim: N and d.

@@ -1,5 +1,4 @@
-"""Standard attention, differentiated by autograd; FlashAttention, as an autograd function; and
-their argument checks."""
+"""Standard attention, FlashAttention as an autograd function, and their argument checks."""
 
 from __future__ import annotations
 
@@ -162,8 +161,11 @@ class _Flash(torch.autograd.Function):
 
 
 class _FlashBackward(torch.autograd.Function):
-    """A separate function, so that `torch.func` also raises an error for a second derivative,
-    instead of taking it as zero."""
+    """The backward pass as a separate function.
+
+    This way `torch.func`, too, raises an error for a second derivative, and does not take it as
+    zero.
+    """
 
     @staticmethod
     def forward(q, k, v, o, lse, grad_o, options, backend):

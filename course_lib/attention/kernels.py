@@ -66,8 +66,7 @@ def tile_of(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return the addresses of rows first .. first + BLOCK of one head, and a mask of those that
-    exist.
+    """Return the addresses of one head's rows first .. first + BLOCK, and which of them exist.
 
     The tensor is (batch, heads, n, D). Both results are (BLOCK, BLOCK_D), where BLOCK_D is D
     rounded up to a power of two, as Triton requires.
@@ -85,10 +84,9 @@ def load_tile(
     tensor, strides, batch, head, first, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Load the tile (BLOCK, BLOCK_D) at the addresses of `tile_of`, with zeros for entries that do
-    not exist.
+    """Load the tile (BLOCK, BLOCK_D) at the addresses of `tile_of`.
 
-    WHOLE promises that all of the tile's rows exist.
+    Entries that do not exist are zero. WHOLE promises that all of the tile's rows exist.
     """
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     if WHOLE and D == BLOCK_D:
@@ -284,7 +282,7 @@ def rows_kernel(
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     at = row_offset(batch, head, tl.num_programs(1), padded_q)
     tl.store(row_dots + at + rows, dots)
-    # +inf for a row that saw no key or does not exist makes P = 0 there.
+    # Where a row saw no key or does not exist, +inf makes P = 0.
     sums = tl.load(
         lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows,
         mask=rows < n_q,

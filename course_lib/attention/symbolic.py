@@ -98,8 +98,7 @@ def _some_backward(queries: tuple, keys: tuple, options: Options) -> None:
 
 
 def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of the first group of heads, cut to the last two tiles each way, and
-    uncut."""
+    """Return the tensors of the first group of heads, cut to two tiles each way, and whole."""
     q, k = queries[0], keys[0]
     group = next(tiled.split_heads(queries, keys, tiled.heads_at_once(q, k, options)))
     blocks = options[2:]

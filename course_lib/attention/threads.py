@@ -21,8 +21,7 @@ WORTH_IT = 2**18  # scores: a pass with fewer takes about as long as waking a th
 
 
 def workers(x: Tensor, scores: int, at_once: int) -> int:
-    """Return how many threads to use for a pass with `scores` scores and `at_once` heads at a
-    time."""
+    """Return the number of threads for a pass with `scores` scores, `at_once` heads at a time."""
     if x.device.type != "cpu" or scores < WORTH_IT or _watched():
         return 1
     return min(torch.get_num_threads(), at_once)

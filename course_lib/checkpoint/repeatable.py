@@ -111,7 +111,7 @@ class _Tensor:
 
 
 class _Container:
-    """A container that an attribute named before the first run, with its items of then."""
+    """A container that an attribute named before the first run, with the items it held."""
 
     def __init__(self, container: Any, items: list[Any]):
         self.container, self.items = container, items
@@ -334,7 +334,7 @@ class BlockState:
 
 
 class Repeatable:
-    """A function for a checkpoint, which repeats it with the state that a block had at first.
+    """A function that a checkpoint can repeat, with the state that its block had at first.
 
     Errors name the function.
     """

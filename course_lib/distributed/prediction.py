@@ -1,4 +1,4 @@
-"""Predict what a rank of N needs, without starting any, by one symbolic rank in a fake group."""
+"""Predict what one of N ranks needs, with one symbolic rank in a fake process group."""
 
 from __future__ import annotations
 

@@ -189,8 +189,7 @@ def _own_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
 
 
 def _without_cache(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Disable the key-value cache of a Hugging Face model, which a checkpoint would extend
-    twice."""
+    """Build a model with its key-value cache disabled, which a checkpoint would extend twice."""
     model = make_model()
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False

@@ -247,7 +247,7 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         *arguments,
         "--json",
     ]
-    # torch.jit compiles nothing here, so it need not start
+    # torch.jit is not used here, so it is switched off
     environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as running:

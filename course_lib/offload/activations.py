@@ -371,7 +371,8 @@ class _SavedStorage:
                 _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
             )
         node = torch._C._current_autograd_node()
-        # The order was: create the node, save the tensor, copy it, and only then write to it.
+        # The operator created its node and saved the tensor, which was copied before it was
+        # written.
         if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
             raise RuntimeError(
                 f"{node.name()} needs a tensor of shape {handle.view[1]} that its operator (rrelu"

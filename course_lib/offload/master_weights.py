@@ -6,7 +6,7 @@ pages them through memory. A subclass can override
 
 - how a step updates all parameters that have gradients (`step`), and which storage it reserves
   before (`reserve`);
-- which tensor the base optimizer updates (`make_weights`, `adopted`);
+- which tensor the base optimizer updates (`make_weights`, `attach_states`);
 - how values and gradients reach the weights, and how the result is written back (`values`,
   `gradient`, `write_values`);
 - how the state is read and set (`has_state`, `state`, `load_state`, `held_tensors`).
@@ -84,7 +84,7 @@ class MasterWeights:
             return self.p
         return nn.Parameter(self.p.detach().to(self.dtype, copy=True))
 
-    def adopted(self, states: dict[Tensor, dict[str, Any]]) -> None:
+    def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Keep a reference to the base optimizer's state, now that it has received the weights."""
         self.states = states
 

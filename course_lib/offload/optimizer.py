@@ -111,7 +111,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             else:
                 self._base.add_param_group(theirs)
         for master in masters.values():
-            master.adopted(self._base.state)
+            master.attach_states(self._base.state)
         self._masters.update(masters)
 
     @torch.no_grad()

@@ -31,8 +31,8 @@ class FileState(MasterWeights):
             return self.p
         return nn.Parameter(torch.empty(self.p.shape, dtype=self.dtype))
 
-    def adopted(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        super().adopted(states)
+    def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        super().attach_states(states)
         self._empty_weights()  # the base optimizer has checked their shape and needs it no longer
 
     def _empty_weights(self) -> None:

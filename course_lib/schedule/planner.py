@@ -106,7 +106,7 @@ class _Table:
         return np.searchsorted(self.levels, count, side="right") - 1
 
     def needs(self, s: int, t: int) -> np.ndarray:
-        """Return the least bytes beyond x_s for each first choice.
+        """Return the least bytes beyond x_s for each way to begin.
 
         The first is to keep all of stage s; the others are to run on to x_e, for e = s+1 to t.
         """
@@ -197,7 +197,7 @@ def _levels(sizes: Sizes, most: int) -> np.ndarray:
             least = -(-most // limit)
             kept = np.append(sizes.values, sizes.saved)
             steps = np.linspace(least, 2 * least, 100).astype(np.int64)
-            # the step that loses least in rounding
+            # the step size for which rounding loses least
             step = min(steps, key=lambda step: np.sum(-kept % step))
             return np.arange(most % step, most + 1, step)
         if i > 0:  # x_i may be kept, by itself or as a part of all that stage i-1 saved

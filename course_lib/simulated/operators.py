@@ -119,7 +119,7 @@ class Operators(TorchDispatchMode):
         return result
 
     def _at_home(self, result: Any, new: dict[int, UntypedStorage]) -> tuple[Any, list[Tensor]]:
-        """Move new storages into device memory; return the result on them, and them as bytes."""
+        """Move new storages into device memory; return the result there, and their bytes."""
         log, homes = self.device.log, {}
         for key, storage in new.items():
             everything = torch.empty(0, dtype=torch.uint8).set_(

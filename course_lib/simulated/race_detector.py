@@ -46,8 +46,7 @@ class Event:
 
 
 class Actor:
-    """A stream or a thread of the host; `todo` holds the tasks that it has not run yet, in
-    order."""
+    """A stream or a thread of the host; `todo` has the tasks that it has not run yet."""
 
     def __init__(self, name: str, index: int):
         self.name, self.index, self.seconds = name, index, 0.0
@@ -314,9 +313,9 @@ class AccessLog:
     def early(self, actor: Actor, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
         """Let an actor do something, inside the block, as early as its order allows.
 
-        This has an effect only if the arenas remember old values. The actor sees its tensors as
-        they were before the last writes that it has not waited for. Values that it writes over the
-        same bytes are lost, because those other writes come later.
+        This has an effect only if the arenas remember old values. The actor sees the
+        values of its tensors from before the last writes that it has not waited for. Values that it
+        writes over the same bytes are lost, because those other writes come later.
 
         Args:
             tensors: All tensors that it reads or writes.

@@ -490,8 +490,7 @@ _LINES = {
     )
 )
 def check_largest_batch(answer: Any) -> Verdict:
-    """Check the largest batch of the lesson's decoder (with Adam) whose step stays within 500
-    MB."""
+    """Check the largest batch of the lesson's decoder with Adam within 500 MB."""
     wanted = "A whole number from 1 to 10,000 is wanted."
     for mistaken, said in _LINES.items():
         if expect_number(answer, mistaken):

@@ -218,8 +218,7 @@ def check_recurrence(answer: Any) -> Verdict:
 
 @cache
 def _times_with(mistake: str) -> list[list[float]]:
-    """Return the times that the recurrence gives with a mistake in it, for each chain and
-    budget."""
+    """Return the recurrence's times with a mistake in it, for each chain and budget."""
     chains = zip(_CHAINS, _least_times(), strict=True)
     return [
         _table_of(lambda stages, room: _fastest(stages, room, mistake), chain, len(times))

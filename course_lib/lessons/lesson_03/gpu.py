@@ -43,7 +43,7 @@ def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     chain = Chain.profile(stages, x, clock=True)
     points = frontier(chain)
     for name, part in (("half", 2), ("quarter", 4)):
-        # within this part of the plain peak, or within the least peak of all schedules
+        # for this part of the baseline's peak, or for the least peak if that is larger
         schedule = optimal(chain, max(points[-1].peak_bytes // part, points[0].peak_bytes))
         run = ScheduledSequential(stages, schedule)
         # x exists before the step

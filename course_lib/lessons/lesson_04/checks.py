@@ -80,8 +80,7 @@ def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
 
 
 def _with_backward(wrong: Mapping[int, Callable[[float, float], float]]) -> Callable[..., float]:
-    """Return the step's time with a wrong time of a layer's backward, (g, c) -> time, for some
-    p."""
+    """Return the step's time, with a wrong time (g, c) -> time of backward for some p."""
 
     def time(layers: int, f: float, g: float, c: float, p: int) -> float:
         backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]

@@ -284,8 +284,7 @@ def remainder(loop: Callable) -> str | None:
 
 
 def unscaling(loop: Callable) -> str | None:
-    """Test two micro-batches of equal counts, scaled by 1024 and clipped: the length of the
-    update."""
+    """Test the length of the update by two micro-batches, scaled by 1024 and clipped."""
     taken = _epoch(loop, _pieces(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
     if min(taken.arriving, default=0.0) < 2:
         return "what is clipped: the loss no longer goes through the scaler"

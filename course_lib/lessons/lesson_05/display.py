@@ -280,8 +280,7 @@ def draw_spread(deltas: Sequence[float], errors: Sequence[float]) -> "Figure":
 
 
 def five_bugs() -> Table:
-    """Show each bug alone: what its own check detects, and how many of the others detect
-    something."""
+    """Show what each bug's own check detects, and how many other checks detect anything."""
     rows = []
     for name, loop in PLANTED.items():
         seen = {other: check(loop) for other, check in FIVE.items()}

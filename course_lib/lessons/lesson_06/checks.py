@@ -123,8 +123,7 @@ _CARRIED: dict[str, dict[str, Any]] = {
     )
 )
 def check_log_sum_exp(function: Any) -> Verdict:
-    """Check the log-sum-exp of each row in one pass over blocks of columns, for large scores
-    too."""
+    """Check the log-sum-exp of each row, in one pass over blocks, for large scores too."""
     rows, block, columns = 6, 7, 23
     along = torch.linspace(-1, 1, columns)
     waves = torch.linspace(-3, 3, 4 * columns).sin().view(4, columns)
@@ -241,7 +240,7 @@ def check_backward(function: Any) -> Verdict:
     ):
         return not_answered()
     expected = reference_backward(*case, 16)
-    # a wrong verdict is false, so a missing problem is None
+    # a verdict on a problem is false, so None stands for no problem
     problem = _wrong_gradients(found, expected, case)
     problem = _wrong_walk(function) if problem is None else problem
     if problem is not None:
@@ -385,8 +384,7 @@ def check_flops(answer: Any) -> Verdict:
     )
 )
 def check_kernel(run: Any) -> Verdict:
-    """Check `run(q, k, v)` -> (o, lse) of one head by the reader's kernel, if Triton is
-    installed."""
+    """Check `run(q, k, v)` -> (o, lse) of one head by the reader's kernel, with Triton."""
     try:
         import triton  # noqa: F401 - whether it is installed
     except ImportError:

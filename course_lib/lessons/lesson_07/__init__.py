@@ -117,7 +117,7 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
         f"{(plain.peak_bytes - alone[name].peak_bytes) / 1e6:.1f}"
         for name in ("checkpoints", "offloaded", "both")
     ]
-    each = 4 / plain.at_peak["parameter"]  # 1 / number of parameters, in fp32
+    each = 4 / plain.at_peak["parameter"]  # 1 / number of parameters, which have 4 bytes each
     return [
         text(
             "{one} MB, {less} of the FLOPs; {other} MB, {more}",

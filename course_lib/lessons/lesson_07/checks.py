@@ -107,8 +107,7 @@ def _inputs(shape: dict[str, int], batch: int) -> int:
 
 
 def _peaks(shape: dict[str, int], batch: int) -> tuple[int, dict[float, str]]:
-    """Return the second step's peak, including its batch, and the peaks that known mistakes
-    give."""
+    """Return the second step's peak with its batch, and the peaks that mistakes give."""
     whole = _step_peak(shape, batch)
     inside = {
         # A fused update creates no temporaries either, so both mistakes may give this peak.

@@ -484,8 +484,7 @@ def check_sent(answer: Any) -> Verdict:
     )
 )
 def check_tokens_to_hide(answer: Any) -> Verdict:
-    """Check a function of psi, rate and link: the least tokens per rank that hide FSDP2's
-    traffic."""
+    """Check a function of psi, rate and link: the tokens per rank that hide FSDP2's traffic."""
     for psi, rate, link in (
         (7 * 10**9, 400e12, 50e9),
         (70 * 10**9, 400e12, 50e9),

@@ -252,8 +252,7 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 
 
 def _techniques_of(recipe: Recipe) -> set[str]:
-    """Return the recipe's fields that save memory, without those that only give amounts or
-    places."""
+    """Return the recipe's fields that save memory, without those that only give sizes."""
     sizes = {"first_blocks", "blocks", "segments", "schedule_bytes", "min_bytes", "page_bytes"}
     return set(recipe.changed()) - sizes - {"precision", "prefetch", "in_flight", "update"}
 
