@@ -27,12 +27,16 @@ def alt_text(drawn: "Figure", language: str) -> str:
     language.
     """
     if (given := getattr(drawn, "course_alt", None)) is not None:
-        said = in_language(given, language)
+        description = in_language(given, language)
     else:
         sentences = [*(_panel(ax, language) for ax in drawn.axes), *_shared(drawn, language)]
-        said = (" " if language == "en" else "").join(sentences)
+        description = (" " if language == "en" else "").join(sentences)
     title = _plain(drawn.get_suptitle())
-    return in_language(text("{title}. {said}", title=title, said=said), language) if title else said
+    return (
+        in_language(text("{title}. {said}", title=title, said=description), language)
+        if title
+        else description
+    )
 
 
 def in_language(words: str, language: str) -> str:
@@ -47,10 +51,10 @@ def _panel(ax: "Axes", language: str) -> str:
         clauses += [_axis("x axis: {label}", ax.xaxis), _axis("y axis: {label}", ax.yaxis)]
     legend = ax.get_legend()
     clauses.append(_written([*(legend.get_texts() if legend else ()), *ax.texts]))
-    said = listed(filter(None, clauses), "; ")
+    description = listed(filter(None, clauses), "; ")
     if title := _plain(ax.get_title(loc="left") or ax.get_title()):
-        said = text("{title}: {said}", title=title, said=said)
-    sentence = in_language(text("{said}.", said=said), language)
+        description = text("{title}: {said}", title=title, said=description)
+    sentence = in_language(text("{said}.", said=description), language)
     return sentence[:1].upper() + sentence[1:]
 
 
@@ -82,8 +86,12 @@ def _shared(drawn: "Figure", language: str) -> list[str]:
     """Return the labels and legends that belong to all panels, as a sentence if there are any."""
     items = [item for legend in drawn.legends for item in legend.get_texts()]
     clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _written(items)]
-    said = listed(filter(None, clauses), "; ")
-    return [in_language(text("All panels: {said}.", said=said), language)] if said else []
+    description = listed(filter(None, clauses), "; ")
+    return (
+        [in_language(text("All panels: {said}.", said=description), language)]
+        if description
+        else []
+    )
 
 
 def _written(items: Iterable[Any]) -> str:

@@ -212,11 +212,11 @@ def _own_line(error: Exception, answer: Any) -> str | None:
         return None
     filename, line = frames[-1]
     code = linecache.getline(filename, line).strip()
-    said = verbatim(f"{type(error).__name__}: {_first_line(error)}".removesuffix(": "))
+    message = verbatim(f"{type(error).__name__}: {_first_line(error)}".removesuffix(": "))
     if not code:
-        return text("Line {line} of your cell: {error}", line=line, error=said)
+        return text("Line {line} of your cell: {error}", line=line, error=message)
     return text(
-        "Line {line} of your cell, {code}: {error}", line=line, code=f"`{code}`", error=said
+        "Line {line} of your cell, {code}: {error}", line=line, code=f"`{code}`", error=message
     )
 
 

@@ -97,8 +97,8 @@ def enlarged(drawn: "Figure") -> Iterator[None]:
                 continue
             sheet = [side / (times * min(SLIDE[0] / size[0], SLIDE[1] / size[1])) for side in SLIDE]
             drawn.set_size_inches(sheet)
-            for text, said in zip(titles, words, strict=True):
-                text.set_text(said)
+            for text, title in zip(titles, words, strict=True):
+                text.set_text(title)
             drawn.draw_without_rendering()
             for text in titles:
                 _break_lines(text, sheet[0] * drawn.dpi)
@@ -107,8 +107,8 @@ def enlarged(drawn: "Figure") -> Iterator[None]:
                 break
         yield
     finally:
-        for text, said in zip(titles, words, strict=True):
-            text.set_text(said)
+        for text, title in zip(titles, words, strict=True):
+            text.set_text(title)
         drawn.set_size_inches(size)
 
 
@@ -129,16 +129,16 @@ def _break_lines(text: "Text", sheet: float) -> None:
     ratio = text.get_window_extent().width / room
     if ratio <= 1:
         return
-    said = text.get_text().replace("\n", " ")
-    if re.search("[\u3400-\u9fff]", said):  # Chinese may break anywhere, but best after a mark
-        pieces = re.findall("[^，：；。]+[，：；。]?", said)
+    title = text.get_text().replace("\n", " ")
+    if re.search("[\u3400-\u9fff]", title):  # Chinese may break anywhere, but best after a mark
+        clauses = re.findall("[^，：；。]+[，：；。]?", title)
         middle = min(
-            range(1, max(2, len(pieces))),
-            key=lambda n: abs(2 * len("".join(pieces[:n])) - len(said)),
+            range(1, max(2, len(clauses))),
+            key=lambda n: abs(2 * len("".join(clauses[:n])) - len(title)),
         )
-        text.set_text("".join(pieces[:middle]) + "\n" + "".join(pieces[middle:]))
+        text.set_text("".join(clauses[:middle]) + "\n" + "".join(clauses[middle:]))
     else:
-        text.set_text(textwrap.fill(said, max(8, int(0.97 * len(said) / ratio))))
+        text.set_text(textwrap.fill(title, max(8, int(0.97 * len(title) / ratio))))
 
 
 def _slide_png(drawn: "Figure") -> str:

@@ -108,8 +108,8 @@ def allocator_claims(
         reserved: Reserved bytes after two of the monitor's steps.
     """
     tensor, before, after = wanted_bytes(scene, capacity_bytes)
-    said = replayed(scene, capacity_bytes)[1]
-    tried = said.partition("Tried to allocate ")[2].partition(". ")[0]
+    message = replayed(scene, capacity_bytes)[1]
+    tried = message.partition("Tried to allocate ")[2].partition(". ")[0]
     mended = not replayed(scene, capacity_bytes, emptied_at=marks)[1]
     return what_you_may_have_read(
         ALLOCATOR_CLAIMS,

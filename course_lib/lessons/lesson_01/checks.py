@@ -104,7 +104,7 @@ def _counts_of_weights() -> dict[int, str]:
         16 * h: "You gave each layer's two LayerNorms h numbers. Each has 2h: a scale and a shift.",
         -2048 * h: "The head is the embedding: one tensor, counted once.",
     }
-    counts = {WEIGHTS - count: said for count, said in forgotten.items()}
+    counts = {WEIGHTS - count: message for count, message in forgotten.items()}
     for (a, first), (b, second) in itertools.combinations(forgotten.items(), 2):
         counts.setdefault(WEIGHTS - a - b, listed([first, second], " "))
     counts[4 * WEIGHTS] = "That is in bytes. How many numbers are there?"
@@ -214,7 +214,7 @@ def check_meter(answer: Any) -> Verdict:
         if number == 0 and found == (0, 0):
             return not_answered()
         if found != (live, peak):
-            said = (
+            message = (
                 "live {live:,} bytes, at the peak {peak:,}; it is {right:,} and {most:,}. {reason}"
             )
             values = {
@@ -224,7 +224,7 @@ def check_meter(answer: Any) -> Verdict:
                 "most": peak,
                 "reason": reason,
             }
-            return wrong(text("Not yet: {case}", case=text(said, **values)), exact=True)
+            return wrong(text("Not yet: {case}", case=text(message, **values)), exact=True)
     return right(
         "Right: views, in place, `out=`, several results, shared storages, and tensors that die."
     )
@@ -272,11 +272,11 @@ def check_layer_formula(answer: Any) -> Verdict:
         fits_the_list = bool(expect_number(of_the_list[name], formula(**shown)))
         if bool(verdict) != fits_the_list:
             sizes = listed(f"{letter} = {size}" for letter, size in other.items())
-            said = (
+            message = (
                 "{name} fits either the course's layer or one with {sizes}, not both. Write it with"
                 " the letters."
             )
-            return wrong(text(said, name=f"`{name}`", sizes=sizes), exact=True)
+            return wrong(text(message, name=f"`{name}`", sizes=sizes), exact=True)
         if not verdict:
             return _of_row(name, verdict)
     return right(
@@ -492,9 +492,9 @@ _LINES = {
 def check_largest_batch(answer: Any) -> Verdict:
     """Check the largest batch of the lesson's decoder with Adam within 500 MB."""
     wanted = "A whole number from 1 to 10,000 is wanted."
-    for mistaken, said in _LINES.items():
+    for mistaken, message in _LINES.items():
         if expect_number(answer, mistaken):
-            raise Refused(text("Not yet. {reason}", reason=said), exact=True)
+            raise Refused(text("Not yet. {reason}", reason=message), exact=True)
     batch, here, above = largest_that_fits(
         answer, range(1, 10_001), _peak_with_adam, 500_000_000, wanted
     )

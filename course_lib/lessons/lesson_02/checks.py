@@ -208,14 +208,16 @@ def _keeps_its_input_only(function: Callable) -> None:
     if not all(map(torch.allclose, found, expected)):
         raise Refused("The gradients differ from autograd's.")
     if kept > 1.5 * x.nbytes:  # one copy of the input is allowed
-        said = "Between forward and backward {kept:,} bytes more are live; the input has {input:,}."
-        raise Refused(text(said, kept=kept, input=x.nbytes))
+        message = (
+            "Between forward and backward {kept:,} bytes more are live; the input has {input:,}."
+        )
+        raise Refused(text(message, kept=kept, input=x.nbytes))
 
 
 def _name_the_mistake(error: Exception) -> None:
     """Refuse with the meaning of PyTorch's error, if it is known."""
-    for said, meant in _MISTAKES.items():
-        if said in f"{error}":
+    for message, meant in _MISTAKES.items():
+        if message in f"{error}":
             raise Refused(meant, exact=True) from None
 
 
@@ -236,7 +238,7 @@ def _works_in_a_network(function: Callable) -> None:
 
     gradient = _uneven(start)
     wanted = torch.autograd.grad(network(lambda block, x: block(x)), (start, *weights), gradient)
-    said = (
+    message = (
         "For one block it is right, for two in a row the gradients differ from autograd's. Keep"
         " nothing outside of the call: each block has its own input, and its own tensors."
     )
@@ -244,12 +246,12 @@ def _works_in_a_network(function: Callable) -> None:
         network(function).backward(gradient)
     except (RuntimeError, IndexError) as error:
         _name_the_mistake(error)
-        raise Refused(said, exact=True) from None
+        raise Refused(message, exact=True) from None
     found = [tensor.grad for tensor in (start, *weights)]
     if not all(
         one is not None and torch.allclose(one, two) for one, two in zip(found, wanted, strict=True)
     ):
-        _refuse(said)
+        _refuse(message)
 
 
 def _refuse(message: str) -> None:

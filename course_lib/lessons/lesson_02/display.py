@@ -97,11 +97,18 @@ def draw_order(heard: Sequence[str]) -> "Figure":
             edgecolor="white",
             hatch="///" if again else None,
         )
-        said = text(words, name=name)
-        alt.append(said)
+        description = text(words, name=name)
+        alt.append(description)
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
         ax.text(
-            time + 0.5, row, said, ha="center", va="center", color="white", fontsize=8.5, bbox=box
+            time + 0.5,
+            row,
+            description,
+            ha="center",
+            va="center",
+            color="white",
+            fontsize=8.5,
+            bbox=box,
         )
     ax.text(
         len(events) / 2, 0.12, text("its input is kept"), ha="center", va="bottom", fontsize=8.5
@@ -125,13 +132,13 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         whole: The same for the decoder, with its head and loss.
     """
     networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
-    said = (
+    description = (
         "{name}: {none} MB without a checkpoint; {first} MB less around layer 0, {last} MB less"
         " around layer 7."
     )
     alt = [
         text(
-            said,
+            description,
             name=text(name),
             none=_mb(peaks[None]),
             first=_mb(peaks[None] - peaks[0]),
@@ -175,9 +182,9 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
         name: (variant.peak_bytes / 1e6, variant.flops / plain.flops)
         for name, variant in variants.items()
     }
-    said = "{name}: {peak} MB, {times} times the FLOPs"
+    description = "{name}: {peak} MB, {times} times the FLOPs"
     alt = [
-        text(said, name=text(name), peak=f"{x:.1f}", times=f"{y:.3f}")
+        text(description, name=text(name), peak=f"{x:.1f}", times=f"{y:.3f}")
         for name, (x, y) in points.items()
     ]
     title = "The lower left is best, and empty; here groups lose on both axes"
@@ -220,10 +227,10 @@ def _draw_bars(
     The ratios are in ascending order.
     """
     middle = [median(each) for each in ratios]
-    said = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
+    description = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
     alt = [
         text(
-            said,
+            description,
             name=text(name),
             flops=f"{f:.2f}",
             seconds=f"{m:.2f}",

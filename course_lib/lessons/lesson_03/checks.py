@@ -195,11 +195,11 @@ def check_recurrence(answer: Any) -> Verdict:
             for chain, times in zip(_CHAINS, wanted, strict=True)
         ]
     except RecursionError:
-        said = (
+        message = (
             "It calls itself without end: each call must have fewer stages. Does e begin at 1, and"
             " stop at the last?"
         )
-        return wrong(said, exact=True)
+        return wrong(message, exact=True)
     if any(one is None for times in given for one in times):
         return not_answered()
     if given == wanted:

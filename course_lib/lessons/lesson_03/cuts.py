@@ -186,11 +186,11 @@ def check_best_count(answer: Any) -> Verdict:
     first = fit.index(False)
     values = dict(zip(("layers", "kept", "boundary"), _SIZES[first], strict=True))
     values |= {"given": f"{float(given[first]):.4g}", "wanted": f"{wanted[first]:.4g}"}
-    said = (
+    message = (
         "Not yet: with L = {layers}, A = {kept} and B = {boundary} it gives {given}; the sum is"
         " least at {wanted}."
     )
-    return wrong(text(said, **values))
+    return wrong(text(message, **values))
 
 
 def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
@@ -241,8 +241,8 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
             exact=True,
         )
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != depth:
-        said = "The cuts of {depth} layers begin with 0 and end with {depth}: {cuts}."
-        raise Refused(text(said, depth=depth, cuts=shown), exact=True)
+        message = "The cuts of {depth} layers begin with 0 and end with {depth}: {cuts}."
+        raise Refused(text(message, depth=depth, cuts=shown), exact=True)
     if any(end <= start for start, end in pairwise(cuts)):
         raise Refused(
             text("Each segment has a layer at least, so cuts increase: {cuts}.", cuts=shown),
@@ -288,15 +288,17 @@ def check_tapered(answer: Any) -> Verdict:
     first = next(i for i, (peak, best) in enumerate(zip(peaks, least, strict=True)) if peak != best)
     turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
     if [*map(_peak, turned)] == least:
-        said = (
+        message = (
             "The other way round: with the first segment only its own input is there, so it may be"
             " the longest."
         )
-        return wrong(text("Not yet. {reason}", reason=text(said)), exact=True)
+        return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
     sizes = [[end - start for start, end in pairwise(cuts)] for cuts in given]
     if all(max(each) - min(each) <= 1 for each in sizes):
-        said = "Equal segments reach the peak only at the last one: let the early ones be longer."
-        return wrong(text("Not yet. {reason}", reason=text(said)), exact=True)
+        message = (
+            "Equal segments reach the peak only at the last one: let the early ones be longer."
+        )
+        return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
     values = {"depth": depths[first], "cuts": _shown(given[first])}
     values |= {"peak": f"{peaks[first] / B:g}", "least": f"{least[first] / B:g}"}
     return wrong(

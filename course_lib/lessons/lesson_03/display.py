@@ -48,8 +48,10 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
         measured: Number of segments -> peak in bytes.
         marked: Two numbers of segments to label, before and after the jump.
     """
-    said = [text("k = {k}: {peak} B", k=k, peak=f"{peak / B:.0f}") for k, peak in measured.items()]
-    alt = text("Measured peaks by the number of segments: {peaks}.", peaks=listed(said))
+    description = [
+        text("k = {k}: {peak} B", k=k, peak=f"{peak / B:.0f}") for k, peak in measured.items()
+    ]
+    alt = text("Measured peaks by the number of segments: {peaks}.", peaks=listed(description))
     drawn, ax = figure("From 50 to 51 segments the peak nearly triples", height=3.6, alt=alt)
     _sweep(ax, depth, measured)
     before, after = marked
@@ -192,7 +194,7 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     """
     title = "Each segment has one input more: with fewer layers each time, all fill the same room"
     drawn, axes = figure(title, columns=len(cuts), height=3.4, sharey=True)
-    said = []
+    description = []
     for ax, (name, places) in zip(axes, cuts.items(), strict=True):
         sizes = [end - start for start, end in pairwise(places)]
         peak = max(j + 2 + size * A // B for j, size in enumerate(sizes))
@@ -217,13 +219,15 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
             )
         ax.axhline(peak, color=COLORS["predicted"], linewidth=1, linestyle="--")
         head = text("{name}: peak {peak} B", name=text(name), peak=peak)
-        said.append(head)
+        description.append(head)
         ax.set_title(head)
         ax.set(xticks=[], xlabel=text("segments, the first to the last"))
     axes[0].set_ylabel(text("live, in units of B"))
     axes[-1].legend(loc="upper right")
     drawn.course_larger = 1.15  # the legend is above the columns
-    drawn.course_alt = text("A column a segment, a box a layer. {peaks}.", peaks=listed(said, "; "))
+    drawn.course_alt = text(
+        "A column a segment, a box a layer. {peaks}.", peaks=listed(description, "; ")
+    )
     return shown_once(drawn)
 
 
@@ -265,7 +269,7 @@ def schedule_pictures(
     drawn, _ = figure(title, rows=2, columns=count, width=wide, height=height, sharex=True)
     axes = drawn.axes  # first the schedules, then their bytes
     axes[0].get_gridspec().set_height_ratios([panel_height, 0.6])
-    said = []
+    description = []
     for (name, schedule), above, below in zip(
         schedules.items(), axes[:count], axes[count:], strict=True
     ):
@@ -278,7 +282,7 @@ def schedule_pictures(
             "time": f"{cost.time / fastest:.2f}",
         }
         head = text("{name} · {peak} {unit} · {time} ×", name=text(name), **values)
-        said.append(head)
+        description.append(head)
         above.set_title(head, fontsize=9)
         above.set(xlabel="", ylabel=text("stage") if above is axes[0] else "", xlim=(0, longest))
         above.grid(visible=False)
@@ -293,7 +297,7 @@ def schedule_pictures(
     drawn.course_alt = text(
         "What runs and what is kept, over time and stages; below, the bytes that are live. Peak and"
         " time: {costs}.",
-        costs=listed(said, "; "),
+        costs=listed(description, "; "),
     )
     return shown_once(drawn)
 

@@ -116,7 +116,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
     """
     title = "Nearly equal stages: good cuts reach the frontier. Uneven ones: the frontier goes on"
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
-    said = []
+    description = []
     for ax, (name, chain) in zip(axes, chains.items(), strict=True):
         points, cuts = frontier(chain), best_cuts(chain)
         plain = points[-1].time
@@ -137,10 +137,10 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
             "times": f"{line[0][1]:.2f}",
         }
         words = "{name}: cuts reach {least} MB, the frontier {line} MB at {times} times the time"
-        said.append(text(words, name=text(name), **values))
+        description.append(text(words, name=text(name), **values))
     axes[0].set_ylabel(text("time of plain"))
     axes[0].legend()
-    drawn.course_alt = text("{points}.", points=listed(said, "; "))
+    drawn.course_alt = text("{points}.", points=listed(description, "; "))
     return shown_once(drawn)
 
 
@@ -196,15 +196,17 @@ def draw_frontier(
 def _frontier_in_words(
     lines: Mapping[str, Sequence[Cost]], variants: Mapping[str, tuple[Mapping, str, str]]
 ) -> str:
-    plain, said = next(iter(lines.values()))[-1].time, []
+    plain, description = next(iter(lines.values()))[-1].time, []
     for name, points in lines.items():
         least, most = points[0], points[-1]
         ends = {"least": f"{least.peak_bytes / 1e6:.1f}", "most": f"{most.peak_bytes / 1e6:.1f}"}
         words = "{name}: from {least} MB at {times} times the FLOPs to {most} MB at 1"
-        said.append(text(words, name=text(name), times=f"{least.time / plain:.2f}", **ends))
+        description.append(text(words, name=text(name), times=f"{least.time / plain:.2f}", **ends))
     for name, (costs, _, _) in variants.items():
         for word, (peak, flops) in costs.items():
             called = listed([name, word]) if isinstance(word, str) else name
             values = {"peak": f"{peak / 1e6:.1f}", "times": f"{flops / plain:.3f}"}
-            said.append(text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values))
-    return text("{points}.", points=listed(said, "; "))
+            description.append(
+                text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values)
+            )
+    return text("{points}.", points=listed(description, "; "))

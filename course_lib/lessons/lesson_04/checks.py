@@ -54,11 +54,11 @@ def _differs(
         if verdict.exact and not verdict:
             return verdict, given
         if not verdict:
-            for said, formula in thoughts.items():
+            for message, formula in thoughts.items():
                 if all(
                     expect_number(each, formula(*at), tolerance=close) for at, each in given.items()
                 ):
-                    return wrong(text("Not yet. {reason}", reason=said), exact=True), given
+                    return wrong(text("Not yet. {reason}", reason=message), exact=True), given
             return (
                 wrong(text("{case}: {message}", case=case_is(*case), message=verdict.message)),
                 given,
@@ -247,10 +247,10 @@ def check_offloading(function: Any) -> Verdict:
             exact=True,
         )
     if held:
-        said = (
+        message = (
             "{held} of {count} storages are still held after forward, so their memory is not freed."
         )
-        return wrong(text(said, held=held, count=len(seen)), hint=_RETURN_THE_ROOM)
+        return wrong(text(message, held=held, count=len(seen)), hint=_RETURN_THE_ROOM)
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
     equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -264,20 +264,20 @@ def check_offloading(function: Any) -> Verdict:
     if not equal:
         raise Refused("Gradients are wrong. A view has a shape, a stride and an offset of its own.")
     if store.stats.bytes_down > least + 64:
-        said = (
+        message = (
             "Right gradients, but {moved} copies went down of {large} storages: one that is saved"
             " twice moves once."
         )
-        return wrong(text(said, moved=moved, large=large), exact=True)
+        return wrong(text(message, moved=moved, large=large), exact=True)
     del out
     if store.used_bytes:
         gc.collect()
     if store.used_bytes:
-        said = (
+        message = (
             "After backward {count:,} bytes are still below: the rooms are held by something of"
             " yours."
         )
-        return wrong(text(said, count=store.used_bytes), exact=True)
+        return wrong(text(message, count=store.used_bytes), exact=True)
     if not _equal_after_a_change(function):
         return wrong(
             "A tensor was changed in place after its storage had gone down, and your hooks bring"
@@ -438,8 +438,8 @@ def check_waits(functions: Any) -> Verdict:
         return not_answered()
     for name, problem in found.items():
         if problem is not None:
-            said = text("{name}: {problem}", name=f"`{name}`", problem=problem)
-            return wrong(said, exact=problem == _HOST_WAITS)
+            message = text("{name}: {problem}", name=f"`{name}`", problem=problem)
+            return wrong(message, exact=problem == _HOST_WAITS)
     return right(
         "Right: no race and right numbers, whatever runs late or early; and the host waits only to"
         " read."

@@ -24,8 +24,10 @@ _TIERS = (
 
 def draw_tiers() -> "Figure":
     """Draw four tiers as boxes of increasing width, with arrows between them, from data sheets."""
-    said = [text("{name}: {size}", name=text(name), size=text(size)) for name, size, _ in _TIERS]
-    alt = text("Four tiers: {tiers}. Between them {links}.", tiers=listed(said, "; "),
+    description = [
+        text("{name}: {size}", name=text(name), size=text(size)) for name, size, _ in _TIERS
+    ]
+    alt = text("Four tiers: {tiers}. Between them {links}.", tiers=listed(description, "; "),
                links=listed([text(link) for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
     drawn, ax = figure(
         "Each tier below holds more, and is reached more slowly", height=3.1, alt=alt
@@ -52,12 +54,14 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: fl
         plain: Seconds of the step without copies, marked by a line.
     """
     seconds = {p: device.seconds - began for p, (device, began, _) in runs.items()}
-    said = [text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()]
+    description = [
+        text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()
+    ]
     title = "Two ahead, and the copies are gone from the clock"
     alt = text(
         "Lanes of compute, copies down and copies up, with live bytes below: {runs}. Without"
         " copies: {ms} ms.",
-        runs=listed(said),
+        runs=listed(description),
         ms=f"{1000 * plain:.2f}",
     )
     drawn, axes = figure(
@@ -104,10 +108,10 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
         typed: The reader's `step_time`, evaluated for 16 layers with f = 1 and g = 2.
         clock: (c, p) -> simulated time; both in units of f.
     """
-    said = [
+    description = [
         text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / 47:.2f}") for (c, p), t in clock.items()
     ]
-    alt = text("Times over the step without copies: {points}.", points=listed(said, "; "))
+    alt = text("Times over the step without copies: {points}.", points=listed(description, "; "))
     title = "Up to c = f/2, the threshold, two ahead cost next to nothing; none ahead always costs"
     drawn, ax = figure(title, height=3.6, alt=alt)
     across = [i / 50 for i in range(1, 106)]
@@ -191,13 +195,13 @@ def draw_pages(
         peaks: MiB of a page -> bytes.
         plain: Peak in bytes with all the state in memory.
     """
-    said = [
+    description = [
         text("{mib} MiB: {peak} MB", mib=mib, peak=f"{peak / 1e6:.1f}")
         for mib, peak in peaks.items()
     ]
     alt = text(
         "Peaks of the step by page: {peaks}. State above: {plain} MB.",
-        peaks=listed(said, "; "),
+        peaks=listed(description, "; "),
         plain=f"{plain / 1e6:.1f}",
     )
     title = "Pages decide: at 32 MiB all the state is back, and nothing is saved"

@@ -171,8 +171,8 @@ def _epoch(
         try:
             loop(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)
         except RuntimeError as error:
-            for said, meant in _MISTAKES.items():
-                if said in str(error):
+            for message, meant in _MISTAKES.items():
+                if message in str(error):
                     raise Refused(meant, exact=True) from None
             raise
     if not optimizer.taken.gradients:

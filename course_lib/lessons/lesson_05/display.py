@@ -26,12 +26,12 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         meters: Sequences in a micro-batch -> a meter of the step.
         line: Function of m that returns predicted bytes; drawn from 0 to 4.
     """
-    said = [
+    description = [
         text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}")
         for m in sorted(meters)
     ]
     title = "Activations shrink with the piece; 110 MB do not"
-    drawn, ax = figure(title, height=3.6, alt=text("{points}.", points=listed(said, "; ")))
+    drawn, ax = figure(title, height=3.6, alt=text("{points}.", points=listed(description, "; ")))
     for m, meter in meters.items():
         bottom = 0.0
         for part in _PARTS:
@@ -186,11 +186,11 @@ def draw_training() -> "Figure":
     found, every = differences(made["runs"]), made["every"]
     last = list(zip(*(each[-1] for each in found.values()), strict=True))
     below, above = sum(x < 0 for x in last[0]), sum(x > 0 for x in last[1])
-    said = (
+    description = (
         "After {steps} steps: lower on short samples in {below} of {n} seeds, higher on long ones"
         " in {above}."
     )
-    alt = text(said, steps=made["steps"], below=below, above=above, n=len(found))
+    alt = text(description, steps=made["steps"], below=below, above=above, n=len(found))
     title = "Better on short samples in most runs; on long ones mostly worse"
     drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=alt)
     for place, (ax, name) in enumerate(

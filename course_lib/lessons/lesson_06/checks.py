@@ -140,9 +140,9 @@ def check_log_sum_exp(function: Any) -> Verdict:
         return wrong("One number a row is wanted.")
     found = found.flatten()
     if not torch.allclose(found, torch.logsumexp(scores, 1), atol=1e-4):
-        for said, mistake in _CARRIED.items():
+        for message, mistake in _CARRIED.items():
             if torch.allclose(found, _carried(scores, block, **mistake), atol=1e-4, equal_nan=True):
-                return wrong(said, exact=True)
+                return wrong(message, exact=True)
         if found[:2].isnan().any():  # the scores of these rows lie between -1 and 1
             return wrong("nan even for small scores: 0 · ∞, or ∞ − ∞.")
         if (found == math.inf).any() or found.isnan().any():
@@ -275,9 +275,9 @@ def _wrong_gradients(
         )
     if all(map(_equal, found, expected)):
         return None
-    for mistake, said in _MISTAKES.items():
+    for mistake, message in _MISTAKES.items():
         if all(map(_equal, found, reference_backward(*case, 16, mistake))):
-            return wrong(said, exact=True)
+            return wrong(message, exact=True)
     if all(any(_equal(one, other) for other in expected) for one in found):
         return wrong("These are dQ, dK and dV in another order.", exact=True)
     off = [
@@ -362,8 +362,8 @@ def check_flops(answer: Any) -> Verdict:
     for name, (expected, why, mistakes) in _PRODUCTS.items():
         verdict = expect_number(answer[name], expected, wrong_answers=mistakes)
         if not verdict:
-            said = text("{name}: {why}", name=f"`{name}`", why=say(verdict.message))
-            return wrong(said, hint=None if verdict.exact else why, exact=verdict.exact)
+            message = text("{name}: {why}", name=f"`{name}`", why=say(verdict.message))
+            return wrong(message, hint=None if verdict.exact else why, exact=verdict.exact)
     return right("Right: 4, 10 and 14 N² d.")
 
 
@@ -412,9 +412,9 @@ def check_kernel(run: Any) -> Verdict:
     right_o, right_lse = equal(_folded(q, k, v))
     if right_o and right_lse:
         return right("Right: equal to `tiled_forward`, instance by instance, for large scores too.")
-    for said, mistake in _FOLDS.items():
+    for message, mistake in _FOLDS.items():
         if all(equal(_folded(q, k, v, **mistake))):
-            return wrong(said, exact=True)
+            return wrong(message, exact=True)
     if right_lse:
         return wrong("The log-sum-exp is right, the output is not: it shrinks as the sum does.")
     if not all(x.isfinite().all() for x in found):
@@ -630,7 +630,7 @@ def check_causal_tiles(function: Any) -> Verdict:
                 "Where a block sees a whole number of tiles, no more is needed."
             ),
         }
-        mistakes = {number: said for number, said in mistakes.items() if number != expected}
+        mistakes = {number: message for number, message in mistakes.items() if number != expected}
         answer = function(queries, keys, block_q, block_k)
         if answer is None:
             return not_answered()

@@ -59,11 +59,11 @@ def draw_walks() -> "Figure":
     drawn, panels = figure(
         "Nothing N × N: a tile is made, used, and gone", columns=2, height=3.0, alt=text(alt)
     )
-    said = (
+    message = (
         ("forward", "keys, panel by panel", ("m, ℓ, O carried along",)),
         ("backward", "keys, panel by panel", ("dQ: every panel adds", "dK, dV: written once")),
     )
-    for ax, (phase, below, notes) in zip(panels, said, strict=True):
+    for ax, (phase, below, notes) in zip(panels, message, strict=True):
         ax.set_title(text(phase), loc="left")
         for panel in range(4):
             look = (

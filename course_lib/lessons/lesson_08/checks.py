@@ -138,8 +138,10 @@ def _expect(
         given, count, tolerance=tolerance, wrong_answers=mistakes, in_bytes=True
     )
     if not verdict:
-        said = text("`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message)
-        raise Refused(said, exact=verdict.exact)
+        message = text(
+            "`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message
+        )
+        raise Refused(message, exact=verdict.exact)
 
 
 # The step by hand
@@ -168,12 +170,12 @@ class _Watched(Adam):
 
     def __call__(self, piece: Tensor, gradient: Tensor) -> Tensor:
         if piece.shape != gradient.shape:
-            said = (
+            message = (
                 "Adam got {weights} weights with {gradients} numbers of a gradient: give it this"
                 " rank's piece of both."
             )
             counts = {"weights": piece.numel(), "gradients": gradient.numel()}
-            raise Refused(text(said, **counts), exact=True)
+            raise Refused(text(message, **counts), exact=True)
         self.given = gradient.clone()
         return super().__call__(piece, gradient)
 
@@ -349,16 +351,16 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
         kept = meter.live_bytes - output.nbytes
     _check_forward(output, inputs[rank] @ weight.mT, piece, wire, weight.nbytes)
     if kept > weight.nbytes // 2:
-        said = (
+        message = (
             "Between forward and backward {kept:,} bytes more are live; the weight has {whole:,}:"
             " save the piece."
         )
-        raise Refused(text(said, kept=kept, whole=weight.nbytes), exact=True)
+        raise Refused(text(message, kept=kept, whole=weight.nbytes), exact=True)
     try:
         output.backward(arriving[rank])
     except RuntimeError as error:
-        for said, meant in _MISTAKES.items():
-            if said in str(error):
+        for message, meant in _MISTAKES.items():
+            if message in str(error):
                 raise Refused(meant, exact=True) from None
         raise
     _check_backward(x.grad, arriving[rank] @ weight, "x")
@@ -392,9 +394,9 @@ def _check_backward(
     name = f"`{name}`"
     if found is None:
         raise Refused(text("{name} has no gradient.", name=name), exact=True)
-    for said, mistake in (mistakes or {}).items():
+    for message, mistake in (mistakes or {}).items():
         if torch.allclose(found, mistake, atol=1e-4):
-            raise Refused(said, exact=True)
+            raise Refused(message, exact=True)
     if not torch.allclose(found, expected, atol=1e-3, rtol=1e-4):
         raise Refused(
             text(
@@ -410,11 +412,11 @@ def _check_traffic(sent: int, whole: int) -> None:
             exact=True,
         )
     if sent > 3 * whole:
-        said = (
+        message = (
             "{sent} numbers are sent for each weight. Three are enough: gathered twice, its"
             " gradient scattered once."
         )
-        raise Refused(text(said, sent=sent // whole), exact=True)
+        raise Refused(text(message, sent=sent // whole), exact=True)
 
 
 # What is sent
@@ -465,8 +467,8 @@ def check_sent(answer: Any) -> Verdict:
                 }
             verdict = expect_number(given[mode], count, wrong_answers=mistakes, in_bytes=True)
             if not verdict:
-                said = text("`{kind}`: {message}", kind=mode, message=verdict.message)
-                return wrong(said, exact=verdict.exact)
+                message = text("`{kind}`: {message}", kind=mode, message=verdict.message)
+                return wrong(message, exact=verdict.exact)
     return right("Right: 2ψ numbers under DDP, 3ψ less the root under FSDP2.")
 
 

@@ -152,7 +152,7 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
             is written next to them.
     """
     drawn, ax = figure(title, height=0.9 + 0.46 * len(variants), width=8.2)
-    said = []
+    description = []
     for place, (name, parts) in enumerate(variants.items()):
         start, peak = 0.0, sum(parts.values()) / 1e6
         for category in ("parameter", "optimizer", "gradient", "activation", "temporary", "input"):
@@ -164,14 +164,14 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
         ax.annotate(
             f"{peak:.1f}", (start, place), xytext=(5, 0), textcoords="offset points", va="center"
         )
-        said.append(text("{name}: {peak} MB", name=name, peak=f"{peak:.1f}"))
+        description.append(text("{name}: {peak} MB", name=name, peak=f"{peak:.1f}"))
     ax.set_yticks(range(len(variants)), [text(name) for name in variants])
     ax.invert_yaxis()
     ax.grid(visible=False)
     ax.set(xlim=(0, 305), xlabel=text("live at the peak, MB"))
     _legend(drawn, variants)
     drawn.course_alt = text(
-        "What is live at the peak of a step. {variants}.", variants=listed(said, "; ")
+        "What is live at the peak of a step. {variants}.", variants=listed(description, "; ")
     )
     return shown_once(drawn)
 
@@ -195,17 +195,19 @@ def draw_wire(rows: Sequence[tuple[str, float, float, float]], ranks: int) -> "F
     """
     title = "Gloo carries what a ring would, but for a reduce-scatter: that costs it an all-reduce"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.2)
-    said = _draw_bars(left, [row for row in rows if row[0] not in GIVEN_TIMES])
-    said += _draw_bars(right, [row for row in rows if row[0] in GIVEN_TIMES])
+    description = _draw_bars(left, [row for row in rows if row[0] not in GIVEN_TIMES])
+    description += _draw_bars(right, [row for row in rows if row[0] in GIVEN_TIMES])
     left.set_xlabel(text("a rank of {ranks} in a step, MB", ranks=ranks))
     right.set_xlabel(text("a rank of {ranks}, of a tensor of 4 MB, MB", ranks=ranks))
     _wire_legend(drawn)
-    drawn.course_alt = text("In MB, given, of a ring, carried. {rows}.", rows=listed(said, "; "))
+    drawn.course_alt = text(
+        "In MB, given, of a ring, carried. {rows}.", rows=listed(description, "; ")
+    )
     return shown_once(drawn)
 
 
 def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> list[str]:
-    said: list[str] = []
+    description: list[str] = []
     for place, (name, *counts) in enumerate(rows):
         for step, (count, color) in enumerate(zip(counts, (GIVEN, RING, CARRIED), strict=True)):
             ax.barh(place + 0.27 * (step - 1), count / 1e6, height=0.25, color=color)
@@ -219,7 +221,7 @@ def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> l
                 fontsize=8,
             )
         given, ring, carried = (f"{count / 1e6:.1f}" for count in counts)
-        said.append(
+        description.append(
             text(
                 "{name}: {given}, {ring}, {carried}",
                 name=_NAMES[name],
@@ -232,7 +234,7 @@ def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> l
     ax.invert_yaxis()
     ax.grid(visible=False)
     ax.set_xlim(0, 1.18 * max(count for _, *counts in rows for count in counts) / 1e6)
-    return said
+    return description
 
 
 def _wire_legend(drawn: "Figure") -> None:
@@ -284,9 +286,9 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
     ):
         ax.plot([budget / 1e6] * 2, [first, last], color="#222222", linewidth=1.8)
         place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-        said = text("budget {budget} MB", budget=f"{budget / 1e6:.0f}")
+        description = text("budget {budget} MB", budget=f"{budget / 1e6:.0f}")
         ax.annotate(
-            said,
+            description,
             (budget / 1e6, (first + last) / 2 + (0.28 if last == 0.5 else 0)),
             **place,
             fontsize=8.5,
@@ -331,8 +333,10 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
         traffic.items(), (COLORS["measured"], "#AA3377", "#4477AA"), strict=False
     ):
         ax.plot([0, most], [seconds] * 2, color=shade, linestyle="--")
-        said = text("{name}: {seconds} s", name=verbatim(name), seconds=f"{seconds:.1f}")
-        ax.annotate(said, (0, seconds), xytext=(6, 4), textcoords="offset points", color=shade)
+        description = text("{name}: {seconds} s", name=verbatim(name), seconds=f"{seconds:.1f}")
+        ax.annotate(
+            description, (0, seconds), xytext=(6, 4), textcoords="offset points", color=shade
+        )
     ax.plot([least], [least * compute_a_token], "o", color=COLORS["measured"])
     ax.set(
         xlim=(0, most),

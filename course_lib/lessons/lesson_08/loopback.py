@@ -172,13 +172,13 @@ def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
     """Fork the ranks in the empty namespace, so that modules are imported only once."""
     _bring_up_loopback()
     forked = multiprocessing.get_context("fork")
-    heard, told = forked.Pipe(duplex=False)
+    heard, reason = forked.Pipe(duplex=False)
     processes = [
-        forked.Process(target=_rank, args=(rank, ranks, what, told)) for rank in range(ranks)
+        forked.Process(target=_rank, args=(rank, ranks, what, reason)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    told.close()  # so that `recv` ends if all ranks have failed
+    reason.close()  # so that `recv` ends if all ranks have failed
     try:
         return heard.recv()
     finally:

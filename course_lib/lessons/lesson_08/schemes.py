@@ -95,9 +95,9 @@ def _draw_pieces(ax: "Axes", there: Sequence[set[int]], summed: bool) -> None:
                 rank, 0.94, left=piece, height=0.7, alpha=1 if summed or not full else 0.45, **look
             )
             if full:
-                said = "Σ" if summed else f"{rank}"
+                description = "Σ" if summed else f"{rank}"
                 ax.annotate(
-                    said,
+                    description,
                     (piece + 0.47, rank),
                     ha="center",
                     va="center",

@@ -33,14 +33,14 @@ def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
         found: Label -> estimate.
         budget_bytes: The budget.
     """
-    said = [
+    description = [
         text("{name} {peak} MB", name=text(name), peak=f"{each.peak_bytes / 1e6:.1f}")
         for name, each in found.items()
     ]
     drawn, ax = figure(
         "Each lever goes for one part; all three together fit",
         height=0.9 + 0.42 * len(found),
-        alt=text("Peaks: {peaks}.", peaks=listed(said, "; ")),
+        alt=text("Peaks: {peaks}.", peaks=listed(description, "; ")),
     )
     total = [each.peak_bytes / 1e6 for each in found.values()]
     ends = [0.0] * len(found)

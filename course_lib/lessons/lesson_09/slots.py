@@ -87,8 +87,8 @@ def _about_vocabulary(model: nn.Module, batch: Any) -> Verdict | None:
     tokens = [t for t in tensors_in(batch) if not t.is_floating_point() and t.dtype != torch.bool]
     most = max((int(tensor.max()) for tensor in tokens if tensor.numel()), default=0)
     if rows and most >= rows:
-        said = text("Token {token} has no row in an embedding of {rows}.", token=most, rows=rows)
-        return wrong(said, exact=True)
+        message = text("Token {token} has no row in an embedding of {rows}.", token=most, rows=rows)
+        return wrong(message, exact=True)
     return None
 
 
@@ -107,7 +107,7 @@ def _about_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdict 
     for i, name in enumerate(names):
         alone, together = sum(_number(piece[i]) for piece in pieces), _number(whole[i])
         if abs(alone - together) > 1e-3 * abs(alone):
-            said = text(
+            message = text(
                 "{name}: {pieces} in single samples, {whole} in one batch of {count}. Is it a"
                 " mean?",
                 name=text(name),
@@ -115,7 +115,7 @@ def _about_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdict 
                 whole=f"{together:,.1f}",
                 count=samples_in(batch),
             )
-            return wrong(said, exact=True)
+            return wrong(message, exact=True)
     return None
 
 
@@ -147,13 +147,13 @@ def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
         lambda: model.append(make_model()) or model[0], lambda: make_batch(0), recipe, **options
     )
     if predicted != taken.meter.peak_bytes:
-        said = text(
+        message = text(
             "Predicted {predicted} bytes, measured {taken}. {difference}",
             predicted=f"{predicted:,}",
             taken=f"{taken.meter.peak_bytes:,}",
             difference=first_difference(estimated.trace(), taken.meter.trace()),
         )
-        return wrong(said, exact=True)
+        return wrong(message, exact=True)
     values = {
         "count": f"{sum(p.numel() for p in model[0].parameters()):,}",
         "peak": f"{predicted:,}",
