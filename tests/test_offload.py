@@ -1210,7 +1210,7 @@ class Apart(Device):
     """A device in the books alone: its memory counts as another than the host's, and copies are
     done at once."""
 
-    apart, ahead = True, 2
+    has_own_memory, ahead = True, 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from course_lib._torch import is_symbolic
 class Device:
     """A CPU: its memory is the host's, and a copy is complete when the call returns."""
 
-    apart = False  # whether it has its own memory, apart from the host's
+    has_own_memory = False  # whether its memory is not the host's
     # default number of activation copies in flight per direction
     ahead = 1
     guests: ClassVar[list[Device]] = []  # devices whose tensors look like CPU tensors
@@ -100,7 +100,7 @@ class Device:
 class Cuda(Device):
     """A GPU: its streams each run in order, while the host continues."""
 
-    apart = True
+    has_own_memory = True
     ahead = 2
 
     def __init__(self, device: torch.device):

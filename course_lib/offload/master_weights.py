@@ -121,7 +121,7 @@ class MasterWeights:
             self.weights.grad = self.gradient().to(self.dtype)
 
     def load_values(self) -> None:
-        if self.device.apart and self.version == self.current_version():
+        if self.device.has_own_memory and self.version == self.current_version():
             return  # comparing the values would make the host wait for the device
         now = self.values()
         rounded = self.weights.to(now.dtype)
@@ -137,7 +137,7 @@ class MasterWeights:
 
     def record_version(self) -> None:
         """Record that the parameter and the weights are equal now."""
-        self.version = self.current_version() if self.device.apart else None
+        self.version = self.current_version() if self.device.has_own_memory else None
 
     def current_version(self) -> tuple[int, int]:
         return self.p.data_ptr(), self.p._version

@@ -246,7 +246,7 @@ def _masters_of(
     def home(p: nn.Parameter) -> type[MasterWeights]:
         if p not in chosen:
             return MasterWeights
-        return HostState if Device.of(p).apart else FileState
+        return HostState if Device.of(p).has_own_memory else FileState
 
     return {p: home(p)(p, options) for p in parameters}
 

@@ -456,7 +456,7 @@ def default_store(tensor: Tensor) -> Store:
         SymbolicStore
         if is_symbolic(tensor)
         else HostStore
-        if Device.of(tensor).apart
+        if Device.of(tensor).has_own_memory
         else DiskStore
     )
     key = (make, os.getpid())  # a forked process has neither the threads nor a file of its own

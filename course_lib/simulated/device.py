@@ -172,7 +172,7 @@ class SimulatedDevice(_Streams):
         (8000000, 0.012)
     """
 
-    apart, ahead = True, 2
+    has_own_memory, ahead = True, 2
 
     def __init__(
         self,
