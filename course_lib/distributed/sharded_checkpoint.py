@@ -123,7 +123,7 @@ def _by_rank(random: RandomState) -> dict[str, Tensor]:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's state, sharded as it is; Adam's state is created if needed."""
+    """Return the trainer's state with its sharding; Adam's state is created if needed."""
     with torch.no_grad():
         optimizer = states.get_optimizer_state_dict(trainer.model, trainer.local, options=_BY_NAME)
         return {"model": states.get_model_state_dict(trainer.model), "optimizer": optimizer}
