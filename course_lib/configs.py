@@ -1,11 +1,11 @@
-"""Models in the shapes of a Hugging Face `config.json`, of plain modules: nothing of them is
-downloaded or imported.
+"""Models with the shapes of a Hugging Face `config.json`, built from plain modules.
 
-Every parameter has the shape of the published one, so their number is the published number. What a
-step keeps for its backward pass is that of the plain formulas below, within a percent of what
-transformers keeps with eager attention; fused kernels keep less. Attention is causal over all
-tokens (no sliding window), there is no dropout, the rotation of positions is not scaled, and a
-router is taken to balance its experts.
+Nothing is downloaded, and transformers is not imported. Every parameter has the shape of the
+published one, so their number is the published number. The bytes that a step saves for backward are
+those of the plain formulas below. They are within 1% of what transformers saves with eager
+attention; fused kernels save less. Attention is causal over all tokens (no sliding window), there
+is no dropout, the rotation of positions is not scaled, and routers are assumed to balance their
+experts.
 
 Shapes use b for batch, s for sequence, h for hidden, a for heads, d for the features of a head and
 e for experts.
@@ -34,8 +34,8 @@ def read_config(file: Path | str) -> dict[str, Any]:
     """Read a `config.json`.
 
     Raises:
-        ValueError: the file cannot be read, is no JSON, at the line and column that is said, or
-            holds no JSON object.
+        ValueError: The file cannot be read, is not JSON (the message gives line and column), or
+            does not hold a JSON object.
     """
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
@@ -66,15 +66,15 @@ def read_config(file: Path | str) -> dict[str, Any]:
 
 
 def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> Decoder | Llama:
-    """The model that a Hugging Face configuration describes, with random weights, in fp32.
+    """Build the model that a Hugging Face configuration describes, with random weights, in fp32.
 
     Args:
-        config: its `model_type` is one of `KNOWN`.
-        sequence: the tokens of a sample that it is to take.
+        config: Its `model_type` must be one of `KNOWN`.
+        sequence: Number of tokens per sample that the model must accept.
 
     Raises:
-        ValueError: the kind of model is not known, a size is missing or of the wrong kind, or the
-            model takes shorter sequences.
+        ValueError: The kind of model is unknown, a size is missing or invalid, or the model accepts
+            only shorter sequences.
     """
     model, sizes = shape_of(config, sequence)
     return model(**sizes, seed=seed)
@@ -83,8 +83,7 @@ def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> De
 def shape_of(
     config: Mapping[str, Any], sequence: int
 ) -> tuple[type[Decoder | Llama], dict[str, Any]]:
-    """Arguments that `model_from` makes a model by, checked: the class and its arguments, but for
-    the seed."""
+    """Check a configuration; return the class and the arguments of its model, except the seed."""
     name = config.get("model_type")
     if name not in KNOWN:
         raise ValueError(
@@ -121,7 +120,7 @@ def _expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
 
 
 def _divided(config: Mapping[str, Any], width: str, parts: str, otherwise: str = "") -> int:
-    """The features of a head."""
+    """Return the number of features of a head."""
     hidden, heads = _size(config, width), _size(config, parts)
     if hidden % heads:
         raise ValueError(
@@ -174,8 +173,10 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²)) in fp32, times a weight. Source: Zhang and Sennrich 2019,
-    arXiv:1910.07467."""
+    """x / sqrt(mean(x²)) in fp32, times a weight.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
@@ -189,11 +190,10 @@ class RMSNorm(nn.Module):
 
 
 def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Each pair of features turned by an angle that grows with the position: (..., s, d) -> (...,
-    s, d).
+    """Rotate each pair of features by an angle proportional to the position: (..., s, d).
 
-    Source: Su et al. 2021, arXiv:2104.09864; pairs are d/2 apart, as Llama's are in Hugging Face's
-    layout.
+    Source: Su et al. 2021, arXiv:2104.09864. The two features of a pair are d/2 apart, as in
+    Hugging Face's Llama.
     """
     s, d = x.shape[-2:]
     speeds = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d)
@@ -206,8 +206,7 @@ def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class GroupedAttention(Attention):
-    """Causal attention in which several query heads share one head of keys and values: (b, s, h) ->
-    (b, s, h).
+    """Causal attention with query heads that share key and value heads: (b, s, h) -> (b, s, h).
 
     Source: Ainslie et al. 2023, arXiv:2305.13245.
     """
@@ -223,7 +222,7 @@ class GroupedAttention(Attention):
         out_bias: bool,
         head_norms: bool,
     ):
-        nn.Module.__init__(self)  # an `Attention` has one projection for all three
+        nn.Module.__init__(self)  # not that of `Attention`, which has one projection for all three
         if heads % kv_heads:
             raise ValueError(
                 f"num_key_value_heads must be a divisor of the {heads} attention heads, got"
@@ -264,7 +263,10 @@ class GroupedAttention(Attention):
 
 
 class GatedFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
+    """down(silu(gate(x)) * up(x)).
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
 
     def __init__(self, hidden: int, feedforward: int, bias: bool):
         super().__init__()
@@ -276,11 +278,13 @@ class GatedFeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated networks, of which each token uses a few: (b, s, h) -> (b, s, h).
+    """Gated networks; each token passes through a few of them: (b, s, h) -> (b, s, h).
 
-    Each expert takes the tokens that want it most, an equal share each: shapes are static, bytes
-    and FLOPs those of a router in balance. Source: Zhou et al. 2022, arXiv:2202.09368 (experts
-    choose); Jiang et al. 2024, arXiv:2401.04088 (Mixtral, whose tokens choose).
+    Each expert chooses the tokens with the highest scores, an equal number each. Shapes are
+    therefore static, and bytes and FLOPs are those of a balanced router.
+
+    Source: Zhou et al. 2022, arXiv:2202.09368 (experts choose); Jiang et al. 2024, arXiv:2401.04088
+    (Mixtral, where tokens choose).
     """
 
     def __init__(self, hidden: int, feedforward: int, experts: int, used: int):
@@ -298,7 +302,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (b s, h)
         shares = self.router(tokens).softmax(-1, dtype=torch.float32).to(x.dtype)  # (b s, e)
-        count = -(-len(tokens) * self.used // len(self.gate_up))  # of an expert's tokens
+        count = -(-len(tokens) * self.used // len(self.gate_up))  # tokens per expert
         shares, chosen = shares.t().topk(count)  # (e, count)
         gate, up = (tokens[chosen] @ self.gate_up.mT).chunk(2, dim=-1)
         out = (F.silu(gate) * up) @ self.down.mT * shares[..., None]  # (e, count, h)
@@ -308,8 +312,7 @@ class Experts(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a feed-forward network, each with a norm before it and a residual connection
-    around it."""
+    """Attention and a feed-forward network, each with a norm before and a residual connection."""
 
     def __init__(self, hidden: int, attention: GroupedAttention, feedforward: nn.Module):
         super().__init__()
@@ -322,10 +325,11 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder as Llama and its relatives are: tokens (b, s) -> logits (b, s, v).
+    """A decoder like Llama and its relatives: tokens (b, s) -> logits (b, s, v).
 
-    Norms, softmax and loss are in fp32, whatever the parameters are in. Source: Touvron et al.
-    2023, arXiv:2302.13971, and its code.
+    Norms, softmax and loss are in fp32, whatever the dtype of the parameters.
+
+    Source: Touvron et al. 2023, arXiv:2302.13971, and its code.
     """
 
     def __init__(
@@ -376,11 +380,11 @@ class Llama(nn.Module):
         return self.head(self.norm(x))  # (b, s, v)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of each next token: (b, s + 1) -> scalar."""
+        """Return the mean cross-entropy of each next token: (b, s + 1) -> scalar."""
         total, count = self.loss_sum(tokens)
         return total / count
 
     def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """The sum of the cross-entropies whose mean `loss` is, and over how many tokens it goes."""
+        """Return the sum of the cross-entropies, and the number of tokens in it."""
         logits, targets = self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()

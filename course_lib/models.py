@@ -1,4 +1,4 @@
-"""The networks that the lessons train: small, seeded, written to be read.
+"""The networks that the lessons train: small, seeded, and written to be read.
 
 Shapes use b for batch, s for sequence, h for hidden, a for heads and v for vocabulary.
 """
@@ -18,8 +18,8 @@ from course_lib._torch import is_symbolic
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers from `seed` inside the block; the generators are as they were after it."""
-    if is_symbolic():  # no values to repeat
+    """Use random numbers from `seed` inside the block; the generators are restored afterwards."""
+    if is_symbolic():  # symbolic tensors have no values to repeat
         yield
         return
     with torch.random.fork_rng():
@@ -30,7 +30,7 @@ def seeded(seed: int) -> Iterator[None]:
 def deep_mlp(
     depth: int, width: int, *, activation: type[nn.Module] = nn.GELU, seed: int = 0
 ) -> nn.Sequential:
-    """`depth` times Linear(width, width) and an activation: (b, width) -> (b, width).
+    """Build `depth` times Linear(width, width) and an activation: (b, width) -> (b, width).
 
     Raises:
         ValueError: depth or width is below 1.
@@ -43,10 +43,10 @@ def deep_mlp(
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask takes one byte an element on every device.
+    """Dropout with a mask of one byte per element on every device.
 
-    `F.dropout` on a CPU keeps its mask in the activations' dtype; `native_dropout` keeps booleans,
-    as GPUs do.
+    On a CPU, `F.dropout` keeps its mask in the activations' dtype. `native_dropout` keeps booleans,
+    as on a GPU.
     """
 
     def __init__(self, p: float):
@@ -64,11 +64,11 @@ class Attention(nn.Module):
     """Multi-head self-attention: (b, s, h) -> (b, s, h).
 
     Args:
-        hidden, heads: h and a; a divides h.
-        dropout: probability, for the attention probabilities (standard attention only) and for the
-            output.
-        causal: each position sees itself and what stands before it.
-        fused: use the framework's fused kernel, which does not keep the probabilities.
+        hidden, heads: h and a; a must divide h.
+        dropout: Dropout probability of the attention probabilities (standard attention only) and of
+            the output.
+        causal: Whether each position sees only itself and earlier positions.
+        fused: Whether to use PyTorch's fused kernel, which does not keep the probabilities.
 
     Raises:
         ValueError: heads does not divide hidden, or one of them is below 1.
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         s, scale = q.shape[-2], q.shape[-1] ** -0.5
         scores = q @ k.mT * scale  # (b, a, s, s)
         if self.causal:
-            # Added, not filled in: adding saves nothing for backward.
+            # An addition saves nothing for backward; masked_fill would save its mask.
             scores = scores + torch.full(
                 (s, s), float("-inf"), dtype=q.dtype, device=q.device
             ).triu(1)
@@ -117,15 +117,14 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward network, each with a residual connection: (b, s, h) -> (b, s,
-    h).
+    """Attention and a feed-forward network with residual connections: (b, s, h) -> (b, s, h).
 
     Args:
-        hidden, heads: h and a; a divides h.
-        feedforward: width of the feed-forward network; 4 h if left out.
-        norm_first: normalise before each part (pre-norm, as GPT) or after the residual sum
-            (post-norm, as in 2017).
-        dropout, causal, fused: as for `Attention`.
+        hidden, heads: h and a; a must divide h.
+        feedforward: Width of the feed-forward network, by default 4 h.
+        norm_first: Whether to normalize before each part (pre-norm, as in GPT) or after the
+            residual sum (post-norm, as in 2017).
+        dropout, causal, fused: Arguments of `Attention`.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762 (post-norm); Xiong et al. 2020, arXiv:2002.04745
     (pre-norm).
@@ -169,16 +168,16 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT: embeddings, pre-norm decoder layers and a head: tokens (b, s) -> logits (b, s, v).
+    """A GPT with embeddings, pre-norm decoder layers and a head: tokens (b, s) -> logits (b, s, v).
 
     Args:
         vocabulary, hidden, heads, layers: v, h, a and the number of layers.
-        sequence: the longest sequence, for the position embedding.
-        tied: the head uses the token embedding's weight.
-        dropout, fused: as for `Attention`.
+        sequence: Length of the longest sequence, for the position embedding.
+        tied: Whether the head uses the weight of the token embedding.
+        dropout, fused: Arguments of `Attention`.
 
     Raises:
-        ValueError: a size is below 1; heads does not divide hidden; tokens are longer than
+        ValueError: A size is below 1; heads does not divide hidden; tokens are longer than
             `sequence`.
     """
 
@@ -225,27 +224,28 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))  # (b, s, v)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of each next token: (b, s + 1) -> scalar."""
+        """Return the mean cross-entropy of each next token: (b, s + 1) -> scalar."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """The sum of the cross-entropies whose mean `loss` is, and over how many tokens it goes."""
+        """Return the sum of the cross-entropies, and the number of tokens in it."""
         logits, targets = self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
     def stages(self, tokens: Tensor) -> list[Callable]:
-        """`loss_sum` as a chain, which recipes with the checkpoints "optimal" and "segments" run.
+        """Return `loss_sum` as a chain, for the checkpoints "optimal" and "segments" of a recipe.
 
-        Any model may have such a method: callables, of which the first takes the batch, each other
-        one what the one before returned, and the last returns (sum of losses, weight). Modules are
-        the model's own, so that what is put on them is there: a chunked head, other attention. The
-        first here is a function without parameters, which takes the inputs out of the batch.
+        Any model may have such a method. It returns callables: the first takes the batch, each
+        other one takes what the previous one returned, and the last returns (sum of losses,
+        weight). Modules are the model's own, so changes to them have an effect, such as a chunked
+        head or other attention. The first callable here is a function without parameters that takes
+        the inputs out of the batch.
 
         Returns:
-            The inputs' function, the embedding, a block a layer (an `nn.Sequential` of attention
-            and feed-forward network, or the layer itself if it is another one, is compiled or has
-            hooks), and the head with its loss.
+            The function for the inputs; the embedding; one block per layer; and the head with its
+            loss. A block is an `nn.Sequential` of attention and feed-forward network, or the layer
+            itself if it is of another class, is compiled or has hooks.
         """
         blocks = [
             nn.Sequential(*_halves(layer)) if _is_plain(layer) else layer for layer in self.layers
@@ -254,13 +254,13 @@ class Decoder(nn.Module):
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether a forward pass may draw some: `Dropout` alone does, in layers as made here."""
+        """Return whether a forward pass may draw random numbers, which only `Dropout` layers do."""
         drops = (part for part in self.modules() if isinstance(part, (Dropout, nn.Dropout)))
         return not all(map(_is_plain, self.layers)) or any(d.p > 0 and d.training for d in drops)
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is the sum of its `_halves`, and nothing was put on it."""
+    """Return whether a layer equals the chain of its `_halves`, without changes from outside."""
     own = type(layer) is DecoderLayer and layer.norm_first and "forward" not in vars(layer)
     compiled = layer._compiled_call_impl is not None
     return own and not (compiled or layer._forward_hooks or layer._forward_pre_hooks)
@@ -309,15 +309,14 @@ class _HeadLossSum(_HeadLoss):
 
 
 def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
-    """A decoder's loss as a chain: embedding, two stages a layer (attention, feed-forward), head
-    with its loss.
+    """Return a decoder's loss as a chain of embedding, two stages per layer, and head with loss.
 
-    `loss_stages(decoder, tokens[:, 1:])(tokens[:, :-1])` is `decoder.loss(tokens)`; the modules are
-    shared, not copied.
+    The two stages of a layer are attention and feed-forward network. `loss_stages(decoder,
+    tokens[:, 1:])(tokens[:, :-1])` is `decoder.loss(tokens)`. The modules are shared, not copied.
 
     Args:
-        targets: (b, s), what each position is to predict; `stages[-1].targets` takes those of
-            another batch.
+        decoder: The decoder.
+        targets: (b, s), the tokens to predict. Assign to `stages[-1].targets` for another batch.
 
     Returns:
         2 * layers + 2 stages, each from one tensor to one: (b, s) -> (b, s, h) -> ... -> scalar.
@@ -329,8 +328,9 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
 
 
 def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
-    """Token numbers to train on: (batch, sequence + 1), int64, one more than goes in because each
-    predicts the next.
+    """Return token numbers to train on: (batch, sequence + 1), int64.
+
+    There is one more than the inputs, because each token predicts the next one.
 
     Example:
         >>> random_tokens(2, 4, 100).shape

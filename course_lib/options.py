@@ -1,4 +1,4 @@
-"""Options that the commands of the library share, and the values that their texts stand for.
+"""Options that the commands of the library share, and conversions of their values.
 
 Each function that converts a value raises `argparse.ArgumentTypeError`, which argparse prints after
 the option's name.
@@ -15,7 +15,7 @@ from typing import Any
 BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BYTE_UNITS |= {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 PARAMETER_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-FEWEST_BYTES_WITHOUT_UNIT = 10**6  # fewer are almost certainly meant in GB
+FEWEST_BYTES_WITHOUT_UNIT = 10**6  # a smaller number without a unit almost certainly means GB
 
 #: Option -> arguments of `add_argument`.
 SHARED: dict[str, dict[str, Any]] = {
@@ -40,8 +40,7 @@ def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]])
     """Add shared options to a command's parser.
 
     Args:
-        changes: option -> arguments of `add_argument` that replace those in `SHARED` or are added
-            to them.
+        changes: Option -> arguments of `add_argument` that replace or extend those in `SHARED`.
     """
     for option, changed in changes.items():
         parser.add_argument(option, **{**SHARED[option], **changed})
@@ -51,9 +50,9 @@ def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]])
 
 
 def byte_count(text: str) -> int:
-    """Bytes of a text: "80GiB" -> 85899345920, "24GB" and "24G" -> 24000000000.
+    """Convert a text to bytes: "80GiB" -> 85899345920, "24GB" and "24G" -> 24000000000.
 
-    1 GB is 10**9 bytes, 1 GiB 2**30 bytes.
+    1 GB is 10**9 bytes, 1 GiB is 2**30 bytes.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     try:
@@ -82,7 +81,7 @@ def byte_count(text: str) -> int:
 
 
 def parameter_count(text: str) -> float:
-    """Number of parameters of a text: "7B" and "7e9" -> 7e9, "124M" -> 124e6."""
+    """Convert a text to a number of parameters: "7B" and "7e9" -> 7e9, "124M" -> 124e6."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
     try:
         number = float(match[1]) * PARAMETER_UNITS[match[2].upper()]  # type: ignore[index]
@@ -96,7 +95,7 @@ def parameter_count(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """A whole number between 1 and 10,000,000."""
+    """Convert a text to a whole number between 1 and 10,000,000."""
     try:
         number = int(text)
     except ValueError:
@@ -111,12 +110,14 @@ def named(
     others: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> Callable[[str], str]:
-    """Conversion of a text to one of some names, whatever its case, spaces and hyphens.
+    """Return a function that converts a text to one of some names.
+
+    Case, spaces and hyphens do not matter.
 
     Args:
-        names: what the library calls them.
-        others: further names that people type -> the library's name.
-        refused: a name that people type -> why it is not among them.
+        names: Names in the library.
+        others: Other name that people type -> the library's name.
+        refused: Name that people type -> the reason why it is not allowed.
     """
     names = list(names)
     known = {_plain(name): name for name in names}
@@ -138,6 +139,6 @@ def named(
 
 
 def _plain(name: str) -> str:
-    """A name without case, spaces, hyphens and its maker's name."""
+    """Return a name in lower case, without spaces, hyphens and its maker's name."""
     name = re.sub(r"[^a-z0-9]", "", name.lower())
     return re.sub(r"^(nvidia|amd|geforce|tesla|instinct)+", "", name) or name

@@ -1,7 +1,7 @@
-"""Model and batch as a command names them: by a config.json, a function of the user's, or sizes.
+"""Model and batch as named on a command line: by a config.json, a function of the user's, or sizes.
 
-A `config.json` of a kind that `course_lib.configs` knows is made of plain modules here; any other
-kind is made by `transformers`, where that is installed.
+A `config.json` of a kind that `course_lib.configs` knows is built from plain modules. Any other
+kind is built by `transformers`, if that is installed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from course_lib.models import Attention, Decoder, random_tokens
 
 HEAD_DIM = 128
 VOCABULARY = 32_000
-BY_SIZES = ("sequence", "batch", "vocabulary")  # of the course's decoder
+BY_SIZES = ("sequence", "batch", "vocabulary")  # sizes of the course's decoder
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batch, as `fit` takes them, and what they are in words.
+    """A model and its batch, as arguments of `fit`, and their description.
 
     Attributes:
-        attention: Value of `Recipe.attention` for the plain step. None leaves the model unchanged,
-            because it calls PyTorch's `scaled_dot_product_attention` already.
+        attention: Value of `Recipe.attention` for the baseline. None leaves the model unchanged,
+            because it already calls PyTorch's `scaled_dot_product_attention`.
     """
 
     make_model: Callable[[], nn.Module]
@@ -54,13 +54,13 @@ class Workload:
 
 
 def workload_of(given: Namespace) -> Workload:
-    """Workload by --config, by --model, or else by sizes.
+    """Return the workload given by --config, by --model, or by sizes.
 
     A model of a config or of sizes calls PyTorch's `scaled_dot_product_attention`, which is also
     the default of transformers. A function's model is not changed.
 
     Raises:
-        ValueError: an option is missing, names something that cannot be found, or cannot be
+        ValueError: An option is missing, names something that cannot be found, or cannot be
             combined with another one.
     """
     sizes = [
@@ -87,7 +87,7 @@ def workload_of(given: Namespace) -> Workload:
     if given.model:
         return _by_function(given)
     if given.config:
-        read_config(given.config)  # an unreadable file is named before a missing option
+        read_config(given.config)  # so that an unreadable file is reported before a missing option
     for name in ("sequence", "batch"):
         if getattr(given, name) is None:
             raise ValueError(f"--{name} is missing: pass a whole number")
@@ -99,11 +99,12 @@ class ConfiguredModel:
     """The model of a `config.json`.
 
     Attributes:
-        make_model: builds it in fp32, with random weights.
-        make_batch: (samples, seed) -> a batch of random tokens, as the model takes it.
-        vocabulary: how many tokens there are.
-        plain: made of the course's modules, which take tokens (b, s + 1); else of transformers',
-            which take {"input_ids": (b, s), "labels": (b, s)} and return their loss.
+        make_model: Function that builds it in fp32, with random weights.
+        make_batch: Function (samples, seed) that returns a batch of random tokens for the model.
+        vocabulary: Number of tokens.
+        plain: Whether the model is made of the course's modules, which take tokens (b, s + 1).
+            Otherwise it is transformers', which takes {"input_ids": (b, s), "labels": (b, s)} and
+            returns its loss.
     """
 
     make_model: Callable[[], nn.Module]
@@ -113,16 +114,16 @@ class ConfiguredModel:
 
 
 def configured(file: Path | str, sequence: int) -> ConfiguredModel:
-    """The model that a `config.json` describes, for samples of so many tokens.
+    """Return the model that a `config.json` describes, for samples of `sequence` tokens.
 
     Raises:
-        ValueError: the file is no config, of a kind that neither the course nor the installed
-            transformers knows, lacks a size, or takes shorter sequences.
+        ValueError: The file is not a config, is of a kind that neither the course nor the installed
+            transformers knows, lacks a size, or accepts only shorter sequences.
     """
     config = read_config(file)
     if config.get("model_type") in KNOWN:
         model, sizes = config_shape(config, sequence)
-        with symbolic():  # one layer says what else is wrong with the config
+        with symbolic():  # building one layer reports any other error in the config
             model(**{**sizes, "layers": 1})
         vocabulary = sizes["vocabulary"]
         return ConfiguredModel(
@@ -140,7 +141,7 @@ def configured(file: Path | str, sequence: int) -> ConfiguredModel:
     return ConfiguredModel(made, make_batch, vocabulary, plain=False)
 
 
-#: transformers' families of models that take tokens and labels, the likeliest first.
+#: Families of transformers' models that take tokens and labels, the likeliest first.
 FAMILIES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
@@ -192,7 +193,7 @@ def _by_config(given: Namespace) -> Workload:
 
 
 def _with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """The model, whose own `Attention` modules call PyTorch's `scaled_dot_product_attention`."""
+    """Build a model whose `Attention` modules call PyTorch's `scaled_dot_product_attention`."""
     model = make_model()
     for module in model.modules():
         if isinstance(module, Attention):
@@ -221,18 +222,18 @@ def _by_function(given: Namespace) -> Workload:
 
 
 def samples_of(make_batch: Any) -> int:
-    """Number of samples a function's batch has, found without memory.
+    """Return the number of samples in a function's batch, without using memory.
 
     Raises:
-        TypeError: no function without arguments, or no batch.
-        ValueError: the batch has no samples, or its tensors differ in their number.
+        TypeError: The argument is not a function without arguments, or it returns no batch.
+        ValueError: The batch has no samples, or its tensors have different numbers of samples.
     """
     if isinstance(make_batch, nn.Module) or not callable(make_batch):
         raise TypeError(f"make_batch must be a function without arguments, got {shown(make_batch)}")
     takes_arguments("make_batch", make_batch, "no arguments")
     with symbolic():
         batch = make_batch()
-        if next(iter(split(batch, 1 << 62)), None) is None:  # it says what is wrong with a batch
+        if next(iter(split(batch, 1 << 62)), None) is None:  # `split` reports an invalid batch
             raise ValueError(
                 f"batch must contain at least one sample, got {shown(batch)} without samples"
             )
@@ -272,10 +273,11 @@ def _samples(given: Namespace) -> str:
 
 
 def named_function(option: str, name: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names.
+    """Return the function that "package.module:function" names.
 
     Raises:
-        ValueError: there is none of that name; an error of the module's own code is left as it is.
+        ValueError: There is no function of that name. Errors of the module's own code are not
+            changed.
     """
     allowed = "package.module:function, which can be imported from here"
     if not name.partition(":")[2]:
@@ -285,7 +287,7 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, ValueError, AttributeError) as error:
-        if origin(error) is not None:  # found, and its own code fails
+        if origin(error) is not None:  # the module was found, but its own code fails
             raise
         raise ValueError(
             f"{option} must be {allowed}, got {name!r}, which is not found ({error})"
@@ -296,8 +298,10 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
 
 
 def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
-    """hidden and layers of a decoder with about so many parameters: v h, 12 h^2 a layer, a layer
-    for each 128 of h."""
+    """Return hidden and layers of a decoder with about `parameters` parameters.
+
+    It has v h parameters, 12 h^2 per layer, and one layer per 128 of h.
+    """
 
     def count(hidden: int, layers: int) -> int:
         return vocabulary * hidden + 12 * layers * hidden**2
@@ -305,7 +309,7 @@ def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
     hidden = HEAD_DIM
     while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
         hidden += HEAD_DIM
-    # The number of layers is whole, so the width next to this one may come nearer.
+    # The number of layers is rounded, so the next larger width may come nearer.
     shapes = [
         (h, max(1, round((parameters - vocabulary * h) / (12 * h**2))))
         for h in (hidden, hidden + HEAD_DIM)
