@@ -497,6 +497,29 @@ def public_names(module):
     return getattr(module, "__all__", None) or [key for key in own if not key.startswith("_")]
 
 
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("memory", ["MemoryMeter", "measure", "saved_tensors"]),
+        ("checkpoint", ["checkpoint", "checkpoint_blocks", "checkpointed_loss"]),
+        ("offload", ["offload_activations", "OffloadedOptimizer"]),
+        ("budget", ["Recipe", "estimate", "fit"]),
+    ],
+)
+def test_the_reference_begins_with_what_a_reader_wants_first(name, first, pages):
+    shown = re.findall(rf'<dt [^>]*id="course_lib\.{name}\.(\w+)"', pages[f"api/{name}.html"])
+    assert shown[: len(first)] == first
+    kinds = [
+        site._kind_of(getattr(importlib.import_module(f"course_lib.{name}"), each))
+        for each in shown
+    ]
+    assert (
+        kinds.index(2) > max(place for place, kind in enumerate(kinds) if kind < 2)
+        if 2 in kinds
+        else kinds
+    )
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_the_reference_lists_every_public_name(name, pages):
     module = importlib.import_module(f"course_lib.{name}")

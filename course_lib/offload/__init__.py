@@ -1,5 +1,8 @@
 """Offloading to the lower tier: saved activations, optimizer state, and prefetching of batches.
 
+`offload_activations` moves activations that autograd saves, `OffloadedOptimizer` keeps the state of
+any optimizer in a `HostStore` or a `DiskStore`, and `Prefetcher` copies the next batch early.
+
 The lower tier is real on every machine. For CUDA it is pinned host memory, with copies on side
 streams. For a CPU it is a file, which a small pool of threads writes and reads while the main
 thread computes. Lesson 04 explains how it works.

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from course_lib.labels import both, markup, text, verbatim
@@ -480,29 +481,64 @@ _CLAIMS_FROM = "Measured in [lesson {number}, section {section}]({link})."
 
 
 def _api_page(name: str) -> str:
-    """A module's page; autodoc leaves out constants without a docstring, so these are named."""
+    """Write the reference of a module, the most important names first.
+
+    Raises:
+        EditionError: the module cannot be imported.
+    """
     try:
         module = importlib.import_module(f"course_lib.{name}")
     except Exception as error:  # whatever stops it, there would be an empty page
         raise EditionError(
             f"course_lib.{name} cannot be imported ({error}), so it has no reference"
         ) from None
-    public = {each: getattr(module, each) for each in getattr(module, "__all__", ())}
+    public = {each: getattr(module, each) for each in _by_importance(module)}
     borrowed = {
         each: home for each, value in public.items() if (home := _described_elsewhere(value, name))
     }
-    lines = [
-        f".. automodule:: course_lib.{name}",
-        *("   :members:", "   :show-inheritance:", "   :member-order: bysource"),
-        *([f"   :exclude-members: {', '.join(borrowed)}"] if borrowed else []),
-    ]
+    lines = [f".. automodule:: course_lib.{name}", "   :no-members:"]
     for each, value in public.items():
-        if isinstance(value, dict | tuple):
+        if isinstance(value, dict | tuple):  # autodoc leaves out constants without a docstring
             lines.append(f"\n.. py:data:: {each}\n   :value: {value!r}")
+        elif each not in borrowed:
+            kind = _KINDS[_kind_of(value)]
+            lines += [f"\n.. auto{kind}:: course_lib.{name}.{each}"]
+            if kind != "function":
+                options = ("members", "show-inheritance", "member-order: bysource")
+                lines += [f"   :{option}" + ":" * (":" not in option) for option in options]
     for home in dict.fromkeys(borrowed.values()):
         names = ", ".join(f"``{each}``" for each, place in borrowed.items() if place == home)
         lines.append(f"\nThe same as in ``{home}``: {names}.")
     return f"# course_lib.{name}\n\n```{{eval-rst}}\n" + "\n".join(lines) + "\n```\n"
+
+
+# autodoc's directives, in the order of the reference
+_KINDS = ("class", "function", "exception", "data")
+
+
+def _kind_of(value: object) -> int:
+    """Place in `_KINDS`."""
+    if isinstance(value, type):
+        return 2 if issubclass(value, BaseException) else 0
+    return 1 if callable(value) else 3
+
+
+def _by_importance(module: ModuleType) -> list[str]:
+    """Public names of a module: the one it is named for, those in its docstring, then the rest.
+
+    The docstring says first what a reader wants first. The rest has classes and functions first,
+    then exceptions, then constants.
+    """
+    own = [key for key, value in vars(module).items() if _is_public_in(module, key, value)]
+    names = list(getattr(module, "__all__", own))
+    mentioned = [module.__name__.rpartition(".")[2], *re.findall(r"`(\w+)", module.__doc__ or "")]
+    first = [each for each in dict.fromkeys(mentioned) if each in names]
+    rest = [each for each in names if each not in first]
+    return first + sorted(rest, key=lambda each: max(1, _kind_of(getattr(module, each))))
+
+
+def _is_public_in(module: ModuleType, name: str, value: object) -> bool:
+    return name[0] != "_" and getattr(value, "__module__", None) == module.__name__
 
 
 def _described_elsewhere(value: object, name: str) -> str:
