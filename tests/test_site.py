@@ -520,6 +520,13 @@ def test_the_reference_begins_with_what_a_reader_wants_first(name, first, pages)
     )
 
 
+def test_the_reference_describes_what_a_meter_says_and_does(pages):
+    names = ("peak_bytes", "live_bytes", "timeline", "at_peak", "trace", "plot", "save_snapshot")
+    page = pages["api/memory.html"]
+    missing = [each for each in names if f'id="course_lib.memory.MemoryMeter.{each}"' not in page]
+    assert missing == [] and "ObserverMode" not in page
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_the_reference_lists_every_public_name(name, pages):
     module = importlib.import_module(f"course_lib.{name}")
@@ -569,7 +576,7 @@ def test_a_wrong_example_is_found():
 
 
 def test_a_name_that_a_module_gives_on_request_is_described_where_it_lives():
-    assert "The same as in ``course_lib.simulated``: ``Race``, ``SimulatedDevice``." in (
+    assert "The same as in ``course_lib.simulated``: ``SimulatedDevice``, ``Race``." in (
         site._api_page("offload")
     )
     assert "The same as" not in site._api_page("simulated")

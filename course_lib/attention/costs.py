@@ -94,9 +94,9 @@ def attention_cost(
             pass for dK and dV and one for dQ, as in this package's kernels.
 
     Raises:
-        TypeError, ValueError: A count is not a positive whole number; kind or pass_ is unknown;
+        TypeError, ValueError: A count is not a positive whole number; `kind` or `pass_` is unknown;
             sram_bytes is too small for one row of each block; walks is neither 1 nor 2, or it is 2
-            although kind is not "flash" or pass_ is not "backward".
+            although `kind` is not "flash" or `pass_` is not "backward".
 
     Example:
         >>> standard, flash = (

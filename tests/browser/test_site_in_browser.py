@@ -196,6 +196,25 @@ def test_figures_have_a_light_ground_in_the_dark(address, open_page):
     assert min(luminance(figures.nth(n).evaluate(style)) for n in range(figures.count())) > 0.9
 
 
+@pytest.mark.parametrize(
+    ("language", "words"),
+    [
+        *(("en", words) for words in ("CUDA out of memory", "OOM", "out of memory")),
+        *(("zh", words) for words in ("显存不足", "爆显存", "显存优化", "显存碎片", "OOM")),
+    ],
+)
+def test_the_search_leads_first_to_what_to_do_when_memory_runs_out(
+    address, open_page, language, words
+):
+    page = open_page(f"{address}/{language}/search.html?q={words}")
+    first = page.locator("#search-results li a").first
+    first.wait_for()
+    page.wait_for_function(
+        "document.querySelector('#search-results p.search-summary').innerText.match(/\\d/)"
+    )
+    assert "docs/out_of_memory.html" in first.get_attribute("href")
+
+
 @pytest.mark.parametrize("word", ["带宽", "拷"])
 def test_the_search_finds_a_chinese_word_of_one_character_or_two(address, open_page, word):
     page = open_page(f"{address}/zh/search.html?q={word}")

@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -355,6 +356,8 @@ def _written_in_both(root: Path, english: str, chinese: str) -> str:
         # links lead to a heading by its words in one language
         slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in (title, other)]
         parts += ["", *(f"({slug})=" for slug in slugs if slug in anchors)]
+        if number := re.match(r"[\d.]+ ", title):  # of both, as in the lessons
+            other = other.removeprefix(number[0])
         parts.append(f"{level} {title} / {other}\n")
         for language, body in (("en", en), ("zh", zh)):
             parts.append(f'<div lang="{language}">\n\n{body}\n\n</div>')
@@ -502,14 +505,32 @@ def _api_page(name: str) -> str:
             lines.append(f"\n.. py:data:: {each}\n   :value: {value!r}")
         elif each not in borrowed:
             kind = _KINDS[_kind_of(value)]
-            lines += [f"\n.. auto{kind}:: course_lib.{name}.{each}"]
-            if kind != "function":
-                options = ("members", "show-inheritance", "member-order: bysource")
-                lines += [f"   :{option}" + ":" * (":" not in option) for option in options]
+            lines.append(f"\n.. auto{kind}:: course_lib.{name}.{each}")
+            if isinstance(value, type):
+                lines += ["   :members:", "   :member-order: bysource", _inheritance(value)]
     for home in dict.fromkeys(borrowed.values()):
         names = ", ".join(f"``{each}``" for each, place in borrowed.items() if place == home)
         lines.append(f"\nThe same as in ``{home}``: {names}.")
     return f"# course_lib.{name}\n\n```{{eval-rst}}\n" + "\n".join(lines) + "\n```\n"
+
+
+def _inheritance(value: type) -> str:
+    """Option of autodoc for the bases of a class.
+
+    Bases of a class are shown. If one of them is the library's own and not public, as the one that
+    has the figures of `MemoryMeter`, its members are shown as those of the class instead.
+    """
+    own = [base for base in value.__mro__[1:] if base.__module__.startswith("course_lib.")]
+    if all(base.__name__ in _public_names() for base in own):
+        return "   :show-inheritance:"
+    others = (base.__name__ for base in value.__mro__[1:] if base not in own)
+    return f"   :inherited-members: {', '.join(others)}"
+
+
+@cache
+def _public_names() -> frozenset[str]:
+    modules = [importlib.import_module(f"course_lib.{name}") for name in MODULES]
+    return frozenset(each for module in modules for each in _by_importance(module))
 
 
 # autodoc's directives, in the order of the reference

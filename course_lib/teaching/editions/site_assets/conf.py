@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -46,6 +47,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
 html_search_language = "en"
+html_search_scorer = str(Path(__file__).parent / "static/scorer.js")
 html_domain_indices = False  # the modules are in the sidebar
 html_sidebars = {
     "**": [
