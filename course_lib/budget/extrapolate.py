@@ -67,7 +67,7 @@ class Moments:
 
 
 class NotComposable(Exception):
-    """The step cannot run with a part of the blocks, or on a model that has run another step.
+    """The step cannot run with only some of the blocks, or on a model that has already run a step.
 
     The `__cause__` of the exception is the error that the step raised.
     """
@@ -249,10 +249,11 @@ class Composer:
         )
 
     def grown(self, few: Moments, more: Moments, blocks: int) -> Moments:
-        """Return the moments with `blocks` more blocks than `few`.
+        """Return the moments of a step with `blocks` more blocks than the step of `few`.
 
-        The parameters in `due` are those of the blocks that run at these moments in the longer
-        model.
+        `more` holds the moments of a step with one block more than `few`. In `due` of the result,
+        each parameter of a block is replaced by the same parameter of the block that runs at that
+        moment in the extrapolated step.
         """
         growth = Growth(few.trace, more.trace)
         due = {id(few.trace): few.due, id(more.trace): more.due}

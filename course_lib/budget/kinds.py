@@ -1,6 +1,6 @@
 """Differences between a step on a GPU and one on a CPU.
 
-Every estimate runs on symbolic tensors of the CPU and counts the tensors that the CPU's operators
+Every estimate runs on symbolic CPU tensors and counts the tensors that the CPU's operators
 save and allocate. It takes the kind of device, "cpu" or "cuda", into account in one respect: the
 variant of the update. If a recipe leaves the choice to PyTorch, most optimizers use "foreach" on
 CUDA, which allocates temporary tensors as large as all the parameters. The attribute
@@ -14,11 +14,13 @@ operator            on a CPU                  on CUDA                      in an
 dropout             saves a mask in the       native_dropout saves one     as on a CPU: 1 or 3
                     input's dtype: 2 or 4     byte per element             bytes per element more
                     bytes per element         (Dropout.cpp)                than on CUDA
-scaled_dot_         flash attention: saves    16 bits: flash attention     as on a CPU: with a mask
-product_attention,  q, k, v, the output, and  saves the same and a seed;   or with dropout, more
-forward             one fp32 number per row   fp32 or a mask: memory-      than on CUDA
-                    of scores; with dropout,  efficient attention rounds
-                    the scores in fp32        rows up to 32; dropout runs
+scaled_dot_         flash attention: saves    bf16, fp16: flash attention  as on a CPU: with a mask
+product_attention,  q, k, v, the output, and  saves the same, plus the     or with dropout, more
+forward             one fp32 log-sum-exp per  random seed; fp32 or a       than on CUDA
+                    row of scores; with       mask: memory-efficient
+                    dropout, the scores in    attention pads the
+                    fp32                      log-sum-exp to a multiple
+                                              of 32 rows; dropout runs
                                               inside the kernel
                                               (sdp_utils.cpp)
 scaled_dot_         allocates nothing else    flash attention sums the     not included
@@ -26,18 +28,18 @@ product_attention,                            gradient of q in fp32, a
 backward                                      temporary tensor of 4 bytes
                                               per element
                                               (flash_api.cpp)
-a recipe's          tiles are tensors         the tiles are inside one     as on a CPU: the tiles of
-attention="flash"                             kernel                       one group more than on
-                                                                           CUDA
-layer norm          saves mean and deviation  saves them in fp32           as on a CPU: with bf16, 4
+a recipe's          tiles are tensors         the tiles are inside one     as on a CPU: too high by
+attention="flash"                             kernel                       the tiles of one group of
+                                                                           heads
+layer norm          saves the mean and rstd   saves them in fp32           as on a CPU: with bf16, 4
                     in the input's dtype      (layer_norm_kernel.cu)       bytes per row less than
                                                                            on CUDA
 nn.RMSNorm          several products, each    one operator, which saves    as on a CPU: more than
                     of them in fp32           its input and one number     on CUDA
                                               per row (layer_norm.cpp)
 convolution, LSTM   oneDNN uses a workspace,  cuDNN uses a workspace and   not included; an LSTM
-                    which is not a tensor     a reserve                    that oneDNN fuses is
-                                                                           refused
+                    which is not a tensor     a reserve                    that oneDNN fuses raises
+                                                                           ValueError
 embedding,          backward allocates        backward sorts the indices,  not included
 index_put           nothing else              if there are many of them,
                                               with temporary tensors of

@@ -163,7 +163,10 @@ class Known:
 
     @cached_property
     def segments(self) -> int:
-        """Largest number of segments, of the model's own chain if it has one, or of its blocks."""
+        """Largest number of segments that can be formed.
+
+        They consist of the model's own stages if `staged` is true, and of its blocks otherwise.
+        """
         if self.staged:
             with symbolic(self.composer.mode):
                 return most_segments(self.composer.model, self.composer.batch)

@@ -90,8 +90,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         raise TypeError(f"model must have a loss, got {shown(model)} without one; {advice}")
     elif not has_loss_sum(model) and pieces > 1:
         raise ValueError(
-            f"micro_batches must be 1, because {name}.loss is a mean of unknown weight, got"
-            f" {pieces}; or {advice}"
+            f"micro_batches must be 1 for a {name}, got {pieces}: its loss is a mean, and the"
+            f" number of tokens or samples in that mean is not known; {advice}"
         )
     if (
         recipe.offload_activations

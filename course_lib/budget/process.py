@@ -65,8 +65,8 @@ def process_trace(
             `course_lib.budget.estimate`.
         kind: Kind of device, one of `KINDS`.
         events: Whether to record when each storage is allocated and released.
-        places: Whether to record also the module and the source line of each operator. The step
-            then takes half as long again.
+        places: Whether to also record the module and the source line of each operator. This makes
+            the step take about 1.5 times as long.
     """
     recipe = on_kind(recipe, kind)
     with symbolic():

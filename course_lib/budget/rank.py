@@ -93,8 +93,10 @@ def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
     check_loss(model, single(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(
-            f"ranks must be 1, because {type(model).__name__}.loss is a mean of unknown weight, got"
-            f" {recipe.ranks}; or pass a loss_sum(model, batch), or give the model such a method"
+            f"ranks must be 1 for a {type(model).__name__}, got {recipe.ranks}: its loss is a mean,"
+            " and the number of tokens or samples in that mean is not known. Pass a"
+            " loss_sum(model, batch) -> (sum of losses, weight), or define a loss_sum method on"
+            " the model"
         )
 
 

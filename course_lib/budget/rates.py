@@ -107,7 +107,7 @@ class Rates:
         }
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the seconds of the step.
+        """Return the duration of the step in seconds.
 
         If parts overlap, only the longest of them counts. All others are added up. With the tier
         "file", nothing overlaps. With the tier "host", copies of activations overlap with the
@@ -390,7 +390,7 @@ def _link(device: torch.device, seconds: float) -> float:
 
 
 def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """Return the seconds of the fastest of several runs, not counting the first one."""
+    """Return the duration of the fastest run in seconds, without the first run, which warms up."""
     work()
     best = math.inf
     end = time.perf_counter() + seconds

@@ -1,9 +1,9 @@
 """Run the chain that a model itself defines by its method `stages(batch)`.
 
 The checkpoints "segments" and "optimal" use this chain if the model has one. `stages(batch)`
-returns a sequence of callables. The first takes the batch, and each other one takes the output of
-the one before. The last returns (sum of losses, weight), as `loss_sum` does, where the weight is a
-number or a tensor of whole numbers. The outputs must have types that
+returns a sequence of callables. The first takes the batch, and each of the others takes the output
+of the previous one. The last returns (sum of losses, weight), as `loss_sum` does, where the weight
+is a number or a scalar integer tensor. The outputs must have types that
 `course_lib.schedule.ScheduledSequential` accepts.
 
 Callables at the beginning that hold no parameters, for example one that takes the inputs out of a
@@ -186,7 +186,8 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
 
     def stages_of(probe: tuple[nn.Module, Any]) -> tuple[Sequence[nn.Module], Any]:
         for copied, module in zip(probe[0].modules(), model.modules(), strict=True):
-            # A copy of a compiled module is not compiled, but it counts as the same stage.
+            # `copy.deepcopy` drops the compiled call. The copy is marked as compiled again, without
+            # compiling it, so that `stages` divides it into the same stages as the original.
             if copied is not module and module._compiled_call_impl is not None:
                 copied._compiled_call_impl = copied._call_impl
         x, stages = _staged(*probe)

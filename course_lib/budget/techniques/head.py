@@ -128,8 +128,9 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
     ]
     if not linear:
         raise ValueError(
-            "head_chunk must be None for a model whose head is not a Linear outside its blocks, got"
-            f" {chunk} for a {type(model).__name__}"
+            "head_chunk must be None for a model without an nn.Linear outside its blocks, got"
+            f" {chunk} for a {type(model).__name__}; a model can name its head with a"
+            " get_output_embeddings() method"
         )
     return max(reversed(linear), key=lambda module: module.out_features)
 
