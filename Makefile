@@ -154,7 +154,8 @@ $(OVERRIDES): course_lib/teaching/jupyterlab/overrides.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 
-# Keeps notebooks/scripts out of a learner's file list: its files look like lessons, and run as none.
+# Keeps notebooks/scripts out of a learner's file list, where its files would look like lessons, and keeps jupytext from
+# writing a reader's answers into them.
 $(FILE_LIST): course_lib/teaching/jupyterlab/server.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@

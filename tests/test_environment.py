@@ -2,6 +2,7 @@
 whole."""
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import os
@@ -296,6 +297,17 @@ def test_make_and_the_cloud_put_jupyters_settings_where_it_looks_for_them(tmp_pa
     server = pytest.importorskip("jupyter_server.serverapp").ServerApp()
     server.load_config_file()
     assert "scripts" in server.config.ContentsManager.hide_globs
+
+
+def test_a_saved_notebook_leaves_its_script_alone():
+    """jupytext.toml pairs them for `make notebooks`; JupyterLab's part of jupytext would do so as
+    well, and write a reader's answers into the lesson's source."""
+    jupytext = pytest.importorskip("jupytext")
+    assert jupytext.config.find_jupytext_configuration_file(str(ROOT / "notebooks"))
+    settings = json.loads((JUPYTERLAB / "server.json").read_text("utf-8"))
+    extensions = settings["ServerApp"]["jpserver_extensions"]
+    (name,) = [name for name, on in extensions.items() if not on]
+    assert callable(importlib.import_module(name).load_jupyter_server_extension)
 
 
 # --- the wheel ---
