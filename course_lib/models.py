@@ -30,7 +30,7 @@ def seeded(seed: int) -> Iterator[None]:
 def deep_mlp(
     depth: int, width: int, *, activation: type[nn.Module] = nn.GELU, seed: int = 0
 ) -> nn.Sequential:
-    """Build `depth` times Linear(width, width) and an activation: (b, width) -> (b, width).
+    """Build `depth` pairs of Linear(width, width) and an activation: (b, width) -> (b, width).
 
     Raises:
         ValueError: depth or width is below 1.
@@ -319,7 +319,8 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
         targets: (b, s), the tokens to predict. Assign to `stages[-1].targets` for another batch.
 
     Returns:
-        2 * layers + 2 stages, each from one tensor to one: (b, s) -> (b, s, h) -> ... -> scalar.
+        2 * layers + 2 stages, each with one input and one output tensor:
+        (b, s) -> (b, s, h) -> ... -> scalar.
     """
     stages: list[nn.Module] = [_Embed(decoder)]
     for layer in decoder.layers:

@@ -110,7 +110,7 @@ def named(
     others: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> Callable[[str], str]:
-    """Return a function that converts a text to one of some names.
+    """Return a function that converts a text to one of the given names.
 
     Case, spaces and hyphens do not matter.
 
