@@ -283,6 +283,7 @@ def test_the_zip_holds_the_folder_and_a_library_that_has_all_the_pins(edition):
     names = {name.partition("/")[2] for name in zipfile.ZipFile(packed).namelist()}
     here = {path.relative_to(edition).as_posix() for path in edition.rglob("*") if path.is_file()}
     assert names == here - {packed.name, STAMP}
+    assert {"LICENSE", "examples/your_model.py", "docs/out_of_memory.zh.md"} < names
     (wheel,) = edition.glob("*.whl")
     library = zipfile.ZipFile(wheel)
     assert "course_lib/lessons/lesson_02/checks.py" in library.namelist()

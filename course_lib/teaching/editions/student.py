@@ -76,7 +76,7 @@ def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
         copy_pages(notebooks, folder / "docs", "../")
         copy_files(JUPYTERLAB, folder, "overrides.json")
         copy_files(ASSETS, folder, "README.md", "README.zh.md", "Makefile")
-        copy_files(LIBRARY, folder, "constraints.txt", "LICENSE")
+        copy_files(LIBRARY, folder, "constraints.txt", "LICENSE", "examples/*.py")
         pack_library(folder)
         for name, notebook in read_lessons(folder).items():
             check_links(name, notebook, folder)
