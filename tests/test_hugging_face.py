@@ -548,7 +548,10 @@ def test_a_function_put_on_any_other_model_is_called_and_named_where_it_fails(ta
             take(put_on(loss), batch, Recipe())
     with pytest.raises(AttributeError) as raised:
         take(put_on(by_name), batch, Recipe())
-    assert "raised in Linear.loss, which is a function that was assigned to the model" in raised.value.__notes__[0]
+    assert (
+        "raised in Linear.loss, which is a function that was assigned to the model"
+        in raised.value.__notes__[0]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")

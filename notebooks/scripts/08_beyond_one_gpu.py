@@ -615,12 +615,12 @@ table(["4 ranks", "peak predicted, bytes", "peak measured, bytes", "given, MB"],
 #
 # <div lang="en">
 #
-# Here the ranks divide a fixed batch, so activations fall with their number. Most people keep the batch **of a rank** and let the whole batch grow: then data parallelism, with any ZeRO, divides no activations. And either way it ends at one sequence a rank. Who needs less per rank divides something else: $t$ ranks each matrix (**tensor** parallelism) and the work between the matrices (**sequence**), $c$ the sequence in attention too (**context**), $p$ the layers (**pipeline**), $e$ the experts of a mixture. From the papers, not run here:
+# Here the ranks divide a fixed batch, so activations fall with their number. Most people keep the batch **of a rank** and let the whole batch grow: then data parallelism, with any ZeRO, divides no activations. And either way it ends at one sequence a rank. Who needs less per rank divides something else: $t$ ranks each matrix (**tensor parallelism**, TP) and the work between the matrices (**sequence parallelism**, SP), $c$ the sequence in attention too (**context parallelism**, CP), $p$ the layers (**pipeline parallelism**, PP), $e$ the experts of a mixture (**expert parallelism**, EP). From the papers, not run here:
 #
 # </div>
 # <div lang="zh">
 #
-# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一种 ZeRO 都不分摊激活值。况且两种做法都到每个进程一条序列为止。还想让每个进程更省，就得把别的也拿来分：$t$ 个进程分每个矩阵（**张量**并行），并分矩阵之间的运算（**序列**并行）；$c$ 个进程在注意力里也把序列切开（**上下文**并行）；$p$ 个进程分层（**流水线**并行）；$e$ 个进程分混合专家模型的专家（**专家**并行）。以下出自论文，这里没有运行：
+# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一种 ZeRO 都不分摊激活值。况且两种做法都到每个进程一条序列为止。还想让每个进程更省，就得把别的也拿来分：$t$ 个进程分每个矩阵（**张量并行**，TP），并分矩阵之间的运算（**序列并行**，SP）；$c$ 个进程在注意力里也把序列切开（**上下文并行**，CP）；$p$ 个进程分层（**流水线并行**，PP）；$e$ 个进程分混合专家模型的专家（**专家并行**，EP）。以下出自论文，这里没有运行：
 #
 # </div>
 
