@@ -923,7 +923,7 @@ class Scaled(Decoder):
         (
             partial(Tiny, "causal"),
             Recipe(micro_batches=2),
-            "micro_batches must be 1, because Tiny.loss .*, got 2",
+            "micro_batches must be 1 for a Tiny, got 2",
         ),
         (Pictures, Recipe(micro_batches=2), "micro_batches must be 1 .* BatchNorm .*, got 2"),
         (
