@@ -1,4 +1,4 @@
-"""Categories of storages, told from what operators, the autograd graph and optimizers do with
+"""Category of each storage, found from what operators, the autograd graph and optimizers do with
 it."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_
 from .timeline import Ledger, Record
 
 ADD = torch.ops.aten.add.Tensor
-# Formulas of `max`, `gather`, `x[i]` and others write into zeros: in place, or by these where a
-# mode is active.
+# The gradient formulas of `max`, `gather`, `x[i]` and others write into a tensor of zeros. They do
+# so in place, or by one of these operators if a dispatch mode is active.
 _INTO_ZEROS = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
@@ -35,8 +35,8 @@ _INTO_ZEROS = {
     torch.ops.aten.masked_scatter.default,
 }
 IN_PLACE_WITHOUT_MODES = {ADD, *_INTO_ZEROS}
-# What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls
-# it too, but what NumPy owns cannot be resized.
+# `torch.tensor([...])` calls this operator. It returns its input, whose storage is new.
+# `torch.from_numpy` calls it too, but a storage that NumPy owns cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 _FROM_STORAGE = (
     torch.ops.aten.set_.source_Storage,
@@ -45,27 +45,36 @@ _FROM_STORAGE = (
 
 
 class CategoryTracker:
-    """Writes into the ledger what operators read and make, and what the graph keeps."""
+    """Tracker that records which storages operators read and make, and which the graph keeps."""
 
     def __init__(self, ledger: Ledger, leaves_are_parameters: bool):
         self.ledger = ledger
         self.leaves_are_parameters = leaves_are_parameters
-        self.fake_mode: FakeTensorMode | None = None  # in which the block stands
-        self.node = None  # the autograd node that ran the last operator ...
-        self.node_began = 0  # ... and the number of its first one
-        self._read: list[Record] = []  # what that node has read so far
-        # of the last operator: its autograd node can be seen after it
+        # The fake mode that was active when the meter was entered.
+        self.fake_mode: FakeTensorMode | None = None
+        # The autograd node that ran the last operator, and the number of its first operator.
+        self.node = None
+        self.node_began = 0
+        # Records of saved storages that this node has read.
+        self._read: list[Record] = []
+        # First output of the last operator. Its autograd node exists only after the operator has
+        # returned.
         self._output: weakref.ref | None = None
-        # Autograd numbers the nodes that a thread makes: the last operator made those from
-        # `_oldest` on, the next one those from `_next[thread]` on. A Function makes its own before
-        # it runs, `_oldest_of_node` at the earliest.
+        # Autograd numbers the nodes that each thread makes. The last operator made the nodes from
+        # number `_oldest` on, and the next one will make those from `_next[thread]` on. An
+        # `autograd.Function` makes its node before it runs, with the number `_oldest_of_node` at
+        # the earliest.
         self._oldest = self._oldest_of_node = 0
         self._next: dict[int, int] = {}
         self.buffers = BuffersForBackward()
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
-        """The pass to which an operator belongs, and the addresses of its input storages; to be
-        asked before it runs."""
+        """Note the input storages of an operator. Call this before the operator runs.
+
+        Returns:
+            The pass to which the operator belongs ("forward", "recomputation" or "elsewhere"), and
+                the addresses of its input storages.
+        """
         self.settle()
         thread = threading.get_ident()
         self._oldest, self._next[thread] = (
@@ -76,7 +85,7 @@ class CategoryTracker:
             self._oldest_of_node = 0 if node is None else self._next[thread]
             self._release()
             self.node, self.node_began = node, len(self.ledger.operators)
-        # In backward, gradients are on only where the forward pass is computed again.
+        # During backward, gradients are enabled only while the forward pass is recomputed.
         made_in = (
             "forward"
             if node is None
@@ -95,7 +104,8 @@ class CategoryTracker:
                     continue
                 if record.role in (None, "input") and self._is_parameter(tensor, record):
                     record.role, record.since = "parameter", record.born
-                # What backward reads of the forward pass had been kept for it.
+                # If backward reads a storage from the forward pass, the storage was kept for
+                # backward.
                 kept = record.made_in == "forward" or (
                     record.made_in == "recomputation" and made_in == "elsewhere"
                 )
@@ -104,10 +114,11 @@ class CategoryTracker:
         return made_in, sources
 
     def note_read(self, records: Iterable[Record], node: Any) -> None:
-        """A node of backward reads what had been kept for it."""
+        """Record that a backward node reads storages that were kept for it."""
         for record in records:
             if record.read_by is not node:
-                # held by other means than the graph, as checkpointing does
+                # The storage may be held by something other than the graph, for example by
+                # checkpointing.
                 if record.saved is None:
                     record.saved = record.born
                 record.released, record.read_by = None, node
@@ -135,27 +146,28 @@ class CategoryTracker:
                     if record.nbytes != storage.nbytes():
                         ledger.resized(storage)
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
-                    # Data enters a step through an operator that has no tensor to start from.
+                    # Data enters a step through an operator that has no input tensor.
                     enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
                     ledger.add(
                         storage, ledger.account(tensor.device), "input" if enters else None, made_in
                     )
-        # Under hooks the graph holds not the tensors but what the hooks made of them. After a
-        # change in place, a view's node is made anew by whoever asks first: symbolically by an
-        # operator, and to ask within that would never end.
+        # Under saved-tensor hooks the graph holds only what the hooks returned, so nothing is
+        # watched. After an in-place change of a view, autograd rebuilds the view's node when
+        # `grad_fn` is first read. For symbolic tensors, rebuilding runs an operator, which would
+        # read `grad_fn` again without end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
         watched = watched and not (_is_mutable(func) and tensors[0]._is_view())
         self._output = weakref.ref(tensors[0]) if watched else None
 
     def _is_a_shape_alone(self, tensor: Tensor) -> bool:
-        """Whether it is a fake tensor of a mode entered inside the block, as DTensor does to find
-        shapes: no memory."""
+        """Return whether a tensor is a fake tensor of a mode that was entered inside the block.
+        DTensor makes such tensors to find shapes, and they take no memory."""
         mode = tensor.fake_mode if type(tensor) is FakeTensor else self.fake_mode
         return mode is not self.fake_mode and not isinstance(mode, Symbolic)
 
     def settle(self) -> None:
-        """Record what the last operator's autograd node saved, or accumulated, which is to be seen
-        only once the operator is through."""
+        """Record which tensors the last operator's autograd node saved, or which gradient it
+        accumulated. Both are visible only after the operator has returned."""
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
         if output is not None and output.grad_fn is not None and self._is_new(output.grad_fn):
@@ -168,41 +180,44 @@ class CategoryTracker:
             self.ledger.assign(self.node.variable.grad, "gradient", now)
 
     def _is_new(self, node) -> bool:
-        """Whether the last operator made the node; an older one, as a saved result has, may be made
-        under hooks."""
+        """Return whether the last operator made the node. An older node, such as that of a saved
+        result, may have been made under saved-tensor hooks."""
         function = isinstance(node, torch.autograd.function.BackwardCFunction)
         return node._sequence_nr() >= (self._oldest_of_node if function else self._oldest)
 
     def finish(self) -> None:
-        """No more operators follow."""
+        """Complete the records after the last operator."""
         self.settle()
         self.leave_node()
 
     def leave_node(self) -> None:
-        """The next operator is of another autograd node."""
+        """Note that the next operator belongs to another autograd node."""
         self._release()
         self.node, self._oldest_of_node = None, 0
 
     def forget_output(self) -> None:
-        """The last operator's output stays unseen."""
+        """Skip the last operator's output when saved tensors are next looked for."""
         self._output = None
 
     def _release(self) -> None:
-        """The autograd node that read these is through with them."""
+        """Mark the storages that the current autograd node has read as no longer needed by it."""
         for record in self._read:
             record.released, record.read_by = len(self.ledger.operators), None
         self._read.clear()
 
     def taken_over(self, func, args, kwargs) -> Record | None:
-        """The storage that would take up the result if no dispatch mode were active.
+        """Return the storage that would hold the result if no dispatch mode were active, or None.
 
-        Autograd adds gradients that meet at a node in place, and some formulas write into zeros in
-        place, unless a mode is active: then they call operators that make a new tensor
-        (`IN_PLACE_WITHOUT_MODES`). The meter is a mode; so that it reports what the program takes
-        without it, it counts such a result as that first argument. Autograd's own calls are told
-        from others by who calls (no Python function), and by the first argument: one tensor alone
-        holds its storage, which it fills, and it dies with the call (`Ledger.expect_end`). Of a
-        sum, the node now running did not make it in its formula; zeros it did.
+        Autograd adds gradients that meet at a node in place, and some gradient formulas write into
+        a tensor of zeros in place. If a dispatch mode is active, both call operators that make a
+        new tensor instead (`IN_PLACE_WITHOUT_MODES`). The meter is such a mode. To report the bytes
+        that the program takes without it, the meter counts such a result in the storage of the
+        operator's first argument.
+
+        Three properties identify autograd's own calls. No Python function called the operator. The
+        first argument is the only tensor in its storage, and it fills the storage. And this storage
+        is released when the call returns, which `Ledger.expect_end` checks. In addition, the first
+        argument of a sum was not made by the node that is now running, and the tensor of zeros was.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and
         `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.
@@ -232,14 +247,14 @@ class CategoryTracker:
             return None
         if func is not ADD:
             return record if record.born >= self.node_began else None
-        # Two gradients of one node can meet: those of z in z * z.
+        # Two gradients from one node can also meet, as the two gradients of z in z * z do.
         edges = self.node.next_functions
         return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    """Count of a storage's holders: the tensors that share it, and its Python object, which counts
-    as one or as none by the version of torch."""
+    """Return the number of a storage's holders: the tensors that share it, and its Python object,
+    which counts as one holder or none, depending on the version of torch."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -253,17 +268,18 @@ _ONE_HOLDER = _holders_of_one()
 
 
 def _called_by_autograd() -> bool:
-    """True if no Python code but dispatch modes stands between the operator and autograd's
-    engine."""
-    frame = sys._getframe(3)  # beyond taken_over and the mode that asks
+    """Return whether all Python frames between the operator and autograd's engine belong to
+    dispatch modes."""
+    # Skip the frames of `taken_over` and of the mode that calls it.
+    frame = sys._getframe(3)
     while frame is not None and (frame.f_globals.get("__name__") in _WRAPPERS or _of_a_mode(frame)):
         frame = frame.f_back
     return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
 def _of_a_mode(frame) -> bool:
-    """Whether the frame is a mode's, told by names: to look at its `f_locals` copies them, and
-    keeps alive what its function lets go of."""
+    """Return whether a frame belongs to a dispatch mode, judged by names alone. Reading the frame's
+    `f_locals` would copy them, and so keep tensors alive that the function has released."""
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
     found = frame.f_globals.get(owner)
     return name == "__torch_dispatch__" or (
@@ -271,26 +287,32 @@ def _of_a_mode(frame) -> bool:
     )
 
 
-# what PyTorch puts around modes
+# Modules of the functions in which PyTorch wraps dispatch modes.
 _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")
 
 
 class OptimizerPhase:
-    """Knows when an optimizer steps: within another optimizer's step, only the outermost opens and
-    closes the phase."""
+    """Tracker of whether an optimizer is stepping.
+
+    If an optimizer steps within another optimizer's step, only the outermost one begins and ends
+    the phase.
+    """
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self._outermost: torch.optim.Optimizer | None = None
-        self._node: Any = None  # the autograd node that called it
+        # The autograd node in which the step was called.
+        self._node: Any = None
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         )
 
     def running(self, node) -> bool:
-        # With gradients on, or in another node, a step's closure runs: the forward and backward
-        # passes of LBFGS.
+        """Return whether an operator that this autograd node runs belongs to an optimizer's
+        step."""
+        # If gradients are enabled, or the node is another one, the step's closure is running: the
+        # forward and backward passes of LBFGS, for example.
         return self._outermost is not None and node is self._node and not torch.is_grad_enabled()
 
     def remove(self) -> None:
@@ -312,4 +334,5 @@ class OptimizerPhase:
 
 
 def _is_mutable(func: Any) -> bool:
-    return hasattr(func, "_schema") and func._schema.is_mutable  # False for one of higher order
+    # Higher-order operators have no `_schema`, so they count as not mutable.
+    return hasattr(func, "_schema") and func._schema.is_mutable
