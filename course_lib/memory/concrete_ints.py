@@ -1,4 +1,5 @@
-"""Symbolic tensors, but small ones of whole numbers, which are real: steps look at those."""
+"""Symbolic tensors, except for small tensors of integers, which are real because steps read their
+values."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .._torch import map_tensors, tensors_in, written_arguments
 from . import cpu_kernels, shape_cache
 from .storages import tensors_among
 
-# of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
+# Largest size of a real storage in bytes, so that a symbolic model takes no memory. It is enough
+# for the tokens of 128 samples of 4,096 tokens each.
 MOST_BYTES = 1 << 22
 _aten = torch.ops.aten
 _WITHOUT_VALUES = {
@@ -27,29 +29,34 @@ _WITHOUT_VALUES = {
     _aten.new_empty,
     _aten.new_empty_strided,
 }
-# Floating masks are made so, and asked so whether they are causal.
+# Floating-point masks are made by these operators, and models test whether such masks are causal.
 _FILLED = {_aten.zeros, _aten.ones, _aten.full}
 _COPIED = {_aten._to_copy, _aten.clone, _aten.triu, _aten.tril}
 _COMPARED = {_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.isinf}
-_LOOKED_AT = {_aten.rand, _aten.linspace}  # layers are dropped at random, at rising rates
+# Models that drop layers at random draw these numbers, at drop rates that rise from layer to layer.
+_LOOKED_AT = {_aten.rand, _aten.linspace}
 _LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
 class Symbolic(FakeTensorMode):
-    """Tensors are symbolic, but those of whole numbers and truth values on the CPU are real as long
-    as they are small.
+    """Mode in which tensors are symbolic, except that small tensors of integers and booleans on the
+    CPU are real.
 
-    Steps look at those: Hugging Face models drop an attention mask that is all ones, but do not ask
-    a symbolic one. An operator runs for real where all that it reads is real and what it makes is
-    to be. If one of its inputs is symbolic, so are its outputs; what it writes into a real tensor
-    is unknown from there on, and to look at that is refused, as with symbolic tensors.
+    Steps read the values of such tensors. For example, Hugging Face models drop an attention mask
+    of ones only, but they do not test a symbolic mask. An operator runs for real if all of its
+    inputs are real and its outputs are to be real. If one of its inputs is symbolic, its outputs
+    are symbolic. If it writes into a real tensor, the values of that tensor are unknown from then
+    on, and reading them raises the error that reading a symbolic tensor raises.
 
-    A single floating number that is drawn or computed from real tensors, and the numbers of
-    `torch.linspace` and of its parts, are symbolic and yet known, as PyTorch has it for
-    `torch.tensor(0.5)`: `item` answers. What `torch.ones`, `torch.zeros` and `torch.full` make, and
-    triangles of it, are known until they are written to: compared with each other or with numbers,
-    or converted to whole numbers, they give real tensors.
+    Two kinds of symbolic floating-point tensors have known values:
+
+    - A single number that is drawn or computed from real tensors, and the numbers of
+      `torch.linspace` and of its views. `item` returns the value, as PyTorch does for
+      `torch.tensor(0.5)`.
+    - The result of `torch.ones`, `torch.zeros` or `torch.full`, and a triangle of it, until it is
+      written to. Comparing such tensors with each other or with numbers, or converting them to
+      integers, gives real tensors.
     """
 
     @classmethod
@@ -58,19 +65,23 @@ class Symbolic(FakeTensorMode):
 
     def __init__(self):
         super().__init__()
-        # of the symbolic tensors of a device
+        # Attributes that all symbolic tensors on a device share.
         self.attributes: dict[torch.device, dict[str, Any]] = {}
-        self.looks = 0  # how often the values of a real tensor were looked at
-        self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()  # of real tensors
-        # Of symbolic ones: what makes their numbers, which take memory only where somebody asks.
+        self.looks = 0  # number of times that the values of a real tensor were read
+        # Storages of real tensors whose values are no longer known.
+        self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()
+        # Storages of symbolic tensors with known values, and the functions that make these values.
+        # The values take memory only when such a function is called.
         self._numbers: WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = (
             WeakKeyDictionary()
         )
         self._cached = partial(shape_cache.dispatch_cached, self)
-        self._inside = False  # an operator that PyTorch takes apart
+        # True while an operator runs that PyTorch decomposes into others.
+        self._inside = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # its parts are symbolic as it is: real numbers made for it would meet symbolic ones
+        # The operators that it is decomposed into must be symbolic as well. If they made real
+        # numbers, those would be combined with symbolic tensors.
         if self._inside:
             return shape_cache.fake(self, func, types, args, kwargs or {})
         self._inside = True
@@ -96,25 +107,28 @@ class Symbolic(FakeTensorMode):
             if func.overloadpacket not in _COPIED | _COMPARED or real:
                 return result
             return self._known(func, result, met, args, kwargs)
-        if func.is_view or torch.Tag.inplace_view in func.tags:  # of known values or not
+        # A view is real whether or not its values are known.
+        if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         if not all(map(self.knows, real)):
             return self._symbolically(func, types, args, kwargs)
         return self._for_real(func, types, args, kwargs)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is real, and nothing symbolic has been written into its storage."""
+        """Return whether a tensor is real and nothing symbolic has been written into its
+        storage."""
         return not isinstance(tensor, FakeTensor) and (
             tensor.untyped_storage() not in self._unknown
         )
 
     def _have_numbers(self, tensors: list[Tensor]) -> bool:
-        """Whether of any of these symbolic tensors it is known what makes its numbers."""
+        """Return whether the values of any of these symbolic tensors are known."""
         numbers = self._numbers
         return bool(numbers) and any(tensor.untyped_storage() in numbers for tensor in tensors)
 
     def _for_real(self, func, types, args, kwargs) -> Any:
-        """The operator itself, if its outputs are to be real: the outline of others is enough."""
+        """Run the operator if its outputs are to be real, and return them. Otherwise return
+        symbolic outputs."""
         looks = bool(_LOOKING & set(func.tags))
         self.looks += looks
         if func._schema.is_mutable or looks:
@@ -125,7 +139,8 @@ class Symbolic(FakeTensorMode):
             return outline
         if all(map(_is_small, made)):
             return func(*args, **kwargs)
-        if kind in _FILLED:  # the default dtype may be another one when somebody asks
+        # Fix the dtype now, because the default dtype may have changed when the values are read.
+        if kind in _FILLED:
             self._keep(outline, partial(func, *args, **kwargs | {"dtype": outline.dtype}))
         number = (
             isinstance(outline, Tensor) and outline.is_floating_point() and outline.numel() == 1
@@ -137,8 +152,11 @@ class Symbolic(FakeTensorMode):
         return outline
 
     def _known(self, func, outline: Tensor, met: list[Tensor], args, kwargs) -> Tensor:
-        """The outline, or real numbers in its place, of an operator that reads symbolic tensors
-        alone."""
+        """Return the result of an operator that reads only symbolic tensors.
+
+        The result is real if all inputs have known values and it is a small tensor of integers or
+        booleans. Otherwise it is `outline`, the symbolic result.
+        """
         makers = [self._numbers.get(tensor.untyped_storage()) for tensor in met]
         if None in makers or outline.device.type != "cpu":
             return outline
@@ -156,7 +174,11 @@ class Symbolic(FakeTensorMode):
             self._numbers[storage] = numbers
 
     def _symbolically(self, func, types, args, kwargs) -> Any:
-        """The operator with symbolic tensors in place of real ones."""
+        """Run the operator with a symbolic tensor instead of each real one, and return its symbolic
+        result.
+
+        A result that is one of the real tensors, written to in place, is returned as that tensor.
+        """
         in_place_of: dict[Tensor, Tensor] = {}
 
         def symbolic(tensor: Tensor) -> Tensor:
@@ -168,7 +190,8 @@ class Symbolic(FakeTensorMode):
                 )
             return in_place_of[tensor]
 
-        if func.overloadpacket in _INDEXING:  # a mask that is known selects known places
+        # If the values of a mask are known, the number of elements that it selects is known too.
+        if func.overloadpacket in _INDEXING:
             args = args[0], self._places(args[1]), *args[2:]
         result = self._cached(func, types, *map_tensors(symbolic, (args, kwargs)))
         if not func._schema.is_mutable:
@@ -181,6 +204,8 @@ class Symbolic(FakeTensorMode):
         return map_tensors(lambda tensor: back.get(tensor, tensor), result)
 
     def _places(self, indices) -> list[Tensor | None]:
+        """Return the indices, with each mask of known values replaced by the indices that it
+        selects."""
         found = []
         for index in indices:
             mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -189,8 +214,11 @@ class Symbolic(FakeTensorMode):
 
 
 def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:
-    """Function that gives the numbers of a symbolic tensor, which it does not keep, from those of
-    its storage."""
+    """Return a function that returns the values of a symbolic tensor, computed from those of its
+    storage.
+
+    The function keeps no reference to the tensor.
+    """
     place, dtype = (of.storage_offset(), of.size(), of.stride()), of.dtype
     return lambda: torch.empty(0, dtype=dtype, device="cpu").set_(maker().untyped_storage(), *place)
 
@@ -200,7 +228,8 @@ def _is_small(made: Tensor) -> bool:
 
 
 def _is_whole(given: Tensor | torch.dtype | None) -> bool:
-    """Whether it is an ordinary tensor of whole numbers or truth values, or their dtype."""
+    """Return whether the argument is an ordinary tensor of integers or booleans, or the dtype of
+    one."""
     if isinstance(given, Tensor):
         return type(given) in (Tensor, nn.Parameter, FakeTensor) and _is_whole(given.dtype)
     return given is not None and not given.is_floating_point and not given.is_complex
