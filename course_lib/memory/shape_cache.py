@@ -1,5 +1,5 @@
-"""Cache of what operators make of symbolic tensors: shapes, strides and dtypes of what they are
-given decide it."""
+"""Cache of the symbolic tensors that operators return, keyed by the shapes, strides and dtypes of
+their inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from .._torch import elements_spanned, tensors_in
 from . import cpu_kernels
 
-MOST = 1 << 16  # outlines at a time
-# Without the guards against compilation that PyTorch puts around modes: a third of a symbolic
-# operator's time.
+# Largest number of entries, after which the cache is cleared.
+MOST = 1 << 16
+# `unwrap` removes the guards against compilation that PyTorch puts around modes. They take a third
+# of a symbolic operator's time.
 fake = unwrap(FakeTensorMode.__torch_dispatch__)
 _PLAIN = (
     int,
@@ -34,8 +35,10 @@ _known: dict[tuple, tuple | None] = {}
 
 
 class Outline(NamedTuple):
-    """A tensor that an operator returns; `of` says in which tensor's storage it lies, None for a
-    new one."""
+    """Description of a tensor that an operator returns.
+
+    `of` is the index of the tensor whose storage it shares, or None if its storage is new.
+    """
 
     of: int | None
     size: torch.Size
@@ -46,11 +49,12 @@ class Outline(NamedTuple):
 
 
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """Result of an operator as `FakeTensorMode` makes it, with the storages and the strides that it
-    has for real.
+    """Return the result of an operator as `FakeTensorMode` makes it, with the storages and strides
+    that the result has for real.
 
-    It remembers too, and by more than is asked here: what only sparse, constant or quantized
-    tensors have, and whatever else stands in the way of remembering, is left to it.
+    `FakeTensorMode` has a cache too, whose keys hold more than this cache needs. Calls that are
+    left to it are those with sparse, quantized or constant tensors, and any others that cannot be
+    cached here.
     """
     if func is _DEVICE:
         return args[0].fake_device
@@ -77,13 +81,16 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
 
 
 def _made_now(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
+    """Return the result of an operator without looking in the cache."""
     dispatch = partial(dispatch_cached, mode)
     return cpu_kernels.as_for_real(partial(fake, mode), dispatch, func, types, args, kwargs)
 
 
 def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """A view of a tensor whose numbers are known: its own are known, where PyTorch forgets those of
-    both."""
+    """Return a view of a tensor whose values are known; the values of the view are known too.
+
+    PyTorch would forget the values of both tensors.
+    """
     whole, known = args[0], args[0].constant
     whole.constant = None
     try:
@@ -99,7 +106,11 @@ def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
 
 
 def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
-    """All that decides; the tensors among it go to `given`."""
+    """Return everything that determines the result of an operator, or None if the call cannot be
+    cached.
+
+    The tensors among the arguments are appended to `given`.
+    """
     try:
         named = (
             [(name, _look(value, given)) for name, value in sorted(kwargs.items())]
@@ -112,6 +123,11 @@ def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
 
 
 def _look(value: Any, given: list[Tensor]) -> Any:
+    """Return the part of the key that describes one argument.
+
+    Raises:
+        TypeError: The argument cannot be part of a key.
+    """
     if type(value) is FakeTensor and _is_plain(value):
         given.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
@@ -123,8 +139,11 @@ def _look(value: Any, given: list[Tensor]) -> Any:
 
 
 def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
-    """Outline to be remembered of a result: of one tensor, or of a tuple or list; None of all that
-    is not plain."""
+    """Return a description of a result from which it can be made again, or None if the result is
+    not plain.
+
+    A result is one tensor, or a tuple or list of tensors.
+    """
     kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
     changes = func._schema.is_mutable
     storages = [_storage(tensor) for tensor in given]
@@ -143,7 +162,7 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
         own = of is not None or (
             tensor.untyped_storage().nbytes() == extent(tensor) and not tensor.storage_offset()
         )
-        # a part of what no other tensor has, or of the last one
+        # Not cached: a view whose storage is otherwise unused or is that of an earlier output.
         if not own or (of is not None and of >= len(given)):
             return None
         made.append(of if same else Outline(of, *_look(tensor, [])))
@@ -152,6 +171,8 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
 
 
 def _is_plain(tensor: Any) -> bool:
+    """Return whether the argument is a strided fake tensor that has no known values and is neither
+    a lazy conjugate nor a lazy negative."""
     plain = (
         type(tensor) is FakeTensor and tensor.constant is None and tensor.layout is torch.strided
     )
@@ -163,19 +184,20 @@ def _storage(tensor: Tensor) -> int:
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes of a storage of its own."""
+    """Return the bytes of a storage that holds this tensor alone."""
     return elements_spanned(tensor) * tensor.itemsize if tensor.numel() else 0
 
 
 def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
+    """Return a new result of the form that the cache describes."""
     kind, made = known
     result = [given[x] if isinstance(x, int) else make_fake(mode, x, given) for x in made]
     return kind(result) if kind else result[0]
 
 
 def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeTensor:
-    """Make a `FakeTensor` in a quarter of the time that PyTorch's own way takes, with the same
-    attributes."""
+    """Make a `FakeTensor` with the attributes that PyTorch gives it, in a quarter of the time that
+    PyTorch takes."""
     with torch._C._DisableTorchDispatch():
         if made.of is None:
             bare = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
@@ -186,7 +208,8 @@ def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeT
         alike = mode.attributes[made.device] = dict(vars(FakeTensor(mode, bare, made.device)))
     like = {"dispatch_device": True, "device_for_backend_keys": made.device}
     tensor = Tensor._make_subclass(FakeTensor, bare, False, **like)
-    if mode._allow_unsafe_data_ptr_access:  # to where there are no bytes
+    # The pointer is invalid, so reading it is deprecated.
+    if mode._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
     else:
         torch._C._set_throw_on_mutable_data_ptr(tensor)
