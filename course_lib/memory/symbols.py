@@ -1,4 +1,4 @@
-"""Steps without memory: symbolic tensors, and a dtype conversion that works on them."""
+"""Training steps without memory: symbolic tensors, and a dtype conversion that works on them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from .concrete_ints import Symbolic
 
 @contextmanager
 def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
-    """A context in which tensors have shapes, dtypes and storages, but no memory: build a model and
-    step it for free.
+    """Return a context in which tensors have shapes, dtypes and storages, but take no memory. A
+    model can be built and trained for a step in it at no cost in memory.
 
-    A `MemoryMeter` inside counts the bytes that the same step would take for real. Everything that
-    the step uses must be made inside the context, but for tensors of whole numbers.
+    A `MemoryMeter` inside the context counts the bytes that the same step would take for real.
+    Everything that the step uses must be made inside the context, except for tensors of integers.
 
-    Tensors of whole numbers and truth values, such as tokens, labels and masks, are real on the CPU
-    up to 4 MiB each, so that a step that looks at them goes the way that it goes for real: a mask
-    that is all ones is dropped, say. What depends on other values is unknown, and to look at it
-    raises PyTorch's own error, which names the operator. Where layers are dropped at random, one
-    draw is taken; the generators of random numbers are put back in the end. Functions and modules
-    that `torch.compile` has compiled run uncompiled inside the context, and compiled after it.
+    Tensors of integers and booleans, such as tokens, labels and masks, are real if they are on the
+    CPU and take at most 4 MiB each. A step that reads their values then takes the same branches as
+    the real step: for example, it drops a mask of ones only. All other values are unknown, and
+    reading them raises PyTorch's own error, which names the operator. Where layers are dropped at
+    random, the step is one random draw. At the end of the context the random number generators are
+    restored to their earlier states. Functions and modules that `torch.compile` has compiled run
+    uncompiled inside the context, and compiled after it.
 
     Args:
-        mode: what an earlier `with symbolic() as mode` gave, to go on with its tensors.
+        mode: The mode that an earlier `with symbolic() as mode` returned, to continue with its
+            tensors.
 
     PyTorch's own counterpart of a meter in this context is
     `torch.distributed._tools.mem_tracker.MemTracker`.
@@ -45,9 +47,11 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
     Source: `torch._subclasses.FakeTensorMode`.
     """
-    state = AllRandomState(counted=False)  # tokens, say, are drawn for real
+    # Real tensors, such as tokens, are drawn from the real generators.
+    state = AllRandomState(counted=False)
     try:
-        # It draws again what lies outside, and looks for that; symbolic weights need no values.
+        # `_no_grad_trunc_normal_` draws values outside the bounds again, for which it must read
+        # them. Symbolic weights need no values.
         without_values = patch.object(
             nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
         )
@@ -66,7 +70,7 @@ _apply = nn.Module._apply
 
 
 class _Once:
-    """A conversion that gives each symbolic tensor one other in its place, for all modules that
+    """Conversion that replaces each symbolic tensor by one other tensor, also if several modules
     share it."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
@@ -77,6 +81,8 @@ class _Once:
         return self.function(tensor)
 
     def in_place_of(self, old: Tensor) -> Tensor:
+        """Return the tensor that replaces this one, or the tensor itself if the conversion does not
+        change it."""
         if old not in self.made:
             given = old.detach()
             new = self(given)
@@ -89,8 +95,11 @@ class _Once:
 
 
 def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
-    """Stand in for `Module._apply`, which `module.to` calls: symbolic tensors cannot be given other
-    data, so that new ones take their place."""
+    """Replace the symbolic tensors of a module by converted ones, and return the module.
+
+    This function replaces `Module._apply`, which `module.to` calls, because the data of a symbolic
+    tensor cannot be replaced in place.
+    """
     once = function if isinstance(function, _Once) else _Once(function)
     for child in module.children() if recurse else ():
         child._apply(once)
@@ -104,16 +113,16 @@ def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a module's floating parameters and buffers, as `module.to(dtype)` does; symbolic ones
-    too.
+    """Convert a module's floating-point parameters and buffers, as `module.to(dtype)` does,
+    including symbolic ones.
 
-    Complex ones are left as they are, unless the dtype is complex: they would lose their imaginary
-    parts. In a symbolic module, new tensors take the place of the old ones; their gradients are
-    dropped, and an optimizer is made afterwards.
+    Complex tensors are left unchanged unless `dtype` is complex, because they would lose their
+    imaginary parts. In a symbolic module, new tensors replace the old ones and their gradients are
+    dropped. Create the optimizer after the conversion.
 
     Args:
-        module: its parameters and buffers are real or symbolic.
-        dtype: a floating or complex dtype.
+        module: Module with real or symbolic parameters and buffers.
+        dtype: A floating-point or complex dtype.
 
     Returns:
         The module.
