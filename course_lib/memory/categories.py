@@ -73,7 +73,7 @@ class CategoryTracker:
 
         Returns:
             The pass to which the operator belongs ("forward", "recomputation" or "elsewhere"), and
-                the addresses of its input storages.
+            the addresses of its input storages.
         """
         self.settle()
         thread = threading.get_ident()

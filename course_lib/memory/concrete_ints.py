@@ -44,7 +44,7 @@ class Symbolic(FakeTensorMode):
     CPU are real.
 
     Steps read the values of such tensors. For example, Hugging Face models drop an attention mask
-    of ones only, but they do not test a symbolic mask. An operator runs for real if all of its
+    that is all ones, but they do not test a symbolic mask. An operator runs for real if all of its
     inputs are real and its outputs are to be real. If one of its inputs is symbolic, its outputs
     are symbolic. If it writes into a real tensor, the values of that tensor are unknown from then
     on, and reading them raises the error that reading a symbolic tensor raises.

@@ -162,7 +162,7 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
         own = of is not None or (
             tensor.untyped_storage().nbytes() == extent(tensor) and not tensor.storage_offset()
         )
-        # Not cached: a view whose storage is otherwise unused or is that of an earlier output.
+        # Not cached: a part of a storage that no input has, or a view of an earlier output.
         if not own or (of is not None and of >= len(given)):
             return None
         made.append(of if same else Outline(of, *_look(tensor, [])))
@@ -208,7 +208,7 @@ def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeT
         alike = mode.attributes[made.device] = dict(vars(FakeTensor(mode, bare, made.device)))
     like = {"dispatch_device": True, "device_for_backend_keys": made.device}
     tensor = Tensor._make_subclass(FakeTensor, bare, False, **like)
-    # The pointer is invalid, so reading it is deprecated.
+    # This setting allows access to the data pointer although there are no bytes behind it.
     if mode._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
     else:
