@@ -26,9 +26,9 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     CPU and take at most 4 MiB each. A step that reads their values then takes the same branches as
     the real step: for example, it drops a mask that is all ones. All other values are unknown, and
     reading them raises PyTorch's own error, which names the operator. Where layers are dropped at
-    random, one random draw decides which. At the end of the context the random number generators are
-    restored to their earlier states. Functions and modules that `torch.compile` has compiled run
-    uncompiled inside the context, and compiled after it.
+    random, one random draw decides which. At the end of the context the random number generators
+    are restored to their earlier states. Functions and modules that `torch.compile` has compiled
+    run uncompiled inside the context, and compiled after it.
 
     Args:
         mode: The mode that an earlier `with symbolic() as mode` returned, to continue with its
@@ -117,7 +117,8 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     including symbolic ones.
 
     Complex tensors are left unchanged unless `dtype` is complex, because they would lose their
-    imaginary parts. In a symbolic module, new tensors replace the old ones, whose gradients are dropped. Create the optimizer after the conversion.
+    imaginary parts. In a symbolic module, new tensors replace the old ones, whose gradients are
+    dropped. Create the optimizer after the conversion.
 
     Args:
         module: Module with real or symbolic parameters and buffers.
