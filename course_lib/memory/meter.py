@@ -1,14 +1,15 @@
-"""A meter for live tensor bytes: exact, and the same on every machine.
+"""Meter for live tensor bytes, which is exact and gives the same result on every machine.
 
-It stands at the dispatcher and sees what every operator returns. It keeps no tensor alive and
-installs no autograd hook: a saved-tensor hook would switch off PyTorch's check for in-place changes
+The meter is a dispatch mode, so it sees what every operator returns. It keeps no tensor alive and
+installs no autograd hook. A saved-tensor hook would switch off PyTorch's check for in-place changes
 and forbid `torch.func`.
 
-Yet who measures, changes: while a dispatch mode is active, PyTorch adds gradients that meet out of
-place, and some gradient formulas (of `max`, `gather`, indexing) write so too. They are counted as
-autograd alone would have run them (`CategoryTracker.taken_over`). A few formulas (of `prod`,
-`cumprod`) go another way altogether; they are counted as they run, and where that raises the peak
-above the allocator's, `measure` says so.
+Yet the measurement changes the step. While a dispatch mode is active, PyTorch adds gradients that
+meet out of place, and some gradient formulas (those of `max`, `gather` and indexing) also write out
+of place. The meter counts them as autograd alone would have run them
+(`CategoryTracker.taken_over`). A few formulas (those of `prod` and `cumprod`) compute the gradient
+in another way altogether. The meter counts these as they run. If that raises the peak above the
+allocator's, `measure` adds a note to its result.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class MemoryBudgetExceeded(RuntimeError):
-    """An operator took the live bytes over the meter's budget.
+    """Error raised when an operator takes the live bytes over the meter's budget.
 
     Attributes:
-        operator: its name, for example "aten.mm.default".
-        live_bytes: bytes live before it.
-        wanted_bytes: bytes it made on top of them.
-        budget_bytes: the budget.
+        operator: The operator's name, for example "aten.mm.default".
+        live_bytes: Bytes live before the operator.
+        wanted_bytes: Bytes that the operator made in addition.
+        budget_bytes: The budget.
     """
 
     def __init__(self, operator: str, live_bytes: int, wanted_bytes: int, budget_bytes: int):
-        super().__init__(operator, live_bytes, wanted_bytes, budget_bytes)  # so it can be pickled
+        # All arguments are passed on, so that the error can be pickled.
+        super().__init__(operator, live_bytes, wanted_bytes, budget_bytes)
         self.operator, self.live_bytes, self.wanted_bytes, self.budget_bytes = self.args
 
     def __str__(self) -> str:
@@ -63,33 +65,36 @@ class MemoryBudgetExceeded(RuntimeError):
 
 
 class Figures:
-    """Figures that a meter tells of its block; all but `peak_bytes_by_device` is of one device."""
+    """Figures that a meter reports of its block. All except `peak_bytes_by_device` concern one
+    device."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes live at once."""
+        """The largest number of bytes live at once."""
         return self._ledger.main.peak_bytes
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes that model and optimizer held on entry."""
+        """Bytes that model and optimizer held when the block was entered."""
         return self._ledger.main.entry_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes live now; goes on falling after the block, as what was made in it dies."""
+        """Bytes live now. After the block the number still falls when a tensor from the block is
+        released."""
         with self._ledger.lock:
             self._ledger.bury()
             return self._ledger.main.live_bytes
 
     @property
     def device(self) -> torch.device:
-        """The one that all figures are of."""
+        """The device of all figures except `peak_bytes_by_device`."""
         return self._ledger.main.device
 
     @property
     def peak_bytes_by_device(self) -> dict[torch.device, int]:
-        """The most bytes live at once on each device that had any, each at a moment of its own."""
+        """The largest number of bytes live at once on each device, if it is not 0. The devices may
+        reach their peaks at different moments."""
         return {
             account.device: account.peak_bytes
             for account in self._ledger.accounts.values()
@@ -97,7 +102,8 @@ class Figures:
         }
 
     def series(self) -> dict[str, np.ndarray]:
-        """category -> live bytes at each sample of the timeline, int64 arrays of one length."""
+        """Return a dict from category to the live bytes at each sample of the timeline. The values
+        are int64 arrays of equal length."""
         return {name: values[1:] for name, values in self._history().items()}
 
     @property
@@ -107,11 +113,11 @@ class Figures:
         return sum(self._ledger.flops.values())
 
     def trace(self, *, events: bool = True) -> Trace:
-        """The step's operators in order, with what was there on entry as the first moment.
+        """Return the step's operators in order. The first moment is the state on entry.
 
         Args:
-            events: with the births and releases of all storages; else with sums alone, which take
-                less time.
+            events: Whether to include the births and releases of all storages. A trace with sums
+                alone takes less time.
         """
         history = self._history()
         with self._ledger.lock:
@@ -126,45 +132,45 @@ class Figures:
             )
 
     def save_snapshot(self, path: str | os.PathLike) -> None:
-        """Write the step for PyTorch's memory viewer: see `Trace.save_snapshot`."""
+        """Write the step for PyTorch's memory viewer. See `Trace.save_snapshot`."""
         self.trace().save_snapshot(path)
 
     @property
     def moments(self) -> int:
-        """Number of moments its trace has so far."""
+        """The number of moments that a trace of the block has so far."""
         return len(self._ledger.operators)
 
     @property
     def operator_count(self) -> int:
-        """Number of operators that ran."""
+        """The number of operators that ran."""
         others = (NO_OPERATOR, COMPILED_CODE)
         return sum(operator not in others for operator, _ in self._ledger.operators[1:])
 
     def phases(self) -> list[str]:
-        """The phase of each sample of the timeline, one of `PHASES`."""
+        """Return the phase of each sample of the timeline, one of `PHASES`."""
         return [phase for _, phase in self._ledger.operators[1:]]
 
     @property
     def timeline(self) -> Timeline:
-        """One `Sample` per operator: its name, its phase, and the live bytes of each category right
-        after it.
+        """The timeline: one `Sample` per operator, with its name, its phase, and the live bytes of
+        each category right after it.
 
-        What no operator makes, as the state of a generator, has a sample of its own, "(no
-        operator)".
+        A storage that no operator makes, such as the state of a generator, has its own sample,
+        which is named "(no operator)".
         """
         return Timeline(self._ledger.operators[1:], self.series())
 
     def at_peak(self) -> dict[str, int]:
-        """category -> bytes at the moment of `peak_bytes` (the first, if it was reached more than
-        once)."""
+        """Return a dict from category to the bytes at the moment when `peak_bytes` was first
+        reached."""
         return {
             name: int(values[self._ledger.main.peak_index])
             for name, values in self._history().items()
         }
 
     def plot(self, ax=None):
-        """Draw the timeline on matplotlib axes (new ones if left out), the peak marked; returns the
-        axes."""
+        """Draw the timeline on matplotlib axes and mark the peak. Return the axes, which are new
+        ones if `ax` is None."""
         return draw_timeline(self._history(), self._ledger.main.peak_index, ax)
 
     def _history(self) -> dict[str, np.ndarray]:
@@ -182,58 +188,65 @@ class Figures:
 
 
 class MemoryMeter(Figures, ObserverMode):
-    """Count the bytes of live tensors, operator by operator.
+    """Context manager that counts the bytes of live tensors, operator by operator.
 
-    A storage counts once however many views it has, from its creation inside the block to its last
-    reference. Storages that were alive before the block count only if they belong to `model`
-    (parameters, buffers, their gradients) or to `optimizer` (its state, and master weights that it
-    steps in place of parameters).
+    A storage counts once, however many views it has, from its creation inside the block until its
+    last reference is released. Storages from before the block count only if they belong to `model`
+    (parameters, buffers and their gradients) or to `optimizer` (its state, and master weights that
+    it steps instead of parameters).
 
-    Categories: "parameter", "buffer" and "gradient" (of parameters, once accumulated); "optimizer"
-    (state, master weights); "activation" (kept for backward: saved by the graph, or made in the
-    forward pass and read in backward, as what checkpointing keeps is; a gradient handed to
-    `backward` counts so too); "input" (made in the block by an operator that has no tensor to start
-    from, such as a batch); "temporary" (all else).
+    The categories are:
 
-    Not counted: what an operator allocates and frees inside itself (workspace: `measure` reports
-    it), tensors made in threads that you start yourself, and memory that no operator makes (such as
-    that of `torch.from_numpy` or a bare `torch.UntypedStorage`).
+    - "parameter", "buffer" and "gradient": the model's tensors, and the gradients of parameters once
+      they are accumulated.
+    - "optimizer": the optimizer's state and master weights.
+    - "activation": tensors kept for backward. Either the graph saved them, or the forward pass made
+      them and backward reads them, as with tensors that checkpointing keeps. A gradient that is
+      passed to `backward` counts as well.
+    - "input": tensors that an operator without input tensors made in the block, such as a batch.
+    - "temporary": all other tensors.
+
+    The meter does not count memory that an operator allocates and frees internally (the workspace,
+    which `measure` reports), tensors made in threads that you start yourself, and memory that no
+    operator makes (such as that of `torch.from_numpy` or a bare `torch.UntypedStorage`).
 
     A function that `torch.compile` has compiled runs compiled inside the block, and afterwards too.
     The meter counts what the operators return that the compiled code calls, and the buffers that
-    TorchInductor's code allocates in Python; the timeline names these "(compiled code)". It does
-    not count the buffers of code that is C++ as a whole (Inductor's option `cpp_wrapper`) or that
-    is replayed as a CUDA graph (mode "reduce-overhead"). It does not count what the compiler itself
-    allocates when it compiles: call the function once before the block. In a `symbolic()` context a
-    compiled function runs uncompiled, and its uncompiled operators are counted.
+    TorchInductor's code allocates in Python. The timeline names these "(compiled code)". The meter
+    does not count the buffers of code that is C++ as a whole (Inductor's option `cpp_wrapper`) or
+    that is replayed as a CUDA graph (mode "reduce-overhead"). It does not count what the compiler
+    itself allocates when it compiles, so call the function once before the block. In a `symbolic()`
+    context a compiled function runs uncompiled, and its uncompiled operators are counted.
 
-    Backward of `prod` and `cumprod` runs by another formula while a meter, or any dispatch mode, is
-    active, which takes up to a few tensors more than without it: these count.
+    While a meter, or any other dispatch mode, is active, the backward passes of `prod` and
+    `cumprod` use another formula. It takes up to a few tensors more than the formula without a
+    mode, and the meter counts these.
 
-    All but `peak_bytes_by_device` is of one device: on a GPU, what the step keeps in host memory
-    does not count. Fake tensors of a mode that is entered inside the block (DTensor finds shapes
-    so) hold nothing and count nothing.
+    All figures except `peak_bytes_by_device` concern one device. On a GPU, for example, they do not
+    include tensors that the step keeps in host memory. Fake tensors of a mode that is entered
+    inside the block hold no memory and count as 0 bytes. DTensor uses such tensors to find shapes.
 
     Args:
-        model, optimizer: counted from the start, as above; a meter that is done lets go of them.
-            One optimizer or several.
-        budget_bytes: the most bytes that may be live.
-        device: the device whose bytes are counted. Left out, it is the first accelerator with a
-            tensor that counts; until there is one, and if there is none, the CPU. "meta" tensors
-            count only if that device is named.
-        block_bytes: count each storage rounded up to a multiple of this; 512 is the CUDA
-            allocator's rounding.
-        module_paths: keep in which module of `model` each operator ran, for `trace`; in backward,
-            that of its forward.
-        source_lines: keep the line of your own code at which each operator ran, for `trace`; in
-            backward, that of `backward()`.
+        model, optimizer: The model and one optimizer or several, counted from the start as
+            described above. The meter releases them at the end of the block.
+        budget_bytes: The largest number of bytes that may be live.
+        device: The device whose bytes are counted. The default is the first accelerator with a
+            tensor that counts, and the CPU as long as there is none. "meta" tensors count only if
+            that device is named.
+        block_bytes: Unit to a multiple of which each storage is rounded up. The CUDA allocator
+            rounds to 512 bytes.
+        module_paths: Whether `trace` shows in which module of `model` each operator ran. An
+            operator of the backward pass has the module of its forward operator.
+        source_lines: Whether `trace` shows the line of your own code that ran each operator. An
+            operator of the backward pass has the line of `backward()`.
 
     Raises:
-        MemoryBudgetExceeded: the operator named in it took the live bytes over `budget_bytes`. It
-            has run: its inputs that it changes in place are changed, its outputs are gone.
-        RuntimeError: the same meter is entered twice.
-        NotImplementedError: an operator met a tensor whose bytes cannot be seen (oneDNN's opaque
-            layout). After this or any other error the meter is closed and holds nothing.
+        MemoryBudgetExceeded: The operator that the error names took the live bytes over
+            `budget_bytes`. The operator has run: inputs that it changes in place are changed, and
+            its outputs are released.
+        RuntimeError: The same meter is entered twice.
+        NotImplementedError: An operator met a tensor whose bytes cannot be seen (oneDNN's opaque
+            layout). After this or any other error the meter is closed and holds no tensors.
 
     Attributes:
         ran_compiled: Whether a function compiled by `torch.compile` was called inside the block.
@@ -268,7 +281,7 @@ class MemoryMeter(Figures, ObserverMode):
             if budget_bytes is None
             else whole("budget_bytes", budget_bytes, 1, of="bytes")
         )
-        self._state = "new"  # then "active", then "closed"
+        self._state = "new"  # "new", "active" or "closed"
         self.ran_compiled = False
         self._ledger = Ledger(whole("block_bytes", block_bytes, 1, of="bytes"), device)
         self._usage = CategoryTracker(self._ledger, leaves_are_parameters=model is None)
@@ -296,8 +309,8 @@ class MemoryMeter(Figures, ObserverMode):
         self._undo.enter_context(
             storages_without_operators(self, self._ledger.made, self._ledger.resized)
         )
-        # A symbolic step runs nothing compiled. The compiler is not loaded for a meter whose
-        # operators would not load it.
+        # A symbolic step calls no compiled code. If a meter's operators would not load the
+        # compiler, the meter does not load it either.
         if not is_symbolic() and ("torch._dynamo" in sys.modules or self._should_skip_dynamo()):
             self._undo.enter_context(buffers_of_generated_code(self, self._allocated))
             self._undo.enter_context(compiled_calls(self._called_compiled))
@@ -312,7 +325,7 @@ class MemoryMeter(Figures, ObserverMode):
             self._undo.close()
             with self._ledger.lock:
                 self._usage.finish()
-                # also those that `.to()` put in place
+                # This includes tensors that `.to()` put into the model inside the block.
                 self._ledger.close(belongings(self.model, self.optimizers))
         except Exception as own:
             if error is None:
@@ -327,13 +340,13 @@ class MemoryMeter(Figures, ObserverMode):
             self._state = "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # autograd asks more often than operators run
+        # Autograd calls this operator more often than other operators run, so it is answered first.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func.namespace in ("profiler", "prim"):  # neither makes a tensor
             return func(*args, **(kwargs or {}))
         if not all(map(holds_bytes, types)):
-            # a wrapper subclass unwraps itself; its inner tensors then pass through here
+            # A wrapper subclass unwraps itself, and its inner tensors then come through here.
             return NotImplemented
         ledger = self._ledger
         usage = self._usage
@@ -354,12 +367,12 @@ class MemoryMeter(Figures, ObserverMode):
             ledger.note_peak()
             exceeded = self._exceeded(func)
         if exceeded is not None:
-            del result  # else the traceback keeps it
+            del result  # otherwise the traceback would keep it alive
             raise exceeded
         return result
 
     def _begin_moment(self, func: Any, node: Any) -> None:
-        """Open the moment of an operator or of compiled code, to which the next records belong."""
+        """Begin the moment of an operator or of compiled code, to which the next records belong."""
         ledger = self._ledger
         ledger.bury()
         ledger.main.before_bytes = ledger.main.live_bytes
@@ -377,16 +390,17 @@ class MemoryMeter(Figures, ObserverMode):
             ledger.lines[len(ledger.operators) - 1] = line
 
     def _exceeded(self, func: Any) -> MemoryBudgetExceeded | None:
-        """The error to raise if the last operator took the live bytes over the budget."""
+        """Return the error to raise if the last operator took the live bytes over the budget, else
+        None."""
         before, live = self._ledger.main.before_bytes, self._ledger.main.live_bytes
         if self.budget_bytes is None or live <= max(before, self.budget_bytes):
             return None
         return MemoryBudgetExceeded(str(func), before, live - before, self.budget_bytes)
 
     def _allocated(self, storage: torch.UntypedStorage) -> None:
-        """Count a buffer that code generated by the compiler has allocated."""
+        """Count a buffer that compiler-generated code has allocated."""
         node = torch._C._current_autograd_node()
-        # To ask a sparse tensor for its parts runs operators, which are not the step's.
+        # Reading the parts of a sparse tensor runs operators, which do not belong to the step.
         with _disable_current_modes(), self._ledger.lock:
             made_in, _ = self._usage.inputs(None, (), {}, node)
             self._begin_moment(COMPILED_CODE, node)
@@ -403,8 +417,8 @@ class MemoryMeter(Figures, ObserverMode):
 
 
 class UnguardedMeter(MemoryMeter):
-    """A meter without guards against compilation, which take a symbolic step some of its time with
-    each operator."""
+    """Meter without the guards against compilation, which slow down every operator of a symbolic
+    step."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
