@@ -1,4 +1,4 @@
-"""Storages that hold a tensor's bytes, and which tensors belong to a model, an optimizer, an
+"""Storages that hold a tensor's bytes, and the tensors that belong to a model, an optimizer, an
 operator's call or the graph."""
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
-    """The storages that hold a tensor's bytes: one, or one for each part of a sparse, nested or
-    wrapper tensor.
+    """Return the storages that hold a tensor's bytes: one, or several for a sparse, nested,
+    quantized or wrapper tensor.
 
     Raises:
-        NotImplementedError: they cannot be seen (oneDNN's opaque layout, or a wrapper that holds
-            its tensors elsewhere than in its attributes).
+        NotImplementedError: The bytes cannot be seen (oneDNN's opaque layout, or a wrapper that
+            does not hold its tensors in its attributes).
     """
     if not (type(tensor) is Tensor or type(tensor) is nn.Parameter or holds_bytes(type(tensor))):
-        # Of a DTensor, the mesh too. A jagged tensor is a wrapper whose layout is its own.
+        # The parts of a DTensor include its mesh. A jagged tensor is a wrapper although its layout
+        # is strided or its own.
         parts = _parts_of_wrapper(tensor)
     elif tensor.layout is torch.strided:
         if not (tensor.is_nested or tensor.is_quantized):
@@ -52,7 +53,7 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
 
 
 def _held_beside(tensor: Tensor) -> list[Tensor]:
-    """Tensors that a nested or quantized tensor holds besides its numbers."""
+    """Return the tensors that a nested or quantized tensor holds in addition to its numbers."""
     if tensor.is_nested:
         shapes = [tensor._nested_tensor_size(), tensor._nested_tensor_strides()]
         return [*shapes, tensor._nested_tensor_storage_offsets()]
@@ -62,6 +63,11 @@ def _held_beside(tensor: Tensor) -> list[Tensor]:
 
 
 def _parts_of_wrapper(tensor: Tensor) -> list[Any]:
+    """Return the values in which a wrapper holds its tensors.
+
+    Raises:
+        NotImplementedError: No tensors are found.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     parts = list(tensors_in(list(vars(tensor).values())))
@@ -74,7 +80,8 @@ def _parts_of_wrapper(tensor: Tensor) -> list[Any]:
 
 
 def holds_bytes(tensor_type: type) -> bool:
-    """True for tensors whose own storage is what they hold: all but wrapper subclasses."""
+    """Return whether tensors of this type hold their bytes in their own storage, as all except
+    wrapper subclasses do."""
     if tensor_type is FakeTensor or tensor_type is Tensor:
         return True
     plain = tensor_type.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
@@ -82,8 +89,10 @@ def holds_bytes(tensor_type: type) -> bool:
 
 
 def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
-    """The tensors among an operator's arguments, in lists too; quicker than `tensors_in`, which
-    looks deeper."""
+    """Return the tensors among an operator's arguments, and in lists and tuples among them.
+
+    This is faster than `tensors_in`, which also searches nested containers.
+    """
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -96,7 +105,7 @@ def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
 def belongings(
     model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[Tensor, str]]:
-    """Tensors that model and optimizers hold, with the category of each."""
+    """Yield the tensors that the model and the optimizers hold, with the category of each."""
     if model is not None:
         for parameter in model.parameters():
             yield parameter, "parameter"
@@ -110,12 +119,16 @@ def belongings(
 
 
 def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterator[Tensor]:
-    """An optimizer's state, and the master weights that it steps in place of the model's
+    """Yield an optimizer's state, and the master weights that it steps instead of the model's
     parameters.
 
-    With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a
-    few at a time. An optimizer that keeps its state elsewhere says what it holds by a method
-    `held_tensors`.
+    If the optimizer has a method `held_tensors`, because it keeps its state elsewhere, that
+    method's tensors are yielded instead.
+
+    Args:
+        optimizer: The optimizer.
+        of_groups: Whether to yield only the state of the parameters in its groups. This is useful
+            for an optimizer that is stepped for a few parameters at a time.
     """
     if hasattr(optimizer, "held_tensors"):
         yield from optimizer.held_tensors()
@@ -134,23 +147,25 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
 
 
 def hooks_active() -> bool:
-    """True inside saved-tensor hooks, such as those of non-reentrant checkpointing or of
-    offloading."""
+    """Return whether saved-tensor hooks are active, such as those of non-reentrant checkpointing or
+    of offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @cache
 def saved_names(kind: type) -> tuple[str, ...]:
-    """Names of what a kind of node saves, such as ("mat1", "mat2")."""
+    """Return the names of the tensors that a kind of node saves, such as ("mat1", "mat2")."""
     return tuple(name[len("_raw_saved_") :] for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def saved_by(node) -> list[Tensor]:
-    """Tensors that a node of the graph has saved for backward; nothing if it has been freed or one
-    of them was changed.
+    """Return the tensors that a node of the graph has saved for backward.
+
+    The list is empty if the node has released them, or if one of them was changed in place.
 
     Args:
-        node: a `grad_fn` made outside saved-tensor hooks (else asking would run them).
+        node: A `grad_fn` that was made outside saved-tensor hooks. Otherwise reading the tensors
+            would run the hooks.
     """
     try:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -161,10 +176,11 @@ def saved_by(node) -> list[Tensor]:
 
 
 def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers, of which there may be one, several or none.
+    """Return a tuple of the optimizers: none, one or several.
 
     Raises:
-        TypeError: model is no module, or one of the optimizers is none.
+        TypeError: `model` is neither a module nor None, or one of the optimizers is not an
+            optimizer.
     """
     kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
     wanted = "a torch.optim.Optimizer, several of them or None"
@@ -180,12 +196,12 @@ def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, 
 def storages_without_operators(
     mode: TorchDispatchMode, made: Callable, resized: Callable
 ) -> Iterator[None]:
-    """Tell of the storages that Python makes or resizes past a mode: `made(storage)`,
-    `resized(storage, was_empty)`.
+    """Report storages that Python makes or resizes without an operator, while the block runs.
 
-    They are the states of random number generators (5,056 bytes, which a checkpoint keeps until
-    backward), copies by `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in
-    which the mode is not active don't count.
+    For each one, `made(storage)` or `resized(storage, was_empty)` is called. Such storages are the
+    states of random number generators (5,056 bytes, which a checkpoint keeps until backward),
+    copies by `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the
+    mode is not active are ignored.
     """
 
     def telling(function: Callable, tell: Callable) -> Callable:
