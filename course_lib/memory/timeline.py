@@ -1,4 +1,4 @@
-"""The accounts of a meter: which storages live when, how many bytes that is, and in which
+"""Accounts of a meter: which storages are live when, how many bytes they take, and in which
 category."""
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ COMPILED_CODE = "(compiled code)"
 
 @dataclass(frozen=True)
 class Sample:
-    """Bytes live right after one operator."""
+    """Bytes live right after one operator.
 
-    operator: str  # "aten.addmm.default"
-    phase: str  # one of PHASES
-    bytes: dict[str, int] = field(hash=False)  # every one of CATEGORIES -> bytes
+    Attributes:
+        operator: Name of the operator, such as "aten.addmm.default".
+        phase: One of `PHASES`.
+        bytes: Dict from each of `CATEGORIES` to its bytes.
+    """
+
+    operator: str
+    phase: str
+    bytes: dict[str, int] = field(hash=False)
 
     @property
     def live_bytes(self) -> int:
@@ -38,7 +44,7 @@ class Sample:
 
 
 class Timeline(Sequence):
-    """One `Sample` per operator, made when asked for."""
+    """Sequence of one `Sample` per operator. A sample is made when it is read."""
 
     def __init__(self, operators: list[tuple[Any, str]], series: dict[str, np.ndarray]):
         self.operators, self._series = operators, series  # (operator, phase) of each sample
@@ -58,8 +64,15 @@ class Timeline(Sequence):
 
 
 class Account:
-    """The bytes live on one device: on entry, before the operator now running, now, and the most so
-    far, at which."""
+    """Bytes that are live on one device.
+
+    Attributes:
+        entry_bytes: Bytes live when the block was entered.
+        before_bytes: Bytes live before the current operator.
+        live_bytes: Bytes live now.
+        peak_bytes: The largest number of bytes live so far.
+        peak_index: Number of the operator after which `peak_bytes` was first reached.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -69,10 +82,10 @@ class Account:
 
 
 class Record(weakref.ref):
-    """The life of one storage, and the weak reference that notices its end.
+    """Life of one storage, and the weak reference that notices its end.
 
-    Times are operator numbers. Only later is it known whether a storage was an activation or a
-    temporary, so a record keeps dates, and `spans` works out the categories when somebody asks.
+    Times are operator numbers. Whether a storage is an activation or a temporary is decided only
+    later. A record therefore keeps dates, and `spans` derives the categories from them.
     """
 
     __slots__ = ("account", "born", "bytes", "died", "key", "made_in",
@@ -98,18 +111,21 @@ class Record(weakref.ref):
         self.bytes: int = -(-self.nbytes // block_bytes) * block_bytes
         self.born = born
         self.died: int | None = None
-        # parameter, buffer, gradient, optimizer, input; None: activation or temporary
+        # "parameter", "buffer", "gradient", "optimizer" or "input"; None for an activation or a
+        # temporary.
         self.role = role
-        self.since = born  # when it took that role
-        # "forward", "recomputation" (in backward, with gradients on) or "elsewhere"
+        self.since = born  # operator number from which it has this role
+        # "forward", "recomputation" (in backward, with gradients enabled) or "elsewhere".
         self.made_in = made_in
-        self.saved: int | None = None  # held for backward from here ...
-        # ... to here: the end of the last autograd node that read it
+        # The storage is held for backward from the operator `saved` until `released`, the end of
+        # the last autograd node that read it.
+        self.saved: int | None = None
         self.released: int | None = None
-        self.read_by = None  # the node that is reading it now
+        self.read_by = None  # the autograd node that is reading it now
 
     def spans(self, end: int) -> Iterator[tuple[int, int, str]]:
-        """(from, until, category) through the storage's life; `until` is exclusive."""
+        """Yield (start, stop, category) for each part of the storage's life; `stop` is
+        exclusive."""
         end = end if self.died is None else self.died
         starts = [(self.born, "temporary")]
         if self.saved is not None:
@@ -126,8 +142,8 @@ class Record(weakref.ref):
 
 
 def lives(ledger: Ledger) -> Iterator[tuple[int, int, str, int, int]]:
-    """(number, bytes, category, from, until) of each storage of the main account, once for each
-    category."""
+    """Yield (number, bytes, category, start, stop) for each category of each storage of the main
+    account."""
     end = len(ledger.operators)
     for number, record in enumerate(ledger.records):
         for start, stop, category in record.spans(end) if record.account is ledger.main else ():
@@ -135,20 +151,22 @@ def lives(ledger: Ledger) -> Iterator[tuple[int, int, str, int, int]]:
 
 
 class Ledger:
-    """Every storage that is counted, operator by operator.
+    """Record of every storage that is counted, operator by operator.
 
     Attributes:
-        operators: (operator, phase); the state on entry is number 0.
-        accounts: by device.
-        named, main: whether a device was named, and the account that figures are of.
-        flops: operator number -> FLOPs, of those that have any.
-        modules: operator number -> path of its module, where `paths` tells it.
-        paths: tells the path of the module that runs; None where nobody asks for it.
-        lines: operator number -> (file, line, function) of the user's own code that asked for it.
-        records: of all storages.
-        repeated: (number of an operator, bytes of each of `CATEGORIES` from it on), of temporaries
+        operators: (operator, phase) of each moment. Number 0 is the state on entry.
+        accounts: Dict from device to its account.
+        named, main: Whether a device was named, and the account whose figures are reported.
+        flops: Dict from operator number to FLOPs, for operators that have any.
+        modules: Dict from operator number to the path of its module, if `paths` is set.
+        paths: Function that returns the path of the module that runs, or None if paths are not
+            recorded.
+        lines: Dict from operator number to (file, line, function) of the user's own code that
+            called it.
+        records: Records of all storages.
+        repeated: (number of an operator, bytes of each of `CATEGORIES` from it on) for temporaries
             that have no records (`course_lib.memory.repeats`).
-        lock: for all that follows; autograd runs one thread per device.
+        lock: Lock for the attributes above. Autograd runs one thread per device.
     """
 
     def __init__(self, block_bytes: int, device: torch.device | str | None):
@@ -160,21 +178,25 @@ class Ledger:
         self.lines: dict[int, tuple[str, int, str]] = {}
         self.accounts: dict[torch.device, Account] = {}
         self.named = device is not None
-        # A tensor there knows that "cuda" is "cuda:0", or that there is no such device.
+        # A tensor on the device shows that "cuda" is "cuda:0", or raises if there is no such
+        # device.
         self.main = self.account(CPU if device is None else torch.empty(0, device=device).device)
         self.lock = threading.RLock()
         self.closed = False
         self.records: list[Record] = []
         self.repeated: list[tuple[int, np.ndarray]] = []
         self._by_address: dict[int, Record] = {}
-        # filled by the weak references, in whichever thread a storage dies
+        # Weak references append their records here, in whichever thread a storage is released.
         self._dead: deque[Record] = deque()
-        self._expected: Record | None = None  # taken for dead
-        self._final: dict[str, np.ndarray] | None = None  # the history, once no more follows
+        self._expected: Record | None = None  # counted as released until `bury` checks it
+        # The history is kept once no more operators follow.
+        self._final: dict[str, np.ndarray] | None = None
 
     def account(self, device: torch.device) -> Account:
-        """Account of a device; the first accelerator's becomes the main one, unless another device
-        was named."""
+        """Return the account of a device.
+
+        The first accelerator's account becomes the main one, unless another device was named.
+        """
         device = CPU if device.type == "cpu" else device  # a symbolic tensor can be on "cpu:0"
         if device not in self.accounts:
             self.accounts[device] = Account(device)
@@ -183,8 +205,9 @@ class Ledger:
         return self.accounts[device]
 
     def find(self, storage) -> Record | None:
+        """Return the record of a live storage, or None if it is not counted."""
         record = self._by_address.get(storage._cdata)
-        # An address can have a new owner before the death of the last one is on the books.
+        # A new storage can have the address of one whose release has not been recorded yet.
         return record if record is not None and record() is storage else None
 
     def add(self, storage, account: Account, role: str | None, made_in: str) -> None:
@@ -201,7 +224,7 @@ class Ledger:
         self._enter(record)
 
     def add_all(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """Count (tensor, role) that are there on entry."""
+        """Count the tensors that exist on entry, given as pairs (tensor, role)."""
         for tensor, role in tensors:
             for storage in storages_of(tensor):
                 if self.find(storage) is None:
@@ -210,33 +233,33 @@ class Ledger:
             account.entry_bytes = account.peak_bytes = account.live_bytes
 
     def assign(self, tensor: Tensor, role: str, since: int = 0) -> None:
-        """The tensor takes this role, if it has none; what entered as an input may turn out to have
-        another."""
+        """Give a tensor this role if it has none, or if it was counted as an input so far."""
         for storage in storages_of(tensor):
             record = self.find(storage)
             if record is not None and record.role in (None, "input"):
                 record.role, record.since = role, max(since, record.born)
 
     def close(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """No more operators follow; some (tensor, role) may only now be known."""
+        """End the records. The pairs (tensor, role) give roles that are known only after the last
+        operator."""
         self.bury()
         for tensor, role in tensors:
             self.assign(tensor, role)
         self.closed = True
 
     def made(self, storage) -> None:
-        """A storage that no operator made; it has a moment of its own, since others may have died
-        before it."""
+        """Count a storage that no operator made. It has its own moment, because other storages may
+        have been released before it."""
         with self.lock:
             self._moment()
             self.add(storage, self.account(storage.device), None, "elsewhere")
             self.note_peak()
 
     def resized(self, storage, was_empty: bool | None = None) -> None:
-        """Record a resized storage as freed and allocated anew; one that was empty may be from
-        before.
+        """Record a resized storage as released and allocated again. A storage that was empty and is
+        not yet counted is counted as a new one.
 
-        `was_empty` is None where an operator did it.
+        `was_empty` is None if an operator resized the storage.
         """
         with self.lock:
             record = self.find(storage)
@@ -256,7 +279,7 @@ class Ledger:
         self.operators.append((NO_OPERATOR, "forward" if node is None else "backward"))
 
     def bury(self) -> None:
-        """Take the dead off the books. They were alive up to the last operator."""
+        """Remove released storages from the accounts. They were live up to the last operator."""
         if self._expected is not None:
             expected, self._expected = self._expected, None
             if expected() is not None:
@@ -269,8 +292,8 @@ class Ledger:
                 self._leave(record, len(self.operators) if not self.closed else None)
 
     def expect_end(self, record: Record) -> None:
-        """The storage is taken for dead since the operator before the last; if it lives on, `bury`
-        takes that back."""
+        """Count a storage as released since the operator before the last. If it is still live at
+        the next `bury`, that undoes this."""
         self._leave(record, len(self.operators) - 1)
         self._expected = record
 
@@ -280,7 +303,8 @@ class Ledger:
                 account.peak_bytes, account.peak_index = account.live_bytes, len(self.operators) - 1
 
     def history(self) -> dict[str, np.ndarray]:
-        """category -> live bytes of the main account on entry and after each operator."""
+        """Return a dict from category to the live bytes of the main account, on entry and after
+        each operator."""
         if self._final is not None:
             return self._final
         end = len(self.operators)
