@@ -197,8 +197,8 @@ class MemoryMeter(Figures, ObserverMode):
 
     The categories are:
 
-    - "parameter", "buffer" and "gradient": the model's tensors, and the gradients of parameters once
-      they are accumulated.
+    - "parameter", "buffer" and "gradient": the model's tensors, and the gradients of parameters
+      once they are accumulated.
     - "optimizer": the optimizer's state and master weights.
     - "activation": tensors kept for backward. Either the graph saved them, or the forward pass made
       them and backward reads them, as with tensors that checkpointing keeps. A gradient that is
@@ -233,8 +233,8 @@ class MemoryMeter(Figures, ObserverMode):
         device: The device whose bytes are counted. The default is the first accelerator with a
             tensor that counts, and the CPU as long as there is none. "meta" tensors count only if
             that device is named.
-        block_bytes: Unit to a multiple of which each storage is rounded up. The CUDA allocator
-            rounds to 512 bytes.
+        block_bytes: Granularity in bytes. The bytes of each storage are rounded up to a multiple of
+            it. That of the CUDA allocator is 512.
         module_paths: Whether `trace` shows in which module of `model` each operator ran. An
             operator of the backward pass has the module of its forward operator.
         source_lines: Whether `trace` shows the line of your own code that ran each operator. An

@@ -29,8 +29,8 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
             does not hold its tensors in its attributes).
     """
     if not (type(tensor) is Tensor or type(tensor) is nn.Parameter or holds_bytes(type(tensor))):
-        # The parts of a DTensor include its mesh. A jagged tensor is a wrapper although its layout
-        # is strided or its own.
+        # The parts of a DTensor include its mesh. A jagged tensor is a wrapper too, with its own
+        # layout `torch.jagged`.
         parts = _parts_of_wrapper(tensor)
     elif tensor.layout is torch.strided:
         if not (tensor.is_nested or tensor.is_quantized):
