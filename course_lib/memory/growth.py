@@ -1,4 +1,5 @@
-"""A step with many equal blocks, from the traces of the step with few of them and with one more."""
+"""Trace of a step with many equal blocks, computed from the traces of the step with a few of them
+and with one more."""
 
 from __future__ import annotations
 
@@ -12,15 +13,20 @@ from .trace import Span, Trace
 
 
 class Irregular(Exception):
-    """The step does not grow by as much with each block."""
+    """Raised when the step does not grow by the same amount with each block."""
 
 
 class Pass(NamedTuple):
-    """A pass through the blocks, forward or backward, in a step with few of them and in one with
-    one more.
+    """A pass through the blocks, forward or backward, in a step with a few of them and in a step
+    with one more.
 
-    `few` and `more` are its first moments there, `length` is that of the shorter one. At `cut`
-    moments from its start the longer one has a block more, of `block` moments.
+    Attributes:
+        few: The pass's first moment in the shorter step.
+        more: The pass's first moment in the longer step.
+        length: Number of moments of the pass in the shorter step.
+        cut: Number of moments from the start of the pass after which the longer step has one more
+            block.
+        block: Number of moments of that block.
     """
 
     few: int
@@ -31,24 +37,26 @@ class Pass(NamedTuple):
 
 
 class Growth:
-    """Growth of a step with its model's equal blocks: from one with `a` of them, `few`, and one
-    with a + 1, `more`.
+    """Growth of a step with the number of its model's equal blocks, from the step with `a` of them,
+    `few`, and the step with a + 1, `more`.
 
-    Each pass through the blocks is cut in two where they are alike, and n - a blocks are put in at
-    the cut. With g(t) = live(t; a + 1) - live(t; a) at a moment t of the step with a blocks,
+    Each pass through the blocks is cut in two inside the part with equal blocks, and n - a blocks
+    are inserted at the cut. With g(t) = live(t; a + 1) - live(t; a) at a moment t of the step with
+    a blocks,
 
         live(t; n) = live(t; a) + (n - a) g(t)
 
-    as a block before the cut has made room for each that follows, and one after it finds what all
-    have left. In the i-th of the new blocks, i = 0 ... n - a - 1, i blocks before it are as after
-    the cut, and the others as before it:
+    because a block before the cut has made room for each block that follows, and a block after the
+    cut finds what all of the blocks have left. In the i-th of the new blocks, i = 0 ... n - a - 1,
+    i of the other new blocks are in the state after the cut, and the rest are in the state before
+    it:
 
         live(t; n) = live(t; a + 1) + (n - a - 1 - i) g(t - block) + i g(t + block)
 
-    where t is a moment of the new block in `more`. So do FLOPs and bytes moved grow.
+    where t is a moment of the new block in `more`. FLOPs and bytes moved grow linearly with n.
 
     Raises:
-        Irregular: the passes of the two do not differ by one block.
+        Irregular: The passes of the two steps do not differ by one block.
     """
 
     def __init__(self, few: Trace, more: Trace):
@@ -62,9 +70,10 @@ class Growth:
         ]
 
     def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
-        """Parts that the step with so many blocks more than `few` is put together from: a trace,
-        from which moment of it until which, and how many blocks follow in its pass of those that
-        were put in.
+        """Yield the parts of the step that has `blocks` blocks more than `few`.
+
+        Each part is (trace, start, stop, following): the moments of `trace` from `start` until
+        `stop`, and the number of inserted blocks that follow in the same pass.
         """
         for at in self.passes:
             new = at.more + at.cut
@@ -74,7 +83,7 @@ class Growth:
             yield self.few, at.few + at.cut, at.few + at.length, 0
 
     def trace(self, blocks: int) -> Trace:
-        """The step with so many blocks more than `few`."""
+        """Return the trace of the step that has `blocks` blocks more than `few`."""
         few, more, operators, live = self.few, self.more, [], []
         for at in self.passes:
             ours = few.operators[at.few : at.few + at.length]
@@ -119,12 +128,13 @@ class Growth:
 
 
 class _GrownSpans:
-    """Storages of a grown step: those of `more`, and once for each block that is put in those of
-    the new block.
+    """Storages of a grown step: those of `more`, and the new block's storages once for each
+    inserted block.
 
-    A storage of the new block that lives on ends where that of the block before it has its end, a
-    block later or sooner, or at the same moment. What changed its category has a span for each,
-    which are put together again.
+    A storage of the new block may outlive the block. The corresponding storage of the block before
+    is then released one block earlier, one block later, or at the same moment, and the copies
+    follow the same pattern. A storage that changed its category has one span per category, and
+    these are joined at the end.
     """
 
     def __init__(self, growth: Growth, blocks: int, end: int):
@@ -162,8 +172,12 @@ class _GrownSpans:
         return _numbered(found)
 
     def _held_from_the_start(self) -> list[Span]:
-        """Bytes that `more` holds through all of the step for the new block, and `few` does not,
-        such as its parameters."""
+        """Return the spans that `more` holds through the whole step for the new block and `few`
+        does not hold, such as its parameters.
+
+        Raises:
+            Irregular: The spans of the two steps differ in another way.
+        """
         ours, others = (
             [span for span in trace.spans or () if span.start == 0]
             for trace in (self.few, self.more)
@@ -184,7 +198,8 @@ class _GrownSpans:
         q, there = self._locate(span.stop)
         if there != "new":
             return self._stretched(span.stop)
-        # what is near the start of one pass is near the end of the other
+        # A storage that is made near the start of one pass is released near the end of the opposite
+        # pass.
         mirrored = self._phase(p) != self._phase(q)
         last = q != p and (region == "head") == mirrored
         return self._offset(q) + span.stop + last * (self.blocks - 1) * self.passes[q].block
@@ -197,7 +212,7 @@ class _GrownSpans:
         offset = self._offset(q) + span.stop
         if q == p and there == "new":
             return offset + copy * block
-        # a block later, or sooner, than that of the block before
+        # Each copy is released one block later, or one block earlier, than the copy before it.
         steps = {-block: copy, block: self.blocks - 1 - copy}
         if before - span.stop in steps and block:
             return offset + steps[before - span.stop] * block
@@ -206,15 +221,15 @@ class _GrownSpans:
         return self._stretched(span.stop)
 
     def _locate(self, moment: int) -> tuple[int, str]:
-        """The pass of a moment of `more`, and whether it is before the new block, in it or after
-        it."""
+        """Return the pass that contains a moment of `more`, and the part of it: "head" is before
+        the new block, "new" is in it, and "tail" is after it."""
         p = max(i for i, at in enumerate(self.passes) if at.more <= moment)
         at = self.passes[p]
         within = moment - at.more
         return p, "head" if within < at.cut else "new" if within < at.cut + at.block else "tail"
 
     def _offset(self, p: int) -> int:
-        """Delay of the start of pass `p` against `more`."""
+        """Return by how many moments pass `p` starts later than in `more`."""
         return sum((self.blocks - 1) * at.block for at in self.passes[:p])
 
     def _stretched(self, moment: int) -> int:
@@ -228,8 +243,10 @@ class _GrownSpans:
 
 
 def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
-    """Spans of storages with numbers of their own; one that goes on has that of the span which ends
-    there."""
+    """Return the spans with a number for each storage.
+
+    A span that continues in another category has the number of the span that it continues.
+    """
     found.sort(key=lambda each: each[:2])
     waiting: dict[tuple[int, int], list[int]] = {}
     spans = []
@@ -246,7 +263,7 @@ def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
 
 
 def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
-    """Bounds of the forward passes, and what is between them."""
+    """Return the bounds of the forward passes and of the parts between them."""
     found = []
     start = 0
     for _, group in groupby(operators, key=lambda operator: operator[1] == "forward"):
@@ -257,10 +274,15 @@ def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
 
 
 def _cut(few: list, more: list, start: int, stop: int, begin: int, end: int) -> Pass:
-    """Place in a pass where it has one block more."""
+    """Return the pass, with the place where the longer step has one more block.
+
+    Raises:
+        Irregular: The passes do not differ by one block.
+    """
     ours, others = few[start:stop], more[begin:end]
     block = len(others) - len(ours)
-    # What looks alike goes a block too far, or more, where a block begins as what comes after it.
+    # If a block begins with the same operators as the part after the blocks, the equal part is a
+    # block or more too long.
     head, tail = (_alike(*pair) - block for pair in ((ours, others), (ours[::-1], others[::-1])))
     if min(block, head, tail) < 0 or head + tail < len(ours):
         raise Irregular
