@@ -1,10 +1,10 @@
-"""Stages that a symbolic step runs many times over, as a schedule does with equal blocks: run once,
-and from then on entered in the meter's books alone.
+"""Stages that a symbolic step runs many times, as a schedule does with equal blocks. Each kind of
+stage runs once, and its repetitions are only recorded in the meter's ledger.
 
-A stage makes and lets go of the same each time: operators, FLOPs, temporaries, and what it keeps
-for its backward, up to the same operator there. So from the second time on these are only written
-down, and the tensors that stay are made without the operators that led to them. Line by line, the
-books are then those of the step with all operators.
+A stage makes and releases the same each time: operators, FLOPs, temporaries, and tensors that it
+keeps for its backward pass, up to the same operator there. From the second time on these are
+therefore only recorded, and the tensors that outlive the run are made without the operators that
+led to them. Line by line, the ledger is then equal to that of the step with all operators.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from .growth import Irregular
 from .shape_cache import Outline, extent, make_fake
 from .timeline import CATEGORIES, Ledger, Record
 
-GRADIENT = -1  # that of the output, among what dies in a backward
+# Number that stands for the gradient of the output in `Backward.deaths`.
+GRADIENT = -1
 _active: list[Repeats] = []
 
 
 def active() -> Repeats | None:
-    """The `Repeats` of the active meter; None where every stage is to run."""
+    """Return the `Repeats` of the active meter, or None if every stage is to run."""
     return _active[-1] if _active else None
 
 
 @dataclass(frozen=True)
 class Made:
-    """A storage that outlives the run that made it; `born` and `saved` are lines of that run.
+    """A storage that outlives the run that made it. `born` and `saved` are lines of that run.
 
-    A view holds its base: autograd adds nothing to a tensor in place whose storage another one has.
+    A view keeps its base alive. This matters because autograd adds in place only to a tensor whose
+    storage no other tensor shares.
     """
 
     outline: Outline
@@ -53,13 +55,15 @@ class Made:
 
 @dataclass
 class Episode:
-    """Lines of the books, numbered from the first, one for each operator of what was run.
+    """Lines of the ledger for one run of a stage: one line for each operator, numbered from the
+    first.
 
     Attributes:
         operators: (operator, phase) of each line.
-        flops: line -> FLOPs.
-        temporaries: bytes at each line and of each category, of what is gone at the end.
-        made: what stays; tensors that are returned come first.
+        flops: Dict from line to FLOPs.
+        temporaries: Bytes at each line and of each category, of storages that are released by the
+            end, an int64 array (lines, categories).
+        made: Storages that outlive the run. Those of the returned tensors come first.
     """
 
     operators: list[tuple[Any, str]]
@@ -70,14 +74,17 @@ class Episode:
 
 @dataclass
 class Forward:
-    """The forward of a stage.
+    """The forward pass of a stage.
 
     Attributes:
-        episode: its lines.
-        saved: which of the given tensors are held for backward, since which line.
-        read_made: which of `made` are read by the node of the outer graph in which the stage runs.
-        drew, result: whether random numbers were drawn; the `result` of a stage that has one.
-        backward: the backward of a stage that was kept, once one has run.
+        episode: Its lines.
+        saved: Dict from the index of each given tensor that is held for backward to the line from
+            which it is held.
+        read_made: Indices in `made` of the storages that are read by the node of the outer graph in
+            which the stage runs.
+        drew: Whether random numbers were drawn.
+        result: The stage's attribute `result`, or None if it has none.
+        backward: The backward pass of a stage that was kept, once one has run.
     """
 
     episode: Episode
@@ -90,15 +97,17 @@ class Forward:
 
 @dataclass
 class Backward:
-    """The backward of a stage that was kept.
+    """The backward pass of a stage that was kept.
 
     Attributes:
-        episode: its lines.
-        returned: the places in `made` of the gradients, of the input first; None for no gradient.
-        deaths: line -> what of the forward's `made` is gone by then, and `GRADIENT`.
-        released_made, released: the line from which on no node needs each of the forward's `made`,
-            and each of the given tensors.
-        gradient: what the gradient of the output was like.
+        episode: Its lines.
+        returned: Places of the gradients in `made`, that of the input first; None for no gradient.
+        deaths: Dict from line to the indices in the forward's `made` of the storages that are
+            released by then. `GRADIENT` stands for the output's gradient.
+        released_made: Dict from the index of each of the forward's `made` to the line from which no
+            node needs it.
+        released: The same dict for the given tensors.
+        gradient: State of the output's gradient.
     """
 
     episode: Episode
@@ -110,11 +119,12 @@ class Backward:
 
 
 class Repeats:
-    """Runs of a step's equal stages that are known already, and entered in a meter's books.
+    """Runs of a step's equal stages that are known already, and are recorded in a meter's ledger.
 
     Args:
-        ledger, usage: the meter's.
-        kind_of: what decides how a stage runs, its input aside; None for one that is like no other.
+        ledger, usage: The meter's ledger and category tracker.
+        kind_of: Function that returns everything that determines how a stage runs, except its
+            input, or None for a stage that is equal to no other.
     """
 
     def __init__(
@@ -122,13 +132,13 @@ class Repeats:
     ):
         self.books = Books(ledger, usage)
         self.kind_of = kind_of
-        # stages hold arguments of their call
+        # The keys are weak, because stages hold arguments of their call.
         self.kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.known: dict[Hashable, Forward | None] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Make these the active ones inside the block."""
+        """Make this object the active one inside the block."""
         _active.append(self)
         try:
             yield
@@ -143,12 +153,15 @@ class Repeats:
         compute: Callable[[], Any],
         drawing: Any = None,
     ) -> Any:
-        """Return what `compute`, the stage without gradients, returns.
+        """Return the result of `compute`, which runs the stage without gradients.
 
         Args:
-            given: the tensors that it computes with, parameters aside.
-            context: what else decides.
-            drawing: has `seen` set where random numbers are drawn.
+            stage: The stage.
+            given: The tensors that it computes with, except parameters.
+            context: Everything else that determines the result.
+            compute: Function that runs the stage.
+            drawing: Object whose attribute `seen` is set to True if random numbers are drawn, or
+                None.
         """
         key = self._key(stage, given, context, False)
         if key is None or (key in self.known and self.known[key] is None):
@@ -170,8 +183,11 @@ class Repeats:
         compute: Callable[[], Any],
         slot: Any,
     ) -> Any:
-        """Return what `compute` returns, or what stands for it: an object with `output`, the
-        tensor, and `backward()`, which takes the gradient of that out of the slot."""
+        """Return the result of `compute`, or an object that replaces it.
+
+        Either object has `output`, a tensor, and `backward()`, which takes the gradient of that
+        tensor out of the slot and returns the gradients of the input and of the other tensors.
+        """
         key = self._key(stage, given, context, True)
         found = self.known.get(key)
         if key is None or (key in self.known and (found is None or found.backward is None)):
@@ -185,8 +201,11 @@ class Repeats:
         return KeptAgain(self.books, found, tensors, given, slot)
 
     def _key(self, stage, given, context, keep: bool) -> Hashable:
-        """Key of a run of the stage; None where it is not to be repeated, since its buffers or
-        attributes may change with each run or no other stage is like it."""
+        """Return the key of a run of the stage, or None if the run cannot be repeated.
+
+        A stage cannot be repeated if its buffers or attributes may change with each run, or if no
+        other stage is equal to it.
+        """
         if stage not in self.kinds:
             changes = any(True for _ in stage.buffers()) or _holds_tensors(stage)
             self.kinds[stage] = None if changes else self.kind_of(stage)
@@ -229,7 +248,7 @@ class Repeats:
 
 
 class FirstKept:
-    """A stage that is kept for real, whose backward is watched."""
+    """A stage that is kept for real, and whose backward pass is recorded."""
 
     def __init__(
         self, books: Books, forward: Forward, kept: Any, given, records: list[Record | None]
@@ -272,7 +291,7 @@ class FirstKept:
 
 
 class KeptAgain:
-    """Stand-in for a stage that is kept: the storages that it would hold."""
+    """Replacement for a stage that is kept. It holds the storages that the stage would hold."""
 
     def __init__(self, books: Books, forward: Forward, tensors: list[Tensor], given, slot: Any):
         self.books, self.forward, self.given, self.slot = books, forward, given, slot
@@ -291,7 +310,8 @@ class KeptAgain:
             released = {
                 j: line
                 for j, line in found.released_made.items()
-                # up to line 1 it was the outer node that still had it
+                # A release up to line 1 was that of the outer node, so it applies only if this
+                # run's outer node still reads the storage.
                 if line > 1 or j not in self.forward.read_made or books.is_read(alive[j])
             }
             books.usage.leave_node()
@@ -307,12 +327,15 @@ class KeptAgain:
 
 
 def _holds_tensors(stage: nn.Module) -> bool:
-    """Whether modules of the stage have tensors in attributes; the arguments of a call are none."""
+    """Return whether modules of the stage have tensors in attributes. The arguments of a call do
+    not count."""
     modules = getattr(stage, "block", stage).modules()
     return any(True for each in modules for _ in tensors_in(list(attributes_of(each).values())))
 
 
 def _released(records, start: int) -> dict[int, int]:
+    """Return a dict from the index of each record that was released at `start` or later to the line
+    of its release."""
     return {
         j: record.released - start
         for j, record in enumerate(records)
@@ -321,12 +344,13 @@ def _released(records, start: int) -> dict[int, int]:
 
 
 class Books:
-    """A meter's ledger, from which lines are read and to which lines are added."""
+    """A meter's ledger, from which the lines of one run are read and to which the lines of others
+    are added."""
 
     def __init__(self, ledger: Ledger, usage: CategoryTracker):
         self.ledger, self.usage = ledger, usage
 
-    # ---- what is known of a tensor
+    # ---- state of a tensor
 
     def record(self, tensor: Tensor) -> Record | None:
         return self.ledger.find(tensor.untyped_storage())
@@ -338,8 +362,8 @@ class Books:
         return look, about
 
     def about(self, gradient: Tensor) -> Hashable:
-        """State of a gradient, and how many tensors have its storage: autograd adds in place to
-        what one has alone."""
+        """Return the state of a gradient, and the number of tensors that share its storage.
+        Autograd adds in place to a gradient whose storage has one holder."""
         storage = gradient.untyped_storage()
         return self.state(gradient), torch._C._storage_Use_Count(storage._cdata)
 
@@ -349,14 +373,15 @@ class Books:
     def release(self, tensor: Tensor, line: int) -> None:
         record = self.record(tensor)
         if record.saved is None:
-            record.saved = record.born  # pyrefly: ignore[bad-assignment]  # the books have it
+            record.saved = record.born  # pyrefly: ignore[bad-assignment]  # the ledger has it
         record.released = line
         record.read_by = None
 
     # ---- lines
 
     def watched(self, compute: Callable[[], Any]) -> tuple[Any, int, list[Record]]:
-        """Result of a computation, the number of its first line, and the storages that it made."""
+        """Return the result of a computation, the number of its first line, and the storages that
+        it made."""
         ledger = self.ledger
         with ledger.lock:
             ledger.bury()
@@ -370,10 +395,11 @@ class Books:
     def episode(
         self, start: int, new: list[Record], returned: list[Tensor], held: bool
     ) -> tuple[Episode | None, list[Record | None]]:
-        """The lines from `start` on, and the records of what was made in them and stays.
+        """Return the lines from `start` on, and the records of the storages that were made in them
+        and outlive them.
 
-        None where something stays that cannot be made again, or, unless it is to be `held`, that
-        is not returned.
+        Returns (None, []) if a storage outlives the lines and cannot be made again, or belongs to
+        no returned tensor although `held` is False.
         """
         ledger = self.ledger
         stop = len(self.ledger.operators)
@@ -403,8 +429,12 @@ class Books:
         alive: dict[int, Tensor] | None = None,
         deaths: dict[int, list[int]] | None = None,
     ) -> tuple[list[Tensor], int]:
-        """The tensors that an episode makes, once it stands in the books, and the number of its
-        first line. What dies in it goes from `alive`."""
+        """Record an episode in the ledger. Return the tensors that it makes and the number of its
+        first line.
+
+        Tensors that are released during the episode are removed from `alive`, at the lines that
+        `deaths` gives.
+        """
         ledger = self.ledger
         start = len(self.ledger.operators)
         made = {}
@@ -450,7 +480,7 @@ def _made(record: Record, start: int, tensor: Tensor | None = None) -> Made:
 
 
 def _temporaries(new: list[Record], start: int, stop: int) -> np.ndarray:
-    """Bytes at each line and of each category, of storages that are gone."""
+    """Return the bytes at each line and of each category, of storages that have been released."""
     change = np.zeros((stop - start + 1, len(CATEGORIES)), dtype=np.int64)
     for record in new:
         for begin, end, category in record.spans(stop) if record.died is not None else ():
