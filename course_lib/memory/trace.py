@@ -1,9 +1,10 @@
-"""A training step as a trace: its operators, the storages that are born and released, FLOPs, and
+"""Trace of a training step: its operators, the storages that are created and released, FLOPs, and
 bytes moved.
 
-Whatever runs a step gives one: a meter in this process, a symbolic step, one rank of several, the
-step with few of a model's blocks. Live bytes by category, the peak and the phases are read off it
-here; `growth` makes of two of them that of the step with more of the model's equal blocks.
+Everything that runs a step returns a trace: a meter in this process, a symbolic step, one rank of
+several, and the step with a few of a model's blocks. This module computes the live bytes by
+category, the peak and the phases from it. `growth` computes the trace of a step with many equal
+blocks from the traces of two smaller steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ENTRY = "what model and optimizer hold on entry"
 
 
 class Span(NamedTuple):
-    """A storage's stay in one category: at the moments from `start` on, until `stop`, which is
+    """Time that a storage spends in one category: the moments from `start` until `stop`, which is
     exclusive."""
 
     storage: int
@@ -37,16 +38,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """A storage is born, or released; or it changes its category: released from one, and born in
-    the other.
+    """Creation or release of a storage, or one half of a change of its category, which is a release
+    from the old category and a birth in the new one.
 
     Attributes:
-        moment: the number of the operator in the trace.
-        kind: "birth", by the operator; or "release": it was there up to the operator before.
-        storage: a number of its own.
-        bytes: of the storage.
-        category: one of `CATEGORIES`.
-        operator, phase, module: of the operator, as in the trace.
+        moment: Number of the operator in the trace.
+        kind: "birth" if the operator made the storage; "release" if the storage was live up to the
+            operator before.
+        storage: Number that identifies the storage.
+        bytes: Bytes of the storage.
+        category: One of `CATEGORIES`.
+        operator, phase, module: The operator of the moment, its phase and its module, as in the
+            trace.
     """
 
     moment: int
@@ -64,17 +67,17 @@ class Trace:
 
     Attributes:
         operators: (operator, phase) of each moment.
-        live: bytes at each moment and of each of `CATEGORIES`, an int64 array (moments,
+        live: Bytes at each moment and of each of `CATEGORIES`, an int64 array (moments,
             categories).
-        flops_at: moment -> FLOPs, where there are any.
-        flops: of the whole step, by the formulas of `FlopCounterMode`; also of micro-batches for
-            which others stand.
-        modules: moment -> path of the module that ran, where it is known.
-        lines: moment -> (file, line, function) of the user's own code, where it is known.
-        spans: of all storages; None where events are not kept.
-        bytes_down: moved to the tier below.
-        bytes_up: moved back from it.
-        sent_bytes: communicated by a rank.
+        flops_at: Dict from moment to FLOPs, where there are any.
+        flops: FLOPs of the whole step, by the formulas of `FlopCounterMode`. They include
+            micro-batches that are not in the trace because an equal one represents them.
+        modules: Dict from moment to the path of the module that ran, where it is known.
+        lines: Dict from moment to (file, line, function) of the user's own code, where it is known.
+        spans: Spans of all storages; None if events are not kept.
+        bytes_down: Bytes copied to the lower tier.
+        bytes_up: Bytes copied back from the lower tier.
+        sent_bytes: Bytes that one rank communicates.
     """
 
     def __init__(
@@ -104,7 +107,8 @@ class Trace:
         return len(self.operators)
 
     def __getitem__(self, part: slice) -> Trace:
-        """Part of its moments, which follow one another; totals are those of the whole."""
+        """Return the trace of a slice of the moments, without a step. Totals are those of the whole
+        trace."""
         start, stop, _ = part.indices(len(self))
 
         def within(found: dict[int, Any]) -> dict[int, Any]:
@@ -132,11 +136,11 @@ class Trace:
             sent_bytes=self.sent_bytes,
         )
 
-    # ---- what is read off it
+    # ---- figures
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """Bytes live at each moment, of all categories."""
+        """Bytes live at each moment, in all categories."""
         return self.live.sum(1)
 
     @property
@@ -145,14 +149,15 @@ class Trace:
 
     @property
     def peak_moment(self) -> int:
-        """The first operator that reaches the peak; what was there on entry, where none does."""
+        """The first operator at which the peak is reached, or 0, the entry, if only the state on
+        entry reaches it."""
         live, begins = self.live_bytes, self._begins
         found = begins + int(live[begins:].argmax()) if len(live) > begins else 0
         return found if live[found] == live.max() else 0
 
     @property
     def _begins(self) -> int:
-        """The first moment of an operator."""
+        """The number of the first moment that belongs to an operator."""
         return int(bool(self.operators) and self.operators[0][0] == ENTRY)
 
     @property
@@ -160,11 +165,12 @@ class Trace:
         return str(self.operators[self.peak_moment][0])
 
     def at_peak(self) -> dict[str, int]:
-        """category -> bytes at the peak."""
+        """Return a dict from category to the bytes at the peak."""
         return dict(zip(CATEGORIES, self.live[self.peak_moment].tolist(), strict=True))
 
     def phase_peaks(self) -> dict[str, int]:
-        """phase -> the most bytes live after one of its operators."""
+        """Return a dict from phase to the largest number of bytes live after one of its
+        operators."""
         peaks = dict.fromkeys(PHASES, 0)
         begins = self._begins
         for (_, phase), count in zip(
@@ -174,11 +180,11 @@ class Trace:
         return peaks
 
     def series(self) -> dict[str, np.ndarray]:
-        """category -> bytes at each moment."""
+        """Return a dict from category to the bytes at each moment."""
         return dict(zip(CATEGORIES, self.live.T, strict=True))
 
     def flops_by_operator(self) -> dict[str, int]:
-        """operator -> FLOPs of all its calls, the most first."""
+        """Return a dict from operator to the FLOPs of all its calls, largest first."""
         found: dict[str, int] = {}
         for moment, flops in self.flops_at.items():
             name = str(self.operators[moment][0])
@@ -186,10 +192,10 @@ class Trace:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def events(self) -> Iterator[Event]:
-        """Births and releases in order, what is released at a moment before what is born at it.
+        """Yield births and releases in order. At each moment, releases come before births.
 
         Raises:
-            ValueError: they were not kept.
+            ValueError: The spans were not kept.
         """
         self._check_spans()
         found = [(span.start, "birth", span) for span in self.spans]
@@ -200,7 +206,7 @@ class Trace:
             yield Event(moment, kind, *span[:3], str(operator), phase, module)
 
     def replayed(self) -> np.ndarray:
-        """`live`, found by its events alone."""
+        """Return an array that equals `live`, computed from the events alone."""
         change = np.zeros((len(self) + 1, len(CATEGORIES)), dtype=np.int64)
         for event in self.events():
             sign = 1 if event.kind == "birth" else -1
@@ -210,16 +216,18 @@ class Trace:
     # ---- as a device's allocator sees it
 
     def allocations(self) -> Iterator[tuple]:
-        """("birth", storage, bytes, frames) and ("release", storage, bytes) in order, as
-        `CachingAllocator.replay` takes them; what only changes its category stays where it is.
+        """Yield the events in order, in the form that `CachingAllocator.replay` takes: ("birth",
+        storage, bytes, frames) and ("release", storage, bytes).
 
-        Frames are those of `frames_at`, for the operator that has made the storage.
+        A storage that only changes its category is neither released nor allocated again. The frames
+        are those of `frames_at` for the operator that made the storage.
 
         Raises:
-            ValueError: events were not kept.
+            ValueError: The spans were not kept.
         """
         self._check_spans()
-        lives: dict[int, tuple[int, int, int]] = {}  # storage -> bytes, start, stop
+        # Each entry maps a storage to its bytes, start and stop.
+        lives: dict[int, tuple[int, int, int]] = {}
         for storage, nbytes, _, start, stop in self.spans:
             _, first, last = lives.get(storage, (nbytes, start, stop))
             lives[storage] = nbytes, min(first, start), max(last, stop)
@@ -231,12 +239,16 @@ class Trace:
                 if moment not in frames:
                     frames[moment] = self.frames_at(moment)
                 yield "birth", storage, nbytes, frames[moment]
-            elif moment < len(self):  # else it lives on
+            elif moment < len(self):  # otherwise it outlives the trace
                 yield "release", storage, nbytes
 
     def frames_at(self, moment: int) -> list[dict]:
-        """Call stacks where a moment's storages are from, innermost first, in the form of PyTorch's
-        snapshots: the operator and its phase, the module, the line of the user's own code."""
+        """Return the call stack of the storages that a moment makes, innermost frame first, in the
+        form of PyTorch's snapshots.
+
+        The frames are the operator with its phase, then the module and the line of the user's own
+        code, if they are known.
+        """
         operator, phase = self.operators[moment]
         frames = [{"filename": phase, "line": 0, "name": str(operator)}]
         if path := self.modules.get(moment):
@@ -249,12 +261,15 @@ class Trace:
     def allocated(
         self, settings: AllocatorSettings | str | None = None, *, record_history: bool = False
     ) -> CachingAllocator:
-        """A simulated device after this trace: its `memory_stats()` have the peaks.
+        """Return a simulated device that has replayed this trace. Its `memory_stats()` contain the
+        peaks.
 
-        What is there on entry is laid out first, storage after storage.
+        The storages that exist on entry are allocated first, one after another.
 
         Args:
-            settings: as for `CachingAllocator`, such as "expandable_segments:True".
+            settings: Settings of the allocator, such as "expandable_segments:True", as in
+                `CachingAllocator`.
+            record_history: Whether to keep each event for a snapshot.
         """
         allocator = CachingAllocator(settings=settings, record_history=record_history)
         allocator.replay(self)
@@ -263,23 +278,25 @@ class Trace:
     def save_snapshot(
         self, path: str | os.PathLike, settings: AllocatorSettings | str | None = None
     ) -> None:
-        """Write the step as `torch.cuda.memory._dump_snapshot` writes one that ran on a GPU, to be
-        opened at pytorch.org/memory_viz.
+        """Write the step in the format in which `torch.cuda.memory._dump_snapshot` writes a step
+        that ran on a GPU. The file can be opened at pytorch.org/memory_viz.
 
-        Bytes are those of the tensors; segments and addresses are those of `CachingAllocator`. Each
-        allocation names its operator and, where the meter kept them, module and line. PyTorch's own
-        reader, `torch.cuda._memory_viz`, gives the meter's figures, and the fields are those that
-        the page's source asks for; the page itself was not opened.
+        Bytes are those of the tensors. Segments and addresses are those of `CachingAllocator`. Each
+        allocation names its operator and, if the meter kept them, its module and line. PyTorch's
+        own reader, `torch.cuda._memory_viz`, gives the meter's figures, and the fields are those
+        that the page's source reads. The page itself was not opened.
 
         Args:
-            settings: of the allocator, as in `allocated`.
+            path: File to write.
+            settings: Settings of the allocator, as in `allocated`.
 
         Raises:
-            ValueError: events were not kept.
+            ValueError: The spans were not kept.
         """
         self.allocated(settings, record_history=True).save_snapshot(path)
 
     def _check_spans(self) -> None:
+        """Raise `ValueError` if the trace has no spans."""
         if self.spans is None:
             raise ValueError(
                 "spans must be those of a trace from meter.trace(), got None; this trace"
