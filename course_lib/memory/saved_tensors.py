@@ -1,4 +1,4 @@
-"""Tensors that autograd keeps for backward, one by one."""
+"""List of the tensors that autograd keeps for backward, one by one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class SavedTensor:
     """One tensor that the graph holds.
 
     Attributes:
-        operator: the autograd node that holds it, for example "AddmmBackward0".
-        argument: which of the operator's tensors it is: "mat1", "result", ...
-        shape: of the saved tensor, which may be a view.
-        dtype: of its elements.
-        bytes: of the storage it keeps alive, however small the view.
-        shared_with: number of the first row with the same storage; None if this is the first.
+        operator: Autograd node that holds the tensor, for example "AddmmBackward0".
+        argument: Name of the tensor in the operator: "mat1", "result", ...
+        shape: Shape of the saved tensor, which may be a view.
+        dtype: Dtype of its elements.
+        bytes: Bytes of the storage that the tensor keeps alive. For a view they are those of the
+            whole storage.
+        shared_with: Number of the first row with the same storage; None if this row is the first.
     """
 
     operator: str
@@ -42,12 +43,12 @@ class SavedTensor:
 
 
 class SavedTensors(Table, tuple):
-    """The rows, in the order in which they were saved: a tuple of `SavedTensor`.
+    """Tuple of the `SavedTensor` rows, in the order in which the tensors were saved.
 
     Attributes:
-        total_bytes: each storage counted once.
-        packed_bytes: every tensor counted for itself, as one would by adding them up in a pack
-            hook.
+        total_bytes: Sum in which each storage counts once.
+        packed_bytes: Sum in which each tensor counts separately, as in a pack hook that adds up the
+            bytes of its tensors.
     """
 
     columns = ("#", "operator", "argument", "shape", "dtype", "bytes", "shared with")
@@ -79,33 +80,35 @@ class SavedTensors(Table, tuple):
 def saved_tensors(
     function: Callable[..., Any], *args: Any, parameters: bool = False, **kwargs: Any
 ) -> SavedTensors:
-    """Run `function(*args, **kwargs)` and list what its result keeps for backward.
+    """Run `function(*args, **kwargs)` and list the tensors that its result keeps for backward.
 
     Args:
-        function: a module or a function that returns tensors with a graph; also in lists, tuples,
-            mappings and dataclasses, such as the outputs of Hugging Face models.
-        args, kwargs: its arguments. Those that are saved are listed.
-        parameters: True to list parameters too, and the buffers of modules. They are told by
-            storage, because a Linear layer saves not its weight but a view of it.
+        function: A module or a function that returns tensors with a graph. The tensors may be in
+            lists, tuples, mappings and dataclasses, such as the outputs of Hugging Face models.
+        args, kwargs: Arguments of `function`. Those that are saved are listed.
+        parameters: Whether to list parameters too, and the buffers of modules. They are identified
+            by their storage, because a Linear layer saves a view of its weight, not the weight
+            itself.
 
     Returns:
-        A `SavedTensors`. What code inside the function packs with saved-tensor hooks of its own, as
-        non-reentrant checkpointing and offloading do, is not held by the graph and so not listed;
-        nor are attributes of `ctx`.
+        A `SavedTensors`. It does not include tensors that code inside the function packs with its
+        own saved-tensor hooks, as non-reentrant checkpointing and offloading do, because the graph
+        does not hold these tensors. It does not include attributes of `ctx` either.
 
     Raises:
         TypeError: `function` is not callable.
-        ValueError: nothing in the result requires a gradient.
+        ValueError: Nothing in the result requires a gradient.
     """
     _check.function("function", function, "a module or a function that returns tensors")
-    packed: list[weakref.ref[_Held]] = []  # weak: what the graph has dropped is gone
+    # The references are weak, so that a tensor that the graph has released is gone.
+    packed: list[weakref.ref[_Held]] = []
 
     def pack(tensor: Tensor) -> _Held:
         item = _Held(tensor, torch._C._autograd._get_sequence_nr() - 1)
         packed.append(weakref.ref(item))
         return item
 
-    # addresses of the storages of called modules' parameters and buffers
+    # Addresses of the storages of the parameters and buffers of all called modules.
     belongings: set[int] = set()
 
     def meet(module: nn.Module, inputs) -> None:
@@ -129,7 +132,8 @@ def saved_tensors(
 
 
 def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
-    """One row for each saved tensor; storages whose addresses are hidden are left out."""
+    """Return one row for each saved tensor, without tensors whose storages all have hidden
+    addresses."""
     first: dict[int, int] = {}
     rows, total, total_packed = [], 0, 0
     for item in held:
@@ -155,16 +159,18 @@ def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
 
 
 class _Held:
-    """A saved tensor in the graph's hands, with the number of the node that is being made."""
+    """A saved tensor as the graph holds it, with the number of the node that is being made."""
 
-    asked: ClassVar[list[_Held]] = []  # which ones have been unpacked, to learn their names
+    # Items that were unpacked when a node's saved tensors were read by name.
+    asked: ClassVar[list[_Held]] = []
 
     def __init__(self, tensor: Tensor, number: int):
-        # Detached: an operator that saves its own result would, through it, keep itself alive for
-        # ever.
+        # The tensor is detached. Otherwise an operator that saves its own result would keep itself
+        # alive forever through it.
         self.tensor = tensor.detach()
         self.number = number
-        # as inside CopySlices, an in-place change of a view
+        # This name is kept, for example, for tensors inside CopySlices, which is an in-place change
+        # of a view.
         self.operator = "(not reached from the result)"
         self.argument = ""
 
@@ -174,7 +180,7 @@ class _Held:
 
 
 def _name_items(roots: list, held: list[_Held]) -> set[int]:
-    """Give saved tensors the names of their nodes and arguments; returns the addresses of the
+    """Give saved tensors the names of their nodes and arguments. Return the addresses of the
     leaves' storages."""
     by_number: dict[int, list[_Held]] = {}
     for item in held:
@@ -194,7 +200,8 @@ def _name_items(roots: list, held: list[_Held]) -> set[int]:
 
 
 def _name(node, items: list[_Held]) -> None:
-    """Give the saved tensors of a node its name, and those of the operator's arguments."""
+    """Give the saved tensors of a node the node's name and the names of the operator's
+    arguments."""
     function = isinstance(node, torch.autograd.function.BackwardCFunction)
     for name in ("saved_tensors",) if function else saved_names(type(node)):
         _Held.asked.clear()
@@ -207,7 +214,7 @@ def _name(node, items: list[_Held]) -> None:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Addresses of their storages."""
+    """Return the addresses of the tensors' storages."""
     return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
 
 
