@@ -1,8 +1,9 @@
-"""Memory of a training step: where its bytes go, measured to the byte, and predicted.
+"""Memory of a training step: its bytes by category, measured exactly, and predicted.
 
-`MemoryMeter` counts live tensors operator by operator, `measure` compares arms by one fair method,
-`saved_tensors` lists what autograd keeps for backward, and the formulas say what to expect of them.
-`CachingAllocator` follows PyTorch's rules for what a GPU reserves beyond that. Lesson 01 explains.
+`MemoryMeter` counts live tensors operator by operator, `measure` compares variants of a step by one
+method, and `saved_tensors` lists the tensors that autograd keeps for backward. The formulas predict
+these numbers. `CachingAllocator` follows PyTorch's rules for the memory that a GPU reserves in
+addition. Lesson 01 explains them.
 """
 
 from .allocator_settings import AllocatorSettings
