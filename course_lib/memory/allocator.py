@@ -1,5 +1,5 @@
-"""Allocations and frees of a step, as the allocator saw them: on a CPU through the profiler, on
-CUDA through its own statistics."""
+"""Allocations and releases of a step, as the allocator sees them. On a CPU they come from the
+profiler, and on CUDA from the allocator's statistics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MARK = "course_lib.memory: "
 
 
 def allocator_peak(run: Callable, device: torch.device) -> int:
-    """The most bytes allocated at once while `run` runs the step, above what was there before;
-    under no mode.
+    """Return the largest number of bytes allocated at once while the step runs, above the bytes
+    allocated before it. No dispatch mode is active.
 
     Args:
-        run: takes context managers and runs the step inside them.
-        device: whose allocator.
+        run: Function that takes context managers and runs the step inside them.
+        device: Device of the allocator.
     """
     if device.type == "cuda":
         found: list[tuple[int, int]] = []
@@ -35,8 +35,11 @@ def allocator_peak(run: Callable, device: torch.device) -> int:
 
 
 def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]:
-    """operator -> the most bytes that one call of it held beyond what it found and what it left,
-    largest first."""
+    """Return a dict from operator to its workspace in bytes, largest first.
+
+    The workspace is the largest number of bytes that one call of the operator allocated at once,
+    above both the bytes before the call and the bytes after it.
+    """
     if device.type == "cuda":
         mode = _CudaWorkspace(device)
         run(mode)
@@ -50,9 +53,9 @@ def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]
 
 
 def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
-    """(time, change of bytes) of each allocation and its release, and (operator, start, stop) of
-    each `_Named` call."""
-    # else the profiler's start and stop are announced on stderr
+    """Return (time, change of bytes) of each allocation and its release, and (operator, start,
+    stop) of each `_Named` call."""
+    # Otherwise the profiler reports its start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -78,7 +81,9 @@ def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[
         elif address in mine:
             mine.remove(address)
         else:
-            continue  # made before this run: its release would hide as much of what the run makes
+            # The block was allocated before this run. Its release would hide an equal amount that
+            # the run allocates.
+            continue
         changes.append((moment, change))
     return changes, calls
 
@@ -97,7 +102,7 @@ def _cpu_workspace(run: Callable) -> dict[str, int]:
 
 
 class _Named(ObserverMode):
-    """Puts each operator's name into the profile, around all that it does inside."""
+    """Mode that records each operator's name in the profile, around all work of the operator."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with record_function(f"{_MARK}{func}"):
@@ -109,8 +114,8 @@ class _Named(ObserverMode):
 
 @contextmanager
 def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[None]:
-    """Appends the bytes allocated in the block, at most and in the end, above what was there before
-    it."""
+    """Append the bytes allocated in the block, at the peak and at the end, above the bytes
+    allocated before it."""
     before = _allocated(device)["current"]
     torch.cuda.reset_peak_memory_stats(device)
     yield
@@ -119,14 +124,14 @@ def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[
 
 
 def _allocated(device: torch.device) -> dict[str, int]:
-    # `torch.cuda.memory_allocated` sorts all statistics by name to give one: too slow to ask at
-    # each operator.
+    # `torch.cuda.memory_allocated` sorts all statistics by name to return one. That is too slow to
+    # call for each operator.
     return torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
 
 
 class _CudaWorkspace(ObserverMode):
-    """Asks the CUDA allocator before and after each operator; its counts need no
-    synchronisation."""
+    """Mode that reads the CUDA allocator's counts before and after each operator, which needs no
+    synchronization."""
 
     def __init__(self, device: torch.device):
         super().__init__()
