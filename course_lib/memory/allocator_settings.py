@@ -1,4 +1,4 @@
-"""Settings of the caching allocator in PYTORCH_CUDA_ALLOC_CONF, checked as PyTorch checks it.
+"""Settings of the caching allocator in PYTORCH_CUDA_ALLOC_CONF, checked as PyTorch checks them.
 
 Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
 """
@@ -14,36 +14,40 @@ from typing import Any
 from .._check import kind, number, whole
 
 MIB = 1 << 20
-MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
-LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_, kLargeBuffer until 2.9
-# kRoundUpPowerOfTwoIntervals: from each power of two to the next, 1 MiB (and all below) to 32 GiB
-# (and all above).
+# kMinBlockSize: every block size is a multiple of it.
+MIN_BLOCK_BYTES = 512
+# This is large_segment_size_ in the source, and kLargeBuffer until 2.9.
+LARGE_SEGMENT_BYTES = 20 * MIB
+# kRoundUpPowerOfTwoIntervals: each interval lies between two powers of two. The first one holds for
+# 1 MiB and all sizes below it, the last one for 32 GiB and all sizes above it.
 INTERVALS = 16
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """The settings that change which bytes are reserved.
+    """Settings that change which bytes are reserved.
 
     Args:
-        max_split_size_bytes: blocks of this size and more are never split; whole MiB. None: all
-            may be.
-        roundup_power2_divisions: sizes are rounded up to the next of so many steps between two
-            powers of two: one number for all sizes, or MiB -> number with ">" for all above, as in
-            `{64: 8, ">": 2}`.
-        expandable_segments: one segment per pool that grows page by page, instead of many.
-        garbage_collection_threshold: once more than this part of what the process may reserve is
-            reserved, whole cached segments that lay idle for long are released before a new one is
-            asked for. It acts only where `memory_fraction` is below 1, as in PyTorch.
-        max_non_split_rounding_bytes: how much larger than asked a block that may not be split can
-            be; whole MiB. None: less than 20 MiB.
-        large_segment_bytes: a segment for sizes above 1 and below 10 MiB; whole MiB (older
-            versions have no such setting).
-        memory_fraction: the part of the device that may be reserved
+        max_split_size_bytes: Size from which blocks are never split, a whole number of MiB. If
+            None, all blocks may be split.
+        roundup_power2_divisions: Number of steps between two powers of two. Sizes are rounded up to
+            the next step. It is one number for all sizes, or a mapping from MiB to numbers in which
+            ">" stands for all larger sizes, as in `{64: 8, ">": 2}`.
+        expandable_segments: Whether each pool has one segment that grows page by page, instead of
+            many segments.
+        garbage_collection_threshold: Fraction of the memory that the process may reserve. While
+            more is reserved, whole cached segments that have been unused for long are released
+            before a new one is requested. As in PyTorch, it acts only if `memory_fraction` is below
+            1.
+        max_non_split_rounding_bytes: Limit on how much larger than a request a block that may not
+            be split can be, a whole number of MiB. If None, it must be less than 20 MiB larger.
+        large_segment_bytes: Size of a segment for requests above 1 and below 10 MiB, a whole number
+            of MiB (older versions have no such setting).
+        memory_fraction: Fraction of the device that may be reserved
             (`torch.cuda.set_per_process_memory_fraction`).
 
     Raises:
-        TypeError, ValueError: what PyTorch would refuse.
+        TypeError, ValueError: PyTorch would refuse the value.
     """
 
     max_split_size_bytes: int | None = None
@@ -70,24 +74,23 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """Settings as `PYTORCH_CUDA_ALLOC_CONF` has them.
+        """Return the settings that a value of `PYTORCH_CUDA_ALLOC_CONF` describes.
 
-        Settings that do not change which bytes of the device are reserved, such as
-        `backend:native` and those of pinned host memory, are accepted and ignored; a `UserWarning`
-        names them.
+        Settings that do not change which bytes of the device are reserved, such as `backend:native`
+        and those of pinned host memory, are accepted and ignored. A `UserWarning` names them.
 
         Example:
             >>> AllocatorSettings.parse("max_split_size_mb:128").max_split_size_bytes
             134217728
 
         Raises:
-            ValueError: a setting is unknown, or has a value that PyTorch refuses or that this
+            ValueError: A setting is unknown, or has a value that PyTorch refuses or that this
                 simulation does not follow, such as `backend:cudaMallocAsync`.
         """
         chosen = {}
         ignored = []
         text = "".join(kind("text", text, str, "a string").split())
-        items = re.split(r",(?![^\[]*\])", text)  # not at commas within brackets
+        items = re.split(r",(?![^\[]*\])", text)  # split at commas outside brackets
         for item in filter(None, items):
             key, _, value = item.partition(":")
             if key not in _PARSERS and key not in _IGNORED:
@@ -114,7 +117,7 @@ class AllocatorSettings:
         return cls(**chosen)
 
     def rounded(self, size_bytes: int) -> int:
-        """The size of the block for a request: `round_size`."""
+        """Return the size of the block for a request in bytes. PyTorch's name is `round_size`."""
         if size_bytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES
         power = size_bytes.bit_length() - 1  # 2^power <= size
@@ -125,7 +128,7 @@ class AllocatorSettings:
 
 
 def round_up(size: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Return the smallest multiple of `step` that is at least `size`."""
     return -(-size // step) * step
 
 
@@ -137,7 +140,8 @@ def _whole_mib(name: str, value: int, least: int) -> None:
 
 
 def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
-    """Steps within each interval; 0 or 1 are none."""
+    """Return the number of steps within each interval. Both 0 and 1 mean that sizes are not rounded
+    to steps."""
     if given is None:
         return (0,) * INTERVALS
     if not isinstance(given, Mapping):
@@ -152,7 +156,8 @@ def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
             continue
         start = _power_of_two("an interval of roundup_power2_divisions", start)
         index = min(start.bit_length() - 1, INTERVALS - 1)
-        if first:  # the first one named holds for all sizes below it, too
+        # The first interval in the mapping holds for all smaller sizes too.
+        if first:
             steps[:index] = [count] * index
         steps[index] = count
         last = index
@@ -204,8 +209,9 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "large_segment_size_mb": ("large_segment_bytes", _mib),
     "per_process_memory_fraction": ("memory_fraction", float),
 }
-# Settings that, with these values, change no byte that is reserved on the device: the other ones
-# concern locks, pinned host memory, and CUDA graphs, of which this simulation has none.
+# Settings that, with these values, do not change which bytes are reserved on the device. Settings
+# with other purposes concern locks, pinned host memory and CUDA graphs, which this simulation does
+# not have.
 _IGNORED: dict[str, Callable[[str], Any]] = {
     "backend": _native,
     "throw_on_cudamalloc_oom": _off,
