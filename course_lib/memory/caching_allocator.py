@@ -1,9 +1,9 @@
-"""PyTorch's rules for device memory, followed on numbers: what is reserved, split, joined and
-released, without a GPU.
+"""Simulation of PyTorch's rules for device memory, without a GPU: which bytes are reserved, split,
+merged and released.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13; names in comments are of
-that file. One stream; no CUDA graphs, no private pools. What libraries ask of CUDA themselves (the
-context, NCCL) is not in it.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13, and names in comments are
+from that file. The simulation has one stream, no CUDA graphs and no private pools. Memory that
+libraries request from CUDA directly (the context, NCCL) is not included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .device_memory import Chunk
 from .memory_snapshot import save_snapshot, snapshot_of
 from .segments import SMALL_SEGMENT_BYTES, CudaMalloc, ExpandableSegments, Segments
 
-Live = dict[Hashable, "Block"]  # a storage's name -> its block
+# Maps a storage's name to its block.
+Live = dict[Hashable, "Block"]
 
 
 @runtime_checkable
@@ -32,28 +33,30 @@ class Replayable(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory that was handed out: what a tensor's storage would hold."""
+    """Memory that was handed out, as a tensor's storage would hold it."""
 
     address: int
-    size_bytes: int  # requested_bytes, rounded up, and what was not worth splitting off
+    # The size is `requested_bytes`, rounded up, plus a rest that was not worth splitting off.
+    size_bytes: int
     requested_bytes: int
     allocated: bool = True
 
 
 class CachingAllocator:
-    """The CUDA caching allocator's books, for one device and one stream.
+    """Simulated CUDA caching allocator for one device and one stream.
 
     Args:
-        capacity_bytes: of the device, less what others hold; None: without end.
-        max_split_size_bytes, roundup_power2_divisions: as in `AllocatorSettings`.
-        expandable_segments, garbage_collection_threshold, memory_fraction: likewise.
-        settings: in place of these, an `AllocatorSettings`, or a text in the form of
-            `PYTORCH_CUDA_ALLOC_CONF`.
-        record_history: keep each event for `snapshot`, as
+        capacity_bytes: Memory of the device without the bytes that other processes hold; None for
+            no limit.
+        max_split_size_bytes, roundup_power2_divisions: See `AllocatorSettings`.
+        expandable_segments, garbage_collection_threshold, memory_fraction: See `AllocatorSettings`.
+        settings: An `AllocatorSettings`, or a string in the form of `PYTORCH_CUDA_ALLOC_CONF`,
+            instead of the individual options above.
+        record_history: Whether to keep each event for `snapshot`, as
             `torch.cuda.memory._record_memory_history` does.
 
     Raises:
-        ValueError: a capacity below the first segment, or a setting that PyTorch refuses.
+        ValueError: The capacity is smaller than the first segment, or PyTorch refuses a setting.
 
     Example:
         >>> allocator = CachingAllocator(24 << 30, expandable_segments=True)
@@ -94,19 +97,20 @@ class CachingAllocator:
             self.settings = parse(settings) if isinstance(settings, str) else settings
         source = ExpandableSegments if self.settings.expandable_segments else CudaMalloc
         self._segments = source(self.settings, capacity_bytes, [] if record_history else None)
-        self._chunks: dict[Block, Chunk] = {}  # all that is handed out
+        # Chunks of all blocks that are handed out.
+        self._chunks: dict[Block, Chunk] = {}
 
     def allocate(self, size_bytes: int, frames: Sequence[Mapping] = ()) -> Block:
-        """Memory for a storage: `malloc`.
+        """Return a block of memory for a storage. PyTorch's name is `malloc`.
 
         Args:
-            size_bytes: 0 takes no memory.
-            frames: where from, innermost first, for the viewer: `{"filename": ..., "line": ...,
-                "name": ...}`.
+            size_bytes: Requested bytes; 0 takes no memory.
+            frames: Call stack of the request, innermost frame first, for the viewer: `{"filename":
+                ..., "line": ..., "name": ...}`.
 
         Raises:
-            torch.OutOfMemoryError: in PyTorch's words; all that is cached and whole has been
-            released.
+            torch.OutOfMemoryError: The memory does not suffice, although all cached memory that can
+                be released has been. The message is PyTorch's.
         """
         requested = whole("size_bytes", size_bytes, 0, of="bytes")
         if requested == 0:
@@ -126,10 +130,11 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back; it joins its free neighbours and stays cached: `free`, `free_block`.
+        """Release a block. It is merged with its free neighbors and stays cached. PyTorch's names
+        are `free` and `free_block`.
 
         Raises:
-            ValueError: it was given back before, or is another allocator's.
+            ValueError: The block was released before, or belongs to another allocator.
         """
         kind("block", block, Block, "a block that allocate returned")
         named = f"the block of {block.size_bytes} bytes at {block.address:#x}"
@@ -144,25 +149,27 @@ class CachingAllocator:
         if block.requested_bytes == 0:
             return
         chunk = self._chunks.pop(block)
-        for action in ("free_requested", "free_completed"):  # at once, with one stream
+        for action in ("free_requested", "free_completed"):  # both at once, as there is one stream
             self._segments.record(action, chunk.address, chunk.requested, chunk.frames)
         self._segments.count_block(chunk, -1)
         chunk.requested, chunk.frames, chunk.allocated = 0, (), False
         self._segments.give_back(chunk)
 
     def replay(self, events: Replayable | Iterable[tuple], live: Live | None = None) -> Live:
-        """Allocate and free as the events say; returns the blocks of the storages that live on.
+        """Allocate and release storages as the events say. Return a dict of the blocks that are
+        still allocated, by storage.
 
         Args:
-            events: a `Trace`; or ("birth" or "release", storage, bytes), in order, where a storage
-                is named by anything that can be a key, and a birth may have a fourth item, the
-                frames.
-            live: what an earlier replay returned, to go on from; it is brought up to date.
+            events: A `Trace`, or tuples ("birth" or "release", storage, bytes) in order. A storage
+                is named by anything that can be a key. A birth may have a fourth item, the frames.
+            live: Dict that an earlier replay returned, from which this one continues. It is updated
+                in place.
 
         Raises:
-            torch.OutOfMemoryError: as in `allocate`; the events up to that one have been followed.
-            ValueError: an event of another kind, a storage born twice or released before it was
-                born.
+            torch.OutOfMemoryError: The memory does not suffice, as in `allocate`. The events before
+                that one have been replayed.
+            ValueError: An event has another kind, or a storage is born twice or released before it
+                was born.
         """
         live = {} if live is None else live
         if isinstance(events, Replayable):
@@ -181,30 +188,34 @@ class CachingAllocator:
         return live
 
     def empty_cache(self) -> None:
-        """Release each cached segment, of an expandable one each free page: `emptyCache`."""
+        """Release each cached segment, and each free page of an expandable segment. PyTorch's name
+        is `emptyCache`."""
         self._segments.release_cached()
 
     def memory_stats(self) -> dict[str, int]:
-        """Figures by the names of `torch.cuda.memory_stats`, as "reserved_bytes.all.peak"."""
+        """Return the figures by their names in `torch.cuda.memory_stats`, such as
+        "reserved_bytes.all.peak"."""
         return self._segments.statistics.as_dict()
 
     def reset_peak_memory_stats(self) -> None:
-        """Count peaks anew: from here on, a peak is the most since now."""
+        """Reset the peaks. Each peak is then the largest value since this call."""
         for statistic in self._segments.statistics.values():
             statistic.peak = statistic.current
 
     def snapshot(self) -> dict:
-        """Snapshot in the form of `torch.cuda.memory._snapshot`: segments, their blocks, recorded
-        history."""
+        """Return a snapshot in the form of `torch.cuda.memory._snapshot`: segments, their blocks,
+        and recorded history."""
         return snapshot_of(self._segments, self._chunks.values())
 
     def save_snapshot(self, path) -> None:
-        """Write the snapshot for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`."""
+        """Write the snapshot for pytorch.org/memory_viz, as `torch.cuda.memory._dump_snapshot`
+        does."""
         save_snapshot(self.snapshot(), path)
 
 
 def _out_of_memory(of: Segments, size: int) -> str:
-    """PyTorch's sentence, as where there is no NVML to say what each process holds."""
+    """Return PyTorch's message, in the form that it has without NVML, which would report the memory
+    of each process."""
     wanted, free, total = map(_size, (of.segment_bytes(size), of.free_bytes, of.total_bytes))
     allowed = "" if of.allowed_bytes is None else f"{_size(of.allowed_bytes)} allowed; "
     reserved = of.statistics["reserved_bytes.all"].current
@@ -221,7 +232,7 @@ def _out_of_memory(of: Segments, size: int) -> str:
 
 
 def _size(count: int) -> str:
-    """`format_size`"""
+    """Return a number of bytes as text. PyTorch's name is `format_size`."""
     for unit, name in ((1 << 30, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
         if count > unit:
             return f"{count / unit:.2f} {name}"
