@@ -1,5 +1,5 @@
-"""Code made by `torch.compile` under a meter: whether it was called, and the buffers that it
-allocates without an operator."""
+"""Code made by `torch.compile` under a meter: whether it was called, and which buffers it allocates
+without an operator."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-# The functions by which code that TorchInductor generates allocates a buffer: a module of it binds
-# each of `torch._C._dynamo.guards` to the same name without its underscore.
+# Functions with which TorchInductor's generated code allocates buffers. A generated module binds
+# each of these functions of `torch._C._dynamo.guards` to the same name without its underscore.
 _ALLOCATES = (
     "_empty_strided_cpu",
     "_empty_strided_cpu_pinned",
@@ -29,10 +29,11 @@ _ALLOCATES = (
 def buffers_of_generated_code(
     mode: TorchDispatchMode, made: Callable[[UntypedStorage], None]
 ) -> Iterator[None]:
-    """Call `made(storage)` for each buffer that generated code allocates where the mode is active.
+    """Call `made(storage)` for each buffer that generated code allocates while the mode is active.
 
-    TorchInductor's code allocates past the dispatcher, so that no mode sees it. Code written in
-    C++ as a whole (`cpp_wrapper`) and replayed CUDA graphs allocate where Python cannot look.
+    TorchInductor's code allocates without the dispatcher, so that no mode sees the buffers. Code
+    that is C++ as a whole (`cpp_wrapper`) and replayed CUDA graphs allocate where Python cannot see
+    it.
     """
 
     def telling(allocate: Callable) -> Callable:
@@ -58,7 +59,7 @@ def buffers_of_generated_code(
     try:
         with ExitStack() as stack:
             for name, function in counted.items():
-                # Code that is generated inside the block binds this one.
+                # Code that is generated inside the block binds this function.
                 stack.enter_context(patch.object(source, name, function))
             yield
     finally:
@@ -66,9 +67,9 @@ def buffers_of_generated_code(
 
 
 class BuffersForBackward:
-    """Buffers that compiled functions have allocated in forward.
+    """Buffers that compiled functions have allocated in the forward pass.
 
-    A buffer that is alive when the backward pass of the same compiled function begins had been kept
+    A buffer that is still live when the backward pass of the same compiled function begins was kept
     for it.
     """
 
@@ -81,12 +82,12 @@ class BuffersForBackward:
 
     def add(self, record: Any, made_in: str) -> None:
         if made_in != "elsewhere":
-            # A Function's node is made right before its forward pass runs.
+            # A Function's node is made immediately before its forward pass runs.
             number = torch.autograd._get_sequence_nr() - 1 if made_in == "forward" else None
             self._of_node.setdefault(number, []).append(record)
 
     def read_by(self, node: Any, made_in: str) -> list[Any]:
-        """The records of live buffers that had been kept for this node; they are read once."""
+        """Return the records of live buffers that were kept for this node, and remove them."""
         numbers = (node._sequence_nr(), None) if made_in == "elsewhere" else ()
         records = [record for number in numbers for record in self._of_node.pop(number, ())]
         return [record for record in records if record() is not None]
@@ -117,8 +118,8 @@ def compiled_calls(called: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def compiled_code_set_aside() -> Iterator[None]:
-    """Run functions and modules that `torch.compile` has compiled uncompiled inside the block, and
-    compiled again after it."""
+    """Run functions and modules that `torch.compile` has compiled without compilation inside the
+    block, and compiled again after it."""
     compile_ = torch.compile
     with ExitStack() as stack:
         forced = []
@@ -132,7 +133,7 @@ def compiled_code_set_aside() -> Iterator[None]:
             force()
             return result
 
-        # Nothing has been compiled before the compiler is loaded, and to load it takes seconds.
+        # Nothing can be compiled before the compiler is loaded, and loading it takes seconds.
         if "torch._dynamo" in sys.modules:
             force()
         else:
