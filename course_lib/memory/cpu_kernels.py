@@ -31,7 +31,7 @@ from .._torch import tensors_in
 
 _aten = torch.ops.aten
 Dispatch = Callable[..., Any]  # (operator, types, args, kwargs) -> result on symbolic tensors
-Rule = Callable[[Dispatch, dict[str, Any], Any], Any]  # of the arguments by name, and the result
+Rule = Callable[[Dispatch, dict[str, Any], Any], Any]  # takes the arguments by name and the result
 
 
 def as_for_real(
@@ -42,13 +42,13 @@ def as_for_real(
     args: Sequence,
     kwargs: Mapping,
 ) -> Any:
-    """The result of an operator on symbolic tensors, with the storages and the strides that the CPU
-    kernel gives its result.
+    """Return the result of an operator on symbolic tensors, with the storages and the strides that
+    the CPU kernel gives its result.
 
     Args:
-        symbolically: runs the operator as PyTorch does.
-        dispatch: runs the operators that make another result.
-        func, types, args, kwargs: the call, as a dispatch mode is given it.
+        symbolically: Function that runs the operator as PyTorch does.
+        dispatch: Function that runs the operators that make another result.
+        func, types, args, kwargs: The call, as a dispatch mode receives it.
     """
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return _grouped_mm(dispatch, func, args, kwargs)
@@ -64,7 +64,7 @@ def as_for_real(
 def made(
     dispatch: Dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A symbolic tensor with a storage of its own; contiguous if `strides` is None."""
+    """Return a symbolic tensor with its own storage. It is contiguous if `strides` is None."""
     options = {"dtype": dtype or like.dtype, "device": like.device}
     if strides is None:
         return dispatch(_aten.empty.memory_format, (), (size,), options)
@@ -72,7 +72,7 @@ def made(
 
 
 def _by_name(func: OpOverload, args: Sequence, kwargs: Mapping) -> dict[str, Any]:
-    """All arguments of a call by their names, defaults included."""
+    """Return all arguments of a call by their names, including defaults."""
     arguments = func._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
     defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
@@ -80,14 +80,16 @@ def _by_name(func: OpOverload, args: Sequence, kwargs: Mapping) -> dict[str, Any
 
 
 def _part_of(dispatch: Dispatch, elements: int, outline: Tensor) -> Tensor:
-    """A contiguous tensor like the outline, at the beginning of a storage of that many elements."""
+    """Return a contiguous tensor like the outline, at the beginning of a storage of `elements`
+    elements."""
     whole = made(dispatch, (elements,), None, outline)
     strides = made(dispatch, outline.size(), None, outline).stride()
     return dispatch(_aten.as_strided.default, (), (whole, outline.size(), strides, 0), {})
 
 
 def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Mapping) -> Tensor:
-    """A grouped product in other dtypes than bfloat16, which only the symbolic kernel refuses."""
+    """Return the result of a grouped product in a dtype other than bfloat16. Only the symbolic
+    kernel refuses such dtypes."""
     in_bf16 = [made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
     result = dispatch(func, (), (*in_bf16, *args[2:]), kwargs)
     return made(dispatch, result.size(), None, args[0])
@@ -99,10 +101,10 @@ def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Ma
 def _loss(
     dispatch: Dispatch, given: dict[str, Any], result: Tensor, *, unreduced: Rule | None = None
 ) -> Tensor:
-    """A reduced loss keeps the storage of the loss of each element.
+    """Return a reduced loss that keeps the storage of the loss of each element.
 
-    The kernel computes all elements in the output, and resizes the output to a scalar in the end,
-    which does not free any of it.
+    The kernel computes all elements in the output. At the end it resizes the output to a scalar,
+    which does not free any memory.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp.
     """
@@ -113,22 +115,23 @@ def _loss(
 
 
 def _agreed(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """The result has the strides on which the input and the target agree."""
+    """Return a result with the strides on which the input and the target agree."""
     return _elementwise(dispatch, (given["self"], given["target"]), result)
 
 
 def _like_input(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """The result is made by `empty_like` of the input, without regard to the target."""
+    """Return a result that is made by `empty_like` of the input, without regard to the target."""
     return dispatch(_aten.empty_like.default, (), (given["self"],), {})
 
 
 def _huber_loss(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """The loss of each element is made by `empty_like`; a reduced loss has a storage of its own."""
+    """Return the loss. That of each element is made by `empty_like`, and a reduced loss has its own
+    storage."""
     return result if given["reduction"] else _like_input(dispatch, given, result)
 
 
 def _soft_margin_backward(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """The result has the strides of the target times the product of input and negated target.
+    """Return a result with the strides of the target times the product of input and negated target.
 
     Source: aten/src/ATen/native/Loss.cpp (`soft_margin_loss_backward_out`).
     """
@@ -137,24 +140,26 @@ def _soft_margin_backward(dispatch: Dispatch, given: dict[str, Any], result: Ten
     return dispatch(_aten.mul.Tensor, (), (given["target"], product), {})
 
 
-# Kernels that look at the strides of their operands in another order than that of the schema.
+# Kernels that consider the strides of their operands in the reverse of the schema's order.
 _REVERSED = {_aten.threshold_backward.default}
 
 
 @cache
 def _is_elementwise(func: OpOverload) -> bool:
-    """Whether a kernel makes a new tensor element by element, with strides of its own choice."""
+    """Return whether a kernel makes a new tensor element by element, and chooses its strides
+    itself."""
     tagged = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
-    return tagged and func is not _aten.clone.default  # whose caller chooses them
+    # The caller of `clone` chooses the strides.
+    return tagged and func is not _aten.clone.default
 
 
 def _elementwise(dispatch: Dispatch, operands: Iterable[Tensor], result: Any) -> Any:
-    """The result of operands of one dtype has the strides that they agree on.
+    """Return a result with the strides on which the operands agree, if they have one dtype.
 
-    The symbolic kernel computes the operator in several steps, and converts 16-bit operands to
-    fp32 first. The strides of a result are then those of its last step, whose operands are dense
-    where those of the operator itself are expanded. The real kernel converts operands only if
-    their dtypes differ; those are left as the symbolic kernel has them.
+    The symbolic kernel computes the operator in several steps, and converts 16-bit operands to fp32
+    first. The strides of a result are then those of its last step, whose operands are dense where
+    those of the operator itself are expanded. The real kernel converts operands only if their
+    dtypes differ. In that case the symbolic result is left unchanged.
 
     Source: `torch._prims_common.compute_elementwise_output_strides`, which is PyTorch's own account
     of aten/src/ATen/TensorIterator.cpp.
@@ -172,9 +177,9 @@ def _elementwise(dispatch: Dispatch, operands: Iterable[Tensor], result: Any) ->
 
 
 def _columns(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """The result is contiguous, and its storage is at least as large as the input.
+    """Return a contiguous result whose storage is at least as large as the input.
 
-    The kernel makes the output like the input, and resizes it, which never frees anything.
+    The kernel makes the output like the input and then resizes it, which never frees memory.
 
     Source: aten/src/ATen/native/Im2Col.cpp and Col2Im.cpp.
     """
@@ -182,20 +187,20 @@ def _columns(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tenso
 
 
 def _layer_norm_backward(dispatch: Dispatch, given: dict[str, Any], result: tuple) -> tuple:
-    """The gradient of the input is contiguous, if there is one, whatever the strides of the input
-    are."""
+    """Return results with a contiguous gradient of the input, if there is one, whatever the strides
+    of the input are."""
     if result[0] is None:
         return result
     return made(dispatch, result[0].size(), None, result[0]), *result[1:]
 
 
 def _contiguous(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """The result is contiguous, whatever the strides of the arguments are."""
+    """Return a contiguous result, whatever the strides of the arguments are."""
     return made(dispatch, result.size(), None, result)
 
 
 def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """The result has the memory format of the input, `self`.
+    """Return a result in the memory format of the input, `self`.
 
     Source: `suggest_memory_format` in aten/src/ATen/native/MaxUnpooling.cpp, ReflectionPad.cpp,
     ReplicationPadding.cpp and ChanelShuffle.cpp.
@@ -213,9 +218,11 @@ def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor)
 def _embedding_bag(
     dispatch: Dispatch, given: dict[str, Any], result: tuple, *, forward_only: bool
 ) -> tuple:
-    """The bags' sizes have a storage with one place per offset, although the last offset may not
-    begin a bag. The tensor that holds the bag of each index has one place more than there are
-    indices; it is empty where the kernel for sums of contiguous rows runs.
+    """Return the four results with the storages that the CPU kernel makes.
+
+    The bags' sizes have a storage with one element per offset, although the last offset may not
+    begin a bag. The tensor that holds the bag of each index has one element more than there are
+    indices. It is empty if the kernel for sums of contiguous rows runs.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp (`make_bag_size_out`, `make_offset2bag_out`,
     `make_max_indices_out`).
@@ -244,8 +251,8 @@ def _embedding_bag(
 
 
 def _to_sparse(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a sparse tensor with a value for each element of the dense one, the most that it can
-    have; the symbolic kernel gives it none."""
+    """Return a sparse tensor with a value for each element of the dense tensor, which is the
+    largest possible number. The symbolic kernel returns a tensor without values."""
     if result.layout is not torch.sparse_coo:
         return result
     dense = given["self"]
@@ -254,8 +261,8 @@ def _to_sparse(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Ten
 
 
 def _sparse_mask(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a sparse tensor with a value for each one of the mask; the symbolic kernel gives it
-    none."""
+    """Return a sparse tensor with a value for each value of the mask. The symbolic kernel returns a
+    tensor without values."""
     dense, mask = given["self"], given["mask"]
     if dense.layout is not torch.strided or mask.layout is not torch.sparse_coo:
         return result
@@ -263,7 +270,7 @@ def _sparse_mask(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> T
 
 
 def _sparse(dispatch: Dispatch, dense: Tensor, dimensions: int, count: int) -> Tensor:
-    """A sparse tensor that holds `count` parts of a dense one.
+    """Return a sparse tensor that holds `count` parts of a dense tensor.
 
     Each part has an index of `dimensions` numbers.
     """
@@ -308,11 +315,12 @@ RULES: dict[OpOverload, Rule] = {
 
 
 class Inexact(NamedTuple):
-    """Why the bytes of an operator's symbolic result are not exact, and what avoids the operator.
+    """Reason why the bytes of an operator's symbolic result are not exact, and how to avoid the
+    operator.
 
     Attributes:
-        reason: clause that describes the operator.
-        remedy: what the caller can do.
+        reason: Clause that describes the operator.
+        remedy: Clause that tells the caller what to do.
     """
 
     reason: str
@@ -327,7 +335,7 @@ _VALUES = Inexact(
 INEXACT: dict[OpOverload, Inexact] = {
     _aten._to_sparse.default: _VALUES,
     _aten._to_sparse.sparse_dim: _VALUES,
-    # of nn.LSTM on a CPU
+    # `nn.LSTM` runs this operator on a CPU.
     _aten.mkldnn_rnn_layer.default: Inexact(
         "keeps memory that symbolic tensors do not show",
         "run both the estimate and the step itself under"
