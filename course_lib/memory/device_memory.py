@@ -1,4 +1,5 @@
-"""Parts of the caching allocator's books: figures, chunks of segments, pools of them."""
+"""Data structures of the simulated caching allocator: figures, chunks of segments, and pools of
+chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 
 class Statistic:
-    """A figure of `torch.cuda.memory_stats`: now, at most, all that was added, all taken off."""
+    """A figure of `torch.cuda.memory_stats`: its current value, its peak, and the sums of all
+    increases and all decreases."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -25,7 +27,8 @@ class Statistic:
 
 
 class Statistics(dict):
-    """Name without its last part ("reserved_bytes.all") -> `Statistic`; and plain `counts`."""
+    """Dict from a name without its last part, such as "reserved_bytes.all", to its `Statistic`. The
+    attribute `counts` holds plain counts."""
 
     OF_POOLS = (
         "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes",
@@ -41,25 +44,27 @@ class Statistics(dict):
         pools = ("all", "small_pool", "large_pool")
         names = [f"{name}.{pool}" for name in self.OF_POOLS for pool in pools]
         super().__init__({name: Statistic() for name in (*names, *self.OVERSIZE)})
-        self._both = {}  # (name, pool) -> its figure, and that of all pools
+        # Maps (name, pool) to the figure of the pool and the figure of all pools.
+        self._both = {}
         for name in self.OF_POOLS:
             for pool in pools[1:]:
                 self._both[name, pool] = self[f"{name}.{pool}"], self[f"{name}.all"]
         self.counts = dict.fromkeys(self.COUNTS, 0)
 
     def add(self, name: str, pool: Pool, amount: int) -> None:
-        """Add to the figure of the pool, and to that of all."""
+        """Add an amount to the figure of the pool and to the figure of all pools."""
         for statistic in self._both[name, pool.name]:
             statistic.add(amount)
 
     def as_dict(self) -> dict[str, int]:
+        """Return all figures and counts by the names of `torch.cuda.memory_stats`."""
         parts = ("current", "peak", "allocated", "freed")
         figures = {f"{name}.{part}": getattr(self[name], part) for name in self for part in parts}
         return figures | self.counts
 
 
 class Chunk:
-    """A stretch of a segment that is free, or holds one block (`Block` in PyTorch's source).
+    """Part of a segment that is free or holds one block. PyTorch's source calls it `Block`.
 
     The chunks of a segment are linked in the order of their addresses.
     """
@@ -71,23 +76,28 @@ class Chunk:
 
     def __init__(self, pool: Pool, segment: int, address: int, size: int, expandable: bool):
         self.pool, self.address, self.size = pool, address, size
-        self.segment = segment  # its number, in the order in which segments were made
+        # Segments are numbered in the order in which they were made.
+        self.segment = segment
         self.expandable = expandable
-        self.mapped = not expandable  # whether there is memory behind the addresses
+        self.mapped = not expandable  # whether memory is mapped to the addresses
         self.before: Chunk | None = None
         self.next: Chunk | None = None
         self.allocated = False
         self.requested = 0
         self.frames: Sequence[Mapping] = ()
-        self.segment_frames = ()  # of the first of a segment: who needed it
-        self.free_since = 0  # the pool's searches by then, for garbage collection
+        # Frames of the request for which the segment was made. Only the first chunk of a segment
+        # has them.
+        self.segment_frames = ()
+        # Value of the pool's `searches` when the chunk became free, for garbage collection.
+        self.free_since = 0
 
     @property
     def split(self) -> bool:
         return self.before is not None or self.next is not None
 
     def cut(self, size: int) -> Chunk:
-        """The first `size` bytes become a chunk of their own, in front of this one."""
+        """Split off the first `size` bytes as a new chunk in front of this one. Return the new
+        chunk."""
         front = Chunk(self.pool, self.segment, self.address, size, self.expandable)
         front.mapped = self.mapped
         front.segment_frames, self.segment_frames = self.segment_frames, ()
@@ -99,7 +109,8 @@ class Chunk:
         return front
 
     def absorb(self, other: Chunk | None) -> int:
-        """Join a neighbour that is free, and mapped like this one; returns its size, or 0.
+        """Merge a neighbor into this chunk, if the neighbor is free and mapped like this one.
+        Return the neighbor's size, or 0 if it was not merged.
 
         Source: `try_merge_blocks`.
         """
@@ -120,18 +131,19 @@ class Chunk:
 
 
 class Pool:
-    """The free chunks of one pool: by size, then by the age of their segment, then by address.
+    """Free chunks of one pool, sorted by size, then by the age of their segment, then by address.
 
-    Source: `BlockComparatorSizeCounterAddress` (torch 2.13). Up to 2.11 addresses alone decide
-    between chunks of one size; here each segment has a higher one than all before it, which CUDA
-    does not promise. In 2.12 it is the age of the chunk.
+    Source: `BlockComparatorSizeCounterAddress` (torch 2.13). Up to 2.11, addresses alone decide
+    between chunks of one size. Here each segment has a higher address than all earlier ones, which
+    CUDA does not guarantee. In 2.12 the age of the chunk decides.
     """
 
     def __init__(self, name: str, page_bytes: int):
         self.name = name  # "small_pool" or "large_pool"
-        self.page_bytes = page_bytes  # of an expandable segment
+        self.page_bytes = page_bytes  # page size of an expandable segment
         self.free: list[tuple[int, int, int, Chunk]] = []
-        self.unmapped: list[tuple[int, Chunk]] = []  # of expandable segments, by address
+        # Unmapped chunks of expandable segments, sorted by address.
+        self.unmapped: list[tuple[int, Chunk]] = []
         self.searches = 0  # counted for garbage collection only
 
     def insert(self, chunk: Chunk) -> None:
@@ -148,5 +160,5 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, (chunk.address,))]
 
     def first_of(self, size: int) -> int:
-        """Index in `free` at which the chunks of at least this size begin."""
+        """Return the index in `free` at which the chunks of at least this size begin."""
         return bisect_left(self.free, (size,))
