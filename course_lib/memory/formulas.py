@@ -1,31 +1,32 @@
-"""The formulas beside which the measurements stand."""
+"""Formulas that predict the memory of training, with which the measurements are compared."""
 
 from __future__ import annotations
 
 from .. import _check
 
-_RECIPES = {  # bytes a parameter: (parameter, gradient, optimizer)
+# Bytes per parameter: (parameter, gradient, optimizer).
+_RECIPES = {
     "fp32-sgd": (4, 4, 0),
     "fp32-momentum": (4, 4, 4),
     "fp32-adam": (4, 4, 8),  # two moments
-    "mixed-adam": (2, 2, 12),  # half-precision copies; fp32 master weights and two fp32 moments
+    "mixed-adam": (2, 2, 12),  # half-precision copies; fp32 master weights, two fp32 moments
 }
 
 
 def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
-    """Bytes that training holds all the time, whatever the batch.
+    """Return the bytes that training holds all the time, whatever the batch size is.
 
     Args:
-        parameters: how many.
-        recipe: "fp32-sgd", "fp32-momentum", "fp32-adam" or "mixed-adam" (16 bytes a parameter:
-            half-precision weights and gradients, and in the optimizer fp32 master weights and both
-            moments).
+        parameters: Number of parameters.
+        recipe: "fp32-sgd", "fp32-momentum", "fp32-adam" or "mixed-adam". The last takes 16 bytes
+            per parameter: half-precision weights and gradients, and in the optimizer fp32 master
+            weights and both moments.
 
     Returns:
         {"parameter": bytes, "gradient": bytes, "optimizer": bytes}
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; an unknown recipe.
+        TypeError, ValueError: The count is not a positive whole number, or the recipe is unknown.
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3.1.
 
@@ -52,27 +53,28 @@ def transformer_activation_bytes(
     mask_bytes: int = 1,
     statistic_bytes: int = 0,
 ) -> int:
-    """Bytes that the layers of a transformer save for backward, with dropout and a feed-forward
-    four times as wide.
+    """Return the bytes that the layers of a transformer save for backward. The layers have dropout,
+    and a feed-forward network that is four times as wide as `hidden`.
 
-    With the defaults this is s*b*h*(34 + 5*a*s/h) a layer; "selective" recomputes the attention's
-    core (scores, softmax, dropout) and leaves 34*s*b*h; "full" keeps the layer's input, 2*s*b*h.
+    With the defaults this is s*b*h*(34 + 5*a*s/h) per layer. "selective" recomputes the core of the
+    attention (scores, softmax and dropout), which leaves 34*s*b*h. "full" keeps only the layer's
+    input, 2*s*b*h.
 
     Args:
         sequence, batch, hidden, heads, layers: s, b, h, a and the number of layers.
         recompute: "none", "selective" or "full".
-        dtype_bytes: of an activation; 2 in half precision.
-        mask_bytes: of an element of a dropout mask: 1 for `native_dropout`, `dtype_bytes` for
-            `F.dropout` on a CPU, 0 without dropout.
-        statistic_bytes: of each of the four LayerNorm statistics a token; the paper leaves them
-            out.
+        dtype_bytes: Bytes of one element of an activation; 2 in half precision.
+        mask_bytes: Bytes of one element of a dropout mask: 1 for `native_dropout`, `dtype_bytes`
+            for `F.dropout` on a CPU, 0 without dropout.
+        statistic_bytes: Bytes of each of the four LayerNorm statistics per token. The paper omits
+            them.
 
     Returns:
-        Bytes of all layers; embeddings and the head are not in it.
+        Bytes of all layers, without embeddings and the output head.
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; heads that do not divide
-            hidden; an unknown `recompute`.
+        TypeError, ValueError: A count is not a positive whole number, `heads` does not divide
+            `hidden`, or `recompute` is unknown.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
@@ -81,11 +83,12 @@ def transformer_activation_bytes(
     m, statistic = _counts(0, mask_bytes=mask_bytes, statistic_bytes=statistic_bytes)
     if h % a:
         raise ValueError(f"heads must be a divisor of hidden = {h}, got {a}")
-    # inputs of the projections (2), Q, K, V; the mask of the output's dropout
+    # Two inputs of the projections, Q, K and V, and the mask of the output's dropout.
     attention = 5 * e + m
-    # softmax output, its mask, the dropped-out probabilities
+    # The softmax output, its dropout mask, and the probabilities after dropout.
     core = a * s * ((2 * e + m) if m else e)
-    feed_forward = (1 + 4 + 4) * e + m  # inputs of both products and of GELU; the mask
+    # The inputs of both products and of GELU, and the mask.
+    feed_forward = (1 + 4 + 4) * e + m
     norms = 2 * e
     kept = {
         "none": s * b * (h * (attention + feed_forward + norms) + core + 4 * statistic),
@@ -105,24 +108,24 @@ def attention_saved_bytes(
     kv_heads: int | None = None,
     kind: str = "standard",
 ) -> dict[str, int]:
-    """Bytes that attention itself saves for backward, by tensor.
+    """Return the bytes that attention itself saves for backward, by tensor.
 
-    Standard attention keeps Q, K, V and the probabilities P; the scores S are not among them,
-    because softmax's gradient needs its output only. FlashAttention keeps Q, K, V, the output O and
-    one fp32 log-sum-exp a row.
+    Standard attention keeps Q, K, V and the probabilities P. It does not keep the scores S, because
+    the gradient of softmax needs only its output. FlashAttention keeps Q, K, V, the output O and
+    one fp32 log-sum-exp per row.
 
     Args:
         sequence, batch, heads, head_dim: N, B, H and d.
-        dtype_bytes: of an element of Q, K, V, P and O.
-        kv_heads: heads of K and V, for grouped-query attention; `heads` if left out.
+        dtype_bytes: Bytes of one element of Q, K, V, P and O.
+        kv_heads: Number of heads of K and V, for grouped-query attention. The default is `heads`.
         kind: "standard" or "flash".
 
     Returns:
-        {"q", "k", "v", "p"} or {"q", "k", "v", "o", "lse"} -> bytes.
+        A dict from "q", "k", "v" and "p", or from "q", "k", "v", "o" and "lse", to bytes.
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; kv_heads that do not
-            divide heads; an unknown kind.
+        TypeError, ValueError: A count is not a positive whole number, `kv_heads` does not divide
+            `heads`, or `kind` is unknown.
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691, section 3.1 for the
     log-sum-exp.
@@ -140,6 +143,6 @@ def attention_saved_bytes(
 
 
 def _counts(least: int = 1, **counts: float) -> tuple[int, ...]:
-    """The counts as ints; 7e9 is as good a whole number as 7_000_000_000."""
+    """Return the counts as ints. A float such as 7e9 is accepted if it is a whole number."""
     whole = (int(n) if isinstance(n, float) and n.is_integer() else n for n in counts.values())
     return tuple(_check.whole(name, n, least) for name, n in zip(counts, whole, strict=True))
