@@ -1,4 +1,4 @@
-"""The caching allocator's books in the form that PyTorch's memory viewer reads:
+"""State of the simulated caching allocator in the form that PyTorch's memory viewer reads:
 pytorch.org/memory_viz.
 
 Source: `torch.cuda.memory._snapshot` (its docstring), torch/csrc/cuda/Module.cpp (the fields), and
@@ -14,18 +14,18 @@ from .allocator_settings import AllocatorSettings
 from .device_memory import Chunk
 from .segments import Segments
 
-PROTOCOL = 4  # the highest that the viewer reads
+PROTOCOL = 4  # the highest protocol that the viewer reads
 _DEFAULT_POOL = (0, 0)
 
 
 def snapshot_of(of: Segments, handed_out: Iterable[Chunk]) -> dict:
-    """Segments as they are, and what happened, if it was recorded.
+    """Return the current segments, and the recorded events if there are any.
 
-    Times count events, since nothing here takes time. A free block has no requested bytes, where
-    PyTorch may leave those of the last one that was there.
+    Times are counts of events, because nothing takes time in the simulation. A free block has no
+    requested bytes, whereas PyTorch may leave those of the block's last allocation.
     """
     chunks = [*handed_out, *(chunk for pool in (of.small, of.large) for *_, chunk in pool.free)]
-    # Of an expandable segment, each contiguous mapped range is one.
+    # Each contiguous mapped range of an expandable segment is listed as a segment.
     heads = [chunk for chunk in chunks if chunk.before is None or not chunk.before.mapped]
     return {
         "segments": [_segment(head) for head in sorted(heads, key=lambda chunk: chunk.address)],
@@ -36,7 +36,7 @@ def snapshot_of(of: Segments, handed_out: Iterable[Chunk]) -> dict:
 
 
 def save_snapshot(snapshot: dict, path) -> None:
-    """Write it as `torch.cuda.memory._dump_snapshot` does."""
+    """Write the snapshot as `torch.cuda.memory._dump_snapshot` does."""
     with open(path, "wb") as file:
         pickle.dump(snapshot, file, protocol=PROTOCOL)
 
@@ -94,7 +94,8 @@ def _frames(frames: Sequence) -> list[dict]:
 def _settings(settings: AllocatorSettings) -> dict:
     limit = settings.max_split_size_bytes
     return {
-        "max_split_size": -1 if limit is None else limit,  # what PyTorch's largest size_t becomes
+        # PyTorch stores "no limit" as the largest size_t, which becomes -1.
+        "max_split_size": -1 if limit is None else limit,
         "garbage_collection_threshold": settings.garbage_collection_threshold or 0.0,
         "expandable_segments": settings.expandable_segments,
     }
