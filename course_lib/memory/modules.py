@@ -1,5 +1,4 @@
-"""Module in which an operator runs: its own in the forward pass, and in backward that whose
-gradient is computed."""
+"""Module in which an operator runs. In backward it is the module whose gradient is computed."""
 
 from __future__ import annotations
 
@@ -16,23 +15,25 @@ from .storages import AccumulateGrad
 
 
 class ModulePaths(AbstractContextManager):
-    """Paths of a model's modules, such as "layers.0.attention", while it runs; "" for what is
-    outside of it.
+    """Context manager that finds the path of the running module of a model, such as
+    "layers.0.attention", or "" outside the model.
 
-    Autograd numbers the nodes of the graph as they are made. A module that is entered or left notes
-    the number that is next, so that a node tells the module that has made it. (The numbers are
-    those of one thread: what a checkpoint recomputes in a device's own thread may be told as that
-    of another module.)
+    Autograd numbers the nodes of the graph as they are made. Whenever a module begins or ends, the
+    next number is recorded, so that the number of a node determines the module that made it. The
+    numbers are those of one thread. Operators that a checkpoint recomputes in a device's own thread
+    may therefore be attributed to another module.
     """
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
-        # held weakly: FSDP replaces parameters by their shards, and the whole ones must go
+        # The references are weak, because FSDP replaces parameters by their shards and the whole
+        # parameters must be released.
         self.owners = WeakIdKeyDictionary()
         for name, p in model.named_parameters():
             self.owners[p] = name.rpartition(".")[0]
         self.inside: list[str] = []
-        self.numbers, self.since = [0], [""]  # from this number on, nodes are made in that module
+        # Nodes from number `numbers[i]` on are made in the module `since[i]`.
+        self.numbers, self.since = [0], [""]
 
     def __enter__(self) -> ModulePaths:
         self._hooks = [
@@ -46,8 +47,9 @@ class ModulePaths(AbstractContextManager):
             hook.remove()
 
     def __call__(self, node: Any) -> str:
-        """The path for an operator that autograd's `node` runs; None in the forward pass."""
-        # or what a checkpoint recomputes
+        """Return the path for an operator that autograd's `node` runs. `node` is None in the
+        forward pass."""
+        # This is the forward pass, or the recomputation of a checkpoint.
         if node is None or (torch.is_grad_enabled() and self.inside):
             return self.inside[-1] if self.inside else ""
         if isinstance(node, AccumulateGrad):
