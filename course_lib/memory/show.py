@@ -1,4 +1,4 @@
-"""Display of results: bytes and tables as text, tables also as HTML, timelines drawn."""
+"""Display of results: bytes and tables as text, tables also as HTML, and timelines as figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from course_lib.labels import Label, markup, say, text
 from course_lib.labels.drawing import pyplot
 
-CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell them apart
+CATEGORY_COLORS = {  # Paul Tol's "bright" scheme, which color-blind readers can distinguish
     "parameter": "#4477AA",
     "buffer": "#66CCEE",
     "gradient": "#EE6677",
@@ -21,23 +21,24 @@ CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell
     "temporary": "#CCBB44",
     "input": "#BBBBBB",
 }
-# Of the categories that a grey print would show alike.
+# Hatches for the categories whose colors look alike in a gray print.
 CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "||||"}
 
 
 def bytes_text(count: int) -> Label:
-    """1234567 -> "1,234,567 bytes (1.23 MB)"; 1 MB = 10**6 bytes."""
+    """Return bytes as text: 1234567 gives "1,234,567 bytes (1.23 MB)", where 1 MB is 10**6
+    bytes."""
     if abs(count) < 10_000:
         return text("{count:,} bytes", count=count)
     return text("{count:,} bytes ({megabytes:,.2f} MB)", count=count, megabytes=count / 1e6)
 
 
 class Table:
-    """Base of the results that show themselves: a subclass gives `columns`, `rows()` and a
-    `caption()`.
+    """Base class of results that are displayed as a table. A subclass defines `columns`, `rows()`
+    and `caption()`.
 
-    Columns and caption are labels; of the cells those are that `text` has made, and the others are
-    code or numbers.
+    Columns and caption are labels. Cells are labels if `text` has made them, and otherwise code or
+    numbers.
     """
 
     columns: Sequence[str] = ()
@@ -60,7 +61,7 @@ class Table:
     __repr__ = __str__
 
     def frame(self):
-        """The rows as a `pandas.DataFrame`."""
+        """Return the rows as a `pandas.DataFrame`."""
         import pandas as pd
 
         return pd.DataFrame(self.rows(), columns=list(self.columns), dtype=object)
@@ -92,7 +93,8 @@ def _html(value) -> str:
 
 
 def _line(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
-    """A row; each cell says its side, since notebooks have one of their own for tables."""
+    """Return a row as HTML. Each cell sets its alignment, because notebooks have their own
+    alignment for tables."""
     written = (
         f'<{tag} style="text-align: {side}">{cell}</{tag}>'
         for cell, side in zip(cells, sides, strict=True)
@@ -110,17 +112,18 @@ def _padded(cell: str, width: int, right: bool) -> str:
 
 
 def _width(words: str) -> int:
-    """Columns in a terminal, where Chinese takes two each."""
+    """Return the number of columns in a terminal. A Chinese character takes two."""
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in words)
 
 
 def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
-    """Live MB (10**6 bytes) of each category, stacked, over operators; the peak is marked.
+    """Draw the live MB (10**6 bytes) of each category, stacked, over the operators, and mark the
+    peak.
 
     Args:
-        history: category -> live bytes on entry and after each operator.
-        peak_index: where the peak is.
-        ax: matplotlib axes; without them, new ones.
+        history: Dict from category to the live bytes on entry and after each operator.
+        peak_index: Index of the peak.
+        ax: Matplotlib axes; None for new ones.
 
     Returns:
         The axes.
