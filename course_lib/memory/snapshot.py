@@ -1,4 +1,4 @@
-"""All that a training step may change, as it was, and what puts it back."""
+"""Copy of everything that a training step may change, from which it can be restored."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from .._torch import AllRandomState
 
 
 class Snapshot:
-    """Model, gradients, optimizers and random numbers as they are now.
+    """Current state of the model, the gradients, the optimizers and the random number generators.
 
-    Parameters and buffers are kept by value: neither batch norm's kernel nor a change through
-    `.data` counts a version on. Gradients are set aside, so that a step starts without any.
+    Parameters and buffers are copied. Their version counters do not suffice to notice changes,
+    because neither batch norm's kernel nor a change through `.data` increases them. Gradients are
+    removed from the parameters, so that a step starts without any.
+
+    Args:
+        model: The model, or None.
+        optimizers: The optimizers.
     """
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
         parameters = [] if model is None else list(model.parameters())
-        self._modules = []  # (a module's dict of tensors, its content)
-        self._values = []  # (tensor, its value)
+        self._modules = []  # pairs (a module's dict of tensors, its content)
+        self._values = []  # pairs (tensor, its value)
         if model is not None:
             for module in model.modules():
                 self._modules += [
@@ -38,23 +43,25 @@ class Snapshot:
             parameters += (
                 parameter for group in optimizer.param_groups for parameter in group["params"]
             )
-            # With `held_tensors`, `state` is not all that a step changes, which may be in a file.
+            # An optimizer with `held_tensors` has more state than `state`, and this state may be in
+            # a file.
             self._optimizers.append(
                 (_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer)
             )
-        self._gradients = WeakTensorKeyDictionary()  # parameter -> (its gradient, its version)
+        # Maps each parameter to (its gradient, its version).
+        self._gradients = WeakTensorKeyDictionary()
         for parameter in parameters:
             self.set_aside(parameter)
 
     def set_aside(self, parameter: torch.Tensor) -> None:
-        """Keep a parameter's gradient; it has none from here on."""
+        """Keep a parameter's gradient and remove it from the parameter."""
         if parameter not in self._gradients:
             self._gradients[parameter] = (parameter.grad, parameter._version)
             parameter.grad = None
 
     def start_over(self, *, first_step: bool) -> None:
-        """Gradients and random numbers as a step is to find them; for a first step, the optimizer's
-        state too."""
+        """Remove gradients and restore the random number generators, as a step is to find them. For
+        a first step, restore the optimizers' state too."""
         for parameter in self._gradients:
             parameter.grad = None
         for optimizer in self._optimizers if first_step else ():
@@ -62,8 +69,12 @@ class Snapshot:
         self._random.restore()
 
     def restore(self) -> int:
-        """Put everything back; returns how many parameters were changed that could not be, having
-        been met later."""
+        """Restore everything.
+
+        Returns:
+            The number of parameters that were changed and cannot be restored, because they were not
+            part of the model when the snapshot was made.
+        """
         for tensors, content in self._modules:
             tensors.clear()
             tensors.update(content)
@@ -80,8 +91,10 @@ class Snapshot:
 
 
 class _OwnState:
-    """An optimizer's `state`: steps run on a copy, so that the tensors that others may hold are not
-    touched."""
+    """State of an optimizer that keeps all of it in `state`.
+
+    Steps run on a copy, so that tensors that other objects may hold are not changed.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -107,8 +120,8 @@ class _OwnState:
 
 
 class _StateElsewhere:
-    """The state of an optimizer whose `state` is not all of it: what its own `state_dict` gives and
-    takes."""
+    """State of an optimizer that does not keep all of it in `state`, saved and restored by its own
+    `state_dict` and `load_state_dict`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
