@@ -1,18 +1,23 @@
-"""Segments of the caching allocator: how it gets, cuts, joins and gives back memory.
+"""Segments of the caching allocator: how memory is reserved, split, merged and released.
 
-Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13, whose names stand in the docstrings below.
+Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13. The docstrings below give the names that this
+file uses.
 
-- A size is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, else from the large.
-- The smallest free chunk that holds it is taken, whole or cut: in the small pool if 512 bytes are
-  left, in the large one if more than 1 MiB is.
-- If there is none, CUDA is asked for a segment: 2 MiB, 20 MiB, or from 10 MiB on the size itself,
-  rounded up to 2 MiB. With expandable segments, for pages of 2 or 20 MiB behind the last one.
-- What is freed joins its free neighbours and stays reserved.
-- If CUDA has no more, all segments that are free as a whole go back to it, and it is asked again.
-- With `max_split_size_mb`, larger blocks are not cut, nor given to smaller requests, nor to those
-  that they exceed by 20 MiB; on a full device they go first, and only as many as it takes.
+- A size is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, and otherwise from
+  the large pool.
+- The smallest free chunk that is large enough is taken. It is split if at least 512 bytes remain
+  in the small pool, or more than 1 MiB in the large pool.
+- If there is no such chunk, CUDA is asked for a segment: 2 MiB, 20 MiB, or, from 10 MiB on, the
+  size itself rounded up to 2 MiB. With expandable segments, CUDA is asked for pages of 2 or 20
+  MiB behind the last one.
+- Freed chunks are merged with their free neighbors and stay reserved.
+- If CUDA has no memory left, all segments that are free as a whole are released to CUDA, and CUDA
+  is asked again.
+- With `max_split_size_mb`, larger blocks are not split. They are not given to requests below that
+  size, nor to requests that they exceed by 20 MiB. On a full device they are released first, and
+  only as many of them as needed.
 
-tests/real_allocator.py has PyTorch's compiled code do the same, step by step.
+tests/real_allocator.py runs the same steps with PyTorch's compiled code.
 """
 
 from __future__ import annotations
@@ -26,22 +31,29 @@ from .allocator_settings import (
 )
 from .device_memory import Chunk, Pool, Statistics
 
-SMALL_BYTES = MIB  # kSmallSize: blocks up to this come from the small pool
+# kSmallSize: blocks up to this size come from the small pool.
+SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
-MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a request has a segment of its own ...
-ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge: ... of whole 2 MiB
+# kMinLargeAlloc: a request of at least this size has its own segment.
+MIN_LARGE_BYTES = 10 * MIB
+# kRoundLarge: the size of that segment is a multiple of this.
+ROUND_LARGE_BYTES = 2 * MIB
 
-FIRST_ADDRESS = 0x7F00_0000_0000  # as on Linux; any would do
-ENDLESS_BYTES = 1 << 48  # a device of no stated capacity: "there is 256TiB of address space"
+FIRST_ADDRESS = 0x7F00_0000_0000  # as on Linux; any address would do
+# Size of a device without a given capacity: "there is 256TiB of address space".
+ENDLESS_BYTES = 1 << 48
 
 
 class Segments:
-    """Base of both kinds; a device's two pools, and what was reserved for them.
+    """Base class of both kinds of segments. It holds a device's two pools and the memory that is
+    reserved for them.
 
     Attributes:
-        total_bytes: of the device.
-        allowed_bytes: what the process may reserve of it, or None (`allowed_memory_maximum`).
-        history: (action, address or bytes free, size, frames) of all that happened, or None.
+        total_bytes: Memory of the device.
+        allowed_bytes: Memory that the process may reserve, or None for no limit
+            (`allowed_memory_maximum`).
+        history: List of (action, address or free bytes, size, frames) of all events, or None if
+            events are not recorded.
     """
 
     def __init__(
@@ -58,7 +70,7 @@ class Segments:
         self.total_bytes = ENDLESS_BYTES if capacity_bytes is None else capacity_bytes
         fraction = settings.memory_fraction
         self.allowed_bytes = None if fraction == 1 else int(fraction * self.total_bytes)
-        self._unsplit = settings.max_split_size_bytes  # blocks from here on are not split
+        self._unsplit = settings.max_split_size_bytes  # blocks of at least this size are not split
         threshold = settings.garbage_collection_threshold
         self._collects = threshold is not None and self.allowed_bytes is not None
         self._address = FIRST_ADDRESS
@@ -66,11 +78,12 @@ class Segments:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that the device has left (`cudaMemGetInfo`)."""
+        """Bytes of the device that are not reserved (`cudaMemGetInfo`)."""
         return self.total_bytes - self.statistics["reserved_bytes.all"].current
 
     def segment_bytes(self, size: int) -> int:
-        """Bytes that are asked of CUDA for a block of this size (`get_allocation_size`)."""
+        """Return the bytes that CUDA is asked for to hold a block of this size
+        (`get_allocation_size`)."""
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < MIN_LARGE_BYTES:
@@ -78,13 +91,14 @@ class Segments:
         return round_up(size, ROUND_LARGE_BYTES)
 
     def take(self, size: int, frames=()) -> Chunk | None:
-        """A chunk for a block of this size, or None: the device is full (`malloc`)."""
+        """Return a chunk for a block of this size, or None if the device is full (`malloc`)."""
         pool = self.small if size <= SMALL_BYTES else self.large
         chunk = self._find(pool, size) or self._reserve_for(pool, size, frames)
         return chunk and self._fit(chunk, size)
 
     def give_back(self, chunk: Chunk) -> None:
-        """The chunk is free: it joins its free neighbours and waits in its pool (`free_block`)."""
+        """Free a chunk: merge it with its free neighbors and put it into its pool
+        (`free_block`)."""
         joined = [size for size in map(chunk.absorb, (chunk.before, chunk.next)) if size]
         chunk.pool.insert(chunk)
         if not chunk.expandable:
@@ -93,11 +107,11 @@ class Segments:
             self.statistics.add("inactive_split_bytes", chunk.pool, kept - sum(joined))
 
     def count_block(self, chunk: Chunk, sign: int) -> None:
-        """A block was handed out (1) or came back (-1)."""
+        """Count a block that was handed out (`sign` is 1) or released (`sign` is -1)."""
         for name, amount in (
             ("allocation", 1),
             ("allocated_bytes", chunk.size),
-            ("active", 1),  # with one stream, what is allocated is active, and nothing else
+            ("active", 1),  # with one stream, active and allocated blocks are the same
             ("active_bytes", chunk.size),
             ("requested_bytes", chunk.requested),
         ):
@@ -110,15 +124,15 @@ class Segments:
             self.history.append((action, address, size, frames))
 
     def release_cached(self) -> None:
-        """All cached memory that can be given back is (`release_cached_blocks`)."""
+        """Release all cached memory that can be released (`release_cached_blocks`)."""
         self.statistics.counts["num_sync_all_streams"] += 1
         for pool in (self.large, self.small):
             self._release_free(pool)
 
-    # ---- of `take`
+    # ---- steps of `take`
 
     def _find(self, pool: Pool, size: int) -> Chunk | None:
-        """The smallest free chunk that is large enough (`get_free_block`)."""
+        """Return the smallest free chunk that is large enough, or None (`get_free_block`)."""
         if self._collects:
             pool.searches += 1
         index = self._best_fit(pool, size)
@@ -127,7 +141,7 @@ class Segments:
         chunk = pool.free[index][-1]
         if self._unsplit is not None:
             if size < self._unsplit <= chunk.size:
-                return None  # it is kept for those who need nearly all of it
+                return None  # reserved for requests that need nearly all of it
             rounding = self.settings.max_non_split_rounding_bytes or LARGE_SEGMENT_BYTES
             if size >= self._unsplit and chunk.size >= size + rounding:
                 return None
@@ -135,7 +149,8 @@ class Segments:
         return chunk
 
     def _reserve_for(self, pool: Pool, size: int, frames) -> Chunk | None:
-        """New memory; on a full device, after cached memory was given back."""
+        """Return a chunk of new memory, or None. If the device is full, cached memory is released
+        first."""
         if self._collects:
             self._collect_garbage()
         chunk = self._reserve(pool, size, frames)
@@ -148,7 +163,8 @@ class Segments:
         return chunk
 
     def _reserve(self, pool: Pool, size: int, frames) -> Chunk | None:
-        """New memory, if what is allowed and what is there suffices (`alloc_block`)."""
+        """Return a chunk of new memory, or None if the limit or the device's free memory does not
+        suffice (`alloc_block`)."""
         reserved = self.statistics["reserved_bytes.all"].current
         allowed = self.allowed_bytes
         if allowed is not None and reserved + self.segment_bytes(size) > allowed:
@@ -156,7 +172,8 @@ class Segments:
         return self._more(pool, size, frames)
 
     def _fit(self, chunk: Chunk, size: int) -> Chunk:
-        """Cut off what is worth keeping (`alloc_found_block`)."""
+        """Split off the rest of a chunk if it is worth keeping, and return the chunk for the block
+        (`alloc_found_block`)."""
         was_split, pool = chunk.split, chunk.pool
         if not self._worth_splitting(chunk, size):
             if was_split and not chunk.expandable:
@@ -171,7 +188,7 @@ class Segments:
         return front
 
     def _worth_splitting(self, chunk: Chunk, size: int) -> bool:
-        """`should_split`"""
+        """Return whether the rest of a chunk is worth splitting off (`should_split`)."""
         if chunk.pool is self.small or chunk.expandable:
             return chunk.size - size >= MIN_BLOCK_BYTES
         return (self._unsplit is None or size < self._unsplit) and chunk.size - size > SMALL_BYTES
@@ -187,7 +204,8 @@ class Segments:
 
 
 class CudaMalloc(Segments):
-    """Many segments, each from one `cudaMalloc`; one goes back when all of it is free."""
+    """Many segments, each from one `cudaMalloc`. A segment can be released when all of it is
+    free."""
 
     def _best_fit(self, pool: Pool, size: int) -> int:
         return pool.first_of(size)
@@ -205,7 +223,7 @@ class CudaMalloc(Segments):
         return chunk
 
     def _release(self, chunk: Chunk) -> None:
-        """`release_block`"""
+        """Release a segment to CUDA (`release_block`)."""
         chunk.pool.remove(chunk)
         self._count_segment(chunk, -1)
         self._reserved("segment_free", chunk.pool, chunk.address, -chunk.size, chunk.segment_frames)
@@ -220,15 +238,19 @@ class CudaMalloc(Segments):
             self._release(chunk)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release, only with a limit to splitting, one oversize block that suffices, or the largest
-        ones until they do.
+        """Release cached blocks that are too large to be split, and return whether they suffice for
+        a request.
+
+        One such block is released if it is large enough, and otherwise the largest ones until their
+        sum suffices. Without a limit on splitting, nothing is released.
 
         Source: `release_available_cached_blocks`.
         """
         if self._unsplit is None:
             return False
         index = pool.first_of(size)
-        if index < len(pool.free):  # it is oversize, or it would have been taken
+        # This chunk is oversize. Otherwise it would have been taken.
+        if index < len(pool.free):
             self._release(pool.free[index][-1])
             return True
         released = 0
@@ -238,7 +260,8 @@ class CudaMalloc(Segments):
         return released >= size
 
     def _collect_garbage(self) -> None:
-        """Release, above the threshold, whole large segments that lay idle for longer than others.
+        """If more than the threshold is reserved, release whole large segments that have been
+        unused for longer than others.
 
         Source: `garbage_collect_cached_blocks`. Age is counted in searches of the pool.
         """
@@ -250,7 +273,8 @@ class CudaMalloc(Segments):
             ages = {chunk: self.large.searches - chunk.free_since for chunk in whole}
             total = sum(ages.values())
             kept = []
-            # All of at least the mean age go, even if fewer would do: it is to be rarely needed.
+            # All segments of at least the mean age are released, even if fewer would suffice, so
+            # that garbage collection is rarely needed.
             for chunk in whole:
                 if ages[chunk] * len(whole) >= total:
                     reclaimed += chunk.size
@@ -261,12 +285,12 @@ class CudaMalloc(Segments):
 
 
 class ExpandableSegments(Segments):
-    """One segment per pool, of more addresses than the device has memory, which is put behind them
-    page by page.
-    """
+    """One segment per pool, with more addresses than the device has memory. Memory is mapped to the
+    addresses page by page."""
 
     def _best_fit(self, pool: Pool, size: int) -> int:
-        """A chunk that could grow counts as large as it could become: others are used up first."""
+        """Return the index in `free` of the chunk to use. A chunk that can grow counts with the
+        size that it could reach, so that chunks that cannot grow are used first."""
         index = pool.first_of(size)
         last = len(pool.free) - 1
         while index < last and _could_be(pool.free[index + 1]) < _could_be(pool.free[index]):
@@ -274,7 +298,9 @@ class ExpandableSegments(Segments):
         return index
 
     def _more(self, pool: Pool, size: int, frames) -> Chunk | None:
-        """`try_allocate_expandable_block`; what was mapped before memory ran out stays."""
+        """Map memory for a chunk of this size and return the chunk, or None
+        (`try_allocate_expandable_block`). If memory runs out, pages that are already mapped stay
+        mapped."""
         chunk = self._room(pool, size)
         if not chunk.mapped:
             chunk = self._map(chunk, min(chunk.size, size), frames)
@@ -285,7 +311,8 @@ class ExpandableSegments(Segments):
         return chunk
 
     def _room(self, pool: Pool, size: int) -> Chunk:
-        """The lowest free addresses that suffice, mapped or not (`find_expandable_block`)."""
+        """Return the chunk at the lowest free addresses that suffice, mapped or not
+        (`find_expandable_block`)."""
         for _, chunk in pool.unmapped:
             before = chunk.before
             first = chunk if before is None or before.allocated else before
@@ -304,7 +331,8 @@ class ExpandableSegments(Segments):
         return chunk
 
     def _map(self, chunk: Chunk, size: int, frames) -> Chunk | None:
-        """Put memory behind the first `size` bytes, in whole pages; None if there is too little.
+        """Map whole pages to the first `size` bytes of a chunk. Return the chunk, or None if the
+        memory does not suffice.
 
         Source: `map_block`.
         """
@@ -332,7 +360,7 @@ class ExpandableSegments(Segments):
             self._unmap(chunk)
 
     def _unmap(self, chunk: Chunk) -> None:
-        """Take away the memory of the pages that lie within a free chunk (`unmap_block`)."""
+        """Unmap the pages that lie within a free chunk (`unmap_block`)."""
         pool, page = chunk.pool, chunk.pool.page_bytes
         first, last = round_up(chunk.address, page), (chunk.address + chunk.size) // page * page
         if first >= last:
@@ -347,15 +375,18 @@ class ExpandableSegments(Segments):
         chunk.mapped = False
         chunk.absorb(chunk.before)
         chunk.absorb(chunk.next)
-        if chunk.split:  # else the whole segment is given up (`release_expandable_segment`)
+        # If the chunk is the whole segment, the segment is released (`release_expandable_segment`).
+        if chunk.split:
             pool.insert(chunk)
         self._reserved("segment_unmap", pool, first, first - last, frames)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        return False  # expandable chunks are skipped there
+        # PyTorch skips expandable chunks there.
+        return False
 
     def _collect_garbage(self) -> None:
-        pass  # as they are there
+        # PyTorch skips expandable chunks there too.
+        pass
 
 
 def _could_be(of: tuple) -> int:
