@@ -1,4 +1,5 @@
-"""One fair method to measure a training step, the same for every arm of a comparison."""
+"""Measurement of a training step by one method, which is the same for every variant in a
+comparison."""
 
 from __future__ import annotations
 
@@ -25,29 +26,30 @@ from .show import Table
 from .snapshot import Snapshot
 from .storages import AccumulateGrad, check_model_and_optimizer, tensors_among
 
-_MOST_METERED = 4  # runs beyond the warm-up that may pass until two agree
+_MOST_METERED = 4  # largest number of runs after the warm-up until two agree
 
 
 @dataclass(frozen=True, repr=False)
 class Measurement(Table):
-    """Result of `measure`. Bytes are whole numbers; times are seconds.
+    """Result of `measure`. Bytes are whole numbers, and times are in seconds.
 
     Attributes:
-        peak_bytes: the most bytes of tensors live at once, model and optimizer included where
-            given.
-        allocator_peak_bytes: the same moment as the allocator saw it; None for a symbolic step, or
+        peak_bytes: The largest number of bytes of tensors live at once, including model and
+            optimizer if they are given.
+        allocator_peak_bytes: The same peak as the allocator reports it; None for a symbolic step or
             without repeats.
-        workspace_bytes: the difference: what operators allocated and freed inside themselves; None
-            like the former. Below zero only where `notes` say why.
-        flops: floating-point operations of the step's matrix products and convolutions.
-        seconds: median over the repeats; None like the former.
-        device: whose bytes these are: "cpu", "cuda:0", ...
-        at_peak: category -> bytes at the peak.
-        workspace_by_operator: operator -> the most workspace that one call of it took, largest
-            first.
-        changed_parameters: how many parameters the step changed that `measure` was not given and
-            could not put back.
-        notes: what to know before these figures are compared; they stand under the table.
+        workspace_bytes: The difference of the two peaks, which is memory that operators allocate
+            and free internally; None if `allocator_peak_bytes` is None. It is below zero only if
+            `notes` give the reason.
+        flops: Floating-point operations of the step's matrix products and convolutions.
+        seconds: Median time over the repeats; None if `allocator_peak_bytes` is None.
+        device: Device whose bytes are counted: "cpu", "cuda:0", ...
+        at_peak: Dict from category to bytes at the peak.
+        workspace_by_operator: Dict from operator to the largest workspace of one call in bytes,
+            largest first.
+        changed_parameters: Number of parameters that the step changed and that `measure` could not
+            restore, because they were not given.
+        notes: Facts to consider when these figures are compared. They are shown below the table.
     """
 
     peak_bytes: int
@@ -89,41 +91,44 @@ def measure(
     needs_gradient: bool = True,
     device: torch.device | str | None = None,
 ) -> Measurement:
-    """Run a training step several times and say what it takes.
+    """Run a training step several times and return its memory, FLOPs and time.
 
-    Every run starts from empty gradients and the same random numbers; the warm-up makes the
-    optimizer's state, so that no arm of a comparison pays for it, and lasts until two runs take the
-    same (DDP arranges its buckets in the second). Then one run is for the allocator, under no
-    dispatch mode, one for its view of each operator and `repeats` for the clock, with garbage
-    collection off so that the figures repeat.
+    Every run starts with empty gradients and the same random numbers. The warm-up creates the
+    optimizer's state, so that no variant in a comparison includes this cost. After the warm-up the
+    step runs until two runs give the same result (DDP arranges its buckets in the second run). One
+    more run measures the allocator's peak, without any dispatch mode, one measures the workspace of
+    each operator, and `repeats` runs are timed. Garbage collection is off, so that the figures are
+    reproducible.
 
-    What `torch.compile` has compiled runs compiled in every one of these runs, and afterwards too.
-    `Measurement.notes` says that compiled code was called. The allocator's peak is that of the
-    compiled step. `MemoryMeter` says which part of it the peak of live tensors may not show; that
-    part is in `workspace_bytes`. A matrix product that the compiler has put into a kernel of its
-    own has no FLOPs.
+    Functions that `torch.compile` has compiled run compiled in each of these runs, and afterwards
+    too. `Measurement.notes` then states that compiled code was called. The allocator's peak is that
+    of the compiled step. The documentation of `MemoryMeter` states which part of it the peak of
+    live tensors may not include. That part is in `workspace_bytes`. A matrix product that the
+    compiler has put into its own kernel has no FLOPs.
 
-    Parameters, buffers, gradients, optimizer state and random number generators are as they were
-    afterwards, also when the step fails; for that, copies of parameters, buffers and optimizer
-    state are held meanwhile, which the figures do not count. Where `model` and `optimizer` are left
-    out, the gradients of the parameters met are put back, and `Measurement.changed_parameters` says
-    how many parameters the step has changed (not through `.data`).
+    Afterwards parameters, buffers, gradients, optimizer state and random number generators are in
+    their original state, even if the step fails. For this, `measure` holds copies of parameters,
+    buffers and optimizer state, which the figures do not include. If `model` and `optimizer` are
+    not given, `measure` restores the gradients of the parameters that the step uses.
+    `Measurement.changed_parameters` is then the number of parameters that the step has changed
+    (except through `.data`).
 
     Args:
-        step: one training step, without arguments; forward, backward and, if wanted, the
-            optimizer's step.
-        model: what is trained; its bytes are part of the peak.
-        optimizer: what trains it, one or several; their state is part of the peak.
-        warmup: the least number of runs before the one that counts; 0 makes every run the first
-            step ever, for which `optimizer` is needed where the step has one.
-        repeats: timed runs; 0 asks for bytes and FLOPs alone, which the runs so far have shown.
-        needs_gradient: False to measure something that computes no gradient, such as inference.
-        device: the device whose bytes are counted; left out, the first accelerator that the step is
-            met on, or the CPU.
+        step: Function without arguments that runs one training step: forward, backward and, if
+            wanted, the optimizer's step.
+        model: The model that is trained. Its bytes are part of the peak.
+        optimizer: One optimizer or several that train the model. Their state is part of the peak.
+        warmup: The least number of runs before the one that counts. With 0, every run is the very
+            first step, for which `optimizer` is needed if the step uses one.
+        repeats: Number of timed runs. With 0, only bytes and FLOPs are measured.
+        needs_gradient: Whether the step must run a backward pass. False allows steps without one,
+            such as inference.
+        device: The device whose bytes are counted. The default is the first accelerator that the
+            step uses, or else the CPU.
 
     Raises:
-        ValueError: the step runs no backward pass, so that it leaves no gradient.
-        TypeError, ValueError: an argument is not of its kind.
+        ValueError: The step runs no backward pass, so that it leaves no gradient.
+        TypeError, ValueError: An argument has a wrong type or value.
     """
     _check.function("step", step, "a function without arguments that runs one training step")
     optimizers = check_model_and_optimizer(model, optimizer)
@@ -164,13 +169,13 @@ def measure(
 def _metered(
     runs: _Runs, warmup: int, needs_gradient: bool, device
 ) -> tuple[MemoryMeter, int, bool]:
-    """The meter of the run that counts, its FLOPs, and whether it took the same as the run before
-    it."""
+    """Return the meter of the run that counts, its FLOPs, and whether it gave the same result as
+    the run before it."""
     before = None
     for number in range(warmup + _MOST_METERED):
         meter = MemoryMeter(runs.model, runs.optimizers, device=device)
         counter = flop_counter()
-        # the meter sees each operator first, before the counter takes it apart
+        # The meter is the inner mode, so it sees each operator before the counter decomposes it.
         runs.run(counter, meter, *runs.leaves)
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
@@ -218,7 +223,8 @@ def _notes(changed: int, steady: bool, above: int, compiled: bool) -> tuple[str,
 
 
 class _Runs:
-    """Runs a step, again and again, from the same start; in the end everything is as it was."""
+    """Context manager that runs a step repeatedly from the same start, and restores everything at
+    the end."""
 
     def __init__(self, step, model, optimizers, first_step: bool):
         self.step = step
@@ -244,8 +250,8 @@ class _Runs:
 
 
 class _Leaves(ObserverMode):
-    """Tells of the leaves that require gradients, when an operator meets them or before they get
-    their gradient."""
+    """Mode that reports the leaves that require gradients, when an operator reads them or before
+    they receive their gradient."""
 
     def __init__(self, meet: Callable[[torch.Tensor], None]):
         super().__init__()
@@ -261,7 +267,8 @@ class _Leaves(ObserverMode):
             ]
         elif node is None:
             met = []
-        # what an autograd function took may have met no operator; its gradient goes there next
+        # An input of an `autograd.Function` may not have been read by any operator. Its gradient is
+        # accumulated next.
         else:
             met = [
                 above.variable
@@ -275,7 +282,7 @@ class _Leaves(ObserverMode):
 
 @cache
 def _returns_tensors(func: Any) -> bool:
-    """True unless the operator only answers a question, such as one about a shape.
+    """Return False only if the operator merely returns information, such as a shape.
 
     Autograd asks a jagged tensor for its shape while it holds the lock that `is_leaf` needs.
     """
@@ -284,8 +291,8 @@ def _returns_tensors(func: Any) -> bool:
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter of FLOPs that holds no tensor, so that a meter may run inside it, and leaves what
-    is compiled compiled."""
+    """Return a counter of FLOPs that holds no tensors, so that a meter can run inside it, and that
+    lets compiled functions run compiled."""
     counter = _FlopCounter(display=False)
     counter.mod_tracker = _NoModules()  # pyrefly: ignore[bad-assignment]
     return counter
@@ -294,18 +301,18 @@ def flop_counter() -> FlopCounterMode:
 class _FlopCounter(FlopCounterMode):
     def __enter__(self):
         counter = super().__enter__()
-        self.mode.__exit__(None, None, None)  # the mode under which nothing is compiled
+        self.mode.__exit__(None, None, None)  # under this mode nothing runs compiled
         self.mode = _FlopMode(self)
         self.mode.__enter__()
         return counter
 
 
 class _FlopMode(ObserverMode, _FlopCounterMode):
-    """The counter's mode."""
+    """Mode of the counter, under which compiled functions run compiled."""
 
 
 class _NoModules(nullcontext):
-    """Stand-in for the counter's module tracker, whose hooks hold tensors and make
+    """Replacement for the counter's module tracker, whose hooks hold tensors and make
     `torch.autograd.grad` fail."""
 
     parents = ("Global",)
@@ -324,7 +331,8 @@ def _timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
 def _without_garbage_collection() -> Iterator[None]:
     enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
-    if not frozen:  # what is there already need not be looked through before every run
+    # Objects that already exist need not be searched before every run.
+    if not frozen:
         gc.collect()
         gc.freeze()
     try:
