@@ -26,7 +26,7 @@ Live = dict[Hashable, "Block"]
 
 @runtime_checkable
 class Replayable(Protocol):
-    """Protocol of an object that knows its own events, as a `Trace` does."""
+    """Protocol of an object that yields its own events, such as a `Trace`."""
 
     def allocations(self) -> Iterable[tuple]: ...
 

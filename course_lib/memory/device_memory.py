@@ -144,7 +144,7 @@ class Pool:
         self.free: list[tuple[int, int, int, Chunk]] = []
         # Unmapped chunks of expandable segments, sorted by address.
         self.unmapped: list[tuple[int, Chunk]] = []
-        self.searches = 0  # counted for garbage collection only
+        self.searches = 0  # number of searches, counted only if garbage is collected
 
     def insert(self, chunk: Chunk) -> None:
         if chunk.mapped:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
-# The fused attention of a CPU has no formula of its own, and counts as that of a GPU.
+# The fused attention of a CPU has no formula, so it is counted by the formula of a GPU's.
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (

@@ -343,7 +343,8 @@ class MemoryMeter(Figures, ObserverMode):
         # Autograd calls this operator more often than other operators run, so it is answered first.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if func.namespace in ("profiler", "prim"):  # neither makes a tensor
+        # Operators in these namespaces make no tensors.
+        if func.namespace in ("profiler", "prim"):
             return func(*args, **(kwargs or {}))
         if not all(map(holds_bytes, types)):
             # A wrapper subclass unwraps itself, and its inner tensors then come through here.

@@ -373,7 +373,7 @@ class Books:
     def release(self, tensor: Tensor, line: int) -> None:
         record = self.record(tensor)
         if record.saved is None:
-            record.saved = record.born  # pyrefly: ignore[bad-assignment]  # the ledger has it
+            record.saved = record.born  # pyrefly: ignore[bad-assignment]  # it has a record
         record.released = line
         record.read_by = None
 

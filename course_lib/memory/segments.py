@@ -39,7 +39,8 @@ MIN_LARGE_BYTES = 10 * MIB
 # kRoundLarge: the size of that segment is a multiple of this.
 ROUND_LARGE_BYTES = 2 * MIB
 
-FIRST_ADDRESS = 0x7F00_0000_0000  # as on Linux; any address would do
+# Segments begin at this address, as on Linux. Any other address would do.
+FIRST_ADDRESS = 0x7F00_0000_0000
 # Size of a device without a given capacity: "there is 256TiB of address space".
 ENDLESS_BYTES = 1 << 48
 
@@ -141,7 +142,8 @@ class Segments:
         chunk = pool.free[index][-1]
         if self._unsplit is not None:
             if size < self._unsplit <= chunk.size:
-                return None  # reserved for requests that need nearly all of it
+                # The chunk is kept for requests that need nearly all of it.
+                return None
             rounding = self.settings.max_non_split_rounding_bytes or LARGE_SEGMENT_BYTES
             if size >= self._unsplit and chunk.size >= size + rounding:
                 return None
@@ -323,7 +325,8 @@ class ExpandableSegments(Segments):
                 return first
         page = pool.page_bytes
         address = round_up(self._address, page)
-        size = round_up(self.total_bytes + self.total_bytes // 8, page)  # "1 1/8 the total memory"
+        # PyTorch reserves addresses for "1 1/8 the total memory".
+        size = round_up(self.total_bytes + self.total_bytes // 8, page)
         chunk = Chunk(pool, self._segments_made, address, size, expandable=True)
         self._segments_made += 1
         self._address = address + chunk.size

@@ -213,7 +213,7 @@ class Trace:
             change[event.moment, CATEGORIES.index(event.category)] += sign * event.bytes
         return change.cumsum(0)[:-1]
 
-    # ---- as a device's allocator sees it
+    # ---- allocations on a device
 
     def allocations(self) -> Iterator[tuple]:
         """Yield the events in order, in the form that `CachingAllocator.replay` takes: ("birth",
