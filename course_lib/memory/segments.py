@@ -384,11 +384,11 @@ class ExpandableSegments(Segments):
         self._reserved("segment_unmap", pool, first, first - last, frames)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        # PyTorch skips expandable chunks there.
+        # PyTorch skips expandable chunks when it releases oversize blocks.
         return False
 
     def _collect_garbage(self) -> None:
-        # PyTorch skips expandable chunks there too.
+        # PyTorch skips expandable chunks in garbage collection.
         pass
 
 
