@@ -17,7 +17,7 @@ from .concrete_ints import Symbolic
 @contextmanager
 def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     """Return a context in which tensors have shapes, dtypes and storages, but take no memory. A
-    model can be built and trained for a step in it at no cost in memory.
+    model can be built and trained for a step inside it.
 
     A `MemoryMeter` inside the context counts the bytes that the same step would take for real.
     Everything that the step uses must be made inside the context, except for tensors of integers.
@@ -47,7 +47,8 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
     Source: `torch._subclasses.FakeTensorMode`.
     """
-    # Real tensors, such as tokens, are drawn from the real generators.
+    # Real tensors, such as tokens, are drawn from the real generators, whose states are restored at
+    # the end.
     state = AllRandomState(counted=False)
     try:
         # `_no_grad_trunc_normal_` draws values outside the bounds again, for which it must read
