@@ -293,7 +293,7 @@ class Ledger:
 
     def expect_end(self, record: Record) -> None:
         """Count a storage as released since the operator before the last. If it is still live at
-        the next `bury`, that undoes this."""
+        the next `bury`, it is counted as live again."""
         self._leave(record, len(self.operators) - 1)
         self._expected = record
 
