@@ -340,10 +340,10 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def _gradients_apart(
     own: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
 ) -> Iterator[None]:
-    """Start with gradients of None inside the block.
+    """Set `.grad` of all these parameters to None when the block starts.
 
-    Afterwards the gradients of `own` are None, and those of `others` are added to their previous
-    gradients. An error restores all previous gradients.
+    When the block ends, `.grad` is None for the parameters in `own`. The new gradients of `others`
+    are added to their previous gradients. If the block raises, all previous gradients are restored.
     """
     parameters = [*own, *others]
     before = [parameter.grad for parameter in parameters]
@@ -550,7 +550,10 @@ def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
 
 
 def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):
-    """Return the scaler, or a disabled one that only steps."""
+    """Return `given` if it is an enabled scaler, else a disabled one.
+
+    A disabled scaler only calls `optimizer.step()`.
+    """
     if (
         given is not None
         and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled()

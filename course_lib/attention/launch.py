@@ -59,7 +59,8 @@ LARGEST = 128  # rows of the largest block
 def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: int) -> int:
     """Return the shared memory, in bytes, of an instance with `tiles` tiles in flight.
 
-    It holds the instance's own tiles, and `tiles` tiles of each tensor that it passes over.
+    Shared memory holds the instance's own tiles. It also holds `tiles` tiles of each tensor that
+    the instance passes over.
     """
     own, walked = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
     return ((1 if kernel is forward_kernel else 2) * own + 2 * tiles * walked) * row_bytes

@@ -516,10 +516,10 @@ def _run(function: Callable, args: tuple, kwargs: dict[str, Any], options: dict[
     return _checkpointed(function, args, kwargs, **options)
 
 
-# Hidden from the compiler. It would break its graph at the hooks, but then compile the frames of
-# the function, and a compiled graph saves other tensors than the recomputation, which runs
-# uncompiled. `torch._disable_dynamo` loads the compiler only when the function is first called;
-# `torch.compiler.disable` would load it when this module is imported.
+# The compiler must not trace this function. It would break the graph at the saved-tensor hooks but
+# still compile the frames of `function`. The compiled graph would then save different tensors from
+# the recomputation, which runs uncompiled. `torch._disable_dynamo` loads the compiler only when the
+# function is first called; `torch.compiler.disable` would load it when this module is imported.
 @torch._disable_dynamo
 def _checkpointed(
     function: Callable,

@@ -428,9 +428,11 @@ def statistics_of(block: nn.Module) -> list[Tensor]:
 
 
 def is_instance_norm(module: nn.Module) -> bool:
-    """Return whether a module updates running statistics and saves copies of them for backward.
+    """Return whether a module is an instance norm in training mode.
 
-    Such statistics are preserved like attributes.
+    If it has running statistics, it updates them and also saves copies of them for backward. Its
+    buffers are therefore treated like attributes, and the recomputation starts from their first
+    values.
     """
     return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training
 

@@ -33,11 +33,12 @@ _COUNTED = {
 class Communicated(ObserverMode):
     """Count the bytes of parameters and gradients that this rank gives to collectives in the block.
 
-    An all-reduce of n bytes counts 2n (a reduce-scatter and an all-gather). An all-gather counts
-    its output, a reduce-scatter its input, and a broadcast n. On the wire of a ring it is (N - 1)/N
-    of that. The collectives of DDP's reducer are included: it is written in C++, but calls the same
-    operators. Whole numbers and numbers in float64 do not count; they are the loss, its weight and
-    the order of DDP's buckets, a few bytes per step. A single rank sends nothing.
+    An all-reduce of n bytes counts as 2n, because it is a reduce-scatter and an all-gather. An
+    all-gather counts the bytes of its output, a reduce-scatter those of its input, and a broadcast
+    those of its tensor. With a ring of N ranks, a rank sends (N - 1)/N of the count of the first
+    three. DDP's reducer is written in C++ but calls the same operators, so its collectives are
+    included. Integer and float64 tensors are not counted. They hold the loss, its weight and the
+    order of DDP's buckets, a few bytes per step. A single rank sends nothing.
 
     Attributes:
         bytes: Bytes so far.

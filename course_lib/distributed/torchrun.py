@@ -214,8 +214,9 @@ def process_group(backend: str | None = None):
 def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[dict[str, Any]]:
     """Run the script under torchrun with `--json`, and return one dict per mode.
 
-    On Linux, modules are imported once, before torchrun forks its ranks; otherwise it is the same
-    as in a shell. All processes have ended when this function returns or raises, also after Ctrl-C.
+    On Linux, the modules are imported once, in torchrun, which then forks the ranks. On other
+    systems torchrun starts each rank as it does in a shell. All processes have ended when this
+    function returns or raises, even after Ctrl-C.
 
     Args:
         ranks: Number of processes on this machine.
@@ -223,8 +224,8 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         timeout: Limit in seconds.
 
     Raises:
-        RuntimeError: The run failed; the message has the script's error, or else the end of its
-            output.
+        RuntimeError: The run failed. The message contains the script's error, or the end of its
+            output if there is no such error.
         subprocess.TimeoutExpired: The run took longer than `timeout`.
     """
     started = ["-m", "torch.distributed.run"]
@@ -262,9 +263,9 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
 
 
 def _end(torchrun: subprocess.Popen) -> None:
-    """Ask torchrun to end its ranks, which may take 30 seconds, and kill it otherwise.
+    """Ask torchrun to end its ranks, and kill it if it has not exited in time.
 
-    If it is killed, the ranks end by themselves.
+    torchrun itself may wait 30 seconds for its ranks. If it is killed, each rank notices and exits.
     """
     torchrun.terminate()
     try:

@@ -159,7 +159,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """Parameter -> its state, as in `base`, plus "master" for low-precision parameters."""
+        """Mapping from each parameter to its state, with the keys that `base` uses.
+
+        The state of a low-precision parameter also has the key "master", its fp32 master weights.
+        """
         return self._states
 
     @state.setter
@@ -192,7 +195,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 class _States(MutableMapping):
-    """Parameter -> its state, for parameters that have state; read and written on its tier."""
+    """Mapping from each parameter that has state to that state, wherever the state is kept."""
 
     def __init__(self, masters: dict[nn.Parameter, MasterWeights]):
         self._masters = masters

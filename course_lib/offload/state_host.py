@@ -31,7 +31,11 @@ class HostState(MasterWeights):
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Update one parameter at a time, while others are copied down and up."""
+        """Update one parameter at a time on the CPU.
+
+        With `options.overlap`, the gradients of later parameters are copied to the host and earlier
+        updated parameters are copied to the GPU in the meantime.
+        """
         update = partial(update, fused=True)  # on a CPU about four times as fast as a loop
         try:
             for master in masters if options.overlap else ():

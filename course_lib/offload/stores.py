@@ -376,7 +376,8 @@ class DiskStore(Store):
         end = self.file_bytes
         while end in self._free:
             end = self._free[end]
-        # A small truncation at each call would be slow, and so would be allocating the space again.
+        # Truncate only if at least half of the file is free at its end. Truncating a little at
+        # every call would be slow, and so would allocating the same space again.
         if 2 * end <= self.file_bytes:
             while self.file_bytes > end:
                 self.file_bytes = self._free.pop(self.file_bytes)

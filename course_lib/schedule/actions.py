@@ -298,9 +298,9 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
 
 
 def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
-    """Return the bars of a plot: (stage, start, end, kind) of what runs, and of what is kept.
+    """Return two lists of bars for a plot: the actions that run, and the values that are kept.
 
-    The kind of what is kept is "all" or "input".
+    A bar is (stage, start, end, kind). The kind of a kept value is "all" or "input".
     """
     simulation = _Simulation(chain)
     now = 0.0

@@ -63,14 +63,16 @@ def schedule_blocks(
 
 
 class ScheduledBlocks(BlocksInPlace):
-    """Blocks that run by a schedule until the handle is removed; the result of `schedule_blocks`.
+    """Blocks that run in the order of a schedule until the handle is removed.
+
+    `schedule_blocks` returns it.
 
     Args:
         known: Cache of measured chains, for a schedule that is a function.
 
     Attributes:
-        advice: Advice on what to do instead of using a schedule, for the error of a block whose
-            runs differ. If None, runs are not compared.
+        advice: What the error message recommends instead of a schedule if the first run and the
+            recomputation of a block differ. If None, the two runs are not compared.
     """
 
     advice: str | None = None

@@ -87,8 +87,8 @@ class ScheduledSequential(nn.Sequential):
             self.add_module(name, stage)
         self.training = getattr(module, "training", True)
         self.schedule = schedule
-        # Advice on what to do instead of using a schedule, for the error of a stage whose runs
-        # differ. If None, runs are not compared.
+        # What the error message recommends instead of a schedule if the first run and the
+        # recomputation of a stage differ. If None, the two runs are not compared.
         self.advice: str | None = None
         self._length = len(stages)
 

@@ -111,7 +111,7 @@ class Operators(TorchDispatchMode):
         device.log.record_access(
             actor, str(func), _besides(tensors, changed), [*changed, *made], seconds
         )
-        # the result is a Python number, as of `item`, so the host waits for it
+        # The result is a Python number, like that of `item`, so the host waits for it.
         if on_device and not results and not changed:
             device.finish(actor.event())
         if made:
