@@ -71,8 +71,8 @@ class ScheduledBlocks(BlocksInPlace):
         known: Cache of measured chains, for a schedule that is a function.
 
     Attributes:
-        advice: What the error message recommends instead of a schedule if the first run and the
-            recomputation of a block differ. If None, the two runs are not compared.
+        advice: Alternative to a schedule that the error message recommends if the first run and
+            the recomputation of a block differ. If None, the two runs are not compared.
     """
 
     advice: str | None = None

@@ -87,7 +87,7 @@ class ScheduledSequential(nn.Sequential):
             self.add_module(name, stage)
         self.training = getattr(module, "training", True)
         self.schedule = schedule
-        # What the error message recommends instead of a schedule if the first run and the
+        # The alternative to a schedule that the error message recommends if the first run and the
         # recomputation of a stage differ. If None, the two runs are not compared.
         self.advice: str | None = None
         self._length = len(stages)
