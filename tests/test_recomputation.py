@@ -8,9 +8,12 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+pytest.importorskip("expecttest", reason="PyTorch's operator database needs expecttest")
+
 from sweep_gradients import UNCHANGED, WAYS, compare
 from sweep_operators import VERDICTS, findings
-from torch import nn
 
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Recipe, build, estimate, run, train_step

@@ -266,8 +266,10 @@ class Composer:
         return Moments(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
-        # This is the same parameter of the block that comes `by` blocks later. A parameter outside
-        # the blocks is returned unchanged.
+        """Return the corresponding parameter of the block `by` blocks later.
+
+        A parameter outside the blocks is returned unchanged.
+        """
         if p not in self.places:
             return p
         i, k = self.places[p]
@@ -338,7 +340,11 @@ def without_optimizer(recipe: Recipe) -> Recipe:
 
 
 class RecordingOptimizer(torch.optim.Optimizer):
-    """Optimizer that records which parameters are to be updated, and runs one empty operator."""
+    """Optimizer that records which parameters are due for an update, but updates none of them.
+
+    Each step calls `torch.empty(0)`. The meter records this operator as a moment of the optimizer
+    phase, to which `with_optimizer` adds the memory of the update.
+    """
 
     def __init__(self, parameters: list[Tensor]):
         super().__init__(parameters, {})
@@ -361,8 +367,8 @@ def dearest(
     """Return the cost of the schedule for the micro-batch that needs the most memory.
 
     Raises:
-        InfeasibleBudget: No schedule fits for some micro-batch. The error with the largest
-            requirement is raised.
+        InfeasibleBudget: At least one micro-batch has no schedule that fits. If there are several,
+            the error with the largest `least_bytes` is raised.
     """
     costs = []
     errors = []

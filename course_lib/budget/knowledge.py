@@ -187,7 +187,7 @@ class Known:
         tried = partial(self.estimate, shown=False)
         if self.staged and self.base.checkpoint == "none":
             if technique.get("checkpoint") == "optimal":
-                # A model that defines stages can be run by a schedule.
+                # A schedule needs only stages, which this model defines, so no trial is needed.
                 return True
             # This recipe is not a candidate, so its estimate is not stored.
             tried = self._estimated

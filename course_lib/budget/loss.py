@@ -84,7 +84,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         if runs_stages(model, recipe):
             raise ValueError(
                 f"loss_sum must be None when checkpoint={recipe.checkpoint!r} runs the model's own"
-                " stages, got a function; or set blocks to the names of the model's blocks"
+                " stages, got a function. Leave out loss_sum, or set blocks to the names of the"
+                " model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(f"model must have a loss, got {shown(model)} without one; {advice}")

@@ -179,7 +179,7 @@ _TILES = torch.ops.course_lib.tiles.default
 
 
 class StepMeter(UnguardedMeter):
-    """Meter that raises ValueError for operators whose memory symbolic tensors cannot show."""
+    """Meter that raises ValueError for operators that cannot be measured symbolically."""
 
     def repeating(self) -> AbstractContextManager[None]:
         """Run only one of several equal stages of a schedule inside the `with` block."""

@@ -179,7 +179,7 @@ _LINKS = {
     _PCIE4: (31.5e9, 24.8 / 31.5),
     _PCIE5: (63e9, 55.6 / 63),
 }
-# Llama 3 reached this share on H100s.
+# Share of the peak FLOP/s that a step reaches. Llama 3 reached 38 to 43% on H100s.
 _FLOPS_SHARE = 0.4
 
 

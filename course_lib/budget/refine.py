@@ -97,12 +97,13 @@ def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
 
 
 def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
-    """Return the recipe that checkpoints the fewest of the first blocks and fits, or None.
+    """Return the recipe that fits with the fewest leading blocks checkpointed, or None.
 
     At most `most` blocks are checkpointed. Each equal block adds the same number of bytes at each
     moment, so the peak is a convex function of the number of checkpointed blocks. Therefore, if the
     step does not fit without checkpoints but fits with `most` of them, there is a smallest number
-    from which on it fits, and bisection finds it.
+    of checkpoints with which it fits, and it also fits with every larger number up to `most`.
+    Bisection finds the smallest one.
     """
     return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, most + 1)])
 

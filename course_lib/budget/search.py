@@ -261,7 +261,7 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
 
 
 def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates of the given recipes that fit, and those of all given recipes."""
+    """Return the estimates that fit, and all estimates, of the given recipes with a schedule."""
     tried = []
     for recipe in dict.fromkeys(recipes):
         # InfeasibleBudget means that no schedule fits the recipe's own schedule_bytes.
@@ -301,7 +301,8 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
             best = fewest_pieces(search, family, pieces)
         except ValueError:
             # The model may have no blocks to checkpoint, or its loss may not call the model itself.
-            # This is an error only if the base leaves no alternative.
+            # It is an error only for the first kind of checkpoint, and if `base` names the shard or
+            # each rank holds all parameters. In other cases this recipe is skipped.
             if keep == keeps[0] and (base.shard is not None or shard in rank.REPLICATED):
                 raise
             continue

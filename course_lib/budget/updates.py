@@ -81,11 +81,12 @@ class Updates:
     def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
         """Return the parameters whose update cannot raise the peak.
 
-        They belong to blocks with two equal blocks before and two after them. Offloaded parameters
-        and the others are compared separately. The set is empty if all parameters are updated at
-        once or share a tensor of the state. Small parameters share a page with their neighbors. In
-        a paged update, a block is therefore left out only if one of its parameters is larger than a
-        page.
+        They belong to blocks whose two predecessors and two successors have trainable parameters of
+        the same shapes. The shapes of offloaded parameters and those of the others are compared
+        separately, so a block may be left out for only one of the two kinds. The set is empty if
+        all parameters are updated at once or share a tensor of the state. Small parameters share a
+        page with their neighbors. In a paged update, a block is therefore left out only if one of
+        its parameters is larger than a page.
         """
         shares_state = OPTIMIZERS[recipe.optimizer].shares_state
         if on_kind(recipe, self.kind).update != "loop" or shares_state:
