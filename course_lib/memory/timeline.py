@@ -279,7 +279,7 @@ class Ledger:
         self.operators.append((NO_OPERATOR, "forward" if node is None else "backward"))
 
     def bury(self) -> None:
-        """Remove released storages from the accounts. They were live up to the last operator."""
+        # Remove released storages from the accounts. They were live up to the last operator.
         if self._expected is not None:
             expected, self._expected = self._expected, None
             if expected() is not None:
