@@ -408,9 +408,9 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
         tried = random.Random(0).sample(
             sorted(made), min(len(made), sampled.get(each.name, len(made)))
         )
-        # a mutant that ends takes far fewer
-        # The constant covers what the solution found in caches: a mutant with other sizes may have
-        # to make several estimates again, each of which takes up to a million steps.
+        # A mutant that ends takes fewer steps. The constant is for estimates that the solution
+        # found in caches, and that a mutant with other sizes has to make: up to a million steps
+        # each.
         limit = 20 * ours.taken + 5_000_000
         answers = {
             said: accepted(each.name, made[said], names, known=right, steps=Steps(limit))

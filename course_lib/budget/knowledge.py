@@ -41,7 +41,8 @@ class Known:
         given: The functions that make the model and the batch.
         options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `tier` and `kind`.
         estimates: Mapping from each estimated recipe to its estimate.
-        whole: Recipes for which a step with all blocks was run.
+        whole: Recipes of a single rank that `estimate` ran with all blocks, because their step
+            cannot be composed.
         composes: Whether estimates are composed from steps with few blocks, where possible.
     """
 
@@ -96,7 +97,8 @@ class Known:
                 run = partial(process_trace, *self.given, recipe, events=True, **self.options)
                 return found.traced_by(lambda places: run(places=places)[0])
         found = estimate(*self.given, recipe, **self.options)
-        self.whole.add(recipe)
+        if recipe.ranks == 1:  # `rank` shortens the steps of several ranks itself
+            self.whole.add(recipe)
         # Only the whole step could run, so later estimates are not composed from steps with few
         # blocks.
         self.composes &= not composable
@@ -107,7 +109,9 @@ class Known:
 
         If it does not, all estimates are discarded, and later estimates run whole steps.
         """
-        if best is None or best.recipe in self.whole | self._confirmed:
+        if best is None or best.recipe.ranks > 1:
+            return True
+        if best.recipe in self.whole or best.recipe in self._confirmed:
             return True
         self.watch(best.recipe)
         with suppress(NotComposable):

@@ -47,11 +47,13 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
         return _by(formula, args, kwargs or {}, result)
     query = _QUERY_AT[kind]
     flops = _by(formula, _with_all_heads(query, args), kwargs or {}, result)
+    if not flops or not _is_causal(func, args, kwargs or {}):
+        return flops
     n_q, n_k = args[query].shape[2], args[query + 1].shape[2]
-    if flops and _is_causal(func, args, kwargs or {}):
-        # With PyTorch's `is_causal`, query i sees the keys up to i.
-        return flops // (n_q * n_k) * sum(min(i + 1, n_k) for i in range(n_q))
-    return flops
+    # With PyTorch's `is_causal`, query i sees the keys up to i: 1, 2, ... keys, and at most all.
+    growing = min(n_q, n_k)
+    seen = growing * (growing + 1) // 2 + (n_q - growing) * n_k
+    return flops // (n_q * n_k) * seen
 
 
 def _is_causal(func, args: tuple, kwargs: dict) -> bool:
