@@ -1,4 +1,4 @@
-"""Run heads in Python threads, each of which computes alone.
+"""Run attention heads in Python threads that share no work.
 
 An operator that shares its work among threads ends in a barrier. If another process occupies one of
 the cores, the waiting threads spin for milliseconds, and hundreds of short operators take many

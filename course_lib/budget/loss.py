@@ -70,7 +70,7 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     To add up the losses of several micro-batches, the weight of each loss must be known.
 
     Raises:
-        TypeError: The model has no loss, or `loss_sum` is not such a function.
+        TypeError: The model has no loss, or `loss_sum` is not a function of (model, batch).
         ValueError: Recipe and loss cannot be combined.
     """
     advice = (

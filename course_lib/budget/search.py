@@ -385,7 +385,7 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
 
 
 def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
-    """Return whether a recipe offloads as many bytes of activations as the one that it extends."""
+    """Return whether a recipe offloads at least as many bytes as the one that it extends."""
     names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
     return not smaller.offload_activations or all(
         getattr(recipe, name) == getattr(smaller, name) for name in ("micro_batches", *names)

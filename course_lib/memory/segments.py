@@ -13,9 +13,9 @@ file uses.
 - Freed chunks are merged with their free neighbors and stay reserved.
 - If CUDA has no memory left, all segments that are free as a whole are released to CUDA, and CUDA
   is asked again.
-- With `max_split_size_mb`, larger blocks are not split. They are not given to requests below that
-  size, nor to requests that they exceed by 20 MiB. On a full device they are released first, and
-  only as many of them as needed.
+- With `max_split_size_mb`, blocks of at least that size are not split. They are not given to
+  requests below that size, nor to requests that they exceed by 20 MiB or more. If the device is
+  full, these blocks are released first, and only as many as needed.
 
 tests/real_allocator.py runs the same steps with PyTorch's compiled code.
 """

@@ -112,7 +112,7 @@ def _padded(cell: str, width: int, right: bool) -> str:
 
 
 def _width(words: str) -> int:
-    """Return the number of columns in a terminal. A Chinese character takes two."""
+    """Return how many terminal columns the words take. A Chinese character takes two."""
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in words)
 
 

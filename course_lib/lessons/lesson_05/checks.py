@@ -240,7 +240,7 @@ def divisor(loop: Callable) -> str | None:
 def clipping(loop: Callable) -> str | None:
     """Test micro-batches of equal counts whose gradients point in different directions.
 
-    There is no scale. Only the direction of the update counts.
+    The loss scale is 1. Only the direction of the update is compared.
     """
     pieces = _pieces(4, 4, 4, 4, seed=1)
     found, wanted = _epoch(loop, pieces, 4, max_norm=0.01).gradients[0], _mean(pieces)

@@ -131,7 +131,7 @@ class RankWire(_Counted):
 class Adam:
     """Adam on a shard of the weights: `adam(piece, gradient)` returns the updated shard.
 
-    Its two moments are as long as the first shard it gets.
+    Its two moments have the shape of the first shard that it gets.
     """
 
     def __init__(self, lr: float = 1e-3) -> None:
