@@ -17,6 +17,8 @@ from sweep_operators import VERDICTS, findings
 
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Recipe, build, estimate, run, train_step
+from course_lib.checkpoint import checkpoint
+from course_lib.checkpoint.repeatable import BlockState, Repeatable, Sketch
 
 WIDTH = 8
 _calls = {"count": 0}  # of a block that counts in a global variable
@@ -419,3 +421,61 @@ def test_gradients_of_every_operator_are_those_of_the_plain_call():
         for key, names in verdicts.items()
         if names and key[1] in ("different", "refused")
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32, torch.int64])
+def test_a_sketch_of_values_changes_no_tensor(dtype):
+    tensor = torch.randn(6, 5).to(dtype)
+    before = tensor.clone()
+    first = Sketch(torch.view_as_real(tensor) if dtype.is_complex else tensor)
+    assert torch.equal(tensor, before)
+    assert not first.differs(Sketch(torch.view_as_real(tensor) if dtype.is_complex else tensor))
+
+
+class SharedMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.ones(2, WIDTH)
+        self.row = self.table[0]
+
+    def forward(self, x):
+        self.row.mul_(0.5)
+        return (x * self.table[0]).sin()
+
+
+def test_an_attribute_that_shares_its_memory_with_another_is_refused_if_it_changes():
+    block = SharedMemory()
+    with pytest.raises(
+        RuntimeError, match="table was changed in place, but shares its memory with row"
+    ):
+        checkpoint(
+            Repeatable(block, BlockState(block, None)),
+            torch.ones(3, WIDTH, requires_grad=True),
+            use_reentrant=False,
+        )
+
+
+def test_statistics_are_updated_once_also_if_the_mode_changes_before_backward():
+    norm = nn.BatchNorm1d(WIDTH)
+    state = BlockState(norm, None, statistics=True)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    loss = checkpoint(Repeatable(norm, state), x, use_reentrant=False).square().sum()
+    mean = norm.running_mean.clone()
+    norm.eval()
+    loss.backward()
+    assert norm.num_batches_tracked == 1 and torch.equal(norm.running_mean, mean)
+
+
+def test_frozen_parameters_in_attributes_are_not_copied():
+    lstm = nn.LSTM(WIDTH, WIDTH).requires_grad_(False)
+    state = BlockState(lstm, None)
+    with state.first_run():
+        assert state.attributes.tensors == []
+
+
+def test_each_tensor_of_a_list_has_a_name_of_its_own():
+    block = nn.Identity()
+    block.counts = [torch.zeros(1), torch.zeros(1)]
+    state = BlockState(block, None)
+    with state.first_run():
+        assert [each.name for each in state.attributes.tensors] == ["counts[0]", "counts[1]"]

@@ -75,6 +75,13 @@ def _equal(a: Any, b: Any) -> bool:
 
 # ---- attributes
 
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
 
 
@@ -176,6 +183,7 @@ class _Attributes:
     """The attributes of a block's modules before its first run."""
 
     def __init__(self, block: nn.Module):
+        self.block = block
         self.places = list(_places(block))
         self.known: dict[int, Any] = {}  # id of an object -> its record, also if found again
         self.tensors: list[_Tensor] = []
@@ -196,23 +204,47 @@ class _Attributes:
 
     def _remembered(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if value.is_leaf and value.requires_grad:
-                return value  # a parameter, which only the optimizer changes
+            # Only the optimizer changes parameters, frozen ones included.
+            if isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad):
+                return value
             self.tensors.append(_Tensor(name, value))
             return self.tensors[-1]
         if isinstance(value, np.ndarray):
             return _Container(value, [value.copy()]) if value.dtype != object else value
         if type(value) in _CONTAINERS:
             self.known[id(value)] = value  # in case it contains itself
-            items = value.values() if isinstance(value, dict) else value
-            return _Container(value, [self._remember(name, item) for item in items])
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            return _Container(
+                value, [self._remember(f"{name}[{key!r}]", item) for key, item in items]
+            )
         if generator := _as_generator(value):
             self.generators.append(generator)
         return value
 
     def settle(self) -> None:
+        """Drop copies of tensors that the first run did not change.
+
+        Raises:
+            RuntimeError: It changed a tensor that shares its memory with another one. Copies would
+                not share it.
+        """
         for tensor in self.tensors:
             tensor.settle()
+        changed = [
+            each for each in self.tensors if each.copy is not None and each.version is not None
+        ]
+        if not changed:
+            return
+        others = {id(each.tensor): (each.name, each.tensor) for each in self.tensors}
+        others |= {id(tensor): (name, tensor) for name, tensor in self.block.named_buffers()}
+        for each in changed:
+            for name, tensor in others.values():
+                if tensor is not each.tensor and _shares_memory(tensor, each.tensor):
+                    raise RuntimeError(
+                        f"{each.name} was changed in place, but shares its memory with {name}, so"
+                        " they cannot be restored for the recomputation. Keep one of them as an"
+                        " attribute, and make the other one from it in forward"
+                    )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -255,6 +287,7 @@ class BlockState:
     ):
         self.block, self.comparison, self.statistics = block, comparison, statistics
         self.attributes: _Attributes | None = None  # None before the first run
+        self.running: list[Tensor] = []  # statistics that the first run updated
         self.generators: list[tuple[_Generator, Any]] = []
 
     def next_run(self, more: bool = True) -> AbstractContextManager:
@@ -284,6 +317,7 @@ class BlockState:
     def first_run(self) -> Iterator[None]:
         """Record what the first run, inside the block, uses and changes."""
         attributes = self.attributes = _Attributes(self.block)
+        self.running = statistics_of(self.block)
         with _disable_current_modes():  # generator states are not tensors of the step
             found = [(each, each.get()) for each in (*_GLOBAL, *attributes.generators)]
         yield
@@ -300,8 +334,7 @@ class BlockState:
             now = [(each, each.get()) for each, _ in self.generators]
             for each, state in self.generators:
                 each.set(state)
-        kept = statistics_of(self.block) if self.statistics else []
-        kept = [(buffer, buffer.clone()) for buffer in kept]
+        kept = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
         try:
             with self._unchanged(), self.attributes.restored():
                 yield
@@ -322,7 +355,7 @@ class BlockState:
             return
         tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
         tensors |= {each.name: each.tensor for each in self.attributes.tensors}
-        comparison.start(statistics_of(self.block), tensors)
+        comparison.start(self.running, tensors)
         try:
             yield
         except Exception:
@@ -478,7 +511,8 @@ class Sketch:
         self.sum = torch.zeros((), dtype=torch.float64, device=tensor.device)
         self.square = self.sum.clone()
         for number, part in enumerate(tensor.reshape(-1).split(self.chunk)):
-            values = part.double()
+            # A copy even of float64 values, because the product below is computed in place.
+            values = part.to(torch.float64, copy=True)
             self.square += values.square().sum()
             # the signs are rotated, so that exchanged parts give another sum
             self.sum += values.mul_(signs.roll(number)[: len(values)]).sum()
