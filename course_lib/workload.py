@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from course_lib._check import shown
-from course_lib._losses import samples_in, takes_arguments
+from course_lib._hugging_face_losses import samples_in, takes_arguments
 from course_lib._origin import origin
 from course_lib.accumulation import split
 from course_lib.configs import KNOWN, model_from, read_config

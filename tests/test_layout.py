@@ -17,7 +17,7 @@ MOST_STATEMENTS = 400  # of a file: to write them more densely does not help
 MOST_IN_A_CLASS, MOST_IN_A_FUNCTION = 120, 50
 
 # A room -> the rooms whose modules it may import; its own are always allowed.
-BELOW_ALL = {"_check", "_origin", "_torch", "_losses", "labels"}
+BELOW_ALL = {"_check", "_origin", "_torch", "_hugging_face_losses", "labels"}
 TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
 CORE = {"memory", "models", "configs", "workload", "options", *TECHNIQUES, *BELOW_ALL}
 CORE |= {"distributed", "budget"}
@@ -25,7 +25,7 @@ ALLOWED = {
     "_check": set(),
     "_origin": set(),
     "_torch": {"_check"},
-    "_losses": {"_check", "_torch"},
+    "_hugging_face_losses": {"_check", "_torch"},
     "labels": set(),
     "options": set(),
     "models": BELOW_ALL,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from course_lib._check import function, shown
-from course_lib._losses import (
+from course_lib._hugging_face_losses import (
     has_loss_sum,
     has_method,
     is_hugging_face,

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
-from course_lib._losses import takes_arguments
+from course_lib._hugging_face_losses import takes_arguments
 from course_lib._torch import autocast_of, is_symbolic, kind_of, look_of, tensors_in
 from course_lib.checkpoint import checkpoint
 from course_lib.checkpoint.repeatable import BlockState, Comparison, Repeatable

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib._check import shown, whole
-from course_lib._losses import has_loss_sum, own_loss, takes_arguments
+from course_lib._hugging_face_losses import has_loss_sum, own_loss, takes_arguments
 from course_lib._torch import map_tensors
 from course_lib.accumulation import split
 from course_lib.memory import symbolic

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._losses import has_loss_sum, own_loss, samples_in
+from course_lib._hugging_face_losses import has_loss_sum, own_loss, samples_in
 from course_lib._torch import tensors_in
 from course_lib.accumulation import split
 from course_lib.budget import Recipe, estimate, run
