@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
+    torch.manual_seed(0)  # so that a test alone draws the numbers that it draws after others
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; run `make gpu` on a machine that has one")
 

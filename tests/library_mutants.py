@@ -28,7 +28,13 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 60  # of CPU, for a mutant
 # The tests of a room, and of some files in it where all of its would take minutes.
 ROOMS = {
-    "memory": ("memory", "caching_allocator", "refusals"),
+    "memory": ("meter", "transparency", "categories", "refusals"),
+    "memory/caching_allocator.py": ("caching_allocator",),
+    "memory/categories.py": ("gradient_sums", "categories"),
+    "memory/formulas.py": ("formulas",),
+    "memory/growth.py": ("trace",),
+    "memory/meter.py": ("memory_budget", "gradient_sums", "transparency", "categories"),
+    "memory/saved_tensors.py": ("saved_tensors",),
     "checkpoint": ("checkpoint", "refusals"),
     "schedule": ("schedule", "refusals"),
     "offload": ("offload", "refusals"),
