@@ -38,6 +38,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
+    """Return the tensors among an operator's arguments, and in lists and tuples among them.
+
+    This is faster than `tensors_in`, which also searches nested containers.
+    """
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
+
+
 def map_tensors(
     function: Callable[[Tensor], Any], value: Any, *, copied: tuple[type, ...] = ()
 ) -> Any:
@@ -190,7 +204,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def is_symbolic(*tensors: Any) -> bool:
-    """Return whether one of the tensors is symbolic (`course_lib.memory.symbolic`).
+    """Return whether one of the tensors is symbolic (`course_lib.symbolic`).
 
     Without arguments, return whether new tensors are symbolic.
     """

@@ -24,8 +24,8 @@ from course_lib.accumulation import split
 from course_lib.configs import KNOWN, model_from, read_config
 from course_lib.configs import shape_of as config_shape
 from course_lib.labels import text, verbatim
-from course_lib.memory import symbolic
 from course_lib.models import Attention, Decoder, random_tokens
+from course_lib.symbolic import symbolic
 
 HEAD_DIM = 128
 VOCABULARY = 32_000

@@ -1,5 +1,5 @@
 """Symbolic operators compared with real ones: samples of PyTorch's operator database, and the rules
-of `course_lib.memory.cpu_kernels`."""
+of `course_lib.symbolic.cpu_kernels`."""
 
 import inspect
 import itertools

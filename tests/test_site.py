@@ -542,6 +542,11 @@ def test_the_reference_lists_every_public_name(name, pages):
     assert not re.search(r"\(\w+,\) –", text_of(page)), "every attribute stands by its own name"
 
 
+def test_reference_describes_a_name_where_it_is_defined(pages):
+    assert 'id="course_lib.symbolic.cast"' in pages["api/symbolic.html"]
+    assert 'id="course_lib.memory.cast"' not in pages["api/memory.html"]
+
+
 def examples_of(module):
     """The examples in what the reference shows of a module, which begin with its public names."""
     names = {name: getattr(module, name) for name in public_names(module)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from course_lib.memory import symbolic
 from course_lib.offload import chosen_below
+from course_lib.symbolic import symbolic
 
 from .estimate import Estimate
 from .knowledge import Known

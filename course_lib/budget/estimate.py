@@ -218,7 +218,7 @@ def estimate(
     **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because the fused
     operator of an LSTM on a CPU keeps a workspace. Without oneDNN it is not fused and can be
     estimated. The same holds for models with sparse gradients or with any other operator of
-    `course_lib.memory.cpu_kernels.INEXACT`.
+    `course_lib.symbolic.cpu_kernels.INEXACT`.
 
     **Compiled models.** A model that `torch.compile` has compiled, or whose modules are compiled,
     is estimated uncompiled. `train_step` runs it compiled, which can need less memory or more.

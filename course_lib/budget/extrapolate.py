@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import unlogged
 from course_lib.checkpoint.blocks import names_of
-from course_lib.memory import CATEGORIES, Trace, symbolic
+from course_lib.memory import CATEGORIES, Trace
 from course_lib.memory.growth import Growth, Irregular
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
+from course_lib.symbolic import symbolic
 
 from .alike import groups_of
 from .blocks import equal_blocks, shortened

@@ -16,7 +16,7 @@ from torch import nn
 
 from course_lib._origin import explained
 from course_lib.checkpoint.blocks import names_of
-from course_lib.memory import symbolic
+from course_lib.symbolic import symbolic
 
 from .estimate import Estimate, estimate
 from .extrapolate import Composer, NotComposable

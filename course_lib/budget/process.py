@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._torch import look_of, not_collecting, tensors_in
-from course_lib.memory import Trace, symbolic
-from course_lib.memory.cpu_kernels import INEXACT
+from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.memory.repeats import Repeats
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
+from course_lib.symbolic import symbolic
+from course_lib.symbolic.cpu_kernels import INEXACT
 
 from .alike import groups_of
 from .kinds import on_kind

@@ -20,8 +20,8 @@ from torch import nn
 from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
 from course_lib.labels import say, text
-from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
+from course_lib.symbolic import symbolic
 
 from . import rank
 from .bounds import floor_bytes, least_seconds, moves_nothing, recomputed_flops

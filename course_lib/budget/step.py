@@ -22,9 +22,9 @@ from course_lib._torch import (
 )
 from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, split
 from course_lib.checkpoint.blocks import names_of
-from course_lib.memory import cast
 from course_lib.offload import OffloadedOptimizer
 from course_lib.schedule import Chain, ScheduledBlocks
+from course_lib.symbolic import cast
 
 from .hugging_face import without_cache
 from .loss import (

@@ -26,8 +26,9 @@ from course_lib.distributed.tasks import Task, check_divides, task_of
 from course_lib.distributed.torchrun import process_group, resumed, train
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
-from course_lib.memory import MemoryBudgetExceeded, symbolic
+from course_lib.memory import MemoryBudgetExceeded
 from course_lib.options import add_shared, byte_count, whole_number
+from course_lib.symbolic import symbolic
 
 MUCH = 0.2  # fraction of the parameters, outside all blocks, from which a warning is given
 RANK = int(os.environ.get("RANK", 0))

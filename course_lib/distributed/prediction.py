@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib._check import whole
 from course_lib._torch import not_collecting
-from course_lib.memory import symbolic
+from course_lib.symbolic import symbolic
 
 from .formulas import REPLICATED
 from .measurement import RankUsage, Watch

@@ -15,8 +15,8 @@ from course_lib._check import shown, whole
 from course_lib._hugging_face_losses import has_loss_sum, own_loss, takes_arguments
 from course_lib._torch import map_tensors
 from course_lib.accumulation import split
-from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
+from course_lib.symbolic import symbolic
 from course_lib.workload import configured, named_function, samples_of
 
 DECODER = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8}

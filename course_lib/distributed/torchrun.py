@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.labels import say, text, verbatim
-from course_lib.memory import symbolic
+from course_lib.symbolic import symbolic
 
 from .formulas import STATE, held_bytes, sent_bytes, shapes_of
 from .measurement import RankUsage, Watch

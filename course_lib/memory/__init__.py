@@ -6,6 +6,7 @@ these numbers. `CachingAllocator` follows PyTorch's rules for the memory that a 
 addition. Lesson 01 explains them.
 """
 
+from ..symbolic import cast, symbolic
 from .allocator_settings import AllocatorSettings
 from .caching_allocator import Block, CachingAllocator
 from .formulas import attention_saved_bytes, training_state_bytes, transformer_activation_bytes
@@ -13,7 +14,6 @@ from .measurement import Measurement, measure
 from .meter import MemoryBudgetExceeded, MemoryMeter
 from .saved_tensors import SavedTensor, SavedTensors, saved_tensors
 from .show import CATEGORY_COLORS, CATEGORY_HATCHES
-from .symbols import cast, symbolic
 from .timeline import CATEGORIES, PHASES, Sample, Timeline
 from .trace import Event, Trace
 

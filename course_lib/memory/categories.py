@@ -18,9 +18,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import tensors_among
+from ..symbolic import Symbolic
 from .compiler import BuffersForBackward
-from .concrete_ints import Symbolic
-from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of, tensors_among
+from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of
 from .timeline import Ledger, Record
 
 ADD = torch.ops.aten.add.Tensor

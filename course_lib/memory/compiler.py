@@ -114,28 +114,3 @@ def compiled_calls(called: Callable[[], None]) -> Iterator[None]:
 
     with patch.object(dynamo, "_callback_from_stance", telling):
         yield
-
-
-@contextmanager
-def compiled_code_set_aside() -> Iterator[None]:
-    """Run functions and modules that `torch.compile` has compiled without compilation inside the
-    block, and compiled again after it."""
-    compile_ = torch.compile
-    with ExitStack() as stack:
-        forced = []
-
-        def force() -> None:
-            if not forced:
-                forced.append(stack.enter_context(torch.compiler.set_stance("force_eager")))
-
-        def compiling(*args: Any, **kwargs: Any) -> Any:
-            result = compile_(*args, **kwargs)
-            force()
-            return result
-
-        # Nothing can be compiled before the compiler is loaded, and loading it takes seconds.
-        if "torch._dynamo" in sys.modules:
-            force()
-        else:
-            stack.enter_context(patch.object(torch, "compile", compiling))
-        yield

@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from course_lib.labels import listed, text, verbatim
 
 from .. import _check
-from .._torch import ObserverMode, is_symbolic, wait_for
+from .._torch import ObserverMode, is_symbolic, tensors_among, wait_for
 from .allocator import allocator_peak, workspace_by_operator
 from .meter import MemoryMeter
 from .show import Table
 from .snapshot import Snapshot
-from .storages import AccumulateGrad, check_model_and_optimizer, tensors_among
+from .storages import AccumulateGrad, check_model_and_optimizer
 
 _MOST_METERED = 4  # largest number of runs after the warm-up until two agree
 

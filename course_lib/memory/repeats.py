@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._torch import attributes_of, tensors_in
+from ..symbolic.shape_cache import Outline, extent, make_fake
 from .categories import CategoryTracker
 from .growth import Irregular
-from .shape_cache import Outline, extent, make_fake
 from .timeline import CATEGORIES, Ledger, Record
 
 # Number that stands for the gradient of the output in `Backward.deaths`.

@@ -3,7 +3,7 @@ operator's call or the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from .._check import kind
-from .._torch import tensors_in
+from .._torch import tensors_among, tensors_in
 
 AccumulateGrad = torch._C._functions.AccumulateGrad
 
@@ -86,20 +86,6 @@ def holds_bytes(tensor_type: type) -> bool:
         return True
     plain = tensor_type.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     return plain or issubclass(tensor_type, FakeTensor)
-
-
-def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
-    """Return the tensors among an operator's arguments, and in lists and tuples among them.
-
-    This is faster than `tensors_in`, which also searches nested containers.
-    """
-    found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(item for item in value if isinstance(item, Tensor))
-    return found
 
 
 def belongings(

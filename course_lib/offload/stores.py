@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import whole
 from course_lib._torch import is_symbolic
-from course_lib.memory.concrete_ints import Symbolic
+from course_lib.symbolic import Symbolic
 
 from .device import Device
 

@@ -28,8 +28,8 @@ from course_lib._torch import (
     wait_for,
 )
 from course_lib.memory import MemoryMeter
-from course_lib.memory.concrete_ints import Symbolic
 from course_lib.memory.measurement import flop_counter
+from course_lib.symbolic import Symbolic
 
 from .stages import (
     GradientSlot,

@@ -69,6 +69,7 @@ FIRST_PAGES = ("docs/out_of_memory",)
 MODULES = (
     *(
         "memory",
+        "symbolic",
         "models",
         "checkpoint",
         "schedule",
@@ -563,15 +564,17 @@ def _is_public_in(module: ModuleType, name: str, value: object) -> bool:
 
 
 def _described_elsewhere(value: object, name: str) -> str:
-    """Place where else the reference has it: in PyTorch's, or on the page of an earlier module of
-    ours, or of the later one that it lives in; "" if nowhere."""
+    """Return where else the reference describes an object: in PyTorch's, on the page of another
+    module of ours in which it is defined, or on that of an earlier module. Return "" if nowhere."""
     home = getattr(value, "__module__", None) or (
         "torch.utils.checkpoint" if isinstance(value, set) else ""
     )
     if home.startswith("torch"):
         return home
+    if home.startswith(f"course_lib.{name}."):
+        return ""
     lives_in = [each for each in MODULES if home.startswith(f"course_lib.{each}.") and each != name]
-    for other in (*MODULES[: MODULES.index(name)], *lives_in):
+    for other in (*lives_in, *MODULES[: MODULES.index(name)]):
         if importlib.util.find_spec(f"course_lib.{other}"):
             if any(
                 value is each

@@ -3,10 +3,13 @@ values."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -14,9 +17,9 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .._torch import map_tensors, tensors_in, written_arguments
+from .._torch import AllRandomState, map_tensors, tensors_among, tensors_in, written_arguments
 from . import cpu_kernels, shape_cache
-from .storages import tensors_among
+from .conversion import apply_to_module
 
 # Largest size of a real storage in bytes, so that a symbolic model takes no memory. It is enough
 # for the tokens of 128 samples of 4,096 tokens each.
@@ -233,3 +236,82 @@ def _is_whole(given: Tensor | torch.dtype | None) -> bool:
     if isinstance(given, Tensor):
         return type(given) in (Tensor, nn.Parameter, FakeTensor) and _is_whole(given.dtype)
     return given is not None and not given.is_floating_point and not given.is_complex
+
+
+@contextmanager
+def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
+    """Return a context in which tensors have shapes, dtypes and storages, but take no memory. A
+    model can be built and trained for a step inside it.
+
+    A `MemoryMeter` inside the context counts the bytes that the same step would take for real.
+    Everything that the step uses must be made inside the context, except for tensors of integers.
+
+    Tensors of integers and booleans, such as tokens, labels and masks, are real if they are on the
+    CPU and take at most 4 MiB each. A step that reads their values then takes the same branches as
+    the real step: for example, it drops a mask that is all ones. All other values are unknown, and
+    reading them raises PyTorch's own error, which names the operator. Where layers are dropped at
+    random, one random draw decides which. At the end of the context the random number generators
+    are restored to their earlier states. Functions and modules that `torch.compile` has compiled
+    run uncompiled inside the context, and compiled after it.
+
+    Args:
+        mode: The mode that an earlier `with symbolic() as mode` returned, to continue with its
+            tensors.
+
+    PyTorch's own counterpart of a meter in this context is
+    `torch.distributed._tools.mem_tracker.MemTracker`.
+
+    Example:
+        >>> from course_lib.memory import MemoryMeter
+        >>> with symbolic():
+        ...     model, batch = nn.Linear(100_000, 100_000), torch.randn(8, 100_000)
+        ...     with MemoryMeter(model) as meter:
+        ...         model(batch).sum().backward()
+        >>> meter.peak_bytes
+        80000800008
+
+    Source: `torch._subclasses.FakeTensorMode`.
+    """
+    # Real tensors, such as tokens, are drawn from the real generators, whose states are restored at
+    # the end.
+    state = AllRandomState(counted=False)
+    try:
+        # `_no_grad_trunc_normal_` draws values outside the bounds again, for which it must read
+        # them. Symbolic weights need no values.
+        without_values = patch.object(
+            nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
+        )
+        with (
+            without_values,
+            patch.object(nn.Module, "_apply", apply_to_module),
+            _compiled_code_set_aside(),
+            mode or Symbolic() as mode,
+        ):
+            yield mode
+    finally:
+        state.restore()
+
+
+@contextmanager
+def _compiled_code_set_aside() -> Iterator[None]:
+    """Run functions and modules that `torch.compile` has compiled without compilation inside the
+    block, and compiled again after it."""
+    compile_ = torch.compile
+    with ExitStack() as stack:
+        forced = []
+
+        def force() -> None:
+            if not forced:
+                forced.append(stack.enter_context(torch.compiler.set_stance("force_eager")))
+
+        def compiling(*args: Any, **kwargs: Any) -> Any:
+            result = compile_(*args, **kwargs)
+            force()
+            return result
+
+        # Nothing can be compiled before the compiler is loaded, and loading it takes seconds.
+        if "torch._dynamo" in sys.modules:
+            force()
+        else:
+            stack.enter_context(patch.object(torch, "compile", compiling))
+        yield
