@@ -269,10 +269,9 @@ _ONE_HOLDER = _holders_of_one()
 
 
 def _called_by_autograd() -> bool:
-    """Return whether all Python frames between the operator and autograd's engine belong to
-    dispatch modes."""
-    # Skip the frames of `taken_over` and of the mode that calls it.
-    frame = sys._getframe(3)
+    """Return whether all Python frames between this module and autograd's engine belong to dispatch
+    modes."""
+    frame = sys._getframe()
     while frame is not None and (frame.f_globals.get("__name__") in _WRAPPERS or _of_a_mode(frame)):
         frame = frame.f_back
     return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
@@ -288,8 +287,8 @@ def _of_a_mode(frame) -> bool:
     )
 
 
-# Modules of the functions in which PyTorch wraps dispatch modes.
-_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")
+# This module, and those of the functions in which PyTorch wraps dispatch modes.
+_WRAPPERS = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._ops")
 
 
 class OptimizerPhase:

@@ -89,33 +89,42 @@ class Symbolic(FakeTensorMode):
             return shape_cache.fake(self, func, types, args, kwargs or {})
         self._inside = True
         try:
-            return self._dispatched(func, types, args, kwargs or {})
+            return self._dispatch(func, types, args, kwargs or {})
         finally:
             self._inside = False
 
-    def _dispatched(self, func, types, args, kwargs) -> Any:
+    def _dispatch(self, func, types, args, kwargs) -> Any:
+        """Run an operator by one of three methods: for symbolic, for mixed or for real inputs."""
         if found := cpu_kernels.INEXACT.get(func):
             warnings.warn(f"{func} {found.reason}; {found.remedy}", stacklevel=2)
-        met = tensors_among(args, kwargs)
-        real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
         if not isinstance(func, OpOverload):
             return shape_cache.fake(self, func, types, args, kwargs)
-        indexes = func.overloadpacket in _INDEXING
-        if met and not real and not indexes and not self._have_numbers(met):
-            return shape_cache.dispatch_cached(self, func, types, args, kwargs)
+        inputs = tensors_among(args, kwargs)
+        real = [tensor for tensor in inputs if not isinstance(tensor, FakeTensor)]
+        if inputs and not real:
+            return self._run_on_symbolic(inputs, func, types, args, kwargs)
         if not all(map(_is_whole, real)):
-            return shape_cache.dispatch_cached(self, func, types, args, kwargs)
-        if len(real) < len(met):
-            result = self._symbolically(func, types, args, kwargs)
-            if func.overloadpacket not in _COPIED | _COMPARED or real:
-                return result
-            return self._known(func, result, met, args, kwargs)
+            # PyTorch makes the result of `torch.tensor(0.5)` symbolic, and refuses other real
+            # floating-point tensors.
+            return self._cached(func, types, args, kwargs)
+        run = self._symbolically if len(real) < len(inputs) else self._run_on_real
+        return run(func, types, args, kwargs)
+
+    def _run_on_symbolic(self, inputs: list[Tensor], func, types, args, kwargs) -> Any:
+        if not self._have_numbers(inputs):
+            return self._cached(func, types, args, kwargs)
+        result = self._symbolically(func, types, args, kwargs)
+        if func.overloadpacket in _COPIED | _COMPARED:
+            return self._known(func, result, inputs, args, kwargs)
+        return result
+
+    def _run_on_real(self, func, types, args, kwargs) -> Any:
         # A view is real whether or not its values are known.
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
-        if not all(map(self.knows, real)):
-            return self._symbolically(func, types, args, kwargs)
-        return self._for_real(func, types, args, kwargs)
+        if all(map(self.knows, tensors_among(args, kwargs))):
+            return self._for_real(func, types, args, kwargs)
+        return self._symbolically(func, types, args, kwargs)
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether a tensor is real and nothing symbolic has been written into its

@@ -142,3 +142,18 @@ def test_large_tensors_of_whole_numbers_stay_symbolic():
         sums = small.expand(2**40) + 1
         more = large + small
     assert meter.peak_bytes == sum(tensor.nbytes for tensor in (large, small, sums, more))
+
+
+def test_a_view_of_a_tensor_with_unknown_values_shares_its_storage():
+    with symbolic():
+        tokens = torch.zeros(4, dtype=torch.long)
+        tokens[0] = torch.randn(4).argmax()
+        view = tokens.view(2, 2)
+        assert view.untyped_storage()._cdata == tokens.untyped_storage()._cdata
+        assert tokens.unsqueeze_(0).shape == (1, 4)
+
+
+def test_a_real_floating_point_tensor_is_refused():
+    real = torch.ones(2)
+    with symbolic(), pytest.raises(AssertionError, match=r"Found in aten\.mul\.Tensor"):
+        real * 2
