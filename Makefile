@@ -17,7 +17,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # `make test-library` makes an environment of its own beside .venv, with all but torch as it is pinned.
 TORCH_VERSION ?= newest
 OTHER_VENV := .venv-torch-$(TORCH_VERSION)
-LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_models budget_ranks \
+LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_growth budget_models budget_ranks \
   budget_search caching_allocator categories checkpoint compiler configs devices distributed formulas \
   golden gradient_sums hugging_face measurement memory_budget meter models offload saved_tensors schedule shape_cache \
   simulated snapshot storages symbolic symbolic_values timeline trace transparency

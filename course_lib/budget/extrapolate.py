@@ -1,10 +1,10 @@
 """Estimate the step of a model with many equal blocks from runs with only a few of them.
 
 Two runs are needed, one of them with one block more. At each moment of the step, each block adds
-the same number of live bytes, and also the same FLOPs and bytes moved (`course_lib.memory.growth`
-has the formula). This module runs forward and backward without an optimizer and takes the memory of
-the optimizer from `updates`, so recipes that differ only in their optimizer settings share a run.
-The result equals that of `estimate`, which runs the whole step.
+the same number of live bytes, and also the same FLOPs and bytes moved (`growth` has the formula).
+This module runs forward and backward without an optimizer and takes the memory of the optimizer
+from `updates`, so recipes that differ only in their optimizer settings share a run. The result
+equals that of `estimate`, which runs the whole step.
 
 Other modules shorten a step in other ways: `alike` groups micro-batches that run the same
 operators, so that only one of each group is run, and `updates` measures optimizer steps with few
@@ -26,7 +26,7 @@ from course_lib._check import InfeasibleBudget
 from course_lib._origin import unlogged
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace
-from course_lib.memory.growth import Growth, Irregular
+from course_lib.memory.trace import Irregular
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 from course_lib.symbolic import symbolic
@@ -34,6 +34,7 @@ from course_lib.symbolic import symbolic
 from .alike import groups_of
 from .blocks import equal_blocks, shortened
 from .estimate import Estimate
+from .growth import Growth
 from .loss import LossSum, check_loss, trained
 from .process import check_arguments, watched
 from .recipe import Recipe

@@ -28,10 +28,11 @@ from course_lib.accumulation import split
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.distributed.prediction import watched_rank
 from course_lib.memory import CATEGORIES, Trace
-from course_lib.memory.growth import Growth, Irregular
+from course_lib.memory.trace import Irregular
 from course_lib.symbolic import symbolic
 
 from .blocks import equal_blocks
+from .growth import Growth
 from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
 from .recipe import Recipe
 from .step import applied, check_model, default_dtype, model_of

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .._torch import attributes_of, tensors_in
 from ..symbolic.shape_cache import Outline, extent, make_fake
 from .categories import CategoryTracker
-from .growth import Irregular
 from .timeline import CATEGORIES, Ledger, Record
+from .trace import Irregular
 
 # Number that stands for the gradient of the output in `Backward.deaths`.
 GRADIENT = -1

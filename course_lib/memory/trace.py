@@ -3,8 +3,7 @@ bytes moved.
 
 Everything that runs a step returns a trace: a meter in this process, a symbolic step, one rank of
 several, and the step with a few of a model's blocks. This module computes the live bytes by
-category, the peak and the phases from it. `growth` computes the trace of a step with many equal
-blocks from the traces of two smaller steps.
+category, the peak and the phases from it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,11 @@ from .caching_allocator import CachingAllocator
 from .timeline import CATEGORIES, PHASES
 
 ENTRY = "what model and optimizer hold on entry"
+
+
+class Irregular(Exception):
+    """Raised when the trace of a step cannot be composed, because parts of it that should be equal
+    are not."""
 
 
 class Span(NamedTuple):

@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .trace import Span, Trace
-
-
-class Irregular(Exception):
-    """Raised when the step does not grow by the same amount with each block."""
+from course_lib.memory import Trace
+from course_lib.memory.trace import Irregular, Span
 
 
 class Pass(NamedTuple):
@@ -212,13 +209,13 @@ class _GrownSpans:
         offset = self._offset(q) + span.stop
         if q == p and there == "new":
             return offset + copy * block
-        # Each copy is released one block later, or one block earlier, than the copy before it.
-        steps = {-block: copy, block: self.blocks - 1 - copy}
-        if before - span.stop in steps and block:
-            return offset + steps[before - span.stop] * block
-        if before != span.stop or there == "new":
-            raise Irregular
-        return self._stretched(span.stop)
+        if before == span.stop and there != "new":
+            return self._stretched(span.stop)
+        if before == span.stop - block:  # each copy is released one block later than the last
+            return offset + copy * block
+        if before == span.stop + block:  # or one block earlier
+            return offset + (self.blocks - 1 - copy) * block
+        raise Irregular
 
     def _locate(self, moment: int) -> tuple[int, str]:
         """Return the pass that contains a moment of `more`, and the part of it: "head" is before
