@@ -111,12 +111,10 @@ class Symbolic(FakeTensorMode):
         return run(func, types, args, kwargs)
 
     def _run_on_symbolic(self, inputs: list[Tensor], func, types, args, kwargs) -> Any:
-        if not self._have_numbers(inputs):
+        if not any(tensor.untyped_storage() in self._numbers for tensor in inputs):
             return self._cached(func, types, args, kwargs)
         result = self._symbolically(func, types, args, kwargs)
-        if func.overloadpacket in _COPIED | _COMPARED:
-            return self._known(func, result, inputs, args, kwargs)
-        return result
+        return self._known(func, result, inputs, args, kwargs)
 
     def _run_on_real(self, func, types, args, kwargs) -> Any:
         # A view is real whether or not its values are known.
@@ -132,11 +130,6 @@ class Symbolic(FakeTensorMode):
         return not isinstance(tensor, FakeTensor) and (
             tensor.untyped_storage() not in self._unknown
         )
-
-    def _have_numbers(self, tensors: list[Tensor]) -> bool:
-        """Return whether the values of any of these symbolic tensors are known."""
-        numbers = self._numbers
-        return bool(numbers) and any(tensor.untyped_storage() in numbers for tensor in tensors)
 
     def _for_real(self, func, types, args, kwargs) -> Any:
         """Run the operator if its outputs are to be real, and return them. Otherwise return
@@ -166,9 +159,11 @@ class Symbolic(FakeTensorMode):
     def _known(self, func, outline: Tensor, met: list[Tensor], args, kwargs) -> Tensor:
         """Return the result of an operator that reads only symbolic tensors.
 
-        The result is real if all inputs have known values and it is a small tensor of integers or
-        booleans. Otherwise it is `outline`, the symbolic result.
+        The result of a copy or a comparison is real if all inputs have known values and it is a
+        small tensor of integers or booleans. Otherwise it is `outline`, the symbolic result.
         """
+        if func.overloadpacket not in _COPIED | _COMPARED:
+            return outline
         makers = [self._numbers.get(tensor.untyped_storage()) for tensor in met]
         if None in makers or outline.device.type != "cpu":
             return outline
