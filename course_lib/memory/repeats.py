@@ -10,8 +10,7 @@ led to them. Line by line, the ledger is then equal to that of the step with all
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,12 +28,6 @@ from .trace import Irregular
 
 # Number that stands for the gradient of the output in `Backward.deaths`.
 GRADIENT = -1
-_active: list[Repeats] = []
-
-
-def active() -> Repeats | None:
-    """Return the `Repeats` of the active meter, or None if every stage is to run."""
-    return _active[-1] if _active else None
 
 
 @dataclass(frozen=True)
@@ -135,15 +128,6 @@ class Repeats:
         # The keys are weak, because stages hold arguments of their call.
         self.kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.known: dict[Hashable, Forward | None] = {}
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Make this object the active one inside the block."""
-        _active.append(self)
-        try:
-            yield
-        finally:
-            _active.remove(self)
 
     def forward(
         self,

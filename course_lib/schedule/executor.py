@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +25,6 @@ from course_lib._torch import (
     tensors_in,
 )
 from course_lib.checkpoint.repeatable import BlockState, Comparison
-from course_lib.memory.repeats import active
 
 from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain
@@ -113,6 +114,25 @@ class ScheduledSequential(nn.Sequential):
         return run.end(link)
 
 
+_runner: ContextVar[Any] = ContextVar("runner", default=None)
+
+
+@contextmanager
+def stages_run_by(runner: Any) -> Iterator[None]:
+    """Let `runner` run the stages of the passes that begin inside the block.
+
+    Its methods `forward` and `keep` get a stage, the tensors that it computes with, everything else
+    that determines the result, and the function that runs the stage. Instead of calling that
+    function, they may return an equal result. The last argument is the watch for random numbers of
+    `forward`, and the gradient's slot of `keep`.
+    """
+    token = _runner.set(runner)
+    try:
+        yield
+    finally:
+        _runner.reset(token)
+
+
 class StageNode(torch.autograd.Function):
     """A stage in the outer graph.
 
@@ -188,6 +208,7 @@ class Run:
         )
         self.autocast = AutocastState([x.device.type])
         self.modes = modes_when_recomputed()
+        self.runner = _runner.get()
 
     def step(self, link: Tensor) -> Tensor:
         """Run the next stage for the first time; return its node, which follows `link`."""
@@ -271,24 +292,18 @@ class Run:
         return result
 
     def keep(self, i: int, value: Any, buffers: dict[str, Tensor]) -> Kept:
-        stage = self.stages[i]
-
-        def kept() -> Kept:
-            return Kept(i, stage, value, self.kwargs, self.needs[i], buffers, self.slot)
-
-        if (repeats := active()) is None:
-            return kept()
-        return repeats.keep(stage, self.given(i, value), self.context(i), kept, self.slot)
+        stage, slot = self.stages[i], self.slot
+        compute = partial(Kept, i, stage, value, self.kwargs, self.needs[i], buffers, slot)
+        if self.runner is None:
+            return compute()
+        return self.runner.keep(stage, self.given(i, value), self.context(i), compute, slot)
 
     def hand_on(self, i: int, value: Any, buffers: dict[str, Tensor], drawing: Any) -> Any:
         stage = self.stages[i]
-
-        def handed() -> Any:
-            return run_stage(i, stage, value, self.kwargs, buffers)
-
-        if (repeats := active()) is None:
-            return handed()
-        return repeats.forward(stage, self.given(i, value), self.context(i), handed, drawing)
+        compute = partial(run_stage, i, stage, value, self.kwargs, buffers)
+        if self.runner is None:
+            return compute()
+        return self.runner.forward(stage, self.given(i, value), self.context(i), compute, drawing)
 
     def given(self, i: int, value: Any) -> list[Tensor]:
         """Return the tensors that stage i computes with, except its own."""
