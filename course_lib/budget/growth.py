@@ -4,7 +4,7 @@ and with one more."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,10 +82,9 @@ class Growth:
     def trace(self, blocks: int) -> Trace:
         """Return the trace of the step that has `blocks` blocks more than `few`."""
         few, more, operators, live = self.few, self.more, [], []
+        for trace, start, stop, _ in self.sources(blocks):
+            operators += trace.operators[start:stop]
         for at in self.passes:
-            ours = few.operators[at.few : at.few + at.length]
-            new = more.operators[at.more + at.cut : at.more + at.cut + at.block]
-            operators += ours[: at.cut] + blocks * new + ours[at.cut :]
             a = few.live[at.few : at.few + at.length]
             b = more.live[at.more : at.more + at.length + at.block]
             before = b[: at.cut] - a[: at.cut]
@@ -139,8 +138,7 @@ class _GrownSpans:
         self.blocks, self.end = blocks, end
 
     def found(self) -> list[Span]:
-        blocks, end = self.blocks, self.end
-        more = self.more
+        more, blocks, end = self.more, self.blocks, self.end
         earlier = {}
         for span in more.spans or ():
             earlier.setdefault((span.start, span.bytes, span.category), []).append(span.stop)
@@ -261,13 +259,8 @@ def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
 
 def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
     """Return the bounds of the forward passes and of the parts between them."""
-    found = []
-    start = 0
-    for _, group in groupby(operators, key=lambda operator: operator[1] == "forward"):
-        stop = start + len(list(group))
-        found.append((start, stop))
-        start = stop
-    return found
+    groups = groupby(operators, key=lambda operator: operator[1] == "forward")
+    return list(pairwise(accumulate((len(list(group)) for _, group in groups), initial=0)))
 
 
 def _cut(few: list, more: list, start: int, stop: int, begin: int, end: int) -> Pass:

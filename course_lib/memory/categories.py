@@ -157,7 +157,9 @@ class CategoryTracker:
         # `grad_fn` is first read. For symbolic tensors, rebuilding runs an operator, which would
         # read `grad_fn` again without end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
-        watched = watched and not (_is_mutable(func) and tensors[0]._is_view())
+        # A higher-order operator has no `_schema`.
+        if watched and tensors[0]._is_view() and hasattr(func, "_schema"):
+            watched = not func._schema.is_mutable
         self._output = weakref.ref(tensors[0]) if watched else None
 
     def _is_a_shape_alone(self, tensor: Tensor) -> bool:
@@ -259,13 +261,8 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def _holders_of_one() -> int:
-    alone = torch.empty(0)
-    storage = alone.untyped_storage()
-    return _holders(storage)
-
-
-_ONE_HOLDER = _holders_of_one()
+_alone = torch.empty(0)
+_ONE_HOLDER = _holders(_alone.untyped_storage())
 
 
 def _called_by_autograd() -> bool:
@@ -331,8 +328,3 @@ class OptimizerPhase:
         with self.ledger.lock:
             for tensor in held_by(optimizer, of_groups=True):
                 self.ledger.assign(tensor, "optimizer")
-
-
-def _is_mutable(func: Any) -> bool:
-    # Higher-order operators have no `_schema`, so they count as not mutable.
-    return hasattr(func, "_schema") and func._schema.is_mutable

@@ -188,7 +188,7 @@ class Symbolic(FakeTensorMode):
         """
         in_place_of: dict[Tensor, Tensor] = {}
 
-        def symbolic(tensor: Tensor) -> Tensor:
+        def placeholder(tensor: Tensor) -> Tensor:
             if isinstance(tensor, FakeTensor):
                 return tensor
             if tensor not in in_place_of:
@@ -200,7 +200,7 @@ class Symbolic(FakeTensorMode):
         # If the values of a mask are known, the number of elements that it selects is known too.
         if func.overloadpacket in _INDEXING:
             args = args[0], self._places(args[1]), *args[2:]
-        result = self._cached(func, types, *map_tensors(symbolic, (args, kwargs)))
+        result = self._cached(func, types, *map_tensors(placeholder, (args, kwargs)))
         if not func._schema.is_mutable:
             return result
         written = list(tensors_in([value for _, value in written_arguments(func, args, kwargs)]))
@@ -302,20 +302,15 @@ def _compiled_code_set_aside() -> Iterator[None]:
     block, and compiled again after it."""
     compile_ = torch.compile
     with ExitStack() as stack:
-        forced = []
-
-        def force() -> None:
-            if not forced:
-                forced.append(stack.enter_context(torch.compiler.set_stance("force_eager")))
 
         def compiling(*args: Any, **kwargs: Any) -> Any:
             result = compile_(*args, **kwargs)
-            force()
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             return result
 
         # Nothing can be compiled before the compiler is loaded, and loading it takes seconds.
         if "torch._dynamo" in sys.modules:
-            force()
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         else:
             stack.enter_context(patch.object(torch, "compile", compiling))
         yield

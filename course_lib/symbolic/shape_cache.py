@@ -112,11 +112,7 @@ def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
     The tensors among the arguments are appended to `given`.
     """
     try:
-        named = (
-            [(name, _look(value, given)) for name, value in sorted(kwargs.items())]
-            if kwargs
-            else ()
-        )
+        named = [(name, _look(value, given)) for name, value in sorted(kwargs.items())]
         return func, torch.get_default_dtype(), *[_look(value, given) for value in args], *named
     except TypeError:
         return None
@@ -145,20 +141,14 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
     A result is one tensor, or a tuple or list of tensors.
     """
     kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
-    changes = func._schema.is_mutable
     storages = [_storage(tensor) for tensor in given]
     made = []
     for tensor in result if kind else [result]:
         same = [i for i, other in enumerate(given) if other is tensor]
-        if bool(same) != changes or not _is_plain(tensor):
+        if bool(same) != func._schema.is_mutable or not _is_plain(tensor):
             return None
-        of = (
-            same[0]
-            if same
-            else storages.index(_storage(tensor))
-            if _storage(tensor) in storages
-            else None
-        )
+        storage = _storage(tensor)
+        of = same[0] if same else storages.index(storage) if storage in storages else None
         own = of is not None or (
             tensor.untyped_storage().nbytes() == extent(tensor) and not tensor.storage_offset()
         )
@@ -166,7 +156,7 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
         if not own or (of is not None and of >= len(given)):
             return None
         made.append(of if same else Outline(of, *_look(tensor, [])))
-        storages.append(_storage(tensor))
+        storages.append(storage)
     return kind, made
 
 
