@@ -109,3 +109,11 @@ def little_to_collect():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def nothing_to_collect():
+    """Hide all existing objects from the collector, which `measure` calls before each run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

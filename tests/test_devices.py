@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from training_steps import at_end, bytes_of, empty_gradients
 from course_lib.memory import PHASES, MemoryBudgetExceeded, MemoryMeter, measure, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
-# autograd takes its symbolic tensors without such hardware; those of "cuda" only without gradients
+# Autograd works on symbolic tensors of this device without the hardware, which "cuda" needs.
 SECOND = "lazy"
 
 
@@ -41,7 +42,7 @@ def metered(given, **options):
     return meter
 
 
-def test_what_a_step_keeps_in_host_memory_is_no_part_of_its_devices_figures():
+def test_tensors_in_host_memory_do_not_count_for_the_device():
     packed = []
 
     def kept_nowhere():
@@ -51,10 +52,11 @@ def test_what_a_step_keeps_in_host_memory_is_no_part_of_its_devices_figures():
 
         return saved_tensors_hooks(pack, torch.empty)
 
+    host = torch.device("cpu")
     with symbolic():
         given = on_second_device(save_on_cpu, lr=0.1, momentum=0.9)
         meter = metered(given)
-        twin = on_second_device(kept_nowhere, "cpu", lr=0.1, momentum=0.9)
+        twin = on_second_device(kept_nowhere, host, lr=0.1, momentum=0.9)
         packed.clear()
         alone = metered(twin)
         assert meter.peak_bytes == alone.peak_bytes
@@ -62,11 +64,8 @@ def test_what_a_step_keeps_in_host_memory_is_no_part_of_its_devices_figures():
         assert (meter.entry_bytes, meter.live_bytes) == (alone.entry_bytes, alone.live_bytes)
         assert max(sample.live_bytes for sample in meter.timeline) == meter.peak_bytes
         assert (str(meter.device), str(alone.device)) == (SECOND, "cpu")
-        host = torch.device("cpu")
-        assert meter.peak_bytes_by_device == {
-            torch.device(SECOND): meter.peak_bytes,
-            host: sum(packed),
-        }
+        by_device = {torch.device(SECOND): meter.peak_bytes, host: sum(packed)}
+        assert meter.peak_bytes_by_device == by_device
         assert alone.peak_bytes_by_device == {host: alone.peak_bytes}
 
         metered(given, budget_bytes=meter.peak_bytes)
@@ -74,21 +73,19 @@ def test_what_a_step_keeps_in_host_memory_is_no_part_of_its_devices_figures():
             metered(given, budget_bytes=meter.peak_bytes - 1)
 
         on_host = metered(given, device="cpu")
-        assert on_host.peak_bytes == sum(packed)
-        assert on_host.peak_bytes_by_device == meter.peak_bytes_by_device
-        assert sum(on_host.at_peak().values()) == on_host.peak_bytes and on_host.entry_bytes == 0
+        assert on_host.peak_bytes == sum(on_host.at_peak().values()) == sum(packed)
+        assert on_host.peak_bytes_by_device == by_device and on_host.entry_bytes == 0
 
 
-def test_step_counts_that_adam_keeps_on_the_cpu_are_no_part_of_what_its_device_holds():
+def test_adam_step_counts_on_the_cpu_do_not_count_for_the_device():
     with symbolic():
         model, optimizer, _ = given = on_second_device(nullcontext, optimizer=torch.optim.Adam)
         assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
-        meter = metered(given)
-        assert meter.entry_bytes == 3 * bytes_of(model.parameters())
+        assert metered(given).entry_bytes == 3 * bytes_of(model.parameters())
         assert metered(given, device="cpu").entry_bytes == 4 * len(optimizer.state)
 
 
-def test_the_device_is_the_cpu_until_the_first_accelerator_is_met():
+def test_first_accelerator_with_a_tensor_becomes_the_device():
     with symbolic(), MemoryMeter() as meter:
         on_cpu = torch.ones(100)
         assert meter.live_bytes == meter.peak_bytes == on_cpu.nbytes
@@ -97,25 +94,22 @@ def test_the_device_is_the_cpu_until_the_first_accelerator_is_met():
         second, state = torch.ones(1000, device="cuda:1"), torch.get_rng_state()
         second.resize_(2000)
         assert meter.live_bytes == meter.peak_bytes == first.nbytes
-    # before it too, no other device's
+    # Samples from before that tensor are those of its device too.
     assert [sample.live_bytes for sample in meter.timeline] == [0, 40, 40, 40, 40]
+    host_bytes = on_cpu.nbytes + state.nbytes
     found = {str(device): count for device, count in meter.peak_bytes_by_device.items()}
-    assert found == {
-        "cpu": on_cpu.nbytes + state.nbytes,
-        "cuda:0": first.nbytes,
-        "cuda:1": second.nbytes,
-    }
+    assert found == {"cpu": host_bytes, "cuda:0": first.nbytes, "cuda:1": second.nbytes}
     assert str(meter.device) == "cuda:0"
     assert MemoryMeter().peak_bytes_by_device == {}
 
 
-def test_the_first_tensor_of_an_accelerator_may_be_the_one_that_passes_the_budget():
+def test_budget_holds_from_the_first_tensor_of_an_accelerator():
     with symbolic(), MemoryMeter(budget_bytes=500):
-        on_cpu = torch.ones(100)  # noqa: F841
+        held = [torch.ones(100)]
         with pytest.raises(MemoryBudgetExceeded) as caught:
             torch.ones(200, device="cuda")
         assert (caught.value.live_bytes, caught.value.wanted_bytes) == (0, 800)
-        first, more = torch.ones(75, device="cuda"), torch.ones(200)  # noqa: F841 - which the CPU's bytes do not
+        held += torch.ones(75, device="cuda"), torch.ones(200)
         with pytest.raises(MemoryBudgetExceeded) as caught:
             torch.ones(60, device="cuda")
         assert (caught.value.live_bytes, caught.value.wanted_bytes) == (300, 240)
@@ -130,53 +124,31 @@ def test_the_first_tensor_of_an_accelerator_may_be_the_one_that_passes_the_budge
         (torch.device("cuda:1"), "cuda:1", 100),
     ],
 )
-def test_a_device_that_is_named_is_counted_whichever_comes_first(device, name, count):
+def test_named_device_is_counted_whichever_comes_first(device, name, count):
     with symbolic(), MemoryMeter(device=device) as meter:
         made = [torch.ones(n, device=d) for n, d in ((10, "cuda"), (100, "cuda:1"), (1, "cpu"))]
     assert (str(meter.device), meter.peak_bytes) == (name, 4 * count)
     assert sum(meter.peak_bytes_by_device.values()) == bytes_of(made)
 
 
-def test_meta_tensors_count_where_that_device_is_named():
-    def step():
+def test_meta_tensors_count_only_if_that_device_is_named():
+    def backward():
         model(x).sum().backward()
 
     with torch.device("meta"):
         model, x = deep_mlp(4, 64), torch.ones(32, 64)
-    found = measure(step, model=model, device="meta")
-    assert metered((model, None, step)).peak_bytes == 0
+    found = measure(backward, model=model, device="meta")
+    assert metered((model, None, backward)).peak_bytes == 0
     with symbolic():
         model, x = deep_mlp(4, 64), torch.ones(32, 64)
-        alike = measure(step, model=model)
-    assert (found.peak_bytes, found.at_peak, found.flops) == (
-        alike.peak_bytes,
-        alike.at_peak,
-        alike.flops,
-    )
-    assert (found.device, found.allocator_peak_bytes, found.seconds, found.notes) == (
-        "meta",
-        None,
-        None,
-        (),
-    )
-
-
-def test_measure_counts_the_device_that_it_is_told():
-    with symbolic():
-        model, optimizer, step = given = on_second_device(save_on_cpu, lr=0.1)
-        for options in ({}, {"device": "cpu"}):
-            found, meter = (
-                measure(step, model=model, optimizer=optimizer, **options),
-                metered(given, **options),
-            )
-            assert (found.peak_bytes, found.at_peak) == (meter.peak_bytes, meter.at_peak())
-            assert found.device == options.get("device", SECOND)
+        expected = measure(backward, model=model)
+    assert (found.device, expected.device) == ("meta", "cpu")
+    assert replace(found, device="cpu") == expected
 
 
 def gpu_decoder():
-    model = Decoder(
-        vocabulary=1000, hidden=256, heads=8, layers=4, sequence=128, dropout=0.1
-    ).cuda()
+    sizes = {"vocabulary": 1000, "hidden": 256, "heads": 8, "layers": 4, "sequence": 128}
+    model = Decoder(**sizes, dropout=0.1).cuda()
     tokens = random_tokens(8, 128, 1000).cuda()
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -188,13 +160,17 @@ def gpu_decoder():
 
 
 def requested(which):
-    """What programs asked of the CUDA allocator; what it hands out is up to 1 MB a block more."""
+    """Return the bytes requested from the CUDA allocator, which rounds each block up."""
     return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
 
 
 class Requests(TorchDispatchMode):
-    """The most bytes asked for and not given back at an operator's end, and the most that one held
-    beyond that."""
+    """Mode that reads the requested bytes at each operator.
+
+    Attributes:
+        between: The largest number of bytes requested at the end of an operator.
+        workspace: The largest number of bytes that an operator held beyond those before and after.
+    """
 
     between = workspace = 0
 
@@ -209,8 +185,8 @@ class Requests(TorchDispatchMode):
 
 
 def before_a_gpu_step(model, step):
-    """What is asked for then; warmed up: cuBLAS asks for workspace once a thread and keeps it, Adam
-    makes its state."""
+    """Return the bytes requested before a step. Earlier steps allocate what stays: the workspace of
+    cuBLAS and the state of Adam."""
     for _ in range(2):
         empty_gradients(model)
         step()
@@ -223,11 +199,9 @@ def before_a_gpu_step(model, step):
 @pytest.mark.parametrize(
     "hooks", [nullcontext, partial(save_on_cpu, pin_memory=True)], ids=["plain", "save_on_cpu"]
 )
-def test_on_a_gpu_the_meters_peak_is_what_was_asked_of_the_allocator(hooks):
-    """Equal to the byte at operators' ends, where workspace is free again: both modes see the same
-    operators, none of whose gradients meet (which a mode would add out of place, and the meter
-    counts as added in place).
-    """
+def test_meter_peak_equals_the_bytes_requested_on_a_gpu(hooks):
+    """The two are equal at the ends of operators, where no workspace is allocated. No gradients
+    meet in this step, because a mode would add them out of place."""
     model, optimizer, step = on_second_device(hooks, "cuda", torch.optim.Adam)
     before = before_a_gpu_step(model, step)
     with Requests() as asked:
@@ -236,16 +210,14 @@ def test_on_a_gpu_the_meters_peak_is_what_was_asked_of_the_allocator(hooks):
     meter = metered((model, optimizer, step))
     assert meter.peak_bytes == asked.between - before + meter.entry_bytes
     kept = meter.peak_bytes_by_device.get(torch.device("cpu"), 0)
-    # at least the layers' inputs
+    # The inputs of the layers are kept at least.
     assert kept == 0 if hooks is nullcontext else kept >= 4 * 32 * 64 * 4
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_allocators_peak_is_within_one_operators_workspace_of_the_meters():
-    """No mode is active where the allocator's peak is taken. It is never below the meter's: at each
-    operator's end all that the meter counts is allocated. Nor is it above by more than an operator
-    takes beyond what it found or left.
-    """
+def test_gpu_allocator_peak_is_the_meter_peak_and_one_workspace():
+    """The allocator's peak is read without a mode. It exceeds that of the meter by the workspace
+    of one operator at most."""
     model, optimizer, step = gpu_decoder()
     before = before_a_gpu_step(model, step)
     with Requests() as asked:
@@ -256,11 +228,14 @@ def test_on_a_gpu_the_allocators_peak_is_within_one_operators_workspace_of_the_m
     step()
     seen = meter.entry_bytes + requested("peak") - before
     assert meter.peak_bytes <= seen <= meter.peak_bytes + asked.workspace
-    assert sum(meter.at_peak().values()) == meter.peak_bytes
+    assert sum(meter.series().values()).max() == meter.peak_bytes
+    # Autograd's own thread runs the backward pass.
+    assert set(meter.phases()) == set(PHASES) and at_end(meter)["activation"] == 0
+    assert at_end(meter)["gradient"] == at_end(meter)["parameter"] == bytes_of(model.parameters())
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_measure_of_the_cpu_looks_at_the_cpus_allocator():
+def test_measure_of_the_cpu_ignores_the_gpu_allocator():
     x = torch.ones(1 << 22, device="cuda")
 
     def step():
@@ -273,7 +248,7 @@ def test_on_a_gpu_measure_of_the_cpu_looks_at_the_cpus_allocator():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_measure_reports_the_device_and_the_allocators_figures():
+def test_measure_reports_the_figures_of_the_gpu_allocator():
     model, optimizer, step = gpu_decoder()
     before = torch.cuda.get_rng_state()
     found = measure(step, model=model, optimizer=optimizer, repeats=1)
@@ -284,15 +259,3 @@ def test_on_a_gpu_measure_reports_the_device_and_the_allocators_figures():
     assert found.workspace_bytes >= 0
     assert sum(found.at_peak.values()) == found.peak_bytes
     assert found.seconds > 0
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_backward_pass_of_autograds_own_thread_is_counted():
-    model, optimizer, step = gpu_decoder()
-    with MemoryMeter(model, optimizer) as meter:
-        step()
-    assert set(meter.phases()) == set(PHASES)
-    assert at_end(meter)["gradient"] == at_end(meter)["parameter"] == bytes_of(model.parameters())
-    total = sum(meter.series().values())
-    assert total.max() == meter.peak_bytes
-    assert at_end(meter)["activation"] == 0

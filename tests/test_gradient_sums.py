@@ -11,42 +11,42 @@ from training_steps import allocations, at_end, bytes_of, one_more_sample
 
 from course_lib.memory import CATEGORIES, MemoryMeter, symbolic
 
+# Bytes of the Python numbers that an operator takes, which only the allocator sees.
+NUMBERS = 16
 
-def shared_weight(uses):
-    weight, x = nn.Parameter(torch.randn(64, 64) / 8), torch.randn(16, 64)
+
+def repeated(leaves, layer):
+    """Return the leaves, and a step in which their gradients are sums over four calls."""
+    x = torch.randn(16, 64)
 
     def step():
         y = x
-        for _ in range(uses):
-            y = torch.tanh(y @ weight)
+        for _ in range(4):
+            y = torch.tanh(layer(y))
         y.sum().backward()
 
-    return [weight], step
+    return leaves, step
 
 
-def rnn():
-    inner, outer = (nn.Parameter(torch.randn(64, 64) / 8) for _ in range(2))
-    xs = torch.randn(6, 8, 64)
+def shared_weight():
+    weight = nn.Parameter(torch.randn(64, 64) / 8)
+    return repeated([weight], lambda y: y @ weight)
 
-    def step():
-        h = torch.zeros(8, 64)
-        for x in xs:
-            h = torch.tanh(x @ inner + h @ outer)
-        h.sum().backward()
 
-    return [inner, outer], step
+def shared_layer():
+    layer = nn.Linear(64, 64)
+    return repeated(list(layer.parameters()), layer)
 
 
 def uses_of(function):
-    """A parameter of which `function` makes something, in which gradients meet or are added
-    otherwise."""
+    """Return a maker of steps in which gradients meet at the argument of a function."""
 
     def make():
         weight = nn.Parameter(torch.randn(64, 64))
 
         def step():
             used = weight * 2
-            made = function(used)  # both stay, so that the peak is where gradients meet
+            made = function(used)  # both stay live, so that the peak is where gradients meet
             made.sum().backward()
 
         return [weight], step
@@ -55,8 +55,7 @@ def uses_of(function):
 
 
 class AddsGradients(torch.autograd.Function):
-    """Its formula's own sum, out of place, takes a tensor more than a gradient that meets
-    another."""
+    """Function whose formula adds out of place, which takes one tensor more."""
 
     @staticmethod
     def forward(ctx, x):
@@ -77,9 +76,14 @@ def with_kept_gradient(y):
     return y.exp() + y.tanh() + y.sin()
 
 
-MEETINGS = {
-    "a weight four times": lambda: shared_weight(4),
-    "an RNN": rnn,
+def with_double_backward(y):
+    (slope,) = torch.autograd.grad((y.tanh() ** 3).sum(), y, create_graph=True)
+    return slope**2 + y.tanh()
+
+
+SUMS = {
+    "a weight four times": shared_weight,
+    "a layer four times, whose gradients are views": shared_layer,
     "a product with itself": uses_of(lambda y: y * y),
     "a product of a sum with itself": uses_of(lambda y: (z := y + y) * z),
     "attention to itself": uses_of(lambda y: (y @ y.mT).softmax(-1) @ y),
@@ -89,59 +93,42 @@ MEETINGS = {
     "a formula that adds, in C++": uses_of(lambda y: torch.stack(torch.var_mean(y, 0)).exp()),
     "a hook that adds": uses_of(with_hook),
     "a gradient that is kept": uses_of(with_kept_gradient),
-    "double backward": uses_of(
-        lambda y: (
-            torch.autograd.grad((y.tanh() ** 3).sum(), y, create_graph=True)[0] ** 2 + y.tanh()
-        )
-    ),
+    "double backward": uses_of(with_double_backward),
     "the largest": uses_of(lambda y: y.max(-1)[0]),
     "the median": uses_of(lambda y: y.median(-1)[0]),
     "the largest two": uses_of(lambda y: y.topk(2)[0].exp()),
     "sorted": uses_of(lambda y: y.sort()[0].exp()),
     "gathered": uses_of(lambda y: y.gather(1, torch.zeros(64, 1, dtype=torch.long))),
-    "places": uses_of(lambda y: y[torch.arange(64), torch.arange(64)]),
+    "elements": uses_of(lambda y: y[torch.arange(64), torch.arange(64)]),
     "rows": uses_of(lambda y: y.index_select(0, torch.arange(64))),
     "taken": uses_of(lambda y: y.take(torch.arange(64))),
     "by a mask": uses_of(lambda y: y.masked_select(y > 0)),
-    "layers, whose gradients meet in views": lambda: shared_layer(4),
 }
 
 
-def shared_layer(uses):
-    layer, x = nn.Linear(64, 64), torch.randn(16, 64)
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_gradients_take_the_bytes_of_the_allocator(name):
+    leaves, step = SUMS[name]()
 
-    def step():
-        y = x
-        for _ in range(uses):
-            y = torch.tanh(layer(y))
-        y.sum().backward()
+    def gradients():
+        found = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return found
 
-    return list(layer.parameters()), step
-
-
-@pytest.mark.parametrize("name", MEETINGS)
-def test_gradients_that_meet_are_counted_as_autograd_alone_adds_them(name):
-    leaves, step = MEETINGS[name]()
     step()
-    gradients = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
+    expected = gradients()
     with MemoryMeter() as meter:
         step()
         one_more_sample()
-    assert all(
-        torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)
-    )
-    for leaf in leaves:
-        leaf.grad = None
-    scalars = 16  # bytes of Python numbers that operators take
-    assert 0 <= max(accumulate(allocations(step))) - meter.peak_bytes <= scalars
     assert sum(meter.series().values()).max() == meter.peak_bytes
     assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | {"gradient": bytes_of(leaves)}
+    assert all(map(torch.equal, gradients(), expected))
+    assert 0 <= max(accumulate(allocations(step))) - meter.peak_bytes <= NUMBERS
 
 
-class _Keeping(TorchDispatchMode):
-    """Holds what operators are given."""
+class Keeping(TorchDispatchMode):
+    """Mode that keeps the tensors that operators take."""
 
     def __enter__(self):
         self.held = []
@@ -152,18 +139,18 @@ class _Keeping(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_gradient_that_met_another_and_is_kept_by_somebody_counts_on():
+def test_gradient_that_is_kept_after_a_sum_stays_counted():
     x = torch.ones(1000, requires_grad=True)
-    with MemoryMeter() as meter, _Keeping() as keeping:
+    with MemoryMeter() as meter, Keeping() as keeping:
         y = x * 2
         (y.sin() + y.cos()).sum().backward()
-        there = {tensor.untyped_storage() for tensor in (*keeping.held, x.grad)}
-        there.remove(x.untyped_storage())
-        assert meter.live_bytes == sum(storage.nbytes() for storage in there)
+        live = {tensor.untyped_storage() for tensor in (*keeping.held, x.grad)}
+        live.remove(x.untyped_storage())
+        assert meter.live_bytes == sum(storage.nbytes() for storage in live)
 
 
-class _SumsInBackward(torch.autograd.Function):
-    """Whose backward lets go of each tensor as soon as the next one is made."""
+class SumsInBackward(torch.autograd.Function):
+    """Function whose backward releases each tensor as soon as the next one exists."""
 
     @staticmethod
     def forward(ctx, x):
@@ -177,28 +164,28 @@ class _SumsInBackward(torch.autograd.Function):
         return value.sin()
 
 
-def test_the_meter_keeps_nothing_alive_of_a_function_that_adds_in_backward():
+def test_sums_in_a_python_backward_keep_nothing_alive():
     x = torch.ones(1000, requires_grad=True)
     with MemoryMeter() as meter:
-        _SumsInBackward.apply(x).sum().backward()
+        SumsInBackward.apply(x).sum().backward()
     exp = next(sample for sample in meter.timeline if sample.operator == "aten.exp.default")
-    # the loss and its gradient, what was added, and its exponential
+    # the loss and its gradient, the sum, and its exponential
     assert exp.live_bytes == 4 * (1 + 1000 + 1000 + 1)
 
 
-def test_a_symbolic_steps_gradients_meet_in_the_same_bytes():
-    found = []
+def test_nested_and_symbolic_meters_count_sums_alike():
+    found = set()
     for context in (nullcontext(), symbolic()):
         with context:
-            _, step = shared_weight(4)
+            _, step = shared_weight()
             with MemoryMeter() as outer, MemoryMeter() as inner:
                 step()
-        found += [outer.peak_bytes, inner.peak_bytes]
-    assert found == [found[0]] * 4
+        found |= {outer.peak_bytes, inner.peak_bytes}
+    assert len(found) == 1
 
 
-def test_a_budget_does_not_count_what_autograd_alone_would_not_take():
-    leaves, step = shared_weight(4)
+def test_budget_excludes_sums_that_autograd_adds_in_place():
+    leaves, step = shared_weight()
     with MemoryMeter() as meter:
         step()
     leaves[0].grad = None

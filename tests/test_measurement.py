@@ -1,28 +1,30 @@
 """Results of `measure`."""
 
-from dataclasses import replace
+import sys
+from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
-from training_steps import NO_WORKSPACE, allocations, bytes_of, optimizer_step, square_mean, train
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from training_steps import allocations, bytes_of, double_backward, encoder, train
 
 from course_lib.memory import MemoryMeter, measure, saved_tensors
 from course_lib.memory.allocator import workspace_by_operator
 from course_lib.models import deep_mlp
 
+pytestmark = pytest.mark.usefixtures("nothing_to_collect")
 
-class LSTM(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(32, 32, 2)
 
+class LSTM(nn.LSTM):
     def forward(self, x):
-        return self.lstm(x)[0]
+        return super().forward(x)[0]
+
+
+def recurrent():
+    return train(LSTM(32, 32, 2), torch.randn(16, 8, 32))
 
 
 def convolutions():
@@ -30,67 +32,70 @@ def convolutions():
     return train(model, torch.randn(4, 3, 32, 32))
 
 
-WORKSPACE = {
-    "convolutions": (convolutions, "aten.convolution"),
-    "LSTM": (lambda: train(LSTM(), torch.randn(16, 8, 32)), "aten.mkldnn_rnn_layer"),
-}
-
-
-@pytest.mark.parametrize("name", ["post-norm, checkpoint", "double backward"])
-def test_measure_reports_the_allocators_peak(name):
-    model, optimizer, step = NO_WORKSPACE[name]()
-    found = measure(step, model=model, optimizer=optimizer, repeats=1)
-    assert found.peak_bytes == pytest.approx(found.allocator_peak_bytes, rel=1e-3)
-    assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
-    assert sum(found.at_peak.values()) == found.peak_bytes
-    assert found.device == "cpu"
-    assert found.seconds > 0
-
-
-@pytest.mark.parametrize("name", WORKSPACE)
-def test_workspace_is_what_the_allocator_sees_above_the_tensors(name):
-    make, operator = WORKSPACE[name]
+@pytest.mark.parametrize(
+    ("make", "operator"),
+    [
+        (partial(encoder, reentrant=False), None),
+        (double_backward, None),
+        (convolutions, "aten.convolution"),
+        (recurrent, "aten.mkldnn_rnn_layer"),
+    ],
+)
+def test_measure_reports_workspace_beside_the_tensors(make, operator):
     model, optimizer, step = make()
     found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    assert sum(found.at_peak.values()) == found.peak_bytes
     assert 0 <= found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
-    if torch.backends.mkldnn.is_available():
-        assert any(name.startswith(operator) for name in found.workspace_by_operator)
-    taken = list(found.workspace_by_operator.values())
-    assert taken == sorted(taken, reverse=True)
-    assert all(count > 0 for count in taken)
+    by_operator = found.workspace_by_operator
+    assert list(by_operator.values()) == sorted(by_operator.values(), reverse=True)
+    assert all(count > 0 for count in by_operator.values())
+    if operator is None:
+        assert found.workspace_bytes <= 1e-3 * found.peak_bytes
+    elif torch.backends.mkldnn.is_available():
+        assert any(name.startswith(operator) for name in by_operator)
+    assert found.device == "cpu" and found.seconds > 0
 
 
-def test_a_peak_above_the_allocators_is_explained():
+def test_peak_above_that_of_the_allocator_is_explained():
     weight = nn.Parameter(torch.randn(256, 256))
     found = measure(lambda: (weight * 2).prod(1).sum().backward(), repeats=1)
-    assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes < -4 * 256 * 255
-    assert (
-        f"the meter counts {-found.workspace_bytes:,} bytes more than the allocator"
-        in found.caption()
-    )
+    above = found.peak_bytes - found.allocator_peak_bytes
+    assert above == -found.workspace_bytes > 4 * 256 * 255
+    assert f"the meter counts {above:,} bytes more than the allocator" in found.caption()
     assert measure(lambda: (weight * 2).exp().sum().backward(), repeats=1).notes == ()
 
 
-def test_the_runs_for_the_allocator_and_for_the_clock_are_under_no_mode():
-    weight, depths = nn.Parameter(torch.randn(8, 8)), []
+def test_allocator_and_clock_see_a_run_without_modes():
+    weight, runs = nn.Parameter(torch.randn(8, 8)), []
 
     def step():
         profiled = torch.autograd.profiler._is_profiler_enabled
-        depths.append(
-            (profiled, len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
-        )
+        runs.append((profiled, len(_get_current_dispatch_mode_stack())))
         (weight * 2).sum().backward()
 
     measure(step, repeats=3)
-    assert (True, 0) in depths
-    assert depths[-3:] == [(False, 0)] * 3  # nor those for the clock
+    assert (True, 0) in runs
+    assert runs[-3:] == [(False, 0)] * 3
 
 
-def test_workspace_on_cuda_is_what_the_allocator_held_within_an_operator(monkeypatch):
+@pytest.mark.parametrize("size", [1_000, 10_000, 100_000])
+def test_release_of_older_blocks_keeps_the_allocator_peak(size):
+    x = torch.randn(size, requires_grad=True)
+
+    def step():
+        x.grad = None  # releases the gradient of the run before
+        (x * 2).sum().backward()
+
+    for _ in range(6):  # because the addresses decide which blocks an earlier profile has seen
+        found = measure(step, model=nn.Linear(2, 2), repeats=1)
+        assert found.peak_bytes <= found.allocator_peak_bytes <= found.peak_bytes + 64
+
+
+def test_workspace_on_cuda_is_held_only_within_an_operator(monkeypatch):
     held = {"current": 500, "peak": 500}
 
     class Products(TorchDispatchMode):
-        """Each takes 700 bytes and leaves 400; other operators free 100 that were there before."""
+        """Allocator whose products take 700 bytes and leave 400. Other operators release 100."""
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             product = func is torch.ops.aten.mm.default
@@ -98,16 +103,17 @@ def test_workspace_on_cuda_is_what_the_allocator_held_within_an_operator(monkeyp
             held["current"] += 400 if product else -100
             return func(*args, **(kwargs or {}))
 
-    def nested(device):
+    def statistics(device):
         return {"allocated_bytes": {"all": dict(held)}}
 
     def run(mode):
         with Products(), mode:
             (torch.ones(2, 2) @ torch.ones(2, 2)).relu()
 
-    monkeypatch.setattr(torch.cuda, "memory_stats", None)  # too slow to be asked at each operator
+    # These functions are too slow to be called for each operator.
+    monkeypatch.setattr(torch.cuda, "memory_stats", None)
     monkeypatch.setattr(torch.cuda.memory, "memory_stats", None)
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", nested)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", statistics)
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["current"])
     )
@@ -122,14 +128,13 @@ def one_process():
     dist.destroy_process_group()
 
 
-def test_a_fully_sharded_model_is_measured_as_the_allocator_sees_it(one_process):
+def test_fully_sharded_model_takes_the_bytes_of_the_allocator(one_process):
     from torch.distributed.fsdp import fully_shard
 
     model, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))), torch.randn(8, 128)
     held = bytes_of(model.parameters())
-    for layer in model:
-        fully_shard(layer, mesh=one_process)
-    fully_shard(model, mesh=one_process)
+    for module in (*model, model):
+        fully_shard(module, mesh=one_process)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
 
     def step():
@@ -150,7 +155,14 @@ def test_a_fully_sharded_model_is_measured_as_the_allocator_sees_it(one_process)
     assert saved_tensors(model, x).total_bytes > 0
 
 
-def test_measure_warms_up_until_two_runs_take_the_same():
+def test_distributed_model_is_measured_with_its_final_buckets(one_process):
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model, x = nn.parallel.DistributedDataParallel(layers), torch.randn(8, 64)
+    found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
+    assert 0 <= found.workspace_bytes < 0.01 * found.peak_bytes and found.notes == ()
+
+
+def test_measure_runs_until_two_runs_give_the_same_figures():
     x, runs = nn.Parameter(torch.randn(64, 64)), []
 
     def step():
@@ -163,7 +175,7 @@ def test_measure_warms_up_until_two_runs_take_the_same():
     assert found.notes == ()
 
 
-def test_a_step_that_never_takes_the_same_twice_is_noted():
+def test_step_whose_figures_always_differ_is_noted():
     x, runs = nn.Parameter(torch.randn(8, 8)), []
 
     def step():
@@ -175,89 +187,56 @@ def test_a_step_that_never_takes_the_same_twice_is_noted():
     assert "no two runs took the same" in str(found)
 
 
-def test_a_distributed_model_is_measured_with_its_buckets_as_they_stay(one_process):
-    model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    )
-    x = torch.randn(8, 64)
-    found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
-    assert 0 <= found.workspace_bytes < 0.01 * found.peak_bytes and found.notes == ()
-
-
 @pytest.mark.parametrize("warmup", [0, 1])
-def test_warmup_0_measures_the_first_step_ever(warmup):
+def test_measure_without_warmup_measures_the_first_step(warmup):
     def make():
-        # its peak is in the optimizer's step
-        return optimizer_step(torch.optim.Adam, foreach=False)
+        model = deep_mlp(4, 256)  # so wide that the peak is in the optimizer's step
+        return train(model, torch.randn(4, 256), optimizer=torch.optim.Adam, foreach=False)
 
     model, optimizer, step = make()
     found = measure(step, model=model, optimizer=optimizer, warmup=warmup, repeats=1)
     assert found.at_peak["parameter"] == bytes_of(model.parameters())
-    # in its run it's a first step too
+    # The run for the allocator is a first step too.
     assert found.peak_bytes == pytest.approx(found.allocator_peak_bytes, rel=1e-5)
     assert found.workspace_bytes >= 0
-    model, optimizer, step = make()
-    with MemoryMeter(model, optimizer) as first:
-        step()
     if warmup == 0:
-        assert found.peak_bytes == first.peak_bytes
-        assert found.at_peak == first.at_peak()
+        model, optimizer, step = make()
+        with MemoryMeter(model, optimizer) as first:
+            step()
+        assert (found.peak_bytes, found.at_peak) == (first.peak_bytes, first.at_peak())
+
+
+def test_flops_of_an_mlp_are_those_of_its_matrix_products():
+    depth, width, batch = 4, 32, 8
+    model, x = deep_mlp(depth, width), torch.randn(batch, width)
+    # The first layer needs no gradient of its input.
+    for step, products in (
+        (lambda: model(x).sum().backward(), 3 * depth - 1),
+        (lambda: model(x).sum(), depth),
+    ):
+        found = measure(step, model=model, repeats=0, needs_gradient=False)
+        assert found.flops == products * 2 * batch * width * width
 
 
 @pytest.mark.parametrize("keys", [4, 2, 1])
-def test_the_flops_of_attention_do_not_depend_on_how_many_heads_share_their_keys(keys):
+def test_flops_of_attention_do_not_depend_on_shared_keys(keys):
     q, k, v = (torch.ones(2, heads, 8, 16, requires_grad=True) for heads in (4, keys, keys))
     with MemoryMeter() as meter:
         F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
-    assert meter.flops == 7 * 2 * (2 * 4 * 8 * 8 * 16)  # products of matrices, 2 and 5 of them
+    assert meter.flops == (2 + 5) * 2 * (2 * 4 * 8 * 8 * 16)  # 2 products forward, 5 backward
 
 
-def test_the_flops_of_an_mlp_are_those_of_its_matrix_products():
-    depth, width, batch = 4, 32, 8
-    model, x = deep_mlp(depth, width), torch.randn(batch, width)
-    found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
-    # 2*b*n*n forward, as many for the weight's gradient, and for the input's, which the first layer
-    # does not need.
-    assert found.flops == (3 * depth - 1) * 2 * batch * width * width
-    forward = measure(lambda: model(x).sum(), model=model, repeats=1, needs_gradient=False)
-    assert forward.flops == depth * 2 * batch * width * width
-
-
-def test_a_step_that_leaves_no_gradient_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"^step must call backward\(\) .*, got one without a backward pass"
-    ):
+def test_step_without_backward_is_refused():
+    message = r"^step must call backward\(\) .*, got one without a backward pass"
+    with pytest.raises(ValueError, match=message):
         measure(lambda: nn.Linear(2, 2)(torch.ones(1, 2)), repeats=1)
 
 
-def test_measure_finds_the_same_whichever_arm_comes_first():
-    def measured(order):
-        model, x = deep_mlp(6, 64), torch.randn(64, 64)
-        optimizer = torch.optim.Adam(model.parameters())
-
-        def step(forward):
-            square_mean(forward(x)).backward()
-            optimizer.step()
-
-        arms = {"plain": model, "forgetful": lambda x: checkpoint(model, x, use_reentrant=False)}
-        found = {
-            n: measure(lambda n=n: step(arms[n]), model=model, optimizer=optimizer, repeats=1)
-            for n in order
-        }
-        return {name: replace(one, seconds=0) for name, one in found.items()}
-
-    assert measured(["plain", "forgetful"]) == measured(["forgetful", "plain"])
-
-
-@pytest.mark.parametrize("size", [1_000, 10_000, 100_000])
-def test_what_was_made_before_a_run_and_dies_in_it_does_not_lower_the_allocators_peak(size):
-    x = torch.randn(size, requires_grad=True)
-
-    def step():
-        # frees what the last run has made; some such blocks an earlier profile has seen being made
-        x.grad = None
-        (x * 2).sum().backward()
-
-    for _ in range(6):  # which ones, addresses decide
-        found = measure(step, model=nn.Linear(2, 2), repeats=1)
-        assert found.peak_bytes <= found.allocator_peak_bytes <= found.peak_bytes + 64
+def test_results_show_as_tables_without_optional_packages(monkeypatch):
+    for name in ("matplotlib", "IPython", "pandas"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing them fails
+    model, x = deep_mlp(2, 8), torch.ones(4, 8)
+    table = saved_tensors(model, x)
+    assert "<table" in table._repr_html_() and "4 saved tensors, 512 bytes" in str(table)
+    found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
+    assert "<table" in found._repr_html_() and "peak of live tensors" in repr(found)

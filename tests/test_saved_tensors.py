@@ -6,34 +6,33 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.memory import MemoryMeter, saved_tensors, transformer_activation_bytes
 from course_lib.models import DecoderLayer, deep_mlp
 
 
-def count_packs(function, *args, hidden=()):
-    """The independent oracle: (bytes of every packed tensor, bytes of their storages counted
-    once)."""
+def counted_by_a_hook(function, *args, hidden=()):
+    """Return the bytes of all packed tensors, and of their storages, each counted once."""
     hidden = {tensor.untyped_storage().data_ptr() for tensor in hidden}
-    packed, held = 0, {}
+    packed, held = [], {}
 
     def pack(tensor):
-        nonlocal packed
-        address = tensor.untyped_storage().data_ptr()
-        if address not in hidden:
-            packed += tensor.nbytes
-            held[address] = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in hidden:
+            packed.append(tensor.nbytes)
+            held[storage.data_ptr()] = storage
         return tensor.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(*args)
     total = sum(storage.nbytes() for storage in held.values())
     del result
-    return packed, total
+    return sum(packed), total
 
 
-def test_each_layer_keeps_two_activations():
+def test_each_layer_of_an_mlp_saves_two_activations():
     model, x = deep_mlp(2, 8), torch.randn(4, 8)
     rows = [
         (row.operator, row.argument, row.shape, row.dtype, row.bytes, row.shared_with)
@@ -41,11 +40,9 @@ def test_each_layer_keeps_two_activations():
     ]
     one = ((4, 8), torch.float32, 128, None)
     assert rows == [("AddmmBackward0", "mat1", *one), ("GeluBackward0", "self", *one)] * 2
-    for depth in (2, 5, 9):
-        assert saved_tensors(deep_mlp(depth, 8), x).total_bytes == 2 * depth * x.nbytes
 
 
-def models_to_save():
+def models():
     return {
         "mlp": (deep_mlp(3, 16), (4, 16)),
         "layer": (DecoderLayer(16, 2, dropout=0.1), (2, 4, 16)),
@@ -55,20 +52,19 @@ def models_to_save():
     }
 
 
-@pytest.mark.parametrize("name", models_to_save())
-def test_saved_bytes_are_those_that_hooks_count(name):
-    model, shape = models_to_save()[name]
+@pytest.mark.parametrize("name", models())
+def test_saved_bytes_are_those_that_a_hook_counts(name):
+    model, shape = models()[name]
     x = torch.randn(shape)
     found = saved_tensors(model, x)
-    torch.manual_seed(0)
-    packed, total = count_packs(model, x, hidden=[*model.parameters(), *model.buffers()])
-    assert (found.packed_bytes, found.total_bytes) == (packed, total)
+    counted = counted_by_a_hook(model, x, hidden=[*model.parameters(), *model.buffers()])
+    assert (found.packed_bytes, found.total_bytes) == counted
     assert sum(row.bytes for row in found if row.shared_with is None) == found.total_bytes
     everything = saved_tensors(model, x, parameters=True)
-    assert (everything.packed_bytes, everything.total_bytes) == count_packs(model, x)
+    assert (everything.packed_bytes, everything.total_bytes) == counted_by_a_hook(model, x)
 
 
-def test_a_storage_that_several_operators_save_counts_once():
+def test_storage_saved_by_several_operators_counts_once():
     x = torch.randn(4, 8)
     projections = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     found = saved_tensors(lambda x: [project(x) for project in projections], x)
@@ -76,55 +72,51 @@ def test_a_storage_that_several_operators_save_counts_once():
     assert (found.total_bytes, found.packed_bytes) == (x.nbytes, 3 * x.nbytes)
 
 
-def test_parameters_are_told_by_storage():
+def test_parameters_are_recognized_by_their_storage():
     x = torch.randn(4, 8, requires_grad=True)
     layer = nn.Linear(8, 8)
     assert [row.argument for row in saved_tensors(layer, x)] == ["mat1"]
     rows = saved_tensors(layer, x, parameters=True)
-    assert [(row.argument, row.bytes) for row in rows] == [
-        ("mat1", x.nbytes),
-        ("mat2", layer.weight.nbytes),
-    ]
-    for parameter in layer.parameters():
-        parameter.requires_grad_(False)
-    # frozen: only its weight is saved, for the input's gradient
+    expected = [("mat1", x.nbytes), ("mat2", layer.weight.nbytes)]
+    assert [(row.argument, row.bytes) for row in rows] == expected
+    # A frozen layer saves only its weight, for the gradient of its input.
+    layer.requires_grad_(False)
     assert list(saved_tensors(layer, x)) == []
     assert saved_tensors(layer, x, parameters=True).total_bytes == layer.weight.nbytes
 
 
-model_in_a_global = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+GLOBAL_MODEL = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
 
 
-def test_buffers_of_modules_are_not_listed_however_the_function_comes_by_them():
-    x, model = torch.randn(4, 8), model_in_a_global
-    ways = [model, lambda x: model(x), lambda x: model_in_a_global(x), model.forward]
-    totals = [saved_tensors(way, x).total_bytes for way in ways]
-    assert totals == [totals[0]] * len(ways)
+def test_buffers_are_not_listed_however_the_module_is_called():
+    x, model = torch.randn(4, 8), GLOBAL_MODEL
+    calls = [model, lambda x: model(x), lambda x: GLOBAL_MODEL(x), model.forward]
+    (total,) = {saved_tensors(call, x).total_bytes for call in calls}
     assert {row.argument for row in saved_tensors(model, x) if row.bytes} == {"mat1", "input"}
     listed = saved_tensors(model, x, parameters=True)
     assert {"running_mean", "running_var"} <= {row.argument for row in listed}
-    assert listed.total_bytes > totals[0]
+    assert listed.total_bytes > total
 
 
-def test_what_is_given_as_an_argument_is_listed_even_if_it_is_a_parameter():
+def test_parameter_that_is_an_argument_is_listed():
     weight = nn.Parameter(torch.randn(8))
-    assert saved_tensors(lambda w: (w**2).sum(), weight).total_bytes == weight.nbytes
     assert saved_tensors(lambda: (weight**2).sum()).total_bytes == 0
+    assert saved_tensors(lambda w: (w**2).sum(), weight).total_bytes == weight.nbytes
+    (row,) = saved_tensors(lambda parts: (parts["w"] ** 2).sum(), parts={"w": weight})
+    assert row.bytes == weight.nbytes
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_keeps_its_input_as_the_formula_says(reentrant):
+def test_checkpoint_saves_its_input_as_the_formula_predicts(reentrant):
     layer, x = DecoderLayer(32, 4, dropout=0.1), torch.randn(2, 16, 32, requires_grad=True)
     found = saved_tensors(lambda x: checkpoint(layer, x, use_reentrant=reentrant), x)
-    rows = [row for row in found if row.bytes]  # torch 2.9: and an empty one
+    rows = [row for row in found if row.bytes]  # torch 2.9 saves an empty tensor too
     assert [(row.shape, row.bytes) for row in rows] == [(x.shape, x.nbytes)]
-    shape = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
-    assert found.total_bytes == transformer_activation_bytes(
-        **shape, recompute="full", dtype_bytes=4
-    )
+    shape = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4, "dtype_bytes": 4}
+    assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full")
 
 
-def test_an_autograd_function_lists_what_it_saves_for_backward():
+def test_tensors_that_an_autograd_function_saves_are_listed():
     class Exponential(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -132,21 +124,17 @@ def test_an_autograd_function_lists_what_it_saves_for_backward():
             ctx.save_for_backward(y)
             return y
 
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * ctx.saved_tensors[0]
-
     (row,) = saved_tensors(Exponential.apply, torch.ones(3, requires_grad=True))
     assert (row.operator, row.argument, row.bytes) == ("ExponentialBackward", "saved_tensors", 12)
 
 
-def test_a_view_counts_with_the_storage_that_it_keeps_alive():
+def test_view_counts_with_the_storage_that_it_keeps_alive():
     x = torch.randn(100, 100, requires_grad=True)
     (row,) = saved_tensors(lambda x: x[0].exp().sum() + (x[1] ** 2).sum(), x)[1:]
     assert (row.shape, row.bytes) == ((100,), x.nbytes)
 
 
-def test_an_in_place_change_of_a_view_is_listed():
+def test_tensor_saved_by_an_in_place_change_of_a_view_is_listed():
     def function(x):
         y = x * 2
         y[0].mul_(x[0])
@@ -154,25 +142,24 @@ def test_an_in_place_change_of_a_view_is_listed():
 
     x = torch.randn(4, 8, requires_grad=True)
     found = saved_tensors(function, x)
-    assert (found.packed_bytes, found.total_bytes) == count_packs(function, x)
+    assert (found.packed_bytes, found.total_bytes) == counted_by_a_hook(function, x)
     assert found.total_bytes > 0
 
 
-def test_what_the_result_does_not_need_is_not_listed():
+def test_tensors_that_the_result_does_not_need_are_not_listed():
     def function(x):
-        x.exp()  # its graph dies at once
+        x.exp()  # its graph is released at once
         return x.tanh()
 
-    assert [row.operator for row in saved_tensors(function, torch.ones(3, requires_grad=True))] == [
-        "TanhBackward0"
-    ]
+    (row,) = saved_tensors(function, torch.ones(3, requires_grad=True))
+    assert row.operator == "TanhBackward0"
 
 
 def test_saved_tensors_keeps_nothing_alive():
     x, results = torch.ones(3, requires_grad=True), []
 
     def function(x):
-        y = x.exp().softmax(0).tanh()  # each saves its own result
+        y = x.exp().softmax(0).tanh()  # each operator saves its own result
         results.append(weakref.ref(y.untyped_storage()))
         return y
 
@@ -188,31 +175,26 @@ class Output:
     states: tuple
 
 
-def test_keyword_arguments_are_listed_and_outputs_in_dataclasses_are_followed():
+def test_containers_of_arguments_and_results_are_searched():
     def function(scale, *, x, parts):
         return Output(loss=(x**2).sum() * scale, states=(parts["y"].exp(),))
 
     x, y = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(5))
     found = saved_tensors(function, 2.0, x=x, parts={"y": y})
-    assert {(row.operator, row.shape) for row in found} == {
-        ("PowBackward0", (3,)),
-        ("ExpBackward0", (5,)),
-    }
+    rows = {(row.operator, row.shape) for row in found}
+    assert rows == {("PowBackward0", (3,)), ("ExpBackward0", (5,))}
     found = saved_tensors(lambda x: {"a": [x.exp()], "b": (x.tanh(), 3)}, x)
     assert {row.operator for row in found} == {"ExpBackward0", "TanhBackward0"}
-    (row,) = saved_tensors(lambda parts: (parts["y"] ** 2).sum(), parts={"y": y})
-    assert row.bytes == y.nbytes  # a parameter, but given
 
 
-def test_saved_tensors_says_what_is_wrong():
+def test_saved_tensors_refuses_a_result_without_graph():
     with pytest.raises(ValueError, match="nothing that requires a gradient"):
         saved_tensors(lambda x: x * 2, torch.ones(3))
-    with pytest.raises(
-        TypeError, match="function must be a module or a function that returns tensors, got 3"
-    ):
-        saved_tensors(3)
-    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
+
+
+def test_saved_tensors_undoes_its_hooks_after_an_error():
+    hooks = len(nn.modules.module._global_forward_pre_hooks)
     with pytest.raises(ZeroDivisionError):
         saved_tensors(lambda: 1 / 0)
-    assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
+    assert len(nn.modules.module._global_forward_pre_hooks) == hooks
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -1,4 +1,4 @@
-"""Everything that `measure` restores afterwards."""
+"""State that `measure` restores after its runs."""
 
 import copy
 import gc
@@ -11,14 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
-from training_steps import Wraps, square_mean
+from training_steps import Wrapper, train
 
 from course_lib.memory import measure
 from course_lib.models import deep_mlp
+from course_lib.offload import OffloadedOptimizer
+
+pytestmark = pytest.mark.usefixtures("nothing_to_collect")
 
 
 class Restless(nn.Module):
-    """Changes everything that a step can change."""
+    """Model that changes everything that a forward pass can change."""
 
     def __init__(self):
         super().__init__()
@@ -32,24 +35,23 @@ class Restless(nn.Module):
 
 
 def state_of(model, optimizer):
-    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    randoms = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    return *state, *randoms
+    """Return copies of all values, and the tensors that hold them."""
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    values = model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *values[2], *model.buffers(), *moments]
+    return copy.deepcopy((*values, generators)), tensors
 
 
-def assert_same_state(model, optimizer, before):
-    weights, state, of_torch, of_python, of_numpy = state_of(model, optimizer)
-    assert_close(weights, before[0], rtol=0, atol=0)
-    assert state["param_groups"] == before[1]["param_groups"]
-    assert_close(state["state"], before[1]["state"], rtol=0, atol=0)
-    assert torch.equal(of_torch, before[2])
-    assert of_python == before[3]
-    assert np.array_equal(of_numpy[1], before[4][1]) and of_numpy[2:] == before[4][2:]
+def assert_equal(found, expected):
+    assert_close(found[0], expected[0], rtol=0, atol=0)
+    assert found[1]["param_groups"] == expected[1]["param_groups"]
+    assert_close(found[1]["state"], expected[1]["state"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_measure_leaves_everything_as_it_was(stepped, fails):
+def test_measure_restores_model_optimizer_and_generators(stepped, fails):
     model, x = Restless(), torch.randn(4, 8)
     optimizer = torch.optim.Adam(model.parameters())
     runs = []
@@ -59,7 +61,7 @@ def test_measure_leaves_everything_as_it_was(stepped, fails):
         optimizer.step()
         with torch.no_grad():
             model.first.weight.mul_(0.5)
-        model.last.weight.data.add_(1)  # counts no version on
+        model.last.weight.data.add_(1)  # does not increase the version
         optimizer.param_groups[0]["lr"] *= 0.5
         runs.append(1)
         if fails and len(runs) == 3:
@@ -67,72 +69,37 @@ def test_measure_leaves_everything_as_it_was(stepped, fails):
 
     if stepped:
         step()
-    gradients = {parameter: torch.randn_like(parameter) for parameter in model.parameters()}
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    held = {parameter: parameter.grad.clone() for parameter in gradients}
-    buffers = dict(model.named_buffers())
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    before = state_of(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    values, tensors = state_of(model, optimizer)
     runs.clear()
     if fails:
         with pytest.raises(ZeroDivisionError):
             measure(step, model=model, optimizer=optimizer, repeats=1)
     else:
         assert measure(step, model=model, optimizer=optimizer, repeats=1).changed_parameters == 0
-    assert_same_state(model, optimizer, before)
-    for parameter, gradient in gradients.items():
-        assert parameter.grad is gradient
-        assert torch.equal(gradient, held[parameter])
-    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
-    after = [value for state in optimizer.state.values() for value in state.values()]
-    assert all(a is b for a, b in zip(moments, after, strict=True))
-
-
-def optimizers_with_state_elsewhere():
-    from course_lib.offload import OffloadedOptimizer
-
-    return {
-        "in another optimizer": Wraps,
-        "in a file": lambda parameters: OffloadedOptimizer(parameters, lr=0.1),
-    }
+    after, same = state_of(model, optimizer)
+    assert all(a is b for a, b in zip(same, tensors, strict=True))
+    assert_equal(after, values)
+    assert_close(after[2], values[2], rtol=0, atol=0)
+    (of_torch, of_python, of_numpy), (torchs, pythons, numpys) = after[3], values[3]
+    assert torch.equal(of_torch, torchs) and of_python == pythons
+    assert np.array_equal(of_numpy[1], numpys[1]) and of_numpy[2:] == numpys[2:]
 
 
 @pytest.mark.parametrize(("stepped", "warmup"), [(False, 0), (True, 1)])
-@pytest.mark.parametrize("kind", optimizers_with_state_elsewhere())
-def test_measure_leaves_the_state_of_an_optimizer_that_keeps_it_elsewhere(kind, stepped, warmup):
-    model = deep_mlp(2, 16)
-    optimizer = optimizers_with_state_elsewhere()[kind](model.parameters())
-
-    def step():
-        square_mean(model(torch.ones(4, 16))).backward()
-        optimizer.step()
-
+@pytest.mark.parametrize("optimizer", [Wrapper, OffloadedOptimizer])
+def test_measure_restores_state_that_is_kept_elsewhere(optimizer, stepped, warmup):
+    model, optimizer, step = train(deep_mlp(2, 16), torch.ones(4, 16), optimizer=optimizer)
     if stepped:
         step()
-    before = copy.deepcopy(optimizer.state_dict())
-    weights = copy.deepcopy(model.state_dict())
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     found = measure(step, model=model, optimizer=optimizer, repeats=1, warmup=warmup)
-    assert_close(model.state_dict(), weights, rtol=0, atol=0)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    assert_close(after["state"], before["state"], rtol=0, atol=0)
+    assert_equal((model.state_dict(), optimizer.state_dict()), before)
     assert found.changed_parameters == 0 and found.notes == ()
 
 
-def test_a_leaf_that_the_step_makes_is_not_kept_alive_by_measure():
-    made = []
-
-    def step():
-        assert all(leaf() is None for leaf in made)
-        x = torch.ones(8, requires_grad=True)
-        made.append(weakref.ref(x))
-        (x * 2).sum().backward()
-
-    measure(step, repeats=1)
-
-
-def test_without_a_model_measure_puts_gradients_back_and_says_what_changed():
+def test_measure_without_a_model_restores_gradients():
     model, x = deep_mlp(2, 16), torch.randn(4, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradient = model[0].weight.grad = torch.ones(16, 16)
@@ -145,17 +112,15 @@ def test_without_a_model_measure_puts_gradients_back_and_says_what_changed():
         optimizer.step()
 
     found = measure(backward, repeats=1)
-    assert found.changed_parameters == 0
-    assert "changed" not in str(found)
+    assert found.changed_parameters == 0 and "changed" not in str(found)
     found = measure(step, repeats=1)
-    assert found.changed_parameters == 4
-    assert "the step changed 4 parameters" in str(found)
+    assert found.changed_parameters == 4 and "the step changed 4 parameters" in str(found)
     assert model[0].weight.grad is gradient and torch.equal(gradient, torch.ones(16, 16))
     assert model[0].bias.grad is None
 
 
-class _Kernel(torch.autograd.Function):
-    """As one that calls a kernel of its own: no operator meets its input."""
+class Kernel(torch.autograd.Function):
+    """Function whose input no operator reads, as if it called its own kernel."""
 
     @staticmethod
     def forward(ctx, x):
@@ -166,13 +131,13 @@ class _Kernel(torch.autograd.Function):
         return torch.ones(gradient.shape)
 
 
-def test_without_a_model_gradients_are_put_back_of_leaves_that_no_operator_meets():
+def test_gradients_of_leaves_that_no_operator_reads_are_restored():
     x = torch.randn(4, requires_grad=True)
     before = x.grad = torch.zeros(4)
     found = []
 
     def step():
-        _Kernel.apply(x).sum().backward()
+        Kernel.apply(x).sum().backward()
         found.append(x.grad.tolist())
 
     measure(step, repeats=1)
@@ -180,12 +145,24 @@ def test_without_a_model_gradients_are_put_back_of_leaves_that_no_operator_meets
     assert all(gradient == [1] * 4 for gradient in found)
 
 
+def test_leaf_made_by_the_step_is_released():
+    made = []
+
+    def step():
+        assert all(leaf() is None for leaf in made)
+        x = torch.ones(8, requires_grad=True)
+        made.append(weakref.ref(x))
+        (x * 2).sum().backward()
+
+    measure(step, repeats=1)
+
+
 @pytest.mark.parametrize("enabled", [False, True])
-def test_measure_leaves_garbage_collection_as_it_was(enabled):
-    model, was = nn.Linear(4, 4), gc.isenabled()
+def test_measure_restores_garbage_collection(enabled):
+    model, before = nn.Linear(4, 4), gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
         measure(lambda: model(torch.ones(1, 4)).sum().backward(), repeats=1)
         assert gc.isenabled() is enabled
     finally:
-        (gc.enable if was else gc.disable)()
+        (gc.enable if before else gc.disable)()

@@ -1,28 +1,26 @@
-"""Values that a symbolic step knows: small tensors of integers, and masks."""
+"""Values that a symbolic step knows, which are those of small tensors of integers and of masks."""
 
 import re
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor as _fake
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn import functional as F
 
 from course_lib.memory import MemoryMeter, symbolic
 
 
-def looked_at():
-    """Values that steps look at, of tensors made in as many ways as they are."""
+def values_that_steps_read():
     tokens, mask = torch.arange(12).view(3, 4) % 5, torch.ones(3, 4, dtype=torch.long)
-    late = torch.zeros(5, dtype=torch.long).index_add_(
-        0, tokens.flatten(), torch.ones(12, dtype=torch.long)
-    )
+    counts = torch.zeros(5, dtype=torch.long)
+    counts = counts.index_add_(0, tokens.flatten(), torch.ones(12, dtype=torch.long))
     masked = tokens.masked_fill(tokens == 2, -100)
     shifted = torch.cat([tokens[:, 1:], tokens.new_full((3, 1), 7)], 1)
     return [
         bool(mask.all()),
         bool((mask.cumsum(-1).diff(dim=-1) != 1).any()),
-        late.tolist(),
+        counts.tolist(),
         (masked != -100).sum().item(),
         masked.nonzero().tolist(),
         torch.unique(shifted).shape,
@@ -37,76 +35,7 @@ def looked_at():
     ]
 
 
-def test_small_tensors_of_whole_numbers_have_their_values_in_a_symbolic_step():
-    with MemoryMeter() as real:
-        expected = looked_at()
-    with symbolic(), MemoryMeter() as meter:
-        assert looked_at() == expected
-    assert [(s.operator, s.live_bytes) for s in meter.timeline] == [
-        (s.operator, s.live_bytes) for s in real.timeline
-    ]
-
-
-LOOKS = {
-    "item": lambda x: x.sum().item(),
-    "bool": lambda x: bool((x == 0).all()),
-    "nonzero": lambda x: x.nonzero(),
-    "a view": lambda x: x.flatten()[:1].item(),
-    "a copy": lambda x: (x + 1).clone().max().item(),
-    "a part of what was written to": lambda x: rates_written_to(x.float().mean()),
-}
-
-
-def test_rates_of_dropped_layers_are_known_by_stages():
-    with symbolic():
-        rates = torch.linspace(0, 0.5, 6)
-        assert [rate for part in rates.split([2, 4]) for rate in part.tolist()] == pytest.approx(
-            [i / 10 for i in range(6)]
-        )
-
-
-def rates_written_to(value):
-    rates = torch.linspace(0, 1, 4)
-    part = rates[1:]
-    rates.add_(value)
-    return part.tolist()
-
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_what_depends_on_symbolic_values_is_unknown_and_who_looks_is_told_the_operator(look):
-    def counts(scores, zeros):
-        return zeros.scatter_(1, scores.topk(2).indices, 1)
-
-    for make in (
-        lambda scores: scores.argmax(-1, keepdim=True),
-        lambda scores: counts(scores, torch.zeros(3, 4, dtype=torch.long)),
-        lambda scores: torch.zeros(3, 4, dtype=torch.long).copy_(scores),
-        lambda scores: torch.randn(3, 1).long(),
-        lambda scores: torch.ones(3, 1).add_(scores[:, :1]).long(),
-    ):
-        assert LOOKS[look](make(torch.ones(3, 4))) is not None
-        with (
-            symbolic(),
-            pytest.raises(
-                (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
-            ) as told,
-        ):
-            LOOKS[look](make(torch.randn(3, 4)))
-        assert re.search(r"aten\.\w+", str(told.value))
-
-
-def test_an_unknown_value_does_not_take_others_with_it_and_its_tensor_stays_itself():
-    with symbolic():
-        places, mine = torch.randn(3, 4).argsort(-1), torch.zeros(3, 4, dtype=torch.long)
-        view, other = mine[0], mine.clone()
-        assert mine.scatter_(1, places, 1) is mine and other.sum().item() == 0
-        with pytest.raises(_fake.DataDependentOutputException):
-            view.max().item()
-        assert F.one_hot(places, 4).shape == (3, 4, 4) and mine[None].shape == (1, 3, 4)
-
-
-def masks():
-    """What is asked of floating masks, whole and in part."""
+def masks_that_models_test():
     causal = nn.Transformer.generate_square_subsequent_mask(5)
     low = torch.tril(torch.full((2, 4, 4), -1e9, dtype=torch.float64)).transpose(1, 2)[1, 1:]
     return [
@@ -120,22 +49,82 @@ def masks():
     ]
 
 
-def test_masks_of_zeros_and_infinity_are_known_until_they_are_written_to():
+@pytest.mark.parametrize("read", [values_that_steps_read, masks_that_models_test])
+def test_known_values_and_bytes_are_those_of_a_real_step(read):
     with MemoryMeter() as real:
-        expected = masks()
+        expected = read()
     with symbolic(), MemoryMeter() as meter:
-        assert masks() == expected
+        assert read() == expected
+    assert [(s.operator, s.live_bytes) for s in meter.timeline] == [
+        (s.operator, s.live_bytes) for s in real.timeline
+    ]
+
+
+def test_drop_rates_of_layers_are_known_per_stage():
+    with symbolic():
+        rates = torch.linspace(0, 0.5, 6)
+        found = [rate for part in rates.split([2, 4]) for rate in part.tolist()]
+    assert found == pytest.approx([i / 10 for i in range(6)])
+
+
+def test_masks_are_unknown_after_a_write_or_in_a_large_storage():
+    with symbolic():
         mask = nn.Transformer.generate_square_subsequent_mask(5)
         view, huge = mask[1:], torch.full((2**40,), 1.0)[:1]
         mask.mul_(2)
         for unknown in (mask, view, huge, torch.randn(3)):
-            with pytest.raises(_fake.DataDependentOutputException):
+            with pytest.raises(DataDependentOutputException):
                 bool((unknown == 0).all())
-    steps = [(s.operator, s.live_bytes) for s in real.timeline]
-    assert [(s.operator, s.live_bytes) for s in meter.timeline][: len(steps)] == steps
 
 
-def test_large_tensors_of_whole_numbers_stay_symbolic():
+def rates_after_adding(value):
+    rates = torch.linspace(0, 1, 4)
+    part = rates[1:]
+    rates.add_(value)
+    return part.tolist()
+
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool((x == 0).all()),
+    "nonzero": lambda x: x.nonzero(),
+    "a view": lambda x: x.flatten()[:1].item(),
+    "a copy": lambda x: (x + 1).clone().max().item(),
+    "a part of a changed tensor": lambda x: rates_after_adding(x.float().mean()),
+}
+# Integers that depend on the values of scores.
+DEPENDENT = {
+    "argmax": lambda scores: scores.argmax(-1, keepdim=True),
+    "scatter": lambda scores: torch.zeros(3, 4, dtype=torch.long).scatter_(
+        1, scores.topk(2).indices, 1
+    ),
+    "copy": lambda scores: torch.zeros(3, 4, dtype=torch.long).copy_(scores),
+    "random": lambda scores: torch.randn(3, 1).long(),
+    "add": lambda scores: torch.ones(3, 1).add_(scores[:, :1]).long(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_an_unknown_value_names_the_operator(read):
+    for make in DEPENDENT.values():
+        assert READS[read](make(torch.ones(3, 4))) is not None
+        unknown = pytest.raises((DataDependentOutputException, DynamicOutputShapeException))
+        with symbolic(), unknown as caught:
+            READS[read](make(torch.randn(3, 4)))
+        assert re.search(r"aten\.\w+", str(caught.value))
+
+
+def test_unknown_value_makes_only_its_own_storage_unknown():
+    with symbolic():
+        places, mine = torch.randn(3, 4).argsort(-1), torch.zeros(3, 4, dtype=torch.long)
+        view, other = mine[0], mine.clone()
+        assert mine.scatter_(1, places, 1) is mine and other.sum().item() == 0
+        with pytest.raises(DataDependentOutputException):
+            view.max().item()
+        assert F.one_hot(places, 4).shape == (3, 4, 4) and mine[None].shape == (1, 3, 4)
+
+
+def test_large_tensors_of_integers_stay_symbolic():
     with symbolic(), MemoryMeter() as meter:
         large = torch.zeros(2**40, dtype=torch.int8)
         small = torch.ones(1, dtype=torch.long)
@@ -144,7 +133,7 @@ def test_large_tensors_of_whole_numbers_stay_symbolic():
     assert meter.peak_bytes == sum(tensor.nbytes for tensor in (large, small, sums, more))
 
 
-def test_a_view_of_a_tensor_with_unknown_values_shares_its_storage():
+def test_view_of_unknown_values_shares_the_storage():
     with symbolic():
         tokens = torch.zeros(4, dtype=torch.long)
         tokens[0] = torch.randn(4).argmax()
@@ -153,7 +142,7 @@ def test_a_view_of_a_tensor_with_unknown_values_shares_its_storage():
         assert tokens.unsqueeze_(0).shape == (1, 4)
 
 
-def test_a_real_floating_point_tensor_is_refused():
+def test_real_floating_point_tensor_is_refused():
     real = torch.ones(2)
     with symbolic(), pytest.raises(AssertionError, match=r"Found in aten\.mul\.Tensor"):
         real * 2

@@ -1,57 +1,102 @@
-"""Samples of a timeline and the plot of it."""
+"""Samples and phases of a timeline, and the plot of it."""
 
-import subprocess
 import sys
+from itertools import groupby
 
 import pytest
 import torch
-from patience import HANGS_SECONDS
-from training_steps import mlp
+from torch import nn
+from training_steps import Wrapper, at_end, bytes_of, mlp, train
 
-from course_lib.memory import CATEGORIES, MemoryMeter
+from course_lib.memory import CATEGORIES, PHASES, MemoryMeter
+from course_lib.models import deep_mlp
 
 
-def test_a_sample_names_its_operator_and_the_timeline_can_be_sliced():
+def test_sample_names_its_operator_and_its_bytes():
     with MemoryMeter() as meter:
         x = torch.ones(10) + 1
-    assert [sample.operator for sample in meter.timeline] == [
-        "aten.ones.default",
-        "aten.add.Tensor",
-    ]
+    operators = [sample.operator for sample in meter.timeline]
+    assert operators == ["aten.ones.default", "aten.add.Tensor"]
     assert meter.timeline[-1].bytes["temporary"] == x.nbytes and hash(meter.timeline[-1])
     assert [sample.live_bytes for sample in meter.timeline[0:2]] == [40, 80]
 
 
-def test_the_library_imports_nothing_that_draws_and_works_without():
-    code = """
-import sys
-from course_lib.memory import measure, saved_tensors
-from course_lib.models import deep_mlp
-extras = ("matplotlib", "IPython", "pandas", "course_lib.teaching")
-print(*(name for name in extras if name in sys.modules))
-sys.modules.update(dict.fromkeys(extras))  # importing them fails from here on
-import torch
-model, x = deep_mlp(2, 8), torch.ones(4, 8)
-table = saved_tensors(model, x)
-print("<table" in table._repr_html_(), "4 saved tensors, 512 bytes" in str(table))
-found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
-print("<table" in found._repr_html_(), "peak of live tensors" in repr(found))
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=HANGS_SECONDS,
-        check=True,
-    )
-    assert found.stdout.split() == ["True"] * 4
+def turns(meter):
+    """Return the phases in order, each once per uninterrupted stretch."""
+    return [phase for phase, _ in groupby(meter.phases())]
 
 
-def test_the_plot_marks_the_peak():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+def phases_of(meter, operator):
+    return {each.phase for each in meter.timeline if each.operator.startswith(f"aten.{operator}")}
 
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, Wrapper])
+def test_optimizer_phase_ends_with_the_outermost_optimizer(optimizer):
+    model, optimizer, step = train(deep_mlp(2, 16), torch.randn(4, 16), optimizer=optimizer)
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+        with torch.no_grad():
+            model(torch.ones(1, 16))
+    assert turns(meter) == ["forward", "backward", "optimizer", "forward"]
+    if isinstance(optimizer, Wrapper):
+        assert phases_of(meter, "_foreach_mul_") == {"optimizer"}
+        assert at_end(meter)["optimizer"] == bytes_of(optimizer.held_tensors())
+
+
+def test_phases_are_right_after_an_optimizer_step_that_failed():
+    model = deep_mlp(2, 16)
+    optimizer = Wrapper(model.parameters())
+    with MemoryMeter(model, optimizer) as meter:
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.base.step = None  # calling it fails, within the outer step
+        with pytest.raises(TypeError):
+            optimizer.step()
+        del optimizer.base.step
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(1, 16))
+    assert meter.phases()[-1] == "forward"
+
+
+def test_optimizer_that_steps_in_backward_has_its_own_phase():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
+    optimizers = {p: torch.optim.Adam([p], foreach=False) for p in model.parameters()}
+
+    def step_now(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_now)
+    with MemoryMeter(model) as meter:
+        model(x).sum().backward()
+    assert turns(meter)[:3] == ["forward", "backward", "optimizer"]
+    assert turns(meter).count("optimizer") >= 2  # between parts of the backward pass
+    assert phases_of(meter, "addcdiv") == {"optimizer"}
+    assert phases_of(meter, "mm") == {"backward"}
+    # The gradients are never live all at once.
+    assert meter.series()["gradient"].max() < bytes_of(model.parameters())
+
+
+def test_closure_of_an_optimizer_is_forward_and_backward():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        return loss
+
+    with MemoryMeter(model, optimizer) as meter:
+        optimizer.step(closure)
+    assert set(meter.phases()) == set(PHASES)
+    assert phases_of(meter, "addmm") == {"forward"}
+
+
+def test_plot_marks_the_peak():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
     model, optimizer, step = mlp()
     with MemoryMeter(model, optimizer) as meter:
         step()
@@ -61,13 +106,13 @@ def test_the_plot_marks_the_peak():
         (moment,), (height,) = mark.get_data()
         assert height == meter.peak_bytes / 1e6
         assert meter.timeline[moment - 1].live_bytes == meter.peak_bytes
-        assert [text.get_text() for text in ax.texts] == [f"{meter.peak_bytes / 1e6:,.2f} MB"]
+        assert [text.get_text() for text in ax.texts] == [f"{height:,.2f} MB"]
         assert {text.get_text() for text in ax.get_legend().get_texts()} <= set(CATEGORIES)
         assert (ax.get_xlabel(), ax.get_ylabel()) == ("operators", "live MB")
-        _, other = plt.subplots()
+        _, other = pyplot.subplots()
         assert meter.plot(other) is other
     finally:
-        plt.close("all")
+        pyplot.close("all")
 
 
 def test_plot_without_matplotlib_names_what_to_install(monkeypatch):

@@ -11,7 +11,7 @@ from course_lib.memory import MemoryMeter
 from course_lib.models import deep_mlp
 
 
-def test_a_trace_replayed_is_what_the_meter_counted_operator_by_operator():
+def test_trace_has_the_figures_and_events_of_the_meter():
     model, optimizer, step = mlp()
     step()
     with MemoryMeter(model, optimizer) as meter, FlopCounterMode(display=False) as flops:
@@ -21,42 +21,37 @@ def test_a_trace_replayed_is_what_the_meter_counted_operator_by_operator():
     for name, values in meter.series().items():
         assert np.array_equal(trace.series()[name][1:], values)
     assert (trace.peak_bytes, trace.at_peak()) == (meter.peak_bytes, meter.at_peak())
-    assert (
-        trace.flops
-        == meter.flops
-        == flops.get_total_flops()
-        == sum(trace.flops_by_operator().values())
-    )
+    assert trace.flops == meter.flops == sum(trace.flops_by_operator().values())
+    assert trace.flops == flops.get_total_flops()
     births: dict = {}
     for event in trace.events():
-        births.setdefault(event.storage, event)  # what follows is its end, or another category
+        births.setdefault(event.storage, event)  # later events are its end, or another category
     assert {event.kind for event in births.values()} == {"birth"}
     assert sum(event.bytes for event in births.values() if event.moment == 0) == meter.entry_bytes
     made = [event.bytes for event in births.values() if event.operator == "aten.addmm.default"]
     assert made == [256 * 128 * 4] * 6
 
 
-def test_each_moment_of_a_trace_knows_its_module_forward_and_backward():
-    with MemoryMeter(model := deep_mlp(2, 8), module_paths=True) as meter:
+def test_trace_knows_the_module_of_each_operator():
+    model = deep_mlp(2, 8)
+    with MemoryMeter(model, module_paths=True) as meter:
         model(torch.randn(4, 8)).sum().backward()
     trace = meter.trace()
-    products = [
-        (trace.modules.get(i, ""), phase)
-        for i, (op, phase) in enumerate(trace.operators)
-        if "mm" in str(op)
-    ]
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    assert [name for name, phase in products if phase == "forward"] == linear
-    # The first one's input needs no gradient.
-    backward = [name for name in linear[::-1] for _ in range(1 if name == linear[0] else 2)]
-    assert [name for name, phase in products if phase == "backward"] == backward
+    products = {"forward": [], "backward": []}
+    for i, (operator, phase) in enumerate(trace.operators):
+        if "mm" in str(operator):
+            products[phase].append(trace.modules.get(i, ""))
+    first, second = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    # The first layer needs no gradient of its input.
+    assert products == {"forward": [first, second], "backward": [second, second, first]}
     with MemoryMeter(model) as meter:
         model(torch.randn(4, 8))
     assert meter.trace().modules == {}
 
 
-def test_a_trace_without_events_says_so_and_tells_the_rest():
-    with MemoryMeter(model := deep_mlp(2, 8)) as meter:
+def test_trace_without_events_has_only_sums():
+    model = deep_mlp(2, 8)
+    with MemoryMeter(model) as meter:
         model(torch.randn(4, 8)).sum().backward()
     trace = meter.trace(events=False)
     assert np.array_equal(trace.live, meter.trace().live)

@@ -3,29 +3,22 @@
 import copy
 import gc
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
-from training_steps import (
-    NO_WORKSPACE,
-    at_end,
-    bytes_of,
-    empty_gradients,
-    everything_undone_afterwards,
-    mlp,
-)
+from torch.utils import checkpoint as reference
+from training_steps import at_end, bytes_of, empty_gradients, encoder, everything_undone, mlp
 
-from course_lib.checkpoint import checkpoint as readable_checkpoint
+import course_lib.checkpoint as ours
 from course_lib.memory import MemoryMeter
 from course_lib.memory.categories import CategoryTracker
 from course_lib.models import deep_mlp
 
 
-def test_autograd_still_notices_a_change_in_place():
+def test_autograd_still_notices_changes_in_place():
     x = torch.ones(4, requires_grad=True)
     with MemoryMeter(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y = x.exp()
@@ -33,7 +26,7 @@ def test_autograd_still_notices_a_change_in_place():
         y.sum().backward()
 
 
-def test_function_transforms_work():
+def test_function_transforms_work_under_a_meter():
     x = torch.randn(3, 4)
 
     def run():
@@ -45,9 +38,9 @@ def test_function_transforms_work():
     assert meter.peak_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["post-norm, checkpoint", "post-norm, reentrant checkpoint"])
-def test_gradients_are_the_same_to_the_bit(name):
-    model, _, step = NO_WORKSPACE[name]()
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients_are_equal_under_a_meter(reentrant):
+    model, _, step = encoder(reentrant=reentrant)
     start, found = copy.deepcopy(model.state_dict()), []
     for context in (nullcontext(), MemoryMeter(model)):
         model.load_state_dict(start)
@@ -56,55 +49,47 @@ def test_gradients_are_the_same_to_the_bit(name):
         with context:
             step()
         found.append([p.grad for p in model.parameters()])
-    for plain, metered in zip(*found, strict=True):
-        assert torch.equal(plain, metered)
+    assert all(map(torch.equal, *found))
 
 
-def test_a_checkpoint_is_computed_again_once_and_only_in_backward():
+def gradient_penalty(layers, run):
+    """Return the gradients of a loss with double backward. `run(layer, x)` calls each layer."""
+    x = y = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    for layer in layers:
+        y = run(layer, y)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.mean() + (gradient.norm(dim=1) - 1).square().mean()).backward()
+    return [parameter.grad.clone() for parameter in layers.parameters()]
+
+
+@pytest.mark.parametrize("module", [reference, ours], ids=["torch", "course_lib"])
+def test_double_backward_through_checkpoints_is_unchanged(module):
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+    expected = gradient_penalty(layers, lambda layer, x: layer(x))
+    layers.zero_grad()
+    with MemoryMeter(layers) as meter:
+        found = gradient_penalty(
+            layers, lambda layer, x: module.checkpoint(layer, x, use_reentrant=False)
+        )
+    assert all(map(torch.equal, found, expected)) and meter.at_peak()["gradient"] <= 4 * 2 * 72
+
+
+def test_reading_a_meter_recomputes_no_checkpoint():
     layer, calls = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)), []
     layer.register_forward_pre_hook(
         lambda *_: calls.append(torch._C._current_autograd_node() is not None)
     )
-    x = torch.randn(4, 16)
     with MemoryMeter(layer) as meter:
-        y = checkpoint(layer, x, use_reentrant=False)
+        y = reference.checkpoint(layer, torch.randn(4, 16), use_reentrant=False)
         z = y * 2 + y
         assert meter.live_bytes and meter.at_peak() and len(meter.timeline) > 0
-        z.sum()
+        loss = z.sum()
         assert calls == [False]
-        z.sum().backward()
+        loss.backward()
     assert calls == [False, True]
 
 
-def test_no_tensor_is_kept_alive():
-    model, x = nn.Linear(8, 8), torch.randn(8, 8, requires_grad=True)
-    with MemoryMeter():
-        y = model(x.exp())
-        y.sum().backward()
-        held = [
-            weakref.ref(tensor.untyped_storage())
-            for tensor in (y, x.grad, model.weight, torch.ones(3))
-        ]
-        x.grad = None
-        del y, model
-        torch.ones(1)
-        assert [storage() for storage in held] == [None] * 4
-
-
-def test_a_meter_that_is_done_lets_go_of_model_and_optimizer():
-    model, optimizer, step = mlp()
-    with MemoryMeter(model, optimizer) as meter:
-        step()
-    gone = [weakref.ref(model[0].weight), weakref.ref(optimizer), weakref.ref(model)]
-    held = meter.live_bytes
-    del model, optimizer, step
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
-    assert held > 0 == meter.live_bytes
-    assert sum(meter.at_peak().values()) == meter.peak_bytes
-
-
-def test_reading_the_live_bytes_changes_no_category():
+def test_reading_a_meter_changes_no_category():
     class Reads(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, reading):
@@ -126,8 +111,34 @@ def test_reading_the_live_bytes_changes_no_category():
     assert found[0] == found[1]
 
 
+def test_meter_keeps_no_tensor_alive():
+    model, x = nn.Linear(8, 8), torch.randn(8, 8, requires_grad=True)
+    with MemoryMeter():
+        y = model(x.exp())
+        y.sum().backward()
+        tensors = y, x.grad, model.weight, torch.ones(3)
+        held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        x.grad = None
+        del y, model, tensors
+        torch.ones(1)
+        assert [storage() for storage in held] == [None] * 4
+
+
+def test_closed_meter_releases_model_and_optimizer():
+    model, optimizer, step = mlp()
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    gone = [weakref.ref(model[0].weight), weakref.ref(optimizer), weakref.ref(model)]
+    held = meter.live_bytes
+    del model, optimizer, step
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+    assert held > 0 == meter.live_bytes
+    assert sum(meter.at_peak().values()) == meter.peak_bytes
+
+
 @pytest.mark.parametrize("swap", [False, True])
-def test_a_model_can_be_moved_in_the_block(swap):
+def test_model_can_be_converted_in_the_block(swap):
     model = deep_mlp(2, 16)
     before = bytes_of(model.parameters())
     torch.__future__.set_swap_module_params_on_conversion(swap)
@@ -144,20 +155,16 @@ def test_a_model_can_be_moved_in_the_block(swap):
     assert at_end(meter)["parameter"] == meter.live_bytes == 2 * before
 
 
-def test_a_meter_is_entered_once():
+def test_meter_can_be_entered_only_once():
     meter = MemoryMeter()
-    with (
-        meter,
-        pytest.raises(RuntimeError, match=r"has been entered already \(active\); make a new one"),
-        meter,
-    ):
+    with meter, pytest.raises(RuntimeError, match=r"already \(active\); make a new one"), meter:
         pass
     with pytest.raises(RuntimeError, match=r"has been entered already \(closed\)"), meter:
         pass
 
 
-def test_an_exception_in_the_block_undoes_everything():
-    with everything_undone_afterwards():
+def test_exception_in_the_block_undoes_everything():
+    with everything_undone():
         with pytest.raises(ZeroDivisionError), MemoryMeter() as meter:
             state, x = torch.get_rng_state(), torch.ones(10)
             assert meter.live_bytes == meter.peak_bytes == state.nbytes + x.nbytes
@@ -170,14 +177,12 @@ def test_an_exception_in_the_block_undoes_everything():
     assert meter.live_bytes == state.nbytes
 
 
-@contextmanager
+@pytest.fixture
 def exit_fails(monkeypatch):
     def fail(self):
         raise KeyError("injected")
 
     monkeypatch.setattr(CategoryTracker, "finish", fail)
-    yield
-    monkeypatch.undo()
 
 
 class Watched(torch.autograd.Function):
@@ -187,60 +192,24 @@ class Watched(torch.autograd.Function):
     def forward(ctx, x):
         return x.clone()
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
-
-def test_a_meter_whose_exit_fails_is_closed_and_holds_nothing(monkeypatch):
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+def test_meter_whose_exit_fails_is_closed_and_holds_nothing(exit_fails):
+    model = nn.Linear(4, 4)
     adam = torch.optim.Adam(model.parameters())
     meter = MemoryMeter(model, adam)
-    with (
-        everything_undone_afterwards(),
-        exit_fails(monkeypatch),
-        pytest.raises(KeyError, match="injected"),
-        meter,
-    ):
-        y = Watched.apply(model(x))
-        node = weakref.ref(y.grad_fn)
-    assert (meter.model, meter.optimizers) == (None, ())
-    gone = weakref.ref(model), weakref.ref(adam), weakref.ref(y)
+    with everything_undone(), pytest.raises(KeyError, match="injected"), meter:
+        y = Watched.apply(model(torch.randn(2, 4)))
+    gone = [weakref.ref(each) for each in (model, adam, y, y.grad_fn)]
     del model, adam, y
     gc.collect()
-    assert [ref() for ref in (*gone, node)] == [None] * 4
+    assert [ref() for ref in gone] == [None] * 4
     with pytest.raises(RuntimeError, match="entered already"), meter:
         pass
     assert meter.peak_bytes > 0
 
 
-def test_the_error_of_the_block_is_seen_where_the_exit_fails_too(monkeypatch):
-    with (
-        everything_undone_afterwards(),
-        exit_fails(monkeypatch),
-        pytest.raises(ValueError, match="own") as raised,
-        MemoryMeter(),
-    ):
+def test_error_of_the_block_is_raised_if_the_exit_fails_too(exit_fails):
+    with everything_undone(), pytest.raises(ValueError, match="own") as raised, MemoryMeter():
         torch.ones(3)
         raise ValueError("own")
     assert raised.value.__notes__ == ["MemoryMeter could not close its records: 'injected'"]
-
-
-def gradient_penalty(layers, run):
-    """A step with double backward: each layer by `run(layer, x)`."""
-    x = y = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    for layer in layers:
-        y = run(layer, y)
-    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (y.mean() + (gradient.norm(dim=1) - 1).square().mean()).backward()
-    return [parameter.grad.clone() for parameter in layers.parameters()]
-
-
-@pytest.mark.parametrize("through", [checkpoint, readable_checkpoint], ids=["torch", "course_lib"])
-def test_double_backward_through_checkpoints_runs_under_a_meter_as_without(through):
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-    expected = gradient_penalty(layers, lambda layer, x: layer(x))
-    layers.zero_grad()
-    with MemoryMeter(layers) as meter:
-        found = gradient_penalty(layers, lambda layer, x: through(layer, x, use_reentrant=False))
-    assert all(map(torch.equal, found, expected)) and meter.at_peak()["gradient"] <= 4 * 2 * 72

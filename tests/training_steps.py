@@ -1,24 +1,20 @@
 """Training steps for the tests of `course_lib.memory`, and an independent count of their bytes."""
 
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
-
-from course_lib.models import Decoder, random_tokens
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def square_mean(y):
-    return (y**2).mean()
-
-
-def train(model, x, loss=square_mean, optimizer=None, **options):
+def train(model, x, loss=lambda y: y.square().mean(), optimizer=None, **options):
+    """Return a model, its optimizer, and a function that trains it for one step."""
     optimizer = optimizer and optimizer(model.parameters(), **options)
 
     def step():
@@ -34,34 +30,29 @@ def mlp(activation=nn.GELU):
     return train(nn.Sequential(*layers), torch.randn(256, 128), optimizer=torch.optim.Adam)
 
 
-class Stack(nn.Module):
-    """Post-norm or pre-norm layers of PyTorch's own, each under a checkpoint or not."""
+class Encoder(nn.Module):
+    """PyTorch's own layers. Unless `reentrant` is None, each runs under a checkpoint."""
 
-    def __init__(self, *, norm_first, reentrant=None, layers=3, hidden=128):
+    def __init__(self, *, reentrant=None, norm_first=False, layers=3, hidden=128):
         super().__init__()
         self.reentrant = reentrant
+        options = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                hidden, 4, 4 * hidden, dropout=0.1, batch_first=True, norm_first=norm_first
-            )
-            for _ in range(layers)
+            nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, **options) for _ in range(layers)
         )
 
     def forward(self, x):
         for layer in self.layers:
-            x = (
-                layer(x)
-                if self.reentrant is None
-                else checkpoint(layer, x, use_reentrant=self.reentrant)
-            )
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
 
 
-def decoder(norm_first, reentrant):
-    x = torch.randn(8, 64, 128, requires_grad=bool(reentrant))
-    model, optimizer, plain = train(
-        Stack(norm_first=norm_first, reentrant=reentrant), x, optimizer=torch.optim.Adam
-    )
+def encoder(**options):
+    x = torch.randn(8, 64, 128, requires_grad=bool(options.get("reentrant")))
+    model, optimizer, plain = train(Encoder(**options), x, optimizer=torch.optim.Adam)
 
     def step():
         with sdpa_kernel(SDPBackend.MATH):
@@ -69,58 +60,6 @@ def decoder(norm_first, reentrant):
         x.grad = None
 
     return model, optimizer, step
-
-
-def batch_norm_and_pooling():
-    layers = [
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.BatchNorm2d(8),
-        nn.AvgPool2d(2),
-        nn.AdaptiveAvgPool2d(2),
-    ]
-    options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
-    return train(nn.Sequential(*layers), torch.randn(8, 8, 32, 32), **options)
-
-
-class TiedLanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.hidden = nn.Embedding(1000, 64), nn.Linear(64, 64)
-        self.head = nn.Linear(64, 1000, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        return self.head(F.gelu(self.hidden(self.tokens(tokens))))
-
-
-def tied_language_model():
-    tokens, target = torch.randint(1000, (4, 64)), torch.randint(1000, (256,))
-    return train(
-        TiedLanguageModel(),
-        tokens,
-        lambda logits: F.cross_entropy(logits.view(-1, 1000), target),
-        optimizer=torch.optim.Adam,
-    )
-
-
-def own_decoder():
-    model = Decoder(vocabulary=200, hidden=64, heads=4, layers=2, sequence=32, dropout=0.1)
-    return train(model, random_tokens(4, 32, 200)[:, :-1], optimizer=torch.optim.AdamW)
-
-
-def in_place_views_and_expands():
-    model, x = nn.Linear(128, 128), torch.randn(64, 128)
-
-    def step():
-        y = model(x).view(64, 8, 16).transpose(1, 2).expand(4, 64, 16, 8) * 2
-        y += 1
-        y.mul_(y.detach() + 1)
-        y[0].add_(1)
-        y.sum().backward()
-
-    return model, None, step
 
 
 def double_backward():
@@ -135,33 +74,59 @@ def double_backward():
     return model, None, step
 
 
-def optimizer_step(kind, **options):
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    return train(model, torch.randn(4, 256), optimizer=kind, lr=0.1, **options)
+class TiedLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.hidden = nn.Embedding(1000, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        return self.head(nn.functional.gelu(self.hidden(self.tokens(tokens))))
 
 
-NO_WORKSPACE = {
-    "mlp": mlp,
-    "mlp, in-place ReLU": lambda: mlp(lambda: nn.ReLU(inplace=True)),
-    "post-norm": lambda: decoder(False, None),
-    "post-norm, checkpoint": lambda: decoder(False, False),
-    "post-norm, reentrant checkpoint": lambda: decoder(False, True),
-    "pre-norm": lambda: decoder(True, None),
-    "this library's decoder": own_decoder,
-    "batch norm and pooling": batch_norm_and_pooling,
-    "embedding, tied head, cross-entropy": tied_language_model,
-    "in-place, views, expands": in_place_views_and_expands,
-    "double backward": double_backward,
-    "NAdam, one by one": lambda: optimizer_step(torch.optim.NAdam, foreach=False),
-    "NAdam, foreach": lambda: optimizer_step(torch.optim.NAdam, foreach=True),
-    "SGD, one by one": lambda: optimizer_step(torch.optim.SGD, foreach=False, momentum=0.9),
-    "SGD, foreach": lambda: optimizer_step(torch.optim.SGD, foreach=True, momentum=0.9),
-}
+class Wrapper(torch.optim.Optimizer):
+    """Optimizer whose step calls that of another one, which holds the state, and does more work."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.base = torch.optim.Adam(self.param_groups[0]["params"], lr=0.1, foreach=False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        copies = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.base.step()
+        torch._foreach_mul_(copies, 2.0)
+
+    def held_tensors(self):
+        return (value for state in self.base.state.values() for value in state.values())
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, content):
+        self.base.load_state_dict(content)
+
+
+class CountingBackend:
+    """Backend of `torch.compile` that counts how often it compiles, and how often its code runs."""
+
+    def __init__(self):
+        self.compiled = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.compiled += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph(*args)
+
+        return run
 
 
 def allocations(step):
-    """The independent oracle: bytes of each allocation (+) and release (-), in order, as the
-    allocator reports them."""
+    """Return the bytes of each allocation (+) and release (-) in order, as the allocator reports
+    them to the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
@@ -172,17 +137,6 @@ def allocations(step):
     return [change for _, _, change in changes]
 
 
-def empty_gradients(model):
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-def one_more_sample():
-    """A sample tells what was live when its operator returned; what died after the last one shows
-    in the next."""
-    torch.empty(0)
-
-
 def bytes_of(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -191,46 +145,24 @@ def at_end(meter):
     return {name: int(values[-1]) for name, values in meter.series().items()}
 
 
-class Wraps(torch.optim.Optimizer):
-    """Another optimizer does its step, between work of its own; its state is there and shows here
-    as nothing."""
+def empty_gradients(model):
+    model.zero_grad(set_to_none=True)
 
-    def __init__(self, params, base=torch.optim.Adam):
-        super().__init__(params, {"lr": 0.1})
-        self.base = base(self.param_groups[0]["params"], lr=0.1, foreach=False)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        copies = [p.detach().clone() for p in self.param_groups[0]["params"]]
-        self.base.step()
-        torch._foreach_mul_(copies, 2.0)
-
-    def held_tensors(self):
-        return (v for state in self.base.state.values() for v in state.values())
-
-    def state_dict(self):
-        return self.base.state_dict()
-
-    def load_state_dict(self, content):
-        self.base.load_state_dict(content)
+def one_more_sample():
+    """Run an operator, because a sample shows only the releases before its operator."""
+    torch.empty(0)
 
 
 @contextmanager
-def everything_undone_afterwards():
-    from torch.optim import optimizer
+def everything_undone():
+    """Check that the block leaves behind no hook, no mode and no patched function."""
 
     def state():
-        hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
-        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+        modes = _get_current_dispatch_mode_stack()
         return torch.get_rng_state, *map(len, hooks), len(modes), dict(vars(torch.UntypedStorage))
 
     before = state()
     yield
     assert state() == before
-
-
-def run_under(step, *contexts):
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        step()

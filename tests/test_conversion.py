@@ -1,0 +1,77 @@
+"""Symbolic modules are converted to another dtype as real modules are."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from training_steps import TiedLanguageModel
+
+from course_lib.symbolic import cast, symbolic
+
+
+class HalfTied(TiedLanguageModel):
+    """Model with a shared frozen weight and with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.tokens.weight.requires_grad_(False)
+
+
+class Keeping(nn.Linear):
+    """Module with its own conversion, as rotary embeddings keep their frequencies in fp32."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("frequencies", torch.ones(3))
+
+    def _apply(self, function, recurse=True):
+        kept = self.frequencies
+        super()._apply(function, recurse)
+        self.frequencies = kept
+        return self
+
+
+CONVERSIONS = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "half": lambda model: model.half(),
+    "double": lambda model: model.double().float(),
+    "integers too": lambda model: model._apply(torch.Tensor.double),
+    "channels": lambda model: model.to(memory_format=torch.channels_last),
+}
+
+
+def converted(convert):
+    """Return the attributes of the tensors of a converted model."""
+    model = nn.Sequential(HalfTied(), Keeping(), nn.Conv2d(2, 3, 3, bias=False), nn.LSTM(2, 2))
+    assert convert(model) is model
+    assert model[0].head.weight is model[0].tokens.weight
+    return [
+        (name, t.shape, t.stride(), t.dtype, t.requires_grad, isinstance(t, nn.Parameter))
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    ]
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_symbolic_module_is_converted_as_a_real_one(name):
+    expected = converted(CONVERSIONS[name])
+    with symbolic():
+        assert converted(CONVERSIONS[name]) == expected
+
+
+@pytest.mark.parametrize("context", [nullcontext, symbolic])
+def test_cast_converts_as_the_method_of_the_module(context):
+    expected = converted(CONVERSIONS["to"])
+    with context():
+        assert converted(lambda model: cast(model, torch.bfloat16)) == expected
+
+
+def test_conversion_that_changes_nothing_keeps_the_tensors():
+    with symbolic():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        before = [*model.parameters(), *model.buffers()]
+        assert model.to("cpu", torch.float32).float() is model
+        after = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+    assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16
