@@ -111,10 +111,16 @@ class Symbolic(FakeTensorMode):
         return run(func, types, args, kwargs)
 
     def _run_on_symbolic(self, inputs: list[Tensor], func, types, args, kwargs) -> Any:
-        if not any(tensor.untyped_storage() in self._numbers for tensor in inputs):
+        if not any(map(self._maker, inputs)):
             return self._cached(func, types, args, kwargs)
         result = self._symbolically(func, types, args, kwargs)
         return self._known(func, result, inputs, args, kwargs)
+
+    def _maker(self, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """Return the function that makes a symbolic tensor's values, if they are known."""
+        # A sparse tensor has no storage of its own.
+        strided = tensor.layout is torch.strided
+        return self._numbers.get(tensor.untyped_storage()) if strided else None
 
     def _run_on_real(self, func, types, args, kwargs) -> Any:
         # A view is real whether or not its values are known.
@@ -164,7 +170,7 @@ class Symbolic(FakeTensorMode):
         """
         if func.overloadpacket not in _COPIED | _COMPARED:
             return outline
-        makers = [self._numbers.get(tensor.untyped_storage()) for tensor in met]
+        makers = list(map(self._maker, met))
         if None in makers or outline.device.type != "cpu":
             return outline
         parts = {tensor: _part(maker, tensor) for tensor, maker in zip(met, makers, strict=True)}
