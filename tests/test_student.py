@@ -319,7 +319,15 @@ def test_the_students_makefile_installs_the_wheel_with_its_pins(edition, tmp_pat
     )
     assert wrong.returncode and "needs Python 3.11, 3.12 or 3.13" in wrong.stderr
     rules = (edition / "Makefile").read_text("utf-8").splitlines()
-    assert sum(line[:1] not in "#" for line in rules if line) <= 16
+    assert sum(line[:1] not in "#" for line in rules if line) <= 20
+    shown = subprocess.run(["make", "help"], cwd=edition, capture_output=True, text=True).stdout
+    assert shown.count("make lab") == 2 and "TORCH=cpu" in shown
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_the_students_readme_lists_every_lesson(edition, name):
+    listed = re.findall(r"^\| \[\d\d\]\((\S+)\)", (edition / name).read_text("utf-8"), re.M)
+    assert listed == sorted(path.name for path in edition.glob("*.ipynb"))
 
 
 def test_no_statement_of_a_solution_is_in_the_zip(edition):
