@@ -146,53 +146,20 @@ def test_meta_tensors_count_only_if_that_device_is_named():
     assert replace(found, device="cpu") == expected
 
 
-def gpu_decoder():
-    sizes = {"vocabulary": 1000, "hidden": 256, "heads": 8, "layers": 4, "sequence": 128}
-    model = Decoder(**sizes, dropout=0.1).cuda()
-    tokens = random_tokens(8, 128, 1000).cuda()
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step():
-        model.loss(tokens).backward()
-        optimizer.step()
-
-    return model, optimizer, step
-
-
-def requested(which):
+def requested():
     """Return the bytes requested from the CUDA allocator, which rounds each block up."""
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 class Requests(TorchDispatchMode):
-    """Mode that reads the requested bytes at each operator.
+    """Mode that finds the most bytes requested at the end of an operator, in `peak_bytes`."""
 
-    Attributes:
-        between: The largest number of bytes requested at the end of an operator.
-        workspace: The largest number of bytes that an operator held beyond those before and after.
-    """
-
-    between = workspace = 0
+    peak_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = requested("current")
-        torch.cuda.reset_peak_memory_stats()
         result = func(*args, **(kwargs or {}))
-        after = requested("current")
-        self.between = max(self.between, after)
-        self.workspace = max(self.workspace, requested("peak") - max(before, after))
+        self.peak_bytes = max(self.peak_bytes, requested())
         return result
-
-
-def before_a_gpu_step(model, step):
-    """Return the bytes requested before a step. Earlier steps allocate what stays: the workspace of
-    cuBLAS and the state of Adam."""
-    for _ in range(2):
-        empty_gradients(model)
-        step()
-    empty_gradients(model)
-    gc.collect()
-    return requested("current")
 
 
 @pytest.mark.gpu
@@ -202,36 +169,21 @@ def before_a_gpu_step(model, step):
 def test_meter_peak_equals_the_bytes_requested_on_a_gpu(hooks):
     """The two are equal at the ends of operators, where no workspace is allocated. No gradients
     meet in this step, because a mode would add them out of place."""
-    model, optimizer, step = on_second_device(hooks, "cuda", torch.optim.Adam)
-    before = before_a_gpu_step(model, step)
+    model, _, step = given = on_second_device(hooks, "cuda", torch.optim.Adam)
+    metered(given)  # allocates what stays, such as the workspace of cuBLAS
+    gc.collect()
+    before = requested()
     with Requests() as asked:
         step()
     empty_gradients(model)
-    meter = metered((model, optimizer, step))
-    assert meter.peak_bytes == asked.between - before + meter.entry_bytes
-    kept = meter.peak_bytes_by_device.get(torch.device("cpu"), 0)
-    # The inputs of the layers are kept at least.
-    assert kept == 0 if hooks is nullcontext else kept >= 4 * 32 * 64 * 4
-
-
-@pytest.mark.gpu
-def test_gpu_allocator_peak_is_the_meter_peak_and_one_workspace():
-    """The allocator's peak is read without a mode. It exceeds that of the meter by the workspace
-    of one operator at most."""
-    model, optimizer, step = gpu_decoder()
-    before = before_a_gpu_step(model, step)
-    with Requests() as asked:
-        step()
-    empty_gradients(model)
-    meter = metered((model, optimizer, step))
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    seen = meter.entry_bytes + requested("peak") - before
-    assert meter.peak_bytes <= seen <= meter.peak_bytes + asked.workspace
-    assert sum(meter.series().values()).max() == meter.peak_bytes
+    meter = metered(given)
+    assert meter.peak_bytes == asked.peak_bytes - before + meter.entry_bytes
     # Autograd's own thread runs the backward pass.
     assert set(meter.phases()) == set(PHASES) and at_end(meter)["activation"] == 0
     assert at_end(meter)["gradient"] == at_end(meter)["parameter"] == bytes_of(model.parameters())
+    kept = meter.peak_bytes_by_device.get(torch.device("cpu"), 0)
+    # The inputs of the layers are kept at least.
+    assert kept == 0 if hooks is nullcontext else kept >= 4 * 32 * 64 * 4
 
 
 @pytest.mark.gpu
@@ -245,6 +197,19 @@ def test_measure_of_the_cpu_ignores_the_gpu_allocator():
     found = measure(step, needs_gradient=False, device="cpu", repeats=1)
     assert found.peak_bytes == 2 << 20  # both of the small tensors
     assert 2 << 20 <= found.allocator_peak_bytes < x.nbytes
+
+
+def gpu_decoder():
+    sizes = {"vocabulary": 1000, "hidden": 256, "heads": 8, "layers": 4, "sequence": 128}
+    model = Decoder(**sizes, dropout=0.1).cuda()
+    tokens = random_tokens(8, 128, 1000).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        model.loss(tokens).backward()
+        optimizer.step()
+
+    return model, optimizer, step
 
 
 @pytest.mark.gpu

@@ -54,8 +54,8 @@ def uses_of(function):
     return make
 
 
-class AddsGradients(torch.autograd.Function):
-    """Function whose formula adds out of place, which takes one tensor more."""
+class SumsInBackward(torch.autograd.Function):
+    """Function whose formula adds out of place. It holds each tensor until the next one exists."""
 
     @staticmethod
     def forward(ctx, x):
@@ -63,7 +63,10 @@ class AddsGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient + gradient * 2
+        value = gradient * 2
+        value = value + gradient
+        value = value.exp()
+        return value.sin()
 
 
 def with_hook(y):
@@ -89,7 +92,7 @@ SUMS = {
     "attention to itself": uses_of(lambda y: (y @ y.mT).softmax(-1) @ y),
     "views": uses_of(lambda y: y[:32].exp().sum() + y[32:].exp().sum() + y.t().tanh().sum()),
     "an expanded tensor": uses_of(lambda y: (y + y[0]) * y[0]),
-    "a formula that adds": uses_of(lambda y: AddsGradients.apply(y) * 3),
+    "a formula that adds": uses_of(lambda y: SumsInBackward.apply(y) * 3),
     "a formula that adds, in C++": uses_of(lambda y: torch.stack(torch.var_mean(y, 0)).exp()),
     "a hook that adds": uses_of(with_hook),
     "a gradient that is kept": uses_of(with_kept_gradient),
@@ -147,21 +150,6 @@ def test_gradient_that_is_kept_after_a_sum_stays_counted():
         live = {tensor.untyped_storage() for tensor in (*keeping.held, x.grad)}
         live.remove(x.untyped_storage())
         assert meter.live_bytes == sum(storage.nbytes() for storage in live)
-
-
-class SumsInBackward(torch.autograd.Function):
-    """Function whose backward releases each tensor as soon as the next one exists."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        value = gradient * 2
-        value = value + 1
-        value = value.exp()
-        return value.sin()
 
 
 def test_sums_in_a_python_backward_keep_nothing_alive():

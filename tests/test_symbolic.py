@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training_steps import CountingBackend, Encoder, at_end, one_more_sample, train
 
@@ -44,34 +43,12 @@ def rows_selected_by_a_stride():
     h.exp().sum().backward()
 
 
-def norm_before_a_pool():
-    x = torch.randn(4, 16, 32, requires_grad=True)
-    x = nn.LayerNorm(32)(x + nn.Linear(32, 32)(x.exp())).transpose(1, 2)
-    F.adaptive_avg_pool1d(x, 1).square().sum().backward()
-
-
-def interpolated(mode, dimensions):
-    """PyTorch decomposes these operators into others."""
-    x = torch.ones(2, 3, *[6] * dimensions, requires_grad=True)
-    F.interpolate(x * 2, scale_factor=2, mode=mode).square().mean().backward()
-
-
-def bags_of_embeddings(mode, dtype):
-    bags = nn.EmbeddingBag(20, 16, mode=mode).to(dtype)
-    bags(torch.zeros(8, 5, dtype=torch.int64)).square().mean().backward()
-
-
 STEPS = {
     "decoder": train_a_model(decoder, 2, 16, dtype=torch.long),
     "checkpoint": train_a_model(partial(Encoder, reentrant=False, layers=2, hidden=32), 2, 16, 32),
     "batch norm": train_a_model(partial(nn.BatchNorm1d, 16), 8, 16),
     "mask": rows_selected_by_a_mask,
     "stride": rows_selected_by_a_stride,
-    "norm and pool": norm_before_a_pool,
-    "linear": partial(interpolated, "linear", 1),
-    "bicubic": partial(interpolated, "bicubic", 2),
-    "bags": partial(bags_of_embeddings, "mean", torch.float32),
-    "bags in bf16": partial(bags_of_embeddings, "max", torch.bfloat16),
 }
 
 

@@ -1,6 +1,5 @@
 """A meter changes nothing in the step, keeps nothing alive, and undoes its hooks after an error."""
 
-import copy
 import gc
 import weakref
 from contextlib import nullcontext
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils import checkpoint as reference
-from training_steps import at_end, bytes_of, empty_gradients, encoder, everything_undone, mlp
+from training_steps import at_end, bytes_of, empty_gradients, everything_undone
 
 import course_lib.checkpoint as ours
 from course_lib.memory import MemoryMeter
@@ -38,39 +37,26 @@ def test_function_transforms_work_under_a_meter():
     assert meter.peak_bytes > 0
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients_are_equal_under_a_meter(reentrant):
-    model, _, step = encoder(reentrant=reentrant)
-    start, found = copy.deepcopy(model.state_dict()), []
-    for context in (nullcontext(), MemoryMeter(model)):
-        model.load_state_dict(start)
-        empty_gradients(model)
-        torch.manual_seed(1)
-        with context:
-            step()
-        found.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *found))
-
-
-def gradient_penalty(layers, run):
-    """Return the gradients of a loss with double backward. `run(layer, x)` calls each layer."""
+def gradient_penalty(module, layers):
+    """Return the gradients of a loss with double backward through checkpoints."""
+    torch.manual_seed(1)
     x = y = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
     for layer in layers:
-        y = run(layer, y)
+        y = module.checkpoint(layer, y, use_reentrant=False)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     (y.mean() + (gradient.norm(dim=1) - 1).square().mean()).backward()
-    return [parameter.grad.clone() for parameter in layers.parameters()]
+    found = [parameter.grad for parameter in layers.parameters()]
+    layers.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("module", [reference, ours], ids=["torch", "course_lib"])
 def test_double_backward_through_checkpoints_is_unchanged(module):
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-    expected = gradient_penalty(layers, lambda layer, x: layer(x))
-    layers.zero_grad()
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5)) for _ in range(2)]
+    layers = nn.ModuleList(layers)
+    expected = gradient_penalty(module, layers)
     with MemoryMeter(layers) as meter:
-        found = gradient_penalty(
-            layers, lambda layer, x: module.checkpoint(layer, x, use_reentrant=False)
-        )
+        found = gradient_penalty(module, layers)
     assert all(map(torch.equal, found, expected)) and meter.at_peak()["gradient"] <= 4 * 2 * 72
 
 
@@ -124,19 +110,6 @@ def test_meter_keeps_no_tensor_alive():
         assert [storage() for storage in held] == [None] * 4
 
 
-def test_closed_meter_releases_model_and_optimizer():
-    model, optimizer, step = mlp()
-    with MemoryMeter(model, optimizer) as meter:
-        step()
-    gone = [weakref.ref(model[0].weight), weakref.ref(optimizer), weakref.ref(model)]
-    held = meter.live_bytes
-    del model, optimizer, step
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
-    assert held > 0 == meter.live_bytes
-    assert sum(meter.at_peak().values()) == meter.peak_bytes
-
-
 @pytest.mark.parametrize("swap", [False, True])
 def test_model_can_be_converted_in_the_block(swap):
     model = deep_mlp(2, 16)
@@ -177,12 +150,8 @@ def test_exception_in_the_block_undoes_everything():
     assert meter.live_bytes == state.nbytes
 
 
-@pytest.fixture
-def exit_fails(monkeypatch):
-    def fail(self):
-        raise KeyError("injected")
-
-    monkeypatch.setattr(CategoryTracker, "finish", fail)
+def fail(*_):
+    raise KeyError("injected")
 
 
 class Watched(torch.autograd.Function):
@@ -193,22 +162,29 @@ class Watched(torch.autograd.Function):
         return x.clone()
 
 
-def test_meter_whose_exit_fails_is_closed_and_holds_nothing(exit_fails):
+@pytest.mark.parametrize("fails", [False, True])
+def test_closed_meter_holds_nothing(fails, monkeypatch):
+    refused = nullcontext()
+    if fails:
+        monkeypatch.setattr(CategoryTracker, "finish", fail)
+        refused = pytest.raises(KeyError, match="injected")
     model = nn.Linear(4, 4)
     adam = torch.optim.Adam(model.parameters())
     meter = MemoryMeter(model, adam)
-    with everything_undone(), pytest.raises(KeyError, match="injected"), meter:
+    with everything_undone(), refused, meter:
         y = Watched.apply(model(torch.randn(2, 4)))
-    gone = [weakref.ref(each) for each in (model, adam, y, y.grad_fn)]
+    gone = [weakref.ref(each) for each in (model, model.weight, adam, y, y.grad_fn)]
+    assert meter.live_bytes > 0
     del model, adam, y
     gc.collect()
-    assert [ref() for ref in gone] == [None] * 4
+    assert [ref() for ref in gone] == [None] * 5
+    assert meter.live_bytes == 0 < meter.peak_bytes
     with pytest.raises(RuntimeError, match="entered already"), meter:
         pass
-    assert meter.peak_bytes > 0
 
 
-def test_error_of_the_block_is_raised_if_the_exit_fails_too(exit_fails):
+def test_error_of_the_block_is_raised_if_the_exit_fails_too(monkeypatch):
+    monkeypatch.setattr(CategoryTracker, "finish", fail)
     with everything_undone(), pytest.raises(ValueError, match="own") as raised, MemoryMeter():
         torch.ones(3)
         raise ValueError("own")

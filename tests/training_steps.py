@@ -33,12 +33,12 @@ def mlp(activation=nn.GELU):
 class Encoder(nn.Module):
     """PyTorch's own layers. Unless `reentrant` is None, each runs under a checkpoint."""
 
-    def __init__(self, *, reentrant=None, norm_first=False, layers=3, hidden=128):
+    def __init__(self, *, reentrant=None, layers=3, hidden=128):
         super().__init__()
         self.reentrant = reentrant
-        options = {"dropout": 0.1, "batch_first": True, "norm_first": norm_first}
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, **options) for _ in range(layers)
+            nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, batch_first=True)
+            for _ in range(layers)
         )
 
     def forward(self, x):
@@ -50,9 +50,9 @@ class Encoder(nn.Module):
         return x
 
 
-def encoder(**options):
-    x = torch.randn(8, 64, 128, requires_grad=bool(options.get("reentrant")))
-    model, optimizer, plain = train(Encoder(**options), x, optimizer=torch.optim.Adam)
+def encoder(reentrant=None):
+    x = torch.randn(8, 64, 128, requires_grad=bool(reentrant))
+    model, optimizer, plain = train(Encoder(reentrant=reentrant), x, optimizer=torch.optim.Adam)
 
     def step():
         with sdpa_kernel(SDPBackend.MATH):
@@ -72,17 +72,6 @@ def double_backward():
         x.grad = None
 
     return model, None, step
-
-
-class TiedLanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.hidden = nn.Embedding(1000, 64), nn.Linear(64, 64)
-        self.head = nn.Linear(64, 1000, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        return self.head(nn.functional.gelu(self.hidden(self.tokens(tokens))))
 
 
 class Wrapper(torch.optim.Optimizer):
