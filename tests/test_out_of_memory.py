@@ -199,7 +199,7 @@ def test_the_meter_prints_what_the_page_shows(baseline, capsys):
 
 def test_eager_attention_keeps_scores_until_the_line_of_the_page():
     names = example(attn_implementation="eager")
-    (said,) = re.findall(r"the example peaks at ([\d.]+) MB\. This line", PAGE)
+    (said,) = re.findall(r"the example peaks at ([\d.]+) MB\. After this line", PAGE)
     assert f"{measured(names)[0].peak_bytes / 1e6:.1f}" == said
     eager = names["model"].config._attn_implementation
     exec(BLOCKS["Attention scores"][0], names)
