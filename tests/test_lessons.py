@@ -1174,7 +1174,7 @@ def test_bars_of_levers_end_where_the_peaks_are_and_curves_lie_on_their_losses()
         name: estimate(small_decoder, batch, recipe)
         for name, recipe in {"plain": Recipe(), "checkpoints": Recipe(checkpoint="layers")}.items()
     }
-    (ax,) = lesson_09.draw_levers(found, 10_000).axes
+    (ax,) = lesson_09.draw_techniques(found, 10_000).axes
     peaks = {f"{each.peak_bytes / 1e6:.1f}" for each in found.values()}
     assert {item.get_text() for item in ax.texts} == {*peaks, "budget"}
     losses = {"plain": [3.0, 2.5, 2.0], "three together": [3.0, 2.5, 2.1]}

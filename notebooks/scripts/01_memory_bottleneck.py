@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "27.5 MB of weights, and one step holds 277,682,584 bytes. Nobody has wasted anything.\n\nToday you predict that number by hand.", "zh": "权重 27.5 MB，训练一步却要占 277,682,584 字节，没有哪个字节是浪费的。\n\n今天，你要亲手把这个数算出来。"}
+# %% [markdown] slide={"en": "27.5 MB of weights. How many bytes does a step take at its peak, and for what?\n\nToday you work that out by hand.", "zh": "权重 27.5 MB。训练一步，峰值是多少字节？都用在哪里？\n\n今天，你要亲手把它算出来。"}
 # # 1 Where do the bytes of a training step go? (memory analysis) / 训练步的字节去了哪里？（内存分析）
 #
 # <div lang="en">
 #
-# The decoder of lesson 00 weighs 27.5 MB, and one training step of it holds 277.7 MB: ten times as much. Nobody has wasted anything.
+# The weights of lesson 00's decoder take 27.5 MB. A training step of it needs far more memory than that, and it wastes none of it. Which bytes are these? When is each of them in memory? How many are there at the worst moment?
 #
-# By the end of this page you will have predicted those 277,682,584 bytes by hand, and you will know which 8 of them you missed.
+# By the end of this page you will have worked out the peak of this step by hand, to within a few bytes of the measurement.
 #
 # </div>
 # <div lang="zh">
 #
-# 第 00 课的解码器，权重只有 27.5 MB，一个训练步却要占 277.7 MB，是权重的十倍。没有哪个字节是浪费的。
+# 第 00 课的解码器，权重占 27.5 MB。它的一个训练步要用的内存远不止这些，而且没有哪个字节是浪费的。这些字节是什么？各自什么时候在内存里？最吃紧的那一刻，一共有多少？
 #
-# 学完这一页，你会亲手算出这 277,682,584 字节，而且知道自己漏掉的是哪 8 个字节。
+# 学完这一页，你会亲手算出这一步的峰值，与实测只差几个字节。
 #
 # </div>
 
@@ -261,17 +261,18 @@ def peak_of(meter):
 
 
 tiny, full = peak_of(TinyMeter()), peak_of(MemoryMeter())
-table(["meter", "peak, bytes"], [("TinyMeter", tiny.peak), ("MemoryMeter", full.peak_bytes)])
+difference = tiny.peak - full.peak_bytes
+table(["difference of the peaks", "bytes"], [("`TinyMeter` − `MemoryMeter`", difference)])
 
 # %% [markdown]
 # <div lang="en">
 #
-# Equal to the byte (and without weights and state, 82.5 MB, which were there before). The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads, and tensors that pass no operator, as those of `torch.tensor([...])` do. A meter that watches every operator disturbs a little what it watches: section 1.20 shows where that matters.
+# The two meters agree to the byte. (They were started after the weights and the optimizer's state had been made, and count neither.) The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads, and tensors that pass no operator, as those of `torch.tensor([...])` do. A meter that watches every operator disturbs a little what it watches: section 1.20 shows where that matters.
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差（不含权重和优化器状态的 82.5 MB，它们早就在了）。课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程，还有不经过算子就出现的张量，例如 `torch.tensor([...])` 建立的。守在每个算子后面的计量器，多少会扰动它所观察的东西：1.20 节会说明什么时候要当心。
+# 两个计量器一字节不差。（启动它们时，权重和优化器状态早已建立，所以都没有数进去。）课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程，还有不经过算子就出现的张量，例如 `torch.tensor([...])` 建立的。守在每个算子后面的计量器，多少会扰动它所观察的东西：1.20 节会说明什么时候要当心。
 #
 # </div>
 
@@ -282,21 +283,21 @@ table(["meter", "peak, bytes"], [("TinyMeter", tiny.peak), ("MemoryMeter", full.
 #
 # Calculators add up: weights, gradients, optimizer state, activations. You know the first three, 110.0 MB. The activations of this step come to 178.4 MB at most.
 #
-# **Guess first**, in MB: what will the peak be, and how many MB of gradients are there at that moment? In which phase is it: forward, backward, or the optimizer's step?
+# **Guess first**, in MB: what will the peak be, and how many MB of gradients are there at that moment? In which phase is it: forward, backward, or the optimizer's step? (Lesson 00 has shown this step. Work it out without looking back.)
 #
 # </div>
 # <div lang="zh">
 #
 # 网上的显存计算器都是做加法：权重、梯度、优化器状态、激活值。前三项你已经知道，共 110.0 MB；这一步的激活值最多 178.4 MB。
 #
-# **先猜**，以 MB 计：峰值是多少？那一刻有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？
+# **先猜**，以 MB 计：峰值是多少？那一刻有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？（这一步在第 00 课里见过，请不要回头看，自己推算。）
 #
 # </div>
 
 # %%
 my_peak, my_gradients = None, None
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 timelines({"one step": meter}, title="Gradients come as activations go: they never meet in full")
 
 # %%

@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "Eight layers keep 168 MB. One line: the peak falls from 277.7 to 134.0 MB.\n\nEight layers alone, the last one checkpointed: nothing saved. Why?", "zh": "八层保存 168 MB。一行代码，峰值从 277.7 MB 降到 134.0 MB。\n\n只有这八层、只给最后一层加检查点：什么也不省。为什么？"}
+# %% [markdown] slide={"en": "Eight layers keep 168 MB. One line: 277.7 MB become 134.0.\n\nEight layers by themselves: around one of them, it saves nothing. Which one?", "zh": "八层保存 168 MB。一行代码，277.7 MB 变成 134.0 MB。\n\n只有这八层时，把它加在其中一层上，什么也不省。是哪一层？"}
 # # 2 What if we forget activations and compute them again? (activation checkpointing) / 把激活值忘掉，用时再算，会怎样？（激活检查点、重计算）
 #
 # <div lang="en">
 #
 # Eight layers keep 168 MB of activations in the step of lesson 01. One line makes the decoder forget them and compute them again: the peak falls from 277.7 to 134.0 MB, the gradients are equal to the last bit, and it costs a fifth more FLOPs.
 #
-# Now take the eight layers by themselves, and put the same line around the last one only: it saves nothing at all. Why?
+# Now take the eight layers by themselves, and put the same line around one of them only. For one of the eight, this saves nothing at all. Which one is it, and why?
 #
 # </div>
 # <div lang="zh">
 #
 # 在第 01 课的训练步里，八层保存了 168 MB 的激活值。加一行代码，解码器就把它们忘掉，用时再算：峰值从 277.7 MB 降到 134.0 MB，梯度逐比特相等，代价是多五分之一的 FLOPs。
 #
-# 再把这八层单独拿出来，只给最后一层加上同一行代码：什么也省不下来。为什么？
+# 再把这八层单独拿出来，只给其中一层加上同一行代码。加在某一层上，什么也省不下来。是哪一层？为什么？
 #
 # </div>
 

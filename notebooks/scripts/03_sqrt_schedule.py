@@ -506,10 +506,12 @@ lesson_03.stages_of_a_decoder(chain)
 #
 # </div>
 
-# %% slide="result"
+# %%
 full = simulate(store_all(chain), chain).peak_bytes
 plans = {"store all": store_all(chain)}
 plans |= {"half": optimal(chain, full // 2), "a quarter": optimal(chain, full // 4)}
+
+# %% jupyter={"source_hidden": true} slide="result"
 title = "At half the bytes attention is forgotten first: as many bytes, fewer FLOPs"
 lesson_03.schedule_pictures(plans, chain, title=title, panel_height=2.0, rows="e" + 8 * "af" + "h")
 
@@ -582,7 +584,7 @@ lesson_03.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": py
 #
 # </div>
 
-# %% slide="result"
+# %%
 each_layer = cost_of(in_segments, [0, *range(1, 18, 2), 18])
 each_stage = cost_of(in_segments, range(19))
 products = [2 * 1024 * 256 * 256, 2 * 1024 * 1024 * 256]  # FLOPs: attention's last, feed-forward's
@@ -590,6 +592,8 @@ finer = lesson_03.frontier_with_early_stop(chain, [0, *products * 8, 0])
 lines = {"frontier": frontier(chain), "frontier with early stop": finer}
 arms = {"optimal, run": ({"half": half}, "o", "#228833")}
 arms["checkpoints, run"] = ({"each layer": each_layer, "each stage": each_stage}, "D", "#AA3377")
+
+# %% jupyter={"source_hidden": true} slide="result"
 title = "Lesson 02's checkpoints lie below the frontier; with early stop it comes down"
 lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 
@@ -713,7 +717,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # - Segments that get shorter towards the end approach $1 / \sqrt 2$ of that as $L$ grows, still for one extra forward pass. No cut goes below them; for 100 equal layers, no schedule of whole layers that never gives up early what it kept.
 # - For uneven chains a recurrence of ten lines finds the fastest of the schedules that never give up early what they kept, and it runs as predicted. (Others can be faster still: section 3.13.)
 # - Where stages are nearly equal, a good cut is as good. The program pays where they differ.
-# - What is optimal depends on what may be forgotten. A second run that stops early, or single operators, go below whole stages.
+# - Which schedule is optimal depends on what it may forget. A second run that stops early goes below the frontier of whole stages. Section 3.16 tries to forget single operators.
 #
 # **Next:** [lesson 04](04_offload.ipynb) moves bytes elsewhere instead of forgetting them.
 #
@@ -724,7 +728,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # - 让段越往后越短，随着 $L$ 增大，峰值趋近上述值的 $1 / \sqrt 2$，仍然只多做一次前向。没有别的切法更低；对 100 个相同的层，只要留下的东西不提前丢掉，以整层为单位的调度也没有更低的。
 # - 对参差不齐的链，十行的递推式就能在“留下的东西不提前丢掉”的调度里找出最快的，运行起来与预测一致。（别的调度有可能更快：3.13 节。）
 # - 各级相近时，好的切法就够了；参差不齐时，程序才划算。
-# - 什么是最优，取决于允许忘掉什么。第二遍提前停，或者以单个算子为单位，还能降到整级的前沿以下。
+# - 哪个调度最优，取决于允许忘掉什么。第二遍提前停，就能降到整级的前沿以下。以单个算子为单位来忘掉会怎样，见 3.16 节。
 #
 # **下一步**：[第 04 课](04_offload.ipynb)不忘掉字节，而是把它们搬到别处。
 #
@@ -1232,8 +1236,10 @@ for budget in (0.75, 0.5, 0.25):
 checkpointed = cost_of(in_segments, [0, 1, 3, 5, 6], layers=2, tied=False)
 arms = {"compiler's budget": (costs, "^", "#4477AA")}
 arms["checkpoints, run"] = ({"each layer": checkpointed}, "D", "#AA3377")
-title = "Forgetting single operators goes below the frontier of whole stages"
 lines = {"frontier": frontier(Chain.profile(small, inputs))}
+
+# %% jupyter={"source_hidden": true}
+title = "Forgetting single operators goes below the frontier of whole stages"
 lesson_03.draw_frontier(title, lines, arms, xlim=(20, 75))
 
 # %% [markdown]

@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "Every activation to a file: 277.7 MB become 124.8, and not one FLOP is done twice.\n\nWhen does a copy cost nothing?", "zh": "把每份激活值都挪进文件：277.7 MB 变成 124.8 MB，没有一个 FLOP 算两遍。\n\n拷贝什么时候没有代价？"}
+# %% [markdown] slide={"en": "Every activation goes to a file until backward needs it, and not one FLOP is done twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪进文件，反向用到时再取回，没有一个 FLOP 算两遍。\n\n拷贝什么时候没有代价？"}
 # # 4 What if we move bytes down one tier instead? (offload) / 不忘掉，而是挪到下层存储呢？（卸载）
 #
 # <div lang="en">
 #
-# Move every activation of the course's step to a file and fetch it when backward asks for it: 277.7 MB become 124.8. That is less than with a checkpoint around each layer, 134.0, and not one FLOP is done twice.
+# Move every activation of the course's step to a file, and fetch it when backward asks for it. The peak falls, and not one FLOP is done twice. Does it fall further than with a checkpoint around each layer? And further still with both?
 #
-# So where is the price? On a link that by arithmetic hides every copy, a chain of Linears takes 1.34 times as long. Fetch two ahead, and it takes 1.01. When does a copy cost nothing?
+# So where is the price? Take a link that is just fast enough: by arithmetic, each copy takes no longer than the computation that runs at the same time. Does the step then take as long as it does without copies? When does a copy cost nothing?
 #
 # </div>
 # <div lang="zh">
 #
-# 把课程这一步里的每份激活值都挪进文件，反向用到时再取回：277.7 MB 变成 124.8 MB。这比每层一个检查点的 134.0 MB 还少，而且没有一个 FLOP 算两遍。这就是**卸载**（offload）：把暂时不用的数据移到下层存储，不是“卸载软件”的卸载。
+# 把课程这一步里的每份激活值都挪进文件，反向用到时再取回，峰值就降低了，而且没有一个 FLOP 算两遍。这就是**卸载**（offload）：把暂时不用的数据移到下层存储，不是“卸载软件”的卸载。它比每层一个检查点降得更多吗？两者合用，还会更低吗？
 #
-# 那么代价在哪里？有一条链路，算起来足以掩盖所有拷贝，可是一串 Linear 在它上面要花 1.34 倍的时间；提前取回两份，就只要 1.01 倍。拷贝究竟什么时候没有代价？
+# 那么代价在哪里？假设有一条链路刚好够快，也就是说，算起来每次拷贝都不比同时进行的计算更久。这时训练步的用时，与没有拷贝时一样吗？拷贝究竟什么时候没有代价？
 #
 # </div>
 
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). See a copy hide, and type the time of a step that a clock then confirms. Write activation offload from nothing. Say which wait orders which two things, and what happens without it. Know why checkpoints and offload together can peak higher than offload alone. Predict what an optimizer's state takes while it is below.
+# **Goals** (90 minutes). See a copy hide, and type the time of a step that a clock then confirms. Write activation offload from nothing. Say which wait orders which two things, and what happens without it. Say what checkpoints, offload and both together do to the peak, and why. Predict how much memory an optimizer step takes whose state is offloaded.
 #
 # **What to know before**: lesson 01; lesson 02 for saved-tensor hooks and checkpoints.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：亲眼看见一次拷贝被掩盖，写出一步所需的时间，再由时钟来验证；从零写出激活值卸载；说出每一处等待把哪两件事排出先后，少了它会怎样；明白为什么检查点与卸载合用，峰值可能反而高于只用卸载；预测优化器状态放到下层存储之后，更新时还要占多少。
+# **目标**（90 分钟）：亲眼看见一次拷贝被掩盖，写出一步所需的时间，再由时钟来验证；从零写出激活值卸载；说出每一处等待把哪两件事排出先后，少了它会怎样；说出检查点、卸载以及两者合用时峰值各会怎样，原因是什么；预测优化器状态放到下层存储之后，更新时还要占多少。
 #
 # **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子，以及检查点。
 #
@@ -67,12 +67,12 @@ from course_lib.teaching import predictions, table, text, timelines
 #
 # <div lang="en">
 #
-# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. "The tier below" is the one farther from the arithmetic. The numbers are those of an H100's data sheet and of a usual server; a link's is for one way.
+# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. The **lower tier**, or tier below, is the one farther from the arithmetic. The numbers are those of an H100's data sheet and of a usual server; a link's is for one way.
 #
 # </div>
 # <div lang="zh">
 #
-# 数据可以放在几个**存储层级**上：芯片上、设备内存（在 GPU 上就是显存）、主机内存、磁盘。“下层存储”指离计算更远的那个存储层级。图中的数取自 H100 的数据手册和常见的服务器；链路的带宽按单向计。
+# 数据可以放在几个**存储层级**上：芯片上、设备内存（在 GPU 上就是显存）、主机内存、磁盘。**下一级存储**（也叫下层存储）指离计算更远的那个存储层级。图中的数取自 H100 的数据手册和常见的服务器；链路的带宽按单向计。
 #
 # </div>
 
@@ -254,38 +254,38 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 #
 # <div lang="en">
 #
-# An activation is freed when everyone who holds it lets go: autograd, in its saved tensors, and your own variables. So a function that copies its input down frees nothing: the next operator keeps the same storage (section 4.12). It takes the two hooks of lesson 02. Four rules:
+# An activation is freed when nothing refers to it any more, neither autograd's saved tensors nor your own variables. So a function that copies its input to the lower tier frees nothing, because the next operator saves the same storage (section 4.12). The two hooks of lesson 02 do free it, because autograd then keeps what the first hook returns. They follow four rules:
 #
-# - A **parameter** never moves: the model holds it anyway. A Linear saves `weight.t()`, a view, so ask for the storage.
-# - A **storage** moves once, though several operators save it; once more if it was changed in place in between. `tensor._version` counts these changes.
-# - What comes back is the **view** that was saved: shape, stride, offset.
-# - When backward is through with it, it is **released** below, too.
+# - A **parameter** never moves, because the model keeps it in any case. A Linear saves `weight.t()`, a view, so compare storages and not tensors.
+# - A **storage** moves once, even if several operators save it, and once more if it is changed in place in between. `tensor._version` counts these changes.
+# - The second hook returns the **view** that was saved, with its shape, stride and offset.
+# - When backward no longer needs an activation, its copy in the lower tier is **released**, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 所有持有者都放手，激活值才会释放：持有者有 autograd（它保存的张量），也有你自己的变量。所以，把输入拷贝下去的函数什么也没释放：下一个算子仍持有同一份存储区（4.12 节）。要靠第 02 课的两个钩子。规则有四条：
+# 只有当一个激活值不再被任何地方引用时，它的内存才会释放。引用它的有 autograd 保存的张量，也可能有你自己的变量。所以，一个函数如果只是把输入拷贝到下一级存储，就什么也没有释放，因为下一个算子仍然保存着同一份存储区（4.12 节）。要靠第 02 课的两个钩子：有了它们，autograd 保存的就不再是张量，而是第一个钩子的返回值。两个钩子要遵守四条规则：
 #
-# - **参数**从不搬：模型反正持有它。Linear 保存的是视图 `weight.t()`，所以要看存储区。
-# - 一份**存储区**只搬一次，哪怕有几个算子保存它；如果其间被原地修改过，就要再搬一次。`tensor._version` 记着修改了几次。
-# - 取回来的，要是当初保存的那个**视图**：形状、步幅、偏移都一样。
-# - 反向用完之后，下层存储里的也要**释放**。
+# - **参数**从不搬，因为模型反正要留着它。Linear 保存的是视图 `weight.t()`，所以要比较存储区，而不是比较张量。
+# - 一份**存储区**只搬一次，哪怕有几个算子保存它。如果其间被原地修改过，就要再搬一次。`tensor._version` 记着修改了几次。
+# - 第二个钩子返回的，必须是当初保存的那个**视图**，形状、步幅、偏移都一样。
+# - 反向不再需要某个激活值时，它在下一级存储里的副本也要**释放**。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# A `store` is the tier below. `whole(tensor)` is its whole storage as a row of numbers; `room = store.put(row)` sends a row down; `room.get()()` is a new row, brought back; and when nobody holds `room` any more, its bytes below are free. `rooms` forgets a storage that is gone. (Why not its address? It is given out again, to the next tensor.) `stay` is a set of storages.
+# `store` stands for the lower tier. `whole(tensor)` returns all of the tensor's storage as one row of numbers. `room = store.put(row)` copies a row to the lower tier. `room.get()()` copies it back and returns it as a new row. When nothing refers to `room` any more, its bytes in the lower tier are free again. `rooms` maps each storage to its version and its room; when a storage is freed, its entry disappears. (The address of a storage would not do as the key, because the allocator gives a freed address to the next tensor.) `stay` is the set of storages that must not move.
 #
-# **Exercise 2.** Fill in the two hooks. `pack` returns what the graph shall keep; `unpack` gets that, and returns the tensor: `row.as_strided(shape, stride, offset)`.
+# **Exercise 2.** Fill in the two hooks. `pack` gets a tensor and returns what the graph keeps in its place. `unpack` gets that back and returns the tensor, by `row.as_strided(shape, stride, offset)`.
 #
 # </div>
 # <div lang="zh">
 #
-# `store` 就是下层存储。`whole(tensor)` 把它的整份存储区排成一行数；`room = store.put(row)` 把一行数送下去；`room.get()()` 取回来，得到新的一行；再没有谁持有 `room` 时，它在下层占的字节就空出来了。`rooms` 会自动忘掉已经不在的存储区。（为什么不记地址？地址会再分给下一个张量。）`stay` 是一组存储区。
+# `store` 代表下一级存储。`whole(tensor)` 把张量的整份存储区排成一行数。`room = store.put(row)` 把一行数写到下一级存储，`room.get()()` 把它读回来，得到新的一行。`room` 不再被引用时，它在下一级存储里占的字节就空出来了。`rooms` 记录每份存储区的版本和它的 `room`，存储区释放之后，对应的记录会自动消失。（不能用地址作键，因为分配器会把释放了的地址再分给下一个张量。）`stay` 是不许搬走的存储区的集合。
 #
-# **练习 2。** 写出两个钩子。`pack` 返回计算图该留下的东西；`unpack` 拿到它，返回张量：`row.as_strided(shape, stride, offset)`。
+# **练习 2。** 写出两个钩子。`pack` 接到一个张量，返回计算图要改存的东西；`unpack` 接到这个东西，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回。
 #
 # </div>
 
@@ -379,12 +379,12 @@ ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 #
 # <div lang="en">
 #
-# The host only gives orders, and goes on. A **stream** does in order what it was given; between two streams nothing is ordered, unless one waits for an **event** of the other: a mark behind all that the other was given so far. `device.wait(event)` lets the current stream wait, `device.finish(event)` the host. With them the library starts a copy, and orders what comes after it; a copy up waits for the copy down first:
+# The host gives orders and goes on without waiting for results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for it, and `device.finish(event)` makes the host wait. Below, `copy` starts a copy. `_copied` and `read` return a function that makes the current stream wait for that copy, and the library calls it before the copied numbers are used. Before `read` copies up, it waits for the copy down:
 #
 # </div>
 # <div lang="zh">
 #
-# 主机只管下达任务，然后继续往下走。**流**（stream）按次序做交给它的事；两条流之间没有先后，除非一条去等另一条的**事件**（event）：事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等，`device.finish(event)` 让主机等。库就用它们启动一次拷贝，并规定此后的先后；读回之前，要先等写出完成：
+# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。在下面的代码里，`copy` 启动一次拷贝。`_copied` 和 `read` 返回一个函数，它让当前的流等待这次拷贝完成，库在使用拷来的数之前调用它。而 `read` 读回一份存储区之前，要先等写出完成：
 #
 # </div>
 
@@ -401,16 +401,38 @@ lesson_04.draw_order()
 # %% [markdown]
 # <div lang="en">
 #
-# Why does each wait? The copy down must not read before the storage is **made**. Its memory must not be **released** before the copy has read it: the allocator hands it to the next tensor at once. No operator may **use** a fetched storage before its copy has finished. And the **host** must not read a storage whose copy is still running. (Two more are not shown: `release` waits before memory below is given to another, and on CUDA `record_stream` tells the allocator which stream still uses a tensor.)
+# Each of these waits has a reason:
 #
-# Take one away, then. The device reports a **race**: two accesses to the same memory that nothing orders. Its numbers are right by luck, unless it runs copies as late as the waits allow (`late`), or the rest as early (`early`).
+# - **Made**, then copied down: the copy must not read a storage before it has been computed.
+# - Copied down, then **released**: the allocator gives released memory to the next tensor at once, so the copy must have read the storage by then.
+# - Copied down, then read by the **host**: the host must not read numbers that have not arrived yet.
+# - Copied up, then **used**: no operator may use a storage before its copy has finished.
+#
+# (Two more are not shown. In the lower tier, `release` waits before it gives memory to another storage. On CUDA, `record_stream` tells the allocator which stream still uses a tensor.)
 #
 # </div>
 # <div lang="zh">
 #
-# 每一处为什么要等？存储区还没**算好**，写出就不能开始。拷贝还没读完，它的内存不能**释放**：分配器立刻就会把它分给下一个张量。读回的还没到，谁也不能**用**。写出还没完成，**主机**不能读。（还有两处没有列出：`release` 先等待，再把下层存储的内存让给别人；在 CUDA 上，`record_stream` 告诉分配器，哪条流还在用这个张量。）
+# 每一处等待都有原因：
 #
-# 那就拿掉一处试试。设备会报告**竞争**（race）：两次访问同一块内存，没有什么规定先后。这时结果对只是碰巧；除非让拷贝拖到等待所容许的最晚时刻（`late`），或让其余的提到最早（`early`）。
+# - 先**算好**，再写出：一份存储区还没有算好，拷贝就不能去读它。
+# - 先写出，再**释放**：拷贝还没有读完，这份存储区的内存就不能释放，因为分配器会立刻把它分给下一个张量。
+# - 先写出，**主机**再读：数还没有到，主机就不能去读。
+# - 先读回，再**使用**：拷贝还没有完成，任何算子都不能使用这份存储区。
+#
+# （还有两处没有画出来。在下一级存储里，`release` 要先等待，才把一份存储区的内存让给另一份。在 CUDA 上，`record_stream` 告诉分配器，哪条流还在使用一个张量。）
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory whose order nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck: `late` runs each copy as late as the waits allow, and `early` runs everything else as early as they allow.
+#
+# </div>
+# <div lang="zh">
+#
+# 少了其中一处会怎样？模拟设备会报告**竞争**（race），意思是有两次操作访问同一块内存，而它们的先后没有任何规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合：`late` 让每次拷贝在等待所允许的范围内尽量晚，`early` 让其余的操作在等待所允许的范围内尽量早。
 #
 # </div>
 
@@ -614,13 +636,13 @@ predictions(rows, unit="bytes")
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 arms = {"plain": (False, None), "offload": (False, 1)}
 arms |= {"checkpoint": (True, None), "checkpoints and offload": (True, 1)}
 rows = [(name, f"{steps[arm][0].peak_bytes:,}", steps[arm][1]) for name, arm in arms.items()]
 table(["step", "peak, bytes", "bytes down"], rows)
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 two = {name: steps[arms[name]][0] for name in ("offload", "checkpoints and offload")}
 title = "A whole layer comes back at once: 9 MB higher than single tensors"
 timelines(two, title=title, panel_height=1.9)
@@ -628,16 +650,16 @@ timelines(two, title=title, panel_height=1.9)
 # %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB：再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
 # <div lang="en">
 #
-# 134,006,104, not one byte below checkpoints alone, and 9 MB above offload alone. The peak is at the end of backward, when the gradients have nearly all arrived. By then the inputs of the later layers are used up, moved or not. What is there is what the **first** layer needs: offload brings it back one tensor at a time, a checkpoint all of it at once. What counts is what is absent at the peak (section 2.5).
+# 134,006,104 bytes: both together save not one byte more than checkpoints alone, and peak 9 MB higher than offload alone. The peak is at the end of backward, when nearly all gradients have arrived. By then the inputs of the later layers have been freed, whether they were moved or not. Still live are the activations of the **first** layer: offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. Only bytes that are absent at the peak lower it (section 2.5).
 #
-# So is both together a mistake? It moves only 1/18 of the bytes at $p$ = 1, and a link may be slow. And with more layers or longer sequences the inputs are the peak: accelerate's pull request 4175 saw both, on GPUs.
+# Is it a mistake, then, to use both? At $p$ = 1 they move only 1/18 of the bytes, which pays on a slow link. And with more layers or longer sequences, the inputs that the checkpoints keep are a large part of the peak, so moving them lowers it. accelerate's pull request 4175 saw both cases, on GPUs.
 #
 # </div>
 # <div lang="zh">
 #
-# 134,006,104 字节：比只用检查点一个字节也没少，比只卸载高 9 MB。峰值在反向快结束时，梯度几乎都到齐了。这时后面各层的输入早已用完，搬没搬都一样。还在的，是**第一层**要用的东西：卸载一次取回一个张量，检查点则一次让整层全回来。要紧的是，峰值那一刻什么不在（2.5 节）。
+# 134,006,104 字节：两者合用，比只用检查点一个字节也没少，比只卸载高 9 MB。峰值在反向快结束时，这时梯度几乎都到齐了，后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。只有在峰值那一刻不在内存里的字节，才能降低峰值（2.5 节）。
 #
-# 那么合用就错了吗？$p$ = 1 时，它搬的字节只有只卸载时的 1/18，而链路可能很慢。层数更多或序列更长时，峰值就在那些输入上了：accelerate 的合并请求 4175 在 GPU 上两种情形都见到了。
+# 那么合用就错了吗？$p$ = 1 时，合用要搬的字节只有只卸载时的 1/18，链路慢的时候就很划算。而层数更多或序列更长时，峰值里有很大一部分是检查点保存的那些输入，把它们搬走就能降低峰值。这两种情形，accelerate 的合并请求 4175 在 GPU 上都见到了。
 #
 # </div>
 
@@ -648,34 +670,34 @@ lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in
 # %% [markdown]
 # <div lang="en">
 #
-# The same step on the simulated device, at $10^{12}$ FLOP/s (without Adam; gradients there from the start; two copies in flight). Forward offers 84 FLOPs for each byte that it saves; the machine asks for 50 at 20 GB/s, and for 500 at 2 GB/s. So between the two links everything changes places: first offload alone is nearly free and checkpoints cost a fifth; then offload takes almost four times as long, and with checkpoints the copies are gone from the clock.
+# The table shows the same step on the simulated device, at $10^{12}$ FLOP/s (without Adam, with gradients from the start, and with two copies in flight). Forward computes 84 FLOPs for each byte that it saves. The threshold is 50 FLOPs per byte at 20 GB/s, and 500 at 2 GB/s. So the link decides. On the fast one, offload alone takes almost no extra time, and checkpoints cost a fifth. On the slow one, offload alone takes almost four times as long as the plain step; with checkpoints, so few bytes move that their copies are hidden.
 #
-# But 84 is an average, and attention's bytes come with fewer FLOPs. At 12 GB/s, where the machine asks for 83, the step with offload alone takes 1.12 times as long as without; only below 9.3 GB/s does it take longer than with checkpoints.
+# But 84 is an average, and the bytes that attention saves come with fewer FLOPs. At 12 GB/s, where the threshold is 83, offload alone still takes 1.12 times as long as the plain step. Only below 9.3 GB/s is it slower than checkpoints alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一步放到模拟设备上，算力 $10^{12}$ FLOP/s（不含 Adam；梯度一开始就在；同时两次拷贝在途）。前向每保存一个字节，平均配有 84 FLOPs；20 GB/s 时机器要求 50，2 GB/s 时要求 500。所以换一条链路，一切都颠倒过来：链路快时，只卸载几乎没有代价，检查点要多花五分之一；链路慢时，只卸载要将近四倍的时间，而配上检查点，拷贝就从时钟上消失了。
+# 表中是同一个训练步在模拟设备上的用时，算力为 $10^{12}$ FLOP/s。（不含 Adam，梯度从一开始就存在，同时可以有两次拷贝在途，也就是两次都还没有完成。）前向每保存一个字节，平均要计算 84 FLOPs。链路为 20 GB/s 时，阈值是每字节 50 FLOPs；2 GB/s 时，阈值是 500。所以哪种办法好，取决于链路。链路快时，只卸载几乎不多花时间，而检查点要多花五分之一。链路慢时，只卸载要花基线将近四倍的时间；如果再加上检查点，要搬的字节就少得多，拷贝可以被计算掩盖。
 #
-# 不过 84 只是平均值，注意力那些字节配到的 FLOPs 要少一些。12 GB/s 时机器要求 83，只卸载的一步仍要 1.12 倍的时间；低于 9.3 GB/s，才比用检查点更慢。
+# 不过 84 只是平均值，注意力保存的字节所配的 FLOPs 要少一些。链路为 12 GB/s 时，阈值是 83，可是只卸载的一步仍要花基线 1.12 倍的时间。低于 9.3 GB/s 时，它才比只用检查点更慢。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Adam's state: 8 bytes a parameter, used once a step.\n\n**Guess first.** All of it is below. What is at the peak **during** `step()`?", "zh": "Adam 的状态：每个参数 8 字节，每步只用一次。\n\n**先猜**：全都在下层存储。`step()` **当中**的峰值是多少？"}
+# %% [markdown] slide={"en": "Adam's state: 8 bytes a parameter, used once a step.\n\n**Guess first.** All of it is offloaded. How high is the peak **during** `step()`?", "zh": "Adam 的状态：每个参数 8 字节，每步只用一次。\n\n**先猜**：全都卸载之后，`step()` **当中**的峰值是多少？"}
 # ## 4.6 The optimizer's state, in pages / 优化器状态，分页进出
 #
 # <div lang="en">
 #
-# Adam keeps 8 bytes per parameter and uses them once per step: the best thing to move. `OffloadedOptimizer` keeps them below, and each step equals that of `torch.optim.AdamW` (section 4.15). On a CPU the state comes up in **pages**, each holding the state of some parameters: while one is updated, the next is read and the last is written. Between steps 55.0 MB less are live. But the peak of `step()` is during it.
+# Adam keeps 8 bytes of state per parameter and uses them only once per step, so it is well suited to be moved. `OffloadedOptimizer` keeps the state in the lower tier, and its steps equal those of `torch.optim.AdamW` (section 4.15). On a CPU the state returns to memory in **pages**, each with the state of some parameters. While one page is updated, the next one is read and the previous one is written. Between two steps, 55.0 MB less are live. But during `step()` some pages are in memory, and its peak includes them.
 #
-# **Exercise 5.** All the state is below. What is the peak of `step()`, in bytes? Weights and gradients are there. (Within 6 %: pages hold whole parameters.)
+# **Exercise 5.** All of the state is offloaded. What is the peak of `step()`, in bytes? The weights and the gradients are in memory, too. (An error of 6% is allowed, since pages hold the state of whole parameters.)
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 为每个参数保存 8 字节的状态，每步只用一次：最适合搬走。`OffloadedOptimizer` 把它们放到下层存储，每一步都与 `torch.optim.AdamW` 相等（4.15 节）。在 CPU 上，状态分**页**进出，每页是若干个参数张量的状态：更新这一页时，读下一页，写上一页。步与步之间，少占 55.0 MB。可是 `step()` 的峰值在更新当中。
+# Adam 为每个参数保存 8 字节的状态，每步只用一次，所以最适合搬走。`OffloadedOptimizer` 把状态放到下一级存储，每一步的结果都与 `torch.optim.AdamW` 相等（4.15 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写出上一页。步与步之间少占 55.0 MB。可是在 `step()` 当中，有几页在内存里，它的峰值就包括这几页。
 #
-# **练习 5。** 状态全在下层存储，`step()` 的峰值是多少字节？权重和梯度都在。（误差 6% 以内：参数张量不拆到两页。）
+# **练习 5。** 状态全部卸载之后，`step()` 的峰值是多少字节？权重和梯度也在内存里。（允许有 6% 的误差，因为一个参数张量的状态不会拆到两页。）
 #
 # </div>
 
@@ -721,16 +743,16 @@ lesson_04.draw_pages(peak_in_step, measured, plain=step_peak(16, fraction=0))
 # %% [markdown]
 # <div lang="en">
 #
-# Pages of 16 MiB, the default: 103.7 MB of 114.2, a saving of a tenth where nearly a half was meant. Pages of 4 MiB: 67.1. (At 1 MiB the largest parameters are pages by themselves, so the points leave the line.) Half of the state below, in pages of 16 MiB, saves nothing at all: section 4.15. Where the peak lies in backward, as in plain training, any page will do.
+# With pages of 16 MiB, the default, the peak of `step()` is 103.7 MB instead of 114.2. This saves a tenth, although nearly half of the 114.2 MB is state. With pages of 4 MiB the peak is 67.1 MB. (At 1 MiB, each of the largest parameters needs a larger page of its own, so the points leave the line.) If half of the state is offloaded, pages of 16 MiB save nothing (section 4.15). If the peak of the training step is in backward, as it is without any technique, the size of the pages does not matter.
 #
-# On a GPU the update runs on the CPU, in host memory: 28 bytes a parameter are read and written there (weight, gradient and two moments read, three of them written). At 200 GB/s that is one second for 7 billion parameters: the price that no link shows.
+# With a GPU, the CPU runs the update in host memory. For each parameter it reads weight, gradient and two moments, and writes weight and moments, 28 bytes in all. At 200 GB/s this takes one second for 7 billion parameters. No figure about the link includes this price.
 #
 # </div>
 # <div lang="zh">
 #
-# 每页 16 MiB（默认值）：114.2 MB 降到 103.7 MB，只省了十分之一（本指望省下近一半）。每页 4 MiB：67.1 MB。（1 MiB 时，最大的几个参数张量各自就是一页，所以点偏离了线。）若只把一半状态放下去，每页 16 MiB，则一点也不省：见 4.15 节。像普通训练那样，峰值在反向里时，页多大都行。
+# 每页 16 MiB（默认值）时，`step()` 的峰值从 114.2 MB 降到 103.7 MB，只省了十分之一，而状态占了其中将近一半。每页 4 MiB 时，峰值是 67.1 MB。（每页 1 MiB 时，最大的几个参数张量要各占一页，而且超过 1 MiB，所以点偏离了线。）如果只卸载一半状态，每页 16 MiB 就一点也不省（4.15 节）。如果整个训练步的峰值在反向里，就像不用任何技术时那样，那么页多大都没有关系。
 #
-# 在 GPU 上，更新由 CPU 在主机内存里做：每个参数要读写 28 字节（读权重、梯度和两个矩，写其中三样）。按 200 GB/s 算，70 亿个参数要一秒：这笔代价，哪条链路上都看不到。
+# 使用 GPU 时，更新由 CPU 在主机内存里做。每个参数要读权重、梯度和两个矩，再写回权重和两个矩，一共读写 28 字节。按 200 GB/s 算，70 亿个参数要一秒。这笔代价不经过链路，所以链路的数据里看不到。
 #
 # </div>
 
@@ -848,22 +870,22 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# - A copy can hide where each byte comes with as many FLOPs as the machine's threshold asks for. It does hide if it is asked for early: two fetched ahead hide the way up, two in flight the way down, each for the room of one storage.
-# - An activation is freed when all who hold it let go. Hooks move each version of a storage once, never a parameter, and give back views.
-# - Between streams nothing is ordered but by waits. Without one the result is right by luck.
-# - Offload leaves single tensors at the peak, a checkpoint a whole layer. Both together move far less, and here peak higher than offload alone.
-# - State below is back in `step()`, three pages of it.
+# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold. It does hide if it starts early enough: two storages fetched ahead hide the copies up, and two copies in flight hide the copies down. Each of them costs the memory of one storage.
+# - An activation is freed when nothing refers to it any more. The hooks move each version of a storage once, never move a parameter, and return views.
+# - Only waits determine the order of two streams. Without one, the result is right only by luck.
+# - At the peak, offload has single tensors of a layer in memory, and a checkpoint the whole layer. Both together move far fewer bytes, but here they peak higher than offload alone.
+# - Offloaded state returns to memory in `step()`, up to three pages at a time.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) lets the batch come in pieces.
 #
 # </div>
 # <div lang="zh">
 #
-# - 每个字节配上的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，还得提前：提前取回两份掩盖读回，两次同时在途掩盖写出，每多一份，多占一份存储区。
-# - 所有持有者都放手，激活值才会释放。钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。
-# - 流与流之间，只有等待才规定先后。少了一处，结果对只是碰巧。
-# - 峰值那一刻，卸载留下的是单个张量，检查点留下的是整整一层。合用时搬得少得多，但在这里峰值高于只卸载。
-# - 放到下层存储的状态，在 `step()` 当中会回来，同时有三页。
+# - 如果网络每个字节所配的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，拷贝还得开始得够早。提前取回两份，可以掩盖读回；允许两次拷贝同时在途（都还没有完成），可以掩盖写出。每多提前一份，或者每多一次在途的拷贝，就要多占一份存储区的内存。
+# - 只有当一个激活值不再被任何地方引用时，它的内存才会释放。两个钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。
+# - 流与流之间，只有等待才规定先后。少了一处等待，结果对只是碰巧。
+# - 峰值那一刻，用卸载时内存里只有一层的单个张量，用检查点时则有整整一层。合用时搬的字节少得多，但在这里峰值高于只用卸载。
+# - 卸载的状态在 `step()` 当中会回到内存里，同时最多有三页。
 #
 # **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆开来算。
 #
@@ -1155,12 +1177,12 @@ table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 # %% [markdown]
 # <div lang="en">
 #
-# Half of the state in pages of 16 MiB saves nothing: the pages are all that is below. Bytes down and up, in three steps of eight Linears: each step writes 8 bytes a parameter and, from the second on, reads 8; with fp32 master weights for bf16 or fp16 parameters, 12. (Tensors move as wholes: two of the eight weights are 24.9 % of the elements, so three go for 0.25.)
+# If half of the state is offloaded in pages of 16 MiB, nothing is saved, because three such pages hold all of that half at once. The next table counts the bytes that three steps of a network with eight Linears copy to the lower tier and back. Each step writes 8 bytes per parameter and, from the second step on, reads 8 bytes per parameter. With fp32 master weights for bf16 or fp16 parameters, it is 12 bytes each. (A tensor moves as a whole. Two of the eight weights have 24.9% of the elements, so at a fraction of 0.25 three of them move.)
 #
 # </div>
 # <div lang="zh">
 #
-# 一半状态，每页 16 MiB：一点也不省，因为三页就装下了全部。再看三步里写出和读回的字节，网络是八层 Linear：每一步，每个参数写 8 字节，从第二步起再读 8 字节；若参数是 bf16 或 fp16，另有 fp32 的主权重，则是 12 字节。（张量只能整个搬走：八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时搬走三个。）
+# 如果卸载一半状态，每页 16 MiB，就一点也不省，因为三页就把这一半全部放进了内存。下表统计一个八层 Linear 的网络在三步里写到下一级存储和读回的字节。每一步都为每个参数写 8 字节，从第二步起还要为每个参数读 8 字节。如果参数是 bf16 或 fp16，另有 fp32 的主权重，那么读和写各是 12 字节。（一个张量只能整个搬走。八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时要搬走三个。）
 #
 # </div>
 
@@ -1231,8 +1253,8 @@ def training(kind):
 losses, above, parameters = training(torch.optim.AdamW)
 same, below, _ = training(OffloadedOptimizer)
 print(losses == same)
-rows = [("the peak falls by 8 bytes a parameter", 8 * parameters, above - below)]
-predictions([*rows, ("peak with the state below", above - 8 * parameters, below)])
+rows = [("the peak falls by 8 bytes per parameter", 8 * parameters, above - below)]
+predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)])
 
 # %% [markdown]
 # ## 4.17 The next batch / 下一个批次

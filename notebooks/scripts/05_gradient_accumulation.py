@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "Eight sequences at once: 277.7 MB. One at a time: 134.8, for not one FLOP more.\n\nIs it the same gradient?", "zh": "八条序列一起算：277.7 MB。一次一条：134.8 MB，一个 FLOP 也不多。\n\n梯度还一样吗？"}
+# %% [markdown] slide={"en": "Eight sequences at once: 277.7 MB. One at a time: less, for not one FLOP more.\n\nHow much less? And is it the same gradient?", "zh": "八条序列一起算：277.7 MB。一次一条，占得更少，一个 FLOP 也不多。\n\n少多少？梯度还一样吗？"}
 # # 5 What if the batch comes in pieces? (gradient accumulation) / 把批次拆开来算呢？（梯度累积）
 #
 # <div lang="en">
 #
-# Eight sequences at once peak at 277.7 MB. One at a time, their gradients added up, the same step peaks at 134.8 MB, for not one FLOP more. This is **gradient accumulation**; a piece is a **micro-batch**. Nothing seems easier than adding.
+# Eight sequences at once peak at 277.7 MB. If the step takes them one at a time and adds up their gradients, its peak is lower, for not one FLOP more. This is **gradient accumulation**; a piece of the batch is a **micro-batch**. Nothing seems easier than adding.
 #
-# Is it the same gradient? Late in 2024 Unsloth and Hugging Face wrote that their trainers' was not; Zhaofeng had seen it in 2021, and Benjamin Marie saw it again. And in bf16 you can do all of it right and still be off by 2 %.
+# Is it the same gradient? Late in 2024 Unsloth and Hugging Face wrote that their trainers' was not; Zhaofeng had seen it in 2021, and Benjamin Marie saw it again. And in bf16 you can do all of it right, and the gradient may still be off. Section 5.5 measures by how much.
 #
 # </div>
 # <div lang="zh">
 #
-# 八条序列一起算，峰值 277.7 MB。一次算一条，把梯度加起来，同样的一步峰值只有 134.8 MB，一个 FLOP 也不多。这就是**梯度累积**（gradient accumulation）；拆出来的每一份叫**微批次**（micro-batch）。做加法，看起来再容易不过了。
+# 八条序列一起算，峰值是 277.7 MB。一次只算一条，再把梯度加起来，同样的一步峰值就更低，一个 FLOP 也不多。这就是**梯度累积**（gradient accumulation）；拆出来的每一份叫**微批次**（micro-batch）。做加法，看起来再容易不过了。
 #
-# 梯度还一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出来的不一样；这个问题 Zhaofeng 在 2021 年就发现过，后来 Benjamin Marie 又发现了一次。而在 bf16 里，即使每一步都做对了，也仍然可能差 2%。
+# 梯度还一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出来的不一样；这个问题 Zhaofeng 在 2021 年就发现过，后来 Benjamin Marie 又发现了一次。而在 bf16 里，即使每一步都做对了，梯度也仍然可能有偏差，5.5 节会测出有多大。
 #
 # </div>
 
@@ -113,12 +113,12 @@ table(["sequences in a piece", "peak, bytes"], [(m, each.peak_bytes) for m, each
 # %% [markdown] slide={"en": "207,597,976 bytes for pieces of 4, 158,804,376 for 2.\n\n**Guess first.** For 1? And for all 8, where there is no piece before?", "zh": "每份 4 条：207,597,976 字节；2 条：158,804,376 字节。\n\n**先猜**：1 条呢？8 条一份、前面没有别的份，又如何？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points make a line: bytes per sequence, plus a constant. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its gradients arrive while its activations are released, and at the peak, where backward begins, no gradient exists yet; one set of them is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points make a line: the bytes per sequence times $m$, plus a constant. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its gradients arrive while its activations are released, and at the peak, where backward begins, no gradient exists yet; one set of them is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 两点定一条直线：每条序列若干字节，再加一个下限。写出这条直线预测的峰值，$m = 1, 2, 4, 8$ 都要，以字节计。$m = 8$ 时只有一个微批次：梯度陆续产生，激活值陆续释放；峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
+# **练习 1。** 两点确定一条直线，也就是每条序列的字节数乘以 $m$，再加一个常数。写出这条直线在 $m = 1, 2, 4, 8$ 时预测的峰值，以字节计。$m = 8$ 时只有一个微批次：梯度陆续产生，激活值陆续释放；峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
 #
 # </div>
 
@@ -497,17 +497,17 @@ for seed in range(4):
 # %% slide="result"
 lesson_05.draw_sums(errors)
 
-# %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 总和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
+# %% [markdown] slide={"en": "A small gradient, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的梯度加到很大的 bf16 总和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
 # <div lang="en">
 #
-# It rises. With one micro-batch you see the error of the bf16 pass itself. With more of them, each addition in bf16 rounds as well, to 8 bits of a sum that has become large compared with the gradient that is added, and in the end this error dominates. In fp32 the curve stays flat. So the same bf16 gradients, from 256 micro-batches, end more than three times as far off as with fp32 sums, because of the accumulator alone.
+# The error rises with the number of micro-batches. With one micro-batch you see the error of the bf16 pass itself. With more of them, each addition in bf16 rounds as well, to 8 bits of a sum that has become large compared with the gradient that is added, and in the end this error dominates. In fp32 the curve stays flat. So the same bf16 gradients, from 256 micro-batches, end more than three times as far off as with fp32 sums, because of the accumulator alone.
 #
 # The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one micro-batch their gradients are off by 6% with two threads, and by 11% with one; in many, by less. That is a matter of this kernel.
 #
 # </div>
 # <div lang="zh">
 #
-# 误差一路上升。只有一份时，看到的是 bf16 前向和反向本身的误差。此后每次 bf16 加法也要舍入：总和已经很大，每一份却很小，而总和只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差是以 fp32 求和时的三倍多，这全是累加器造成的。
+# 微批次越多，误差越大。只有一个微批次时，看到的是 bf16 前向和反向本身的误差。微批次多了以后，每次 bf16 加法也要舍入到 8 位精度，而这时总和比新加进来的梯度大得多，所以最后舍入误差占了主导。用 fp32 求和时，曲线一直是平的。因此，同样的 bf16 梯度，分成 256 个微批次时，误差是用 fp32 求和时的三倍多，这全是累加器造成的。
 #
 # 图中只画了各层 Linear 的权重，占参数的 90%。归一化层的参数占 0.6%，没有画：CPU 上 LayerNorm 的反向用 bf16 对所有的行求和，所以只有一个微批次时，用两个线程它们的梯度差 6%，用一个线程差 11%，微批次多了反而小些。这是那个核函数的问题。
 #
@@ -991,14 +991,22 @@ table(["update, sequences", "peak, MB", "most gradients at once, MB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `.grad` holds at most 2.1 MB at once instead of 27.5. (Another 2.1 MB, the head's gradient, wait inside autograd through all of backward to be added to the embedding's.) The peak falls less, by 6.4 MB for one sequence: it moves to where backward begins. For eight it lay there already, before any gradient, and nothing is saved. One clip over all gradients is out: its norm depends on all of them. And with accumulation this hook would fire in every micro-batch: the second one would meet other weights. "Not compatible with gradient accumulation", say torchtune's pages.
+# `.grad` holds at most 2.1 MB at once instead of 27.5. (Another 2.1 MB, the head's gradient, wait inside autograd through all of backward to be added to the embedding's.) For one sequence the peak falls less, by 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, before any gradient existed, so nothing is saved. Clipping by the norm of all gradients is no longer possible: the norm is known only when all gradients have been computed, and by then most of them have already been used for an update and dropped. And with accumulation this hook would run in every micro-batch, so the second micro-batch would compute its gradient for other weights than the first. "Not compatible with gradient accumulation", say torchtune's pages.
+#
+# </div>
+# <div lang="zh">
+#
+# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。（另有 2.1 MB 是输出头的梯度，整个反向期间都在 autograd 内部，等着与嵌入层的梯度相加。）峰值降得没有那么多：一条序列时降 6.4 MB，因为峰值移到了反向刚开始的时候；八条序列时峰值本来就在那里，那时一个梯度也还没有，所以什么也不省。按全部梯度的范数来裁剪，这时就做不到了：要等所有梯度都求出来才知道范数，而到那时，大部分梯度早已用来更新参数，随后释放了。与累积合用时，这个钩子在每个微批次里都会触发，于是第二个微批次求梯度时，权重已经与第一个微批次不同。torchtune 的文档说它“与梯度累积不兼容”。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
 #
 # **AdamA** does combine them: each piece's gradient goes into Adam's **moments** at once, and the weights wait. The first moment is the sum that Adam would have made. The second adds the squares of the pieces, where Adam squares their sum:
 #
 # </div>
 # <div lang="zh">
-#
-# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。（另有 2.1 MB 是输出头的梯度，整个反向期间都在 autograd 内部，等着与嵌入层的梯度相加。）峰值降得没有那么多：一条序列时降 6.4 MB，峰值移到了反向刚开始的时候；八条时峰值本来就在那里，一个梯度也还没有，所以什么也不省。对全部梯度一起裁剪就不行了：梯度都到齐，才知道范数。与累积合用时，这个钩子在每个微批次里都会触发，第二个微批次面对的就是另一组权重。torchtune 的文档说它“与梯度累积不兼容”。
 #
 # **AdamA** 却能把两者合在一起：每份的梯度立刻累加进 Adam 的两个**矩**，权重留到最后才更新。一阶矩就是 Adam 会得到的和；二阶矩加的是各份的平方，而 Adam 是先求和再平方：
 #

@@ -647,7 +647,7 @@ long = {kind: step(kind, 4096, 1).peak_bytes / 1e9 for kind in kinds}
 # %% [markdown]
 # <div lang="en">
 #
-# The honest row: at 128 tokens P is a small part of a layer, and flash saves 9% of the peak. One sequence of 4096 tokens, by estimate: 5.97 GB and 0.78. Which lever is the main one, the length decides.
+# The honest row: at 128 tokens P is a small part of a layer, and flash saves 9% of the peak. One sequence of 4096 tokens, by estimate: 5.97 GB and 0.78. The length decides which technique is the main one.
 #
 # </div>
 # <div lang="zh">

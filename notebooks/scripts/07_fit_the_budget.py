@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "277.7 MB for one step. You have 60, and weights with gradients alone are 55.\n\nWhich techniques together, and which one comes out again?", "zh": "一步要 277.7 MB。你只有 60 MB，光是权重和梯度就有 55 MB。\n\n哪几样合用？哪一样最后又拿掉？"}
+# %% [markdown] slide={"en": "277.7 MB for one step. You have 60, and weights with gradients alone are 55.\n\nWhich techniques together? Is each still needed at the end?", "zh": "一步要 277.7 MB。你只有 60 MB，光是权重和梯度就有 55 MB。\n\n哪几种合用？合用之后，每一种都还需要吗？"}
 # # 7 Given a byte budget, which of all these, and how much of each? (`fit`) / 给定字节预算，该用哪几样，各用多少？（`fit`）
 #
 # <div lang="en">
 #
 # The step of this course, one Adam step of one small decoder, takes 277.7 MB. You have 60.
 #
-# Its weights and gradients alone are 55. And of the ledger's rows, one technique each, none comes below 124. So it takes several at once. Which ones? In this lesson you put six together, one by one; then you take one **out** again, and the peak falls.
+# Its weights and gradients alone are 55. And of the ledger's rows, one technique each, none comes below 124. So it takes several at once. Which ones? In this lesson you put six together, one by one. Then you take one of them **out** again, and see what happens to the peak.
 #
 # </div>
 # <div lang="zh">
 #
 # 这门课的那一步，即一个小解码器的一步 Adam，要 277.7 MB。你只有 60 MB。
 #
-# 光是权重和梯度就有 55 MB。账本里每行只用一种技术，没有一行低于 124 MB。所以需要同时用几种。用哪几种？在这一课里，你把六种技术逐一加上，然后**去掉**其中一种，峰值反而降了。
+# 光是权重和梯度就有 55 MB。账本里每行只用一种技术，没有一行低于 124 MB。所以需要同时用几种。用哪几种？在这一课里，你把六种技术逐一加上，然后**去掉**其中一种，看看峰值怎样变。
 #
 # </div>
 
@@ -315,7 +315,7 @@ lesson_07.what_fills(more, [found[name] for name in more])
 # %% [markdown]
 # <div lang="en">
 #
-# 64.2: nothing gained, and everything. The gradients are gone, but without pieces a whole layer of eight sequences comes back, 21 MB, beside 7 inputs. Only the peak is where it was; what fills it is another thing, and that thing has its own lever. Move what the checkpoints keep to the tier below, and it fits: 57.9 MB. Measured, under a meter that would stop it at 60:
+# 64.2: nothing gained, and everything. The gradients are gone, but without pieces a whole layer of eight sequences comes back, 21 MB, beside 7 inputs. Only the peak is where it was; what fills it is another thing, and another technique reduces that. Move what the checkpoints keep to the tier below, and it fits: 57.9 MB. Measured, under a meter that would stop it at 60:
 #
 # </div>
 # <div lang="zh">
@@ -356,8 +356,10 @@ lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, ti
 #
 # </div>
 
-# %% slide="result"
+# %%
 without = run(make_model, make_batch, Recipe(**freed, **offloaded))
+
+# %% jupyter={"source_hidden": true} slide="result"
 title = "Without checkpoints the peak is lower: single tensors come back, not whole layers"
 meters = {"with checkpoints": stepped.meter, "without checkpoints": without.meter}
 timelines(meters, title=title)
@@ -536,7 +538,7 @@ lesson_07.draw_recipes(lesson_07.stored_estimates())
 # %% tags=["nbval-ignore-output", "shows-picture"]
 lesson_07.recipes_playground(lesson_07.stored_estimates())
 
-# %% [markdown] slide={"en": "160 MB, no FLOP more, nothing moved.\n\nWhich single lever?", "zh": "160 MB，FLOPs 不多一次，什么也不搬。\n\n只用哪一样？"}
+# %% [markdown] slide={"en": "160 MB, no FLOP more, nothing moved.\n\nWhich single technique?", "zh": "160 MB，FLOPs 不多一次，什么也不搬。\n\n只用哪一样？"}
 # ## 7.8 Three budgets / 三个预算
 #
 # <div lang="en">
@@ -617,9 +619,9 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 # python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
 # ```
 #
-# The same levers elsewhere:
+# The same techniques elsewhere:
 #
-# | lever | not run here |
+# | technique | not run here |
 # |---|---|
 # | checkpoints, pieces | Hugging Face: `TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
 # | steps in backward | torchtune: `optimizer_in_bwd=True`; PyTorch: `parameter.register_post_accumulate_grad_hook(step)` |
@@ -694,7 +696,7 @@ ledger("07", "all below, checkpoints, steps in backward", pair[0], moved_bytes=p
 # <div lang="en">
 #
 # - A step's peak can be known to the byte before a byte is taken: run the step on symbolic tensors, twice.
-# - Look at what fills the peak, then choose. Savings don't add up; the lever that did nothing yesterday may be the next one.
+# - Look at what fills the peak, then choose. Savings don't add up; the technique that did nothing yesterday may be the next one.
 # - A checkpoint on top of offload moves less and peaks higher: whole layers come back. Which of the two is cheaper, the machine decides, here at 30.3 FLOPs a byte.
 # - Every byte has a price: FLOPs, bytes moved, clipping, the host's time.
 # - A search proposes, estimates, sorts; what it passes over must be true.

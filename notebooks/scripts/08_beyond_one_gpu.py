@@ -6,19 +6,19 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "One device: 277.7 MB. Two devices, half of the batch each: 207.6 MB.\n\nWhy not half?", "zh": "一台设备：277.7 MB。两台设备，各做半个批次：每台 207.6 MB。\n\n为什么不是一半？"}
+# %% [markdown] slide={"en": "One device: 277.7 MB. Two devices, half of the batch each.\n\nDoes each of them take half of the bytes?", "zh": "一台设备：277.7 MB。两台设备，各做半个批次。\n\n每台占的字节也减半吗？"}
 # # 8 What changes when one device is not enough? (DDP, ZeRO, FSDP) / 一台设备不够时，会有什么不同？（数据并行 DDP、ZeRO、FSDP）
 #
 # <div lang="en">
 #
-# On one device the step of lesson 01 holds 277.7 MB. Give it to two, half of the batch each, with PyTorch's `DistributedDataParallel`: each holds 207.6 MB. That is not half. It is more than half of the batch takes on a device alone, 180.1 MB. The other 27.5 MB are for gradients, and they are taken at the very moment at which lesson 01 found none.
+# On one device the step of lesson 01 peaks at 277.7 MB. PyTorch's `DistributedDataParallel` gives it to two devices, half of the batch to each. Does each of them then take half of the bytes? You will guess before you measure.
 #
 # By the end of this page four devices of 48 MB take this step together, where one of 60 is stopped. You will have predicted what each of them holds, and what it sends.
 #
 # </div>
 # <div lang="zh">
 #
-# 第 01 课的那一步，在一台设备上要占 277.7 MB。用 PyTorch 的 `DistributedDataParallel` 交给两台，每台分半个批次，每台就占 207.6 MB。这不是一半，甚至比一台设备单独做半个批次还多，那只要 180.1 MB。多出的 27.5 MB 是给梯度的，而且偏偏出现在第 01 课里一个梯度都没有的那一刻。
+# 第 01 课的那一步，在一台设备上峰值是 277.7 MB。用 PyTorch 的 `DistributedDataParallel` 把它交给两台设备，每台分半个批次。每台占的字节也会减半吗？先猜，再测量。
 #
 # 学完这一页，四台 48 MB 的设备会合力走完这一步，而一台 60 MB 的设备会被拦下。每台持有多少、发送多少，你都能预先算出来。
 #
@@ -256,7 +256,7 @@ peak_of = {mode: run["taken"][0]["peak_bytes"] for mode, run in two.items()}
 guesses = [("DDP", my_ddp_peak, peak_of["ddp"]), ("FSDP2", my_fsdp_peak, peak_of["fsdp"])]
 predictions(guesses)
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 at_peak = {"one device, 8 sequences": whole, "one device, 4 sequences": half}
 labels = {"ddp": "DDP, a rank of 2", "zero1": "ZeRO 1, a rank of 2", "fsdp": "FSDP2, a rank of 2"}
 at_peak |= {labels[mode]: run["taken"][0]["at_peak"] for mode, run in two.items()}
@@ -615,12 +615,12 @@ table(["4 ranks", "peak predicted, bytes", "peak measured, bytes", "given, MB"],
 #
 # <div lang="en">
 #
-# Here the ranks divide a fixed batch, so activations fall with their number. Most people keep the batch **of a rank** and let the whole batch grow: then data parallelism, with any ZeRO, divides no activations. And either way it ends at one sequence a rank. Who needs less per rank divides something else: $t$ ranks each matrix (**tensor parallelism**, TP) and the work between the matrices (**sequence parallelism**, SP), $c$ the sequence in attention too (**context parallelism**, CP), $p$ the layers (**pipeline parallelism**, PP), $e$ the experts of a mixture (**expert parallelism**, EP). From the papers, not run here:
+# Here the ranks divide a fixed batch, so activations fall with their number. Most people keep the batch **of a rank** and let the whole batch grow: then data parallelism, with any ZeRO, divides no activations. In both cases each rank computes at least one sequence, and data parallelism cannot save more than that. If a rank needs still less memory, something else has to be divided among the ranks. In **tensor parallelism** (TP), $t$ ranks divide each matrix, and with **sequence parallelism** (SP) they also divide the operations between the matrices. In **context parallelism** (CP), $c$ ranks divide the sequence, in attention too. In **pipeline parallelism** (PP), $p$ ranks divide the layers, and in **expert parallelism** (EP), $e$ ranks divide the experts of a mixture. The table is from the papers and was not run here:
 #
 # </div>
 # <div lang="zh">
 #
-# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一种 ZeRO 都不分摊激活值。况且两种做法都到每个进程一条序列为止。还想让每个进程更省，就得把别的也拿来分：$t$ 个进程分每个矩阵（**张量并行**，TP），并分矩阵之间的运算（**序列并行**，SP）；$c$ 个进程在注意力里也把序列切开（**上下文并行**，CP）；$p$ 个进程分层（**流水线并行**，PP）；$e$ 个进程分混合专家模型的专家（**专家并行**，EP）。以下出自论文，这里没有运行：
+# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一种 ZeRO 都不分摊激活值。而且不论哪种做法，每个进程至少要算一条序列，数据并行到这里就不能再省了。如果还想让每个进程更省，就要把别的东西也分给各个进程。**张量并行**（TP）由 $t$ 个进程分摊每个矩阵，再加上**序列并行**（SP），就连矩阵之间的运算也一起分摊。**上下文并行**（CP）由 $c$ 个进程分摊序列，注意力也不例外。**流水线并行**（PP）由 $p$ 个进程分摊各层，**专家并行**（EP）由 $e$ 个进程分摊混合专家模型里的专家。下表出自论文，这里没有运行：
 #
 # </div>
 

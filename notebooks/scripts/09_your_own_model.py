@@ -6,19 +6,19 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "A Llama of 31 million parameters: 609 MB. You have 200.\n\nDoes all this hold for a model of others?", "zh": "一个 3100 万参数的 Llama：609 MB。你只有 200 MB。\n\n换成别人写的模型，前面学的还成立吗？"}
+# %% [markdown] slide={"en": "A Llama that this course did not write. You have 200 MB for a step.\n\nDoes all this hold for it, too?", "zh": "这里有一个别人写的 Llama，训练一步只有 200 MB 可用。\n\n换成这样的模型，前面学的还成立吗？"}
 # # 9 Does it hold for your own model? / 换成你自己的模型，还成立吗？
 #
 # <div lang="en">
 #
-# Here is a Llama of 31 million parameters, written by others. One Adam step on four passages of 128 characters takes 609 MB. You have 200.
+# Here is a small Llama that the course did not write. For one Adam step on four passages of 128 characters you have 200 MB. Does the step fit, and if not, what has to change?
 #
 # This page is a project. It has three blanks: a model, a batch, a loss. They come filled, so that everything runs at once; what you found on the course's decoder is tried on a model that the course did not write. Then you empty them and put in your own.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里有一个 3100 万参数的 Llama，是别人写的。用四段 128 个字符的文本走一步 Adam，要 609 MB。你只有 200 MB。
+# 这里有一个小 Llama，是别人写的。你有 200 MB 内存，要用四段 128 个字符的文本做一步 Adam。装得下吗？如果装不下，要改什么？
 #
 # 这一页是一个项目。它有三个空位：模型、批次、损失。一开始都填好了，可以马上运行：你在课程的解码器上得到的结论，要在一个不是这门课写的模型上再检验一遍。然后把空位清空，填上你自己的。
 #
@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (70 minutes). Give any model to the tools of this course, and know what is wrong if they don't take it. Predict a step from a configuration alone. Choose levers by what fills the peak, and show that they train the same. Hand in your own model with its numbers.
+# **Goals** (70 minutes). Give any model to the tools of this course, and know what is wrong if they don't take it. Predict a step from a configuration alone. Choose techniques by what fills the peak, and show that they train the same. Hand in your own model with its numbers.
 #
 # **What to know before**: lesson 07.
 #
@@ -128,18 +128,15 @@ lesson_09.check_loss_sum(loss_sum)
 # %% [markdown]
 # <div lang="en">
 #
-# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third blank empty. `own_model` tries all three: it builds the model, predicts a step and takes it, and says what is wrong.
+# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third blank empty.
 #
 # </div>
 # <div lang="zh">
 #
-# transformers 自带的损失做的是同一件事（各份按标签数加权），所以它的模型可以让第三个空位空着。`own_model` 把三样都试一遍：建模型，预测一步，再真的走一步，有什么不对就说出来。
+# transformers 自带的损失做的是同一件事（各份按标签数加权），所以它的模型可以让第三个空位空着。
 #
 # </div>
 
-# %% slide="result" minutes=1
-own_loss = None if lesson_09.has_transformers() else lesson_09.decoder_loss
-lesson_09.own_model(make_model, make_batch, own_loss)
 
 # %% [markdown] slide={"en": "**Guess first.** From nine lines of configuration: how many parameters? What is the peak of a step?", "zh": "**先猜**：只凭九行配置，有多少参数？一步的峰值是多少？"}
 # ## 9.2 Predict from the configuration / 只凭配置来预测
@@ -197,11 +194,27 @@ lesson_09.check_parameters(parameters)
 # </div>
 
 # %% slide="result"
+own_loss = None if lesson_09.has_transformers() else lesson_09.decoder_loss
 options = {"loss_sum": own_loss}
 plain = estimate(make_model, make_batch, Recipe(), **options)
 count = parameters(lesson_09.LLAMA) or 0
 rows = [("16 bytes a parameter", 16 * count), ("the step, estimated", plain.peak_bytes)]
 table(["", "bytes"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Does a real step need what was predicted? `own_model` tries all three blanks: it builds the model, predicts a step, runs it and compares the two, and says what is wrong.
+#
+# </div>
+# <div lang="zh">
+#
+# 真的走一步，与预测的一样吗？`own_model` 把三个空位都试一遍：先建模型，再预测一步，然后真的走一步，对照两者，有什么不对就说出来。
+#
+# </div>
+
+# %% slide="result" minutes=1
+lesson_09.own_model(make_model, make_batch, own_loss)
 
 # %% [markdown] slide={"en": "609.1 MB. Checkpoints, four pieces, state below, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、拆成四份、状态卸载、在反向中更新，只用其中一样。\n\n**先猜**：哪一样省得最多？哪一样等于没省？"}
 # ## 9.3 What fills the peak / 峰值是什么撑起来的
@@ -210,7 +223,7 @@ table(["", "bytes"], rows)
 #
 # 609.1 MB: more by 110.8, and still far from 498.3 plus activations. At the peak, early in backward, the gradients are not there yet.
 #
-# **Guess first:** take one lever alone: a checkpoint for each layer, four pieces, the state on the tier below, steps in backward. Which saves most? Which saves nothing?
+# **Guess first:** take one technique alone: a checkpoint for each layer, four pieces, the state on the tier below, steps in backward. Which saves most? Which saves nothing?
 #
 # </div>
 # <div lang="zh">
@@ -230,14 +243,14 @@ ways["three together"] = three
 found = {
     name: estimate(make_model, make_batch, Recipe(**way), **options) for name, way in ways.items()
 }
-lesson_09.draw_levers(found, BUDGET)
+lesson_09.draw_techniques(found, BUDGET)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The largest part is Adam's state, 249 MB, so that moving it saves most; checkpoints, the lever that everybody knows, save 92. Steps in backward save nothing, alone: the gradients that they free were not there at the peak. With checkpoints the peak moves to the end of backward, where they are; only then does it pay.
+# The largest part is Adam's state, 249 MB, so that moving it saves most; checkpoints, the technique that everybody knows, save 92. Steps in backward save nothing, alone: the gradients that they free were not there at the peak. With checkpoints the peak moves to the end of backward, where they are; only then does it pay.
 #
-# That is the lesson of 07 once more, on a model that 07 never saw: look, then choose. Three levers, one for each part, and 171.6 MB.
+# That is the lesson of 07 once more, on a model that 07 never saw: look, then choose. Three techniques, one for each part, and 171.6 MB.
 #
 # </div>
 # <div lang="zh">
@@ -248,12 +261,12 @@ lesson_09.draw_levers(found, BUDGET)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three levers.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前：同样的几步，一边什么都不用，一边三样全用。\n\n**先猜**：权重会逐比特相等吗？"}
+# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three techniques.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前：同样的几步，一边什么都不用，一边三样全用。\n\n**先猜**：权重会逐比特相等吗？"}
 # ## 9.4 Equal first / 先看是否相等
 #
 # <div lang="en">
 #
-# Before any claim of saving: the same steps, from the same start, on the same passages (half as long, since these run for real), plain and with all three levers. **Guess first:** are the weights the same, to the last bit? In lesson 07 they were.
+# Before any claim of saving: the same steps, from the same start, on the same passages (half as long, since these run for real), plain and with all three techniques. **Guess first:** are the weights the same, to the last bit? In lesson 07 they were.
 #
 # </div>
 # <div lang="zh">
@@ -351,12 +364,12 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三样里，还能省掉什么？"}
 # <div lang="en">
 #
-# Which is the cheapest? Two levers are forced: weights with all gradients are 249 MB, and so is the state; so gradients must go as they come, and the state must be below. That leaves the activations, and of 200 MB the three levers left 28 unused. **Guess first:** what can still be left out?
+# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, and so does the state, so each gradient must be released as soon as it has been used, and the state must be offloaded. That leaves the activations. With all three techniques, 28 of the 200 MB are still unused. **Guess first:** what can still be left out?
 #
 # </div>
 # <div lang="zh">
 #
-# 哪个最便宜？有两样别无选择：权重加全部梯度是 249 MB，状态也是 249 MB；所以梯度必须随到随走，状态必须放到下层存储。剩下的问题是激活值，而三样全用时，200 MB 里还有 28 MB 没用上。**先猜**：还能省掉什么？
+# 哪个配方最便宜？有两种技术非用不可，因为权重加全部梯度是 249 MB，状态也是 249 MB。所以每个梯度用完就要释放，状态必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：还能省掉什么？
 #
 # </div>
 
@@ -367,12 +380,12 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 # %% [markdown]
 # <div lang="en">
 #
-# Two checkpoints of eleven. The last layers of the model are the first that backward needs: what they keep is soon gone, and the peak comes later. So the search leaves the last two alone, and the step takes 0.118 TFLOPs instead of 0.123. (transformers has a lever of this kind, `every_n_layers`; it spreads the checkpoints, and lesson 02 said what that costs.) The second row keeps by a schedule (lesson 03); the last one is the solution of exercise 3: no FLOP more than plain, and nearly twice the bytes moved. Which of them is best depends on the machine: lesson 07's break-even.
+# Two of the eleven checkpoints can be left out. The backward pass begins with the last layers, so what they keep is soon released, and the peak comes later. That is why the search leaves the last two layers without checkpoints. The step then takes 0.118 TFLOPs; with checkpoints on all eleven layers it takes 0.123. (transformers has an option of this kind, `every_n_layers`, but it spreads the checkpoints over all layers; lesson 02 said what that costs.) The second recipe chooses what to keep by a schedule (lesson 03). The last one is the solution of exercise 3: it needs no more FLOPs than the plain step, but moves nearly twice as many bytes as the others. Which recipe is best depends on the machine: see the break-even of lesson 07.
 #
 # </div>
 # <div lang="zh">
 #
-# 十一个检查点里的两个。最后几层留下的东西，反向最先用到，很快就放掉了，而峰值来得更晚。所以搜索让最后两层不设检查点，这一步是 0.118 TFLOPs，而不是 0.123。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点均匀铺开；这样做的代价，第 02 课说过。）第二行按调度保留（第 03 课）；最后一行就是练习 3 的答案：FLOPs 不比普通做法多，搬运的字节却将近两倍。哪个最好要看机器，见第 07 课的平衡点。
+# 十一个检查点里，还能省掉两个。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs；如果十一层都设检查点，就要 0.123 TFLOPs。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点分散到所有的层，这样做的代价第 02 课说过。）第二行按调度来选择保留什么（第 03 课）。最后一行就是练习 3 的答案，FLOPs 不比普通做法多，搬运的字节却是其他几行的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
 #
 # </div>
 
@@ -509,7 +522,7 @@ what_you_may_have_read(
 #
 # <div lang="en">
 #
-# Empty the blanks and fill in your own: a model that you train or mean to train, its batch, its loss. Run the page again, and hand in this sheet. 20 points: the prediction equals the measurement, or the difference is explained (6); levers chosen by what fills the peak (6); prices named (4); equal losses or weights shown (2); one guess that was wrong, reported (2).
+# Empty the blanks and fill in your own: a model that you train or mean to train, its batch, its loss. Run the page again, and hand in this sheet. 20 points: the prediction equals the measurement, or the difference is explained (6); techniques chosen by what fills the peak (6); prices named (4); equal losses or weights shown (2); one guess that was wrong, reported (2).
 #
 # | | yours |
 # |---|---|
@@ -518,7 +531,7 @@ what_you_may_have_read(
 # | what filled the peak | |
 # | recipe; predicted, measured, difference | |
 # | what fills the peak now | |
-# | each lever taken or left, and why (a sentence each) | |
+# | each technique taken or left, and why (a sentence each) | |
 # | FLOPs, bytes moved, seconds a step: plain and yours | |
 # | equal, or off by how much | |
 # | one thing that I guessed wrong | |
@@ -571,7 +584,7 @@ whole_ledger()
 # <div lang="en">
 #
 # - The step of a model that the course did not write was predicted to the byte from nine lines of configuration, and measured on this CPU.
-# - Its largest part was Adam's state: look before you choose. A lever that frees what is not there saves nothing, or even costs.
+# - Its largest part was Adam's state: look before you choose. A technique that frees what is not there saves nothing, or even costs.
 # - Equal weights first; then 171.6 MB instead of 609.1, and the search leaves two checkpoints out.
 # - A configuration and a device are enough to know how 8 billion parameters fit into 80 GB, or into 24, and what it costs.
 #
@@ -656,7 +669,7 @@ if lesson_09.has_transformers():
 predictions(rows, unit="bytes") if lesson_09.has_transformers() else "transformers is missing"
 
 # %% [markdown]
-# ## 9.15 A lever that raises the peak / 升高峰值的办法
+# ## 9.15 A technique that raises the peak / 升高峰值的办法
 #
 # <div lang="en">
 #
@@ -682,7 +695,7 @@ table(["kind", "update at the end, GB", "in backward, GB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The first gradient of all is the head's, 128256 × 4096 numbers in 16 bits: 1.05 GB. Without steps in backward it waits; with them it is stepped at once, while nearly all activations are still there. The loop makes two temporaries in fp32 for it, 2.1 GB each, and these come at the worst moment; `foreach` makes one, and stays below the peak of the loss. An update takes memory too. As in 9.3, the lever pays where the peak is elsewhere: with the state gone, or with checkpoints.
+# The first gradient of all is the head's, 128256 × 4096 numbers in 16 bits: 1.05 GB. Without steps in backward it waits; with them it is stepped at once, while nearly all activations are still there. The loop makes two temporaries in fp32 for it, 2.1 GB each, and these come at the worst moment; `foreach` makes one, and stays below the peak of the loss. An update takes memory too. As in 9.3, the technique pays where the peak is elsewhere: with the state gone, or with checkpoints.
 #
 # </div>
 # <div lang="zh">

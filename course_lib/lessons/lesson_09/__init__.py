@@ -15,7 +15,7 @@ from .checks import (
     model_of,
     passages,
 )
-from .display import draw_levers, draw_losses, other_architectures
+from .display import draw_losses, draw_techniques, other_architectures
 from .slots import check_slots, first_difference, own_model
 
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
     "check_slots",
     "configured",
     "decoder_loss",
-    "draw_levers",
     "draw_losses",
+    "draw_techniques",
     "first_difference",
     "has_transformers",
     "model_of",

@@ -259,9 +259,9 @@ def _techniques_of(recipe: Recipe) -> set[str]:
 
 @exercise(
     hint=(
-        "What fills the peak, and which lever goes for that? Then look again: something else is the"
-        " peak.",
-        "The state is 249 MB, the activations 222, the gradients 125: each needs a lever of its"
+        "What fills the peak, and which technique goes for that? Then look again: something else is"
+        " the peak.",
+        "The state is 249 MB, the activations 222, the gradients 125: each needs a technique of its"
         " own.",
     )
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
+def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
     """Draw the peak of each recipe as a stacked bar, with the budget as a line.
 
     Args:
@@ -38,7 +38,7 @@ def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
         for name, each in found.items()
     ]
     drawn, ax = figure(
-        "Each lever goes for one part; all three together fit",
+        "Each technique goes for one part; all three together fit",
         height=0.9 + 0.42 * len(found),
         alt=text("Peaks: {peaks}.", peaks=listed(description, "; ")),
     )

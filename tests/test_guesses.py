@@ -1,0 +1,57 @@
+"""No lesson shows the measured answer to a guess before it asks for the guess."""
+
+import copy
+import re
+
+import pytest
+from test_notebooks import FOLDER, load, output_texts
+
+# (lesson, words of the cell that asks, numbers that answer it)
+GUESSES = [
+    ("00", "how many times the work of plain", ("134.0", "1.21")),
+    ("01", "what will the peak be", ("277.7", "277,682,584", "195.2", "195,174,408")),
+    ("04", "How long does it take with $p$", ("1.34", "1.340", "1.01", "1.011")),
+    ("04", "and the peak, with offload", ("124.8", "134.0", "124,824,984", "134,006,104")),
+    ("05", "Type what the line predicts", ("134.8", "134,800,792")),
+    ("07", "without checkpoints, what is the peak", ("53.9",)),
+    ("08", "What is the peak of a DDP rank", ("207.6",)),
+    ("09", "How much more does the step take", ("609", "609.1", "110.8")),
+]
+
+
+def answers_shown(notebook, question, numbers):
+    """List the numbers that a reader sees in the cells up to the one that asks."""
+    cells = notebook.cells
+    asks = [n for n, cell in enumerate(cells) if question in cell.source]
+    assert len(asks) == 1, f"{question!r} is in {len(asks)} cells"
+    seen = []
+    for cell in cells[: asks[0] + 1]:
+        if not cell.metadata.get("jupyter", {}).get("source_hidden"):
+            seen.append(cell.source)
+        slide = cell.metadata.get("slide")
+        seen += slide.values() if isinstance(slide, dict) else ()
+        seen += output_texts(cell) if cell.cell_type == "code" else ()
+    text = "\n".join(seen)
+    return [n for n in numbers if re.search(rf"(?<![\d.,]){re.escape(n)}(?![\d])", text)]
+
+
+def lesson(number):
+    (path,) = FOLDER.glob(f"{number}_*.ipynb")
+    return load(path)
+
+
+@pytest.mark.parametrize(("number", "question", "numbers"), GUESSES)
+def test_guess_is_asked_before_its_answer_is_shown(number, question, numbers):
+    assert answers_shown(lesson(number), question, numbers) == []
+
+
+@pytest.mark.parametrize(("number", "question", "numbers"), GUESSES)
+def test_answer_in_an_opening_or_on_a_slide_is_found(number, question, numbers):
+    for place in ("source", "slide"):
+        notebook = copy.deepcopy(lesson(number))
+        opening = notebook.cells[0]
+        if place == "source":
+            opening.source += f"\nIt takes {numbers[0]} MB."
+        else:
+            opening.metadata["slide"] = {"en": f"{numbers[0]} MB.", "zh": f"{numbers[0]} MB。"}
+        assert answers_shown(notebook, question, numbers) == [numbers[0]]
