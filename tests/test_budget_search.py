@@ -29,7 +29,7 @@ from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.budget.techniques.offload_activations import OffloadedActivations
 from course_lib.budget.techniques.optimizer import OffloadedState
 from course_lib.memory import symbolic
-from course_lib.memory.repeats import Books
+from course_lib.memory.repeats import Repeats
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below
 
@@ -260,8 +260,8 @@ def test_a_stage_that_stands_for_equal_ones_leaves_the_books_of_all_line_by_line
         with pytest.raises(InfeasibleBudget) as info:
             composer.scheduled(recipe)
         recipe = replace(recipe, schedule_bytes=info.value.least_bytes)
-    entered, enter = [], Books.enter
-    monkeypatch.setattr(Books, "enter", lambda *given: entered.append(1) or enter(*given))
+    entered, enter = [], Repeats._recorded
+    monkeypatch.setattr(Repeats, "_recorded", lambda *given: entered.append(1) or enter(*given))
     with composer.checked(recipe):
         whole = composer.measured(recipe, 2 * MANY, repeats=False)
         assert not entered

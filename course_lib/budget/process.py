@@ -18,7 +18,7 @@ from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.memory.repeats import Repeats
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
-from course_lib.schedule.executor import stages_run_by
+from course_lib.schedule.executor import forwards_run_by
 from course_lib.symbolic import symbolic
 from course_lib.symbolic.cpu_kernels import INEXACT
 
@@ -185,7 +185,7 @@ class StepMeter(UnguardedMeter):
 
     def repeating(self) -> AbstractContextManager[None]:
         """Run only one of several equal stages of a schedule inside the `with` block."""
-        return stages_run_by(Repeats(self._ledger, self._usage, look_of))
+        return forwards_run_by(Repeats(self._ledger, self._usage, look_of).forward)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if found := INEXACT.get(func):

@@ -114,17 +114,16 @@ class ScheduledSequential(nn.Sequential):
         return run.end(link)
 
 
-_runner: ContextVar[Any] = ContextVar("runner", default=None)
+_runner: ContextVar[Callable | None] = ContextVar("runner", default=None)
 
 
 @contextmanager
-def stages_run_by(runner: Any) -> Iterator[None]:
-    """Let `runner` run the stages of the passes that begin inside the block.
+def forwards_run_by(runner: Callable) -> Iterator[None]:
+    """Let `runner` run the stages without gradients in the passes that begin inside the block.
 
-    Its methods `forward` and `keep` get a stage, the tensors that it computes with, everything else
-    that determines the result, and the function that runs the stage. Instead of calling that
-    function, they may return an equal result. The last argument is the watch for random numbers of
-    `forward`, and the gradient's slot of `keep`.
+    It gets a stage, the tensors that it computes with, everything else that determines the result,
+    the function that runs the stage, and the watch for random numbers. Instead of calling that
+    function, it may return an equal result.
     """
     token = _runner.set(runner)
     try:
@@ -292,18 +291,14 @@ class Run:
         return result
 
     def keep(self, i: int, value: Any, buffers: dict[str, Tensor]) -> Kept:
-        stage, slot = self.stages[i], self.slot
-        compute = partial(Kept, i, stage, value, self.kwargs, self.needs[i], buffers, slot)
-        if self.runner is None:
-            return compute()
-        return self.runner.keep(stage, self.given(i, value), self.context(i), compute, slot)
+        return Kept(i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.slot)
 
     def hand_on(self, i: int, value: Any, buffers: dict[str, Tensor], drawing: Any) -> Any:
         stage = self.stages[i]
         compute = partial(run_stage, i, stage, value, self.kwargs, buffers)
         if self.runner is None:
             return compute()
-        return self.runner.forward(stage, self.given(i, value), self.context(i), compute, drawing)
+        return self.runner(stage, self.given(i, value), self.context(i), compute, drawing)
 
     def given(self, i: int, value: Any) -> list[Tensor]:
         """Return the tensors that stage i computes with, except its own."""
