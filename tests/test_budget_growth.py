@@ -5,10 +5,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from course_lib.budget.growth import Growth
+from course_lib.budget.growth import Growth, Irregular
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.memory.trace import Irregular
 from course_lib.models import Decoder, random_tokens
 
 

@@ -20,6 +20,7 @@ from course_lib.budget.extrapolate import MANY, Composer
 from course_lib.budget.knowledge import Known
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import best_copies, least_schedule, with_schedule
+from course_lib.budget.repeats import Repeats
 from course_lib.budget.reservation import that_reserve
 from course_lib.budget.search import most_blocks, that_fit
 from course_lib.budget.techniques.attention import ATTENTIONS
@@ -29,7 +30,6 @@ from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.budget.techniques.offload_activations import OffloadedActivations
 from course_lib.budget.techniques.optimizer import OffloadedState
 from course_lib.memory import symbolic
-from course_lib.memory.repeats import Repeats
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import unlogged
+from course_lib.budget.growth import Irregular
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace
-from course_lib.memory.trace import Irregular
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 from course_lib.symbolic import symbolic

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from course_lib.memory import Trace
-from course_lib.memory.trace import Irregular, Span
+from course_lib.memory.trace import Span
+
+
+class Irregular(Exception):
+    """Raised when the trace of a step cannot be composed, because parts of it that should be equal
+    are not."""
 
 
 class Pass(NamedTuple):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from course_lib._torch import look_of, not_collecting, tensors_in
 from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
-from course_lib.memory.repeats import Repeats
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 from course_lib.schedule.executor import forwards_run_by
 from course_lib.symbolic import symbolic
@@ -27,6 +26,7 @@ from .kinds import on_kind
 from .loss import LossSum, check_loss, loss_of, trained
 from .optimizers import LR, class_and_settings
 from .recipe import Recipe
+from .repeats import Repeats
 from .step import (
     check_function,
     check_recipe,

@@ -25,10 +25,10 @@ from torch import nn
 
 from course_lib._check import any_of
 from course_lib.accumulation import split
+from course_lib.budget.growth import Irregular
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.distributed.prediction import watched_rank
 from course_lib.memory import CATEGORIES, Trace
-from course_lib.memory.trace import Irregular
 from course_lib.symbolic import symbolic
 
 from .blocks import equal_blocks

@@ -198,10 +198,6 @@ class CategoryTracker:
         self._release()
         self.node, self._oldest_of_node = None, 0
 
-    def forget_output(self) -> None:
-        """Skip the last operator's output when saved tensors are next looked for."""
-        self._output = None
-
     def _release(self) -> None:
         """Mark the storages that the current autograd node has read as no longer needed by it."""
         for record in self._read:

@@ -165,7 +165,7 @@ class Ledger:
             called it.
         records: Records of all storages.
         repeated: (number of an operator, bytes of each of `CATEGORIES` from it on) for temporaries
-            that have no records (`course_lib.memory.repeats`).
+            that have no records (`course_lib.budget.repeats`).
         lock: Lock for the attributes above. Autograd runs one thread per device.
     """
 

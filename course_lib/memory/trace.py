@@ -24,11 +24,6 @@ from .timeline import CATEGORIES, PHASES
 ENTRY = "what model and optimizer hold on entry"
 
 
-class Irregular(Exception):
-    """Raised when the trace of a step cannot be composed, because parts of it that should be equal
-    are not."""
-
-
 class Span(NamedTuple):
     """Time that a storage spends in one category: the moments from `start` until `stop`, which is
     exclusive."""

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .._torch import attributes_of, tensors_in
-from ..symbolic.shape_cache import Outline, extent, make_fake
-from .categories import CategoryTracker
-from .timeline import CATEGORIES, Ledger, Record
+from course_lib._torch import attributes_of, tensors_in
+from course_lib.memory.categories import CategoryTracker
+from course_lib.memory.timeline import CATEGORIES, Ledger, Record
+from course_lib.symbolic.shape_cache import Outline, extent, make_fake
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,7 @@ class ForwardRun:
             (lines, categories).
         outline: Shape, strides, dtype and device of the output.
         role, made_in: Attributes of the record of the output's storage.
-        is_view: Whether the output is a view. A view keeps its base alive, which matters because
-            autograd adds in place only to a tensor whose storage no other tensor shares.
         born: Line at which the output's storage is made.
-        saved: Dict from the index of each given tensor, or -1 for the output, to the line from
-            which it is held for backward.
-        is_read: Whether the node of the outer graph in which the stage runs reads the output.
         drew: Whether random numbers were drawn.
         result: The stage's attribute `result`, or None if it has none.
     """
@@ -54,10 +49,7 @@ class ForwardRun:
     outline: Outline
     role: str | None
     made_in: str
-    is_view: bool
     born: int
-    saved: dict[int, int]
-    is_read: bool
     drew: bool
     result: Any
 
@@ -109,7 +101,7 @@ class Repeats:
         if hasattr(stage, "result"):
             stage.result = found.result
         with self.ledger.lock:
-            return self._recorded(found, given)
+            return self._recorded(found)
 
     def _key(self, stage: nn.Module, given: Sequence[Tensor], context: Hashable) -> Hashable:
         """Return the key of a run of the stage.
@@ -145,7 +137,6 @@ class Repeats:
         with ledger.lock:
             ledger.bury()
             start, first = len(ledger.operators), len(ledger.records)
-        was_saved = [record and record.saved for record in map(self._record, given)]
         result = compute()
         with ledger.lock:
             self.usage.settle()
@@ -157,13 +148,6 @@ class Repeats:
             return result
 
         stop = len(ledger.operators)
-        saved = {}
-        for i, record in enumerate(map(self._record, given)):
-            if record is not None and record.saved is not None and was_saved[i] is None:
-                saved[i] = record.saved - start
-        if output.saved is not None:
-            saved[-1] = output.saved - start
-        node = torch._C._current_autograd_node()
         self.known[key] = ForwardRun(
             operators=ledger.operators[start:stop],
             flops={m - start: ledger.flops[m] for m in range(start, stop) if m in ledger.flops},
@@ -171,10 +155,7 @@ class Repeats:
             outline=Outline(None, result.size(), result.stride(), 0, result.dtype, result.device),
             role=output.role,
             made_in=output.made_in,
-            is_view=result._is_view(),
             born=output.born - start,
-            saved=saved,
-            is_read=node is not None and output.read_by is node,
             drew=getattr(drawing, "seen", False),
             result=getattr(stage, "result", None),
         )
@@ -189,37 +170,19 @@ class Repeats:
 
     # ---- Later runs
 
-    def _recorded(self, found: ForwardRun, given: Sequence[Tensor]) -> Tensor:
+    def _recorded(self, found: ForwardRun) -> Tensor:
         """Add the lines of a run to the ledger, and return its output."""
-        ledger, usage, account = self.ledger, self.usage, self.ledger.main
-        node = torch._C._current_autograd_node()
-        usage.inputs(None, (), {}, node)
+        ledger, usage = self.ledger, self.usage
+        usage.inputs(None, (), {}, torch._C._current_autograd_node())
         ledger.bury()
-        start, before = len(ledger.operators), account.live_bytes
+        start = len(ledger.operators)
         ledger.operators += found.operators[: found.born + 1]
         output = make_fake(usage.fake_mode, found.outline, [])
-        ledger.add(output.untyped_storage(), account, found.role, found.made_in)
+        ledger.add(output.untyped_storage(), ledger.main, found.role, found.made_in)
         ledger.operators += found.operators[found.born + 1 :]
         ledger.flops |= {start + line: flops for line, flops in found.flops.items()}
         ledger.repeated.append((start, found.temporaries))
-
-        live = before + found.temporaries.sum(1)
-        live[found.born :] += account.live_bytes - before
-        peak = int(live.argmax())
-        if live[peak] > account.peak_bytes:
-            account.peak_bytes, account.peak_index = int(live[peak]), start + peak
-
-        usage.forget_output()
-        tensors = [*given, output]
-        for i, line in found.saved.items():
-            self._record(tensors[i]).saved = start + line
-        if found.is_read:
-            usage.note_read([self._record(output)], node)
-        if not found.is_view:
-            return output
-        view = make_fake(usage.fake_mode, found.outline._replace(of=0), [output])
-        view.base = output
-        return view
+        return output
 
 
 def _holds_tensors(stage: nn.Module) -> bool:
