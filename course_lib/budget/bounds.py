@@ -19,6 +19,8 @@ def held_bytes(known: Known, recipe: Recipe) -> int:
     These are the model and the part of the optimizer state that is not offloaded.
     """
     composer = known.composer
+    # The state does not depend on its pages, so one size of them is enough.
+    recipe = replace(recipe, page_bytes=known.base.page_bytes)
     below = chosen_below(known.composer.trained, recipe.offload_optimizer)
     with symbolic(composer.mode):
         state = composer.updates.of_all(recipe, below).held
@@ -29,6 +31,12 @@ def model_bytes(known: Known) -> int:
     """Return the bytes of all parameters and buffers."""
     held = *known.model.parameters(), *known.model.buffers()
     return sum(tensor.nbytes for tensor in held)
+
+
+def exceeds(known: Known, recipe: Recipe, limit: int) -> bool:
+    """Return whether a recipe's peak is above a limit in bytes by its lower bound."""
+    # `held_bytes` is compared first, because it needs no estimate.
+    return held_bytes(known, recipe) > limit or floor_bytes(known, recipe) > limit
 
 
 def floor_bytes(known: Known, recipe: Recipe) -> int:

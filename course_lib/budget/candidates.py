@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from .bounds import floor_bytes
+from .bounds import exceeds
 from .estimate import Estimate
 from .knowledge import Known
 from .loss import has_loss_sum, mixes_samples, samples_in
@@ -50,7 +50,7 @@ class Search:
 
     def fits(self, recipe: Recipe) -> bool:
         """Return whether the step of a recipe fits the budget."""
-        possible = recipe.ranks > 1 or floor_bytes(self.known, recipe) <= self.budget
+        possible = recipe.ranks > 1 or not exceeds(self.known, recipe, self.budget)
         return possible and self.known.estimate(recipe).peak_bytes <= self.budget
 
     def seconds(self, recipe: Recipe) -> float:
@@ -226,5 +226,8 @@ class Search:
         """
         if not recipe.offload_activations or self.known.composer.tier == "file":
             return [{}]
-        counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
-        return [{"prefetch": ahead, "in_flight": down} for ahead, down in counts]
+        ahead, down = self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None)
+        counts = (
+            [(ahead[0], down[0]), (ahead[-1], down[-1])] if self.quick else product(ahead, down)
+        )
+        return [{"prefetch": ahead, "in_flight": down} for ahead, down in dict.fromkeys(counts)]

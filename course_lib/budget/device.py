@@ -78,11 +78,7 @@ class OnDevice(Table):
     @classmethod
     def of(cls, found: Estimate, device: str, memory_bytes: int | None) -> OnDevice:
         """Return the table of an estimated step on a device of `RATES`."""
-        trace = found.trace()
-        reserved = [
-            trace.allocated(settings).memory_stats()["reserved_bytes.all.peak"]
-            for settings in (None, EXPANDABLE)
-        ]
+        reserved = [found.reserved_bytes(settings) for settings in (None, EXPANDABLE)]
         kept = workspace_bytes(device), context_bytes(device)
         return cls(found.peak_bytes, *reserved, *kept, memory_bytes)
 

@@ -106,8 +106,6 @@ class Estimate(Table):
     def trace(self, places: bool = True) -> Trace:
         """Run the symbolic step again and return its trace with all events.
 
-        An estimate does not keep the events.
-
         Args:
             places: Whether to record the module and the source line of each operator.
 
@@ -125,8 +123,8 @@ class Estimate(Table):
     def reserved_bytes(self, settings: AllocatorSettings | str | None = None) -> int:
         """Return the largest number of bytes that PyTorch's allocator reserves for the step.
 
-        The allocator of a GPU is simulated by its rules. The first call with given settings runs
-        the step again, as `trace` does.
+        The allocator of a GPU is simulated by its rules. The first call runs the step again, as
+        `trace` does.
 
         Args:
             settings: Settings of the allocator, as in `Trace.allocated`.
@@ -135,13 +133,23 @@ class Estimate(Table):
         known = vars(self).setdefault("_reserved", {})
         key = str(settings)
         if key not in known:
-            allocator = self.trace(places=False).allocated(settings)
-            known[key] = allocator.memory_stats()["reserved_bytes.all.peak"]
+            stats = self.events().allocated(settings).memory_stats()
+            known[key] = stats["reserved_bytes.all.peak"]
         return known[key]
 
+    def events(self) -> Trace:
+        """Return the step's trace with all events, but without modules and source lines.
+
+        The first call runs the step again, and later calls return the same trace.
+        """
+        if not hasattr(self, "_events"):
+            object.__setattr__(self, "_events", self.trace(places=False))
+        return self._events
+
     def __getstate__(self) -> dict[str, Any]:
-        # The function that runs the step again may not be picklable.
-        return {name: value for name, value in vars(self).items() if name != "_run"}
+        # The function that runs the step again may not be picklable, and the events are large.
+        left_out = "_run", "_events"
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -125,13 +125,6 @@ class Composer:
                 self._moments[key] = self.moments(key)
             return self.with_optimizer(self._moments[key], recipe)
 
-    def whole(self, recipe: Recipe) -> Estimate:
-        """Return the estimate from a run with all blocks, to check the result of `estimate`."""
-        with self.checked(recipe):
-            return self.with_optimizer(
-                self.measured(without_optimizer(recipe), len(self.blocks), repeats=False), recipe
-            )
-
     @contextmanager
     def checked(self, recipe: Recipe) -> Iterator[None]:
         with symbolic(self.mode), unlogged():

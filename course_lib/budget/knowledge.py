@@ -114,8 +114,10 @@ class Known:
         if best.recipe in self.whole or best.recipe in self._confirmed:
             return True
         self.watch(best.recipe)
-        with suppress(NotComposable):
-            if self.composer_of(best.recipe).whole(best.recipe) == best:
+        # The step with all blocks may raise an error although the steps with few blocks ran.
+        with suppress(TypeError, ValueError, RuntimeError):
+            options = best.recipe, best.tier, best.host_parameters, best.kind
+            if Estimate.of(best.events(), *options) == best:
                 self._confirmed.add(best.recipe)
                 return True
         self.estimates, self._flops, self.composes = {}, {}, False

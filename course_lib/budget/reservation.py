@@ -27,7 +27,7 @@ def check_count(count: str, kind: str) -> None:
         )
 
 
-def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
+def that_reserve(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
     """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
 
     The search itself counts tensor bytes. If its cheapest recipe reserves too much, the search is
@@ -37,6 +37,8 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
     Args:
         budget_bytes: Limit in bytes for the memory that the allocator reserves.
         within: Function that returns the `Estimates` that fit a limit in tensor bytes.
+        quick: Whether to count the reserved bytes of only the cheapest recipe for each limit. The
+            others are then left out.
 
     Raises:
         InfeasibleBudget: No recipe was found. The message names the fewest bytes reserved, or the
@@ -53,7 +55,7 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
                 # The tensors alone exceed the budget, for all recipes.
                 raise
             break
-        for each in found:
+        for each in found[:1] if quick else found:
             if each.recipe not in taken:
                 taken[each.recipe] = each.reserved_bytes(), each
         reserved, first = taken[found[0].recipe]
@@ -69,5 +71,9 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
     found.title = text(
         "{count} of {known} fit into {budget} by what the allocator's rules reserve", **values
     )
+    if quick:
+        found.title = text(
+            "{found}, by a quick search, which may miss cheaper ones", found=found.title
+        )
     found[:] = sorted(kept, key=found.rates.seconds)
     return found

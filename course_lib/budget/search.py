@@ -24,7 +24,7 @@ from course_lib.memory.show import Table, bytes_text
 from course_lib.symbolic import symbolic
 
 from . import rank
-from .bounds import floor_bytes, least_seconds, moves_nothing, recomputed_flops
+from .bounds import exceeds, floor_bytes, least_seconds, moves_nothing, recomputed_flops
 from .candidates import Search
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
@@ -178,7 +178,8 @@ def fit(
             (`course_lib.budget.reservation`), and runs the step of each recipe again for this.
         quick: Whether to search fewer recipes. This takes less time but may miss the cheapest one.
             The recipes have checkpoints around all blocks or none, all of the optimizer state
-            offloaded or none, and one micro-batch or the largest number.
+            offloaded or none, one micro-batch or the largest number, and the fewest or the default
+            number of copies in flight. With count="reserved", only the cheapest recipe is listed.
         progress: Whether to show a progress bar, if tqdm is installed; or a function that is called
             with each recipe before it is estimated.
 
@@ -217,7 +218,7 @@ def fit(
             return that_fit(search.within(room), base, recipes)
 
         def fitting(room: int) -> Estimates:
-            found = within(room) if count == "tensors" else that_reserve(room, within)
+            found = within(room) if count == "tensors" else that_reserve(room, within, quick)
             found.within = fitting
             return found
 
@@ -328,7 +329,7 @@ def _all(search: Search) -> list[Estimate]:
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
     for family in sorted(search.families(), key=lambda recipe: _size(search, recipe)):
-        if floor_bytes(known, family) > search.budget or search.leaner(family) in too_large:
+        if exceeds(known, family, search.budget) or search.leaner(family) in too_large:
             too_large.add(family)
             continue
         if _needless(search, family, found) or _idle(search, family):
@@ -432,7 +433,7 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
         if least_seconds(known, plain, search.rates) >= cheapest:
             continue
         one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
-        if floor_bytes(known, plain) > search.budget or search.seconds(one) >= cheapest:
+        if exceeds(known, plain, search.budget) or search.seconds(one) >= cheapest:
             continue
         fewest = fewest_blocks(search, one, most_blocks(search, one, cheapest))
         if fewest and search.seconds(fewest) < cheapest:

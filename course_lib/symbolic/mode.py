@@ -39,6 +39,11 @@ _COMPARED = {_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.i
 # Models that drop layers at random draw these numbers, at drop rates that rise from layer to layer.
 _LOOKED_AT = {_aten.rand, _aten.linspace}
 _LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Operators that name a part of a profile, as each step of an optimizer does. They read no tensors.
+_MARKERS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
@@ -103,6 +108,8 @@ class Symbolic(FakeTensorMode):
         real = [tensor for tensor in inputs if not isinstance(tensor, FakeTensor)]
         if inputs and not real:
             return self._run_on_symbolic(inputs, func, types, args, kwargs)
+        if not inputs and func in _MARKERS:
+            return func(*args, **kwargs)
         if not all(map(_is_whole, real)):
             # PyTorch makes the result of `torch.tensor(0.5)` symbolic, and refuses other real
             # floating-point tensors.
