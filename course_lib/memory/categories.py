@@ -191,12 +191,8 @@ class CategoryTracker:
     def finish(self) -> None:
         """Complete the records after the last operator."""
         self.settle()
-        self.leave_node()
-
-    def leave_node(self) -> None:
-        """Note that the next operator belongs to another autograd node."""
         self._release()
-        self.node, self._oldest_of_node = None, 0
+        self.node = None
 
     def _release(self) -> None:
         """Mark the storages that the current autograd node has read as no longer needed by it."""
