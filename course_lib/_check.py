@@ -104,7 +104,9 @@ def _range(least: float | None, most: float | None) -> str:
 
 
 class InfeasibleBudget(ValueError):
-    """Nothing fits the budget; the message says which budget would be enough.
+    """Error raised when no solution fits the budget.
+
+    The message states a sufficient budget if one is known.
 
     Attributes:
         budget_bytes: The budget.

@@ -34,7 +34,10 @@ def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tens
 
 
 def _called(model: nn.Module, name: str, batch: Any) -> Any:
-    """Call a method of the model, or a function assigned to it, which an error then names."""
+    """Call a method of the model, or a function that was assigned to it.
+
+    If an assigned function raises an error, a note on the error names it.
+    """
     function, method = getattr(model, name), f"{type(wrapped_in(model)).__name__}.{name}"
     takes_arguments(method, function, "(batch), unless a loss_sum(model, batch) is passed", batch)
     try:
@@ -90,7 +93,9 @@ def has_loss_sum(model: nn.Module) -> bool:
 
 
 def has_method(model: nn.Module, name: str) -> bool:
-    """Whether the model has a `loss` or `loss_sum`; a newer `loss` hides an older `loss_sum`.
+    """Return whether the model has the method `name`, which is "loss" or "loss_sum".
+
+    A `loss` that the instance or a subclass defines hides an inherited `loss_sum`.
 
     Some Hugging Face models have an attribute `loss`, a function of outputs and targets. It is not
     a method and is not called.
@@ -104,7 +109,8 @@ def has_method(model: nn.Module, name: str) -> bool:
                 if name == "loss_sum"
                 else callable(getattr(model, "loss", None))
             )
-    found = getattr(model, name, None)  # of a wrapped model, as in torch.compile; or a module
+    # The attribute belongs to a wrapped model, as under torch.compile, or is a submodule.
+    found = getattr(model, name, None)
     return inspect.ismethod(found) or (callable(found) and not theirs)
 
 
@@ -170,9 +176,10 @@ class _Means(TorchFunctionMode):
 def hugging_face_loss(
     model: nn.Module, batch: Any, micro_batches: int = 1
 ) -> tuple[Tensor, int | Tensor]:
-    """Return the model's own loss, a mean, times the number of labels that it is a mean over.
+    """Return the model's own loss times its weight, and the weight.
 
-    The labels are counted as the model itself counts them.
+    The weight is the number of labels over which the loss is a mean, or the number of samples if
+    that is not known. The labels are counted as the model itself counts them.
     """
     kind("batch", batch, Mapping, "a dict of the model's arguments, including the labels")
     with _Means() as noted:

@@ -1,4 +1,4 @@
-"""The origin of an error: a refusal by this library, or the user's own code, and at which line."""
+"""Find out whether this library refused an argument or the user's code failed, and where."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _lines(error: BaseException) -> list[traceback.FrameSummary]:
         for frame, number in traceback.walk_tb(error.__traceback__)
         if _is_theirs(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
     ]
-    # no line of that file has run
+    # A file with a syntax error has no frame in the traceback, because none of it has run.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
     return frames
@@ -66,7 +66,8 @@ def _is_theirs(file: str, module: str) -> bool:
 
 
 def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """Return (file, line, function) of the innermost frame, from this one outwards, of user code.
+    """Return (file, line, function) of the innermost frame of user code, searched outwards from
+    `frame`, or None.
 
     User code is not in this library, PyTorch or another package.
     """
@@ -113,7 +114,8 @@ def goes_through(error: BaseException, package: ModuleType) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Return whether an error is a refusal by this library, not a failure of other code.
 
-    It is if the library itself raised it, or if only the library and PyTorch were involved.
+    An error counts as a refusal if its type is in `REFUSALS` and the library raised it, or only the
+    library and PyTorch were involved.
     """
     lines = list(traceback.walk_tb(error.__traceback__))
     raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
@@ -123,8 +125,8 @@ def is_refusal(error: BaseException) -> bool:
 def message(error: Exception) -> str:
     """Return an error as one or two lines, for the reader of a command's output.
 
-    For a refusal they are its sentence. Otherwise they are the user's line number, the error, and
-    the text of that line.
+    For a refusal this is the error message. Otherwise the lines are the user's line number, the
+    error, and the text of that line.
 
     Raises:
         Exception: The error itself, if it is a fault of this library, so that the traceback is
@@ -181,19 +183,20 @@ def needs_values(error: Exception) -> bool:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Explain why a step cannot run on symbolic tensors, and where in the user's code."""
+    """Replace an error of symbolic tensors by one that explains the cause, names the line of the
+    user's code, and gives advice."""
     try:
         with unlogged(), noted(), _subclasses_refused():
             yield
     except (*NEEDS_DATA, RuntimeError, TypeError) as error:
         if not needs_values(error):
             raise
-        advice = "change the model and the batch so that they do not"
+        advice = "Change the model or the batch so that no values are read"
         if goes_through(error, torch.distributions):
-            advice += "; call torch.distributions.Distribution.set_default_validate_args(False)"
+            advice += ". Call torch.distributions.Distribution.set_default_validate_args(False)"
         # nn.Transformer reads a mask to find out whether it is causal
         if goes_through(error, torch.nn.modules.transformer):
-            advice += "; pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
+            advice += ". Pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
         # the shape depends on values, as in x[expert == i] of a router
         if isinstance(error, _fake.DynamicOutputShapeException):
             advice += (
@@ -204,15 +207,15 @@ def explained() -> Iterator[None]:
         raise ValueError(
             "the step reads values of its data"
             f" ({str(error).splitlines()[0][:80]}){place_of(error)}, but an estimate runs on"
-            f" symbolic tensors, which have shapes only; {advice}"
+            f" symbolic tensors, which have no values. {advice}"
         ) from error
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            f"make_model or make_batch uses a tensor that existed before{place_of(error)}, or"
-            " that no operator made, such as one of torch.frombuffer, but an estimate"
-            " runs on symbolic tensors; both functions must make new tensors"
+            "make_model and make_batch must create all their tensors with operators, because an"
+            " estimate runs on symbolic tensors, got a tensor that was created earlier or without"
+            f" an operator (as by torch.frombuffer){place_of(error)}"
         ) from error
 
 

@@ -127,7 +127,10 @@ def kind_of(tensor: Tensor) -> tuple:
 
 
 def look_of(module: nn.Module) -> tuple:
-    """Return all properties of a module except its tensors' values; equal ones compute alike."""
+    """Return all properties of a module except its tensors' values.
+
+    Modules with equal results run the same operators.
+    """
     tensors = (*module.named_parameters(), *module.named_buffers())
     return (
         *((name, type(part), *_settings(part)) for name, part in module.named_modules()),
@@ -138,7 +141,8 @@ def look_of(module: nn.Module) -> tuple:
 def _settings(part: nn.Module) -> list[tuple[str, Any]]:
     """Return the attributes of a module that determine how it runs, such as a sliding window.
 
-    Numbers of layers, and different dropout rates above zero, do not make modules different.
+    Modules count as equal if they differ only in a layer number or in a nonzero float, such as a
+    dropout rate.
     """
 
     def comparable(name: str, value: Any) -> Any:
@@ -156,7 +160,8 @@ def _settings(part: nn.Module) -> list[tuple[str, Any]]:
 
 # ---- operators that write into what they have saved
 
-# In training, rrelu saves its noise and then draws it, without counting that as a change in place.
+# In training, rrelu saves the noise tensor for backward before it fills it with random numbers, and
+# does not increase the tensor's version counter.
 # `tests/sweep_gradients.py` looks for other such operators.
 WRITES_AFTER_SAVING = (
     torch.ops.aten.rrelu_with_noise.default,
@@ -259,7 +264,8 @@ def check_in_training(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_torch_func(error: BaseException | None, name: str) -> None:
-    """Raise an error with advice if `error` is PyTorch's for saved-tensor hooks under `torch.func`.
+    """If `error` is the one that PyTorch raises for saved-tensor hooks under `torch.func`, raise
+    another with advice.
 
     Args:
         error: Error of a function under hooks, or of entering them, or None.

@@ -96,7 +96,7 @@ def shape_of(
     )
     if sequence > longest:
         raise ValueError(
-            f"sequence must be at most {longest}, the config's longest, got {sequence}"
+            f"sequence must be at most {longest} (the limit of the config), got {sequence}"
         )
     return (Decoder, _gpt2(config)) if name == "gpt2" else (Llama, _llama(config, name))
 
@@ -278,7 +278,7 @@ class GatedFeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated networks; each token passes through a few of them: (b, s, h) -> (b, s, h).
+    """Gated feed-forward networks, each for an equal number of tokens: (b, s, h) -> (b, s, h).
 
     Each expert chooses the tokens with the highest scores, an equal number each. Shapes are
     therefore static, and bytes and FLOPs are those of a balanced router.

@@ -331,7 +331,7 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
 def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
     """Return token numbers to train on: (batch, sequence + 1), int64.
 
-    There is one more than the inputs, because each token predicts the next one.
+    Each sample has one token more than the model reads, because each token predicts the next one.
 
     Example:
         >>> random_tokens(2, 4, 100).shape

@@ -1,4 +1,4 @@
-"""Model and batch as named on a command line: by a config.json, a function of the user's, or sizes.
+"""Model and batch that command-line options specify: by a config.json, a user's function, or sizes.
 
 A `config.json` of a kind that `course_lib.configs` knows is built from plain modules. Any other
 kind is built by `transformers`, if that is installed.
@@ -29,7 +29,7 @@ from course_lib.symbolic import symbolic
 
 HEAD_DIM = 128
 VOCABULARY = 32_000
-BY_SIZES = ("sequence", "batch", "vocabulary")  # sizes of the course's decoder
+BY_SIZES = ("sequence", "batch", "vocabulary")  # options for a model given by sizes
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _by_transformers(
     longest = getattr(text_settings, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
         raise ValueError(
-            f"sequence must be at most {longest}, the config's longest, got {sequence}"
+            f"sequence must be at most {longest} (the limit of the config), got {sequence}"
         )
     return partial(kinds[0].from_config, settings), text_settings.vocab_size
 
@@ -300,7 +300,8 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
 def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
     """Return hidden and layers of a decoder with about `parameters` parameters.
 
-    It has v h parameters, 12 h^2 per layer, and one layer per 128 of h.
+    The embedding has v h parameters and each layer has 12 h^2. There is about one layer per 128
+    units of h.
     """
 
     def count(hidden: int, layers: int) -> int:

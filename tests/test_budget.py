@@ -1398,7 +1398,7 @@ def test_what_was_there_before_cannot_be_estimated():
     for make, of in ((Regression, lambda: batch), (lambda: model, tiny_batch)):
         with pytest.raises(
             ValueError,
-            match=r"^make_model or make_batch uses a tensor that existed before[^\n]*$",
+            match=r"^make_model and make_batch must create all their tensors with operators[^\n]*$",
         ):
             estimate(make, of, Recipe())
 

@@ -801,7 +801,7 @@ USERS = [  # what it is, the line that is named, the function, what is said
 REFUSED_IN_THE_USERS_CODE = [
     ("looking", ".sum() > 0", "loss", "the step reads values of its data"),
     ("numbers", ".numpy()", "loss", "the step reads values of its data"),
-    ("before", "* kept", "loss", "uses a tensor that existed before"),
+    ("before", "* kept", "loss", "got a tensor that was created earlier"),
     ("asking", "flash_attention(self", "loss", "q must be a dense tensor"),
 ]
 

@@ -705,12 +705,12 @@ def rounding_of_pytorch():
         (
             lambda a: a.replay([("birth", 1, 2)] * 2),
             ValueError,
-            r"storage 1 is born while it lives \(event 1\)",
+            r"event 1 allocates storage 1, which is already allocated",
         ),
         (
             lambda a: a.replay([("release", 1, 2)]),
             ValueError,
-            r"storage 1 is released, but does not live \(event 0\)",
+            r"event 0 releases storage 1, which is not allocated",
         ),
     ],
 )

@@ -177,7 +177,7 @@ def test_step_whose_figures_always_differ_is_noted():
 
     found = measure(step, repeats=1)
     assert len(runs) < 12
-    assert "no two runs took the same" in str(found)
+    assert "no two consecutive runs had the same" in str(found)
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
@@ -220,7 +220,7 @@ def test_flops_of_attention_do_not_depend_on_shared_keys(keys):
 
 
 def test_step_without_backward_is_refused():
-    message = r"^step must call backward\(\) .*, got one without a backward pass"
+    message = r"^step must call backward\(\) .*, got a step without a backward pass"
     with pytest.raises(ValueError, match=message):
         measure(lambda: nn.Linear(2, 2)(torch.ones(1, 2)), repeats=1)
 

@@ -114,8 +114,8 @@ class _Named(ObserverMode):
 
 @contextmanager
 def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[None]:
-    """Append the bytes allocated in the block, at the peak and at the end, above the bytes
-    allocated before it."""
+    """Append (peak bytes, bytes at the end) to `found`, both in excess of the bytes that were
+    allocated when the block began."""
     before = _allocated(device)["current"]
     torch.cuda.reset_peak_memory_stats(device)
     yield

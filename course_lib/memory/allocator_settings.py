@@ -39,8 +39,8 @@ class AllocatorSettings:
             more is reserved, whole cached segments that have been unused for long are released
             before a new one is requested. As in PyTorch, it acts only if `memory_fraction` is below
             1.
-        max_non_split_rounding_bytes: Limit on how much larger than a request a block that may not
-            be split can be, a whole number of MiB. If None, it must be less than 20 MiB larger.
+        max_non_split_rounding_bytes: A block that may not be split is given only to requests that
+            it exceeds by less than this number of bytes, a whole number of MiB. None means 20 MiB.
         large_segment_bytes: Size of a segment for requests above 1 and below 10 MiB, a whole number
             of MiB (older versions have no such setting).
         memory_fraction: Fraction of the device that may be reserved
@@ -230,10 +230,11 @@ _IGNORED: dict[str, Callable[[str], Any]] = {
 _ALLOWED: dict[Callable[[str], Any], str] = {
     _mib: "a whole number of MiB",
     _switch: "True or False",
-    _steps: "a power of two, or a list as [256:1,512:2,>:4]",
+    _steps: "a power of two, or a list such as [256:1,512:2,>:4]",
     float: "a number",
     _count: "a whole number",
     _native: "native (the allocator of CUDA itself, cudaMallocAsync, reserves by other rules,"
     " which are not simulated)",
-    _off: "False (with True, PyTorch gives up at another moment, which is not simulated)",
+    _off: "False (with True, PyTorch raises before it calls cudaMalloc if the allocation would"
+    " probably fail, which is not simulated)",
 }

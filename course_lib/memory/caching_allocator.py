@@ -161,7 +161,7 @@ class CachingAllocator:
 
         Args:
             events: A `Trace`, or tuples ("birth" or "release", storage, bytes) in order. A storage
-                is named by anything that can be a key. A birth may have a fourth item, the frames.
+                is identified by any hashable value. A birth may have a fourth item, the frames.
             live: Dict that an earlier replay returned, from which this one continues. It is updated
                 in place.
 
@@ -178,9 +178,10 @@ class CachingAllocator:
             if what not in ("birth", "release"):
                 raise ValueError(f"event {number} must be 'birth' or 'release', got {what!r}")
             if (what == "birth") == (storage in live):
-                born, released = "is born while it lives", "is released, but does not live"
-                problem = born if what == "birth" else released
-                raise ValueError(f"storage {storage!r} {problem} (event {number})")
+                verb, state = ("allocates", "already") if what == "birth" else ("releases", "not")
+                raise ValueError(
+                    f"event {number} {verb} storage {storage!r}, which is {state} allocated"
+                )
             if what == "birth":
                 live[storage] = self.allocate(size_bytes, *frames)
             else:

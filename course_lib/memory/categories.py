@@ -25,8 +25,8 @@ from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_
 from .timeline import Ledger, Record
 
 ADD = torch.ops.aten.add.Tensor
-# The gradient formulas of `max`, `gather`, `x[i]` and others write into a tensor of zeros. They do
-# so in place, or by one of these operators if a dispatch mode is active.
+# The gradient formulas of `max`, `gather`, `x[i]` and others write into a tensor of zeros, in
+# place. If a dispatch mode is active, they call one of these operators, which makes a new tensor.
 _INTO_ZEROS = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
@@ -86,7 +86,8 @@ class CategoryTracker:
             self._oldest_of_node = 0 if node is None else self._next[thread]
             self._release()
             self.node, self.node_began = node, len(self.ledger.operators)
-        # During backward, gradients are enabled only while the forward pass is recomputed.
+        # Gradients that are enabled during backward are taken as the sign of a recomputation. A
+        # backward pass with create_graph=True is treated in the same way.
         made_in = (
             "forward"
             if node is None
@@ -152,10 +153,10 @@ class CategoryTracker:
                     ledger.add(
                         storage, ledger.account(tensor.device), "input" if enters else None, made_in
                     )
-        # Under saved-tensor hooks the graph holds only what the hooks returned, so nothing is
-        # watched. After an in-place change of a view, autograd rebuilds the view's node when
-        # `grad_fn` is first read. For symbolic tensors, rebuilding runs an operator, which would
-        # read `grad_fn` again without end.
+        # Under saved-tensor hooks the graph holds only what the hooks returned, so the
+        # node of the output is not examined. After an in-place change of a view, autograd rebuilds
+        # the view's node when `grad_fn` is first read. For symbolic tensors, rebuilding runs an
+        # operator, which would read `grad_fn` again without end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
         # A higher-order operator has no `_schema`.
         if watched and tensors[0]._is_view() and hasattr(func, "_schema"):
@@ -201,7 +202,8 @@ class CategoryTracker:
         self._read.clear()
 
     def taken_over(self, func, args, kwargs) -> Record | None:
-        """Return the storage that would hold the result if no dispatch mode were active, or None.
+        """Return the record of the input into which autograd would write the result if no dispatch
+        mode were active, or None if autograd would make a new tensor in that case too.
 
         Autograd adds gradients that meet at a node in place, and some gradient formulas write into
         a tensor of zeros in place. If a dispatch mode is active, both call operators that make a
@@ -211,8 +213,9 @@ class CategoryTracker:
 
         Three properties identify autograd's own calls. No Python function called the operator. The
         first argument is the only tensor in its storage, and it fills the storage. And this storage
-        is released when the call returns, which `Ledger.expect_end` checks. In addition, the first
-        argument of a sum was not made by the node that is now running, and the tensor of zeros was.
+        is released when the call returns, which `Ledger.expect_end` checks. In addition, the
+        tensor of zeros must have been made by the node that is running. The first argument of a sum
+        must be older, unless two gradients of that node are added.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and
         `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.

@@ -95,16 +95,17 @@ def measure(
 
     Every run starts with empty gradients and the same random numbers. The warm-up creates the
     optimizer's state, so that no variant in a comparison includes this cost. After the warm-up the
-    step runs until two runs give the same result (DDP arranges its buckets in the second run). One
+    step runs up to four times, until two consecutive runs have the same operators and the same peak
+    (DDP arranges its buckets in the second run). One
     more run measures the allocator's peak, without any dispatch mode, one measures the workspace of
     each operator, and `repeats` runs are timed. Garbage collection is off, so that the figures are
     reproducible.
 
     Functions that `torch.compile` has compiled run compiled in each of these runs, and afterwards
     too. `Measurement.notes` then states that compiled code was called. The allocator's peak is that
-    of the compiled step. The documentation of `MemoryMeter` states which part of it the peak of
-    live tensors may not include. That part is in `workspace_bytes`. A matrix product that the
-    compiler has put into its own kernel has no FLOPs.
+    of the compiled step. The peak of live tensors may not include all buffers of compiled code
+    (see `MemoryMeter`); the others are part of `workspace_bytes`. A matrix product inside a kernel
+    that the compiler generated counts as 0 FLOPs.
 
     Afterwards parameters, buffers, gradients, optimizer state and random number generators are in
     their original state, even if the step fails. For this, `measure` holds copies of parameters,
@@ -179,8 +180,8 @@ def _metered(
         runs.run(counter, meter, *runs.leaves)
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
-                "step must call backward() on a loss that depends on parameters, got one"
-                " without a backward pass; pass needs_gradient=False to measure such a step"
+                "step must call backward() on a loss that depends on parameters, got a"
+                " step without a backward pass; pass needs_gradient=False to measure such a step"
             )
         found = (meter.timeline.operators, meter.peak_bytes)
         flops = int(counter.get_total_flops())
@@ -209,7 +210,12 @@ def _notes(changed: int, steady: bool, above: int, compiled: bool) -> tuple[str,
             )
         )
     if not steady:
-        notes.append(text("no two runs took the same: the figures are those of different steps"))
+        notes.append(
+            text(
+                "no two consecutive runs had the same operators and peak, so the figures come from"
+                " runs that differ"
+            )
+        )
     elif above > 0:
         notes.append(
             text(
@@ -284,7 +290,8 @@ class _Leaves(ObserverMode):
 def _returns_tensors(func: Any) -> bool:
     """Return False only if the operator merely returns information, such as a shape.
 
-    Autograd asks a jagged tensor for its shape while it holds the lock that `is_leaf` needs.
+    `is_leaf` must not be read for such an operator. Autograd reads the shape of a jagged tensor
+    while it holds the lock that `is_leaf` needs.
     """
     returned = func._schema.returns if hasattr(func, "_schema") else None
     return not returned or any("Tensor" in str(value.type) for value in returned)

@@ -4,12 +4,12 @@ The meter is a dispatch mode, so it sees what every operator returns. It keeps n
 installs no autograd hook. A saved-tensor hook would switch off PyTorch's check for in-place changes
 and forbid `torch.func`.
 
-Yet the measurement changes the step. While a dispatch mode is active, PyTorch adds gradients that
-meet out of place, and some gradient formulas (those of `max`, `gather` and indexing) also write out
-of place. The meter counts them as autograd alone would have run them
-(`CategoryTracker.taken_over`). A few formulas (those of `prod` and `cumprod`) compute the gradient
-in another way altogether. The meter counts these as they run. If that raises the peak above the
-allocator's, `measure` adds a note to its result.
+Yet the measurement changes the step. While a dispatch mode is active, autograd creates a new tensor
+when it adds two gradients that reach the same node. Some gradient formulas (those of `max`,
+`gather` and indexing) also create new tensors, instead of writing in place. The meter counts them
+as autograd alone would have run them (`CategoryTracker.taken_over`). A few formulas (those of
+`prod` and `cumprod`) compute the gradient in another way altogether. The meter counts these as they
+run. If that raises the peak above the allocator's, `measure` adds a note to its result.
 """
 
 from __future__ import annotations
@@ -207,11 +207,13 @@ class MemoryMeter(Figures, ObserverMode):
     - "temporary": all other tensors.
 
     The meter does not count memory that an operator allocates and frees internally (the workspace,
-    which `measure` reports), tensors made in threads that you start yourself, and memory that no
-    operator makes (such as that of `torch.from_numpy` or a bare `torch.UntypedStorage`).
+    which `measure` reports), tensors made in threads that you start yourself, and memory that is
+    allocated without an operator, such as that of `torch.from_numpy` or a bare
+    `torch.UntypedStorage`. Exceptions, which it does count, are the states of random number
+    generators, copies by `copy.deepcopy`, and storages that FSDP empties and fills.
 
     A function that `torch.compile` has compiled runs compiled inside the block, and afterwards too.
-    The meter counts what the operators return that the compiled code calls, and the buffers that
+    The meter counts the outputs of the operators that the compiled code calls, and the buffers that
     TorchInductor's code allocates in Python. The timeline names these "(compiled code)". The meter
     does not count the buffers of code that is C++ as a whole (Inductor's option `cpp_wrapper`) or
     that is replayed as a CUDA graph (mode "reduce-overhead"). It does not count what the compiler
@@ -245,8 +247,9 @@ class MemoryMeter(Figures, ObserverMode):
             `budget_bytes`. The operator has run: inputs that it changes in place are changed, and
             its outputs are released.
         RuntimeError: The same meter is entered twice.
-        NotImplementedError: An operator met a tensor whose bytes cannot be seen (oneDNN's opaque
-            layout). After this or any other error the meter is closed and holds no tensors.
+        NotImplementedError: An operator read or returned a tensor whose storages cannot be found,
+            such as one with oneDNN's opaque layout. After this or any other error the meter is
+            closed and holds no tensors.
 
     Attributes:
         ran_compiled: Whether a function compiled by `torch.compile` was called inside the block.
@@ -309,8 +312,8 @@ class MemoryMeter(Figures, ObserverMode):
         self._undo.enter_context(
             storages_without_operators(self, self._ledger.made, self._ledger.resized)
         )
-        # A symbolic step calls no compiled code. If a meter's operators would not load the
-        # compiler, the meter does not load it either.
+        # A symbolic step calls no compiled code. These contexts import the compiler, so they are
+        # skipped if it is not loaded and this meter's operators do not load it.
         if not is_symbolic() and ("torch._dynamo" in sys.modules or self._should_skip_dynamo()):
             self._undo.enter_context(buffers_of_generated_code(self, self._allocated))
             self._undo.enter_context(compiled_calls(self._called_compiled))
@@ -340,7 +343,7 @@ class MemoryMeter(Figures, ObserverMode):
             self._state = "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Autograd calls this operator more often than other operators run, so it is answered first.
+        # Autograd calls `prim.device` more often than all other operators run, so it comes first.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         # Operators in these namespaces make no tensors.

@@ -3,16 +3,17 @@
 Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13. The docstrings below give the names that this
 file uses.
 
-- A size is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, and otherwise from
-  the large pool.
+- A size is rounded up to a multiple of 512 bytes. Up to 1 MiB it comes from the small pool, and
+  otherwise from the large pool.
 - The smallest free chunk that is large enough is taken. It is split if at least 512 bytes remain
   in the small pool, or more than 1 MiB in the large pool.
-- If there is no such chunk, CUDA is asked for a segment: 2 MiB, 20 MiB, or, from 10 MiB on, the
-  size itself rounded up to 2 MiB. With expandable segments, CUDA is asked for pages of 2 or 20
-  MiB behind the last one.
+- If there is no such chunk, a segment is requested from CUDA: 2 MiB for the small pool, 20 MiB for
+  sizes below 10 MiB, and otherwise the size rounded up to a multiple of 2 MiB. With expandable
+  segments, pages of 2 MiB (small pool) or 20 MiB (large pool) are mapped instead, at the lowest
+  free addresses of the segment that suffice.
 - Freed chunks are merged with their free neighbors and stay reserved.
-- If CUDA has no memory left, all segments that are free as a whole are released to CUDA, and CUDA
-  is asked again.
+- If CUDA has no memory left, all segments that are free as a whole are released to CUDA, and the
+  request is repeated.
 - With `max_split_size_mb`, blocks of at least that size are not split. They are not given to
   requests below that size, nor to requests that they exceed by 20 MiB or more. If the device is
   full, these blocks are released first, and only as many as needed.
@@ -83,7 +84,7 @@ class Segments:
         return self.total_bytes - self.statistics["reserved_bytes.all"].current
 
     def segment_bytes(self, size: int) -> int:
-        """Return the bytes that CUDA is asked for to hold a block of this size
+        """Return the size of the segment that is requested from CUDA for a block of this size
         (`get_allocation_size`)."""
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES

@@ -43,8 +43,8 @@ class Snapshot:
             parameters += (
                 parameter for group in optimizer.param_groups for parameter in group["params"]
             )
-            # An optimizer with `held_tensors` has more state than `state`, and this state may be in
-            # a file.
+            # An optimizer with a method `held_tensors` keeps state outside its attribute `state`,
+            # possibly in a file.
             self._optimizers.append(
                 (_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer)
             )
@@ -60,8 +60,8 @@ class Snapshot:
             parameter.grad = None
 
     def start_over(self, *, first_step: bool) -> None:
-        """Remove gradients and restore the random number generators, as a step is to find them. For
-        a first step, restore the optimizers' state too."""
+        """Remove gradients and restore the random number generators, so that each run starts from
+        the same state. If `first_step` is True, restore the optimizers' state too."""
         for parameter in self._gradients:
             parameter.grad = None
         for optimizer in self._optimizers if first_step else ():
@@ -91,7 +91,7 @@ class Snapshot:
 
 
 class _OwnState:
-    """State of an optimizer that keeps all of it in `state`.
+    """Snapshot of an optimizer whose whole state is in its attribute `state`.
 
     Steps run on a copy, so that tensors that other objects may hold are not changed.
     """

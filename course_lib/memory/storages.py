@@ -44,8 +44,8 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
         raise NotImplementedError(
-            f"MemoryMeter cannot see the bytes of a tensor with layout {tensor.layout}; it sees"
-            " strided and sparse ones"
+            "the layout of a tensor must be strided or sparse for its bytes to be counted, got"
+            f" {tensor.layout}"
         )
     return tuple(
         storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part)
@@ -73,8 +73,8 @@ def _parts_of_wrapper(tensor: Tensor) -> list[Any]:
     parts = list(tensors_in(list(vars(tensor).values())))
     if not parts:
         raise NotImplementedError(
-            f"MemoryMeter cannot see the bytes of a {type(tensor).__name__}: give its class a"
-            " method __tensor_flatten__, which names the attributes that hold its tensors"
+            f"the bytes of a {type(tensor).__name__} cannot be counted: define a method"
+            " __tensor_flatten__ in its class that names the attributes that hold its tensors"
         )
     return parts
 

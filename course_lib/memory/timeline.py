@@ -142,8 +142,8 @@ class Record(weakref.ref):
 
 
 def lives(ledger: Ledger) -> Iterator[tuple[int, int, str, int, int]]:
-    """Yield (number, bytes, category, start, stop) for each category of each storage of the main
-    account."""
+    """Yield (storage number, bytes, category, start, stop) for each time span that a storage of the
+    main account spends in one category."""
     end = len(ledger.operators)
     for number, record in enumerate(ledger.records):
         for start, stop, category in record.spans(end) if record.account is ledger.main else ():
@@ -164,8 +164,9 @@ class Ledger:
         lines: Dict from operator number to (file, line, function) of the user's own code that
             called it.
         records: Records of all storages.
-        repeated: (number of an operator, bytes of each of `CATEGORIES` from it on) for temporaries
-            that have no records (`course_lib.budget.repeats`).
+        repeated: List of (number of the first operator, int64 array of shape (lines, categories)).
+            The array holds the bytes of temporaries that have no records
+            (`course_lib.budget.repeats`).
         lock: Lock for the attributes above. Autograd runs one thread per device.
     """
 
@@ -292,8 +293,9 @@ class Ledger:
                 self._leave(record, len(self.operators) if not self.closed else None)
 
     def expect_end(self, record: Record) -> None:
-        """Count a storage as released since the operator before the last. If it is still live at
-        the next `bury`, it is counted as live again."""
+        """Count a storage as released before the current operator, which is the last in
+        `operators`. If the storage is still live at the next `bury`, it is counted as live
+        again."""
         self._leave(record, len(self.operators) - 1)
         self._expected = record
 

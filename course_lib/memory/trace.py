@@ -1,8 +1,8 @@
 """Trace of a training step: its operators, the storages that are created and released, FLOPs, and
 bytes moved.
 
-Everything that runs a step returns a trace: a meter in this process, a symbolic step, one rank of
-several, and the step with a few of a model's blocks. This module computes the live bytes by
+Each way to run a step returns a trace: under a meter, on symbolic tensors, as one of several ranks,
+or with only a few of a model's blocks. This module computes the live bytes by
 category, the peak and the phases from it.
 """
 
@@ -106,8 +106,10 @@ class Trace:
         return len(self.operators)
 
     def __getitem__(self, part: slice) -> Trace:
-        """Return the trace of a slice of the moments, without a step. Totals are those of the whole
-        trace."""
+        """Return the trace of the moments from the slice's start to its stop; its step is ignored.
+
+        FLOPs and bytes moved are the totals of the whole trace.
+        """
         start, stop, _ = part.indices(len(self))
 
         def within(found: dict[int, Any]) -> dict[int, Any]:
@@ -281,9 +283,9 @@ class Trace:
         that ran on a GPU. The file can be opened at pytorch.org/memory_viz.
 
         Bytes are those of the tensors. Segments and addresses are those of `CachingAllocator`. Each
-        allocation names its operator and, if the meter kept them, its module and line. PyTorch's
-        own reader, `torch.cuda._memory_viz`, gives the meter's figures, and the fields are those
-        that the page's source reads. The page itself was not opened.
+        allocation names its operator and, if the meter kept them, its module and line. Tests
+        read the snapshot with `torch.cuda._memory_viz` and compare its figures with the meter's.
+        The fields are those that the source of the web page reads; the page itself was not tested.
 
         Args:
             path: File to write.
@@ -298,6 +300,6 @@ class Trace:
         """Raise `ValueError` if the trace has no spans."""
         if self.spans is None:
             raise ValueError(
-                "spans must be those of a trace from meter.trace(), got None; this trace"
-                " holds only sums"
+                "the trace must have been made with events, got one that holds only sums per"
+                " category; call meter.trace() without events=False"
             )

@@ -88,8 +88,11 @@ def _part_of(dispatch: Dispatch, elements: int, outline: Tensor) -> Tensor:
 
 
 def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Mapping) -> Tensor:
-    """Return the result of a grouped product in a dtype other than bfloat16. Only the symbolic
-    kernel refuses such dtypes."""
+    """Return the result of a grouped product in a dtype other than bfloat16.
+
+    The shape is found with bfloat16 operands, because PyTorch's symbolic kernel refuses other
+    dtypes, unlike the real kernel.
+    """
     in_bf16 = [made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
     result = dispatch(func, (), (*in_bf16, *args[2:]), kwargs)
     return made(dispatch, result.size(), None, args[0])
@@ -101,7 +104,7 @@ def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Ma
 def _loss(
     dispatch: Dispatch, given: dict[str, Any], result: Tensor, *, unreduced: Rule | None = None
 ) -> Tensor:
-    """Return a reduced loss that keeps the storage of the loss of each element.
+    """Return a scalar loss whose storage is as large as that of the unreduced loss.
 
     The kernel computes all elements in the output. At the end it resizes the output to a scalar,
     which does not free any memory.
@@ -157,9 +160,9 @@ def _elementwise(dispatch: Dispatch, operands: Iterable[Tensor], result: Any) ->
     """Return a result with the strides on which the operands agree, if they have one dtype.
 
     The symbolic kernel computes the operator in several steps, and converts 16-bit operands to fp32
-    first. The strides of a result are then those of its last step, whose operands are dense where
-    those of the operator itself are expanded. The real kernel converts operands only if their
-    dtypes differ. In that case the symbolic result is left unchanged.
+    first. The strides of the symbolic result then come from the last of these steps. Its operands
+    may be dense although the operator's own operands are expanded. The real kernel converts
+    operands only if their dtypes differ. In that case the symbolic result is left unchanged.
 
     Source: `torch._prims_common.compute_elementwise_output_strides`, which is PyTorch's own account
     of aten/src/ATen/TensorIterator.cpp.

@@ -52,10 +52,11 @@ class Symbolic(FakeTensorMode):
     CPU are real.
 
     Steps read the values of such tensors. For example, Hugging Face models drop an attention mask
-    that is all ones, but they do not test a symbolic mask. An operator runs for real if all of its
-    inputs are real and its outputs are to be real. If one of its inputs is symbolic, its outputs
-    are symbolic. If it writes into a real tensor, the values of that tensor are unknown from then
-    on, and reading them raises the error that reading a symbolic tensor raises.
+    that is all ones, but they do not test a symbolic mask. An operator runs on real tensors if all
+    its inputs are real and its outputs are small tensors of integers or booleans. If one of its
+    inputs is symbolic, its outputs are symbolic. If it writes into a real tensor, the values of
+    that tensor are unknown from then on, and reading them raises the error that reading a symbolic
+    tensor raises.
 
     Two kinds of symbolic floating-point tensors have known values:
 
@@ -88,8 +89,8 @@ class Symbolic(FakeTensorMode):
         self._inside = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # The operators that it is decomposed into must be symbolic as well. If they made real
-        # numbers, those would be combined with symbolic tensors.
+        # An operator is running that PyTorch decomposes. The operators into which it is decomposed
+        # must be symbolic too, because real numbers would be combined with symbolic tensors.
         if self._inside:
             return shape_cache.fake(self, func, types, args, kwargs or {})
         self._inside = True

@@ -54,9 +54,9 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """Return the result of an operator as `FakeTensorMode` makes it, with the storages and strides
     that the result has for real.
 
-    `FakeTensorMode` has a cache too, whose keys hold more than this cache needs. Calls that are
-    left to it are those with sparse, quantized or constant tensors, and any others that cannot be
-    cached here.
+    `FakeTensorMode` has its own cache, whose keys contain more than is needed here. Calls with
+    sparse, quantized or constant tensors, and all other calls that cannot be cached here, are
+    passed on to it.
     """
     if func is _DEVICE:
         return args[0].fake_device
