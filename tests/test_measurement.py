@@ -214,9 +214,14 @@ def test_flops_of_an_mlp_are_those_of_its_matrix_products():
 @pytest.mark.parametrize("keys", [4, 2, 1])
 def test_flops_of_attention_do_not_depend_on_shared_keys(keys):
     q, k, v = (torch.ones(2, heads, 8, 16, requires_grad=True) for heads in (4, keys, keys))
-    with MemoryMeter() as meter:
+
+    def step():
         F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
+
+    with MemoryMeter() as meter:
+        step()
     assert meter.flops == (2 + 5) * 2 * (2 * 4 * 8 * 8 * 16)  # 2 products forward, 5 backward
+    assert measure(step, repeats=0).flops == meter.flops
 
 
 def test_step_without_backward_is_refused():

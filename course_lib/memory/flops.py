@@ -56,6 +56,22 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     return flops // (n_q * n_k) * seen
 
 
+def attention_formulas() -> dict[Any, Callable[..., int]]:
+    """Return the formulas for fused attention, in the form of `FlopCounterMode`'s `custom_mapping`.
+
+    A counter with these formulas counts what `flops_of` counts.
+    """
+
+    def formula(packet: Any) -> Callable[..., int]:
+        def count(*args, out_val=None, **kwargs) -> int:
+            return flops_of(packet.default, args, kwargs, out_val)
+
+        count._get_raw = True  # otherwise the counter passes shapes instead of tensors
+        return count
+
+    return {packet: formula(packet) for packet in (*_COUNTED_AS, *_QUERY_AT)}
+
+
 def _is_causal(func, args: tuple, kwargs: dict) -> bool:
     """Return the value of the operator's argument `is_causal`."""
     names = [argument.name for argument in func._schema.arguments]
