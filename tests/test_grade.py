@@ -87,19 +87,25 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
 
 
 LATE_OUTPUT = """
-import sys, time
+import sys, threading, time
 
 thread = get_ipython().kernel.iopub_thread
 send = thread._really_send
+sent_before, sending = threading.Event(), threading.Event()
+thread.schedule(sent_before.set)
+sent_before.wait()  # the next message is the output
 
 def send_late(*arguments, **options):
     thread._really_send = send
+    sending.set()
     time.sleep(5)
     send(*arguments, **options)
 
 thread._really_send = send_late
-sys.stdout.flush_timeout = sys.stderr.flush_timeout = 0.1  # the reply does not wait for the output
 print("late")
+sys.stdout.flush_timeout = sys.stderr.flush_timeout = 0.1  # the reply does not wait for the output
+sys.stdout.flush()
+assert sending.wait()
 """
 
 

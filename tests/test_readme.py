@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from course_lib import labels
 from course_lib.budget import Recipe, steps_to
 from course_lib.budget import __main__ as command
 from course_lib.budget.knowledge import Known
@@ -230,6 +231,7 @@ def estimated():
 
 @each_language
 def test_the_readme_shows_the_table_that_its_command_prints(estimated, language, monkeypatch):
+    monkeypatch.setattr(labels, "_chosen", None)  # another test may have chosen a language
     monkeypatch.setenv("COURSE_LANG", language)
     assert f"```\n{estimated}\n```\n" in README[language]
 

@@ -29,7 +29,9 @@ from course_lib.symbolic.shape_cache import Outline, extent, make_fake
 
 @dataclass(frozen=True)
 class ForwardRun:
-    """What one run of a stage adds to a ledger. Lines are numbered from the first of the run.
+    """The lines and records that one run of a stage adds to a ledger.
+
+    Lines are numbered from the first of the run.
 
     Attributes:
         operators: (operator, phase) of each line.

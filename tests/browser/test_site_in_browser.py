@@ -45,7 +45,8 @@ PLACE = {"en": 0, "zh": 1, "both": 2}
 def choose(page, language):
     """Follow the visible switch to the page in that language."""
     page.locator(".language-switch:visible a").nth(PLACE[language]).click()
-    page.wait_for_function(f"document.documentElement.dataset.language === '{language}'")
+    # between two pages the document is empty
+    page.wait_for_function(f"document.documentElement?.dataset.language === '{language}'")
 
 
 def language_of(page):

@@ -49,7 +49,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Edit:
-    """A piece of a page, and what stands there in one tree."""
+    """A part of a page, and the text that replaces it in one tree."""
 
     start: int
     end: int
@@ -60,7 +60,7 @@ class _Page(HTMLParser):
     """Place in a page of what differs from tree to tree.
 
     Attributes:
-        edits: folder -> pieces, of which some lie within others.
+        edits: folder -> edits; some lie within others.
     """
 
     def __init__(self, page: str, name: str, names: Collection[str]) -> None:
@@ -161,7 +161,7 @@ def in_each_tree(page: str, name: str, names: Collection[str]) -> Iterator[tuple
     found = _Page(page, name, names)
     for tree, edits in found.edits.items():
         parts, at = [], 0
-        # of pieces within one another the outer one counts
+        # of edits within one another, the outer one counts
         for edit in sorted(edits, key=lambda edit: (edit.start, -edit.end)):
             if edit.start >= at:
                 parts += [page[at : edit.start], edit.text]

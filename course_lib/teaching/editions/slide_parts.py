@@ -140,10 +140,10 @@ def _makes_headings(node: ast.stmt) -> bool:
 
 
 def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
-    """Cut code into pieces of at most so many lines, where it hurts least: between statements, the
+    """Cut code into parts of at most `most` lines, where it hurts least: between statements, the
     outer ones first."""
     lines = re.sub(r"\n{2,}", "\n\n", code.strip("\n")).splitlines()
-    # least[i]: (cost of cutting what precedes line i, where its last piece begins)
+    # least[i]: (cost of cutting what precedes line i, where its last part begins)
     least: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(lines) + 1):
         costs = (
@@ -151,17 +151,17 @@ def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
             for start in range(max(0, end - most), end)
         )
         least.append(min(costs))
-    pieces: list[str] = []
+    parts: list[str] = []
     end = len(lines)
     while end:
         start = least[end][1]
-        pieces.insert(0, "\n".join(lines[start:end]).strip("\n"))
+        parts.insert(0, "\n".join(lines[start:end]).strip("\n"))
         end = start
-    return [piece for piece in pieces if piece.strip()]
+    return [part for part in parts if part.strip()]
 
 
 def _cost_of_cut(lines: Sequence[str], start: int) -> float:
-    """A piece costs 10; one that begins deep in a statement or behind its header more, behind an
+    """A part costs 10; one that begins deep in a statement or behind its header more, behind an
     empty line less."""
     if start == 0:
         return 10.0
