@@ -100,25 +100,25 @@ gpu-bench: $(GPU_NEEDS) ## the benches that have a GPU part (OUT=build/gpu) / �
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成 notebook
-	$(BIN)/python -m course_lib.teaching.editions.notebooks $(ARGS)
+	$(BIN)/python -m publish.notebooks $(ARGS)
 
 site: $(COMPLETE) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
-	$(BIN)/python -m course_lib.teaching.editions.site $(ARGS)
+	$(BIN)/python -m publish.site $(ARGS)
 
 slides: $(COMPLETE) ## a deck per lesson and language, in build/slides / 生成幻灯片
-	$(BIN)/python -m course_lib.teaching.editions.slides $(ARGS)
+	$(BIN)/python -m publish.slides $(ARGS)
 
 student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含答案的学生版
-	$(BIN)/python -m course_lib.teaching.editions.student $(ARGS)
+	$(BIN)/python -m publish.student $(ARGS)
 
 pages: $(INSTALLED) ## each lesson in one language, for VS Code, Colab and previews / 每课每种语言一份 notebook
-	$(BIN)/python -m course_lib.teaching.editions.pages $(ARGS)
+	$(BIN)/python -m publish.pages $(ARGS)
 
 grade: $(INSTALLED) ## the verdicts on the notebooks in build/handed_in / 批改交上来的 notebook
-	$(BIN)/python -m course_lib.teaching.editions.grade $(ARGS)
+	$(BIN)/python -m publish.grade $(ARGS)
 
 address: $(INSTALLED) ## write what follows from [project.urls] into READMEs and CITATION.cff / 写入项目地址
-	$(BIN)/python -m course_lib.teaching.editions.address
+	$(BIN)/python -m publish.address
 
 clean: ## remove caches and build files; the next target checks .venv again / 清理缓存
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(COMPLETE) $(TRUSTED)
@@ -151,13 +151,13 @@ $(COMPLETE): $(INSTALLED)
 
 # Keeps all cells in the page, so that the language switch in the first one works wherever the reader is.
 # In the file list names have the room of the dates, and the glossary opens as a page to be read.
-$(OVERRIDES): course_lib/teaching/jupyterlab/overrides.json $(INSTALLED)
+$(OVERRIDES): publish/jupyterlab/overrides.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 
 # Keeps notebooks/scripts out of a learner's file list, where its files would look like lessons, and keeps jupytext from
 # writing a reader's answers into them.
-$(FILE_LIST): course_lib/teaching/jupyterlab/server.json $(INSTALLED)
+$(FILE_LIST): publish/jupyterlab/server.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 

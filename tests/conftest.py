@@ -65,7 +65,7 @@ def pytest_xdist_auto_num_workers():
 def built_site(tmp_path_factory):
     """The website's folder, built where there is no network; Sphinx's warnings stand in `warnings`
     beside it."""
-    from course_lib.teaching.editions import site
+    from publish import site
 
     def build(folder):
         with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def built_site(tmp_path_factory):
 @pytest.fixture(scope="session")
 def built_decks(tmp_path_factory):
     """The folder of all decks."""
-    from course_lib.teaching.editions import slides
+    from publish import slides
 
     return built_once(tmp_path_factory, "slides", lambda folder: slides.build(NOTEBOOKS, folder))
 

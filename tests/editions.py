@@ -28,7 +28,7 @@ def failure(edition, notebooks, output, capsys):
     """The one sentence with which an edition's command line gives up; what was beside the output is
     still there."""
     # not there on a GPU machine, whose tests load this file
-    from course_lib.teaching.editions.cells import run_edition
+    from publish.cells import run_edition
 
     before = snapshot(output.parent)
     with pytest.raises(SystemExit) as stopped:

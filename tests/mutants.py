@@ -20,7 +20,7 @@ import torch
 from answers import CHECKS
 
 from course_lib import lessons
-from course_lib.teaching.editions.cells import unguarded
+from publish.cells import unguarded
 
 SCRIPTS = Path(__file__).parents[1] / "notebooks" / "scripts"
 BINARY = {

@@ -165,8 +165,6 @@ def folder_of(path: str) -> str:
     *folders, _ = path.split("/")
     if not folders or folders[0].startswith("."):
         return "docs"
-    if folders[:3] == ["course_lib", "teaching", "editions"]:
-        return "course_lib/teaching/editions"
     return "/".join(folders[: 2 if folders[0] in ("course_lib", "notebooks") else 1])
 
 

@@ -18,9 +18,9 @@ from patience import HANGS_SECONDS
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
-from course_lib.teaching.editions import fingerprint, grade
-from course_lib.teaching.editions.kernels import Limits, Run
-from course_lib.teaching.editions.student import reason_id
+from publish import fingerprint, grade
+from publish.kernels import Limits, Run
+from publish.student import reason_id
 
 ROOT = Path(__file__).parents[1]
 LIMITS = Limits(HANGS_SECONDS)
@@ -248,7 +248,7 @@ def test_what_a_cell_does_to_checks_is_noticed_and_what_an_answer_needs_is_not(
 
 
 def test_no_cell_of_a_stored_lesson_or_of_its_solutions_is_taken_for_tampering(lessons):
-    from course_lib.teaching.editions.cells import read_lessons
+    from publish.cells import read_lessons
 
     for name, notebook in read_lessons(ROOT / "notebooks").items():
         assert list(grade.tampering(notebook, lessons[name[:2]])) == []
@@ -276,7 +276,7 @@ def test_a_changed_function_changes_the_fingerprint_of_its_module_and_another_pr
 
     program = (
         "import json\nfrom course_lib.lessons import lesson_01\n"
-        "from course_lib.teaching.editions.fingerprint import fingerprints\n"
+        "from publish.fingerprint import fingerprints\n"
         "print(json.dumps(fingerprints()))"
     )
     done = subprocess.run(

@@ -41,8 +41,8 @@ ALLOWED = {
     # an instrument, which the library does without and what teaches may use
     "teaching": {*CORE, "simulated"},
     "lessons": {*CORE, "simulated", "teaching"},
-    # made from the lessons, so above them
-    "teaching.editions": {*CORE, "simulated", "teaching", "lessons"},
+    # a tool of the repository, made from the lessons and so above them
+    "publish": {*CORE, "simulated", "teaching", "lessons"},
 }
 
 
@@ -51,8 +51,9 @@ LAZY_DOORS = {("course_lib.offload", "course_lib.simulated")}
 
 
 def room_of(module):
-    """`course_lib.teaching.editions.site` -> `teaching.editions`; None for the package itself and
-    for others."""
+    """`course_lib.memory.meter` -> `memory`, `publish.site` -> `publish`; None for others."""
+    if module.split(".")[0] == "publish":
+        return "publish"
     parts = module.split(".")[1:]
     names = [".".join(parts[:2]), parts[0]] if parts else []
     return (
@@ -64,9 +65,9 @@ def room_of(module):
 
 @cache
 def modules():
-    """Name -> tree of every module of the library."""
+    """Name -> tree of every module of the library and of `publish`."""
     found = {}
-    for path in sorted(LIBRARY.rglob("*.py")):
+    for path in sorted([*LIBRARY.rglob("*.py"), *(ROOT / "publish").rglob("*.py")]):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if "_assets" in str(path) or "fonts" in parts:
             continue  # scripts that made a font
@@ -104,7 +105,8 @@ def imports(name, tree=None):
                 if node in behind_doors and (name, submodule) in LAZY_DOORS:
                     continue
                 found.append((submodule, []) if submodule in modules() else (start, [alias.name]))
-    return [(module, names) for module, names in found if module.split(".")[0] == "course_lib"]
+    ours = ("course_lib", "publish")
+    return [(module, names) for module, names in found if module.split(".")[0] in ours]
 
 
 def wrong_ways(name, tree=None):
@@ -237,7 +239,7 @@ def test_the_library_imports_pyplot_in_one_place_that_says_what_to_install():
         name
         for name, tree in modules().items()
         if any("pyplot" in ast.unparse(each) for each in ast.walk(tree) if is_import(each))
-        and room_of(name) not in {"teaching", "lessons", "teaching.editions"}
+        and room_of(name) not in {"teaching", "lessons", "publish"}
         and "labels.drawing import pyplot" not in ast.unparse(tree)
     }
     assert places == {"course_lib.labels.drawing"}

@@ -16,7 +16,7 @@ pytest.importorskip("nbclient")
 
 from test_notebooks import twin_problems
 
-from course_lib.teaching.editions import cells, notebooks
+from publish import cells, notebooks
 
 SCRIPT = """\
 # %% [markdown] slide={"en": "One?", "zh": "一？"}
@@ -43,11 +43,11 @@ FILES = {
     "course_lib/recordings/a_gpu.json": "{}\n",
     "course_lib/lessons/text/prose.txt": "Once upon a time.\n",
     "course_lib/teaching/fonts/Sans.otf": "glyphs\n",
-    "course_lib/teaching/editions/notebooks.py": "# stores notebooks\n",
-    "course_lib/teaching/editions/site.py": "# makes the website\n",
-    "course_lib/teaching/jupyterlab/overrides.json": "{}\n",
-    "course_lib/teaching/NOTES.md": "notes\n",
-    "course_lib/teaching/translations.toml": "\n",
+    "publish/notebooks.py": "# stores notebooks\n",
+    "publish/site.py": "# makes the website\n",
+    "publish/jupyterlab/overrides.json": "{}\n",
+    "publish/NOTES.md": "notes\n",
+    "publish/translations.toml": "\n",
     "course_lib/__pycache__/memory.pyc": "\n",
     "constraints.txt": "torch==2.13.0\n",
     "notebooks/scripts/01_lesson.py": SCRIPT,

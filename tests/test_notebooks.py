@@ -24,7 +24,7 @@ jupytext = pytest.importorskip("jupytext")
 MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
 TransformerManager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
 
-from course_lib.teaching.editions import (
+from publish import (
     translations,
 )
 

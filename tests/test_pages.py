@@ -12,9 +12,9 @@ pytest.importorskip("bs4")
 
 from course_lib import labels
 from course_lib.teaching import figure, language
-from course_lib.teaching.editions import pages
-from course_lib.teaching.editions.cells import is_solution, read_lessons, without_guards
 from course_lib.teaching.pictures import pictures_in, show
+from publish import pages
+from publish.cells import is_solution, read_lessons, without_guards
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"

@@ -20,7 +20,7 @@ from course_lib.budget.show import Way
 from course_lib.lessons import LESSONS, claims_of
 
 ROOT = Path(__file__).parents[1]
-IMAGES = "course_lib/teaching/editions/images"
+IMAGES = "publish/images"
 NAMES = {"en": "README.md", "zh": "README.zh.md"}
 README = {language: (ROOT / name).read_text(encoding="utf-8") for language, name in NAMES.items()}
 # English -> Chinese, of every page that has a twin
@@ -247,7 +247,7 @@ HOSTED = {
 @pytest.fixture
 def address():
     pytest.importorskip("nbformat", reason="the editions come with the extra `course`")
-    from course_lib.teaching.editions import address
+    from publish import address
 
     return address
 

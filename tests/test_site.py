@@ -31,8 +31,8 @@ from editions import (
 
 from course_lib.checkpoint import checkpoint
 from course_lib.teaching import pictures
-from course_lib.teaching.editions import site, site_languages
-from course_lib.teaching.editions.cells import STAMP, EditionError
+from publish import site, site_languages
+from publish.cells import STAMP, EditionError
 
 pytestmark = [  # the packages' own, of which they know
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

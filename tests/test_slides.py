@@ -19,12 +19,12 @@ pytest.importorskip("latex2mathml")
 
 from course_lib import labels
 from course_lib.teaching.claims import Claim, what_you_may_have_read
-from course_lib.teaching.editions import (
+from publish import (
     lesson_slides,
     slide_parts,
     slides,
 )
-from course_lib.teaching.editions.cells import (
+from publish.cells import (
     EditionError,
     is_solution,
     read_lessons,

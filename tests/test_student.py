@@ -15,11 +15,11 @@ from patience import HANGS_SECONDS
 
 nbformat = pytest.importorskip("nbformat")
 
-from course_lib.teaching.editions import (
+from publish import (
     cells,
     student,
 )
-from course_lib.teaching.editions.cells import (
+from publish.cells import (
     STAMP,
     STUB,
     EditionError,
@@ -238,7 +238,7 @@ def test_a_missing_package_is_one_sentence_that_names_it(edition, package, tmp_p
     command = [
         sys.executable,
         "-m",
-        f"course_lib.teaching.editions.{edition}",
+        f"publish.{edition}",
         "--output",
         str(tmp_path / "out"),
     ]

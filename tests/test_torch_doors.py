@@ -227,7 +227,7 @@ def used_doors():
         {
             path.relative_to(LIBRARY).as_posix(): path.read_text("utf-8")
             for path in sorted(LIBRARY.rglob("*.py"))
-            if "editions" not in path.parts and "fonts" not in path.parts
+            if "fonts" not in path.parts
         }
     )
 
@@ -452,6 +452,20 @@ def test_operators_are_of_two_kinds():
     assert not isinstance(
         torch.ops.aten.mm, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     )
+
+
+@door(
+    "torch.ops.profiler._record_function_enter_new.default",
+    "torch.ops.profiler._record_function_exit._RecordFunction",
+)
+def test_a_named_part_of_a_profile_begins_and_ends_with_these_operators():
+    with seen_operators() as calls, torch.profiler.record_function("a part"):
+        pass
+    profiler = torch.ops.profiler
+    assert [operator for operator, _ in calls] == [
+        profiler._record_function_enter_new.default,
+        profiler._record_function_exit._RecordFunction,
+    ]
 
 
 @door(

@@ -18,15 +18,15 @@ from pathlib import Path
 import nbformat
 from test_student import about_the_attempts
 
-from course_lib.teaching.editions import grade
-from course_lib.teaching.editions.cells import (
+from publish import grade
+from publish.cells import (
     read_lessons,
     without_guards,
     without_markers,
     without_solutions,
 )
-from course_lib.teaching.editions.kernels import Limits
-from course_lib.teaching.editions.student import check_of, with_reasons
+from publish.kernels import Limits
+from publish.student import check_of, with_reasons
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 STORED = {name[:2]: notebook for name, notebook in read_lessons(NOTEBOOKS).items()}

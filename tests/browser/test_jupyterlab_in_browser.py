@@ -25,7 +25,7 @@ pytest.importorskip("jupyterlab", reason="JupyterLab comes with the extra `cours
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
-JUPYTERLAB = ROOT / "course_lib/teaching/jupyterlab"
+JUPYTERLAB = ROOT / "publish/jupyterlab"
 LESSON, SLIDERS = "00_start_here", "01_memory_bottleneck"
 SIZE = {"viewport": {"width": 1400, "height": 900}}
 

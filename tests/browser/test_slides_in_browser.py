@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
-from course_lib.teaching.editions import slides
+from publish import slides
 
 pytestmark = pytest.mark.browser
 

@@ -1,10 +1,10 @@
 """The verdicts on a folder of handed-in notebooks, as one table.
 
-    python -m course_lib.teaching.editions.grade build/handed_in --output build/verdicts.csv
+    python -m publish.grade build/handed_in --output build/verdicts.csv
 
 Each notebook runs in a fresh kernel and an empty folder of its own, on one thread, with limits of
-time and memory; one that crashes or never ends does not stop the others. What a row says comes from
-this run; stored outputs are not read.
+time and memory; one that crashes or never ends does not stop the others. The table's rows come
+from this run; stored outputs are not read.
 
 A notebook is a program, and it runs with your rights: edited checks are noticed, but code that sets
 out to can read and send what you can, or imitate a check, so grade in an account or a container
@@ -32,7 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from ...labels import current
+from course_lib.labels import current
+
 from . import not_installed
 
 try:
@@ -120,7 +121,7 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     """A handed-in file, and the lesson whose number its title has.
 
     Raises:
-        Problem: it is no notebook, or none of a lesson.
+        Problem: the file is not a notebook, or not one of a lesson.
     """
     try:
         if not path.is_file():  # a pipe is not opened: it would be waited for
@@ -171,7 +172,7 @@ def tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
 
 
 def _changed(node: ast.AST) -> Iterator[str]:
-    """Names that a statement binds anew, or whose attributes it sets."""
+    """Names that a statement binds again, or whose attributes it sets."""
     if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
         node.ctx, ast.Store | ast.Del
     ):
@@ -307,7 +308,7 @@ def _with_probes(
         cells.append(cell)
         if check := behind.get(place):
             source = (
-                "from course_lib.teaching.editions.fingerprint import report as _report\n"
+                "from publish.fingerprint import report as _report\n"
                 f"_report('lesson_{lesson.number}', {check!r}, {ticket!r})"
             )
             probe = nbformat.v4.new_code_cell(source)
@@ -370,7 +371,7 @@ def _fingerprints(modules: frozenset[str]) -> dict[str, str]:
     """The fingerprints once the modules are imported, from a process of their own: this one may
     have changed the library itself, as tests do."""
     lines = [f"import {name}" for name in sorted(modules)]
-    lines.append("import json, course_lib.teaching.editions.fingerprint as fingerprint")
+    lines.append("import json, publish.fingerprint as fingerprint")
     lines.append("print(json.dumps(fingerprint.fingerprints()))")
     paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

@@ -21,7 +21,7 @@ from . import not_installed
 
 NOTEBOOKS = Path("notebooks")
 PAGES = "docs/out_of_memory*.md"  # pages that the lessons link to, from the project's root
-NOTES = "course_lib/teaching/NOTES.md"  # the speaker notes, in the project beside the notebooks
+NOTES = "publish/NOTES.md"  # the speaker notes, in the project
 COMMENT_STUB = "# your solution / 你的答案"
 STUB_NAME = "NotImplementedError"
 STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
@@ -30,7 +30,7 @@ STAMP = ".course-edition"
 
 _DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
 _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
-# What keeps a reader's accepted answer when all cells run, and what stands indented under it.
+# The line that keeps a reader's accepted answer when all cells run, and its indented block.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
 # Metadata of a notebook that an edition takes over. The rest is for storing the notebook again.
@@ -50,8 +50,9 @@ def in_language(source: str, language: str) -> str:
     the div.
 
     Args:
-        source: a heading line in both languages at most, and a div a language.
-        language: "en", "zh", or "both" for the cell as it is.
+        source: text of a Markdown cell: at most one heading line in both languages, and one div per
+            language.
+        language: "en", "zh", or "both" for the unchanged cell.
 
     Raises:
         EditionError: a cell with text that lacks the language.
@@ -107,7 +108,7 @@ def is_solution(cell: NotebookNode) -> bool:
 
 
 def without_solutions(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with stubs in place of the solutions, and without outputs.
+    """The notebook with stubs instead of the solutions, and without outputs.
 
     A solution inside a function becomes `raise NotImplementedError`, which the checks report. A
     cell that is nothing but a solution goes: the reader's own attempt, with its check, stands in

@@ -1,6 +1,6 @@
 """Draw map.en.svg and map.zh.svg, the README's map of the course.
 
-    python -m course_lib.teaching.editions.images.map
+    python -m publish.images.map
 
 The text is drawn as outlines, so the Chinese shows where there is no Chinese font. The words that
 the README gives the picture are printed.

@@ -1,7 +1,7 @@
 """Draw step.en.svg and step.zh.svg for the README: the course's training step, measured, and the
 question that lesson 00 asks about it.
 
-    python -m course_lib.teaching.editions.images.step
+    python -m publish.images.step
 
 The bytes are the same on every machine, and the text is drawn as outlines, so the Chinese shows
 where there is no Chinese font. The same versions of torch and matplotlib give the same file.

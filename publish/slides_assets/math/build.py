@@ -6,7 +6,7 @@ the woff of STIX Two Math, as the npm package `@fontsource/stix-two-math` 5.3.0 
 dependency is `fonttools`, which matplotlib brings along. The licence (OFL.txt) reserves no font
 name.
 
-    python course_lib/teaching/editions/slides_assets/math/build.py \
+    python publish/slides_assets/math/build.py \
         path/to/stix-two-math-latin-400-normal.woff
 """
 

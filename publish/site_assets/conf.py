@@ -36,7 +36,7 @@ autodoc_preserve_defaults = True
 maximum_signature_line_length = 90
 default_role = "literal"  # the docstrings write `code` as markdown does
 autodoc_inherit_docstrings = False  # torch's own would refer to pages of torch's own
-napoleon_use_ivar = True  # "Attributes:" beside documented attributes would describe each twice
+napoleon_use_ivar = True  # otherwise "Attributes:" and documented attributes describe each twice
 smartquotes = False  # there are none for Chinese
 
 html_theme = "furo"
@@ -210,8 +210,7 @@ def tidy_signature(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """A default that is made anew for each instance has no value to show, and Sphinx no way to read
-    "<factory>"."""
+    """Show a default made for each instance as `...`, because Sphinx cannot read "<factory>"."""
     return (signature and signature.replace("<factory>", "..."), returns)
 
 

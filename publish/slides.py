@@ -1,6 +1,6 @@
 """The slides: one self-contained deck per lesson and language, to be opened from the file system.
 
-    python -m course_lib.teaching.editions.slides --output build/slides
+    python -m publish.slides --output build/slides
 
 A lesson says in its cells' `slide` metadata what is shown: a short text in both languages, code, a
 result; its prose becomes speaker notes. The deck of a lesson that says nothing is derived: prose is

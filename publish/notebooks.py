@@ -1,9 +1,9 @@
 """Run the lessons' scripts and store them, with their outputs, as notebooks.
 
-    python -m course_lib.teaching.editions.notebooks              # all lessons
-    python -m course_lib.teaching.editions.notebooks 02 03_sqrt   # select by the name's beginning
-    python -m course_lib.teaching.editions.notebooks --force 02   # run it, store even equal outputs
-    python -m course_lib.teaching.editions.notebooks --same 02.5  # section 2.5 was edited in one
+    python -m publish.notebooks              # all lessons
+    python -m publish.notebooks 02 03_sqrt   # select by the name's beginning
+    python -m publish.notebooks --force 02   # run it, store even equal outputs
+    python -m publish.notebooks --same 02.5  # section 2.5 was edited in one
                                                                   # language; both are right
 
 A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are
@@ -33,19 +33,12 @@ from nbformat import NotebookNode
 
 from . import translations
 
-PROJECT = Path(__file__).resolve().parents[3]
+PROJECT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = PROJECT / "notebooks"
 KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
 # A lesson takes 45. Where a cell takes so long, its kernel sleeps with that cell still to run: seen
 # of ipykernel 6.31 and 7.4, after cells with widgets. A new kernel runs through.
 MOST_SECONDS_OF_A_CELL = 150
-# Files of the package that no lesson reads. The wheel does not contain them either.
-NOT_READ_BY_LESSONS = (
-    "teaching/editions/",
-    "teaching/jupyterlab/",
-    "teaching/NOTES.md",
-    "teaching/translations.toml",
-)
 MADE_FROM = "outputs_made_from"  # the key of the hashes in a stored notebook's metadata
 VARYING_TAGS = {"shows-seconds", "shows-device"}
 METADATA = {
@@ -75,14 +68,14 @@ def read_script(path):
 def library_files(project: Path = PROJECT) -> list[Path]:
     """List the files of `course_lib` that can affect a lesson's outputs.
 
-    These are all files of the package, data included, except those in `NOT_READ_BY_LESSONS`. This
-    module is one of them, because it decides which parts of an output are stored.
+    These are all files of the package, data included, and this module, because it decides which
+    parts of an output are stored.
     """
     package = project / "course_lib"
-    found = [package / "teaching" / "editions" / Path(__file__).name]
+    found = [project / "publish" / Path(__file__).name]
     for path in package.rglob("*"):
         name = path.relative_to(package)
-        if not path.is_file() or name.as_posix().startswith(NOT_READ_BY_LESSONS):
+        if not path.is_file():
             continue
         if not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
             found.append(path)

@@ -1,8 +1,8 @@
 """The website: the lessons as they are stored, the claims with their verdicts, the glossary, the
 library's reference.
 
-    python -m course_lib.teaching.editions.site                     # to build/site
-    python -m course_lib.teaching.editions.site --output ~/pages    # somewhere else
+    python -m publish.site                     # to build/site
+    python -m publish.site --output ~/pages    # somewhere else
 
 No notebook runs and no network is used. Sphinx reads a folder laid out as the repository is
 (both READMEs are the front page, then docs/, notebooks/ and api/), so that links between files lead
@@ -32,8 +32,8 @@ from . import not_installed
 
 try:
     from course_lib.lessons import claims_of
+    from course_lib.teaching.claims import OUTCOMES
 
-    from ..claims import OUTCOMES
     from .address import FRONT_DOORS, addresses
     from .cells import (
         NOTES,
@@ -53,7 +53,7 @@ except ImportError as error:
         raise
     sys.exit(not_installed("site", error))
 
-LICENCE = Path(__file__).resolve().parents[3] / "LICENSE"
+LICENCE = Path(__file__).resolve().parents[1] / "LICENSE"
 ASSETS = Path(__file__).resolve().parent / "site_assets"
 PACKAGES = {
     "sphinx": "sphinx",
@@ -115,8 +115,8 @@ def build(notebooks: Path, output: Path) -> list[str]:
 
     Args:
         notebooks: the folder of the notebooks and their scripts; the READMEs, which are the front
-            page, stand beside it with the files that they link to. The reference is that of the
-            `course_lib` that is running.
+            page, and the files that they link to lie in the folder above it. The reference is that
+            of the `course_lib` that is running.
         output: a folder that does not exist, is empty, or holds an earlier site.
 
     Returns:

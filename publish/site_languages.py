@@ -1,8 +1,8 @@
-"""A page a language: of each page of the site, which is in both, one in en/ and one in zh/.
+"""Make one page per language, in en/ and zh/, from each page of the site, which has both.
 
-Sphinx reads and writes every page once. What it has written says by `lang` attributes which
-language stands where, so that a page in one language is the same text without the elements of the
-other. Styles, scripts, pictures and the index of the search are those of the site itself.
+Sphinx reads and writes every page once. `lang` attributes mark the elements of each language, so a
+page in one language is the same page without the elements of the other. Styles, scripts, pictures
+and the index of the search are those of the site itself.
 """
 
 import html
@@ -23,7 +23,7 @@ NAMES = {"en": "English", "zh": "中文", "both": "both 双语"}
 _OF_ONE_LANGUAGE = frozenset(["div", "span", "p", "td", "th", "li", "tr", "details", "figure"])
 _PLACE = "<!-- language-switch -->"  # in templates/sidebar/language.html
 
-# What the theme says, and MyST-NB.
+# Words of the theme and of MyST-NB.
 _WORDS = {
     "Next": "下一页",
     "Previous": "上一页",
@@ -169,7 +169,7 @@ def in_each_tree(page: str, name: str, names: Collection[str]) -> Iterator[tuple
         yield tree, "".join([*parts, page[at:]])
 
 
-# What the theme, MyST-NB and pandas write, and what is clearer to those who hear a page.
+# HTML that the theme, MyST-NB and pandas write, and HTML that a screen reader reads better.
 _CLEARER = (
     # an empty cell is no heading of its column
     (r"<th\b([^>]*)>((?:\s|<(?:div|p)\b[^>]*>|</(?:div|p)>)*)</th>", r"<td\1>\2</td>"),
@@ -182,7 +182,7 @@ _CLEARER = (
 
 
 def clearer(page: str) -> str:
-    """The page as Sphinx wrote it, mended for screen readers."""
+    """The page as Sphinx wrote it, changed for screen readers."""
     for pattern, instead in _CLEARER:
         page = re.sub(pattern, instead, page)
     return page

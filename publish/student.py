@@ -1,7 +1,7 @@
 """The student edition: the notebooks with stubs instead of solutions and a place for each reason,
 as a folder and a zip that run by themselves.
 
-    python -m course_lib.teaching.editions.student --output build/student --nbgrader
+    python -m publish.student --output build/student --nbgrader
 
 Beside the notebooks lie the library as a wheel, its pins, a Makefile, a README in each language.
 With --nbgrader each exercise gets a locked cell that tests whether its check accepted, and each
@@ -39,8 +39,8 @@ except ImportError as error:
     sys.exit(not_installed("student", error))
 
 ASSETS = Path(__file__).resolve().parent / "student_assets"
-LIBRARY = Path(__file__).resolve().parents[3]  # the course_lib that is running, with its pyproject
-JUPYTERLAB = LIBRARY / "course_lib/teaching/jupyterlab"
+LIBRARY = Path(__file__).resolve().parents[1]  # the course_lib that is running, with its pyproject
+JUPYTERLAB = LIBRARY / "publish/jupyterlab"
 NAME = "memory-course"  # of the zip, and of the one folder in it
 PROMPT = "**Why?** · **为什么？** (`{check}`)"
 _PLACE = "*Your sentence / 你的理由：*"
@@ -176,7 +176,7 @@ def pack_library(folder: Path) -> Path:
     files = ("pyproject.toml", "LICENSE", "README.md")
     with tempfile.TemporaryDirectory() as work:
         copy = Path(work) / "source"
-        unwanted = shutil.ignore_patterns("__pycache__", ".*", "editions")
+        unwanted = shutil.ignore_patterns("__pycache__", ".*")
         shutil.copytree(LIBRARY / "course_lib", copy / "course_lib", ignore=unwanted)
         for name in files:
             shutil.copy(LIBRARY / name, copy)

@@ -1,6 +1,6 @@
 """Front door once the project is hosted: a clone line, links, badges.
 
-    python -m course_lib.teaching.editions.address
+    python -m publish.address
 
 `[project.urls]` of pyproject.toml is the one place of the project's addresses: `Repository`, a code
 host's, and `Documentation`, the website's. Both may be missing. The command writes what follows

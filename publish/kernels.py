@@ -18,7 +18,7 @@ from nbformat import NotebookNode
 from . import fingerprint
 from .fingerprint import MOST_OUTPUT
 
-LIBRARY = Path(__file__).resolve().parents[3]
+LIBRARY = Path(__file__).resolve().parents[1]
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -95,7 +95,7 @@ class Run(NotebookClient):
                     child.kill()
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
-        """The time runs from when the kernel is there, and Ctrl-C ends more than this notebook."""
+        """Start the kernel and then the clock, and let Ctrl-C end more than this notebook."""
         for each in (signal.SIGINT, signal.SIGTERM):  # at which nbclient would end the kernel alone
             asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)

@@ -17,7 +17,7 @@ from nbformat import NotebookNode
 
 from .cells import in_language
 
-STORE = Path(__file__).parents[1] / "translations.toml"
+STORE = Path(__file__).with_name("translations.toml")
 _HEAD = """# A place in the lessons -> a hash of its English, a hash of its Chinese.
 # `make notebooks` writes this file; 02.5-3 is the third text of section 2.5.
 # After an edit that leaves the other language right as it is, say so:
@@ -53,8 +53,7 @@ def _hash(text: str) -> str:
 
 
 def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Place -> the pair as it was, for the texts of which one language has changed and the other
-    has not.
+    """Place -> the stored pair, for each text that changed in one language alone.
 
     A text is known by its hashes, not by its place: it may move.
     """

@@ -20,9 +20,9 @@ from bs4 import BeautifulSoup, Tag
 from nbformat import NotebookNode
 
 from course_lib import labels
+from course_lib.teaching.pictures import pictures_in
+from course_lib.teaching.switch import PER_LANGUAGE
 
-from ..pictures import pictures_in
-from ..switch import PER_LANGUAGE
 from .cells import EditionError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MOST_CODE_LINES = 12
 MOST_CHOSEN_LINES = 18  # of code that a lesson chose to show: all that fits
-CODE_WIDTH = 86  # characters that fit beside each other
+CODE_WIDTH = 86  # characters that fit on a line
 # A body's height in pixels, and what things take of it: estimates that decide where to cut. deck.js
 # shrinks the rest.
 ROOM = 560

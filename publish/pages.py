@@ -1,6 +1,6 @@
 """Each lesson as a notebook in one language, for VS Code, Colab and a code host's preview.
 
-    python -m course_lib.teaching.editions.pages --output build/pages
+    python -m publish.pages --output build/pages
 
 Where folding and styles are not honoured, a stored lesson shows both languages and every solution.
 Here the prose and each output have one language, pictures are plain PNG, and a solution stands
@@ -20,8 +20,9 @@ try:
     from bs4 import BeautifulSoup
     from nbformat import NotebookNode
 
-    from ..pictures import pictures_in
-    from ..switch import PER_LANGUAGE
+    from course_lib.teaching.pictures import pictures_in
+    from course_lib.teaching.switch import PER_LANGUAGE
+
     from .address import addresses
     from .cells import (
         EditionError,

@@ -209,7 +209,7 @@ def _prose_slides(source: str, language: str, kind: str) -> list[Slide]:
 
 
 def columns_of(texts: Sequence[str]) -> str:
-    """One text as it is, two beside each other, English and Chinese."""
+    """One text unchanged, or two in two columns, English and Chinese."""
     if len(texts) == 1:
         return texts[0]
     divs = [
