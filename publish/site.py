@@ -86,7 +86,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Claim:
-    """One row of a lesson's "What you may have read", as HTML in both languages."""
+    """One row of a lesson's section "Claims and measurements", as HTML in both languages."""
 
     claim: str
     source: str

@@ -19,8 +19,8 @@ _PLACES = (
     ("01", 0.0, 1.0, "Where do\nthe bytes go?"),
     ("02", 1.0, 2.0, "Forget and\ncompute again?"),
     ("03", 2.0, 2.0, "Which ones\nto forget?"),
-    ("04", 1.0, 1.0, "Move them\ndown a tier?"),
-    ("05", 1.0, 0.0, "Take the batch\nin pieces?"),
+    ("04", 1.0, 1.0, "Move them to\na lower tier?"),
+    ("05", 1.0, 0.0, "Split\nthe batch?"),
     ("06", 2.0, 0.0, "Let the operator\nforget?"),
     ("07", 3.0, 1.0, "Fit a\nbudget"),
     ("08", 4.0, 1.0, "Beyond\none device"),
@@ -30,8 +30,8 @@ _ARROWS = ("01-02", "02-03", "01-04", "01-05", "05-06", "03-07", "04-07", "06-07
 _COLORS = {"01": "#DCE6F0", "07": "#F6DFE0", "08": "#F6DFE0", "09": "#F6DFE0"}
 _ALT = (
     "A map of the lessons. Lesson 01 asks where the bytes go. Arrows lead from it to 02, forget and"
-    " compute again, with 03, which ones to forget; to 04, move them down a tier; and to 05, take"
-    " the batch in pieces, with 06, let the operator forget. All three ways lead to 07, fit a"
+    " compute again, with 03, which ones to forget; to 04, move them to a lower tier; and to 05,"
+    " split the batch, with 06, let the operator forget. All three ways lead to 07, fit a"
     " budget, on to 08, beyond one device, and to 09, your own model."
 )
 _WIDTH, _HEIGHT = 0.82, 0.72

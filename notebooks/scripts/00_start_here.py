@@ -290,8 +290,9 @@ ledger("00", "plain", before)
 # |---|---|
 # | an hour | this page, then sections 1.1 to 1.3 of lesson 01 |
 # | a day | lessons 01 and 02, then 05 and 06 |
+# | one topic | this page, lesson 01, then its lesson: activation checkpointing (gradient checkpointing) is 02, offload 04, gradient accumulation 05, FlashAttention 06, sharding (ZeRO, FSDP) 08 |
 # | the whole course | 00 to 09 in order, with the exercises |
-# | a model that does not fit, today | [CUDA out of memory: what now?](../docs/out_of_memory.md), then the command `python -m course_lib.budget`; for a model in your own code, adapt `examples/your_model.py` in the course's folder; after that “What you type” in lesson 02, and `fit` in lesson 07 |
+# | a model that does not fit, today | [CUDA out of memory: what now?](../docs/out_of_memory.md), then the command `python -m course_lib.budget`; for a model in your own code, adapt `examples/your_model.py` in the course's folder; after that “In your own code” in lesson 02, and `fit` in lesson 07 |
 #
 # If you teach: after 01 most lessons stand alone. But 03 builds on 02, 04 and 06 use one section of it each, and 07 needs all the others.
 #
@@ -302,8 +303,9 @@ ledger("00", "plain", before)
 # |---|---|
 # | 一小时 | 本页，然后是第 01 课的 1.1 到 1.3 节 |
 # | 一天 | 第 01、02 课，然后是第 05、06 课 |
+# | 一个想弄懂的题目 | 本页、第 01 课，然后是它所在的那一课：激活检查点（梯度检查点）在 02，卸载在 04，梯度累积在 05，FlashAttention 在 06，分片（ZeRO、FSDP）在 08 |
 # | 足够学完全部课程的时间 | 从 00 到 09 依次学完，并做练习 |
-# | 一个眼下就要训练、却装不下的模型 | 先看[显存不足怎么办](../docs/out_of_memory.zh.md)，再运行 `python -m course_lib.budget`；如果模型是自己写的，就仿照课程目录里的 `examples/your_model.py`，换成你的模型；接着看第 02 课的“你会敲的代码”，最后用第 07 课的 `fit` |
+# | 一个眼下就要训练、却装不下的模型 | 先看[显存不足怎么办](../docs/out_of_memory.zh.md)，再运行 `python -m course_lib.budget`；如果模型是自己写的，就仿照课程目录里的 `examples/your_model.py`，换成你的模型；接着看第 02 课的“实际怎么写”，最后用第 07 课的 `fit` |
 #
 # 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。
 #

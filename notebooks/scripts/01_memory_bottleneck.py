@@ -708,7 +708,7 @@ table(["model", "your formula, GB", "most activations, GB", "peak, GB", "peak in
 # </div>
 
 # %% [markdown]
-# ## 1.8 What you type / 你会敲的代码
+# ## 1.8 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -757,7 +757,7 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 # </div>
 
 # %% [markdown]
-# ## 1.9 What you may have read / 你可能读到过的说法
+# ## 1.9 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

@@ -715,7 +715,7 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 # </div>
 
 # %% [markdown]
-# ## 2.9 What you type / 你会敲的代码
+# ## 2.9 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -764,7 +764,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 # </div>
 
 # %% [markdown]
-# ## 2.10 What you may have read / 你可能读到过的说法
+# ## 2.10 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

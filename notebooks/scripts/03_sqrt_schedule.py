@@ -618,7 +618,7 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 # </div>
 
 # %% [markdown]
-# ## 3.8 What you type / 你会敲的代码
+# ## 3.8 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -650,7 +650,7 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 # </div>
 
 # %% [markdown]
-# ## 3.9 What you may have read / 你可能读到过的说法
+# ## 3.9 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

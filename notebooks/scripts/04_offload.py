@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown] slide={"en": "Every activation goes to a file until backward needs it, and not one FLOP is done twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪进文件，反向用到时再取回，没有一个 FLOP 算两遍。\n\n拷贝什么时候没有代价？"}
-# # 4 What if we move bytes down one tier instead? (offload) / 不忘掉，而是挪到下层存储呢？（卸载）
+# # 4 What if we move bytes to a lower tier instead? (offload) / 不忘掉，而是挪到下一级存储呢？（卸载）
 #
 # <div lang="en">
 #
@@ -757,7 +757,7 @@ lesson_04.draw_pages(peak_in_step, measured, plain=step_peak(16, fraction=0))
 # </div>
 
 # %% [markdown]
-# ## 4.7 What you type / 你会敲的代码
+# ## 4.7 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -831,7 +831,7 @@ table(["bytes to carry", "MB"], [(name, round(count / 1e6, 1)) for name, count i
 # </div>
 
 # %% [markdown] slide={"en": "Five sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "五句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
-# ## 4.8 What you may have read / 你可能读到过的说法
+# ## 4.8 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown] slide={"en": "Eight sequences at once: 277.7 MB. One at a time: less, for not one FLOP more.\n\nHow much less? And is it the same gradient?", "zh": "八条序列一起算：277.7 MB。一次一条，占得更少，一个 FLOP 也不多。\n\n少多少？梯度还一样吗？"}
-# # 5 What if the batch comes in pieces? (gradient accumulation) / 把批次拆开来算呢？（梯度累积）
+# # 5 What if the batch is split into micro-batches? (gradient accumulation) / 把批次拆成微批次呢？（梯度累积）
 #
 # <div lang="en">
 #
@@ -574,7 +574,7 @@ predictions([*rows, ("`AccumulatedStep`", once, ranks["library"])], unit="bytes"
 # </div>
 
 # %% [markdown]
-# ## 5.7 What you type / 你会敲的代码
+# ## 5.7 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -606,7 +606,7 @@ predictions([*rows, ("`AccumulatedStep`", once, ranks["library"])], unit="bytes"
 # </div>
 
 # %% [markdown] slide={"en": "Three sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "三句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
-# ## 5.8 What you may have read / 你可能读到过的说法
+# ## 5.8 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

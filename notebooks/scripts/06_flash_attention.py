@@ -551,7 +551,7 @@ from course_lib.attention import kernels
 lesson_06.loop_of(kernels.forward_kernel, "for first_k in", "largest = new_largest")
 
 # %% [markdown]
-# ## 6.8 What you type / 你会敲的代码
+# ## 6.8 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -588,7 +588,7 @@ with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
 torch.allclose(flash_attention(q, k, v, causal=True), theirs, atol=1e-5)
 
 # %% [markdown]
-# ## 6.9 What you may have read / 你可能读到过的说法
+# ## 6.9 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

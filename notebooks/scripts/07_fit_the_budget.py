@@ -609,7 +609,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 ### END SOLUTION
 
 # %% [markdown]
-# ## 7.9 What you type / 你会敲的代码
+# ## 7.9 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -651,7 +651,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 # </div>
 
 # %% [markdown]
-# ## 7.10 What you may have read / 你可能读到过的说法
+# ## 7.10 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

@@ -720,7 +720,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # </div>
 
 # %% [markdown]
-# ## 8.12 What you type / 你会敲的代码
+# ## 8.12 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -758,7 +758,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # </div>
 
 # %% [markdown]
-# ## 8.13 What you may have read / 你可能读到过的说法
+# ## 8.13 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #

@@ -475,7 +475,7 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # </div>
 
 # %% [markdown]
-# ## 9.8 What you type / 你会敲的代码
+# ## 9.8 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
@@ -503,7 +503,7 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # </div>
 
 # %% [markdown]
-# ## 9.9 What you may have read / 你可能读到过的说法
+# ## 9.9 Claims and measurements / 说法与实测
 
 # %% slide="result"
 both = {"checkpoint": "layers", "attention": "flash"}
