@@ -136,12 +136,12 @@ def test_wrapper_that_names_no_parts_is_refused():
             raise NotImplementedError
 
     meter = MemoryMeter(model_with(Opaque()))
-    with pytest.raises(NotImplementedError, match=r"bytes of a Opaque: give its class .*flatten"):
+    with pytest.raises(NotImplementedError, match=r"bytes of Opaque .*flatten"):
         meter.__enter__()
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_opaque_layout_is_refused_and_everything_undone():
-    refused = pytest.raises(NotImplementedError, match=r"cannot see .* with layout torch\._mkldnn")
+    refused = pytest.raises(NotImplementedError, match=r"layout .* got torch\._mkldnn")
     with everything_undone(), refused, MemoryMeter():
         torch.randn(4, 4).to_mkldnn()

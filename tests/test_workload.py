@@ -68,7 +68,7 @@ def test_both_commands_train_the_same_model_of_a_config(file):
         ),
         ({}, "model_type must be one of .*, got None"),
         ({"model_type": "vit"}, "must have a language model in transformers, got 'vit'"),
-        ({**GEMMA, "max_position_embeddings": 8}, "sequence must be at most 8, .*, got 16"),
+        ({**GEMMA, "max_position_embeddings": 8}, "sequence must be at most 8 .*, got 16"),
     ],
 )
 def test_a_config_that_makes_no_language_model_is_refused(config, told, file):

@@ -73,7 +73,7 @@ def _parts_of_wrapper(tensor: Tensor) -> list[Any]:
     parts = list(tensors_in(list(vars(tensor).values())))
     if not parts:
         raise NotImplementedError(
-            f"the bytes of a {type(tensor).__name__} cannot be counted: define a method"
+            f"the bytes of {type(tensor).__name__} cannot be counted: define a method"
             " __tensor_flatten__ in its class that names the attributes that hold its tensors"
         )
     return parts
