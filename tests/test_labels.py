@@ -36,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("fresh")
 @cache
 def trees():
     """Every script of a lesson and every module, as a tree."""
-    paths = [*(ROOT / "course_lib").rglob("*.py"), *(ROOT / "notebooks").rglob("*.py")]
+    folders = ("course_lib", "publish", "notebooks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return {path.relative_to(ROOT): ast.parse(path.read_text("utf-8")) for path in sorted(paths)}
 
 
