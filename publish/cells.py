@@ -28,7 +28,6 @@ STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
 # A folder with this file was made by an edition and may be replaced by the next one.
 STAMP = ".course-edition"
 
-_DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
 _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
 # The line that keeps a reader's accepted answer when all cells run, and its indented block.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
@@ -40,39 +39,6 @@ _SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no s
 
 class EditionError(ValueError):
     """A notebook or a folder that no edition can be made from; the message is one sentence."""
-
-
-# --- languages ---
-
-
-def in_language(source: str, language: str) -> str:
-    """A markdown cell in one language: its half of the heading, and what stands in its div, without
-    the div.
-
-    Args:
-        source: text of a Markdown cell: at most one heading line in both languages, and one div per
-            language.
-        language: "en", "zh", or "both" for the unchanged cell.
-
-    Raises:
-        EditionError: a cell with text that lacks the language.
-    """
-    if language == "both":
-        return source
-    bodies = dict(_DIV.findall(source))
-    lines = []
-    for line in _DIV.sub("", source).splitlines():
-        mark, heading = re.fullmatch(r"(#{1,6} )?(.*)", line).groups()
-        if mark and " / " in heading:
-            heading = heading.split(" / ", 1)[language == "zh"]
-        lines.append((mark or "") + heading)
-    if bodies and language not in bodies:
-        raise EditionError(
-            f'a markdown cell has no <div lang="{language}">, it starts {source[:60]!r}'
-        )
-    return "\n\n".join(
-        part for part in ("\n".join(lines).strip(), bodies.get(language, "").strip()) if part
-    )
 
 
 # --- solutions ---

@@ -8,7 +8,6 @@ closed in prose below its attempt. The results are those of the stored notebooks
 """
 
 import html
-import re
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -17,11 +16,9 @@ from . import not_installed
 
 try:
     import nbformat
-    from bs4 import BeautifulSoup
     from nbformat import NotebookNode
 
     from course_lib.teaching.pictures import pictures_in
-    from course_lib.teaching.switch import PER_LANGUAGE
 
     from .address import addresses
     from .cells import (
@@ -31,7 +28,6 @@ try:
         check_twins,
         copy_files,
         copy_pages,
-        in_language,
         is_solution,
         output_folder,
         read_lessons,
@@ -39,6 +35,7 @@ try:
         unguarded,
         without_markers,
     )
+    from .languages import markdown_in, output_in
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -122,10 +119,7 @@ def _cell(cell: NotebookNode, language: str) -> NotebookNode:
     cell = deepcopy(cell)
     cell.metadata = {key: cell.metadata[key] for key in _KEPT if key in cell.metadata}
     if cell.cell_type == "markdown":
-        number = re.match(r"#+ ([\d.]+ )", cell.source)
-        cell.source = in_language(cell.source, language)
-        if number and not re.match(rf"#+ {re.escape(number[1])}", cell.source):
-            cell.source = cell.source.replace("# ", f"# {number[1]}", 1)  # as the text refers to it
+        cell.source = markdown_in(cell.source, language)
         return cell
     if _is_switch(cell):
         cell.source = (
@@ -147,22 +141,16 @@ def _is_switch(cell: NotebookNode) -> bool:
 
 
 def _output(output: NotebookNode, language: str) -> NotebookNode:
-    """An output in the language; a figure is its one picture, described in the metadata."""
-    output = deepcopy(output)
-    data = output.get("data", {})
-    if pictures := pictures_in(data.get("text/html", "")):
-        picture = pictures[language]
-        return nbformat.v4.new_output(
-            "display_data",
-            {"image/png": picture.png, "text/plain": picture.alt},
-            metadata={"image/png": {"alt": picture.alt}},
-        )
-    if "text/html" in data:
-        soup = BeautifulSoup(data["text/html"], "html.parser")
-        for element in soup.find_all(PER_LANGUAGE, lang=LANGUAGES[language]):
-            element.decompose()
-        data["text/html"] = str(soup)
-    return output
+    """Return an output in the language; a figure becomes one PNG, described in the metadata."""
+    pictures = pictures_in(output.get("data", {}).get("text/html", ""))
+    if not pictures:
+        return output_in(output, language)
+    picture = pictures[language]
+    return nbformat.v4.new_output(
+        "display_data",
+        {"image/png": picture.png, "text/plain": picture.alt},
+        metadata={"image/png": {"alt": picture.alt}},
+    )
 
 
 def _closed(source: str, outputs: list[NotebookNode], language: str) -> str:

@@ -1,9 +1,6 @@
-"""Content of the slides, cut so that it fits: prose at paragraphs, code at statements, tables and
-figures."""
+"""Parts of slides: code and tables cut to fit, and the outputs that a deck shows."""
 
 import ast
-import base64
-import io
 import math
 import re
 import shutil
@@ -13,7 +10,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import nbformat
 from bs4 import BeautifulSoup, Tag
@@ -21,129 +18,43 @@ from nbformat import NotebookNode
 
 from course_lib import labels
 from course_lib.teaching.pictures import pictures_in
-from course_lib.teaching.switch import PER_LANGUAGE
 
-from .cells import EditionError
+from .cells import EditionError, without_markers
+from .languages import languages_in, output_in
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-MOST_CODE_LINES = 12
-MOST_CHOSEN_LINES = 18  # of code that a lesson chose to show: all that fits
+MOST_CODE_LINES = 18  # more lines do not fit on a slide
 CODE_WIDTH = 86  # characters that fit on a line
-# A body's height in pixels, and what things take of it: estimates that decide where to cut. deck.js
-# shrinks the rest.
+# Heights in pixels: of a slide's body, and estimates for its parts. They decide where to cut, and
+# deck.js shrinks what is still too high.
 ROOM = 560
 CODE_LINE, _TEXT_LINE, _TABLE_ROW, _TABLE_LINE, GAP = 31, 32, 42, 28, 30
-_SECOND_HEADING = 60  # pixels that a heading in both languages takes more, and the air around it
+_SECOND_HEADING = 60  # pixels that the second heading of a bilingual slide takes
 _TABLE_WIDTH = 80  # letters in a row of a table, if its columns share the width well
-# pixels of a picture; one of several panels that is higher is cut between them
-_MOST_FIGURE_HEIGHT = 560
-_WHITE = ((255, 255),) * 3
-_TITLE_HEIGHT = 22  # pixels of a panel's title
-_CLAIM_COLUMNS = tuple(  # in English, in Chinese: the headings of `said.what_you_may_have_read`
+_CLAIM_COLUMNS = tuple(  # English and Chinese headings of `claims.what_you_may_have_read`
     zip(*map(labels.both, ("claim", "source", "experiment", "measured", "verdict")), strict=True)
 )
-
-
-# --- prose ---
-
-
-def paragraphs(text: str) -> list[str]:
-    """The paragraphs of a markdown text; one that ends with a colon keeps the one after it."""
-    found: list[str] = []
-    for paragraph in re.split(r"\n\s*\n", text.strip()):
-        if found and re.search(r"[:：]\**$", found[-1]):
-            found[-1] += f"\n\n{paragraph}"
-        elif paragraph:
-            found.append(paragraph)
-    return found
-
-
-def pack(heights: Sequence[float], room: float) -> list[list[int]]:
-    """Put things into as few groups as have room for them, in order, and make the groups about
-    equally full."""
-
-    def fill(limit: float) -> list[list[int]]:
-        groups: list[list[int]] = [[]]
-        taken = 0.0
-        for index, height in enumerate(heights):
-            if groups[-1] and taken + height > limit:
-                groups.append([])
-                taken = 0.0
-            groups[-1].append(index)
-            taken += height
-        return groups
-
-    if not heights:
-        return []
-    fewest = len(fill(room))
-    limits = [sum(heights) / fewest + step * room / 20 for step in range(21)]
-    return next(
-        (groups for limit in limits if limit <= room and len(groups := fill(limit)) == fewest),
-        fill(room),
-    )
-
-
-def text_height(text: str, width: int) -> float:
-    """Lines that a paragraph takes where so many Latin letters fit into one; a Chinese character is
-    as wide as two."""
-    lines = 0.0
-    for line in text.splitlines():
-        plain = re.sub(r"\$\$.*?\$\$|[*`]|\]\([^)]*\)|\\[a-z]+", "", line)
-        cells = _width(plain)
-        if line.startswith("$$"):
-            lines += 2.6
-        elif line.startswith("|"):
-            lines += 0 if set(line) <= set("|-: ") else 1.35 * max(1, math.ceil(cells / width))
-        else:
-            lines += math.ceil(cells / width) + (0.25 if line.startswith("- ") else 0)
-    return lines + 0.45
-
-
-def _width(text: str) -> int:
-    """Latin letters that would be as wide."""
-    return sum(1 if ord(character) < 0x2E80 else 2 for character in text)
 
 
 # --- code ---
 
 
-def shown_code(source: str, outputs: Sequence[NotebookNode]) -> str:
-    """The code worth showing: without imports, and none of it where it only draws or tabulates."""
-    source = re.sub(r"^### (BEGIN|END) SOLUTION\n?", "", source, flags=re.M)
-    body = ast.parse(source).body
+def shown_code(source: str) -> str:
+    """Return the code of a cell without its imports and the markers of a solution."""
+    source = without_markers(source)
     lines = source.splitlines()
-    for node in reversed(body):
+    for node in reversed(ast.parse(source).body):
         if isinstance(node, ast.Import | ast.ImportFrom):
             del lines[node.lineno - 1 : node.end_lineno]
-    makes_things = any(isinstance(node, ast.FunctionDef | ast.ClassDef | ast.With) for node in body)
-    last = body[-1].value if body and isinstance(body[-1], ast.Expr) else None
-    call = ast.unparse(last.func) if isinstance(last, ast.Call) else ""
-    draws = any("image/png" in output.get("data", {}) for output in outputs)
-    only_shows = call in (
-        "what_you_may_have_read",
-        "on_gpu",
-        "about_this_machine",
-        "course_map",
-        "timelines",
-    )
-    tabulates = call in ("table", "predictions", "compare") and all(map(_makes_headings, body[:-1]))
-    hidden = outputs and not makes_things and (draws or only_shows or tabulates)
-    return "" if hidden else "\n".join(lines).strip("\n")
-
-
-def _makes_headings(node: ast.stmt) -> bool:
-    """Whether a statement gives the headings of a table, and does nothing else."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return all(isinstance(target, ast.Name) and target.id == "headings" for target in targets)
+    return "\n".join(lines).strip("\n")
 
 
 def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
-    """Cut code into parts of at most `most` lines, where it hurts least: between statements, the
-    outer ones first."""
+    """Cut code into parts of at most `most` lines, between statements where possible.
+
+    A cut between outer statements is preferred to one between inner statements.
+    """
     lines = re.sub(r"\n{2,}", "\n\n", code.strip("\n")).splitlines()
-    # least[i]: (cost of cutting what precedes line i, where its last part begins)
+    # least[i]: (lowest cost of cutting lines[:i], line at which the last part starts)
     least: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(lines) + 1):
         costs = (
@@ -161,8 +72,11 @@ def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
 
 
 def _cost_of_cut(lines: Sequence[str], start: int) -> float:
-    """A part costs 10; one that begins deep in a statement or behind its header more, behind an
-    empty line less."""
+    """Cost of starting a part at a line.
+
+    A part costs 10. It costs more if it starts inside a statement or directly after a header, and
+    less if it starts after an empty line.
+    """
     if start == 0:
         return 10.0
     line, before = lines[start], lines[start - 1]
@@ -174,6 +88,11 @@ def _cost_of_cut(lines: Sequence[str], start: int) -> float:
 
 @cache
 def find_ruff() -> str:
+    """Return the path of ruff, which breaks long lines.
+
+    Raises:
+        EditionError: ruff is not installed.
+    """
     found = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
     if found is None:
         raise EditionError("ruff, which breaks long lines of code for the slides, is not installed")
@@ -181,10 +100,10 @@ def find_ruff() -> str:
 
 
 def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> NotebookNode:
-    """The notebook with its code formatted for so many characters a line.
+    """Return the notebook with its code formatted for lines of `width` characters.
 
     Raises:
-        EditionError: there is no ruff, or a code cell is no Python.
+        EditionError: ruff is not installed, or a code cell is not Python.
     """
     command = [
         find_ruff(),
@@ -207,40 +126,37 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
 # --- results ---
 
 
-def outputs_in(output: NotebookNode, language: str) -> list[NotebookNode]:
-    """An output in the language; nothing if it shows nothing, as a slider without a kernel or a
-    progress bar.
+def shown_outputs(output: NotebookNode, language: str) -> list[NotebookNode]:
+    """Return what a deck shows of an output: one output, a picture per language, or nothing.
 
-    A figure becomes image/png data, with its alt text in the metadata; for both languages it
-    becomes two.
+    A slider without a kernel, a progress bar and the language switch show nothing. A figure becomes
+    the picture that was drawn for slides, as image/png, with its alt text in the metadata.
+
+    Raises:
+        EditionError: A figure has no picture for slides.
     """
-    output = deepcopy(output)
-    data = output.get("data", {})
-    if pictures := pictures_in(data.get("text/html", "")):
-        # drawn for slides; a lesson stored before has none
+    html = output.get("data", {}).get("text/html", "")
+    if pictures := pictures_in(html):
         large = output.metadata.get("slides", {})
+        if missing := set(pictures) - set(large):
+            raise EditionError(
+                f"a figure has no picture for slides in {', '.join(sorted(missing))}:"
+                " `make notebooks` draws it"
+            )
         return [
             nbformat.v4.new_output(
                 "display_data",
-                {"image/png": large.get(spoken, each.png)},
-                metadata={"alt": each.alt, "lang": spoken, "drawn_for_slides": spoken in large},
+                {"image/png": large[each]},
+                metadata={"alt": pictures[each].alt, "lang": each},
             )
-            for spoken, each in pictures.items()
-            if language in (spoken, "both")
+            for each in languages_in(language)
         ]
-    if "text/html" in data:
-        soup = BeautifulSoup(data["text/html"], "html.parser")
-        if soup.select_one(".course-language"):
-            return []
-        for element in soup.find_all(
-            PER_LANGUAGE, lang={"en": "zh", "zh": "en", "both": "none"}[language]
-        ):
-            element.decompose()
-        for element in soup.find_all("section"):  # reveal.js would take it for a slide
-            element.name = "article"
-        data["text/html"] = str(soup)
+    if "course-language" in html:
+        return []
+    output = output_in(output, language)
+    if html:
         return [output]
-    text = output.get("text", "") or data.get("text/plain", "")
+    text = output.get("text", "") or output.get("data", {}).get("text/plain", "")
     nothing = (
         not text.strip()
         or re.match(r"(interactive|VBox|HBox|Output)\(", text)
@@ -249,8 +165,37 @@ def outputs_in(output: NotebookNode, language: str) -> list[NotebookNode]:
     return [] if nothing or output.output_type == "error" else [output]
 
 
+def pack(heights: Sequence[float], room: float) -> list[list[int]]:
+    """Divide things, in order, into the fewest groups that have room, each about equally full."""
+
+    def fill(limit: float) -> list[list[int]]:
+        groups: list[list[int]] = [[]]
+        taken = 0.0
+        for index, height in enumerate(heights):
+            if groups[-1] and taken + height > limit:
+                groups.append([])
+                taken = 0.0
+            groups[-1].append(index)
+            taken += height
+        return groups
+
+    if not heights:
+        return []
+    fewest = len(fill(room))
+    limits = [sum(heights) / fewest + step * room / 20 for step in range(21)]
+    return next(
+        (groups for limit in limits if limit <= room and len(groups := fill(limit)) == fewest),
+        fill(room),
+    )
+
+
+def _width(text: str) -> int:
+    """Width of a text in Latin letters; a Chinese character is as wide as two."""
+    return sum(1 if ord(character) < 0x2E80 else 2 for character in text)
+
+
 def output_height(output: NotebookNode, language: str) -> float:
-    """Pixels that a table or text is expected to take."""
+    """Pixels that a table or a text is expected to need."""
     html = output.get("data", {}).get("text/html")
     if html is None:
         text = output.get("text", "") or output.get("data", {}).get("text/plain", "")
@@ -267,8 +212,7 @@ def output_height(output: NotebookNode, language: str) -> float:
 
 
 def result_groups(outputs: Sequence[NotebookNode], language: str) -> list[list[NotebookNode]]:
-    """The results of a cell, those together that fit on a slide; a long table is cut between its
-    rows."""
+    """Group the results of a cell by slide. A table that is too long is cut between its rows."""
     parts = [part for output in outputs for part in cut_table(output, language)]
     return [
         [parts[index] for index in group]
@@ -277,8 +221,10 @@ def result_groups(outputs: Sequence[NotebookNode], language: str) -> list[list[N
 
 
 def cut_table(output: NotebookNode, language: str) -> list[NotebookNode]:
-    """A table that is higher than a slide as several, each with the headings; what stands below it
-    goes to the last."""
+    """Cut a table that is higher than a slide.
+
+    Each part has the table's headings. Text below the table goes to the last part.
+    """
     soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
     rows = soup.select("tbody tr")
     count = math.ceil(
@@ -333,50 +279,3 @@ def _claim_outputs(cells: Sequence[Tag]) -> tuple[NotebookNode, NotebookNode]:
     )
     front, back = (nbformat.v4.new_output("display_data", {"text/html": each}) for each in html)
     return front, back
-
-
-def cut_figure(output: NotebookNode) -> list[NotebookNode]:
-    """A high figure of several panels as several pictures, cut in the widest empty bands."""
-    from PIL import Image
-
-    if output.metadata.get("drawn_for_slides"):
-        return [output]
-    picture = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
-    count = math.ceil(picture.height / _MOST_FIGURE_HEIGHT)
-    cuts = [0]
-    for number in range(1, count):
-        wanted, slack = number * picture.height / count, 0.3 * picture.height / count
-        near = [band for band in _empty_bands(picture) if abs(sum(band) / 2 - wanted) < slack]
-        if not near:
-            return [output]
-        top, bottom = max(near, key=lambda band: band[1] - band[0])
-        above = [band for band in near if 0 < top - band[1] <= _TITLE_HEIGHT]
-        # one line of text between two bands: a panel's title, which goes with the panel below
-        if above:
-            top, bottom = above[0]
-        cuts.append((top + bottom) // 2)
-    if count == 1:
-        return [output]
-    parts: list[NotebookNode] = []
-    for top, bottom in zip(cuts, [*cuts[1:], picture.height], strict=True):
-        stream = io.BytesIO()
-        picture.crop((0, top, picture.width, bottom)).save(stream, "PNG", optimize=True)
-        part = deepcopy(output)
-        part.data["image/png"] = base64.b64encode(stream.getvalue()).decode()
-        part.metadata.alt += f" ({len(parts) + 1}/{len(cuts)})"
-        parts.append(part)
-    return parts
-
-
-def _empty_bands(picture: "Image.Image") -> list[tuple[int, int]]:
-    """(first row, one after the last) of the runs of white rows."""
-    rows = [
-        picture.crop((0, y, picture.width, y + 1)).getextrema() == _WHITE
-        for y in range(picture.height)
-    ]
-    edges = [
-        y
-        for y in range(picture.height + 1)
-        if (y and rows[y - 1]) != (y < picture.height and rows[y])
-    ]
-    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -2,16 +2,13 @@
 
     python -m publish.slides --output build/slides
 
-A lesson says in its cells' `slide` metadata what is shown: a short text in both languages, code, a
-result; its prose becomes speaker notes. The deck of a lesson that says nothing is derived: prose is
-cut at paragraphs, code at statements, a figure stands alone, and a result appears after the code
-that made it. A cell's own `slideshow` metadata goes before that: `skip` leaves it out, `notes`
-makes it a speaker note, `slide` and `subslide` start a new slide.
+The `slide` metadata of a lesson's cells says what the deck shows: a short text in both languages,
+code, or a result. The lesson's prose becomes speaker notes.
 
-reveal.js 6.0.2 (MIT) is vendored, 240 kB: no Python package carries it alone, and asking for
-Node.js would be too much for a few files. Formulas become MathML, which browsers draw without a
-script; the font for them, 44 kB of STIX Two Math (OFL), is vendored too, since brackets stretch
-only with such a font. Both are written into every deck.
+reveal.js 6.0.2 (MIT, 240 kB) is vendored, because no Python package contains it alone and a few
+files do not justify Node.js. Formulas become MathML, which browsers draw without a script. The font
+for them, STIX Two Math (OFL, 44 kB), is vendored as well, because brackets stretch only with such a
+font. Both are written into every deck.
 """
 
 import base64
@@ -48,7 +45,8 @@ try:
         run_edition,
         without_guards,
     )
-    from .lesson_slides import Slide, columns_of, is_told, lesson_slides
+    from .languages import half, languages_in
+    from .lesson_slides import Slide, columns_of, lesson_slides
     from .slide_parts import with_short_lines
 except ImportError as error:
     if __name__ != "__main__":
@@ -58,7 +56,7 @@ except ImportError as error:
 LANGUAGES = {"en": "en", "zh": "zh-CN", "both": "en"}  # the deck's language -> the page's `lang`
 
 _ASSETS = Path(__file__).parent / "slides_assets"
-# labels
+# Keys of the labels that follow a heading.
 WORDS = {"continued": "continued", "result": "result", "figure": "picture", "solution": "solution"}
 
 
@@ -74,10 +72,10 @@ class Note:
 
 
 def read_notes(text: str) -> dict[str, Note]:
-    """The rows of NOTES.md, `| 2.1 | minutes | English | 中文 |`, by section number.
+    """Read the rows of NOTES.md, `| 2.1 | minutes | English | 中文 |`, by section number.
 
     Raises:
-        EditionError: a row that lacks a column, or whose minutes are no number.
+        EditionError: A row lacks a column, or its minutes are not a number.
     """
     notes = {}
     for line in re.findall(r"^\| \d[^\n]*", text, re.M):
@@ -91,14 +89,13 @@ def read_notes(text: str) -> dict[str, Note]:
 
 
 def missing_notes(lessons: dict[str, NotebookNode], notes: dict[str, Note]) -> list[str]:
-    """Sections of the lessons without a note."""
+    """Return the numbers of the sections that have no note."""
     numbers = [number for notebook in lessons.values() for number, _ in _sections(notebook)]
     return [number for number in numbers if number not in notes]
 
 
 def _sections(notebook: NotebookNode) -> list[tuple[str, ...]]:
-    """(number, heading in both languages) of each section; the lesson's title has the lesson's
-    number."""
+    """Return (number, heading in both languages) of each section, the lesson's title included."""
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     return [
         found.groups() for source in cells if (found := re.match(r"##? ([\d.]+) ([^\n]*)", source))
@@ -109,8 +106,10 @@ def _sections(notebook: NotebookNode) -> list[tuple[str, ...]]:
 
 
 class _Renderer(IPythonRenderer):
-    """nbconvert's, with formulas as MathML, headings without ids (they repeat), and links between
-    decks."""
+    """nbconvert's renderer with formulas as MathML and links between decks.
+
+    Headings have no ids, because several slides repeat a heading.
+    """
 
     def inline_math(self, body: str) -> str:
         return _mathml(body, "inline")
@@ -126,8 +125,8 @@ class _Renderer(IPythonRenderer):
 
 
 def _mathml(formula: str, display: str) -> str:
-    """A formula in LaTeX as MathML; there a function's name does not keep its distance by
-    itself."""
+    """Convert a formula from LaTeX to MathML."""
+    # MathML leaves no space after the name of a function
     spaced = re.sub(r"(\\(?:log|max|min)(?:_\w)?)\s+(?=\\?\w)", r"\1\\,", formula.strip())
     try:
         return latex_to_mathml(spaced, display=display)
@@ -147,8 +146,10 @@ class DeckExporter(SlidesExporter):
     def from_notebook_node(
         self, nb: NotebookNode, resources: dict | None = None, **kw: object
     ) -> tuple[str, dict]:
-        """HTMLExporter's own would parse the page again, to look for pictures without words: half
-        of all the time."""
+        """Export without HTMLExporter's search for pictures without alt text.
+
+        The search parses the page again, which takes half of the time.
+        """
         return super(HTMLExporter, self).from_notebook_node(
             nb, self._init_resources(resources), **kw
         )
@@ -156,7 +157,7 @@ class DeckExporter(SlidesExporter):
     @pass_context
     def markdown2html(self, context: object, source: str) -> str:
         html = MarkdownWithMath(renderer=_Renderer(escape=False)).render(source)
-        # A line must not begin with what follows a formula.
+        # A line must not begin with the punctuation after a formula.
         return re.sub(
             r"(<math(?:(?!</math>).)*</math>[,.;:)?，。；：）？、]+)",
             r'<span class="whole">\1</span>',
@@ -166,7 +167,10 @@ class DeckExporter(SlidesExporter):
 
 
 def deck_notebook(slides: Sequence[Slide], language: str, notes: dict[str, Note]) -> NotebookNode:
-    """The slides as a notebook with slide types, for nbconvert: a stack of slides a section."""
+    """Return the slides as a notebook with slide types, from which nbconvert makes the deck.
+
+    Each section is one vertical stack of slides.
+    """
     cells = []
     minutes_before = 0
     for slide in slides:
@@ -188,25 +192,19 @@ def deck_notebook(slides: Sequence[Slide], language: str, notes: dict[str, Note]
     return nbformat.v4.new_notebook(cells=cells)
 
 
-def _plain_heading(heading: str, language: str) -> str:
-    if language == "both":
-        return heading
-    return heading.split(" / ", 1)[language == "zh"]
-
-
 def _heading(slide: Slide, language: str) -> str:
     part = f' <span class="part">{_word(slide.part, language)}</span>' if slide.part else ""
-    text = _plain_heading(slide.heading, language)
+    text = half(slide.heading, language)
     if language == "both":
-        en, zh = (_plain_heading(slide.heading, one) for one in ("en", "zh"))
+        en, zh = (half(slide.heading, one) for one in ("en", "zh"))
         text = f'<span lang="en">{en}</span>{part}<span lang="zh" class="other">{zh}</span>'
         part = ""
     return f"{'#' if slide.kind == 'title' else '##'} {slide.section} {text}{part}"
 
 
 def _word(key: str, language: str) -> str:
-    en, zh = labels.both(WORDS[key])
-    return {"en": en, "zh": zh, "both": f"{en} {zh}"}[language]
+    words = dict(zip(("en", "zh"), labels.both(WORDS[key]), strict=True))
+    return " ".join(words[each] for each in languages_in(language))
 
 
 def _note_text(note: Note, minutes_before: int, language: str) -> str:
@@ -217,15 +215,15 @@ def _note_text(note: Note, minutes_before: int, language: str) -> str:
         "**{minutes} minutes**, {clock}.\n\nAsk: ", minutes=note.minutes, clock=clock
     )
     texts = {
-        one: said + note.question[one]
-        for one, said in zip(("en", "zh"), labels.both(lead), strict=True)
+        each: words + note.question[each]
+        for each, words in zip(("en", "zh"), labels.both(lead), strict=True)
     }
-    return columns_of(list(texts.values())) if language == "both" else texts[language]
+    return columns_of([texts[each] for each in languages_in(language)])
 
 
 @cache
 def _look() -> tuple[str, tuple[str, ...]]:
-    """(style, scripts) that are written into every deck."""
+    """Return (style, scripts) of every deck."""
     reveal = _ASSETS / "reveal.js"
     licence = "/*! reveal.js 6.0.2, MIT\n" + (reveal / "LICENSE").read_text("utf-8") + "*/\n"
     highlighting = HtmlFormatter(style="tango").get_style_defs(".highlight")
@@ -242,12 +240,12 @@ def _look() -> tuple[str, tuple[str, ...]]:
 
 @cache
 def _exporter() -> DeckExporter:
-    """One for all decks, which keeps its templates."""
+    """Return one exporter for all decks, because it caches its templates."""
     return DeckExporter()
 
 
 def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str, Note]) -> str:
-    """One deck as a page that needs nothing beyond itself."""
+    """Return one deck as a page that loads no other file."""
     style, scripts = _look()
     deck: dict[str, Any] = {
         "language": language,
@@ -256,7 +254,6 @@ def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str
         "css": style,
         "scripts": scripts,
     }
-    deck["told"] = is_told(notebook)
     slides = deck_notebook(lesson_slides(notebook, language), language, notes)
     html, _ = _exporter().from_notebook_node(slides, resources={"deck": deck})
     return html
@@ -265,12 +262,12 @@ def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str
 def decks(
     lessons: dict[str, NotebookNode], notes: dict[str, Note]
 ) -> Iterator[tuple[str, str, str]]:
-    """(language, lesson's name, page) of every deck."""
+    """Yield (language, lesson's name, page) of every deck."""
     for name, notebook in lessons.items():
         try:
             short = with_short_lines(without_guards(notebook))
             for language in LANGUAGES:
-                title = _plain_heading(_sections(notebook)[0][1], language)
+                title = half(_sections(notebook)[0][1], language)
                 yield language, name, deck_html(short, title, language, notes)
         except EditionError as error:
             raise EditionError(f"{name}: {error}") from None
@@ -280,7 +277,7 @@ def build(notebooks: Path, output: Path) -> None:
     """Write all decks, `output/<language>/<lesson>.html`.
 
     Raises:
-        EditionError: a notebook, a note or a tool that is missing or cannot be used.
+        EditionError: A notebook, a note or a tool is missing or cannot be used.
     """
     lessons = read_lessons(notebooks)
     check_twins(notebooks, lessons)

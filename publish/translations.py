@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
-from .cells import in_language
+from .languages import markdown_in
 
 STORE = Path(__file__).with_name("translations.toml")
 _HEAD = """# A place in the lessons -> a hash of its English, a hash of its Chinese.
@@ -42,7 +42,9 @@ def _texts(notebook: NotebookNode) -> Iterator[tuple[str, str, str]]:
             section, number = f"{int(found[1]):02d}{found[2]}", 0
         number += 1
         place = section if number == 1 else f"{section}-{number}"
-        yield place, in_language(cell.source, "en"), in_language(cell.source, "zh")
+        english, chinese = (markdown_in(cell.source, language) for language in ("en", "zh"))
+        # the stored hashes of Chinese texts leave out the number, which both languages share
+        yield place, english, re.sub(r"^(#+ )[\d.]+ ", r"\1", chinese)
         slide = cell.metadata.get("slide")
         if isinstance(slide, Mapping):
             yield f"{place} slide", slide["en"], slide["zh"]

@@ -1,8 +1,6 @@
-"""The slides: how they are cut, what stands in them, and that nothing is loaded from elsewhere."""
+"""The slides: what the metadata of cells shows, how it is cut, and that a deck is one file."""
 
 import ast
-import base64
-import io
 import re
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -19,11 +17,8 @@ pytest.importorskip("latex2mathml")
 
 from course_lib import labels
 from course_lib.teaching.claims import Claim, what_you_may_have_read
-from publish import (
-    lesson_slides,
-    slide_parts,
-    slides,
-)
+from course_lib.teaching.switch import PER_LANGUAGE
+from publish import lesson_slides, slide_parts, slides
 from publish.cells import (
     EditionError,
     is_solution,
@@ -48,16 +43,19 @@ def both(en, zh, heading=""):
     )
 
 
-def lesson_of(*cells):
+def lesson_of(*cells, slide="both"):
     """A lesson: its title, then prose (a text with a div) and code (any other text, or (text,
-    outputs))."""
+    outputs)). The deck shows the text of prose, and `slide` of code."""
     made = [nbformat.v4.new_markdown_cell(TITLE)]
     for cell in cells:
         source, outputs = cell if isinstance(cell, tuple) else (cell, [])
         if "<div" in source or re.match("##? ", source):
-            made.append(nbformat.v4.new_markdown_cell(source))
+            texts = dict(re.findall(r'<div lang="(..)">\n\n(.*?)\n\n</div>', source, re.S))
+            metadata = {"slide": texts} if len(texts) == 2 else {}
+            made.append(nbformat.v4.new_markdown_cell(source, metadata=metadata))
         else:
-            made.append(nbformat.v4.new_code_cell(source, outputs=outputs))
+            metadata = {"slide": slide}
+            made.append(nbformat.v4.new_code_cell(source, outputs=outputs, metadata=metadata))
     return nbformat.v4.new_notebook(cells=made)
 
 
@@ -69,23 +67,19 @@ def text_output(text):
     return nbformat.v4.new_output("execute_result", {"text/plain": text})
 
 
-def picture_output(height, ink=(), alt="It falls.", zh="它下降。"):
-    """A figure as a notebook shows it: white with black bands, (first row, one after the last)."""
-    image = pytest.importorskip("PIL.Image").new("RGB", (100, height), "white")
-    for top, bottom in ink:
-        image.paste("black", (10, top, 60, bottom))
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    source = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-    pictures = {
-        language: f'<img alt="{words}" src="{source}">'
+PNG = "iVBORw0KGgo="  # the first bytes of a PNG; no code reads the others
+
+
+def picture_output(alt="It falls.", zh="它下降。"):
+    """A figure as a notebook stores it: a small picture per language, and large ones for slides."""
+    pictures = (
+        f'<figure lang="{language}" style="margin: 0">'
+        f'<img alt="{words}" src="data:image/png;base64,AAAA"></figure>'
         for language, words in (("en", alt), ("zh", zh))
-    }
-    figures = (
-        f'<figure lang="{name}" style="margin: 0">{picture}</figure>'
-        for name, picture in pictures.items()
     )
-    return html_output("\n".join(figures))
+    output = html_output("\n".join(pictures))
+    output.metadata.slides = {"en": PNG, "zh": PNG}
+    return output
 
 
 def page_of(notebook, language="en"):
@@ -110,7 +104,7 @@ LONG = "\n".join(
 @pytest.mark.parametrize(
     "code", [LONG, "x = 1", "", "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"]
 )
-def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(code):
+def test_long_code_is_cut_and_no_line_is_lost(code):
     pieces = slide_parts.cut_code(code)
     assert all(len(piece.splitlines()) <= slide_parts.MOST_CODE_LINES for piece in pieces)
     kept = [line for piece in pieces for line in piece.splitlines() if line.strip()]
@@ -142,30 +136,13 @@ def test_a_table_under_a_heading_in_both_languages_is_cut_earlier():
     ]
 
 
-def test_a_high_figure_is_cut_above_a_panels_title():
-    def cut(output, language="en"):
-        return slide_parts.cut_figure(*slide_parts.outputs_in(output, language))
-
-    # a panel, a title, a panel
-    parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))
-    image = pytest.importorskip("PIL.Image")
-    heights = [
-        image.open(io.BytesIO(base64.b64decode(part.data["image/png"]))).height for part in parts
-    ]
-    assert heights == [406, 394]
-    assert [part.metadata.alt for part in parts] == ["It falls. (1/2)", "It falls. (2/2)"]
-    assert len(cut(picture_output(800, ink=[(0, 800)]))) == len(cut(picture_output(400))) == 1
-
-
 # --- what becomes a slide ---
 
 
-def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
-    made = lesson_slides.lesson_slides(
-        lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en"
-    )
-    (parts,) = [[lesson_slides.slide_type(part) for part in slide.parts] for slide in made[1:]]
-    assert parts == [None, "fragment", "fragment"]
+def test_result_waits_behind_its_code():
+    made = lesson_slides.lesson_slides(lesson_of(("1 + 1", [text_output("2")])), "en")
+    (parts,) = [["slideshow" in part.metadata for part in slide.parts] for slide in made[1:]]
+    assert parts == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +150,7 @@ def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
     [("en", ['A "peak".']), ("zh", ["峰值。"]), ("both", ['A "peak".', "峰值。"])],
 )
 def test_a_figure_stands_alone_and_is_the_picture_of_the_decks_language(language, words):
-    drawn = picture_output(50, alt="A &quot;peak&quot;.", zh="峰值。")
+    drawn = picture_output(alt="A &quot;peak&quot;.", zh="峰值。")
     page = page_of(
         lesson_of(both("Look.", "看。"), ("draw()", [drawn]), both("So.", "所以。")), language
     )
@@ -183,38 +160,25 @@ def test_a_figure_stands_alone_and_is_the_picture_of_the_decks_language(language
         ["en", "zh"] if language == "both" else [language]
     )
     assert all(len(slide.select_one(".body").find_all(recursive=False)) == 1 for slide in found)
+    assert {slide.img["src"] for slide in found} == {f"data:image/png;base64,{PNG}"}
+    del drawn.metadata.slides["en"]
+    with pytest.raises(EditionError, match="no picture for slides in en"):
+        page_of(lesson_of(("draw()", [drawn])), language)
 
 
-def test_plumbing_is_not_shown():
-    plumbing = [
-        "import torch",
-        "guess = None",
-        "from course_lib.lessons.lesson_01 import check_x\ncheck_x(answer)",
-    ]
-    plumbing.append("from course_lib.lessons import lesson_01\nlesson_01.check_x(answer)")
-    assert len(lesson_slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
+def test_outputs_that_need_a_kernel_are_not_shown():
     slider = text_output("interactive(children=(IntSlider(value=1),))")
     switch = html_output('<form class="course-language"></form>')
     progress = nbformat.v4.new_output(
         "stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]"
     )
     shown = [
-        slide_parts.outputs_in(output, "en")
+        slide_parts.shown_outputs(output, "en")
         for output in (slider, switch, progress, text_output(" "))
     ]
     assert shown == [[]] * 4
 
 
-def test_a_picture_drawn_for_slides_goes_before_the_pages():
-    drawn = picture_output(50)
-    drawn.metadata.slides = {"en": LARGE, "zh": LARGE}
-    page = page_of(lesson_of(("draw()", [drawn]), both("So.", "所以。")))
-    assert [image["src"] for image in page.select("section.is-figure img")] == [
-        f"data:image/png;base64,{LARGE}"
-    ]
-
-
-LARGE = "iVBORw0KGgo="  # no more than a PNG's first bytes: nothing reads it again
 CLAIMS = [
     Claim(
         labels.text("peak"),
@@ -269,11 +233,10 @@ def test_a_folded_cell_shows_its_result_and_not_the_code():
     assert "falling(2)" not in page.text and "It falls." in page.text
 
 
-def test_an_attempt_shows_no_verdict_and_the_solution_says_what_it_is():
-    attempt = ("def f():\n    return 0\n\n\ncheck_f(f)", [text_output("✗ Not yet.")])
+def test_solution_says_what_it_is():
     solution = ("### BEGIN SOLUTION\ncheck_f(g)\n### END SOLUTION", [text_output("✓ Right.")])
-    page = page_of(lesson_of(attempt, solution))
-    assert "Not yet" not in page.text and "SOLUTION" not in page.text
+    page = page_of(lesson_of("import torch\nx = 1", solution))
+    assert "SOLUTION" not in page.text and "import" not in page.select(".code")[0].text
     (last,) = [section for section in page.select("section section") if "✓ Right." in section.text]
     assert last.select_one(".part").text == "solution"
 
@@ -296,21 +259,8 @@ def test_a_solution_stands_on_a_slide_without_what_keeps_the_readers_answer():
     assert code == "answer = 6 * 7\n\nlesson.check_it(answer)"
 
 
-def test_slide_metadata_of_a_cell_goes_before_the_rules():
-    notebook = lesson_of("x = 1", "y = 2", both("A note.", "备注。"), "z = 3")
-    for cell, kind in zip(notebook.cells[1:], ["-", "subslide", "notes", "skip"], strict=True):
-        cell.metadata.slideshow = {"slide_type": kind}
-    page = page_of(notebook)
-    assert [code.text.strip() for code in page.select(".code")] == ["x = 1", "y = 2"]
-    # the title and two; without metadata they share a slide
-    assert len(page.select("section section")) == 3
-    assert "A note." in page.select("section section")[-1].select_one(".notes").text
-    assert "z = 3" not in page.text
-
-
-def told_lesson():
-    """A lesson that says what is shown: its second section a question, and of two cells the result
-    and the code."""
+def lesson_with_metadata():
+    """Sections 9.1 without slides and 9.2 with a question, a result, and code."""
     cells = [
         both("Hidden.", "不显示。", "## 9.1 A / 甲"),
         both("Long prose.", "长文。", "## 9.2 B / 乙"),
@@ -319,17 +269,16 @@ def told_lesson():
     notebook = lesson_of(
         *cells, ("x = 2\nx", [text_output("2")]), ("y = 3\ny", [text_output("3")]), "z = 4"
     )
-    for cell, wanted in zip(
-        notebook.cells[3:], [{"en": "Why?", "zh": "为什么？"}, "result", "code"], strict=False
-    ):
-        cell.metadata.slide = wanted
+    wanted = [None, None, {"en": "Why?", "zh": "为什么？"}, "result", "code", None]
+    for cell, slide in zip(notebook.cells[1:], wanted, strict=True):
+        cell.metadata = {"slide": slide} if slide else {}
     return notebook
 
 
-def test_a_lesson_that_says_what_is_shown_shows_that_and_speaks_its_prose():
-    page = page_of(told_lesson())
+def test_deck_shows_what_the_metadata_names_and_prose_is_spoken():
+    page = page_of(lesson_with_metadata())
     found = page.select("section section")
-    assert [slide.h2.text if slide.h2 else slide.h1.text for slide in found] == [
+    assert [slide.select_one(".heading").text.strip() for slide in found] == [
         "9 Title",
         "9.2 B",
         "9.2 B",
@@ -339,15 +288,17 @@ def test_a_lesson_that_says_what_is_shown_shows_that_and_speaks_its_prose():
         "y = 3\ny",
     ]
     assert found[1].select_one(".result.fragment").text.strip() == "2"
-    notes = found[1].text
-    assert (
-        "Long prose." in notes
-        and "More." in notes
-        and "Hidden." not in page.text
-        and "Opening." in found[0].text
-    )
-    assert "为什么？" in page_of(told_lesson(), "zh").text
-    assert len(page_of(told_lesson(), "both").select(".columns")) > 1
+    notes = found[1].select_one(".notes").parent.text
+    assert "Long prose." in notes and "More." in notes
+    assert "Hidden." not in page.text and "Opening." in found[0].text
+    assert "为什么？" in page_of(lesson_with_metadata(), "zh").text
+    assert len(page_of(lesson_with_metadata(), "both").select(".columns")) > 1
+
+
+def test_lesson_without_slide_metadata_is_an_error():
+    notebook = lesson_of()
+    with pytest.raises(EditionError, match="no cell has `slide` metadata"):
+        page_of(notebook)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +306,7 @@ def test_a_lesson_that_says_what_is_shown_shows_that_and_speaks_its_prose():
     [(4, "answer"), (4, {"en": "Why?", "zh": "为什么？"}), (3, "result"), (3, {"en": "Why?"})],
 )
 def test_slide_metadata_of_another_kind_is_named(cell, wrong):
-    notebook = told_lesson()  # its cell 3 is prose, its cell 4 code
+    notebook = lesson_with_metadata()  # its cell 3 is prose, its cell 4 code
     notebook.cells[cell].metadata.slide = wrong
     with pytest.raises(EditionError, match="`slide` must be"):
         page_of(notebook)
@@ -365,7 +316,9 @@ def test_each_language_has_its_half_and_both_stand_beside_each_other():
     section = both("English.", "中文。", heading="## 9.1 Bytes / 字节")
     cell = ("table()", [html_output('<td lang="en">peak</td><td lang="zh">峰值</td>')])
     texts = {
-        language: page_of(lesson_of(section, cell), language).select("section")[-1].text
+        language: page_of(lesson_of(section, cell, slide="result"), language)
+        .select("section")[-1]
+        .text
         for language in ("en", "zh")
     }
     assert "English." in texts["en"] and "peak" in texts["en"] and not re.search(HAN, texts["en"])
@@ -412,6 +365,7 @@ def test_notes_are_read_by_section():
             slides.read_notes(row)
 
 
+each_lesson = pytest.mark.parametrize("name", NAMES)
 LESSONS = read_lessons(NOTEBOOKS)
 NOTES = slides.read_notes((NOTEBOOKS.parent / slides.NOTES).read_text(encoding="utf-8"))
 
@@ -424,7 +378,7 @@ def test_every_section_of_every_lesson_has_notes_and_no_other():
     assert slides.missing_notes({"x": lesson_of("## 9.1 A / 甲")}, {"9": NOTE}) == ["9.1"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_lesson
 def test_the_minutes_of_the_sections_are_those_of_the_lesson(name):
     announced = re.search(
         r"\((\d+) minutes\)", "\n".join(cell.source for cell in LESSONS[name].cells[:5])
@@ -439,30 +393,26 @@ def test_the_minutes_of_the_sections_are_those_of_the_lesson(name):
 # --- the course's decks ---
 
 
-TOLD = {name: notebook for name, notebook in LESSONS.items() if lesson_slides.is_told(notebook)}
-MANY_PICTURES = {"00", "01", "02", "03"}  # the others join as their decks are drawn
-each_told = pytest.mark.parametrize("name", TOLD)
+FEWER_PICTURES = {"06", "07"}  # up to two fifths of their slides are text
 
 
-@each_told
-def test_a_lesson_that_says_what_is_shown_has_a_speakers_number_of_slides(name):
-    with_short = slide_parts.with_short_lines(TOLD[name])
+@each_lesson
+def test_lesson_has_a_number_of_slides_that_can_be_presented(name):
+    with_short = slide_parts.with_short_lines(LESSONS[name])
     counts = [len(lesson_slides.lesson_slides(with_short, language)) for language in ("en", "zh")]
     fewest, most = (8, 14) if name.startswith("00") else (25, 35)
     assert fewest <= min(counts) <= max(counts) <= most
 
 
-@each_told
-def test_at_most_a_third_of_a_told_lessons_slides_is_text_alone(name):
-    """A claim is no text alone: its number waits behind a click. It counts as a slide like any
-    other."""
-    if name[:2] not in MANY_PICTURES:
-        pytest.skip("its deck is yet to be drawn")
-    with_short = slide_parts.with_short_lines(without_guards(TOLD[name]))
+@each_lesson
+def test_at_most_a_third_of_the_slides_is_text_alone(name):
+    """A claim is not text alone, because its number appears after a click."""
+    most = 2 / 5 if name[:2] in FEWER_PICTURES else 1 / 3
+    with_short = slide_parts.with_short_lines(without_guards(LESSONS[name]))
     for language in ("en", "zh"):
         made = lesson_slides.lesson_slides(with_short, language)
-        alone = [slide for slide in made if slide.kind in ("title", "prose", "point", "heading")]
-        assert len(alone) <= len(made) / 3, f"{len(alone)} of {len(made)}"
+        alone = [slide for slide in made if slide.kind in ("title", "point", "heading")]
+        assert len(alone) <= most * len(made), f"{len(alone)} of {len(made)}"
 
 
 # No blank, but a loop with bugs in it: the question itself. Its slide has no verdict, since
@@ -470,11 +420,11 @@ def test_at_most_a_third_of_a_told_lessons_slides_is_text_alone(name):
 TO_BE_MENDED = ("def train_epoch(",)
 
 
-@each_told
-def test_no_told_lesson_shows_an_attempt_above_its_result(name):
+@each_lesson
+def test_no_lesson_shows_an_attempt_above_its_result(name):
     """What a learner has to fill in is the speaker's question; its slide would show a blank above a
     verdict."""
-    cells = TOLD[name].cells
+    cells = LESSONS[name].cells
     attempts = [cell for cell, following in pairwise(cells) if is_solution(following)]
     shown = [cell.source for cell in attempts if "slide" in cell.metadata]
     assert [source for source in shown if not source.startswith(TO_BE_MENDED)] == []
@@ -490,11 +440,11 @@ def _is_blank(node):
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-@each_told
+@each_lesson
 def test_every_picture_of_the_core_is_on_a_slide(name):
     drawn = [
         cell
-        for cell in core(TOLD[name])
+        for cell in core(LESSONS[name])
         if any(
             "<img" in output.get("data", {}).get("text/html", "")
             for output in cell.get("outputs", [])
@@ -507,11 +457,11 @@ def test_every_picture_of_the_core_is_on_a_slide(name):
     )
 
 
-@each_told
+@each_lesson
 def test_a_slides_text_is_short_and_the_same_in_both_languages(name):
     texts = [
         cell.metadata.slide
-        for cell in TOLD[name].cells
+        for cell in LESSONS[name].cells
         if isinstance(cell.metadata.get("slide"), dict)
     ]
     for text in texts:
@@ -563,15 +513,10 @@ def test_a_deck_is_whole_and_loads_nothing(deck):
     language, path, page = deck
     assert loaded_addresses(page) == []
     stacks = page.select(".slides > section")
-    # sections that such a lesson shows nothing of have no slides
-    told = lesson_slides.is_told(LESSONS[path.stem])
-    assert len(stacks) == len(slides._sections(LESSONS[path.stem])) or told
     assert all(stack.section.select_one(".notes") for stack in stacks)
     for slide in page.select("section section"):
         lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
-        assert lines <= (slide_parts.MOST_CHOSEN_LINES if told else slide_parts.MOST_CODE_LINES), (
-            slide.select_one(".heading").text
-        )
+        assert lines <= slide_parts.MOST_CODE_LINES, slide.select_one(".heading").text
     links = [link["href"] for link in page.select(".slides a[href]")]
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
     texts = [image.get("alt", "") for image in page.find_all("img")]
@@ -589,7 +534,7 @@ def test_a_deck_speaks_its_language(deck):
     if language == "both":
         assert page.select('[lang="en"]') and page.select('[lang="zh"]')
         return
-    assert page.find_all(slide_parts.PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
+    assert page.find_all(PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
     words = [
         tag.get_text(" ")
         for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")

@@ -23,7 +23,6 @@ from publish.cells import (
     STAMP,
     STUB,
     EditionError,
-    in_language,
     output_folder,
     read_lessons,
     unguarded,
@@ -145,21 +144,6 @@ def test_outputs_and_counts_go_and_the_given_notebook_stays_as_it_is():
 def test_what_cannot_be_taken_out_names_its_cell(sources, cell):
     with pytest.raises(EditionError, match=rf"cell {cell}\b[^\n]+$"):
         without_solutions(notebook_of(*sources))
-
-
-# --- one language ---
-
-
-def test_a_cell_in_one_language_has_half_of_the_heading_and_one_div():
-    cell = (
-        '## 1.1 Bytes / 字节\n\n<div lang="en">\n\nA / B.\n\n</div>\n<div lang="zh">\n\n甲 / 乙。'
-        "\n\n</div>"
-    )
-    assert in_language(cell, "en") == "## 1.1 Bytes\n\nA / B."
-    assert in_language(cell, "zh") == "## 字节\n\n甲 / 乙。"
-    assert in_language(cell, "both") == cell
-    with pytest.raises(EditionError, match='no <div lang="zh">'):
-        in_language('<div lang="en">\n\nA.\n\n</div>', "zh")
 
 
 # --- files ---

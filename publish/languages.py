@@ -1,0 +1,143 @@
+"""One language of two: text, prose cells, outputs and guides that have English and Chinese.
+
+All editions choose the language here. A heading or a table cell has the two as "English / 中文" or
+with a line break between them, a prose cell has one `<div lang>` per language, and an output has
+`lang` attributes.
+"""
+
+import re
+from copy import deepcopy
+from itertools import pairwise
+
+from bs4 import BeautifulSoup
+from nbformat import NotebookNode
+
+from course_lib.teaching.pictures import LANGUAGES
+from course_lib.teaching.switch import PER_LANGUAGE
+
+from .cells import EditionError
+
+_DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
+_HAN = "[\u3400-\u4dbf\u4e00-\u9fff]"
+_BETWEEN = re.compile(r"\s*<br ?/?>\s*| / ")
+# The start of a heading or a list item, which both languages keep.
+_MARK = re.compile(r"\s*(?:#{1,6} (?:[\d.]+ )?|- |\d+\. )?")
+
+
+def languages_in(language: str) -> tuple[str, ...]:
+    """Return the languages that an edition shows: one, or English and Chinese for "both"."""
+    return LANGUAGES if language == "both" else (language,)
+
+
+def markdown_in(source: str, language: str) -> str:
+    """Return a prose cell in one language: its half of the headings, and the text of its `<div>`.
+
+    Args:
+        source: Markdown with at most one div per language.
+        language: "en", "zh", or "both" for the unchanged cell.
+
+    Raises:
+        EditionError: The cell has divs, but none in this language.
+    """
+    if language == "both":
+        return source
+    bodies = dict(_DIV.findall(source))
+    if bodies and language not in bodies:
+        raise EditionError(
+            f'a markdown cell has no <div lang="{language}">, it starts {source[:60]!r}'
+        )
+    lines = [
+        half(line, language) if line.startswith("#") else line
+        for line in _DIV.sub("", source).splitlines()
+    ]
+    parts = ("\n".join(lines).strip(), bodies.get(language, "").strip())
+    return "\n\n".join(part for part in parts if part)
+
+
+def half(text: str, language: str) -> str:
+    """Return "English / 中文" or "English<br>中文" in one language.
+
+    The number of a heading and the mark of a list item belong to both halves. A text that does not
+    have two halves is returned unchanged, and so is every text for "both".
+    """
+    if language == "both":
+        return text
+    mark = _MARK.match(text)[0]
+    for cut in reversed(list(_BETWEEN.finditer(text, len(mark)))):
+        english, chinese = text[len(mark) : cut.start()], text[cut.end() :]
+        # few characters are enough behind a line break, as in "bf16 的 autocast"
+        broken = cut[0] != " / " and re.search(_HAN, chinese) and not re.search(_HAN, english)
+        if broken or (is_chinese(chinese) and not is_chinese(english)):
+            return mark + (english if language == "en" else chinese)
+    return text
+
+
+def is_chinese(text: str) -> bool:
+    """Whether a text has more than a word or two of Chinese outside of code.
+
+    "English, 中文 or both" is English.
+    """
+    text = re.sub(r"`[^`]*`|<[^>]*>|\]\([^)]*\)", "", text)
+    return len(re.findall(_HAN, text)) > 0.2 * len(re.findall(r"[A-Za-z]", text))
+
+
+def guide_in(text: str, language: str) -> str:
+    """Return a guide in one language, such as the glossary.
+
+    A guide has no divs. A Chinese paragraph follows its English original, and list items and table
+    cells have two halves. Of two columns such as "question" and "问题" each language has one; the
+    glossary's columns "English" and "中文" stay.
+    """
+    kept: list[str] = []
+    before = ""
+    for block in re.split(r"\n{2,}", text.strip()):
+        translated = _is_paragraph(before) and _is_paragraph(block)
+        if translated and is_chinese(block) and not is_chinese(before):
+            if language == "zh":
+                kept[-1] = block
+        elif block.startswith("|"):
+            kept.append(_table_in(block, language))
+        else:
+            items = re.split(r"\n(?=\s*(?:- |\d+\. ))", block)
+            kept.append("\n".join(half(item, language) for item in items))
+        before = block
+    return "\n\n".join(kept) + "\n"
+
+
+def _is_paragraph(block: str) -> bool:
+    return bool(block) and _MARK.match(block)[0].strip() == "" and block[0] != "|"
+
+
+def _table_in(table: str, language: str) -> str:
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines() if not re.match(r"\|-", row)]
+    absent = {
+        place + (language == "en")
+        for place, (english, chinese) in enumerate(pairwise(rows[0]))
+        if english != "English"
+        and not re.search(_HAN, english)
+        and re.fullmatch(f"{_HAN}+", chinese)
+    }
+    rows = [
+        [half(cell, language) for place, cell in enumerate(row) if place not in absent]
+        for row in rows
+    ]
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def html_in(html: str, language: str) -> str:
+    """Return HTML without the elements of the other language."""
+    soup = BeautifulSoup(html, "html.parser")
+    for other in set(LANGUAGES) - set(languages_in(language)):
+        for element in soup.find_all(PER_LANGUAGE, lang=other):
+            element.decompose()
+    return str(soup)
+
+
+def output_in(output: NotebookNode, language: str) -> NotebookNode:
+    """Return a copy of a cell's output in one language."""
+    output = deepcopy(output)
+    data = output.get("data", {})
+    if "text/html" in data:
+        data["text/html"] = html_in(data["text/html"], language)
+    return output
