@@ -12,6 +12,8 @@ from editions import built_once, take_network
 from make_variables import forget_make
 from patience import patient
 
+pytest.register_assert_rewrite("measured")
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 # `make test TORCH=cpu` is about the environment of the tests, not about what they start.

@@ -1,6 +1,8 @@
 """Models that this course did not write, for tests: their losses, blocks and places are their
 own."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -126,3 +128,170 @@ def sentences(samples=6):
         "tokens": tokens,
         "labels": tokens.masked_fill(torch.arange(LENGTH) >= lengths, IGNORED),
     }
+
+
+class Pictures(nn.Module):
+    """Convolutions with BatchNorm, a frozen one among them."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded(3):
+            self.stem = nn.Conv2d(3, 8, 3, padding=1)
+            self.stages = nn.ModuleList(
+                nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+                for _ in range(3)
+            )
+            self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for stage in self.stages:
+            x = x + stage(x)
+        return self.head(x.mean((2, 3)))
+
+    def loss_sum(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def pictures():
+    with seeded(5):
+        return {"x": torch.randn(6, 3, 8, 8), "y": torch.arange(6) % 5}
+
+
+class Averaging(nn.Linear):
+    """Computes with an average that it goes on with."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = super().forward(x) - self.average
+        self.average.mul_(0.5).add_(y.detach().mean(0))
+        return y
+
+
+def averaged(kind):
+    def block():
+        linear = nn.Linear(WIDTH, WIDTH)
+        if kind == "spectral norm":
+            return nn.Sequential(nn.utils.parametrizations.spectral_norm(linear), nn.Tanh())
+        if kind == "average":
+            return nn.Sequential(Averaging(), nn.Tanh())
+        return nn.Sequential(linear, nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+    with seeded(4):
+        return nn.Sequential(*(block() for _ in range(4)))
+
+
+def point():
+    with seeded(5):
+        return {"x": torch.randn(6, WIDTH)}
+
+
+def cube(model, batch):
+    return (model(batch["x"]) ** 3).sum(), len(batch["x"])
+
+
+class Config:
+    use_cache, _attn_implementation = True, "eager"
+
+
+class Tiny(nn.Module):
+    """As a model of Hugging Face, with its own switch of attention; `kind` says how the labels are
+    read."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.config, self.kind, self.decoder = Config(), kind, Decoder()
+        with seeded(4):
+            self.wide = nn.Linear(WIDTH, 5) if kind == "classes" else None
+
+    def set_attn_implementation(self, name):
+        if name not in ("eager", "sdpa"):
+            raise ValueError(f"no {name}")
+        self.config._attn_implementation = name
+
+    def get_output_embeddings(self):
+        return self.decoder.head
+
+    def forward(self, input_ids, labels=None, extra=None):
+        assert not self.config.use_cache
+        hidden = self.decoder.hidden(input_ids)
+        if self.config._attn_implementation == "eager":
+            hidden = hidden * 1
+        if self.kind == "classes":
+            return {"loss": F.cross_entropy(self.wide(hidden.mean(1)), labels)}
+        logits = self.decoder.head(hidden)
+        if labels is None:
+            return {"loss": None, "logits": logits}
+        if self.kind == "capped":
+            logits = 3 * torch.tanh(logits / 3)
+        if self.kind == "causal":
+            labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        loss = nn.CrossEntropyLoss()(logits.view(-1, VOCABULARY), labels.reshape(-1))
+        return {
+            "loss": loss + 0.1 * hidden.square().mean() if self.kind == "more" else loss,
+            "logits": logits,
+        }
+
+
+TinyForCausalLM = type("TinyForCausalLM", (Tiny,), {})
+TinyForSequenceClassification = type("TinyForSequenceClassification", (Tiny,), {})
+KINDS = [partial(TinyForCausalLM, kind) for kind in ("causal", "masked")]
+KINDS.append(partial(TinyForSequenceClassification, "classes"))
+
+
+def labelled(make, samples=6):
+    batch = sentences(samples)
+    labels = torch.where(
+        batch["labels"] == IGNORED, IGNORED, (7 * batch["tokens"] + 3) % VOCABULARY
+    )
+    labels = batch["tokens"][:, 0] % 5 if make.args == ("classes",) else labels
+    return {"input_ids": batch["tokens"], "labels": labels, "extra": "as it is"}
+
+
+class Tower(nn.Module):
+    """Blocks of unlike kinds and widths, in no list: only its own `stages` make a chain of it.
+
+    The batch is a dict, and the loss counts some labels only.
+    """
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        with seeded(9):
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.wide = nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH))
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            self.narrow = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.dropout = dropout
+
+    def mixed(self, x):
+        return x + F.dropout(self.attention(x, x, x, need_weights=False)[0], self.dropout)
+
+    def total(self, x, labels):
+        logits = self.head(x).flatten(0, 1)
+        total = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return total, (labels != IGNORED).sum()
+
+    def stages(self, batch):
+        mixed = partial(type(self).mixed, self)
+        total = partial(self.total, labels=batch["labels"])
+        return [
+            lambda batch: batch["tokens"], self.embedding, self.wide, mixed, self.narrow, total
+        ]  # fmt: skip
+
+    def loss_sum(self, batch):
+        x = self.narrow(self.mixed(self.wide(self.embedding(batch["tokens"]))))
+        return self.total(x, batch["labels"])
+
+
+class Translator(nn.Transformer):
+    def __init__(self, causal):
+        super().__init__(16, 2, 1, 1, 32, batch_first=True)
+        self.causal = causal
+
+    def loss(self, x):
+        mask = self.causal(x.shape[1])
+        return self(x, x, tgt_mask=mask).square().mean()

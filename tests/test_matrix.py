@@ -1,5 +1,6 @@
-"""Models by recipes, every pair of two levers' values: a run takes what is estimated, and its
-gradient is the plain one."""
+"""Models by recipes that hold every pair of two techniques' values: the gradient is the plain one.
+
+`test_estimate_equals_run` runs the same table."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -7,13 +8,13 @@ from functools import cache, partial
 import pytest
 from foreign_models import Decoder as Grouped
 from foreign_models import Encoder, adapted, sentences
+from measured import feasible
 from pairwise import rows
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, run, train_step
+from course_lib.budget import Recipe, build, estimate, train_step
 from course_lib.budget.optimizers import OPTIMIZERS
-from course_lib.memory import CATEGORIES
 from course_lib.models import Decoder, random_tokens
 
 SIZES = {"vocabulary": 61, "hidden": 32, "heads": 4, "layers": 3, "sequence": 24}
@@ -86,39 +87,9 @@ def goes_together(row):
 TABLE = [(row["model"], recipe_of(row)) for row in rows(LEVERS, goes_together, seed=0)]
 
 
-@cache
-def feasible(name, recipe):
-    """With a quarter more bytes than its schedule takes at least."""
-    if recipe.checkpoint != "optimal":
-        return recipe
-    with pytest.raises(InfeasibleBudget) as told:
-        estimate(*MODELS[name], recipe)
-    return replace(recipe, schedule_bytes=int(1.25 * told.value.least_bytes))
-
-
-IDS = [f"{name}: {recipe!r}" for name, recipe in TABLE]
-
-
-@pytest.mark.filterwarnings("ignore:no activation was moved")
-@pytest.mark.parametrize(("name", "recipe"), TABLE, ids=IDS)
-def test_a_run_takes_what_is_estimated_to_the_byte(name, recipe):
-    make_model, make_batch, recipe = *MODELS[name], feasible(name, recipe)
-    guess, real = estimate(make_model, make_batch, recipe), run(make_model, make_batch, recipe)
-    assert guess.peak_bytes == real.meter.peak_bytes
-    assert (guess.bytes_down, guess.bytes_up) == (real.traffic.bytes_down, real.traffic.bytes_up)
-    assert guess.moved_bytes == guess.bytes_down + guess.bytes_up
-    assert set(guess.at_peak) == set(CATEGORIES) and (guess.recipe, guess.tier) == (recipe, "file")
-    assert sum(guess.at_peak.values()) == guess.peak_bytes == max(guess.phase_peaks.values())
-    # else a page of masters counts as parameters, or not
-    if guess.phase_peaks["optimizer"] < guess.peak_bytes:
-        assert guess.at_peak == real.meter.at_peak()
-    live = ((sample.live_bytes, sample.operator) for sample in real.meter.timeline)
-    assert guess.operator == next(name for count, name in live if count == guess.peak_bytes)
-
-
 @pytest.mark.parametrize("recipe", [r for name, r in TABLE if name == "decoder"], ids=repr)
 def test_flops_are_those_that_pytorch_counts(recipe):
-    recipe = feasible("decoder", recipe)
+    recipe = feasible(decoder, tokens, recipe)
     model, optimizer = build(decoder, recipe, state=True)  # which may count too
     with FlopCounterMode(display=False) as counter:
         train_step(model, optimizer, tokens(), recipe)
@@ -146,7 +117,7 @@ def plain(name):
 def test_the_gradient_is_the_plain_one_and_every_parameter_steps_once(name, recipe):
     make_model, make_batch = MODELS[name]
     gradients, before, loss = plain(name)
-    recipe = replace(feasible(name, recipe), optimizer="sgd")
+    recipe = replace(feasible(*MODELS[name], recipe), optimizer="sgd")
     model, optimizer = build(make_model, recipe, lr=1.0)
     names, seen = {p: name for name, p in model.named_parameters()}, []
 

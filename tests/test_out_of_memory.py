@@ -21,7 +21,8 @@ BLOCKS = {
     part.partition("\n")[0]: re.findall(r"^```python\n(.*?)^```", part, re.M | re.S)
     for part in re.split(r"^#+ ", PAGE, flags=re.M)[1:]
 }
-EXAMPLE, READ, FIND = "the example without any technique", "1. Read two numbers", "2. Find what fills the peak"
+EXAMPLE = "the example without any technique"
+READ, FIND = "1. Read two numbers", "2. Find what fills the peak"
 
 
 def llama(**options):

@@ -8,6 +8,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
+from measured import assert_measured
 from torch import nn
 
 pytest.importorskip("expecttest", reason="PyTorch's operator database needs expecttest")
@@ -16,7 +17,7 @@ from sweep_gradients import UNCHANGED, WAYS, compare
 from sweep_operators import VERDICTS, findings
 
 from course_lib._check import InfeasibleBudget
-from course_lib.budget import Recipe, build, estimate, run, train_step
+from course_lib.budget import Recipe, build, train_step
 from course_lib.checkpoint import checkpoint
 from course_lib.checkpoint.repeatable import BlockState, Repeatable, Sketch
 
@@ -385,11 +386,7 @@ def test_kept_state_and_comparison_leave_estimate_equal_to_run(checkpoint, kind)
     if "schedule_bytes" in fields:
         fields |= {"schedule_bytes": 5000}
     recipe = Recipe(optimizer="sgd", **fields)
-    guess = estimate(partial(make, model, kind), batch, recipe)
-    real = run(partial(make, model, kind), batch, recipe).meter
-    assert guess.peak_bytes == real.peak_bytes
-    assert guess.at_peak == real.at_peak()
-    assert guess.flops == real.flops
+    assert_measured(partial(make, model, kind), batch, recipe)
 
 
 # ---- PyTorch's operator database

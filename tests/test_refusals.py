@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measured import assert_measured
 from torch import nn
 from torch.optim import LBFGS
 
@@ -597,8 +598,7 @@ def test_an_argmax_router_is_refused_and_the_advice_works():
     with pytest.raises(ValueError, match=refusal):
         estimate(partial(Experts, fixed=False), make_batch, Recipe())
     make_model = partial(Experts, fixed=True)
-    found = estimate(make_model, make_batch, Recipe()).peak_bytes
-    assert found == run(make_model, make_batch, Recipe()).meter.peak_bytes
+    assert_measured(make_model, make_batch, Recipe())
 
 
 # ---- the sentences of all errors

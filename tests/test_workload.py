@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
+from measured import assert_measured
 
-from course_lib.budget import Recipe, estimate, run
+from course_lib.budget import Recipe
 from course_lib.configs import KNOWN
 from course_lib.distributed import task_of
 from course_lib.workload import configured, named_function, samples_of
@@ -40,9 +41,7 @@ def test_a_kind_that_transformers_alone_knows_is_estimated_as_it_runs(config, fi
     found = configured(file(**config), 16)
     assert config["model_type"] not in KNOWN and not found.plain
     recipe = Recipe(attention=None, checkpoint="layers")
-    guess = estimate(found.make_model, lambda: found.make_batch(4), recipe)
-    real = run(found.make_model, lambda: found.make_batch(4), recipe)
-    assert guess.peak_bytes == real.meter.peak_bytes
+    assert_measured(found.make_model, lambda: found.make_batch(4), recipe)
 
 
 def test_both_commands_train_the_same_model_of_a_config(file):

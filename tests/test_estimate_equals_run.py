@@ -1,0 +1,261 @@
+"""An estimate equals its run, for each kind of model and recipe that could make them differ."""
+
+from dataclasses import replace
+from functools import partial
+
+import foreign_models as foreign
+import pytest
+import torch
+from foreign_models import sentences
+from hugging_face_models import (
+    ARCHITECTURES,
+    PAIR,
+    SHARED,
+    SPECIAL,
+    T5,
+    made,
+    padded,
+    text,
+)
+from measured import assert_measured, feasible
+from test_configs import GPT_2, LLAMA_3_8B, MIXTRAL, QWEN_3_8B, QWEN_25_7B, small
+from test_matrix import MODELS, TABLE
+from torch import nn
+
+from course_lib.budget import Recipe
+from course_lib.budget.extrapolate import MANY
+from course_lib.configs import model_from
+from course_lib.memory import cast
+from course_lib.models import Decoder, random_tokens
+
+SMALL = {"offload_activations": True, "min_bytes": 256}
+DOWN = {"offload_activations": True, "min_bytes": 1000}
+LAYERS = Recipe(checkpoint="layers")
+SEGMENTS = Recipe(checkpoint="segments", segments=2)
+OPTIMAL = Recipe(checkpoint="optimal", schedule_bytes=1)  # `feasible` gives more
+BF16 = Recipe(precision="bf16")
+
+
+# ---- models of this file
+
+
+class Critic(nn.Module):
+    """A gradient penalty: backward through backward. Its loss is a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        )
+
+    def loss(self, x):
+        x = x.detach().requires_grad_()
+        scores = self.layers(x).sum(1)
+        (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+class Graph(nn.Module):
+    """Adds messages along edges, without those that begin and end at the same node."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, edges):
+            edges = edges[:, (edges[0] != edges[1]).nonzero().flatten()]
+            return x.index_add(0, edges[1], self.linear(x)[edges[0]].tanh())
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def loss_sum(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x, batch["edges"].t())
+        return x.square().sum(), len(x)
+
+
+def graph():
+    ends = torch.arange(20)
+    return {"x": torch.randn(20, 8), "edges": torch.stack([ends, ends // 2 * 2], 1)}
+
+
+class Tables(nn.Linear):
+    """Buffers that have dtypes of their own."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        for dtype in (torch.bfloat16, torch.float64, torch.int64):
+            self.register_buffer(
+                f"of_{dtype.itemsize}_{dtype.is_floating_point}", torch.zeros(5000, dtype=dtype)
+            )
+
+    def loss_sum(self, x):
+        return self(x).square().sum(), len(x)
+
+
+def halved():
+    return cast(foreign.Decoder(), torch.bfloat16)
+
+
+# ---- the table: models and their batches, and the recipes in which they are run
+
+tokens, four = partial(random_tokens, 5, 12, 67), partial(random_tokens, 4, 32, 97)
+deep = partial(Decoder, vocabulary=67, hidden=16, heads=2, layers=MANY + 2, sequence=12)
+large = partial(Decoder, vocabulary=16000, hidden=512, heads=8, layers=2, sequence=64)
+transformer = partial(foreign.Translator, nn.Transformer.generate_square_subsequent_mask)
+LLAMA_NAME, EAGER = "Llama:LlamaForCausalLM", {"attn_implementation": "eager"}
+LLAMA = made(LLAMA_NAME, **SHARED)
+BART = partial(made, "Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL})
+CHUNKED = Recipe(precision="bf16", attention="flash", checkpoint="selective", head_chunk=16)
+PAGED = Recipe(in_backward=True, offload_optimizer=1.0)
+HEAD = Recipe(checkpoint="layers", head_chunk=16, micro_batches=2)
+NORMALIZED = [Recipe(), Recipe(checkpoint="segments", segments=4, in_backward=True)]
+TWO, FOUR = replace(SEGMENTS, micro_batches=2), replace(SEGMENTS, micro_batches=4)
+# Two recipes for each architecture, in turn; `TABLE` has every pair of techniques.
+IN_TURN = [
+    [Recipe(), TWO],
+    [Recipe("bf16", in_backward=True), replace(OPTIMAL, optimizer="sgd", in_backward=True)],
+    [Recipe(optimizer="sgd", micro_batches=2), TWO],
+    [Recipe(offload_optimizer=1.0, offload_activations=True, min_bytes=512), OPTIMAL],
+    [Recipe("bf16", checkpoint="layers", head_chunk=8), TWO],
+]
+NO_CHAIN = [Recipe(offload_optimizer=1.0, **SMALL), Recipe("bf16", checkpoint="layers")]
+
+
+def checkpointing(use_reentrant):
+    model = LLAMA()
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model.train()
+
+
+def of_architecture(i, name):
+    return NO_CHAIN if name.startswith("encoder and decoder") else IN_TURN[i % len(IN_TURN)]
+
+
+ROWS = {
+    # The loss is a mean, and the backward of its penalty runs in the forward pass.
+    "gradient penalty": (
+        *(Critic, partial(torch.ones, 8, 16)),
+        [
+            Recipe(precision="bf16", offload_optimizer=1.0, in_backward=True),
+            *(Recipe(**SMALL), Recipe(**SMALL, prefetch=0, in_flight=2)),
+            *(Recipe(**SMALL, prefetch=3), LAYERS, replace(LAYERS, **SMALL)),
+        ],
+    ),
+    # Checkpoints and copies see indices, whose values decide the sizes of other tensors.
+    "graph": (Graph, graph, [LAYERS, replace(LAYERS, offload_activations=True, min_bytes=8)]),
+    # `cast` converts some of the buffers.
+    "buffers": (Tables, partial(torch.randn, 6, 8), [Recipe(), BF16]),
+    # A model in bf16 that is left as it is has no master weights.
+    "made in bf16": (halved, sentences, [Recipe(precision=None), BF16]),
+    # Segments keep the states of random generators.
+    "dropout modules": (partial(foreign.Encoder, dropout=0.2), sentences, [SEGMENTS]),
+    "dropout functions": (partial(foreign.Decoder, dropout=0.2), sentences, [SEGMENTS]),
+    "fused": (partial(deep, layers=2, dropout=0.1, fused=True), tokens, [Recipe(attention=None)]),
+    # Blocks change their buffers, and are repeated with those of the first run.
+    "spectral norm": (partial(foreign.averaged, "spectral norm"), foreign.point, NORMALIZED),
+    "average": (partial(foreign.averaged, "average"), foreign.point, NORMALIZED),
+    "batch norm": (
+        *(partial(foreign.averaged, "batch norm"), foreign.point),
+        [*NORMALIZED, LAYERS, Recipe(checkpoint="selective")],
+    ),
+    # PyTorch's transformer compares its mask with a causal one.
+    "transformer": (transformer, partial(torch.randn, 2, 6, 16), [Recipe(), BF16]),
+    # Labels are shifted, not shifted, or one per sample.
+    **{
+        f"labels, {make.args[0]}": (
+            *(make, partial(foreign.labelled, make)),
+            [Recipe(micro_batches=6), Recipe(in_backward=True), replace(LAYERS, micro_batches=2)],
+        )
+        for make in foreign.KINDS
+    },
+    # The model offers its own chain.
+    "stages": (
+        *(foreign.Tower, sentences),
+        [
+            *(OPTIMAL, replace(OPTIMAL, head_chunk=9, micro_batches=2), Recipe(head_chunk=9)),
+            *(replace(OPTIMAL, in_backward=True), replace(SEGMENTS, head_chunk=9)),
+            replace(SEGMENTS, segments=3, **DOWN),
+        ],
+    ),
+    "stages with dropout": (
+        *(partial(foreign.Tower, dropout=0.4), sentences),
+        [OPTIMAL, replace(SEGMENTS, segments=3, **DOWN)],
+    ),
+    # A search runs only a few of the blocks.
+    "many blocks": (
+        *(deep, tokens),
+        [
+            Recipe(precision="bf16", checkpoint="layers", first_blocks=3, attention="flash"),
+            Recipe(checkpoint="layers", micro_batches=3, offload_optimizer=0.5, **DOWN),
+            Recipe(in_backward=True, offload_optimizer=0.5, head_chunk=7, checkpoint="selective"),
+            Recipe(checkpoint="segments", segments=MANY + 2, micro_batches=3),
+        ],
+    ),
+    "13 million parameters": (
+        *(large, partial(random_tokens, 2, 64, 16000)),
+        [replace(SEGMENTS, optimizer="sgd", **DOWN)],
+    ),
+    # Models of a config.json differ in biases, norms of queries, experts and positions.
+    **{
+        f"config of {config['model_type']}": (
+            *(partial(model_from, small(config), sequence=32), four),
+            [CHUNKED, PAGED] if config is MIXTRAL else [recipe],
+        )
+        for config, recipe in (
+            *((LLAMA_3_8B, CHUNKED), (QWEN_25_7B, PAGED), (QWEN_3_8B, CHUNKED)),
+            *((GPT_2, PAGED), (MIXTRAL, None)),
+        )
+    },
+    **{
+        name: (*model, of_architecture(i, name))
+        for i, (name, model) in enumerate(ARCHITECTURES.items())
+    },
+    # The attention keeps its scores.
+    "Llama, eager": (made(LLAMA_NAME, **SHARED, **EAGER), text, [HEAD]),
+    "T5, eager": (made("T5:T5ForConditionalGeneration", **T5, **EAGER), text, [HEAD]),
+    # The model drops a mask of ones, and keeps one with zeros.
+    "Llama without a mask": (LLAMA, partial(text, "none"), [Recipe()]),
+    "Llama, padded": (LLAMA, partial(text, "padded"), [Recipe()]),
+    "BART, padded": (BART(), partial(text, "padded", answer=12), [Recipe()]),
+    # A micro-batch that keeps its mask does not stand for those that drop it.
+    "first is padded": (LLAMA, partial(padded, 0), [Recipe(micro_batches=4)]),
+    "second is padded": (LLAMA, partial(padded, 1), [FOUR]),
+    "last is padded": (LLAMA, partial(padded, 3), [FOUR]),
+    # Encoder and decoder have different lengths.
+    "uneven BART": (
+        *(BART(decoder_layers=3), partial(text, answer=12)),
+        [replace(PAGED, checkpoint="selective")],
+    ),
+    # The model checkpoints its own layers.
+    "own checkpoints": (
+        *(partial(checkpointing, False), text),
+        [Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)],
+    ),
+    "own reentrant checkpoints": (
+        *(partial(checkpointing, True), text),
+        [Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)],
+    ),
+}
+CASES = [(name, *MODELS[name], recipe) for name, recipe in TABLE]
+CASES += [
+    (name, make_model, make_batch, recipe)
+    for name, (make_model, make_batch, recipes) in ROWS.items()
+    for recipe in recipes
+]
+
+
+@pytest.mark.filterwarnings("ignore:no activation was moved")
+@pytest.mark.parametrize(
+    ("make_model", "make_batch", "recipe"),
+    [case[1:] for case in CASES],
+    ids=[f"{name}: {recipe!r}" for name, _, _, recipe in CASES],
+)
+def test_a_step_takes_what_is_estimated(make_model, make_batch, recipe):
+    options = {"loss_sum": foreign.cube} if make_batch is foreign.point else {}
+    recipe = feasible(make_model, make_batch, recipe)
+    assert_measured(make_model, make_batch, recipe, **options)
