@@ -32,6 +32,10 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 FILE_LIST := $(VENV)/etc/jupyter/jupyter_server_config.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+# Every notebook against its stored outputs, and two workers. loadscope: the cells of a notebook share a kernel, so one
+# worker runs all of them, in order. The limits are such as only a kernel that hangs can reach (tests/patience.py).
+WITH_NOTEBOOKS := --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval.cfg --nbval-cell-timeout=3600 \
+  --nbval-kernel-startup-timeout=3600 -n 2 --dist=loadscope --no-loadscope-reorder
 
 GPU_PYTHON = PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python)
 GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
@@ -54,21 +58,21 @@ test: $(COMPLETE) ## lint, unit tests, and every notebook against its outputs / 
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --summary=none
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WITH_NOTEBOOKS) $(ARGS)
 
 test-library: | $(OTHER_VENV)/bin/pip ## the library alone with another torch (TORCH_VERSION=2.9.0) / 用别的 torch 版本测试库
 	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/python -m pip install --upgrade torch$(if $(filter newest,$(TORCH_VERSION)),,==$(TORCH_VERSION)) \
 	  $(if $(TORCH),--no-deps --index-url $(TORCH_INDEX))
 	$(OTHER_VENV)/bin/python -m pip install torch $(LIBRARY_NEEDS) -c $(OTHER_VENV)/constraints.txt
-	PYTHONPATH=. $(OTHER_VENV)/bin/python -m pytest -o addopts= -p no:cacheprovider -q -n 2 --dist=loadscope \
+	PYTHONPATH=. $(OTHER_VENV)/bin/python -m pytest -p no:cacheprovider -q -n 2 --dist=loadscope \
 	  $(LIBRARY_TESTS:%=tests/test_%.py) $(ARGS)
 
 $(OTHER_VENV)/bin/pip:
 	$(PYTHON) -m venv $(OTHER_VENV)
 
 browser: $(COMPLETE) ## the tests in Chromium alone (CHROMIUM=path names one) / 只运行浏览器测试
-	$(BIN)/python -m pytest -o addopts= -p no:cacheprovider -q -m browser tests $(ARGS)
+	$(BIN)/python -m pytest -p no:cacheprovider -q -m browser tests $(ARGS)
 
 bench: $(COMPLETE) ## run tests/bench_*.py, which print ratios / 运行性能对比
 	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
@@ -83,11 +87,11 @@ gpu: $(GPU_NEEDS) ## the next four, also if one of them fails; ARGS is for gpu-r
 
 gpu-allocator: $(GPU_NEEDS) ## the simulated allocator against this GPU's own / 模拟的分配器与 GPU 自己的分配器对照
 	@$(GPU_PYTHON) -m course_lib.lessons --check
-	$(GPU_PYTHON) -m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py $(ARGS)
+	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py $(ARGS)
 
 gpu-tests: $(GPU_NEEDS) ## the GPU tests (ARGS="-k offload") / 运行 GPU 测试
 	@$(GPU_PYTHON) -m course_lib.lessons --check
-	$(GPU_PYTHON) -m pytest -o addopts= -p no:cacheprovider -rs --durations=10 -m gpu $(WORKERS) tests $(ARGS)
+	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs --durations=10 -m gpu $(WORKERS) tests $(ARGS)
 
 gpu-record: $(GPU_NEEDS) ## the lessons' GPU figures (ARGS="--only 04 06.attention --skip 07") / 记录各课的 GPU 数据
 	@$(GPU_PYTHON) -m course_lib.lessons $(ARGS)
@@ -122,7 +126,7 @@ address: $(INSTALLED) ## write what follows from [project.urls] into READMEs and
 
 clean: ## remove caches and build files; the next target checks .venv again / 清理缓存
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(COMPLETE) $(TRUSTED)
-	find course_lib notebooks tests \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+	find course_lib publish notebooks tests \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 # pip is the last thing `python -m venv` puts in place, so a creation that was interrupted is done again.
 $(BIN)/pip:
@@ -146,7 +150,7 @@ $(INSTALLED): pyproject.toml constraints.txt $(if $(TORCH),$(CPU_TORCH),$(wildca
 
 $(COMPLETE): $(INSTALLED)
 	@echo "Installing what tests, website and slides need besides. / 另外安装测试、网站和幻灯片所需的软件。"
-	$(BIN)/python -m pip install -e '.[course,test]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[course,docs,test]' -c constraints.txt
 	@touch $@
 
 # Keeps all cells in the page, so that the language switch in the first one works wherever the reader is.

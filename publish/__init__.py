@@ -17,5 +17,5 @@ def not_installed(edition: str, error: ImportError) -> str:
     return (
         f"{edition}: {error}; use a Python with everything that the course needs,"
         f" which `make {edition}` installs (for {sys.executable}, pip install -e"
-        " '.[course,test]' -c constraints.txt does)"
+        " '.[course,docs]' -c constraints.txt does)"
     )

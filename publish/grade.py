@@ -424,9 +424,9 @@ def write_table(rows: Sequence[Row], target: Path) -> None:
                     ]
                 )
             file.close()
-            os.replace(file.name, target)
+            Path(file.name).replace(target)
         except BaseException:
-            os.unlink(file.name)
+            Path(file.name).unlink()
             raise
 
 

@@ -159,7 +159,7 @@ def _check_packages() -> None:
     if missing:
         raise EditionError(
             f"the site needs {', '.join(missing)}, not installed for {sys.executable}: "
-            "pip install -e '.[course,test]' -c constraints.txt, or `make site`, installs all"
+            "pip install -e '.[course,docs]' -c constraints.txt, or `make site`, installs all"
         )
 
 

@@ -1,7 +1,7 @@
 """Run a module as on a GPU machine as it is: with torch, Triton, NumPy, pytest, what they need, and
 nothing else.
 
-python tests/bare.py pytest -o addopts= -m gpu --collect-only tests
+python tests/bare.py pytest -m gpu --collect-only tests
 """
 
 import importlib.metadata

@@ -151,7 +151,8 @@ def on_gpu(results: Results) -> None:
         for causal in (False, True):
             for n in (1024, 2048, 4096, 8192, 16384):
                 if time.monotonic() - began > GPU_SECONDS:
-                    return print(f"{GPU_SECONDS} s are over; what is left is left out")
+                    print(f"{GPU_SECONDS} s are over; what is left is left out")
+                    return
                 gpu_rows(results, launch, n, d, causal)
 
 
@@ -304,14 +305,16 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.compile:
-        return on_absent_gpu()
+        on_absent_gpu()
+        return
     results = Results(options.output)
     print(
         f"course_lib.attention beside F.scaled_dot_product_attention, torch {torch.__version__}, in"
         " turns"
     )
     if torch.cuda.is_available():
-        return on_gpu(results)
+        on_gpu(results)
+        return
     print(
         f"on a CPU with {torch.get_num_threads()} threads; peaks above inputs, output and gradients"
     )

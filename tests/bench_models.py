@@ -51,8 +51,14 @@ MODELS = {  # class of configurations, of models -> options
     ("Qwen3", "ForCausalLM"): HEADS,
     ("Qwen3Moe", "ForCausalLM"): {**HEADS, **SPARSE, "num_experts": 4},
     ("DeepseekV3", "ForCausalLM"): {
-        **{**TEXT, **LATENT, **SPARSE, "num_key_value_heads": 4, "n_routed_experts": 4},
-        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        **TEXT,
+        **LATENT,
+        **SPARSE,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
     },
     ("Falcon", "ForCausalLM"): {**SIZES, "vocab_size": WORDS},
     ("OPT", "ForCausalLM"): {

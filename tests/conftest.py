@@ -61,6 +61,7 @@ def pytest_xdist_auto_num_workers():
             1,
             min(8, os.cpu_count(), torch.cuda.get_device_properties(0).total_memory // (5 * 10**9)),
         )
+    return None
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def built_once(tmp_path_factory, name, build):
         base = base.parent  # one folder for all workers of this run
     folder = base / "editions" / name
     folder.parent.mkdir(exist_ok=True)
-    with open(folder.parent / f"{name}.lock", "w") as lock:
+    with (folder.parent / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             build(folder)

@@ -449,7 +449,7 @@ def _forked(names: list[str], folder: Path, limit_s: int) -> int:
             os.chdir(folder)
             import pytest
 
-            options = ["-o", "addopts=", "-p", "no:cacheprovider", "-qx", "--no-header"]
+            options = ["-p", "no:cacheprovider", "-qx", "--no-header"]
             with (folder / "told").open("w") as told, redirect_stdout(told), redirect_stderr(told):
                 code = int(pytest.main([*options, f"--rootdir={folder}", *names]))
         finally:

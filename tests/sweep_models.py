@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -282,7 +283,7 @@ def main() -> None:
             flush=True,
         )
         if given.json:
-            with open(given.json, "w", encoding="utf-8") as file:
+            with Path(given.json).open("w", encoding="utf-8") as file:
                 json.dump(found, file, indent=1)
     told(found)
 

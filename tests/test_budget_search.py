@@ -857,7 +857,10 @@ def test_a_search_by_what_is_reserved_finds_what_the_allocator_would_let_run():
         *given,
         taken[cheapest.recipe],
         recipes=[cheapest.recipe],
-        **{"kind": "cuda", "count": "reserved", "rates": "H100", "progress": False},
+        kind="cuda",
+        count="reserved",
+        rates="H100",
+        progress=False,
     )
     assert best == cheapest
 

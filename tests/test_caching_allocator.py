@@ -601,7 +601,7 @@ def test_every_setting_in_the_headers_of_pytorch_is_known():
 def rounding_of_pytorch():
     from ctypes import CDLL, c_size_t
 
-    library = CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    library = CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     name = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm"
     function = getattr(library, name)
     function.restype, function.argtypes = c_size_t, [c_size_t]
@@ -882,7 +882,7 @@ def test_a_replay_allocates_and_frees_as_the_events_say():
 def test_pytorchs_own_reader_finds_the_figures_in_a_saved_snapshot(expandable, tmp_path):
     allocator, _ = replayed(expandable_segments=expandable)
     allocator.save_snapshot(tmp_path / "step.pickle")
-    with open(tmp_path / "step.pickle", "rb") as file:
+    with (tmp_path / "step.pickle").open("rb") as file:
         snapshot = pickle.load(file)
     assert snapshot == allocator.snapshot()
     summary = _memory_viz.segsum(snapshot)
@@ -965,7 +965,7 @@ def test_a_metered_step_asks_for_what_the_meter_counts_and_reserves_more(forget)
 
 def read_back(path):
     """(bytes live at the end by PyTorch's own reader, the most live, frames of what was made)"""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         snapshot = pickle.load(file)
     flames = _memory_viz.memory(snapshot, format_flamegraph=str).splitlines()
     held = [line for line in flames if ";active_allocated;" in line and "<gaps>" not in line]

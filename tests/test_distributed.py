@@ -814,7 +814,8 @@ def test_a_rank_whose_torchrun_was_killed_ends(monkeypatch):
 
 def not_loopback(pid):
     """The addresses beyond 127.0.0.1 and ::1 to which a rank is connected."""
-    inodes = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    files = Path(f"/proc/{pid}/fd").iterdir()
+    inodes = {str(file.readlink()) for file in files if file.is_symlink()}
     found = []
     for name, local in (
         ("tcp", ("0100007F",)),

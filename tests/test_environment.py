@@ -454,9 +454,9 @@ def test_an_import_that_learners_lack_is_found_and_a_guarded_one_is_not():
 def test_make_installs_for_tests_only_what_lessons_do_not_need(tmp_path):
     """The second stamp brings the rest; `make lab` asks for the first alone."""
     said = commands(tmp_path / "new")
-    assert "'.[course]' -c constraints.txt" in said and "course,test" not in said
+    assert "'.[course]' -c constraints.txt" in said and "course,docs,test" not in said
     both = commands(tmp_path / "new", f"{tmp_path}/new/.course-test-installed")
-    assert both.index("'.[course]'") < both.index("'.[course,test]' -c constraints.txt")
+    assert both.index("'.[course]'") < both.index("'.[course,docs,test]' -c constraints.txt")
     rules = (ROOT / "Makefile").read_text("utf-8")
     needs = dict(re.findall(r"^([\w-]+): (\$\(\w+\))", rules, re.M))
     for target in ("lab", "notebooks", "student", "pages", "grade"):

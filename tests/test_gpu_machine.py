@@ -18,8 +18,6 @@ from patience import HANGS_SECONDS
 ROOT = Path(__file__).parents[1]
 COLLECT = (
     "pytest",
-    "-o",
-    "addopts=",
     "-p",
     "no:cacheprovider",
     "-q",
@@ -150,8 +148,8 @@ def test_a_gpu_takes_as_many_workers_as_its_memory_has_room_for(gigabytes, worke
 
 
 CHECK = "-m course_lib.lessons --check"
-ALLOCATOR = "-m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py"
-TESTS = "-m pytest -o addopts= -p no:cacheprovider -rs --durations=10 -m gpu -n auto tests"
+ALLOCATOR = "-m pytest -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py"
+TESTS = "-m pytest -p no:cacheprovider -rs --durations=10 -m gpu -n auto tests"
 
 
 @pytest.mark.parametrize("fails", ["nothing", "pytest", "--only", "attention"])

@@ -127,7 +127,7 @@ def test_a_submission_of_lesson_00_which_crashes_does_not_stop_the_next(tmp_path
     limits = ["--seconds", str(HANGS_SECONDS)]
     folders = ["--output", str(table), "--notebooks", str(ROOT / "notebooks")]
     grade.main([str(tmp_path), *folders, *limits])
-    with open(table, encoding="utf-8-sig", newline="") as file:
+    with table.open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["name"], row["lesson"], row["verdict"]) for row in rows] == [
         ("a", "00", "!"),
@@ -315,7 +315,7 @@ def test_no_cell_of_the_table_is_a_formula_and_an_error_leaves_the_old_one(tmp_p
     table = tmp_path / "t.csv"
     sentence = '=HYPERLINK("x"), "quoted"'
     grade.write_table([grade.Row("+a", "01", "meter", "✓", "ok", sentence)], table)
-    with open(table, encoding="utf-8-sig", newline="") as file:
+    with table.open(encoding="utf-8-sig", newline="") as file:
         _, row = csv.reader(file)
     assert row == ["'+a", "01", "meter", "✓", "ok", f"'{sentence}"]
     before = table.read_bytes()

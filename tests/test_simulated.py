@@ -298,7 +298,7 @@ def prefetched(device, reuses=False):
             yield buffers[i % len(buffers)].fill_(float(i))
 
     found = []
-    for batch in Prefetcher(map(lambda x: x, loader()), device):
+    for batch in Prefetcher((x for x in loader()), device):
         found.append(batch * 2)
         del batch
         torch.empty(300).fill_(7.0)

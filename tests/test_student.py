@@ -168,10 +168,12 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
     with output_folder(target) as folder:
         (folder / "old").touch()
 
+    move = Path.rename
+
     def rename(path, place):
         if path.name == "new":
             raise OSError("no space left")
-        return os.rename(path, place)
+        return move(path, place)
 
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(OSError, match="no space left"), output_folder(target):

@@ -15,14 +15,27 @@ from course_lib.workload import configured, named_function, samples_of
 transformers = pytest.importorskip("transformers")
 
 GEMMA = {
-    **{"model_type": "gemma", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
-    **{"head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0},
+    "model_type": "gemma",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
 }
 BERT = {
-    **{"model_type": "bert", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64},
-    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "model_type": "bert",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
 }
 
 

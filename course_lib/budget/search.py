@@ -251,7 +251,9 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
             if len(found) == 1
             else "{count} recipes fit into {budget}; {known} were estimated"
         ),
-        **{"count": len(found), "budget": bytes_text(search.budget), "known": len(known.estimates)},
+        count=len(found),
+        budget=bytes_text(search.budget),
+        known=len(known.estimates),
     )
     if search.quick:
         title = text("{found}, by a quick search, which may miss cheaper ones", found=title)

@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -347,7 +348,7 @@ def _shown(metadata: tuple) -> dict:
 
 # ---- for `debug=True`: the operators of both runs
 
-_NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+_NOT_THE_USERS = tuple(f"{Path(path).parent}{os.sep}" for path in (torch.__file__, __file__))
 
 
 class OperatorLog(ObserverMode):

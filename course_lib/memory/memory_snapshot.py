@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from .allocator_settings import AllocatorSettings
 from .device_memory import Chunk
@@ -37,7 +38,7 @@ def snapshot_of(of: Segments, handed_out: Iterable[Chunk]) -> dict:
 
 def save_snapshot(snapshot: dict, path) -> None:
     """Write the snapshot as `torch.cuda.memory._dump_snapshot` does."""
-    with open(path, "wb") as file:
+    with Path(path).open("wb") as file:
         pickle.dump(snapshot, file, protocol=PROTOCOL)
 
 

@@ -73,7 +73,8 @@ class SavedTensors(Table, tuple):
     def caption(self) -> str:
         return text(
             "{count} saved tensors, {total} in storages counted once",
-            **{"count": len(self), "total": bytes_text(self.total_bytes)},
+            count=len(self),
+            total=bytes_text(self.total_bytes),
         )
 
 

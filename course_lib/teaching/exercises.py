@@ -270,7 +270,9 @@ def largest_that_fits(
         raise Refused(
             text(
                 "It fits, at {here:,} bytes, but so does {next}, at {above:,}.",
-                **{"here": here, "next": sizes[place + 1], "above": above},
+                here=here,
+                next=sizes[place + 1],
+                above=above,
             )
         )
     return size, here, above

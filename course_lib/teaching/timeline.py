@@ -139,8 +139,10 @@ class _Step:
         ]
         return text(
             "{name}: peak {peak} MB in the {phase} phase, of it {held}.",
-            **{"name": self.name, "peak": f"{self.peak / 1e6:,.1f}"},
-            **{"phase": _phase_name(self.phases[at]), "held": listed(seen)},
+            name=self.name,
+            peak=f"{self.peak / 1e6:,.1f}",
+            phase=_phase_name(self.phases[at]),
+            held=listed(seen),
         )
 
     def layers(self) -> list[tuple[str, Any, Any]]:

@@ -236,7 +236,7 @@ ANSWERS = {
     "seven_billion": (
         [sevens(112, 38.5, 26.25, 14), sevens(112, 38.5, 26.3, 14)],
         [
-            ({name: None for name in STAGES}, "Not answered"),
+            (dict.fromkeys(STAGES), "Not answered"),
             ({"DDP": 112e9}, "keys"),
             (sevens(14, 38.5, 26.25, 14), "cuts nothing"),
             (sevens(112, 14, 26.25, 14), "Not all of it is cut"),

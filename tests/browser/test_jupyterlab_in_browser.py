@@ -92,7 +92,7 @@ def lab(browser, tmp_path_factory):
     ]
     command += [f"--{name}={value}" for name, value in options.items()]
     address = f"http://127.0.0.1:{port}"
-    with open(place / "log", "w") as log:
+    with (place / "log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         wait_for(f"{address}/api", server, place / "log")

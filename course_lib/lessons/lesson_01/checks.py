@@ -445,10 +445,8 @@ def check_adapter_bytes(answer: Any) -> Verdict:
         answer,
         exact,
         wrong_answers={
-            **{
-                exact / 10**9: "That is in GB. Give bytes.",
-                round(exact, -8): "Right but for rounding: multiply whole numbers, to the byte.",
-            },
+            exact / 10**9: "That is in GB. Give bytes.",
+            round(exact, -8): "Right but for rounding: multiply whole numbers, to the byte.",
             2 * frozen: "The adapters have weights, gradients and state, too.",
             16 * trained: "The frozen weights are there, too.",
             **dict.fromkeys(
@@ -501,7 +499,10 @@ def check_largest_batch(answer: Any) -> Verdict:
     return right(
         text(
             "Right. {batch} sequences peak at {here:,} bytes, {next} would take {above:,}.",
-            **{"batch": batch, "here": here, "next": batch + 1, "above": above},
+            batch=batch,
+            here=here,
+            next=batch + 1,
+            above=above,
         )
     )
 

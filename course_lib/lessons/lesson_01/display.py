@@ -259,7 +259,10 @@ def draw_activation_bytes(
     share = f"{1 - gigabytes(sequence, 'selective') / total:.0%}"
     title = text(
         "{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²",
-        **{"layers": layers, "sequence": sequence, "total": total, "share": share},
+        layers=layers,
+        sequence=sequence,
+        total=total,
+        share=share,
     )
     drawn, ax = figure(title, height=3.2)
     everything, proportional = (

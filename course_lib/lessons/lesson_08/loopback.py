@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,7 @@ def _bring_up_loopback() -> None:
 
 
 def _sent_so_far() -> int:
-    with open("/proc/self/net/dev") as file:
+    with Path("/proc/self/net/dev").open() as file:
         line = next(line for line in file if line.strip().startswith("lo:"))
     return int(line.partition(":")[2].split()[8])
 
