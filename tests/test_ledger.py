@@ -91,7 +91,7 @@ TECHNIQUES = {
 
 # Run for real: PyTorch counts the FLOPs, the store the bytes.
 COMBINED = {
-    "all below, checkpoints, steps in backward": Recipe(
+    "all offloaded, checkpoints, steps in backward": Recipe(
         checkpoint="layers", offload_optimizer=1.0, offload_activations=True, in_backward=True
     ),
 }

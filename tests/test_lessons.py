@@ -45,7 +45,7 @@ from course_lib.lessons import (
 from course_lib.lessons.lesson_02.display import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
 from course_lib.lessons.lesson_05 import mean_of_means
-from course_lib.lessons.lesson_05.bugs import PLANTED, mended
+from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
 from course_lib.lessons.lesson_05.checks import FIVE
 from course_lib.lessons.lesson_05.display import differences
 from course_lib.lessons.lesson_07.checks import make_batch, make_model
@@ -544,7 +544,7 @@ def test_each_planted_bug_is_seen_by_its_own_check_and_by_no_other():
         bug: [name for name, check in FIVE.items() if check(loop)] for bug, loop in PLANTED.items()
     }
     assert seen == {bug: [bug] for bug in FIVE}
-    assert [name for name, check in FIVE.items() if check(mended)] == []
+    assert [name for name, check in FIVE.items() if check(correct_loop)] == []
 
 
 def test_a_recorded_run_is_made_again_by_its_script():

@@ -37,7 +37,13 @@ ROWS = (
     Row("04", "all activations to a file", 124_824_984, 45_097_156_608, 337_641_472),
     Row("05", "eight micro-batches", 134_800_820, 45_097_156_608),
     Row("06", "flash attention", 252_778_904, 45_634_027_520),
-    Row("07", "all below, checkpoints, steps in backward", 57_928_092, 54_760_833_024, 128_884_736),
+    Row(
+        "07",
+        "all offloaded, checkpoints, steps in backward",
+        57_928_092,
+        54_760_833_024,
+        128_884_736,
+    ),
     Row("08", "FSDP2, one rank of four", 75_627_440, 11_274_289_152, 80_277_504),
 )
 

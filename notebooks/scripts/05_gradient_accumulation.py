@@ -108,7 +108,10 @@ def metered_step(m):
 
 # %% slide="result"
 meters = {m: metered_step(m) for m in (4, 2)}
-table(["sequences in a piece", "peak, bytes"], [(m, each.peak_bytes) for m, each in meters.items()])
+table(
+    ["sequences per micro-batch", "peak, bytes"],
+    [(m, each.peak_bytes) for m, each in meters.items()],
+)
 
 # %% [markdown] slide={"en": "207,597,976 bytes for pieces of 4, 158,804,376 for 2.\n\n**Guess first.** For 1? And for all 8, where there is no piece before?", "zh": "每份 4 条：207,597,976 字节；2 条：158,804,376 字节。\n\n**先猜**：1 条呢？8 条一份、前面没有别的份，又如何？"}
 # <div lang="en">
@@ -169,7 +172,12 @@ moments = []
 for m in (2, 1):
     peak = max(meters[m].timeline, key=lambda sample: sum(sample.bytes.values()))
     moments.append((m, peak.operator, peak.bytes["activation"], peak.bytes["temporary"]))
-columns = ["sequences in a piece", "operator at the peak", "activations, bytes", "temporary, bytes"]
+columns = [
+    "sequences per micro-batch",
+    "operator at the peak",
+    "activations (bytes)",
+    "temporary tensors (bytes)",
+]
 table(columns, moments)
 
 # %% [markdown]
@@ -557,7 +565,10 @@ def step_on_a_rank(model, loss_sum, pieces, each):
 # %% slide="result"
 ranks = lesson_05.on_ranks(step_on_a_rank, micro_batches=8)  # two processes run the cell above
 once = ranks["parameters"]
-rows = [("the last piece only", once, ranks["last"]), ("each piece", 8 * once, ranks["each"])]
+rows = [
+    ("the last micro-batch only", once, ranks["last"]),
+    ("each micro-batch", 8 * once, ranks["each"]),
+]
 print("equal to one process with all tokens, to 1e-5:", ranks["error"] < 1e-5)
 predictions([*rows, ("`AccumulatedStep`", once, ranks["library"])], unit="bytes")
 
@@ -946,7 +957,7 @@ off = {name: error(each, found["whole"]) for name, each in found.items()}
 rows = []
 for n in (2, 4, 8):
     rows.append((n, "27.5 / 1", f"{27.5 / n:.1f} / 8"))
-table(["ranks", "last: MB kept / reductions", "each: MB kept / reductions"], rows)
+table(["ranks", "in the last: kept (MB) / reductions", "in each: kept (MB) / reductions"], rows)
 
 # %% [markdown]
 # ## 5.18 Steps inside backward, and AdamA / 在反向之中更新，以及 AdamA
@@ -984,9 +995,9 @@ def update(parameter):
 
 
 # %%
-rows = [("after backward, 1", *peak_with(1)), ("in backward, 1", *peak_with(1, update))]
-rows += [("after backward, 8", *peak_with(8)), ("in backward, 8", *peak_with(8, update))]
-table(["update, sequences", "peak, MB", "most gradients at once, MB"], rows)
+rows = [("after backward (1)", *peak_with(1)), ("in backward (1)", *peak_with(1, update))]
+rows += [("after backward (8)", *peak_with(8)), ("in backward (8)", *peak_with(8, update))]
+table(["update (sequences)", "peak, MB", "most gradients at once (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">

@@ -157,7 +157,7 @@ def tiled_forward(q, k, v, block=64):  # (n, d) each: one head
 
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_06.draw_walks()
+lesson_06.draw_passes()
 
 # %% [markdown] slide={"en": "Backward needs P. It was forgotten.\n\n**Write it**: dQ, dK, dV from Q, K, V, O and one number a row.", "zh": "反向要用 P，而 P 已经忘掉了。\n\n**自己写**：由 Q、K、V、O 和每行一个数，求 dQ、dK、dV。"}
 # ## 6.3 Backward: dQ, dK, dV / 反向：dQ、dK、dV
@@ -471,7 +471,10 @@ try:
     jit = triton.jit
 except ImportError:
     triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda function: function
-    missing = "No Triton here (it is for Linux only): this section's kernels can be read, not run."
+    missing = (
+        "Triton is not installed here (it runs on Linux only), so you can read this section's"
+        " kernels but not run them."
+    )
     print(say(missing))
 
 
@@ -902,13 +905,22 @@ for name, options in {
     "standard, backward": {"kind": "standard", "pass_": "backward"},
     "flash, forward": {"kind": "flash"},
     "flash, backward": {"kind": "flash", "pass_": "backward"},
-    "flash, backward in two walks": {"kind": "flash", "pass_": "backward", "walks": 2},
+    "flash, backward in two passes": {"kind": "flash", "pass_": "backward", "walks": 2},
 }.items():
     cost = attention_cost(**sizes, **options)
     times = f"{1e6 * cost.flops / 312e12:.0f}; {1e6 * cost.moved_bytes / 2e12:.0f}"
     moved = round(cost.moved_bytes / 1e6, 1)
     rows.append((name, round(cost.flops / 1e9, 1), moved, round(cost.arithmetic_intensity), times))
-table(["N = 4096, d = 64, bf16", "GFLOPs", "MB moved", "FLOPs a byte", "µs: compute; memory"], rows)
+table(
+    [
+        "N = 4096, d = 64, bf16",
+        "GFLOPs",
+        "moved (MB)",
+        "FLOPs a byte",
+        "time (µs): compute; memory",
+    ],
+    rows,
+)
 
 # %% [markdown]
 # ## 6.16 Seconds on a CPU / CPU 上的秒数

@@ -262,9 +262,9 @@ table(["recipe", "weights off by"], rows)
 # %% slide="result" minutes=3
 my_guesses = [None, None, None, None]  # in MB
 steps = {"plain": {}, "+ checkpoints": checkpoints}
-steps["+ 8 pieces"] = {**checkpoints, "micro_batches": 8}
-steps["+ state below"] = {**steps["+ 8 pieces"], "offload_optimizer": 1.0}
-steps["+ small pages"] = {**steps["+ state below"], "page_bytes": 1 << 20}
+steps["+ 8 micro-batches"] = {**checkpoints, "micro_batches": 8}
+steps["+ state offloaded"] = {**steps["+ 8 micro-batches"], "offload_optimizer": 1.0}
+steps["+ small pages"] = {**steps["+ state offloaded"], "page_bytes": 1 << 20}
 found = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in steps.items()}
 lesson_07.what_fills(found, found.values())
 
@@ -307,8 +307,8 @@ lesson_07.what_fills(found, found.values())
 # </div>
 
 # %% slide="result"
-more = {"in backward, whole": {**checkpoints, **freed}}
-more["+ activations below"] = {**checkpoints, **freed, **offloaded}
+more = {"in backward, whole batch": {**checkpoints, **freed}}
+more["+ activations offloaded"] = {**checkpoints, **freed, **offloaded}
 found |= {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in more.items()}
 lesson_07.what_fills(more, [found[name] for name in more])
 
@@ -326,7 +326,7 @@ lesson_07.what_fills(more, [found[name] for name in more])
 
 # %%
 ways = {**steps, **more}
-limits = {"+ activations below": BUDGET}
+limits = {"+ activations offloaded": BUDGET}
 measured = {}
 for name, way in ways.items():
     stepped = run(make_model, make_batch, Recipe(**way), budget_bytes=limits.get(name))
@@ -334,7 +334,7 @@ for name, way in ways.items():
 predictions([(name, found[name].peak_bytes, measured[name]) for name in ways], unit="bytes")
 
 # %% jupyter={"source_hidden": true} slide="result"
-title = "From 277.7 to 57.9 MB: what fills the peak changes at every step"
+title = "From 277.7 to 57.9 MB, each technique changes what fills the peak"
 peaks = list(measured.values())
 lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, title=title)
 
@@ -360,7 +360,7 @@ lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, ti
 without = run(make_model, make_batch, Recipe(**freed, **offloaded))
 
 # %% jupyter={"source_hidden": true} slide="result"
-title = "Without checkpoints the peak is lower: single tensors come back, not whole layers"
+title = "The peak is lower without checkpoints, because only single tensors come back"
 meters = {"with checkpoints": stepped.meter, "without checkpoints": without.meter}
 timelines(meters, title=title)
 
@@ -443,7 +443,7 @@ laptop, rows = RATES["laptop"], []
 for name, each in found.items():
     ratio, moved = f"{each.flops / plain.flops:.2f}", f"{each.moved_bytes / 1e6:.1f}"
     rows.append((name, f"{each.peak_bytes / 1e6:.1f}", ratio, moved, f"{laptop.seconds(each):.2f}"))
-table(["step", "peak, MB", "FLOPs of plain", "MB moved", "seconds, laptop"], rows)
+table(["step", "peak, MB", "FLOPs of plain", "moved (MB)", "time on the laptop (s)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -665,7 +665,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 # </div>
 
 # %%
-alone = {"pieces": {"micro_batches": 8}, "offloaded": offloaded}
+alone = {"micro_batches": {"micro_batches": 8}, "offloaded": offloaded}
 alone["both"] = {**checkpoints, **offloaded}
 alone = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in alone.items()}
 alone["checkpoints"] = found["+ checkpoints"]
@@ -688,7 +688,9 @@ what_you_may_have_read("07", *lesson_07.figures_of_claims(plain, alone, pair[0])
 # </div>
 
 # %% slide="result"
-ledger("07", "all below, checkpoints, steps in backward", pair[0], moved_bytes=pair[0].moved_bytes)
+ledger(
+    "07", "all offloaded, checkpoints, steps in backward", pair[0], moved_bytes=pair[0].moved_bytes
+)
 
 # %% [markdown] slide={"en": "Look at what fills the peak, then choose.\n\nCheckpoints on top of offload: fewer bytes moved, a higher peak.", "zh": "先看是什么撑起了峰值，再选。\n\n卸载之上加检查点：搬得少，峰值高。"}
 # ## 7.12 Summary / 小结
@@ -788,7 +790,7 @@ ways = [{}, checkpoints, {**flash, **checkpoints}, {**flash, **checkpoints, **fr
 ways += [{**flash, **checkpoints, **freed, **offloaded}, {**flash, **freed, **offloaded}]
 large = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
 rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in large]
-table(["recipe", "peak, MB", "MB moved"], rows)
+table(["recipe", "peak, MB", "moved (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -888,7 +890,7 @@ for (size, name), e in giants.items():
     marks = ["✓" if device in fitting else "–" for device in devices.values()]
     price = f"{e.moved_bytes / 1e9:.0f}", f"{RATES[fitting[0]].seconds(e):.2f}, {fitting[0]}"
     rows.append((size, name, f"{e.peak_bytes / 1e9:.1f}", *marks, *price))
-table(["model", "recipe", "peak, GB", *devices, "GB moved", "seconds, on the smallest"], rows)
+table(["model", "recipe", "peak, GB", *devices, "GB moved", "time on the smallest (s)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -957,7 +959,7 @@ for optimizer in ("adam", "adam8bit", "adafactor", "sgd"):
     each = estimate(make_model, make_batch, Recipe(optimizer=optimizer, **checkpoints))
     state = each.at_peak.get("optimizer", 0) / parameters
     rows.append((f"`{optimizer}`", round(each.peak_bytes / 1e6, 1), round(state, 2)))
-table(["`optimizer`", "peak, MB", "state, bytes a parameter"], rows)
+table(["`optimizer`", "peak, MB", "state (bytes per parameter)"], rows)
 
 # %% [markdown]
 # ## 7.18 On a GPU / 在 GPU 上

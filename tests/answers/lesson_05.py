@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from course_lib.lessons.lesson_05.bugs import PLANTED, mended
-
-WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
+from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
+from course_lib.lessons.lesson_05.checks import FLOOR, SLOPE, WEIGHTS
 
 
 def peak(m):
@@ -32,7 +31,7 @@ def loop(
     first=(),
     every=0,
 ):
-    """A loop that is right but for what its arguments say."""
+    """Return a loop that is right except for the faults that its arguments name."""
 
     def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, group_of, max_norm):
         group_of += every
@@ -263,15 +262,15 @@ ANSWERS = {
     "peak_of_pieces": (
         [peak],
         [
-            (lambda m: FLOOR + m * SLOPE, "gradients come while activations go"),
-            (lambda m: FLOOR - WEIGHTS + m * SLOPE, "the pieces before"),
-            (lambda m: WEIGHTS + m * SLOPE, "optimizer state are there"),
-            (lambda m: m * SLOPE, "however the batch comes"),
+            (lambda m: FLOOR + m * SLOPE, "no gradient exists yet"),
+            (lambda m: FLOOR - WEIGHTS + m * SLOPE, "earlier micro-batches"),
+            (lambda m: WEIGHTS + m * SLOPE, "and the optimizer state"),
+            (lambda m: m * SLOPE, "however the batch is split"),
             (lambda m: 277_682_584 * m / 8, "in proportion"),
-            (lambda m: 207_597_976 + (m - 4) * 17_521_152, "no point of the line"),
-            (lambda m: 158_804_376 + 2 * m * SLOPE, "begins at no sequence"),
-            (lambda m: peak(m) - (m == 8) * WEIGHTS, "not two"),
-            (lambda m: peak(m) + (m == 1) * 393_216, "what is measured"),
+            (lambda m: 207_597_976 + (m - 4) * 17_521_152, "not on the line"),
+            (lambda m: 158_804_376 + 2 * m * SLOPE, "starts at m = 0"),
+            (lambda m: peak(m) - (m == 8) * WEIGHTS, "lacks two sets"),
+            (lambda m: peak(m) + (m == 1) * 393_216, "the measured peak"),
             (lambda m: peak(m) / 1e6, "in MB"),
             (lambda m: peak(m) / 2**20, "in MiB"),
             (lambda m: peak(m) + 4, "m = 4"),
@@ -279,7 +278,7 @@ ANSWERS = {
     ),
     "loop": (
         [
-            *(mended, loop(), sums_then_divided),
+            *(correct_loop, loop(), sums_then_divided),
             *(counted_first(torch.no_grad), counted_first(torch.inference_mode)),
         ],
         [
@@ -287,20 +286,20 @@ ANSWERS = {
             *((each, "4 of 5") for each in PLANTED.values()),
             (loop(divide=lambda loss, total, samples, pieces: loss / samples), "by samples"),
             (loop(divide=of_every_piece), "last group"),
-            (loop(per_piece=["unscale"]), "belongs to a step"),
+            (loop(per_piece=["unscale"]), "more than once"),
             (loop(left_out=["update"]), "scaler.update()"),
             (loop(left_out=["clip"]), "as long as the bound"),
-            (loop(left_out=["scale"]), "no longer goes through the scaler"),
-            (clips_each_parameter, "points elsewhere"),
-            (scales_the_last, "no longer goes through the scaler"),
-            (loop(left_out=["step"]), "no step at all"),
-            (loop(left_out=["schedule"]), "0 steps of it"),
+            (loop(left_out=["scale"]), "not always go through the scaler"),
+            (clips_each_parameter, "another direction"),
+            (scales_the_last, "not always go through the scaler"),
+            (loop(left_out=["step"]), "never lets"),
+            (loop(left_out=["schedule"]), "0 steps, but"),
             (loop(left_out=["clear"]), "which were not cleared"),
             (one_backward, "of all micro-batches are live at once"),
             (forward_of_all_first, "of all micro-batches are live at once"),
             (gradients_kept, "Keep nothing of a micro-batch"),
             (never_set_back, "counted again in the second step"),
-            (loop(divide=lambda loss, total, samples, pieces: loss), "by nothing"),
+            (loop(divide=lambda loss, total, samples, pieces: loss), "not divided"),
             (loop(first=["schedule"]), "before the optimizer"),
             (loop(every=1), "steps"),
         ],
@@ -312,7 +311,7 @@ ANSWERS = {
             (summed(lambda so_far, parameter: parameter.grad), "but yours are bfloat16"),
             (summed(in_float64), "but yours are float64"),
             (summed(left_there), "added again"),
-            (summed(lambda so_far, parameter: taken(parameter).float()), "last piece"),
+            (summed(lambda so_far, parameter: taken(parameter).float()), "the last micro-batch"),
             (summed(kept_as_zeros), "6 bytes"),
             (first_parameter_alone, "1 of 3"),
             (iterated_twice, "no hook was called"),
@@ -321,10 +320,10 @@ ANSWERS = {
     ),
     "largest_piece": (
         [32],
-        [(64, "1.64 GB"), (36, "divide"), (40, "floor"), (16, "Twice as many")],
+        [(64, "1.64 GB"), (36, "divide"), (40, "floor"), (16, "twice as many")],
     ),
     "fast_piece": (
         [16],
-        [(8, "66 %"), (32, "16 are enough"), (64, "reaches 100 %"), ("16", "One number")],
+        [(8, "66%"), (32, "16 is enough"), (64, "reaches 100%"), ("16", "One number")],
     ),
 }

@@ -55,14 +55,14 @@ ANSWERS = {
     "peak_without_memory": (
         [peak, slip(batch_before=True), slip(steps=3)],
         [
-            (slip(steps=1), "This is the first step"),
+            (slip(steps=1), "the peak of the first step"),
             (slip(zero=False), "still live"),
             (slip(set_to_none=False), "`set_to_none=False` keeps their memory"),
             (slip(update=False), "without the temporaries of Adam's update"),
             (slip(fused=True), "without the temporaries of Adam's update"),
             slip(foreach=True),
             (made_outside, "outside `with symbolic():`"),
-            (lambda make_model, make_batch: 277_682_584, "never called"),
+            (lambda make_model, make_batch: 277_682_584, "never called `make_model`"),
             *(
                 (
                     lambda make_model, make_batch, o=o, n=n: peak(make_model, make_batch, **o) / n,
@@ -85,19 +85,19 @@ ANSWERS = {
             (lambda a, b: 2 * ratio(a, b), "both directions"),
             lambda a, b: (a.flops - b.flops) // (b.moved_bytes - a.moved_bytes),
             lambda a, b: round(ratio(a, b)),
-            (lambda a, b: a.flops / a.moved_bytes, "one recipe's intensity"),
-            (lambda a, b: b.flops / b.moved_bytes, "one recipe's intensity"),
+            (lambda a, b: a.flops / a.moved_bytes, "of one recipe"),
+            (lambda a, b: b.flops / b.moved_bytes, "of one recipe"),
             lambda a, b: 30.3,
         ],
     ),
     "same_flops": (
         [Recipe(micro_batches=4), Recipe(micro_batches=8)],
         [
-            (Recipe(), "277.7 MB > 160 MB. At its peak: activation 178.4 MB"),
+            (Recipe(), "277.7 MB > 160 MB. Its peak has activation 178.4 MB"),
             (Recipe(micro_batches=2), "does not fit"),
-            (Recipe(checkpoint="layers"), "takes 1.214 times the FLOPs"),
-            (Recipe(attention="flash", micro_batches=8), "times the FLOPs"),
-            (Recipe(offload_activations=True), "fits, but moves"),
+            (Recipe(checkpoint="layers"), "takes 1.214 times the baseline's FLOPs"),
+            (Recipe(attention="flash", micro_batches=8), "times the baseline's FLOPs"),
+            (Recipe(offload_activations=True), "fits, but it moves"),
         ],
     ),
     "keeps_clipping": (
@@ -106,19 +106,22 @@ ANSWERS = {
             Recipe(checkpoint="segments", segments=8, micro_batches=8),
         ],
         [
-            (Recipe(checkpoint="layers", micro_batches=8), "takes 1.214 times the FLOPs"),
-            (Recipe(checkpoint="layers", in_backward=True), "clipping is gone"),
-            (Recipe(micro_batches=8), "134.8 MB > 120 MB. At its peak: optimizer state 55.0 MB"),
+            (
+                Recipe(checkpoint="layers", micro_batches=8),
+                "takes 1.214 times the baseline's FLOPs",
+            ),
+            (Recipe(checkpoint="layers", in_backward=True), "clipping is impossible"),
+            (Recipe(micro_batches=8), "134.8 MB > 120 MB. Its peak has optimizer state 55.0 MB"),
             (
                 Recipe(checkpoint="layers", micro_batches=8, offload_optimizer=1.0),
-                "fits, but moves",
+                "fits, but it moves",
             ),
         ],
     ),
     "fifty": (
         [Recipe(**LEAST, head_chunk=128), Recipe(**LEAST, head_chunk=128, attention="flash")],
         [
-            (Recipe(**ALL_IN), "57.9 MB > 50 MB. At its peak: parameter 27.5 MB"),
+            (Recipe(**ALL_IN), "57.9 MB > 50 MB. Its peak has parameter 27.5 MB"),
             (Recipe(**LEAST), "53.9 MB > 50 MB"),
             (Recipe(**ALL_IN, head_chunk=128), "57.9 MB > 50 MB"),
         ],
@@ -128,11 +131,14 @@ ANSWERS = {
 #: What no exercise takes for a recipe, and what it is told.
 NO_RECIPES = [
     *(
-        ("micro_batches=4", "this is a `str`"),
-        (LEAST, "this is a `dict`"),
-        (Recipe, "this is a `type`"),
+        ("micro_batches=4", "got a `str`"),
+        (LEAST, "got a `dict`"),
+        (Recipe, "got a `type`"),
     ),
-    *((Recipe(optimizer="sgd"), "stay"), (Recipe(precision="bf16"), "stay")),
+    *(
+        (Recipe(optimizer="sgd"), "Keep the precision"),
+        (Recipe(precision="bf16"), "Keep the precision"),
+    ),
     (Recipe(micro_batches=9), "cannot be estimated: micro_batches must be one of 1, 2"),
 ]
 

@@ -56,23 +56,31 @@ __all__ = [
 CLAIMS = (
     Claim(
         "Divide each loss: `loss = loss / gradient_accumulation_steps`.",
-        "error of the gradient, 16 samples in pieces of one, 8 batches",
-        "Partly: right only if all micro-batches have equal token counts. Sum up, divide once.",
+        "error of the gradient (8 batches of 16 samples, micro-batches of one sample)",
+        (
+            "Partly: this is right only if all micro-batches have equal token counts. Add up the"
+            " sums and divide once."
+        ),
         outcome="partly",
         source="Hugging Face Accelerate documentation, Performing gradient accumulation",
     ),
     Claim(
         "The accuracy difference is very small (typically < 1% gradient norm difference).",
-        "the same in pieces of eight, of which each has many lengths",
-        "Partly: it depends on how the counts differ. Here below 1% in one batch of eight.",
+        "the same with micro-batches of eight samples of different lengths",
+        (
+            "Partly: it depends on how much the token counts differ. Here the error is below 1% in"
+            " one batch of eight."
+        ),
         outcome="partly",
         source="leeroopedia.com, Unsloth Gradient Accumulation Accuracy, not Unsloth's own page",
     ),
     Claim(
         "Gradient accumulation is supposed to be mathematically equivalent to full batch training.",
-        "error of fp32 gradients; of bf16 ones of Linear weights, added up in fp32",
-        "Partly: up to rounding, if losses are summed over samples. Rounding depends on where you"
-        " add.",
+        "error of fp32 gradients, and of bf16 gradients of Linear weights with sums in fp32",
+        (
+            "Partly: they are equal up to rounding if the losses are summed over samples. The"
+            " rounding depends on the dtype of the sums."
+        ),
         outcome="partly",
         source="Hugging Face blog, Fixing Gradient Accumulation, October 2024",
     ),
@@ -81,22 +89,30 @@ CLAIMS = (
 OLDER_CLAIMS = (
     Claim(
         "Gradient accumulation is not compatible with optimizer in backward.",
-        "sum of the second moments, pieces squared one by one, of the squared sum",
-        "Partly: AdamA does both, with equal first moments and other second ones. No global"
-        " clipping.",
+        "sum of the second moments, with each micro-batch squared by itself, relative to Adam's",
+        (
+            "Partly: AdamA combines them. Its first moments equal Adam's, its second moments"
+            " differ, and it cannot clip by the norm of all gradients."
+        ),
         outcome="partly",
         source="torchtune documentation, Memory Optimization Overview",
     ),
     Claim(
         "The last, partial group can be ignored.",
         "samples whose gradients are never used",
-        "They are lost; or, never zeroed, they join the next epoch's first step. Step on them too.",
+        (
+            "Their gradients are lost. If they are never cleared, they enter the next epoch's first"
+            " step. Update with them, too."
+        ),
         outcome="fails",
     ),
     Claim(
         "Accumulation saves memory in proportion.",
         "peaks of eight sequences at once, and one by one",
-        "Activations do. Weights, gradients and optimizer state stay.",
+        (
+            "Partly: activations shrink in proportion. Weights, gradients and optimizer state stay"
+            " the same."
+        ),
         outcome="partly",
     ),
 )
@@ -118,7 +134,9 @@ def figures_of_claims(
     """
     small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
     large = text(
-        "another: {fp32} and {bf16}", fp32=f"{max(exact):.0e}", bf16=f"{max(sums['fp32'][256]):.1%}"
+        "other values: {fp32} and {bf16}",
+        fp32=f"{max(exact):.0e}",
+        bf16=f"{max(sums['fp32'][256]):.1%}",
     )
     return [
         f"{min(off[1]):.0%} – {max(off[1]):.0%}",

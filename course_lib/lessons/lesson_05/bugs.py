@@ -26,30 +26,30 @@ def _loop(bug: str | None) -> Callable[..., None]:
                 loss, count = loss_sum(model, piece)
                 divisor = count * len(group) if bug == "mean of means" else total
                 scaler.scale(loss / divisor).backward()
-                # to the bound times the scale, so that nothing else is wrong
-                if bug == "clipped per piece":
+                # The bound is multiplied by the loss scale, because the gradients are still scaled.
+                if bug == "clipped per micro-batch":
                     clip_grad_norm_(model.parameters(), max_norm * scaler.get_scale())
-                if bug == "scheduled per piece":
+                if bug == "scheduled per micro-batch":
                     scheduler.step()
             if bug != "not unscaled":
                 scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), max_norm)
             scaler.step(optimizer)
             scaler.update()
-            if bug != "scheduled per piece":
+            if bug != "scheduled per micro-batch":
                 scheduler.step()
             optimizer.zero_grad()
 
     return train_epoch
 
 
-mended = _loop(None)
+correct_loop = _loop(None)
 PLANTED = {
     name: _loop(name)
     for name in (
         "mean of means",
-        "clipped per piece",
-        "scheduled per piece",
+        "clipped per micro-batch",
+        "scheduled per micro-batch",
         "remainder dropped",
         "not unscaled",
     )

@@ -22,10 +22,11 @@ WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
 
 @exercise(
     hint=(
-        "Two points make a line: bytes a sequence, and what is left at no sequence at all.",
+        "Two points define a line. How many bytes does each sequence add, and how many remain"
+        " at zero sequences?",
         (
-            "(207,597,976 − 158,804,376) / 2 a sequence. With a single piece, the gradients are not"
-            " there at the peak."
+            "Each sequence takes (207,597,976 − 158,804,376) / 2 bytes. With a single"
+            " micro-batch, no gradient exists yet at the peak."
         ),
     )
 )
@@ -41,30 +42,48 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
         whole = FLOOR + 8 * SLOPE
         mistakes = {
             FLOOR - WEIGHTS + m * SLOPE: (
-                "The gradients of the pieces before are there when the next one peaks."
+                "You left out the gradients. Those of the earlier micro-batches are in memory"
+                " when the next micro-batch peaks."
             ),
-            m * SLOPE: "Weights, gradients and optimizer state are there however the batch comes.",
-            WEIGHTS + m * SLOPE: "Gradients and optimizer state are there, too.",
-            158_804_376 + 2 * m * SLOPE: "The line begins at no sequence, not at two.",
+            m * SLOPE: (
+                "You counted only what grows with m. Weights, gradients and optimizer state"
+                " take the same memory however the batch is split."
+            ),
+            WEIGHTS + m * SLOPE: (
+                "You left out the gradients and the optimizer state. They are in memory, too."
+            ),
+            158_804_376 + 2 * m * SLOPE: (
+                "You started at the peak for m = 2. The line starts at m = 0, and the"
+                " difference between the two runs is for two sequences."
+            ),
             277_682_584 * m / 8: (
-                "It does not fall in proportion: part of the peak is not activations."
+                "The peak does not fall in proportion to m, because part of it is not activations."
             ),
-            # a line through a point without gradients
-            207_597_976
-            + (m - 4) * 17_521_152: "At m = 8 there is one piece alone: no point of the line.",
-            158_804_376
-            + (m - 2) * 118_878_208 / 6: "At m = 8 there is one piece alone: no point of the line.",
+            # lines through m = 8, where the peak has no gradients
+            207_597_976 + (m - 4) * 17_521_152: (
+                "You drew the line through m = 8. That is a single micro-batch, whose peak has"
+                " no gradients, so it is not on the line."
+            ),
+            158_804_376 + (m - 2) * 118_878_208 / 6: (
+                "You drew the line through m = 8. That is a single micro-batch, whose peak has"
+                " no gradients, so it is not on the line."
+            ),
             134_800_792: (
-                "That is what is measured; the line through the two runs says another number."
+                "That is the measured peak. The line through the two runs predicts another number."
             ),
         }
         if m == 8:
             mistakes = {
                 whole: (
-                    "With a single piece, gradients come while activations go: none is there yet."
+                    "You counted the gradients. With a single micro-batch no gradient exists"
+                    " yet at the peak, because gradients are made while activations are freed."
                 )
             }
-            mistakes |= {whole - 2 * WEIGHTS: "One set of gradients is missing, not two."}
+            mistakes |= {
+                whole - 2 * WEIGHTS: (
+                    "Your peak lacks two sets of gradients. The real one lacks a single set."
+                )
+            }
         verdict = expect_number(
             given,
             FLOOR + m * SLOPE - (WEIGHTS if m == 8 else 0),
@@ -76,21 +95,21 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
                 verdict, message=text("For m = {m}: {message}", m=m, message=verdict.message)
             )
     return right(
-        "Right: 24,396,800 bytes a sequence on a floor of 110,010,776; one piece alone peaks"
-        " without gradients."
+        "Right: 24,396,800 bytes per sequence on a floor of 110,010,776 bytes. A single"
+        " micro-batch peaks without gradients."
     )
 
 
 # The loop with five planted bugs ------------------------------------------------------------------
 
 
-class _Taken(NamedTuple):
+class _EpochRecord(NamedTuple):
     """Record of an epoch of a loop."""
 
     gradients: list[Tensor]  # at each step of the optimizer
     rates: list[int]  # number of scheduler steps before each optimizer step
     scheduled: int  # number of scheduler steps in total
-    arriving: list[float]  # gradients of the loss sums
+    arriving: list[float]  # gradients at the loss sums, the loss scale included
 
 
 class _TwoWeights(nn.Module):
@@ -114,30 +133,38 @@ class _Recorder(torch.optim.SGD):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)
-        self.taken = _Taken([], [], 0, [])
+        self.record = _EpochRecord([], [], 0, [])
         self.scheduler: Any = None
 
     def step(self, closure: Any = None) -> None:
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         if any(gradient is None for gradient in gradients):
-            raise Refused("The optimizer steps, and there are no gradients.", exact=True)
-        self.taken.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
-        self.taken.rates.append(self.scheduler.last_epoch)
+            raise Refused(
+                "You let the optimizer step when a parameter has no gradient.", exact=True
+            )
+        self.record.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        self.record.rates.append(self.scheduler.last_epoch)
 
 
-# PyTorch's messages on wrong use of a scaler, and what they mean here.
+# The beginnings of PyTorch's errors on wrong use of a scaler -> what is wrong with the loop.
 _MISTAKES = {
     "unscale_() has already been called": (
-        "`unscale_` belongs to a step, not to a piece: once, after the last piece."
+        "You called `unscale_` more than once in a step. Call it once, after the last micro-batch."
     ),
-    "step() has already been called": "After each step of the optimizer, `scaler.update()` once.",
+    "step() has already been called": (
+        "Call `scaler.update()` once after each step of the optimizer."
+    ),
     "unscale_() is being called after step": (
-        "First `unscale_`, then `scaler.step`, then `scaler.update()`."
+        "Call `unscale_` first, then `scaler.step`, then `scaler.update()`."
     ),
-    "No scale call has been made": "The loss goes through `scaler.scale` before its backward pass.",
-    "No inf checks were recorded": "The loss goes through `scaler.scale` before its backward pass.",
+    "No scale call has been made": (
+        "Pass the loss through `scaler.scale` before you call `backward`."
+    ),
+    "No inf checks were recorded": (
+        "Pass the loss through `scaler.scale` before you call `backward`."
+    ),
     "Attempted unscale_ but _scale is None": (
-        "The loss goes through `scaler.scale` before its backward pass."
+        "Pass the loss through `scaler.scale` before you call `backward`."
     ),
 }
 
@@ -149,7 +176,7 @@ def _epoch(
     max_norm: float = math.inf,
     scale: float = 1.0,
     model: nn.Module | None = None,
-) -> _Taken:
+) -> _EpochRecord:
     """Run an epoch of a reader's loop over micro-batches (samples, tokens, features).
 
     The loss is linear in the features, unless another `model` is given.
@@ -162,11 +189,11 @@ def _epoch(
     def loss_sum(model: nn.Module, piece: Tensor) -> tuple[Tensor, int]:
         loss = model(piece).sum()
         if loss.requires_grad:  # false if the loop only counts tokens
-            loss.register_hook(lambda gradient: optimizer.taken.arriving.append(float(gradient)))
+            loss.register_hook(lambda gradient: optimizer.record.arriving.append(float(gradient)))
         return loss, piece.shape[0] * piece.shape[1]
 
     with warnings.catch_warnings():
-        # on a scheduler that steps before its optimizer, which the check itself reports
+        # PyTorch warns if a scheduler steps before its optimizer; the check itself reports that
         warnings.simplefilter("ignore")
         try:
             loop(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)
@@ -175,9 +202,9 @@ def _epoch(
                 if message in str(error):
                     raise Refused(meant, exact=True) from None
             raise
-    if not optimizer.taken.gradients:
-        raise Refused("The optimizer takes no step at all.", exact=True)
-    return optimizer.taken._replace(scheduled=scheduler.last_epoch)
+    if not optimizer.record.gradients:
+        raise Refused("Your loop never lets the optimizer step.", exact=True)
+    return optimizer.record._replace(scheduled=scheduler.last_epoch)
 
 
 def _pieces(*tokens: int, seed: int = 0) -> list[Tensor]:
@@ -191,7 +218,8 @@ def _mean(pieces: list[Tensor]) -> Tensor:
     return torch.cat([piece.flatten(0, 1) for piece in pieces]).mean(0)
 
 
-def _away(found: Tensor, wanted: Tensor) -> float:
+def _relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference relative to the norm of the right gradient."""
     return float((found - wanted).norm() / wanted.norm())
 
 
@@ -203,37 +231,36 @@ def divisor(loop: Callable) -> str | None:
     counts = [sum(piece.shape[0] * piece.shape[1] for piece in group) for group in groups]
     # a dropped remainder is left to another check
     for step, (gradient, group) in enumerate(zip(found, groups, strict=False)):
-        if (off := _away(gradient, _mean(group))) < 1e-4:
+        if (off := _relative_error(gradient, _mean(group))) < 1e-4:
             continue
         if step == 2:
             return text(
-                "by what it divides: the last group has one piece, and is off by {off}",
+                "divisor: the last group has only one micro-batch, and its gradient is off by"
+                " {off}",
                 off=f"{off:.0%}",
             )
         if step == 1:
             own, before = _mean(group), _mean(groups[0])
-            if _away(gradient, own * counts[1] / sum(counts[:2])) < 1e-4:
-                return (
-                    "by what it divides: the tokens of the step before are counted again in the"
-                    " second step"
-                )
+            if _relative_error(gradient, own * counts[1] / sum(counts[:2])) < 1e-4:
+                return "divisor: the tokens of the first step are counted again in the second step"
             # the sums of both steps, divided by the second's tokens, or each by its own
             kept = (before / counts[1] + own, before + own)
-            if any(_away(gradient, each) < 1e-4 for each in kept):
+            if any(_relative_error(gradient, each) < 1e-4 for each in kept):
                 return (
-                    "by what it divides: the first step is right, and the second has the gradients"
-                    " of the first as well, which were not cleared"
+                    "divisor: the first step is right, but the second also has the gradients of"
+                    " the first, which were not cleared"
                 )
             return text(
-                "by what it divides: the first step is right, the second is off by {off}",
+                "divisor: the first step is right, but the second has a gradient that is off by"
+                " {off}",
                 off=f"{off:.0%}",
             )
         samples = sum(map(len, group))
-        if _away(gradient, _mean(group) * counts[0] / samples) < 1e-4:
-            return "by what it divides: by samples, and the loss is summed over tokens"
-        if _away(gradient, _mean(group) * counts[0]) < 1e-4:
-            return "by what it divides: by nothing, so the gradient is a sum over the tokens"
-        return text("by what it divides: the first update is off by {off}", off=f"{off:.0%}")
+        if _relative_error(gradient, _mean(group) * counts[0] / samples) < 1e-4:
+            return "divisor: the loss is divided by samples, although it is a sum over tokens"
+        if _relative_error(gradient, _mean(group) * counts[0]) < 1e-4:
+            return "divisor: the loss is not divided, so the gradient is a sum over the tokens"
+        return text("divisor: the gradient of the first step is off by {off}", off=f"{off:.0%}")
     return None
 
 
@@ -244,9 +271,12 @@ def clipping(loop: Callable) -> str | None:
     """
     pieces = _pieces(4, 4, 4, 4, seed=1)
     found, wanted = _epoch(loop, pieces, 4, max_norm=0.01).gradients[0], _mean(pieces)
-    off = _away(found / found.norm(), wanted / wanted.norm())
+    off = _relative_error(found / found.norm(), wanted / wanted.norm())
     return (
-        text("when it clips: the first update points elsewhere, {off} off", off=f"{off:.0%}")
+        text(
+            "clipping: the first update points in another direction (off by {off})",
+            off=f"{off:.0%}",
+        )
         if off > 1e-3
         else None
     )
@@ -254,18 +284,13 @@ def clipping(loop: Callable) -> str | None:
 
 def schedule(loop: Callable) -> str | None:
     """Test equal counts in full groups: how often the scheduler steps, and when."""
-    taken = _epoch(loop, _pieces(4, 4, 4, 4), 2)
-    steps = len(taken.gradients)
-    if taken.scheduled != steps:
-        counted = {"n": taken.scheduled, "steps": steps}
-        return text(
-            "what the scheduler counts: {n} steps of it for {steps} of the optimizer", **counted
-        )
-    if taken.rates != [*range(steps)]:
-        return (
-            "what the scheduler counts: it steps before the optimizer does, so the first rate is"
-            " never used"
-        )
+    record = _epoch(loop, _pieces(4, 4, 4, 4), 2)
+    steps = len(record.gradients)
+    if record.scheduled != steps:
+        counted = {"n": record.scheduled, "steps": steps}
+        return text("scheduler: {n} steps, but the optimizer took {steps}", **counted)
+    if record.rates != [*range(steps)]:
+        return "scheduler: it steps before the optimizer, so the first learning rate is never used"
     return None
 
 
@@ -276,7 +301,8 @@ def remainder(loop: Callable) -> str | None:
     used = int(sum(gradient != 0 for gradient in found).bool().sum())
     if used < 5 or len(found) != 3:
         return text(
-            "what is left over: {used} of 5 pieces in {steps} steps, which must be 3",
+            "remainder: {used} of 5 micro-batches were used in {steps} steps, but all 5 must be"
+            " used in 3 steps",
             used=used,
             steps=len(found),
         )
@@ -285,18 +311,18 @@ def remainder(loop: Callable) -> str | None:
 
 def unscaling(loop: Callable) -> str | None:
     """Test the length of the update by two micro-batches, scaled by 1024 and clipped."""
-    taken = _epoch(loop, _pieces(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
-    if min(taken.arriving, default=0.0) < 2:
-        return "what is clipped: the loss no longer goes through the scaler"
-    times = float(taken.gradients[0].norm()) / 0.01
+    record = _epoch(loop, _pieces(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
+    if min(record.arriving, default=0.0) < 2:
+        return "scale: the loss does not always go through the scaler"
+    times = float(record.gradients[0].norm()) / 0.01
     if times > 1.01:
         return text(
-            "what is clipped: the update is {times} times as long as the bound",
+            "scale: the update is {times} times as long as the bound `max_norm`",
             times=f"{times:,.0f}",
         )
     if times < 0.99:
         return text(
-            "what is clipped: the update has {times} of the length that it should",
+            "scale: the length of the update is only {times} of what it should be",
             times=f"{times:.3f}",
         )
     return None
@@ -323,8 +349,8 @@ _ACTIVATIONS = 2 * 16 * 64 * 4
 #: Name of a planted bug -> the check that detects it, and none of the other four.
 FIVE: Mapping[str, Callable[[Callable], str | None]] = {
     "mean of means": divisor,
-    "clipped per piece": clipping,
-    "scheduled per piece": schedule,
+    "clipped per micro-batch": clipping,
+    "scheduled per micro-batch": schedule,
     "remainder dropped": remainder,
     "not unscaled": unscaling,
 }
@@ -333,13 +359,14 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
 @exercise(
     hint=(
         (
-            "Which of these lines belong to a piece, and which to a step? And when is a group"
-            " complete?"
+            "Which of these lines must run for each micro-batch, and which once per step? When"
+            " is a group of micro-batches complete?"
         ),
         (
-            "Tokens can be counted while you go, and the sums divided at the end; what clips must"
-            " see means, without the scale; a slice `pieces[start : start + every]` may be short,"
-            " and is a group all the same."
+            "You can count the tokens during the loop and divide the gradients by the total at"
+            " the end. Clipping must see this mean gradient, without the loss scale. The slice"
+            " `pieces[start : start + every]` may be shorter than `every`, but it is a group,"
+            " too."
         ),
     )
 )
@@ -353,7 +380,11 @@ def check_loop(function: Any) -> Verdict:
     ]
     if found:
         return wrong(
-            text("{n} of 5 fixed. Left: {found}.", n=5 - len(found), found=listed(found, "; "))
+            text(
+                "{n} of 5 bugs fixed. Remaining: {found}.",
+                n=5 - len(found),
+                found=listed(found, "; "),
+            )
         )
     more = _grows_by(function)
     if more > 5 * _ACTIVATIONS:
@@ -380,13 +411,14 @@ def check_loop(function: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "A hook that is called when a parameter's gradient is complete: take the gradient out,"
-            " add it in fp32."
+            "A hook is called when the gradient of a parameter is complete. In the hook, take"
+            " the gradient out of `.grad` and add it in fp32."
         ),
         (
-            "In the hook: `gradient, parameter.grad = parameter.grad, None`; the first one with"
-            " `.float()`, the others with `+=`. `parameter.register_post_accumulate_grad_hook(add)`"
-            " for each parameter; return the dict."
+            "In the hook, write `gradient, parameter.grad = parameter.grad, None`. Start the"
+            " sum with `gradient.float()` and add later gradients with `+=`. Call"
+            " `parameter.register_post_accumulate_grad_hook(add)` for each parameter, and"
+            " return the dict."
         ),
     )
 )
@@ -414,12 +446,16 @@ def check_fp32_sums(function: Any) -> Verdict:
             model(x).square().sum().backward()
         kept = meter.live_bytes
     if not isinstance(sums, Mapping):
-        return wrong("A dict is wanted: parameter → the sum of its gradients.", exact=True)
+        return wrong(
+            "Return a dict that maps each parameter to the sum of its gradients.", exact=True
+        )
     parameters = list(model.parameters())
     if not sums:  # the cell is unchanged
         return not_answered()
     if any(parameter not in sums for parameter in parameters):
-        return wrong(text("{n} of 3 parameters have a sum.", n=sum(p in sums for p in parameters)))
+        return wrong(
+            text("Only {n} of 3 parameters have a sum.", n=sum(p in sums for p in parameters))
+        )
     found = [sums[parameter] for parameter in parameters]
     if any(one.dtype != torch.float32 for one in found):
         kinds = {str(one.dtype).removeprefix("torch.") for one in found}
@@ -429,34 +465,43 @@ def check_fp32_sums(function: Any) -> Verdict:
         )
     if not any(one.any() for one in found):
         return wrong(
-            "Your sums stay zero, because no hook was called. `parameters` is an iterator: make a"
-            " list of it if you go through it twice.",
+            "Your sums stay zero, because no hook was called. `parameters` is an iterator, so"
+            " make a list of it if you go through it twice.",
             exact=True,
         )
     if _all_close(found, [g.float() for g in narrow]):
         return wrong(
-            "Added in bf16 and turned into fp32 afterwards: too late, the bits are gone.",
+            "You added the gradients in bf16 and converted the sum to fp32. That is too late,"
+            " because the low bits are already lost.",
             exact=True,
         )
     if _all_close(found, [sum(g.float() for g in of_one) for of_one in so_far]):
         return wrong(
-            "You add `.grad` and leave it there, so that it holds the micro-batches before as well,"
+            "You add `.grad` but do not clear it, so it still holds the earlier micro-batches,"
             " and they are added again. Set it to None in the hook.",
             exact=True,
         )
     if _all_close(found, [g.float() for g in each[-1]]):
-        return wrong("Only the last piece's gradient is there.", exact=True)
+        return wrong(
+            "You kept only the gradient of the last micro-batch. Add up those of all"
+            " micro-batches.",
+            exact=True,
+        )
     if not _all_close(found, exact):
-        return wrong("These are not the sums of the pieces' gradients.")
+        return wrong("Your sums differ from the sums of the micro-batches' gradients.")
     if any(parameter.grad is not None for parameter in parameters) or kept > sum(
         g.nbytes for g in exact
     ):
         numbers = {"kept": kept / sum(p.numel() for p in parameters)}
         return wrong(
-            text("Right sums, but {kept:.0f} bytes a parameter are live; 4 are enough.", **numbers)
+            text(
+                "The sums are right, but {kept:.0f} bytes per parameter are live. Four are enough.",
+                **numbers,
+            )
         )
     return right(
-        "Right: sums in fp32, 4 bytes a parameter, and no bf16 gradient stays beside them."
+        "Right: the sums are in fp32, at 4 bytes per parameter, and no bf16 gradient stays in"
+        " memory."
     )
 
 
@@ -468,32 +513,46 @@ def _all_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
 # In depth -----------------------------------------------------------------------------------------
 
 
-@exercise(hint="110,010,776 bytes and 24,396,800 a sequence: how many sequences fit below 10^9?")
+@exercise(
+    hint=(
+        "The peak is 110,010,776 bytes plus 24,396,800 bytes per sequence. How many sequences fit"
+        " below 10^9 bytes?"
+    )
+)
 def check_largest_piece(answer: Any) -> Verdict:
     """Check the largest micro-batch of a batch of 64 under 1 GB, among those that divide 64."""
     return expect_number(
         answer,
         32,
         wrong_answers={
-            36: "36 would fit, and does not divide 64.",
-            40: "The floor does not shrink.",
-            64: "All at once peaks at 1.64 GB.",
-            16: "Twice as many fit.",
+            36: "36 sequences would fit, but 36 does not divide 64.",
+            40: (
+                "You divided all of the 10^9 bytes by the bytes per sequence. First subtract"
+                " the floor, which does not shrink."
+            ),
+            64: "The whole batch at once peaks at 1.64 GB.",
+            16: "16 sequences fit, but twice as many also fit.",
         },
-        why="110.0 MB and 32 times 24.4 MB are 890.7 MB; 64 at once would be 1,643.9.",
+        why=(
+            "110.0 MB plus 32 times 24.4 MB is 890.7 MB. All 64 sequences at once would take"
+            " 1,643.9 MB."
+        ),
     )
 
 
-@exercise(hint="Samples a millisecond: m / (5 + m).")
+@exercise(hint="The rate is m / (5 + m) samples per millisecond.")
 def check_fast_piece(answer: Any) -> Verdict:
     """Check the smallest power of two that reaches 80% of the largest's rate, at 5 + m ms each."""
     return expect_number(
         answer,
         16,
         wrong_answers={
-            8: "8 in 13 ms is 66 % of 64 in 69 ms.",
-            32: "16 are enough.",
-            64: "The largest reaches 100 %; a smaller one is enough.",
+            8: (
+                "Micro-batches of 8 samples in 13 ms reach only 66% of the rate of 64 samples"
+                " in 69 ms."
+            ),
+            32: "32 reaches 80%, but 16 is enough for that.",
+            64: "The largest micro-batch reaches 100%. A smaller one is enough for 80%.",
         },
-        why="16 in 21 ms is 82 % of 64 in 69 ms.",
+        why="16 samples in 21 ms reach 82% of the rate of 64 samples in 69 ms.",
     )

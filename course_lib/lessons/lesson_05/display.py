@@ -30,7 +30,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}")
         for m in sorted(meters)
     ]
-    title = "Activations shrink with the piece; 110 MB do not"
+    title = "Activations shrink with the micro-batch, and 110 MB stay"
     drawn, ax = figure(title, height=3.6, alt=text("{points}.", points=listed(description, "; ")))
     for m, meter in meters.items():
         bottom = 0.0
@@ -50,9 +50,9 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         top, missing = single.peak_bytes / 1e6, single.at_peak()["parameter"] / 1e6
         look = {"facecolor": "none", "edgecolor": COLORS["gradient"], "linestyle": "--"}
         ax.bar(8, missing, bottom=top, width=0.5, **look)
-        ax.text(8.4, top + missing / 2, text("gradients: not yet there"), va="center", fontsize=9)
+        ax.text(8.4, top + missing / 2, text("no gradients yet"), va="center", fontsize=9)
     ax.set(
-        xlabel=text("sequences in a piece, of eight"),
+        xlabel=text("sequences per micro-batch (of 8)"),
         ylabel=text("peak, MB"),
         xlim=(-0.2, 10.6),
         ylim=(0, 325),
@@ -71,14 +71,15 @@ def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "F
     """
     say = [sum(tokens) / (len(tokens) * each) for each in tokens]
     alt = text(
-        "A token counts from {least} to {most} times its share. Errors of {points}.",
+        "A token has {least} to {most} times its fair weight. Error of the gradient by samples"
+        " per micro-batch: {points}.",
         least=f"{min(say):.2f}",
         most=f"{max(say):.1f}",
         points=listed(
             [f"{size}: {min(each):.0%} – {max(each):.0%}" for size, each in errors.items()], "; "
         ),
     )
-    title = "A token of a short sample counts for more"
+    title = "A token of a short sample has a larger weight"
     drawn, (left, right) = figure(title, columns=2, height=3.2, alt=alt)
     left.plot(tokens, say, "o", color=COLORS["measured"], alpha=0.8)
     left.axhline(1, color=COLORS["predicted"], linewidth=1.2)
@@ -86,7 +87,7 @@ def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "F
         xscale="log",
         yscale="log",
         xlabel=text("characters in the sample"),
-        ylabel=text("say of one of them"),
+        ylabel=text("weight of one character"),
     )
     left.set_xticks([16, 32, 64, 128], ["16", "32", "64", "128"])
     left.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
@@ -101,8 +102,8 @@ def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "F
         )
     right.set(
         xscale="log",
-        xlabel=text("samples in a piece, of 16"),
-        ylabel=text("gradient off by, %"),
+        xlabel=text("samples per micro-batch (of 16)"),
+        ylabel=text("gradient error (%)"),
         ylim=(0, None),
     )
     right.set_xticks(list(errors), [str(size) for size in errors])
@@ -114,8 +115,8 @@ _ONCE = (
     "unscale",
     "÷ tokens",
     "clip",
-    "step of the optimizer",
-    "update the scaler",
+    "optimizer step",
+    "scaler update",
     "scheduler",
     "clear",
 )
@@ -124,10 +125,10 @@ _ONCE = (
 def draw_order() -> "Figure":
     """Draw seven micro-batches in groups of four: what happens for each, and once per step."""
     alt = (
-        "Four pieces, one after the other; then once: {once}. Three pieces, the remainder; then the"
-        " same once more."
+        "Four micro-batches run one after the other. These operations follow once: {once}. Then"
+        " the three remaining micro-batches run, and the same operations follow once more."
     )
-    title = "Each piece adds; all else is done once, after the last piece of a step"
+    title = "Each micro-batch adds to the gradients; all other work is done once per step"
     words = listed([text(name) for name in _ONCE])
     drawn, ax = figure(title, height=2.6, alt=text(alt, once=words))
     at = 0.0
@@ -187,11 +188,11 @@ def draw_training() -> "Figure":
     last = list(zip(*(each[-1] for each in found.values()), strict=True))
     below, above = sum(x < 0 for x in last[0]), sum(x > 0 for x in last[1])
     description = (
-        "After {steps} steps: lower on short samples in {below} of {n} seeds, higher on long ones"
-        " in {above}."
+        "After {steps} steps, the loss of the mean of means is lower on short samples for"
+        " {below} of {n} seeds, and higher on long samples for {above}."
     )
     alt = text(description, steps=made["steps"], below=below, above=above, n=len(found))
-    title = "Better on short samples in most runs; on long ones mostly worse"
+    title = "The mean of means is mostly better on short samples and worse on long ones"
     drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=alt)
     for place, (ax, name) in enumerate(
         zip(panels, ("on lines of code", "on paragraphs"), strict=True)
@@ -209,7 +210,7 @@ def draw_training() -> "Figure":
         ax.axhline(0, color=COLORS["predicted"], linewidth=1.2)
         ax.set_title(text(name))
         ax.set(xlabel=text("step"), xlim=(0, 126))
-    panels[0].set_ylabel(text("loss, less the token mean's"))
+    panels[0].set_ylabel(text("difference in loss"))
     return shown_once(drawn)
 
 
@@ -223,7 +224,7 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
         "bf16": (COLORS["measured"], "o-", "sums in bf16"),
         "fp32": (_OTHER, "s--", "sums in fp32"),
     }
-    title = "Added up in bf16, more micro-batches mean a larger error; in fp32 they do not"
+    title = "More micro-batches mean a larger error with sums in bf16, but not in fp32"
     alt = (
         "Sums in bf16: the error rises from 1 micro-batch to 256, to about three times as much. In"
         " fp32 it stays low."
@@ -252,8 +253,8 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
         )
     ax.set(
         xscale="log",
-        xlabel=text("pieces"),
-        ylabel=text("gradient off by, %"),
+        xlabel=text("micro-batches"),
+        ylabel=text("gradient error (%)"),
         ylim=(0, None),
         xlim=(0.8, 900),
     )
@@ -267,12 +268,12 @@ def draw_spread(deltas: Sequence[float], errors: Sequence[float]) -> "Figure":
     shown = listed(
         [f"δ = {delta}: {error:.0%}" for delta, error in zip(deltas, errors, strict=True)], "; "
     )
-    title = "The more the counts differ, the more wrong is dividing by the number of pieces"
+    title = "The more the token counts differ, the larger the error of the mean of means"
     drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=shown))
     ax.plot(deltas, [100 * error for error in errors], "o-", color=COLORS["measured"])
     ax.set(
         xlabel=text("spread of token counts δ"),
-        ylabel=text("gradient off by, %"),
+        ylabel=text("gradient error (%)"),
         ylim=(0, None),
         xlim=(0, 1),
     )
@@ -286,4 +287,4 @@ def five_bugs() -> Table:
         seen = {other: check(loop) for other, check in FIVE.items()}
         others = sum(symptom is not None for other, symptom in seen.items() if other != name)
         rows.append((name, seen[name] or "–", others))
-    return table(["one bug alone", "its own check", "others that see it"], rows)
+    return table(["the only bug", "report of the check for it", "other checks that fail"], rows)

@@ -16,7 +16,9 @@ def _loss_sum(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
 
 
 @experiment(
-    title="A step over one batch, in pieces of 1, a quarter, and all of its samples",
+    title=(
+        "One step over one batch, in micro-batches of 1 sample, of a quarter and of all samples"
+    ),
     sizes={
         "vocabulary": 8192,
         "hidden": 1024,
@@ -27,7 +29,7 @@ def _loss_sum(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
     },
     small={**TINY, "batch": 4},
     variants={
-        "one": "pieces of 1",
+        "one": "1 sample each",
         "quarter": "a quarter each",
         "all": "all at once",
     },

@@ -15,11 +15,11 @@ from .checks import (
 from .display import (
     draw_causal_tiles,
     draw_errors,
+    draw_passes,
     draw_peaks,
     draw_roofline,
     draw_running,
     draw_saved,
-    draw_walks,
     loop_of,
 )
 from .gpu import attention_forward_and_backward
@@ -37,11 +37,11 @@ __all__ = [
     "check_probabilities",
     "draw_causal_tiles",
     "draw_errors",
+    "draw_passes",
     "draw_peaks",
     "draw_roofline",
     "draw_running",
     "draw_saved",
-    "draw_walks",
     "loop_of",
     "older_claims",
 ]
@@ -51,22 +51,24 @@ CLAIMS = (
     Claim(
         "FlashAttention takes memory from O(N²) to O(N).",
         "twice the tokens: bytes kept / FLOPs",
-        "Holds for bytes. FLOPs stay quadratic.",
+        "This holds for bytes. FLOPs stay quadratic.",
         outcome="holds",
         source="Dao et al. 2022, section 3.1",
     ),
     Claim(
         "The backward pass is not deterministic because we use atomic adds.",
-        "products of backward: one walk; two, as here",
-        "Holds for their default. Two walks add in one order, for two products more; one walk can"
-        " order its adds, and waits.",
+        "products of backward: with one pass; with two, as here",
+        (
+            "This holds for their default. Two passes add in a fixed order, at the cost of two more"
+            " products. One pass can fix the order of its additions, at the cost of waiting."
+        ),
         outcome="holds",
         source="FlashAttention's issue 414",
     ),
     Claim(
         "Backward is 2.5 times the FLOPs of forward.",
-        "FLOPs of flash attention, backward against forward; the same for the Triton kernels",
-        "Of the algorithm. Kernels with two walks do 3.5 times.",
+        "FLOPs of backward divided by those of forward: flash attention; the Triton kernels",
+        "Partly: this holds for the algorithm. Kernels with two passes take 3.5 times the FLOPs.",
         outcome="partly",
         source="FlashAttention's benchmark script",
     ),
@@ -75,26 +77,32 @@ CLAIMS = (
 OLDER_CLAIMS = (
     Claim(
         "Flash keeps the maximum m and the sum l of each row.",
-        "vectors of one number a row among what is saved",
-        "The first paper's algorithm did. One is enough: their log-sum-exp.",
+        "saved vectors with one number per row",
+        (
+            "Partly: the first paper's algorithm keeps both. One number is enough, the log-sum-exp"
+            " of both."
+        ),
         outcome="partly",
     ),
     Claim(
         "In half precision everything takes two bytes.",
         "dtype of that vector for bf16 inputs",
-        "Not the statistics: four bytes a row.",
+        "Partly: the log-sum-exp is fp32, with four bytes per row.",
         outcome="partly",
     ),
     Claim(
         "Checkpointed attention saves 50 to 80 %.",
-        "share of the peak saved with 1 / 3 / 6 layers, a checkpoint each",
-        "It depends on how many layers there are: with one, nothing (lesson 02).",
+        "share of the peak saved with 1 / 3 / 6 layers, one checkpoint each",
+        (
+            "Partly: it depends on the number of layers. With one layer nothing is saved (lesson"
+            " 02)."
+        ),
         outcome="partly",
     ),
     Claim(
         "FlashAttention takes linear time.",
         "twice the tokens: bytes kept / FLOPs",
-        "Its memory is. FLOPs stay quadratic.",
+        "Its memory is linear, but its FLOPs stay quadratic.",
         outcome="fails",
     ),
 )

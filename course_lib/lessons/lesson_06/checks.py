@@ -21,7 +21,7 @@ from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 # --------------------------------------------------------------------------------------
 
 #: Operators that only move numbers or allocate memory: these may see all scores at once.
-_MOVES = (
+_COPYING = (
     "_to_copy",
     "_unsafe_view",
     "cat",
@@ -31,10 +31,10 @@ _MOVES = (
     "index",
     "index_select",
 )
-_MAKES = ("new_", "empty", "full", "ones", "zeros")
+_ALLOCATING = ("new_", "empty", "full", "ones", "zeros")
 
 
-class _Watched(TorchDispatchMode):
+class _ReadRecorder(TorchDispatchMode):
     """A mode that records which operators compute with more than a block of the scores at once.
 
     It also records which blocks are read, in order.
@@ -48,7 +48,7 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.overloadpacket.__name__
-        if not (operator.is_view or name in _MOVES or name.startswith(_MAKES)):
+        if not (operator.is_view or name in _COPYING or name.startswith(_ALLOCATING)):
             for tensor in tensors_in(args):
                 self.look(name, tensor)
         return operator(*args, **(kwargs or {}))
@@ -65,23 +65,23 @@ class _Watched(TorchDispatchMode):
                 self.blocks_read.append(tensor.storage_offset())
 
 
-class _Lists(TorchFunctionMode):
-    """A mode that reports `tolist` to a `_Watched`, since no dispatch mode sees it."""
+class _TolistRecorder(TorchFunctionMode):
+    """A mode that reports `tolist` to a `_ReadRecorder`, since no dispatch mode sees it."""
 
-    def __init__(self, watched: _Watched) -> None:
+    def __init__(self, recorder: _ReadRecorder) -> None:
         super().__init__()
-        self.watched = watched
+        self.recorder = recorder
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.tolist:
-            self.watched.look("tolist", args[0])
+            self.recorder.look("tolist", args[0])
         return function(*args, **(kwargs or {}))
 
 
 Factor = Callable[[Tensor, Tensor], Tensor]
 
 
-def _carried(
+def _log_sum_exp_by_blocks(
     scores: Tensor,
     block: int,
     *,
@@ -98,27 +98,33 @@ def _carried(
     return largest + total.log()
 
 
-#: Message -> the arguments of `_carried` that introduce the mistake.
-_CARRIED: dict[str, dict[str, Any]] = {
-    "Your running maximum starts at 0, so a row whose scores are all far below 0 sums up to"
-    " nothing. Start it at −∞.": {"start": 0.0},
-    "The old sum is not rescaled when the maximum rises.": {
+#: Message -> the arguments of `_log_sum_exp_by_blocks` that introduce the mistake.
+_LOG_SUM_EXP_MISTAKES: dict[str, dict[str, Any]] = {
+    (
+        "Your running maximum starts at 0, so the sum of a row whose scores are all far below 0"
+        " becomes 0. Start at −∞."
+    ): {"start": 0.0},
+    "You do not rescale the old sum when the maximum rises.": {
         "factor": lambda old, new: torch.ones_like(old)
     },
-    "nan even for small scores: 0 · ∞, or ∞ − ∞. The factor is exp(old − new).": {
-        "factor": lambda old, new: (new - old).exp()
-    },
-    "Your loop loses the sum of the blocks before. Rescale it, and add to it.": {
-        "factor": lambda old, new: torch.zeros_like(old)
-    },
-    "You keep one maximum for all rows, so a row far below it sums up to nothing. Keep one for"
-    " each row.": {"of_rows": lambda part: part.max().expand(len(part))},
+    (
+        "Your result is nan even for small scores, because your code computes 0 · ∞ or ∞ − ∞. The"
+        " factor must be exp(old − new)."
+    ): {"factor": lambda old, new: (new - old).exp()},
+    (
+        "Your loop loses the sum of the earlier blocks. Rescale the old sum and add the new block's"
+        " part to it."
+    ): {"factor": lambda old, new: torch.zeros_like(old)},
+    (
+        "You keep one maximum for all rows, so the sum of a row far below it becomes 0. Keep one"
+        " maximum per row."
+    ): {"of_rows": lambda part: part.max().expand(len(part))},
 }
 
 
 @exercise(
     hint=(
-        "Keep a running maximum and a running sum; rescale the sum when the maximum rises.",
+        "Keep a running maximum and a running sum. Rescale the sum when the maximum rises.",
         "total * (old - new).exp() + (part - new[:, None]).exp().sum(1)",
     )
 )
@@ -132,55 +138,72 @@ def check_log_sum_exp(function: Any) -> Verdict:
         [along, -along, 10 * waves[0], 500 * waves[1], 1000 * waves[2], waves[3] - 1000]
     )
     given = scores.clone()
-    with _Watched(given, block) as watched, _Lists(watched):
+    with _ReadRecorder(given, block) as recorder, _TolistRecorder(recorder):
         found = function(given, block)
     if found is None:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.numel() != rows:
-        return wrong("One number a row is wanted.")
+        return wrong("Return a tensor with one number per row.")
     found = found.flatten()
     if not torch.allclose(found, torch.logsumexp(scores, 1), atol=1e-4):
-        for message, mistake in _CARRIED.items():
-            if torch.allclose(found, _carried(scores, block, **mistake), atol=1e-4, equal_nan=True):
+        for message, mistake in _LOG_SUM_EXP_MISTAKES.items():
+            if torch.allclose(
+                found, _log_sum_exp_by_blocks(scores, block, **mistake), atol=1e-4, equal_nan=True
+            ):
                 return wrong(message, exact=True)
         if found[:2].isnan().any():  # the scores of these rows lie between -1 and 1
-            return wrong("nan even for small scores: 0 · ∞, or ∞ − ∞.")
+            return wrong(
+                "Your result is nan even for small scores, because your code computes 0 · ∞ or"
+                " ∞ − ∞."
+            )
         if (found == math.inf).any() or found.isnan().any():
-            return wrong("Large scores overflow.")
+            return wrong("Your code overflows for large scores.")
         if (found == -math.inf).any():
             return wrong(
-                "A sum has become 0. Subtract the row's largest score so far before `exp`."
+                "The sum of a row has become 0. Before `exp`, subtract the largest score of"
+                " this row so far."
             )
-        return wrong("The numbers are not the log-sum-exps.")
-    if watched.too_wide:
-        name = watched.too_wide[0]
-        return wrong(text("Right numbers, but `{name}` took more than a block at once.", name=name))
-    if len(set(watched.blocks_read)) < len(watched.blocks_read):
+        return wrong("Your numbers are not the log-sum-exps of the rows.")
+    if recorder.too_wide:
+        name = recorder.too_wide[0]
         return wrong(
-            "Right numbers, but in a second pass: the code comes back to a block that it had left."
+            text("The numbers are right, but `{name}` read more than one block at once.", name=name)
         )
-    return right("Right, in blocks, and without overflow.")
+    if len(set(recorder.blocks_read)) < len(recorder.blocks_read):
+        return wrong(
+            "The numbers are right, but your code reads a block again after it has left it. One"
+            " pass is enough."
+        )
+    return right("Right: computed in blocks, and without overflow.")
 
 
 # Exercise 2: dQ, dK, dV
 # -----------------------------------------------------------------------------------------------
 
-_MISTAKES = {
+_GRADIENT_MISTAKES = {
     "no D": (
-        "dV is right, dQ and dK are not: softmax's gradient subtracts D, the row sums of dO ∘ O."
+        "dV is right, but dQ and dK are not. The gradient of softmax subtracts D, the row sums"
+        " of dO ∘ O."
     ),
-    "D of the panel": (
-        "dV is right, dQ and dK are not: D sums over the whole row, not the panel; dO and O"
-        " give it."
+    "D of the key block": (
+        "dV is right, but dQ and dK are not. You summed D over one key block, but D is the sum"
+        " over the whole row. Compute it from dO and O."
     ),
-    "softmax of the panel": (
-        "All three are off: a softmax of the panel sums to 1 in every panel. P is exp(S − lse)."
+    "softmax of the key block": (
+        "All three are wrong, because you took the softmax of each key block, which sums to 1"
+        " in every block. P is exp(S − lse)."
     ),
     "scale forgotten": (
-        "dV is right, dQ and dK are too large by √d: S has the scale, so dS has it too."
+        "dV is right, but dQ and dK are √d times too large. S contains the scale, so dS must"
+        " contain it, too."
     ),
-    "dQ overwritten": "dK and dV are right, dQ has the last panel only: every panel adds to it.",
-    "divided": "Large scores overflow in exp(S) / exp(lse). Subtract first: P is exp(S − lse).",
+    "dQ overwritten": (
+        "dK and dV are right, but your dQ has only the last key block. Every key block adds to dQ."
+    ),
+    "divided": (
+        "You divide exp(S) by exp(lse), and both overflow for large scores. Subtract first: P"
+        " is exp(S − lse)."
+    ),
 }
 
 
@@ -201,30 +224,31 @@ def reference_backward(
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, len(k), block):
-        panel = slice(start, start + block)
-        scores = q @ k[panel].T * scale
+        keys = slice(start, start + block)
+        scores = q @ k[keys].T * scale
         p = (scores - lse[:, None]).exp()
-        if mistake == "softmax of the panel":
+        if mistake == "softmax of the key block":
             p = scores.softmax(1)
         if mistake == "divided":
             p = scores.exp() / lse[:, None].exp()
-        dp = grad_o @ v[panel].T
-        row = {"no D": 0.0, "D of the panel": (p * dp).sum(1, keepdim=True)}.get(mistake, dots)
+        dp = grad_o @ v[keys].T
+        row = {"no D": 0.0, "D of the key block": (p * dp).sum(1, keepdim=True)}.get(mistake, dots)
         ds = p * (dp - row) * (1 if mistake == "scale forgotten" else scale)
-        dv[panel], dk[panel] = p.T @ grad_o, ds.T @ q
-        dq = ds @ k[panel] if mistake == "dQ overwritten" else dq + ds @ k[panel]
+        dv[keys], dk[keys] = p.T @ grad_o, ds.T @ q
+        dq = ds @ k[keys] if mistake == "dQ overwritten" else dq + ds @ k[keys]
     return dq, dk, dv
 
 
 @exercise(
     hint=(
         (
-            "For each panel of keys: P from S and lse; dV += Pᵀ dO; dS = P ∘ (dO Vᵀ − D) · scale;"
-            " dQ and dK from dS."
+            "For each key block, compute P from S and lse, dV = Pᵀ dO, and dS = P ∘ (dO Vᵀ − D)"
+            " · scale. Then dQ and dK follow from dS."
         ),
         (
-            "`dq += ds @ k[panel]`, `dk[panel] = ds.T @ q`, `dv[panel] = p.T @ grad_o`, and D = "
-            "`(grad_o * o).sum(1, keepdim=True)` before the walk."
+            "Before the loop, compute D = `(grad_o * o).sum(1, keepdim=True)`. In the loop,"
+            " with `keys` as the slice of a key block, write `dq += ds @ k[keys]`, `dk[keys] ="
+            " ds.T @ q` and `dv[keys] = p.T @ grad_o`."
         ),
     )
 )
@@ -240,12 +264,15 @@ def check_backward(function: Any) -> Verdict:
     ):
         return not_answered()
     expected = reference_backward(*case, 16)
-    # a verdict on a problem is false, so None stands for no problem
+    # A verdict on a wrong answer is false, so `or` cannot be used: None means no problem.
     problem = _wrong_gradients(found, expected, case)
-    problem = _wrong_walk(function) if problem is None else problem
+    problem = _wrong_cost(function) if problem is None else problem
     if problem is not None:
         return problem
-    return right("Right: equal to float64, five products a panel, and nothing N × N.")
+    return right(
+        "Right: equal to the exact gradients in float64, with five products per key block and"
+        " nothing of size N × N."
+    )
 
 
 def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -271,15 +298,15 @@ def _wrong_gradients(
         or [tuple(getattr(x, "shape", ())) for x in found] != shapes
     ):
         return wrong(
-            "Three tensors are wanted: dQ, dK, dV, in the shapes of q, k and v.", exact=True
+            "Return three tensors dQ, dK and dV, with the shapes of q, k and v.", exact=True
         )
     if all(map(_equal, found, expected)):
         return None
-    for mistake, message in _MISTAKES.items():
+    for mistake, message in _GRADIENT_MISTAKES.items():
         if all(map(_equal, found, reference_backward(*case, 16, mistake))):
             return wrong(message, exact=True)
     if all(any(_equal(one, other) for other in expected) for one in found):
-        return wrong("These are dQ, dK and dV in another order.", exact=True)
+        return wrong("You returned dQ, dK and dV in the wrong order.", exact=True)
     off = [
         name
         for name, one, other in zip(("dQ", "dK", "dV"), found, expected, strict=True)
@@ -294,7 +321,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _wrong_walk(function: Any) -> Verdict | None:
+def _wrong_cost(function: Any) -> Verdict | None:
     """Refuse a function that holds something as large as the scores.
 
     It must also compute exactly five products per key block.
@@ -305,15 +332,16 @@ def _wrong_walk(function: Any) -> Verdict | None:
         function(*case, block)
     if meter.peak_bytes >= n * n * 4:
         return wrong(
-            "Right numbers, but N × N numbers are live at once. Make P and dS of one panel, use"
-            " them, and keep neither.",
+            "The numbers are right, but N × N numbers are live at once. Compute P and dS for"
+            " one key block, use them, and release them before the next one.",
             exact=True,
         )
     products = counter.get_total_flops() / (2 * n * n * d)
     if round(products, 2) != 5:
         return wrong(
             text(
-                "Right numbers, but {products:.1f} products of 2 N² d, where 5 do.",
+                "The numbers are right, but you compute {products:.1f} products of 2 N² d"
+                " FLOPs. Five are enough.",
                 products=products,
             )
         )
@@ -323,23 +351,32 @@ def _wrong_walk(function: Any) -> Verdict | None:
 # Exercise 3: FLOPs by hand
 # --------------------------------------------------------------------------------------------
 
-_TWO = "A multiplication and an addition count as two."
+_TWO = "You counted a multiplication and an addition as one FLOP. They count as two."
 #: Name -> FLOPs in N² d, the reason, and the mistakes that lead to other numbers.
 _PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
-    "forward": (4, "S = Q Kᵀ and O = P V: two products.", {2: _TWO}),
+    "forward": (4, "Forward computes S = Q Kᵀ and O = P V, which are two products.", {2: _TWO}),
     "backward": (
         10,
-        "S again, dV, dP, dQ, dK: five products.",
-        {5: _TWO, 8: "P has to be computed again."},
+        "Backward computes S again, then dV, dP, dQ and dK, which are five products.",
+        {5: _TWO, 8: "You left out that backward computes S again, for P."},
     ),
     "two walks": (
         14,
-        "Both walks make S and dP: seven products.",
+        "Both passes compute S and dP, so there are seven products.",
         {
             7: _TWO,
-            10: "That is one walk. In two, each makes S and dP for itself.",
-            12: "Each walk needs dS, and so dP as well as S.",
-            20: "Only S and dP are made twice. dQ is made in one walk, dK and dV in the other.",
+            10: (
+                "That is the number for one pass. With two passes, each computes S and dP for"
+                " itself."
+            ),
+            12: (
+                "You counted S twice but dP only once. Each pass needs dS, so each pass"
+                " computes dP, too."
+            ),
+            20: (
+                "You counted five products twice. Only S and dP are computed twice; dQ belongs"
+                " to one pass, dK and dV to the other."
+            ),
         },
     ),
 }
@@ -347,15 +384,16 @@ _PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
 
 @exercise(
     hint=(
-        "A product of (N, d) and (d, N) takes 2 N² d. Which products does each do?",
-        "Two, five and seven.",
+        "A product of (N, d) and (d, N) takes 2 N² d FLOPs. Which products does each of the"
+        " three compute?",
+        "They compute two, five and seven products.",
     )
 )
 def check_flops(answer: Any) -> Verdict:
     """Check {"forward", "backward", "two walks"}: FLOPs of each in N² d."""
     if not isinstance(answer, Mapping) or set(answer) != set(_PRODUCTS):
         return wrong(
-            "A dictionary is wanted, with `forward`, `backward` and `two walks`.", exact=True
+            "Give a dictionary with the keys `forward`, `backward` and `two walks`.", exact=True
         )
     if all(value is None for value in answer.values()):
         return not_answered()
@@ -364,7 +402,7 @@ def check_flops(answer: Any) -> Verdict:
         if not verdict:
             message = text("{name}: {why}", name=f"`{name}`", why=say(verdict.message))
             return wrong(message, hint=None if verdict.exact else why, exact=verdict.exact)
-    return right("Right: 4, 10 and 14 N² d.")
+    return right("Right: 4, 10 and 14 N² d FLOPs.")
 
 
 # Exercise 4: three lines of a kernel
@@ -374,8 +412,8 @@ def check_flops(answer: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "The three lines are those of `tiled_forward`: the new maximum, what the old sums are"
-            " worth, the output."
+            "The three lines are the same as in `tiled_forward`: the new maximum, the factor"
+            " for the old sum, and the output."
         ),
         (
             "`new = tl.maximum(largest, tl.max(scores, 1))`; `shrink = tl.exp(largest - new)`; "
@@ -388,7 +426,9 @@ def check_kernel(run: Any) -> Verdict:
     try:
         import triton  # noqa: F401 - whether it is installed
     except ImportError:
-        return right("No Triton here (it is for Linux only): this one is passed over.")
+        return right(
+            "Triton is not installed here (it runs on Linux only), so this exercise is skipped."
+        )
     if _is_untouched(run):
         return not_answered()
     q, k, v = _large_and_small()
@@ -409,18 +449,26 @@ def check_kernel(run: Any) -> Verdict:
             for one, two in zip(found, other, strict=True)
         ]
 
-    right_o, right_lse = equal(_folded(q, k, v))
+    right_o, right_lse = equal(_kernel_result(q, k, v))
     if right_o and right_lse:
-        return right("Right: equal to `tiled_forward`, instance by instance, for large scores too.")
-    for message, mistake in _FOLDS.items():
-        if all(equal(_folded(q, k, v, **mistake))):
+        return right(
+            "Right: each instance gives the same as `tiled_forward`, for large scores, too."
+        )
+    for message, mistake in _KERNEL_MISTAKES.items():
+        if all(equal(_kernel_result(q, k, v, **mistake))):
             return wrong(message, exact=True)
     if right_lse:
-        return wrong("The log-sum-exp is right, the output is not: it shrinks as the sum does.")
+        return wrong(
+            "The log-sum-exp is right, but the output is not. The old output shrinks by the"
+            " same factor as the old sum."
+        )
     if not all(x.isfinite().all() for x in found):
-        return wrong("Scores of 1000 and of −1000 overflow: look at the new maximum.")
+        return wrong(
+            "Your kernel overflows for scores of 1000 and −1000. Look at how you compute the"
+            " new maximum."
+        )
     return wrong(
-        "The log-sum-exp is wrong: look at the new maximum, and at what the old sum is worth."
+        "The log-sum-exp is wrong. Look at the new maximum and at the factor for the old sum."
     )
 
 
@@ -443,7 +491,7 @@ def _large_and_small() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _folded(
+def _kernel_result(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -476,36 +524,45 @@ def _folded(
     return torch.cat(outputs), torch.cat(log_sums)
 
 
-#: Message -> the arguments of `_folded` that introduce the mistake.
-_FOLDS: dict[str, dict[str, Any]] = {
-    "Your kernel keeps no maximum, so `exp` overflows for scores of 1000, and every weight is 0 for"
-    " scores of −1000. `new` is the largest score so far.": {
+#: Message -> the arguments of `_kernel_result` that introduce the mistake.
+_KERNEL_MISTAKES: dict[str, dict[str, Any]] = {
+    (
+        "Your kernel keeps no maximum, so `exp` overflows for scores of 1000, and every weight is 0"
+        " for scores of −1000. `new` must be the largest score so far."
+    ): {
         "new_maximum": lambda largest, scores: torch.zeros(len(scores)),
         "factor": lambda old, new: torch.ones_like(old),
     },
-    "`new` is the panel's own maximum. Where an earlier panel has a larger one, the factor"
-    " overflows: take the larger of `largest` and it.": {
-        "new_maximum": lambda largest, scores: scores.amax(1)
-    },
-    "`new` is one number for all rows of the block, so rows far below it sum up to nothing. Take"
-    " the maximum of each row.": {
-        "new_maximum": lambda largest, scores: torch.maximum(largest, scores.max())
-    },
-    "The old sum is not rescaled when the maximum rises.": {
+    (
+        "Your `new` is the maximum of this key block alone. If an earlier key block has a larger"
+        " one, the factor overflows. Take the larger of `largest` and this maximum."
+    ): {"new_maximum": lambda largest, scores: scores.amax(1)},
+    (
+        "Your `new` is one number for all rows, so the sum of a row far below it becomes 0. Take"
+        " the maximum of each row."
+    ): {"new_maximum": lambda largest, scores: torch.maximum(largest, scores.max())},
+    "You do not rescale the old sum when the maximum rises.": {
         "factor": lambda old, new: torch.ones_like(old)
     },
-    "Every number is nan: 0 · ∞, or ∞ − ∞. The factor is exp(largest − new), and `new` is at least"
-    " the panel's maximum.": {"factor": lambda old, new: (new - old).exp()},
-    "The log-sum-exp is right, but the old output is not rescaled when the maximum rises.": {
+    (
+        "Every number is nan, because your code computes 0 · ∞ or ∞ − ∞. The factor must be"
+        " exp(largest − new), and `new` must be at least the key block's maximum."
+    ): {"factor": lambda old, new: (new - old).exp()},
+    "The log-sum-exp is right, but you do not rescale the old output when the maximum rises.": {
         "output": lambda o, shrink, added: o + added
     },
-    "The log-sum-exp is right, but `shrink` has one number for each row, and you multiplied the"
-    " columns: `shrink[:, None]`.": {"output": lambda o, shrink, added: o * shrink.T + added},
-    "The log-sum-exp is right, but the output has the last panel only: every panel adds to it.": {
-        "output": lambda o, shrink, added: added
-    },
-    "The log-sum-exp is right, but the factor is for the old output alone. The panel's part is"
-    " relative to `new` already.": {"output": lambda o, shrink, added: (o + added) * shrink},
+    (
+        "The log-sum-exp is right, but you multiplied the columns of the output by `shrink`, which"
+        " has one number per row. Write `shrink[:, None]`."
+    ): {"output": lambda o, shrink, added: o * shrink.T + added},
+    (
+        "The log-sum-exp is right, but your output has only the last key block. Add each key"
+        " block's part to the old output."
+    ): {"output": lambda o, shrink, added: added},
+    (
+        "The log-sum-exp is right, but you multiplied the whole output by `shrink`. Multiply only"
+        " the old output, because the new key block's part is already relative to `new`."
+    ): {"output": lambda o, shrink, added: (o + added) * shrink},
 }
 
 
@@ -525,7 +582,8 @@ def _is_untouched(run: Any) -> bool:
 
 @exercise(
     hint=(
-        "softmax divides by the sum of exponentials, and the log-sum-exp is that sum's logarithm.",
+        "softmax divides by the sum of the exponentials, and the log-sum-exp is the logarithm"
+        " of this sum.",
         "p = exp(s - lse), with s = q·k / √d.",
     )
 )
@@ -538,34 +596,40 @@ def check_probabilities(function: Any) -> Verdict:
     if found is None:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.shape != (5, 5):
-        return wrong("A matrix (n, n) is wanted.", exact=True)
+        return wrong("Return a matrix of shape (n, n).", exact=True)
     large = function(50 * q, 50 * k, torch.logsumexp(2500 * scores, 1))
     if isinstance(large, torch.Tensor) and large.isnan().any() and not found.isnan().any():
         return wrong(
-            "Large scores overflow in exp(s) / exp(lse). Subtract first: p = exp(s − lse).",
+            "You divide exp(s) by exp(lse), and both overflow for large scores. Subtract first:"
+            " p = exp(s − lse).",
             exact=True,
         )
     if torch.allclose(found, (q @ k.T - lse[:, None]).exp(), atol=1e-5):
-        return wrong("The scores lack their scale, 1 / √d.", exact=True)
+        return wrong("Your scores lack the scale 1 / √d.", exact=True)
     if torch.allclose(found, (scores - lse).exp(), atol=1e-5):
-        return wrong("`lse` has one number a row: give it a column, lse[:, None].", exact=True)
+        return wrong(
+            "You subtracted `lse` along the wrong axis. It has one number per row, so write"
+            " lse[:, None].",
+            exact=True,
+        )
     if torch.allclose(found, scores - lse[:, None], atol=1e-5):
-        return wrong("These are the logarithms of P.", exact=True)
+        return wrong("You returned the logarithms of P.", exact=True)
     if not torch.allclose(found, scores.softmax(1), atol=1e-5):
         sums = found.sum(1)
         if torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
-            return wrong("Rows sum to 1, but the probabilities differ.")
-        return wrong("Rows do not sum to 1.")
-    halved = function(q, k, lse + math.log(2))  # as if other keys had the same weight again
+            return wrong("The rows of your result sum to 1, but the probabilities are wrong.")
+        return wrong("The rows of your result do not sum to 1.")
+    halved = function(q, k, lse + math.log(2))  # the lse if every key occurred twice
     if not isinstance(halved, torch.Tensor) or not torch.allclose(2 * halved, found, atol=1e-5):
         return wrong(
-            "Right numbers, but they do not come from `lse`: with `lse` greater by log 2 they"
-            " should be halved. Is there a softmax inside, or a sum over the row?"
+            "The numbers are right, but you did not compute them from `lse`. If `lse` grows by"
+            " log 2, they should be halved. Does your code contain a softmax, or a sum over the"
+            " row?"
         )
-    return right("Right: softmax without a softmax.")
+    return right("Right: this is softmax, computed without a sum over the row.")
 
 
-@exercise(hint="Which tensors does section 6.4 list, and how many heads has each?")
+@exercise(hint="Which tensors does section 6.4 list, and how many heads does each have?")
 def check_grouped_bytes(answer: Any) -> Verdict:
     """Check the bytes that flash attention keeps with 32 query heads and 8 key heads.
 
@@ -577,21 +641,36 @@ def check_grouped_bytes(answer: Any) -> Verdict:
         answer,
         right,
         wrong_answers={
-            128 * one + 32 * 4096 * 4: "K and V have 8 heads, not 32.",
-            80 * one: "The log-sum-exp is missing.",
-            80 * one + 32 * 4096 * 2: "The log-sum-exp is fp32.",
-            80 * one + 2 * 32 * 4096 * 4: "One number a row, not two.",
-            48 * one + 32 * 4096 * 4: "The output is kept as well.",
-            128 * one: "K and V have 8 heads, not 32, and the log-sum-exp is missing.",
-            2 * right - 32 * 4096 * 4: "bf16 takes two bytes.",
+            128 * one + 32 * 4096 * 4: "You counted 32 heads for K and V. They have 8.",
+            80 * one: "You left out the log-sum-exp.",
+            80 * one + 32 * 4096 * 2: "You counted two bytes for each log-sum-exp. It is fp32.",
+            80 * one + 2 * 32 * 4096 * 4: (
+                "You counted two numbers per row. Flash attention keeps only one, the log-sum-exp."
+            ),
+            48 * one + 32 * 4096 * 4: "You left out the output. It is kept, too.",
+            128 * one: (
+                "You counted 32 heads for K and V, but they have 8. The log-sum-exp is missing,"
+                " too."
+            ),
+            2 * right - 32 * 4096 * 4: (
+                "You counted four bytes per number for Q, K, V and O. In bf16 it is two."
+            ),
         },
         in_bytes=True,
-        why="Q and O with 32 heads, K and V with 8, and 4 bytes a row.",
+        why=(
+            "Q and O have 32 heads, K and V have 8, and each row has 4 bytes for its log-sum-exp."
+        ),
     )
 
 
 @exercise(
-    hint=("Count the tiles that the diagonal touches, and those below it.", "n (n + 1) / 2 of n².")
+    hint=(
+        "Count the tiles that the diagonal crosses and the tiles below them.",
+        (
+            "With n blocks of queries and n equal blocks of keys, n (n + 1) / 2 of the n² tiles are"
+            " computed."
+        ),
+    )
 )
 def check_causal_tiles(function: Any) -> Verdict:
     """Check `function(queries, keys, block_q, block_k)`: the tiles of a causal pass.
@@ -616,18 +695,24 @@ def check_causal_tiles(function: Any) -> Verdict:
         seen = [each + keys - queries for each in last]  # keys seen by the last query of each block
         mistakes = {
             sum(-(-min(each, keys) // block_k) for each in last): (
-                "The last query sees all keys: count from the bottom right."
+                "You aligned the mask at the top left. The last query sees all keys, so count"
+                " from the bottom right."
             ),
-            len(parts): "That is every tile: those above the diagonal are skipped.",
-            len(parts) / 2: "The diagonal's tiles are computed too.",
+            len(parts): "You counted all tiles. Those above the diagonal are skipped.",
+            len(parts) / 2: (
+                "You counted half of the tiles. All tiles on the diagonal are computed, too."
+            ),
             sum(-(-each // block_k) for each in seen): (
-                "A block whose queries see no key has no tile, and never fewer than none."
+                "A block of queries that sees no key has 0 tiles. You count a negative number"
+                " for it."
             ),
             sum(max(0, each) // block_k for each in seen): (
-                "A tile that the block sees only in part is computed too."
+                "You left out the tiles that a block of queries sees only in part. They are"
+                " computed, too."
             ),
             sum(max(0, each) // block_k + 1 for each in seen): (
-                "Where a block sees a whole number of tiles, no more is needed."
+                "You count one tile too many for a block of queries that sees a whole number of"
+                " tiles."
             ),
         }
         mistakes = {number: message for number, message in mistakes.items() if number != expected}
@@ -641,5 +726,6 @@ def check_causal_tiles(function: Any) -> Verdict:
                 exact=verdict.exact,
             )
     return right(
-        "Right: a tile is skipped where its first key comes after all that its last query sees."
+        "Right: a tile is skipped if its first key comes after the last key that its last query"
+        " sees."
     )

@@ -25,11 +25,11 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
     """
     rises = [n for n in range(1, len(maxima)) if maxima[n] > maxima[n - 1]]
     alt = text(
-        "After {blocks} blocks; the maximum rises at {rises}.",
+        "{blocks} blocks. The maximum rises at the blocks {rises}.",
         blocks=len(maxima),
         rises=listed(map(str, rises)),
     )
-    title = "The maximum climbs; each time it does, the sum is rescaled"
+    title = "Each time the maximum rises, the sum is rescaled"
     drawn, panels = figure(title, columns=2, height=2.8, alt=alt)
     for ax, values, name in zip(panels, (maxima, sums), ("maximum m", "sum ℓ"), strict=True):
         ax.plot(values, "-", color=_FLASH, alpha=0.5)
@@ -49,30 +49,37 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
     return shown_once(drawn)
 
 
-def draw_walks() -> "Figure":
+def draw_passes() -> "Figure":
     """Draw both passes: a block of queries over the keys, and a key block over the queries."""
     alt = (
-        "Forward: a block of queries goes from panel to panel of keys and carries m, the sum and"
-        " its output. Backward: for each panel of keys, P is made again; dQ is added to, dK and dV"
-        " of the panel are written."
+        "Forward: a block of queries passes over the key blocks and updates m, the sum and the"
+        " output. Backward: for each key block, P is computed again, dQ is added to, and dK and"
+        " dV of the block are written."
     )
     drawn, panels = figure(
-        "Nothing N × N: a tile is made, used, and gone", columns=2, height=3.0, alt=text(alt)
+        "A tile is computed, used and released, so nothing of size N × N exists",
+        columns=2,
+        height=3.0,
+        alt=text(alt),
     )
     message = (
-        ("forward", "keys, panel by panel", ("m, ℓ, O carried along",)),
-        ("backward", "keys, panel by panel", ("dQ: every panel adds", "dK, dV: written once")),
+        ("forward", "keys, block by block", ("m, ℓ and O are updated with each block",)),
+        (
+            "backward",
+            "keys, block by block",
+            ("every block adds to dQ", "dK and dV are written once"),
+        ),
     )
     for ax, (phase, below, notes) in zip(panels, message, strict=True):
         ax.set_title(text(phase), loc="left")
-        for panel in range(4):
+        for column in range(4):
             look = (
                 {"facecolor": _FLASH, "alpha": 0.8}
-                if panel == 2
+                if column == 2
                 else {"facecolor": "none", "alpha": 1.0}
             )
-            ax.add_patch(_box(1 + panel, 0, 0.92, 3, **look))
-            ax.add_patch(_box(1 + panel, 3.15, 0.92, 0.45, facecolor="#DCE6F0"))
+            ax.add_patch(_box(1 + column, 0, 0.92, 3, **look))
+            ax.add_patch(_box(1 + column, 3.15, 0.92, 0.45, facecolor="#DCE6F0"))
         ax.add_patch(_box(0.4, 0, 0.45, 3, facecolor="#DCE6F0"))
         ax.annotate(
             "",
@@ -114,7 +121,7 @@ def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
         "Errors of O, dQ, dK and dV: {names}.", names=listed([text(name) for name in errors])
     )
     drawn, ax = figure(
-        "As exact as standard attention, to a factor of one and a half", height=2.6, alt=alt
+        "The error is at most 1.5 times that of standard attention", height=2.6, alt=alt
     )
     looks = {"standard": (_STANDARD, "o"), "yours": (_FLASH, "D"), "the library": (_FLASH, "^")}
     for place, (name, values) in enumerate(errors.items()):
@@ -122,7 +129,7 @@ def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
         spots = [n + 0.15 * (place - 1) for n in range(len(values))]
         ax.plot(spots, [1e7 * value for value in values], marker, color=color, label=text(name))
     most = 1e7 * max(max(values) for values in errors.values())
-    ax.set(ylim=(0, 1.15 * most), ylabel=text("error against float64, 1e-7"))
+    ax.set(ylim=(0, 1.15 * most), ylabel=text("relative error (1e-7)"))
     ax.set_xticks(range(4), ["O", "dQ", "dK", "dV"])
     ax.legend(loc="lower right", ncols=3)
     return shown_once(drawn)
@@ -148,7 +155,9 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
         "From N = {first} to {last}: {ends}.", first=lengths[0], last=lengths[-1], ends=listed(ends)
     )
     drawn, ax = figure(
-        "Twice the tokens: nearly four times the bytes, or just twice", height=3.2, alt=alt
+        "Twice the tokens need nearly four times the bytes, or with flash only twice",
+        height=3.2,
+        alt=alt,
     )
     for (name, values), slope in zip(saved.items(), (2, 1), strict=True):
         color, marker = _KINDS[name]
@@ -168,7 +177,7 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
         yscale="log",
         xlim=(lengths[0] / 1.2, lengths[-1] * 3),
         xlabel=text("sequence length N"),
-        ylabel=text("saved, MB"),
+        ylabel=text("saved (MB)"),
     )
     ax.set_xticks(lengths, [str(n) for n in lengths])
     ax.xaxis.set_minor_formatter("")
@@ -186,13 +195,13 @@ def draw_roofline(
     """
     points = listed(
         [
-            text("{name}: {x} FLOPs a byte", name=text(name), x=round(x))
+            text("{name}: {x} FLOPs per byte", name=text(name), x=round(x))
             for name, x in reached.items()
         ],
         "; ",
     )
     drawn, ax = figure(
-        "The block decides how far flash gets; L2 helps beyond",
+        "The size of the block limits flash attention, and the L2 cache raises the limit",
         height=3.4,
         alt=text("{points}.", points=points),
     )
@@ -242,7 +251,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
         text("{name}: {peak} MB, {flops} GFLOPs", name=text(n), peak=f"{x:.1f}", flops=f"{y:.2f}")
         for n, (x, y) in costs.items()
     ]
-    title = "The same FLOPs as flash, and four times its peak"
+    title = "Checkpointed attention has the FLOPs of flash, but four times its peak"
     drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(ends, "; ")))
     for name, point in costs.items():
         color, marker = _KINDS[name]
@@ -261,17 +270,17 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
 def draw_causal_tiles() -> "Figure":
     """Draw which tiles a causal pass computes, in which order, for 8 query and 8 key blocks."""
     alt = (
-        "An 8 by 8 grid: the diagonal needs a mask, the 28 tiles below it none, those above are"
-        " skipped."
+        "An 8 by 8 grid of tiles. Tiles on the diagonal need the mask, the 28 tiles below it do"
+        " not, and those above it are skipped."
     )
-    title = "Causal: 36 of 64 tiles are computed, 8 of them with a mask"
+    title = "A causal mask leaves 36 of 64 tiles to compute, 8 of them with the mask"
     drawn, ax = figure(title, height=3.2, width=5.0, alt=alt)
     shades = [[2.0 if i == j else 1.0 if j < i else 0.0 for j in range(8)] for i in range(8)]
     ax.imshow(shades, cmap="Oranges", vmax=4)
     for i in range(8):
         for j in range(i + 1):
             ax.text(j, i, str(i * (i + 1) // 2 + j + 1), ha="center", va="center", fontsize=8)
-    ax.set(xlabel=text("blocks of keys"), ylabel=text("blocks of queries"))
+    ax.set(xlabel=text("key blocks"), ylabel=text("query blocks"))
     ax.grid(False)
     return shown_once(drawn)
 

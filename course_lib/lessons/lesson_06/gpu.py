@@ -13,8 +13,8 @@ from course_lib.teaching.experiments import AttentionKernels, Part, compared, ex
 
 @experiment(
     title=(
-        "Causal attention, forward and backward, in bf16: standard, the framework's fused kernel,"
-        " the course's kernels"
+        "Causal attention in bf16, forward and backward: standard, the framework's fused"
+        " kernels, the course's kernels"
     ),
     sizes={"sequence": 4096, "heads": 16, "head_dim": 128},
     small={"sequence": 32, "heads": 2, "head_dim": 16},

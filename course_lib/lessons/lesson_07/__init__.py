@@ -51,29 +51,40 @@ __all__ = [
 CLAIMS = (
     Claim(
         "Gradient accumulation is often preferable to activation checkpointing, for speed.",
-        "peak and FLOPs, 8 micro-batches; a checkpoint a layer",
-        "Holds here: nearly the same peak without the 21% of FLOPs, where the batch can be split.",
+        "peak and FLOPs: 8 micro-batches; one checkpoint per layer",
+        (
+            "This holds here if the batch can be split: the peak is nearly the same, without 21%"
+            " more FLOPs."
+        ),
         outcome="holds",
         source="torchtune documentation, Memory Optimization Overview, 0.3",
     ),
     Claim(
         "Training takes 16 bytes a parameter, before any activation.",
-        "bytes a parameter at the peak: plain; the story's last recipe",
-        "Partly: of a plain step. State below and steps in backward leave 8.4, activations"
-        " included.",
+        "bytes per parameter at the peak: baseline; this lesson's last recipe",
+        (
+            "Partly: this holds for the baseline. With the state offloaded and steps in backward,"
+            " it is 8.4 bytes, activations included."
+        ),
         outcome="partly",
         source="Rajbhandari et al. 2020, ZeRO, section 3.1",
     ),
     Claim(
         "Savings add up.",
-        "saved alone: checkpoints, activations offloaded; by both",
-        "No: both save what the other has saved already, and then something else is the peak.",
+        "saved by checkpoints; by offloading activations; by both",
+        (
+            "No: each technique saves part of what the other has already saved, and then something"
+            " else makes up the peak."
+        ),
         outcome="fails",
     ),
     Claim(
         "Activation offloading should be used alongside activation checkpointing.",
-        "peak and bytes moved: activations offloaded; and checkpoints on top",
-        "Partly: fewer bytes move, but the peak is higher, since whole layers come back.",
+        "peak and bytes moved with activations offloaded, then with checkpoints as well",
+        (
+            "Partly: fewer bytes are moved, but the peak is higher, because the activations of a"
+            " whole layer are in memory at once."
+        ),
         outcome="partly",
         source="torchtune documentation, Memory Optimization Overview, stable",
     ),
@@ -83,20 +94,28 @@ OLDER_CLAIMS = (
     Claim(
         "Accumulation always lowers the peak.",
         "checkpointed layers, then two micro-batches on top",
-        "Not where activations are small already: it keeps a full set of gradients.",
+        (
+            "No: if activations are already small, the peak can rise, because accumulation keeps a"
+            " full set of gradients."
+        ),
         outcome="fails",
     ),
     Claim(
         "Training 7 billion parameters with Adam takes 112 GB, 16 bytes a parameter.",
-        "peak on the device, state on the host, steps in backward",
-        "On one device, all at once. Somewhere the state must be, and copies take their time.",
+        "peak on the device, with the state on the host and steps in backward",
+        (
+            "Partly: this holds if one device keeps everything. The state can be kept elsewhere,"
+            " but copies take time."
+        ),
         outcome="partly",
     ),
     Claim(
         "FlashAttention does fewer FLOPs.",
-        "FLOPs of the step with flash over plain, 384 and 4096 tokens",
-        "Backward computes the scores again. Fewer only where long causal sequences skip wholly"
-        " masked tiles.",
+        "FLOPs with flash relative to the baseline, at 384 and 4096 tokens",
+        (
+            "Partly: backward computes the scores again. FLOPs are fewer only for long causal"
+            " sequences, where fully masked tiles are skipped."
+        ),
         outcome="partly",
     ),
 )
@@ -107,12 +126,12 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
 
     Args:
         plain: Estimate of the baseline.
-        alone: Estimates named "pieces", "checkpoints", "offloaded", and "both" for the last two
-            together.
+        alone: Estimates named "micro_batches", "checkpoints", "offloaded", and "both" for the last
+            two together.
         last: Estimate of the recipe that fits.
     """
     peaks = {name: f"{found.peak_bytes / 1e6:.1f}" for name, found in alone.items()}
-    flops = [f"{alone[name].flops / plain.flops:.2f}" for name in ("pieces", "checkpoints")]
+    flops = [f"{alone[name].flops / plain.flops:.2f}" for name in ("micro_batches", "checkpoints")]
     saved = [
         f"{(plain.peak_bytes - alone[name].peak_bytes) / 1e6:.1f}"
         for name in ("checkpoints", "offloaded", "both")
@@ -120,8 +139,8 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
     each = 4 / plain.at_peak["parameter"]  # 1 / number of parameters, which have 4 bytes each
     return [
         text(
-            "{one} MB, {less} of the FLOPs; {other} MB, {more}",
-            one=peaks["pieces"],
+            "{one} MB, {less} times the FLOPs; {other} MB, {more} times",
+            one=peaks["micro_batches"],
             less=flops[0],
             other=peaks["checkpoints"],
             more=flops[1],

@@ -41,12 +41,13 @@ def make_batch() -> torch.Tensor:
 @exercise(
     hint=(
         (
-            "Everything inside `with symbolic():`, and two steps: Adam makes its state in the first"
-            " one."
+            "Write everything inside `with symbolic():`, and run two steps, because Adam"
+            " creates its state in the first one."
         ),
         (
-            "`with MemoryMeter(model, adam) as meter:` around backward and `adam.step()` of the"
-            " second step; `adam.zero_grad()` before it; then `meter.peak_bytes`."
+            "Call `adam.zero_grad()` after the first step. In the second step, put backward and"
+            " `adam.step()` inside `with MemoryMeter(model, adam) as meter:`. Then return"
+            " `meter.peak_bytes`."
         ),
     )
 )
@@ -78,15 +79,13 @@ def check_peak_without_memory(function: Any) -> Verdict:
                 raise
         if not all(seen):  # an error, if there was one, is a consequence
             return wrong(
-                "The model was made outside `with symbolic():`, so it takes memory.", exact=True
+                "You called `make_model` outside `with symbolic():`, so the model takes memory.",
+                exact=True,
             )
         if answer is None:
             return not_answered()
         if not seen:
-            message = (
-                "`make_model` was never called: the model of your own is not the one that is asked"
-                " for."
-            )
+            message = "You never called `make_model`. Measure the model that it returns."
             return wrong(message, exact=True)
         expected, mistakes = _peaks(shape, batch)
         # The batch may be created inside the meter's block or before it.
@@ -97,7 +96,8 @@ def check_peak_without_memory(function: Any) -> Verdict:
         if not verdict:
             return verdict
     return right(
-        "Right for both: one peaks in backward, one in the optimizer's step. No memory was taken."
+        "Right for both models: one peaks in backward, the other in the optimizer step. Neither"
+        " took any memory."
     )
 
 
@@ -120,7 +120,8 @@ def _peaks(shape: dict[str, int], batch: int) -> tuple[int, dict[float, str]]:
             " `adam.zero_grad()`; `set_to_none=False` keeps their memory."
         ),
         _step_peak(shape, batch, steps=1): (
-            "This is the first step, before Adam has its state. Measure the second one."
+            "This is the peak of the first step, before Adam has its state. Measure the second"
+            " step."
         ),
     }
     inputs = _inputs(shape, batch)
@@ -167,10 +168,13 @@ _PAIRS = (  # (FLOPs, bytes moved) of one step by two recipes
 @exercise(
     hint=(
         (
-            "One recipe does more FLOPs, the other moves more bytes. How many FLOPs does one byte"
-            " less cost?"
+            "One recipe takes more FLOPs, and the other moves more bytes. How many additional"
+            " FLOPs does it take to move one byte less?"
         ),
-        "Equal seconds: F₁/rate + B₁/link = F₂/rate + B₂/link. Solve for rate/link.",
+        (
+            "Both recipes take the same time if F₁/rate + B₁/link = F₂/rate + B₂/link. Solve this"
+            " for rate/link."
+        ),
     )
 )
 def check_break_even(function: Any) -> Verdict:
@@ -181,17 +185,22 @@ def check_break_even(function: Any) -> Verdict:
         )
         expected = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
         mistakes = {
-            1 / expected: "That is bytes per FLOP.",
+            1 / expected: "You returned bytes per FLOP. Return FLOP per byte.",
             -expected: (
                 "The sign is wrong. The recipe with more FLOPs moves fewer bytes, so the ratio is"
                 " positive."
             ),
-            2 * expected: "`moved_bytes` already counts both directions.",
+            2 * expected: (
+                "Your result is twice too large. `moved_bytes` already counts both directions,"
+                " so do not divide it by 2."
+            ),
             first.flops / first.moved_bytes: (
-                "That is one recipe's intensity. What counts is the difference of the two."
+                "You returned the FLOPs per byte of one recipe. Use the differences between the"
+                " two recipes."
             ),
             second.flops / second.moved_bytes: (
-                "That is one recipe's intensity. What counts is the difference of the two."
+                "You returned the FLOPs per byte of one recipe. Use the differences between the"
+                " two recipes."
             ),
         }
         verdict = expect_number(
@@ -200,8 +209,8 @@ def check_break_even(function: Any) -> Verdict:
         if not verdict:
             return verdict
     return right(
-        "Right: below it the recipe that moves more is cheaper, above it the one that computes"
-        " more."
+        "Right: below this number the recipe that moves more bytes is faster, above it the one"
+        " that computes more."
     )
 
 
@@ -211,17 +220,19 @@ def check_break_even(function: Any) -> Verdict:
 
 @exercise(
     hint=(
-        "No FLOP more: nothing may be computed twice. What shrinks activations without that?",
-        "Pieces of the batch. How many samples may be in one?",
+        "FLOPs may not grow, so nothing may be computed twice. What else makes activations"
+        " smaller?",
+        "Split the batch into micro-batches. How many samples may each one have?",
     )
 )
 def check_same_flops(recipe: Any) -> Verdict:
     """Check a recipe for 160 MB with the baseline's FLOPs and nothing moved."""
-    found = _that_fits(recipe, 160_000_000)
-    _moves_nothing(found)
-    _computes_at_most(found, 1.0)
+    found = _fitting_estimate(recipe, 160_000_000)
+    _refuse_moves(found)
+    _refuse_flops_above(found, 1.0)
     message = (
-        "Right: {mb}. Pieces cost no FLOPs, and only one piece's activations are there at a time."
+        "Right: {mb}. Micro-batches cost no FLOPs, and only one micro-batch's activations are"
+        " live at a time."
     )
     return right(text(message, mb=_mb(found.peak_bytes)))
 
@@ -229,10 +240,13 @@ def check_same_flops(recipe: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "Parameters, gradients and optimizer state take 110 MB of it. What keeps the rest that"
-            " small? Which layer's checkpoint is wasted?"
+            "Parameters, gradients and optimizer state take 110 of the 120 MB. What makes the"
+            " rest small enough? Which layer does not need a checkpoint?"
         ),
-        "A sequence at a time, checkpoints, but not around the last layer: `first_blocks`.",
+        (
+            "Use micro-batches of one sequence. Checkpoint all layers except the last one, with"
+            " `first_blocks`."
+        ),
     )
 )
 def check_keeps_clipping(recipe: Any) -> Verdict:
@@ -242,16 +256,18 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
     """
     if isinstance(recipe, Recipe) and recipe.in_backward:
         return wrong(
-            "Steps in backward know no norm of all gradients: clipping is gone.", exact=True
+            "You update in backward, before the norm of all gradients is known, so clipping is"
+            " impossible.",
+            exact=True,
         )
-    found = _that_fits(recipe, 120_000_000)
-    _moves_nothing(found)
-    _computes_at_most(found, 1.19)
+    found = _fitting_estimate(recipe, 120_000_000)
+    _refuse_moves(found)
+    _refuse_flops_above(found, 1.19)
     message = (
         "Right: {mb} at {ratio:.3f} times the FLOPs. A checkpoint around the last layer would free"
         " nothing, because that layer's backward follows its forward at once."
     )
-    values = {"mb": _mb(found.peak_bytes), "ratio": found.flops / _plain().flops}
+    values = {"mb": _mb(found.peak_bytes), "ratio": found.flops / _baseline().flops}
     if recipe.first_blocks is not None and recipe.first_blocks < LAYERS - 1:
         message = (
             "Right: {mb} at {ratio:.3f} times the FLOPs. A checkpoint around the last layer would"
@@ -264,24 +280,28 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "Look at what fills the peak of the turn's recipe: 27.5 MB of parameters, and 16.8 of"
-            " what?"
+            "Look at the peak of the recipe without checkpoints in section 7.5. It has 27.5 MB"
+            " of parameters. What are the next 16.8 MB?"
         ),
         (
-            "Three tensors of the logits' size. The loss can come in pieces (lesson 02), and no"
-            " whole layer may come back."
+            "Together with most of the activations, they are three tensors of the logits' size."
+            " Compute the loss in chunks (lesson 02), and do not use checkpoints, which bring"
+            " back whole layers."
         ),
     )
 )
 def check_fifty(recipe: Any) -> Verdict:
     """Check a recipe for 50 MB, by any means."""
-    found = _that_fits(recipe, 50_000_000)
-    message = "Right: {mb}. Single tensors in place of layers, and the logits in pieces."
+    found = _fitting_estimate(recipe, 50_000_000)
+    message = (
+        "Right: {mb}. Single tensors come back instead of whole layers, and the logits are"
+        " computed in chunks."
+    )
     return right(text(message, mb=_mb(found.peak_bytes)))
 
 
 @cache
-def _plain() -> Estimate:
+def _baseline() -> Estimate:
     return estimate(make_model, make_batch, Recipe())
 
 
@@ -290,27 +310,32 @@ def _estimated(recipe: Recipe) -> Estimate:
     return estimate(make_model, make_batch, recipe)
 
 
-def _that_fits(recipe: Any, budget: int) -> Estimate:
+def _fitting_estimate(recipe: Any, budget: int) -> Estimate:
     """Return the estimate of a recipe that fits the budget, in fp32 with Adam.
 
     A recipe that does not fit is refused with the contents of its peak.
     """
     if not isinstance(recipe, Recipe):
         kind = type(recipe).__name__
-        raise Refused(text("A `Recipe` is wanted; this is a `{kind}`.", kind=kind), exact=True)
+        raise Refused(text("Expected a `Recipe`, got a `{kind}`.", kind=kind), exact=True)
     if (recipe.precision, recipe.optimizer, recipe.ranks) != ("fp32", "adam", 1):
         raise Refused(
-            "Precision, optimizer and the one device stay: fp32, Adam, one rank.", exact=True
+            "Keep the precision, the optimizer and the single device: fp32, Adam and one rank.",
+            exact=True,
         )
     try:
         found = _estimated(recipe)
     except Exception as error:
-        raise Refused(text("It cannot be estimated: {error}.", error=error), exact=True) from None
+        raise Refused(
+            text("Your recipe cannot be estimated: {error}.", error=error), exact=True
+        ) from None
     if found.peak_bytes > budget:
         peaks = f"{_mb(found.peak_bytes)} > {budget / 1e6:,.0f} MB"
         raise Refused(
             text(
-                "It does not fit: {peaks}. At its peak: {held}.", peaks=peaks, held=filled_by(found)
+                "Your recipe does not fit: {peaks}. Its peak has {held}.",
+                peaks=peaks,
+                held=filled_by(found),
             )
         )
     return found
@@ -338,16 +363,25 @@ def peak_phase(found: Estimate) -> str:
     return max(found.phase_peaks, key=found.phase_peaks.get)
 
 
-def _moves_nothing(found: Estimate) -> None:
+def _refuse_moves(found: Estimate) -> None:
     if found.moved_bytes:
-        raise Refused(text("It fits, but moves {mb}.", mb=_mb(found.moved_bytes)))
+        raise Refused(
+            text(
+                "Your recipe fits, but it moves {mb} to and from the lower tier. Nothing may be"
+                " moved here.",
+                mb=_mb(found.moved_bytes),
+            )
+        )
 
 
-def _computes_at_most(found: Estimate, limit: float) -> None:
-    ratio = found.flops / _plain().flops
+def _refuse_flops_above(found: Estimate, limit: float) -> None:
+    ratio = found.flops / _baseline().flops
     if ratio > limit:
         raise Refused(
-            text("It fits, but takes {ratio:.3f} times the FLOPs of the plain step.", ratio=ratio)
+            text(
+                "Your recipe fits, but it takes {ratio:.3f} times the baseline's FLOPs.",
+                ratio=ratio,
+            )
         )
 
 

@@ -30,38 +30,48 @@ if TYPE_CHECKING:
 FIELDS = {
     "precision": "dtype of the step; `bf16` has fp32 master weights",
     "optimizer": text(
-        "{optimizers}; `adam8bit` runs where bitsandbytes is installed",
+        "{optimizers}; running `adam8bit` needs bitsandbytes",
         optimizers=listed(
             [verbatim(f"`{name}`") for name, row in OPTIMIZERS.items() if row.load_base is None]
         ),
     ),
     "update": (
-        "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`);"
-        " `None`: as PyTorch does by itself"
+        "whether parameters are updated one by one (`loop`), together (`foreach`) or in one"
+        " operator (`fused`); with `None` PyTorch decides"
     ),
-    "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
-    "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
-    "checkpoint": "what is kept of the blocks: `layers`, `selective`, `segments`, `optimal`",
-    "blocks": "which blocks, by name; `None` finds them",
-    "first_blocks": "so many blocks, the first ones; `None`: all",
-    "segments": "how many, for `segments`",
-    "schedule_bytes": "the most bytes of activations, for `optimal`",
-    "offload_activations": "what is saved for backward goes one tier down",
-    "min_bytes": "the smallest storage that goes down",
-    "prefetch": "storages that backward fetches ahead; `None`: 1 on a CPU, 2 on CUDA",
-    "in_flight": "copies down that may be under way at once; `None` likewise",
+    "offload_optimizer": "fraction of the optimizer state that is kept in the lower tier",
+    "attention": "`standard` keeps the softmax of the scores, `flash` only one number per row",
+    "checkpoint": "kind of activation checkpointing: `layers`, `selective`, `segments`, `optimal`",
+    "blocks": "names of the blocks that are checkpointed; with `None` they are found",
+    "first_blocks": (
+        "number of blocks, from the first one on, that are checkpointed; `None` means all"
+    ),
+    "segments": "number of segments, only for `segments`",
+    "schedule_bytes": "limit for the activations in bytes, only for `optimal`",
+    "offload_activations": "whether tensors saved for backward are offloaded to the lower tier",
+    "min_bytes": "size of the smallest storage that is offloaded (bytes)",
+    "prefetch": (
+        "number of storages that backward fetches ahead; `None` means 1 on a CPU and 2 on CUDA"
+    ),
+    "in_flight": (
+        "number of copies to the lower tier that may be in flight at once; `None` means the"
+        " same numbers"
+    ),
     "page_bytes": "bytes of offloaded state that are updated at once",
-    "head_chunk": "tokens of the loss head at a time",
-    "in_backward": "the update comes with each gradient, which then goes",
-    "accumulate": "`fp32` adds up gradients of 16 bits in fp32",
-    "micro_batches": "pieces of the batch",
-    "ranks": "how many processes share the batch (lesson 08)",
-    "shard": "how they share the rest: `ddp`, `zero1`, `zero2`, `zero3`",
+    "head_chunk": "tokens that the output head and the loss process at a time",
+    "in_backward": (
+        "whether each parameter is updated as soon as its gradient is ready, after which the"
+        " gradient is released"
+    ),
+    "accumulate": "`fp32` adds up 16-bit gradients in fp32",
+    "micro_batches": "number of micro-batches",
+    "ranks": "number of processes that share the batch (lesson 08)",
+    "shard": "how the processes share everything else: `ddp`, `zero1`, `zero2`, `zero3`",
 }
 
 
 # Fields that this lesson changes; the others are shown in depth.
-_TURNED = (
+_CHANGED_HERE = (
     "attention",
     "checkpoint",
     "first_blocks",
@@ -80,9 +90,9 @@ def recipe_fields(others: bool = False) -> Table:
     Args:
         others: Whether to show the fields that the core of the lesson does not use.
     """
-    shown = [field for field in fields(Recipe) if (field.name in _TURNED) != others]
+    shown = [field for field in fields(Recipe) if (field.name in _CHANGED_HERE) != others]
     rows = [(f"`{field.name}={field.default!r}`", FIELDS[field.name]) for field in shown]
-    return table(["field", "what it says"], rows)
+    return table(["field", "meaning"], rows)
 
 
 def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
@@ -101,11 +111,11 @@ def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
 
 _IN_LINES = {  # names that are too wide for a bar, with line breaks
     "+ checkpoints": "+ check-\npoints",
-    "+ 8 pieces": "+ 8\npieces",
-    "+ state below": "+ state\nbelow",
+    "+ 8 micro-batches": "+ 8\nmicro-\nbatches",
+    "+ state offloaded": "+ state\noffloaded",
     "+ small pages": "+ small\npages",
-    "in backward, whole": "in back-\nward,\nwhole",
-    "+ activations below": "+ activa-\ntions\nbelow",
+    "in backward, whole batch": "in back-\nward,\nwhole\nbatch",
+    "+ activations offloaded": "+ activa-\ntions\noffloaded",
 }
 
 
@@ -135,7 +145,7 @@ def waterfall_picture(
         "; ",
     )
     alt = text(
-        "Predicted peaks in MB: {peaks}; the budget is {budget}.",
+        "Predicted peaks (MB): {peaks}. The budget is {budget} MB.",
         peaks=peaks,
         budget=f"{budget_bytes / 1e6:,.0f}",
     )
@@ -160,8 +170,10 @@ def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> 
     equal = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
     ratios = [10 * 1.06**n for n in range(60)]
     least = min(first.flops, second.flops)
-    alt = text("The two lines cross at {equal} FLOP a byte.", equal=f"{equal:.1f}")
-    drawn, ax = figure("Which of the two is cheaper, the machine decides", height=2.9, alt=alt)
+    alt = text("The two lines cross at {equal} FLOP per byte.", equal=f"{equal:.1f}")
+    drawn, ax = figure(
+        "The machine decides which of the two recipes is faster", height=2.9, alt=alt
+    )
     for found, name, color in zip(
         (first, second), names, (COLORS["predicted"], COLORS["measured"]), strict=True
     ):
@@ -181,7 +193,7 @@ def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> 
         xscale="log",
         xlim=(10, 700),
         ylim=(0, 5),
-        xlabel=text("FLOP a byte: rate over link"),
+        xlabel=text("FLOP per byte (rate / link)"),
         ylabel=text("time of plain"),
     )
     ax.set_xticks([10, 30, 100, 300], ["10", "30", "100", "300"])
@@ -218,7 +230,8 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
     )
     if fitting:
         title = text(
-            "{budget} MB, {intensity} FLOP a byte: {count} fit, the cheapest takes {seconds} s",
+            "{budget} MB, {intensity} FLOP per byte: {count} recipes fit, the fastest takes"
+            " {seconds} s",
             budget=budget,
             intensity=intensity,
             count=len(fitting),
@@ -227,7 +240,9 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
     else:
         least = min(p.peak_bytes for p in points) / 1e6
         title = text(
-            "{budget} MB: none fits, the least is {least:.1f} MB", budget=budget, least=least
+            "No recipe fits into {budget} MB, the smallest needs {least:.1f} MB",
+            budget=budget,
+            least=least,
         )
     drawn, ax = figure(title, height=3.4)
     for kind, (marker, name) in _MARKERS.items():
@@ -256,7 +271,7 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
         xlim=(0, 300),
         ylim=(0, None),
         xlabel=text("peak, MB"),
-        ylabel=text("seconds at 100 GFLOP/s"),
+        ylabel=text("time at 100 GFLOP/s (s)"),
     )
     ax.legend(loc="upper right")
     drawn.course_larger = 1.0  # the points leave no corner for a larger legend

@@ -25,7 +25,7 @@ RECIPES = {
 
 
 @experiment(
-    title="A step by three recipes: predicted, the meter's peak, the allocator's",
+    title="One step of three recipes: the peak as predicted, by the meter and by the allocator",
     sizes={
         "vocabulary": 32000,
         "hidden": 2048,

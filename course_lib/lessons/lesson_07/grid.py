@@ -29,18 +29,19 @@ def recipes() -> Iterator[Recipe]:
     They combine attention, checkpoints, micro-batches or steps in backward, offloaded state,
     offloaded activations and pages.
     """
-    ways = product(
+    # 0 micro-batches stands for steps in backward
+    combinations = product(
         ("standard", "flash"), ("none", "layers"), (1, 2, 8, 0), (0.0, 1.0), (False, True)
     )
-    for attention, checkpoint, pieces, below, offloaded in ways:
+    for attention, checkpoint, micro_batches, state, activations in combinations:
         yield Recipe(
             attention=attention,
             checkpoint=checkpoint,
-            micro_batches=max(pieces, 1),
-            in_backward=pieces == 0,
-            offload_optimizer=below,
-            page_bytes=1 << 20 if below and pieces else Recipe().page_bytes,
-            offload_activations=offloaded,
+            micro_batches=max(micro_batches, 1),
+            in_backward=micro_batches == 0,
+            offload_optimizer=state,
+            page_bytes=1 << 20 if state and micro_batches else Recipe().page_bytes,
+            offload_activations=activations,
         )
 
 
