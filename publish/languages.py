@@ -12,14 +12,16 @@ from itertools import pairwise
 from bs4 import BeautifulSoup
 from nbformat import NotebookNode
 
+from course_lib import labels
 from course_lib.teaching.pictures import LANGUAGES
 from course_lib.teaching.switch import PER_LANGUAGE
 
 from .cells import EditionError
 
 _DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
-_HAN = "[\u3400-\u4dbf\u4e00-\u9fff]"
-_BETWEEN = re.compile(r"\s*<br ?/?>\s*| / ")
+HAN = "[\u3400-\u4dbf\u4e00-\u9fff]"
+_BREAK, _SLASH = re.compile(r"\s*<br ?/?>\s*"), re.compile(" / ")
+_CODE = re.compile(r"`[^`]*`|\$[^$]*\$")
 # The start of a heading or a list item, which both languages keep.
 _MARK = re.compile(r"\s*(?:#{1,6} (?:[\d.]+ )?|- |\d+\. )?")
 
@@ -27,6 +29,12 @@ _MARK = re.compile(r"\s*(?:#{1,6} (?:[\d.]+ )?|- |\d+\. )?")
 def languages_in(language: str) -> tuple[str, ...]:
     """Return the languages that an edition shows: one, or English and Chinese for "both"."""
     return LANGUAGES if language == "both" else (language,)
+
+
+def words_in(label: str, language: str) -> str:
+    """Return a label of the course in one language, or in both with a space between them."""
+    words = dict(zip(LANGUAGES, labels.both(label), strict=True))
+    return " ".join(words[each] for each in languages_in(language))
 
 
 def markdown_in(source: str, language: str) -> str:
@@ -63,12 +71,14 @@ def half(text: str, language: str) -> str:
     if language == "both":
         return text
     mark = _MARK.match(text)[0]
-    for cut in reversed(list(_BETWEEN.finditer(text, len(mark)))):
-        english, chinese = text[len(mark) : cut.start()], text[cut.end() :]
-        # few characters are enough behind a line break, as in "bf16 的 autocast"
-        broken = cut[0] != " / " and re.search(_HAN, chinese) and not re.search(_HAN, english)
-        if broken or (is_chinese(chinese) and not is_chinese(english)):
-            return mark + (english if language == "en" else chinese)
+    hidden = _CODE.sub(lambda found: "x" * len(found[0]), text)
+    for between in (_BREAK, _SLASH):
+        for cut in reversed(list(between.finditer(hidden, len(mark)))):
+            english, chinese = text[len(mark) : cut.start()], text[cut.end() :]
+            # few characters are enough behind a line break, as in "bf16 的 autocast"
+            few = between is _BREAK and re.search(HAN, chinese) and not re.search(HAN, english)
+            if few or (is_chinese(chinese) and not is_chinese(english)):
+                return mark + (english if language == "en" else chinese)
     return text
 
 
@@ -77,8 +87,8 @@ def is_chinese(text: str) -> bool:
 
     "English, 中文 or both" is English.
     """
-    text = re.sub(r"`[^`]*`|<[^>]*>|\]\([^)]*\)", "", text)
-    return len(re.findall(_HAN, text)) > 0.2 * len(re.findall(r"[A-Za-z]", text))
+    text = re.sub(r"<[^>]*>|\]\([^)]*\)", "", _CODE.sub("", text))
+    return len(re.findall(HAN, text)) > 0.2 * len(re.findall(r"[A-Za-z]", text))
 
 
 def guide_in(text: str, language: str) -> str:
@@ -113,9 +123,7 @@ def _table_in(table: str, language: str) -> str:
     absent = {
         place + (language == "en")
         for place, (english, chinese) in enumerate(pairwise(rows[0]))
-        if english != "English"
-        and not re.search(_HAN, english)
-        and re.fullmatch(f"{_HAN}+", chinese)
+        if english != "English" and not re.search(HAN, english) and re.fullmatch(f"{HAN}+", chinese)
     }
     rows = [
         [half(cell, language) for place, cell in enumerate(row) if place not in absent]
@@ -141,3 +149,14 @@ def output_in(output: NotebookNode, language: str) -> NotebookNode:
     if "text/html" in data:
         data["text/html"] = html_in(data["text/html"], language)
     return output
+
+
+def notebook_in(notebook: NotebookNode, language: str) -> NotebookNode:
+    """Return a copy of a notebook with its prose and outputs in one language."""
+    notebook = deepcopy(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = markdown_in(cell.source, language)
+        elif cell.cell_type == "code":
+            cell.outputs = [output_in(output, language) for output in cell.outputs]
+    return notebook

@@ -1,12 +1,12 @@
-"""The website: the lessons as they are stored, the claims with their verdicts, the glossary, the
-library's reference.
+"""The website: the lessons as they are stored, the claims with their verdicts, guides, reference.
 
     python -m publish.site                     # to build/site
     python -m publish.site --output ~/pages    # somewhere else
 
-No notebook runs and no network is used. Sphinx reads a folder laid out as the repository is
-(both READMEs are the front page, then docs/, notebooks/ and api/), so that links between files lead
-from page to page. The site stands in its place only once it is whole.
+Sphinx makes the pages of each language in a build of its own, en/ and zh/. Both builds have the
+same pages. A build reads a folder laid out as the repository is (the README is the front page, then
+docs/, notebooks/ and api/), so that links between files lead from page to page. No notebook runs
+and no network is used. The finished site replaces the old one only when it is complete.
 """
 
 import importlib
@@ -19,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from course_lib.labels import both, markup, text, verbatim
+from course_lib.labels import markup, text, verbatim
 
 from . import not_installed
 
@@ -46,8 +47,8 @@ try:
         stored_again,
         unguarded,
     )
-    from .pages import LANGUAGES, one_language
-    from .site_languages import write_trees
+    from .languages import LANGUAGES, guide_in, html_in, markdown_in, notebook_in, words_in
+    from .pages import one_language
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -62,10 +63,12 @@ PACKAGES = {
     "bs4": "beautifulsoup4",
     "jupytext": "jupytext",
 }
+TITLES = {"en": "Memory-saving training in PyTorch", "zh": "PyTorch 省显存训练"}
+LOCALES = {"en": "en", "zh": "zh_CN"}  # names of Sphinx's catalogs
 MATHJAX_PACKAGE = "sphinx-mathjax-offline"
 #: Pages that the sidebar lists before the lessons.
 FIRST_PAGES = ("docs/out_of_memory",)
-# In the order of the lessons; a module that is not there yet has no page.
+# In the order of the lessons.
 MODULES = (
     *(
         "memory",
@@ -86,7 +89,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Claim:
-    """One row of a lesson's section "Claims and measurements", as HTML in both languages."""
+    """One row of a lesson's section "Claims and measurements", as HTML."""
 
     claim: str
     source: str
@@ -97,12 +100,17 @@ class Claim:
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """A stored notebook, made ready for the site."""
+    """A stored notebook in one language, prepared for the site.
 
-    name: str  # "03_sqrt_schedule"
-    title: str  # "3 Which ones should we forget? / 该忘掉哪些？"
+    Attributes:
+        name: Name of its file, "03_sqrt_schedule".
+        title: Heading of its page, "3 Which ones should we forget?".
+        claims: Section, such as "3.10", -> the claims of its table. A lesson has up to two tables.
+    """
+
+    name: str
+    title: str
     notebook: Any
-    # by section, "3.10", of which a lesson may have two: the older ones are in depth
     claims: dict[str, list[Claim]]
 
     @property
@@ -114,16 +122,16 @@ def build(notebooks: Path, output: Path) -> list[str]:
     """Build the site into `output`, which is replaced only when all went well.
 
     Args:
-        notebooks: the folder of the notebooks and their scripts; the READMEs, which are the front
-            page, and the files that they link to lie in the folder above it. The reference is that
-            of the `course_lib` that is running.
-        output: a folder that does not exist, is empty, or holds an earlier site.
+        notebooks: Folder of the notebooks and their scripts. The folder above it has the READMEs,
+            which are the front pages, and the files that they link to. The reference describes the
+            `course_lib` that is running.
+        output: Folder that does not exist, is empty, or holds an earlier site.
 
     Returns:
-        Sphinx's warnings, one a line.
+        Sphinx's warnings, one per line.
 
     Raises:
-        EditionError: a package is missing, a notebook is broken or not executed, or `output` holds
+        EditionError: A package is missing, a notebook is broken or not executed, or `output` holds
             something else.
     """
     _check_packages()
@@ -132,20 +140,28 @@ def build(notebooks: Path, output: Path) -> list[str]:
     check_outputs(notebooks, stored)
     project = notebooks.resolve().parent
     urls = addresses(project) if (project / "pyproject.toml").exists() else {}
-    downloads = _downloads(stored, urls.get("Repository", ""))
-    lessons = [_ready(notebooks / f"{name}.ipynb", notebook) for name, notebook in stored.items()]
     with output_folder(output) as finished, tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch, "source")
-        _write_sources(source, notebooks, lessons)
-        warnings = _run_sphinx(source, finished, Path(scratch, "doctrees"))
-        write_trees(finished, urls.get("Documentation", ""))
-        for place, content in downloads.items():
-            (finished / place).parent.mkdir(parents=True, exist_ok=True)
+        for language in LANGUAGES:
+            lessons = [
+                _ready(notebooks / f"{name}.ipynb", notebook_in(notebook, language), language)
+                for name, notebook in stored.items()
+            ]
+            _write_sources(Path(scratch, language), notebooks, lessons, language)
+
+        def run(language: str) -> list[str]:
+            source = Path(scratch, language)
+            return _run_sphinx(source, finished / language, language, urls.get("Documentation", ""))
+
+        with ThreadPoolExecutor() as pool:
+            warnings = [line for lines in pool.map(run, LANGUAGES) for line in lines]
+        for place, content in _downloads(stored, urls.get("Repository", "")):
+            (finished / place).parent.mkdir(exist_ok=True)
             (finished / place).write_text(content, encoding="utf-8")
+        shutil.copy(ASSETS / "root.html", finished / "index.html")
         return warnings
 
 
-# --- what is asked for before anything is written ---
+# --- packages ---
 
 
 def _check_packages() -> None:
@@ -164,8 +180,10 @@ def _check_packages() -> None:
 
 
 def _mathjax() -> Path:
-    """The folder of MathJax 3 as it is installed; of its 24 MB the site takes one script and the
-    fonts."""
+    """Return the folder of the installed MathJax 3.
+
+    The site takes one script and the fonts of its 24 MB.
+    """
     package = importlib.metadata.distribution(MATHJAX_PACKAGE)
     return Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
 
@@ -176,85 +194,76 @@ def _mathjax() -> Path:
 _DOWNLOAD = "Download this lesson as a notebook"
 
 
-def _downloads(stored: Mapping[str, Any], repository: str) -> dict[str, str]:
-    """Place in the site -> a lesson's notebook in one language."""
+def _downloads(stored: dict[str, Any], repository: str) -> Iterator[tuple[str, str]]:
+    """Yield (path in the site, text) of the lessons' notebooks in one language."""
     import nbformat
 
-    return {
-        f"downloads/{language}/{name}.ipynb": nbformat.writes(
-            one_language(notebook, language, name, repository)
-        )
-        for name, notebook in stored.items()
-        for language in LANGUAGES
-    }
-
-
-def _download_links(name: str) -> str:
-    return "".join(
-        f'<p class="download" lang="{language}">'
-        f'<a href="../downloads/{language}/{name}.ipynb" download>{said}</a></p>'
-        for language, said in zip(LANGUAGES, both(text(_DOWNLOAD)), strict=True)
-    )
+    for name, notebook in stored.items():
+        for language in LANGUAGES:
+            page = one_language(notebook, language, name, repository)
+            yield f"{language}/downloads/{name}.ipynb", nbformat.writes(page)
 
 
 #: A cell that shows a table of claims.
 CLAIMS = re.compile(r"^(what_you_may_have_read|\w+\.(older|allocator)_claims)\(", re.M)
 
 
-def _ready(path: Path, notebook: Any) -> Lesson:
-    """A notebook with its claims read and its cells dressed, in place."""
-    title, claims = path.stem, {}
-    heading, section = path.stem, None  # the last one, and its cell
+def _ready(path: Path, notebook: Any, language: str) -> Lesson:
+    """Read a notebook's claims, and prepare its cells for the site in place."""
+    title, claims, section = path.stem, {}, path.stem
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type == "markdown":
-            cell.source = _one_page_of_two(cell.source)
-        if cell.cell_type == "markdown" and (found := re.match(r"(#+) (.+)", cell.source)):
-            heading, section = found[2], cell
-            if found[1] == "#":
-                title = heading
-                cell.source = (
-                    f"{cell.source[: found.end()]}\n\n{_download_links(path.stem)}\n"
-                    + (cell.source[found.end() :])
-                )
-        if cell.cell_type == "code":
-            _dress(cell)
-        if cell.cell_type == "code" and section and CLAIMS.search(cell.source):
-            found = _claims(cell, f"{path}, cell {number}", stored_again(path))
-            claims[heading.split()[0]] = found
-            # A name for the section, so that the page of claims can link to it whatever its heading
-            # becomes.
-            section.source = f"({_anchor(path.stem, len(claims))})=\n{section.source}"
+            cell.source = _same_page(cell.source)
+            if found := re.match(r"(##?) ([\d.]+) .+", cell.source):
+                section = found[2]
+                # The target is the section's address in both languages.
+                cell.source = f"({_anchor(section)})=\n{cell.source}"
+                if found[1] == "#":
+                    title = found[0].removeprefix("# ")
+                    link = (
+                        f'<p class="download"><a href="../downloads/{path.stem}.ipynb" download>'
+                        f"{words_in(text(_DOWNLOAD), language)}</a></p>"
+                    )
+                    cell.source = cell.source.replace(found[0], f"{found[0]}\n\n{link}\n", 1)
+        elif cell.cell_type == "code":
+            _dress(cell, language)
+            if CLAIMS.search(cell.source):
+                claims[section] = _claims(cell, f"{path}, cell {number}", stored_again(path))
     return Lesson(path.stem, title, notebook, claims)
 
 
-def _anchor(lesson: str, place: int) -> str:
-    return f"claims-{lesson[:2]}" if place == 1 else f"claims-{lesson[:2]}-{place}"
+def _anchor(section: str) -> str:
+    return f"section-{section.replace('.', '-')}"
 
 
-def _dress(cell: Any) -> None:
-    """A code cell for the site: no switch of its own, solutions folded, sliders explained."""
+_FOLDS = {
+    ("code", "en"): ("Show the code", "Hide the code"),
+    ("code", "zh"): ("显示代码", "收起代码"),
+    ("solution", "en"): ("Show the solution", "Hide the solution"),
+    ("solution", "zh"): ("显示答案", "收起答案"),
+}
+
+
+def _dress(cell: Any, language: str) -> None:
+    """Remove the language switch, fold solutions, and explain sliders, in place."""
     tags = cell.metadata.setdefault("tags", [])
     outputs = [output.get("data", {}) for output in cell.outputs]
-    if any("course-language" in "".join(data.get("text/html", "")) for data in outputs):
+    if any("course-language" in data.get("text/html", "") for data in outputs):
         tags.append("remove-cell")
     solved = "### BEGIN SOLUTION" in cell.source
     cell.source = unguarded(cell.source)
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
-        # a figure is seen, the code that draws it is not
+        # the site shows the figure of a folded cell, and nothing of a solution
         tags.append("hide-cell" if solved else "hide-input")
-    what = "solution" if solved else "code"
-    cell.metadata["mystnb"] = {
-        "code_prompt_show": f"Show the {what}",
-        "code_prompt_hide": f"Hide the {what}",
-    }
+    show, hide = _FOLDS["solution" if solved else "code", language]
+    cell.metadata["mystnb"] = {"code_prompt_show": show, "code_prompt_hide": hide}
     for data in outputs:
         if data.get("text/plain", "").startswith("interactive("):
-            data["text/html"] = _SLIDER
+            words = html_in(markup(text(_SLIDER)), language)
+            data["text/html"] = f'<p class="slider">{words}</p>'
 
 
-_SLIDER = (
-    f'<p class="slider">{markup(text("In JupyterLab (`make lab`) there is a slider here."))}</p>'
-)
+_SLIDER = "In JupyterLab (`make lab`) there is a slider here."
 
 
 def _claims(cell: Any, where: str, again: str) -> list[Claim]:
@@ -276,7 +285,7 @@ def _claims(cell: Any, where: str, again: str) -> list[Claim]:
 
 
 def _plain_html(node: Any) -> str:
-    """A node of a stored table, without the styles that its cell needed."""
+    """Return a node of a stored table without the style of its cell."""
     if getattr(node, "attrs", None) is not None:
         node.attrs.pop("style", None)
     return str(node)
@@ -285,8 +294,8 @@ def _plain_html(node: Any) -> str:
 # --- what Sphinx reads ---
 
 
-def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> None:
-    """The folder that Sphinx reads, laid out as the repository is."""
+def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson], language: str) -> None:
+    """Write the folder that Sphinx reads, laid out as the repository is."""
     import nbformat
 
     shutil.copytree(ASSETS, source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -294,29 +303,29 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
     notebooks.mkdir()
     for lesson in lessons:
         nbformat.write(lesson.notebook, notebooks / f"{lesson.name}.ipynb")
-    (notebooks / "claims.md").write_text(claims_page(lessons), encoding="utf-8")
+    (notebooks / "claims.md").write_text(claims_page(lessons, language), encoding="utf-8")
 
     api.mkdir()
-    modules = [name for name in MODULES if importlib.util.find_spec(f"course_lib.{name}")]
-    for name in modules:
+    for name in MODULES:
         (api / f"{name}.md").write_text(_api_page(name), encoding="utf-8")
-    (api / "index.md").write_text(_page("api", pages="\n".join(modules)), encoding="utf-8")
+    index = _page("api", language, pages="\n".join(MODULES))
+    (api / "index.md").write_text(index, encoding="utf-8")
 
     root = folder.parent
-    front = _written_in_both(root, *FRONT_DOORS.values())
     pages = [f"notebooks/{lesson.name}" for lesson in lessons] + ["notebooks/claims"]
     for page in [*sorted(folder.glob("[A-Z]*.md")), *root.glob(NOTES)]:
-        shutil.copy(page, notebooks)
+        guide = guide_in(page.read_text(encoding="utf-8"), language)
+        (notebooks / page.name).write_text(guide, encoding="utf-8")
         pages.append(f"notebooks/{page.stem}")
     for page in sorted(root.glob("docs/*.md")):
         if page.suffixes == [".md"]:
-            _write_guide(page, root, source)
+            translated = page if language == "en" else page.with_suffix(".zh.md")
+            _write_page(translated, source / "docs" / page.name, root, source)
             pages.append(f"docs/{page.stem}")
     pages.append("api/index")
     pages.sort(key=FIRST_PAGES.__contains__, reverse=True)
     contents = "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
-    (source / "index.md").write_text(front + contents, encoding="utf-8")
-    _copy_linked_files(front, root, source, Path())
+    _write_page(root / FRONT_DOORS[language], source / "index.md", root, source, contents)
 
     mathjax, fonts = _mathjax(), Path("output/chtml/fonts/woff-v2")
     (static / "mathjax" / fonts).mkdir(parents=True)
@@ -326,64 +335,31 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
     shutil.copy(LICENCE, static / "mathjax")  # Apache-2.0, as the course's code is
 
 
-def _write_guide(page: Path, root: Path, source: Path) -> None:
-    """Write an English page of docs/ and its translation as one page, with the files it shows."""
-    english = page.relative_to(root).as_posix()
-    written = _written_in_both(root, english, english.replace(".md", ".zh.md"))
-    (source / "docs").mkdir(exist_ok=True)
-    (source / english).write_text(written, encoding="utf-8")
-    _copy_linked_files(written, root, source, Path("docs"))
+def _write_page(page: Path, copy: Path, root: Path, source: Path, more: str = "") -> None:
+    """Write a README or a page of docs/ for the site, with the files that it links to."""
+    written = _for_the_site(page.read_text(encoding="utf-8"))
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(written + more, encoding="utf-8")
+    _copy_linked_files(written, root, source, page.parent.relative_to(root))
 
 
-def _written_in_both(root: Path, english: str, chinese: str) -> str:
-    """One page of a text and its translation: under each heading both, as a lesson's cell has them.
+def _for_the_site(page: str) -> str:
+    """Return a README or a page of docs/ without what is true of the repository alone.
 
-    Raises:
-        EditionError: they have different headings.
+    Comments, the link to the other language, how a code host shows the lessons, and links to guides
+    for people who work in the repository are left out. A badge becomes a link with its words,
+    because its picture would come from another machine.
     """
-    texts = [(root / name).read_text(encoding="utf-8") for name in (english, chinese)]
-    anchors = {link for text in texts for link in re.findall(r"\]\(#([^)]+)\)", text)}
-    sections = [_sections(text) for text in texts]
-    levels = [[heading.partition(" ")[0] for heading, _ in each] for each in sections]
-    if levels[0] != levels[1]:
-        raise EditionError(
-            f"{english} and {chinese} differ in their headings, {len(levels[0])}"
-            f" and {len(levels[1])}"
-        )
-    parts = []
-    for (heading, en), (other, zh) in zip(*sections, strict=True):
-        level, title = heading.split(" ", 1)
-        other = other.split(" ", 1)[1]
-        # links lead to a heading by its words in one language
-        slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in (title, other)]
-        parts += ["", *(f"({slug})=" for slug in slugs if slug in anchors)]
-        if number := re.match(r"[\d.]+ ", title):  # of both, as in the lessons
-            other = other.removeprefix(number[0])
-        parts.append(f"{level} {title} / {other}\n")
-        for language, body in (("en", en), ("zh", zh)):
-            parts.append(f'<div lang="{language}">\n\n{body}\n\n</div>')
-    return "\n".join(parts) + "\n"
+    page = re.sub(r"<!-- hosted: read -->\n.*?<!-- /hosted -->\n", "", page, flags=re.S)
+    page = re.sub(r"<!--.*?-->\n", "", page, flags=re.S)
+    page = re.sub(r"^(?:\*\*English\*\* · |\[English\]\().*\n", "", page, flags=re.M)
+    page = re.sub(r"\[!\[([^\]]*)\]\([^)]*\)\]", r"[\1]", page)
+    page = re.sub(r"\[[^\]]+\]\(([A-Z]\w*\.md)\)", r"`\1`", page)
+    return _same_page(page)
 
 
-def _sections(text: str) -> list[tuple[str, str]]:
-    """(heading, what stands below it) of a README or a page of docs/.
-
-    What is true of the repository alone is left out: comments, the link to the other language, how
-    a code host shows the lessons, and links to guides for those who work in the repository. A badge
-    becomes a link with its words, because its picture would come from another machine.
-    """
-    text = re.sub(r"<!-- hosted: read -->\n.*?<!-- /hosted -->\n", "", text, flags=re.S)
-    text = re.sub(r"<!--.*?-->\n", "", text, flags=re.S)
-    text = re.sub(r"^(?:\*\*English\*\* · |\[English\]\().*\n", "", text, flags=re.M)
-    text = re.sub(r"\[!\[([^\]]*)\]\([^)]*\)\]", r"[\1]", text)
-    text = re.sub(r"\[[^\]]+\]\(([A-Z]\w*\.md)\)", r"`\1`", text)
-    text = _one_page_of_two(text)
-    parts = re.split(r"^(#{1,6} .+)\n", text, flags=re.M)
-    return [(heading, body.strip()) for heading, body in zip(parts[1::2], parts[2::2], strict=True)]
-
-
-def _one_page_of_two(text: str) -> str:
-    """Markdown with its links to Chinese pages of docs/, which the site shows with the English."""
+def _same_page(text: str) -> str:
+    """Return Markdown with links to x.zh.md as links to x.md, its name in both builds."""
     return re.sub(r"(\]\((?:[\w./]*/)?[a-z_]+)\.zh\.md", r"\1.md", text)
 
 
@@ -401,35 +377,30 @@ def _copy_linked_files(page: str, root: Path, source: Path, place: Path) -> None
         shutil.copy(file, copy)
 
 
-def _page(name: str, **values: object) -> str:
-    """A page of pages/, with its <VALUES>."""
-    page = (ASSETS / "pages" / f"{name}.md").read_text(encoding="utf-8")
+def _page(name: str, language: str, **values: object) -> str:
+    """Return a page of pages/ in one language, with its <VALUES>."""
+    page = markdown_in((ASSETS / "pages" / f"{name}.md").read_text(encoding="utf-8"), language)
     for key, value in values.items():
         page = page.replace(f"<{key.upper()}>", str(value))
     return page
 
 
-def claims_page(lessons: Sequence[Lesson]) -> str:
-    """The claims of all lessons, as MyST markdown: what is said, how it was tested, what came out,
-    and the verdict."""
+def claims_page(lessons: Sequence[Lesson], language: str) -> str:
+    """Return the claims of all lessons as MyST Markdown, each with its test and its verdict."""
     with_claims = {lesson: _outcomes(lesson) for lesson in lessons if lesson.claims}
     found = Counter(outcome for each in with_claims.values() for outcome in each)
-    parts = [
-        _page("claims", count=found.total(), **_sums(*(found[outcome] for outcome in OUTCOMES)))
-    ]
+    sums = _sums(*(found[outcome] for outcome in OUTCOMES))
+    parts = [_page("claims", language, count=found.total(), sums=words_in(sums, language))]
     for lesson, became in with_claims.items():
         parts.append(f"## {lesson.title}")
         outcomes = iter(enumerate(became, 1))
-        for group, (section, claims) in enumerate(lesson.claims.items(), 1):
-            link = f"{lesson.name}.ipynb#{_anchor(lesson.name, group)}"
-            source = both(
-                text(_CLAIMS_FROM, number=lesson.number, section=section, link=verbatim(link))
-            )
-            parts += [
-                f'<div lang="{one}">\n\n{said}\n\n</div>'
-                for one, said in zip(("en", "zh"), source, strict=True)
-            ]
-            parts += [_claim_html(int(lesson.number), *next(outcomes), claim) for claim in claims]
+        for section, claims in lesson.claims.items():
+            link = f"{lesson.name}.ipynb#{_anchor(section)}"
+            source = text(_CLAIMS_FROM, number=lesson.number, section=section, link=verbatim(link))
+            parts.append(words_in(source, language))
+            for claim in claims:
+                place, outcome = next(outcomes)
+                parts.append(_claim_html(f"{int(lesson.number)}.{place}", outcome, claim, language))
     return "\n\n".join(parts) + "\n"
 
 
@@ -440,44 +411,35 @@ def _outcomes(lesson: Lesson) -> list[str]:
         found = []
     if len(found) != (stored := sum(map(len, lesson.claims.values()))):
         raise EditionError(
-            f"course_lib.lessons has not the claims of {lesson.name}: {stored} in the notebook,"
-            f" {len(found)} there"
+            f"course_lib.lessons must have the claims of {lesson.name}: the notebook has {stored},"
+            f" course_lib.lessons {len(found)}"
         )
     return found
 
 
-def _sums(fail: int, partly: int, hold: int) -> dict[str, str]:
-    """Counts of claims by outcome, in both languages."""
+def _sums(fail: int, partly: int, hold: int) -> str:
+    """Return the label that counts the claims by outcome."""
     rest = {0: "none holds as it stands", 1: "1 holds as it stands"}.get(hold)
     rest = rest or text("{hold} hold as they stand", hold=hold)
-    said = text("{fail} fail, {partly} hold in part, {rest}.", fail=fail, partly=partly, rest=rest)
-    return dict(zip(("en", "zh"), both(said), strict=True))
+    return text("{fail} fail, {partly} hold in part, {rest}.", fail=fail, partly=partly, rest=rest)
 
 
-_SAID = ("verdict", "measured", "experiment", "source")  # labels, as those of the outcomes
+_PARTS = ("verdict", "measured", "experiment", "source")  # labels, as those of the outcomes
 _OUTCOME_WORDS = {"fails": "fails", "partly": "holds in part", "holds": "holds"}
 
 
-def _claim_html(lesson: int, place: int, outcome: str, claim: Claim) -> str:
-    name = f"claim-{lesson}-{place}"
+def _claim_html(number: str, outcome: str, claim: Claim, language: str) -> str:
+    name = f"claim-{number.replace('.', '-')}"
     items = "".join(
-        f'<div class="{kind}"><dt>{_spans(kind)}</dt><dd>{words}</dd></div>'
-        for kind, words in zip(
-            _SAID, (claim.verdict, claim.measured, claim.experiment, claim.source), strict=True
-        )
+        f'<div class="{part}"><dt>{words_in(part, language)}</dt>'
+        f"<dd>{getattr(claim, part)}</dd></div>"
+        for part in _PARTS
     )
     return (
         f'<div class="claim {outcome}" id="{name}"><p class="said">'
-        f'<a class="claim-number" href="#{name}">{lesson}.{place}</a><q>{claim.claim}</q>'
-        f'<strong class="outcome">{_spans(_OUTCOME_WORDS[outcome])}</strong></p>'
+        f'<a class="claim-number" href="#{name}">{number}</a><q>{claim.claim}</q>'
+        f'<strong class="outcome">{words_in(_OUTCOME_WORDS[outcome], language)}</strong></p>'
         f"<dl>{items}</dl></div>"
-    )
-
-
-def _spans(label: str) -> str:
-    return " ".join(
-        f'<span lang="{one}">{said}</span>'
-        for one, said in zip(("en", "zh"), both(label), strict=True)
     )
 
 
@@ -587,23 +549,34 @@ def _described_elsewhere(value: object, name: str) -> str:
 # --- Sphinx ---
 
 
-def _run_sphinx(source: Path, finished: Path, doctrees: Path) -> list[str]:
-    """Run Sphinx in a process of its own, since autodoc changes the signatures of the functions
-    that it describes."""
-    warnings = doctrees.parent / "warnings"
+def _run_sphinx(source: Path, finished: Path, language: str, address: str) -> list[str]:
+    """Build the pages of one language, and return the warnings.
+
+    Sphinx runs in a process of its own, because autodoc changes the signatures of the functions
+    that it describes.
+    """
+    scratch = source.with_name(f"{language}-scratch")
+    scratch.mkdir()
+    title = TITLES[language]
+    settings = [f"project={title}", f"html_title={title}", f"language={LOCALES[language]}"]
     command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-q", "--no-color", "-b", "html"]
-    command += ["-d", str(doctrees), "-w", str(warnings), str(source), str(finished)]
-    # of the course_lib that is running
+    command += [option for setting in settings for option in ("-D", setting)]
+    command += ["-A", f"address={address}", "-d", str(scratch / "doctrees")]
+    command += ["-w", str(scratch / "warnings"), str(source), str(finished)]
+    # the course_lib that is running
     paths = [str(LICENCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(doctrees.parent)}
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(scratch)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
     if done.returncode:
         said = re.findall(r"^ *([\w.]+: .+)", done.stderr.partition("Traceback\n")[2], re.M)
         raise EditionError(
             f"Sphinx gave up: {said[-1] if said else f'exit status {done.returncode}'}"
         )
     (finished / ".buildinfo").unlink(missing_ok=True)
-    return [line for line in warnings.read_text(encoding="utf-8").splitlines() if line.strip()]
+    warnings = (scratch / "warnings").read_text(encoding="utf-8")
+    return [line for line in warnings.splitlines() if line.strip()]
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ try:
         run_edition,
         without_guards,
     )
-    from .languages import half, languages_in
+    from .languages import half, languages_in, words_in
     from .lesson_slides import Slide, columns_of, lesson_slides
     from .slide_parts import with_short_lines
 except ImportError as error:
@@ -193,18 +193,15 @@ def deck_notebook(slides: Sequence[Slide], language: str, notes: dict[str, Note]
 
 
 def _heading(slide: Slide, language: str) -> str:
-    part = f' <span class="part">{_word(slide.part, language)}</span>' if slide.part else ""
+    part = (
+        f' <span class="part">{words_in(WORDS[slide.part], language)}</span>' if slide.part else ""
+    )
     text = half(slide.heading, language)
     if language == "both":
         en, zh = (half(slide.heading, one) for one in ("en", "zh"))
         text = f'<span lang="en">{en}</span>{part}<span lang="zh" class="other">{zh}</span>'
         part = ""
     return f"{'#' if slide.kind == 'title' else '##'} {slide.section} {text}{part}"
-
-
-def _word(key: str, language: str) -> str:
-    words = dict(zip(("en", "zh"), labels.both(WORDS[key]), strict=True))
-    return " ".join(words[each] for each in languages_in(language))
 
 
 def _note_text(note: Note, minutes_before: int, language: str) -> str:

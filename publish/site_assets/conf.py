@@ -1,7 +1,9 @@
-"""Sphinx's settings for the course's site, and what makes its pages bilingual."""
+"""Sphinx's settings for the course's site.
+
+`publish/site.py` sets the title and the language of each of its two builds.
+"""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 from docutils import nodes
@@ -10,16 +12,12 @@ from sphinx.domains.python import PyObject
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
 
-EN, ZH = "Memory-saving training in PyTorch", "PyTorch 省显存训练"
+from publish.languages import HAN
 
-project = f"{EN} / {ZH}"
-html_title = (
-    f'<span lang="en">{EN}</span><span class="both-languages"> / </span><span lang="zh">{ZH}</span>'
-)
-language = "en"
+locale_dirs = ["locale"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 templates_path = ["templates"]
-exclude_patterns = ["templates", "static", "pages"]
+exclude_patterns = ["templates", "static", "pages", "locale"]
 
 nb_execution_mode = "off"
 nb_merge_streams = True
@@ -60,127 +58,27 @@ html_sidebars = {
     ]
 }
 
-HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 
-
-def is_chinese(words: str) -> bool:
-    """More than a word or two of Chinese: "English, 中文 or both" is English."""
-    return len(HAN.findall(words)) > 0.2 * len(re.findall(r"[A-Za-z]", words))
-
-
-def spoken(node: nodes.Node) -> str:
-    """A node's text without its code; a picture's is its description."""
-    if isinstance(node, nodes.Text):
-        return str(node)
-    if isinstance(node, nodes.image):
-        return node.get("alt", "")
-    return (
-        "" if isinstance(node, nodes.literal | nodes.raw) else "".join(map(spoken, node.children))
-    )
-
-
-def halves(children: list[nodes.Node]) -> tuple[list[nodes.Node], str, list[nodes.Node]] | None:
-    """Nodes "English / 中文", or the two with a line break between, as three: the English, what
-    separates them, the Chinese."""
-    for place, child in reversed(list(enumerate(children))):
-        if isinstance(child, nodes.raw) and re.fullmatch(r"\s*<br\s*/?>\s*", child.astext()):
-            candidates = [(children[:place], "\n", children[place + 1 :])]
-        elif isinstance(child, nodes.Text):
-            text = str(child)
-            cuts = [match.start() for match in re.finditer(" / ", text)][::-1]
-            candidates = [
-                (
-                    [*children[:place], nodes.Text(text[:cut])],
-                    " / ",
-                    [nodes.Text(text[cut + 3 :]), *children[place + 1 :]],
-                )
-                for cut in cuts
-            ]
-        else:
-            continue
-        for english, between, chinese in candidates:
-            en, zh = ("".join(map(spoken, each)) for each in (english, chinese))
-            broken = (
-                between == "\n" and HAN.search(zh) and not HAN.search(en)
-            )  # few characters, as in: bf16 的 autocast
-            if broken or (is_chinese(zh) and not is_chinese(en)):
-                return english, between, chinese
-    return None
-
-
-def split(element: nodes.Element) -> bool:
-    """Put the English and the Chinese half of a heading, a cell or a line into elements of their
-    own."""
-    found = halves(list(element.children))
-    if found is None:
-        return False
-    english, between, chinese = found
-    number = re.match(r"[\d.]+ ", str(english[0])) if isinstance(english[0], nodes.Text) else None
-    kept = []
-    if number:  # a section's number belongs to both
-        kept, english[0] = [nodes.Text(number[0])], nodes.Text(str(english[0])[number.end() :])
-    # docutils writes the class "language-zh" as the attribute lang="zh".
-    element.children = []
-    element.extend(kept)
-    element += nodes.inline("", "", *english, classes=["language-en"])
-    if between.strip():
-        element += nodes.inline("", between, classes=["both-languages"])
-    else:
-        element += nodes.raw("", "<br class='both-languages'>", format="html")
-    element += nodes.inline("", "", *chinese, classes=["language-zh"])
-    return True
-
-
-def mark_columns(table: nodes.table) -> None:
-    """Neighbours "question" and "问题" are one column in each language; a glossary's "English" and
-    "中文" are two."""
-    rows = [list(row.children) for row in table.findall(nodes.row)]
-    heads = ["".join(map(spoken, cell.children)) for cell in rows[0]]
-    for place, (english, chinese) in enumerate(pairwise(heads)):
-        if (
-            english != "English"
-            and not HAN.search(english)
-            and re.fullmatch(rf"{HAN.pattern}+", chinese)
-        ):
-            for row in rows:
-                row[place]["classes"].append("language-en")
-                row[place + 1]["classes"].append("language-zh")
-
-
-class TwoLanguages(SphinxTransform):
-    """Headings in two elements; and so the pages that are written without divs, paragraph below
-    paragraph."""
+class Reference(SphinxTransform):
+    """Mark the pages of the reference as English, which they are in both builds."""
 
     default_priority = 400
 
     def apply(self, **kwargs: object) -> None:
-        for title in list(self.document.findall(nodes.title)):
-            split(title)
-        for dashes in list(
-            self.document.findall(lambda node: node == " -- " and isinstance(node, nodes.Text))
-        ):
-            dashes.parent.replace(dashes, nodes.Text(" – "))  # between an argument and what it is
-        if re.fullmatch(r"api/(?!index).*", self.env.docname):
-            # English in every language of the page; its screen readers shall know, and the button
-            # shall not hide it.
-            self.document[0]["classes"].append("language-en-US")
-        if any("<div lang=" in raw.astext() for raw in self.document.findall(nodes.raw)):
-            return  # this page says itself which language is where
-        for table in self.document.findall(nodes.table):
-            mark_columns(table)
-        for paragraph in list(self.document.findall(nodes.paragraph)):
-            if split(paragraph):
-                continue
-            following = paragraph.next_node(descend=False, siblings=True)
-            if isinstance(following, nodes.paragraph):
-                if is_chinese(spoken(following)) and not is_chinese(spoken(paragraph)):
-                    paragraph["classes"].append("language-en")
-                    following["classes"].append("language-zh")
+        if not re.fullmatch(r"api/(?!index).*", self.env.docname):
+            return
+        # docutils writes the class "language-en-US" as the attribute lang="en-US"
+        self.document[0]["classes"].append("language-en-US")
+        for text in list(self.document.findall(nodes.Text)):
+            if text == " -- ":  # between a parameter and its description
+                text.parent.replace(text, nodes.Text(" – "))
 
 
 class EnglishAndChinese(SearchEnglish):
-    """English by words and their stems; Chinese, which has no spaces, by every character and every
-    two neighbours."""
+    """Index of English words by their stems, and of Chinese by characters and pairs of characters.
+
+    Chinese has no spaces, and Sphinx's own index of it needs the package jieba.
+    """
 
     lang = "en"
     js_splitter_code = """
@@ -195,8 +93,8 @@ function splitQuery(query) {
 """
 
     def split(self, input: str) -> list[str]:
-        words = super().split(HAN.sub(" ", input))
-        for run in re.findall(rf"{HAN.pattern}+", input):
+        words = super().split(re.sub(HAN, " ", input))
+        for run in re.findall(f"{HAN}+", input):
             words += [*run, *(run[place : place + 2] for place in range(len(run) - 1))]
         return words
 
@@ -217,13 +115,27 @@ def tidy_signature(
 def skip_field(
     app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
 ) -> bool | None:
-    """A named tuple's fields, of which Python itself says "Alias for field number 0"."""
+    """Leave out the fields of a named tuple, whose docstring is "Alias for field number 0"."""
     return True if type(obj).__name__ == "_tuplegetter" else None
+
+
+def clearer(
+    app: Sphinx, page: str, template: str, context: dict[str, object], doctree: object
+) -> None:
+    """Change HTML that MyST-NB and pandas write for readers with a screen reader."""
+    if body := context.get("body"):
+        # An empty cell is not the heading of its column.
+        body = re.sub(
+            r"<th\b([^>]*)>((?:\s|<(?:div|p)\b[^>]*>|</(?:div|p)>)*)</th>", r"<td\1>\2</td>", body
+        )
+        # The label would replace the words of the button.
+        context["body"] = body.replace('<summary aria-label="Toggle hidden content">', "<summary>")
 
 
 def setup(app: Sphinx) -> None:
     """Entry point that Sphinx calls first."""
-    app.add_transform(TwoLanguages)
+    app.add_transform(Reference)
+    app.connect("html-page-context", clearer)
     app.add_search_language(EnglishAndChinese)
     app.connect("autodoc-process-signature", tidy_signature)
     app.connect("autodoc-skip-member", skip_field)
