@@ -136,13 +136,13 @@ MUTANTS = [
         (
             "checkpoint",
             "checkpoint/reentrant.py",
-            "                now.restore()",
+            "                current_random.restore()",
             "                pass",
         ),
         (
             "checkpoint",
             "checkpoint/reentrant.py",
-            "version(tensor) != before",
+            "version(tensor) != version_before",
             "version(tensor) is None",
         ),
         ("checkpoint", "checkpoint/selective.py", "entries[position] = _USED", "pass"),

@@ -338,7 +338,7 @@ OTHERWISE = [
         lambda: flash_attention(X, X[:, :2], X[:, :2], enable_gqa=False),
     ),
     (
-        "the policy's answer for aten.sin.default",
+        "the policy's return value for aten.sin.default",
         lambda: checkpoint.checkpoint(
             torch.sin,
             TRACKED,

@@ -9,17 +9,17 @@ helpers without ideas of their own are PyTorch's. These things differ, for the g
 - A tensor that was changed in place is an error in both modes, wherever in the arguments it is.
   PyTorch recomputes from the new values if the tensor is in a container or a keyword argument, and,
   in its reentrant mode, if the function itself has changed it.
-- The recomputation gets lists and dicts with their original content. If the function appends to a
-  list, the item is therefore there once, not twice.
+- The recomputation gets lists and dicts with their original content. If the function appends an
+  item to a list, the recomputation therefore does not append it a second time.
 - A policy that keeps a random operator's output also keeps the random numbers after it. In PyTorch
   the recomputation draws different numbers from there on.
-- A policy's CPU offload really offloads; eager PyTorch recomputes instead. An invalid answer of a
-  policy is an error.
-- The random numbers of all devices of the inputs are repeated, and those of the current device even
-  if no argument is on it.
+- A policy's CPU offload really offloads; eager PyTorch recomputes instead. If a policy returns an
+  invalid value, this is an error.
+- The recomputation draws the same random numbers on the devices of all inputs, and on the current
+  device even if no input is on it.
 - In code that `torch.compile` compiles, PyTorch's own function is used. The compiler puts it into
-  its graph (also with `fullgraph=True`), repeats random numbers in its own way, and recomputes what
-  the policy does not keep. A compiled function runs compiled inside a checkpoint.
+  its graph (also with `fullgraph=True`), repeats random numbers in its own way, and recomputes the
+  outputs that the policy does not keep. A compiled function runs compiled inside a checkpoint.
 - Inside a transform of `torch.func` the function runs without a checkpoint, with a warning. In
   PyTorch the forward pass works there, and the backward pass raises an error.
 
@@ -27,14 +27,14 @@ As in PyTorch, buffers are the function's responsibility: the recomputation upda
 running statistics a second time. Lesson 02 shows this, with a `context_fn` that prevents it, and
 builds both modes from scratch.
 
-`checkpoint_blocks` checkpoints the blocks of any model, and `checkpointed_loss` an output head with
-its loss.
+Two functions are not in PyTorch: `checkpoint_blocks` checkpoints the blocks of any model, and
+`checkpointed_loss` checkpoints an output head with its loss.
 """
 
 # ruff: noqa: F401, F403
 import torch.utils.checkpoint
 
-# everything that this version of torch exports; the imports below replace a part of it
+# Import everything that this version of torch exports; the imports below replace a part of it.
 from torch.utils.checkpoint import *
 
 from .blocks import CheckpointedBlocks, checkpoint_blocks

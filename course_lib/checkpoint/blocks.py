@@ -1,4 +1,8 @@
-"""Checkpoint each block of any model with one call, and undo it with another."""
+"""Checkpoint the blocks of any model in place: `checkpoint_blocks`.
+
+`BlocksInPlace` replaces the `forward` of blocks and restores it; a schedule uses it, too. The last
+part of this file selects the blocks.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +37,13 @@ def checkpoint_blocks(
 ) -> CheckpointedBlocks:
     """Checkpoint the blocks of a model, in place, until the handle is removed.
 
-    A block is any module that is called. Its arguments and outputs may be anything. Hooks on a
-    block run once per forward pass; hooks on modules inside it run once more in the recomputation.
-    Names in the state dict stay the same. Without gradients nothing changes. A copy of the model
-    (deepcopy, pickle) has no checkpoints. The model or its blocks may be compiled before or after,
-    by `torch.compile(block)` or `block.compile()`, also with `fullgraph=True`. Inside a compiled
-    graph the checkpoints are PyTorch's. With a `policy` these print a warning about in-place
-    operators, and there is no warning about listed operators that never run.
+    A block is any module that is called, with any arguments and outputs. Hooks on a block run once
+    per forward pass; hooks on modules inside it run once more in the recomputation. Names in the
+    state dict stay the same. With gradients disabled, the blocks run as before. A copy of the model
+    (deepcopy, pickle) has no checkpoints. The model or its blocks may be compiled before or after
+    this call, by `torch.compile(block)` or `block.compile()`, also with `fullgraph=True`. Inside a
+    compiled graph, PyTorch's checkpoints are used. With a `policy`, these give a warning about
+    in-place operators, but no warning if none of the listed operators runs.
 
     Args:
         model: Model to change in place: its blocks get a new `forward`.
@@ -48,12 +52,13 @@ def checkpoint_blocks(
             None selects the blocks in every list of two or more modules of one type
             (`nn.ModuleList` or `nn.Sequential`) that is not inside another such list, such as those
             of an encoder and a decoder, of any lengths. A module that is never called, such as an
-            `nn.ModuleList`, is not a block. Lists of one module are used only if there are no
-            longer ones, and single layers, such as `nn.Linear`, only if there is nothing else.
-        every: Checkpoint only each `every`-th block: with 2, the second, the fourth, and so on.
-        first: Consider only this many of the first blocks, in the order of the model, across all
-            lists. The last block can be left out, because all of its activations are live at the
-            peak anyway, when backward starts.
+            `nn.ModuleList`, is not a block. Lists of one module are used only if the model has no
+            longer list, and lists of single layers, such as `nn.Linear`, only if it has no list of
+            larger modules.
+        every: Checkpoint only every n-th block: with 2, the second, the fourth, and so on.
+        first: Number of blocks to consider, from the beginning of the model and across all lists;
+            None considers all. The last block may be left out without raising the peak, because
+            all of its activations are live at the peak anyway, when backward starts.
         policy: None recomputes everything. A list of operators, or a policy as for
             `create_selective_checkpoint_contexts`, determines which outputs are kept. `nn.Linear`
             calls `torch.ops.aten.addmm.default` with a bias and `torch.ops.aten.mm.default` without
@@ -62,10 +67,10 @@ def checkpoint_blocks(
         preserve_rng_state: Whether a block that draws random numbers draws the same ones in its
             recomputation.
         preserve_module_state: Whether to preserve the attributes of a block's modules (tensors,
-            numbers, containers of these, and generators) and the states of Python's and NumPy's
-            generators. The recomputation starts from their values before the first run, and
-            afterwards they have their values after the first run. Has no effect inside a compiled
-            model.
+            numbers, containers of these, and generators) and the states of the global random number
+            generators of Python and NumPy. The recomputation starts from their values before the
+            first run. Afterwards they have their values after the first run. Has no effect inside
+            a compiled model.
 
     Returns:
         A handle with the `names` of the blocks. `handle.remove()` undoes the change, and so does
@@ -73,7 +78,8 @@ def checkpoint_blocks(
         the blocks was called with gradients.
 
     Raises:
-        ValueError: No module that is called has such a name, or one is checkpointed already.
+        ValueError: No module that is called has such a name, a block is checkpointed already, or
+            `every` is larger than the number of blocks.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -83,9 +89,9 @@ def checkpoint_blocks(
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
     All other side effects of a block happen twice, and the recomputation starts from the changed
-    values. Examples are running statistics, spectral norms, and a key-value cache that grows (train
-    Hugging Face models with `use_cache=False`). Without `preserve_module_state`, attributes are
-    such side effects, too.
+    values. Examples are updates of running statistics and spectral norms, and a key-value cache
+    that grows (train Hugging Face models with `use_cache=False`). Without `preserve_module_state`,
+    changes of attributes also happen twice.
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
@@ -102,7 +108,7 @@ def checkpoint_blocks(
 
 
 class BlocksInPlace:
-    """Blocks with a replaced forward, until `remove()` or the end of a `with` block.
+    """Blocks whose forward is replaced until `remove()` or the end of a `with` block.
 
     Attributes:
         names: Names of the blocks, as in `model.named_modules()`.
@@ -111,14 +117,16 @@ class BlocksInPlace:
     def __init__(self, model: nn.Module, names: Sequence[str]):
         self.names = tuple(names)
         blocks = [model.get_submodule(name) for name in names]
-        if any(isinstance(block.forward, _Forward) for block in blocks):
+        if any(isinstance(block.forward, _ReplacementForward) for block in blocks):
             raise ValueError(
                 f"blocks must be modules that are not checkpointed yet, got {', '.join(names)}"
             )
-        self._forwards = [_Forward(block, partial(self._call, i)) for i, block in enumerate(blocks)]
+        self._forwards = [
+            _ReplacementForward(block, partial(self._call, i)) for i, block in enumerate(blocks)
+        ]
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run instead of the forward of block i; subclasses implement this."""
+        """Compute what block i returns, given its original forward; subclasses implement this."""
         raise NotImplementedError
 
     def remove(self) -> None:
@@ -137,8 +145,8 @@ class CheckpointedBlocks(BlocksInPlace):
     """Checkpointed blocks; the result of `checkpoint_blocks`.
 
     Attributes:
-        advice: Advice on what to do instead of using checkpoints, for the error of a recomputation
-            that differs from the first run. If None, the runs are not compared.
+        advice: Advice in the error message that is raised if a recomputation differs from the first
+            run, such as "exclude it from checkpointing". If None, the runs are not compared.
     """
 
     advice: str | None = None
@@ -152,7 +160,8 @@ class CheckpointedBlocks(BlocksInPlace):
         preserve_module_state: bool,
     ):
         super().__init__(model, names)
-        # A list is checked for operators that never run; a function may keep nothing on purpose.
+        # A warning is given only if none of the operators in a list runs. There is no warning for a
+        # policy function, which may keep nothing on purpose.
         self._listed = _ListedOperators(policy) if isinstance(policy, list) else None
 
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -166,10 +175,13 @@ class CheckpointedBlocks(BlocksInPlace):
         self._called = False
 
     def check(self) -> None:
-        """After a forward pass, raise an error if none of the blocks was called with gradients.
+        """After a forward pass, raise an error if no block was called with gradients enabled.
 
-        Nothing was checkpointed then. This happens if the model's own autograd function, or a
-        reentrant checkpoint, runs the blocks.
+        In this case nothing was checkpointed. It happens if an autograd function of the model, or
+        a reentrant checkpoint, runs the blocks.
+
+        Raises:
+            ValueError: No block was called with gradients enabled.
         """
         if not self._called:
             blocks = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
@@ -182,20 +194,20 @@ class CheckpointedBlocks(BlocksInPlace):
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         self._called |= torch.is_grad_enabled()
         if torch.compiler.is_dynamo_compiling():
-            # A compiled graph must not change variables inside a checkpoint.
+            # The compiler cannot trace `nonlocal` variables that change inside a checkpoint.
             function = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
             return checkpoint(function, args, kwargs, use_reentrant=False, **self._options)
-        again = False
+        has_run = False
 
-        @wraps(forward)  # keeps its name, for errors
-        def run(args, kwargs):  # not unpacked, so no name can be mistaken for an option
-            nonlocal again
-            if again and self._listed is not None:
-                self._listed.warn_if_none_was_met(self.names)
-            again = True
+        @wraps(forward)  # error messages show the name of `forward`
+        def run(args, kwargs):  # not unpacked, since a keyword might be an option of `checkpoint`
+            nonlocal has_run
+            if has_run and self._listed is not None:
+                self._listed.warn_if_none_has_run(self.names)
+            has_run = True
             return forward(*args, **kwargs)
 
-        # in compiled code, PyTorch's own checkpoint is used
+        # In compiled code, PyTorch's own checkpoint is used.
         preserved = self._preserve_module_state and not torch.compiler.is_compiling()
         if preserved and torch.is_grad_enabled():
             comparison = self.advice and Comparison(self.names[i], self.advice)
@@ -206,83 +218,99 @@ class CheckpointedBlocks(BlocksInPlace):
 class _ListedOperators:
     """A policy that keeps the outputs of listed operators, and warns if none of them ever runs.
 
-    A list may name another operator than the model calls, such as `addmm` although its Linears have
-    no bias. Without the warning this would cost a full recomputation and look like a working
-    policy.
+    The model may not call any of the listed operators. For example, the list names `addmm`, but the
+    linear layers have no bias and call `mm`. Everything would then be recomputed, and without the
+    warning the user might not notice.
     """
 
     def __init__(self, operators: list):
         self._operators = frozenset(operators)
-        self._met = not operators  # an empty list keeps nothing on purpose
+        self._has_run = not operators  # an empty list keeps nothing on purpose
         self._products: dict[str, None] = {}  # names of matrix products, in the order they ran
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
         listed = operator in self._operators
-        self._met |= listed
+        self._has_run |= listed
         if getattr(operator, "overloadpacket", None) in flop_registry:
             self._products[f"torch.ops.{operator}"] = None
         return listed
 
-    def warn_if_none_was_met(self, names: Sequence[str]) -> None:
-        """When a block is recomputed, warn once if no block has run a listed operator."""
-        if self._met:
+    def warn_if_none_has_run(self, names: Sequence[str]) -> None:
+        """Give a warning, once, if no block has run a listed operator.
+
+        It is called when a block is recomputed, so the blocks have run before.
+        """
+        if self._has_run:
             return
-        self._met = True  # so that the warning is given once
+        self._has_run = True  # so that the warning is given only once
         listed = ", ".join(sorted(f"torch.ops.{operator}" for operator in self._operators))
         blocks = " to ".join(dict.fromkeys((names[0], names[-1])))
         message = (
-            f"policy keeps {listed}, but {blocks} ran no such operator, so everything is computed"
-            " again."
+            f"policy keeps the outputs of {listed}, but {blocks} ran no such operator, so"
+            " everything is recomputed."
         )
         if self._products:
             message += f" Matrix products that were run: {', '.join(self._products)}."
         warnings.warn(message, stacklevel=2)
 
 
-class _Forward:
-    """A replacement for a block's `forward`, as an attribute, so that the block's hooks still run.
+class _ReplacementForward:
+    """Replacement for a block's `forward`, set as an attribute of the block.
 
-    It refers to the block weakly, because a reference cycle would keep the block alive until
-    garbage collection.
+    `block(...)` still runs the block's hooks, because `nn.Module.__call__` calls this attribute. It
+    refers to the block weakly, because a reference cycle would keep the block alive until garbage
+    collection.
 
     Args:
-        around: Function of (the block's own forward, args, kwargs) that returns the block's output.
+        block: The block, whose `forward` is replaced.
+        call: Function of (the original forward, args, kwargs) that returns the block's output.
     """
 
-    def __init__(self, block: nn.Module, around: Callable[[Callable, tuple, dict], Any]):
+    def __init__(self, block: nn.Module, call: Callable[[Callable, tuple, dict], Any]):
         self.block = weakref.ref(block)
-        self.around = around
-        # another library, such as accelerate, may already have replaced it
-        self.before = vars(block).get("forward")
+        self.call = call
+        # set if another library, such as accelerate, has already replaced the forward
+        self.replaced = vars(block).get("forward")
         self.active = True
         block.forward = self
 
-    def own(self) -> Callable:
+    def original_forward(self) -> Callable:
         block = self.block()
-        return self.before or type(block).forward.__get__(block)
+        return self.replaced or type(block).forward.__get__(block)
 
     def __call__(self, *args, **kwargs):
-        return self.around(self.own(), args, kwargs) if self.active else self.own()(*args, **kwargs)
+        return (
+            self.call(self.original_forward(), args, kwargs)
+            if self.active
+            else self.original_forward()(*args, **kwargs)
+        )
 
     def undo(self) -> None:
         block = self.block()
         self.active = False
-        # if another library has replaced it since, `active = False` is enough
+        # If another library has replaced this object since, it may still call it, and then
+        # `active = False` has the effect of the original forward.
         if block is not None and vars(block).get("forward") is self:
             del block.forward
-            if self.before is not None:
-                block.forward = self.before
+            if self.replaced is not None:
+                block.forward = self.replaced
 
     def __reduce__(self):
         """Give a copy of the block the forward of its class, since a policy cannot be pickled."""
-        return getattr, (self.block(), "forward")  # the copy has no attributes yet
+        # the copy has no attribute `forward` yet, so `getattr` finds the method of the class
+        return getattr, (self.block(), "forward")
 
 
 # ---- selecting blocks
 
 
 def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
-    """Return the names of the selected blocks, for checkpoints, schedules, recipes and sharding."""
+    """Return the names of the blocks that `blocks` selects, as described in `checkpoint_blocks`.
+
+    Raises:
+        ValueError: No module that is called has such a name.
+        TypeError: `blocks` has the wrong type.
+    """
     return (
         [name for names in lists_of(model) for name in names]
         if blocks is None
@@ -291,18 +319,19 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
 
 
 def lists_of(model: nn.Module) -> list[list[str]]:
-    """Return the names of the blocks in each list of modules of one type, in model order.
+    """Return the names of the blocks in each list of modules of one type, in the model's order.
 
     Raises:
         ValueError: The model has no such list.
     """
-    several, any_number = list(_lists(model)), list(_lists(model, least=1))
-    # Single layers, such as a model's heads for several tasks, save only their input anyway.
+    lists_of_several, lists_of_any_length = list(_lists(model)), list(_lists(model, min_length=1))
+    # Lists of single layers, such as the heads of a model for several tasks, come last, because a
+    # single layer saves only its input anyway.
     larger = [
         [names for names in lists if any(model.get_submodule(names[0]).children())]
-        for lists in (several, any_number)
+        for lists in (lists_of_several, lists_of_any_length)
     ]
-    found = next(filter(None, (*larger, several, any_number)), None)
+    found = next(filter(None, (*larger, lists_of_several, lists_of_any_length)), None)
     if found is None:
         raise ValueError(
             "blocks must be names with wildcards for a model that has no list of modules"
@@ -317,10 +346,14 @@ def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
         if isinstance(blocks, str)
         else kind("blocks", blocks, (list, tuple), "names, or None")
     )
-    runs = [name for name, module in model.named_modules() if _is_called(module)]
-    found = [name for name in runs if name and any(_matches(name, pattern) for pattern in patterns)]
+    callable_names = [name for name, module in model.named_modules() if _is_called(module)]
+    found = [
+        name
+        for name in callable_names
+        if name and any(_matches(name, pattern) for pattern in patterns)
+    ]
     if not found:
-        some = ", ".join(map(repr, filter(None, runs[:6])))
+        some = ", ".join(map(repr, filter(None, callable_names[:6])))
         raise ValueError(
             f"blocks must match the name of a module that is called, got {blocks!r}; "
             + (f"the model has {some}" if some else f"{shown(model)} contains no other modules")
@@ -329,10 +362,10 @@ def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether a module can be called: an nn.ModuleList, for example, has no forward."""
+    """Return whether a module has a forward, unlike `nn.ModuleList`, for example."""
     return (
         "forward" in vars(module) or type(module).forward is not nn.Module.forward
-    )  # an instance has its own forward, for example, if it is compiled
+    )  # a compiled module, for example, has its forward as an attribute
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -340,22 +373,30 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _lists(
-    module: nn.Module, prefix: str = "", least: int = 2, seen: set | None = None
+    module: nn.Module, prefix: str = "", min_length: int = 2, seen: set | None = None
 ) -> Iterator[list[str]]:
-    """Yield the names in each list of at least two modules of one type.
+    """Yield the names in each list of at least `min_length` modules of one type.
 
-    These modules are not searched for further lists. With `least=1`, an `nn.ModuleList` of one
-    module counts too, for a model with one layer.
+    These modules are not searched for further lists. With `min_length=1`, only an `nn.ModuleList`
+    counts as a list, so that a model with one layer has one.
+
+    Args:
+        module: Module to search.
+        prefix: Name of the module in the model, with a dot, or "".
+        min_length: 1 or 2.
+        seen: Modules that were searched already.
     """
     seen = set() if seen is None else seen
-    if module in seen:  # an encoder that is also the decoder counts once
+    if module in seen:  # a module with two names, such as a shared encoder, counts once
         return
     seen.add(module)
     children = {f"{prefix}{name}": child for name, child in module.named_children()}
-    kinds = (nn.ModuleList, nn.Sequential) if least > 1 else nn.ModuleList
-    like = len({*map(type, children.values())}) == 1 and all(map(_is_called, children.values()))
-    if isinstance(module, kinds) and len(children) >= least and like:
+    kinds = (nn.ModuleList, nn.Sequential) if min_length > 1 else nn.ModuleList
+    same_type = len({*map(type, children.values())}) == 1 and all(
+        map(_is_called, children.values())
+    )
+    if isinstance(module, kinds) and len(children) >= min_length and same_type:
         yield list(children)
     else:
         for name, child in children.items():
-            yield from _lists(child, f"{name}.", least, seen)
+            yield from _lists(child, f"{name}.", min_length, seen)

@@ -1,4 +1,7 @@
-"""The output head with its loss, one chunk of tokens at a time, to never hold all logits."""
+"""Compute the output head and its loss one chunk of tokens at a time: `checkpointed_loss`.
+
+With a checkpoint per chunk, the logits of all tokens are never in memory at the same time.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,28 @@ def checkpointed_loss(
 ) -> Tensor:
     """Compute `F.cross_entropy(hidden @ weight.T, targets)` without ever holding all the logits.
 
-    Each chunk of tokens has its own checkpoint. At most chunk * v logits, and the temporaries of
-    one step computed from them, are live at a time. The price is one more product hidden @
-    weight.T.
+    Each chunk of tokens has its own checkpoint. At any time, only the logits of one chunk
+    (chunk * v values) and the temporaries of one operator on them are live. The price is that
+    hidden @ weight.T is computed once more, in the backward pass.
 
     Args:
-        hidden: (tokens, h). targets: (tokens,), int64.
-        weight: (v, h), or the head itself, as a function that maps each token separately: (chunk,
-            h) -> (chunk, v).
+        hidden: Hidden states, of shape (tokens, h).
+        weight: Weight of the head, of shape (v, h), or the head itself: a function that maps each
+            token separately, from shape (chunk, h) to shape (chunk, v).
+        targets: Target tokens, of shape (tokens,) and dtype int64.
         chunk: Number of tokens per chunk, at least 1; the last chunk may be smaller.
         ignore_index: Targets with this value do not count.
         reduction: "mean" over the targets that count, or "sum".
-        preserve_rng_state: Must be True for a head that draws random numbers.
+        preserve_rng_state: Whether the recomputation of a head that draws random numbers draws the
+            same ones. Must be True for such a head.
 
     Returns:
-        The loss, a scalar, as `F.cross_entropy` returns it, but summed at least in float32.
+        The loss, a scalar with the dtype that `F.cross_entropy` returns. The losses of the tokens
+        are summed in float32, or in their dtype if it is wider.
 
     Raises:
-        ValueError: Shapes do not match, chunk is below 1, or reduction is unknown.
+        TypeError, ValueError: Shapes do not match, chunk is not a whole number of at least 1, or
+            reduction is unknown.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         shapes = tuple(hidden.shape), tuple(targets.shape)
@@ -52,13 +59,13 @@ def checkpointed_loss(
     chunk = whole("chunk", chunk, 1, of="tokens")
     one_of("reduction", reduction, ("mean", "sum"))
     total = 0.0
-    for start in range(0, max(len(hidden), 1), chunk):  # without tokens, one empty chunk
+    for start in range(0, max(len(hidden), 1), chunk):  # a batch without tokens is one empty chunk
         inputs = hidden[start : start + chunk], weight, targets[start : start + chunk], ignore_index
         losses = checkpoint(
             _token_losses, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
-        # bfloat16 has 8 significant bits: a sum of thousands of losses would stop growing once a
-        # loss is smaller than half a unit in the last place.
+        # bfloat16 has 8 significant bits, so a sum of thousands of losses in it would stop growing
+        # once each further loss is rounded away.
         total = total + losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     if reduction == "mean":
         total = total / (targets != ignore_index).sum()

@@ -1,9 +1,9 @@
-"""The non-reentrant mode, with saved-tensor hooks.
+"""The non-reentrant mode of `checkpoint`, which uses saved-tensor hooks, and `checkpoint` itself.
 
 The hooks put an empty slot into the graph for each saved tensor. The first read of a slot
 recomputes the tensors and fills all slots.
 
-A maintainer should know this before changing a line here:
+Maintainers should know the following before they change this file:
 
 - **Weak references to slots.** The graph holds the slots, and with each slot a hook that holds the
   region. The region itself refers to the slots only weakly. So there is no reference cycle, and a
@@ -21,8 +21,8 @@ A maintainer should know this before changing a line here:
   does.
 - **The compiler.** A checkpoint inside code that `torch.compile` compiles becomes PyTorch's own,
   which the compiler puts into its graph (see `_run`). Everywhere else both runs are hidden from the
-  compiler (see `uncompiled` and `_checkpointed`), because a compiled and an uncompiled run would
-  save different tensors.
+  compiler (see `call_uncompiled` and `_run_eagerly`), because a compiled run and an uncompiled run
+  would save different tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
-from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._torch import (
     ObserverMode,
@@ -52,9 +52,9 @@ from .._torch import (
 )
 from .reentrant import (
     CheckpointFunction,
-    Statistics,
-    Surroundings,
-    kept_inputs,
+    GlobalState,
+    RunningStatistics,
+    saved_inputs,
     with_tensors,
     without_tensors,
 )
@@ -67,9 +67,10 @@ class _Slot:
 
     Attributes:
         tensors: Backward pass -> the recomputed tensor, or None after it was read.
-        unfinished: Whether the recomputation ended before the operator that saved the tensor.
-        difference: Description of how its values differ from those of the first run; empty if they
-            do not, or if values are not compared.
+        unfinished: Whether early stop ended the recomputation before the operator that saved the
+            tensor was complete. The operator may still have to write into it.
+        difference: Description of how the recomputed values differ from those of the first run;
+            empty if they do not differ, or if values are not compared.
     """
 
     __slots__ = ("__weakref__", "difference", "tensors", "unfinished")
@@ -80,16 +81,17 @@ class _Slot:
 
 
 class _Stop(BaseException):
-    """Ends a recomputation that has saved everything needed.
+    """Exception that ends a recomputation as soon as it has saved everything that is needed.
 
     It is not an `Exception`, so that handlers in the function do not catch it.
     """
 
 
-class _Keep(torch.autograd.Function):
-    """A node that saves tensors as any operator does.
+class _SaveInputs(torch.autograd.Function):
+    """An autograd node that saves the inputs of a checkpointed function, as an operator would.
 
-    The hooks of an enclosing checkpoint apply to them, and autograd checks their versions.
+    The saved-tensor hooks of an enclosing checkpoint therefore apply to the inputs, and autograd
+    detects if they are changed in place.
     """
 
     @staticmethod
@@ -98,27 +100,30 @@ class _Keep(torch.autograd.Function):
         return torch.empty(0)
 
 
-# autograd creates a node only if an input requires gradients
+# An input of `_SaveInputs` that requires gradients; otherwise autograd would not create a node.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
-_group = getattr(torch._C, "_get_graph_exec_group", lambda: None)  # exists since torch 2.10
+_graph_exec_group = getattr(
+    torch._C, "_get_graph_exec_group", lambda: None
+)  # exists since torch 2.10
 
 
 class Region:
-    """One call of a checkpointed function: how to run it again, and the slots that this fills.
+    """One call of a checkpointed function: everything needed to run it again, and its slots.
 
     Args:
+        function, args, kwargs, preserve_rng_state, early_stop: As in `checkpoint`.
         compare_metadata: Whether to compare the metadata of the saved tensors of both runs, not
             only their number.
         context: Context manager of the second run.
-        logs: Operator logs of both runs, for `debug=True`.
+        logs: Operator logs of both runs for `debug=True`, or None.
 
     Attributes:
-        outside: The saved-tensor hooks around the first run, only while it lasts. They may refer to
-            the graph, which holds the region.
+        enclosing_hooks: The user's saved-tensor hooks around the first run. They are set only
+            during that run, because they may refer to the graph, which holds the region.
     """
 
-    outside: Hooks | None = None
+    enclosing_hooks: Hooks | None = None
 
     def __init__(
         self,
@@ -136,25 +141,26 @@ class Region:
         self.early_stop = early_stop
         self.compare_metadata = compare_metadata
         self.context, self.logs = context, logs
-        self.surroundings = Surroundings(tensors, preserve_rng_state)
+        self.global_state = GlobalState(tensors, preserve_rng_state)
         self.inputs = without_tensors((args, kwargs))
-        self.statistics = Statistics(tensors)
-        # These nodes live as long as the region. Running statistics have separate nodes, because
-        # the function may change them.
-        apart = self.statistics.copies
-        others = [x for i, x in enumerate(tensors) if i not in apart]
-        self.kept = _Keep.apply(_ANCHOR, others) if others else None
-        self.kept_apart = {i: _Keep.apply(_ANCHOR, [tensors[i]]) for i in apart}
-        self.count = len(tensors)
+        self.statistics = RunningStatistics(tensors)
+        # The outputs of these nodes are held so that the nodes live as long as the region. Each
+        # vector of running statistics has its own node, because the function may change it, and
+        # reading a node's tensors raises an error if one of them was changed.
+        vectors = self.statistics.copies
+        others = [x for i, x in enumerate(tensors) if i not in vectors]
+        self.input_node = _SaveInputs.apply(_ANCHOR, others) if others else None
+        self.vector_nodes = {i: _SaveInputs.apply(_ANCHOR, [tensors[i]]) for i in vectors}
+        self.input_count = len(tensors)
         self.slots: list[weakref.ref[_Slot]] = []
-        # metadata of the tensor of each slot, or None if metadata are not compared
-        self.saved: list[tuple | None] = []
+        # metadata of the first run's tensor for each slot, or None if metadata are not compared
+        self.metadata: list[tuple | None] = []
         self.complete = False  # whether the forward pass has finished
         self.comparison = function.state.comparison if isinstance(function, Repeatable) else None
 
     def forward(self, args: tuple, kwargs: dict, context: AbstractContextManager) -> Any:
         """Run the function for the first time, leaving slots in the graph."""
-        self.outside = _users_hooks()
+        self.enclosing_hooks = _user_hooks()
         try:
             with (
                 torch_func_refused("a checkpoint"),
@@ -164,45 +170,51 @@ class Region:
                 result = self.function(*args, **kwargs)
                 self.complete = True
         finally:
-            self.outside = None
+            self.enclosing_hooks = None
         if not self.complete:
             raise RuntimeError(
                 "torch.utils.checkpoint: the forward context provided by context_fn suppressed an"
                 " exception raised during the checkpointed forward"
             )
-        self.surroundings.check_devices()
-        self.statistics.settle()
+        self.global_state.check_devices()
+        self.statistics.drop_unchanged()
         return result
 
-    def given(self) -> list[Tensor]:
-        """Return the inputs of the first run; raise if one was changed in place."""
+    def original_inputs(self) -> list[Tensor]:
+        """Return the input tensors of the first run.
 
-        def kept(node: Tensor | None) -> tuple[Tensor, ...]:
-            return () if node is None else kept_inputs(node.grad_fn, self.function)
+        Running statistics that the first run changed are returned as copies of their old values.
+
+        Raises:
+            RuntimeError: Another input was changed in place.
+        """
+
+        def saved(node: Tensor | None) -> tuple[Tensor, ...]:
+            return () if node is None else saved_inputs(node.grad_fn, self.function)
 
         changed = {i: copy.clone() for i, copy in self.statistics.copies.items()}
-        apart = {i: kept(node)[0] for i, node in self.kept_apart.items() if i not in changed}
-        others = iter(kept(self.kept))
-        found = changed | apart
-        return [found[i] if i in found else next(others) for i in range(self.count)]
+        unchanged = {i: saved(node)[0] for i, node in self.vector_nodes.items() if i not in changed}
+        vectors = changed | unchanged
+        others = iter(saved(self.input_node))
+        return [vectors[i] if i in vectors else next(others) for i in range(self.input_count)]
 
     def pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot()
         self.slots.append(weakref.ref(slot))
-        self.saved.append(_metadata(tensor) if self.compare_metadata else None)
+        self.metadata.append(_metadata(tensor) if self.compare_metadata else None)
         if self.comparison is not None:
-            self.comparison.note(tensor)
+            self.comparison.add(tensor)
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        key = _group()  # equal for backward passes that share a recomputation
+        key = _graph_exec_group()  # the same for backward passes that share a recomputation
         if key is None:
             key = torch._C._current_graph_task_id()
         node = torch._C._current_autograd_node()
-        late = writes_after_saving(node)
+        writes_later = writes_after_saving(node)
         if key not in slot.tensors:
-            _Recomputation(self, key, to_end=late).run()
-        elif late and slot.unfinished:
+            _Recomputation(self, key, to_end=writes_later).run()
+        elif writes_later and slot.unfinished:
             _Recomputation(self, key, to_end=True, only=slot).run()
         tensor, slot.tensors[key] = slot.tensors[key], None
         if tensor is None:
@@ -213,19 +225,19 @@ class Region:
             )
         if slot.difference and not saves_unset_memory(node):
             self.comparison.fail(slot.difference)
-        if key == -1:  # not a backward pass: someone inspects the graph, so nothing is kept
+        if key == -1:  # The graph was inspected outside a backward pass, so keep no tensors.
             for other in filter(None, (ref() for ref in self.slots)):
                 other.tensors.pop(key, None)
         return tensor
 
 
-def _users_hooks() -> Hooks | None:
+def _user_hooks() -> Hooks | None:
     """Return the innermost saved-tensor hooks that are not those of a checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(owner, _Recomputation):
         return None
-    return owner.outside if isinstance(owner, Region) else hooks
+    return owner.enclosing_hooks if isinstance(owner, Region) else hooks
 
 
 class _Recomputation:
@@ -235,8 +247,8 @@ class _Recomputation:
 
     Args:
         key: The backward pass that needs the tensors.
-        to_end: Whether to run the function to its end, for an operator that writes into a tensor
-            that it has saved.
+        to_end: Whether to run the function to its end without early stop, because an operator
+            writes into a tensor that it has saved.
         only: The only slot to fill, or None to fill all.
     """
 
@@ -245,21 +257,21 @@ class _Recomputation:
         self.stops = region.early_stop and not (to_end or getattr(region.context, "to_end", False))
         self.count = 0
         self.differences = ""
-        self.operator = 0  # number of the operator that is saving, whose slots are in `filled`
-        self.filled: list[_Slot] = []
+        self.operator = 0  # sequence number of the operator that saved last
+        self.filled: list[_Slot] = []  # the slots of this operator's tensors
 
     def run(self) -> None:
         region = self.region
-        args, kwargs = with_tensors(region.inputs, region.given())
+        args, kwargs = with_tensors(region.inputs, region.original_inputs())
         hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
         with (
             hooks,
             torch.enable_grad(),
-            region.surroundings.restored(),
+            region.global_state.restored(),
             region.context,
             suppress(_Stop),
         ):
-            uncompiled(region.function, args, kwargs)
+            call_uncompiled(region.function, args, kwargs)
         if self.count < len(region.slots):
             self.fail(
                 "A different number of tensors was saved during the original forward and"
@@ -274,52 +286,54 @@ class _Recomputation:
 
     def pack(self, tensor: Tensor) -> Tensor:
         region, position = self.region, self.count
-        # Detached, because a slot that held the graph of the recomputation would form a reference
-        # cycle.
+        # The tensor is detached, because a slot that held the graph of the recomputation would form
+        # a reference cycle.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         self.count += 1
         if position < len(region.slots):
-            slot, saved = region.slots[position](), region.saved[position]
-            # a slot that no longer exists will not be read
+            slot, metadata = region.slots[position](), region.metadata[position]
+            # `slot` is None if it no longer exists: its tensor will not be read.
             if slot is not None and self.only in (None, slot):
                 self.fill(slot, tensor)
                 if region.comparison is not None:
                     slot.difference = region.comparison.difference(position, tensor)
-                if saved is not None and saved != _metadata(tensor):
+                if metadata is not None and metadata != _metadata(tensor):
                     self.differences += (
-                        f"tensor at position {position}:\nsaved metadata: {_shown(saved)}\n"
-                        f"recomputed metadata: {_shown(_metadata(tensor))}\n"
+                        f"tensor at position {position}:\n"
+                        f"saved metadata: {_metadata_dict(metadata)}\n"
+                        f"recomputed metadata: {_metadata_dict(_metadata(tensor))}\n"
                     )
             if self.stops and self.count == len(region.slots):
                 for slot in self.filled:
                     slot.unfinished = True
                 raise _Stop
-        # in a forward pass that is not complete, a backward pass inside the function is running
+        # If the forward pass is not complete, this recomputation is for a backward pass inside the
+        # function, and additional tensors are allowed.
         elif region.complete and not region.early_stop:
             self.fail(
                 "trying to save more tensors during recomputation than during the original forward"
-                f" pass.\nNumber of tensors saved during forward: {len(region.slots)}\nOne more:"
-                f" {_metadata(tensor)}"
+                f" pass.\nNumber of tensors saved during forward: {len(region.slots)}\nFirst"
+                f" additional tensor: {_metadata(tensor)}"
             )
-        # the graph of the recomputation keeps it, for a backward pass inside the function
+        # The graph of the recomputation saves the tensor for a backward pass inside the function.
         return tensor
 
     def fill(self, slot: _Slot, tensor: Tensor) -> None:
         slot.tensors[self.key] = tensor
         slot.unfinished = False
-        # this number counts nodes, and each operator creates one before it saves
+        # The sequence number counts nodes, and each operator creates one before it saves tensors.
         operator = torch.autograd._get_sequence_nr()
         if operator != self.operator:
             self.operator, self.filled = operator, []
         self.filled.append(slot)
 
-    def fail(self, what: str) -> None:
+    def fail(self, problem: str) -> None:
         logs = self.region.logs
         raise CheckpointError(
-            f"torch.utils.checkpoint: {what}\n{self.differences}The function must do the same"
+            f"torch.utils.checkpoint: {problem}\n{self.differences}The function must do the same"
             " whenever it is run. "
             + (
-                _operators(*logs)
+                _logs_message(*logs)
                 if logs
                 else "For the operators of both runs, pass `debug=True` to checkpoint"
             )
@@ -327,13 +341,13 @@ class _Recomputation:
 
 
 @torch._disable_dynamo
-def uncompiled(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call a function hidden from the compiler.
+def call_uncompiled(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call a function without letting `torch.compile` compile it.
 
     A backward pass may run while `torch.compile` examines frames (compiled autograd, or a compiled
     function that calls `backward`). The compiler would then compile the recomputation, and a
     compiled graph saves other tensors than the first run did. This is a module-level function,
-    because the decorator keeps what it decorates alive, and that must not be a region.
+    because the decorator keeps the decorated function alive. A method would keep its region alive.
     """
     return function(*args, **kwargs)
 
@@ -342,13 +356,13 @@ def _metadata(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _shown(metadata: tuple) -> dict:
+def _metadata_dict(metadata: tuple) -> dict:
     return dict(zip(("shape", "dtype", "device"), metadata, strict=True))
 
 
 # ---- for `debug=True`: the operators of both runs
 
-_NOT_THE_USERS = tuple(f"{Path(path).parent}{os.sep}" for path in (torch.__file__, __file__))
+_LIBRARY_FOLDERS = tuple(f"{Path(path).parent}{os.sep}" for path in (torch.__file__, __file__))
 
 
 class OperatorLog(ObserverMode):
@@ -361,24 +375,24 @@ class OperatorLog(ObserverMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}"
-        self.lines.append(f"  {func}({_brief(args)}) -> {_brief(result)}\n      {place}")
+        self.lines.append(f"  {func}({_short(args)}) -> {_short(result)}\n      {place}")
         return result
 
 
-def _brief(value: Any) -> str:
+def _short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return ", ".join(map(_brief, value)) if isinstance(value, (list, tuple)) else str(value)
+    return ", ".join(map(_short, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _operators(forward: OperatorLog, recomputation: OperatorLog) -> str:
+def _logs_message(forward: OperatorLog, recomputation: OperatorLog) -> str:
     hint = (
         "You are seeing this error because you passed `debug=True` to checkpoint: look for the"
-        " first operator that differs. `detach` may, and the recomputation ends as soon as it has"
-        " what it needs."
+        " first operator that differs. Additional `detach` operators are not an error, and the"
+        " recomputation ends as soon as it has saved everything that is needed."
     )
     ran = "Operations executed during"
     lines = [
@@ -393,12 +407,13 @@ def _operators(forward: OperatorLog, recomputation: OperatorLog) -> str:
 
 # ---- the public functions: argument checks and the choice of the mode
 
-NOT_EXPLICIT = (
+USE_REENTRANT_WARNING = (
     "the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended,"
-    " and is the default here; in PyTorch the default is True, or an error, depending on"
-    " the version."
+    " and is the default here. In PyTorch, leaving it out means True or raises an error, depending"
+    " on the version."
 )
 
+# Values set by the two functions below; None keeps the value that was passed to each checkpoint.
 overrides: dict[str, bool | None] = {"early_stop": None, "debug": None}
 
 
@@ -412,12 +427,12 @@ def _override(name: str, value: bool | None) -> Iterator[None]:
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager:
-    """Override `early_stop` of every checkpoint whose forward pass runs inside the block."""
+    """Override `early_stop` of every checkpoint whose forward pass runs inside the `with` block."""
     return _override("early_stop", enable)
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager:
-    """Override `debug` of every checkpoint whose forward pass runs inside the block.
+    """Override `debug` of every checkpoint whose forward pass runs inside the `with` block.
 
     None keeps the value that was passed to each checkpoint.
     """
@@ -456,24 +471,28 @@ def checkpoint(
             `preserve_rng_state` are for False only.
         preserve_rng_state: Whether the second run gets the random numbers of the first, on the CPU,
             the devices of the inputs and the current device.
-        context_fn: Function that returns two context managers, one for each run.
+        context_fn: Function that returns two context managers, for the first run and the second.
         determinism_check: "default" compares shapes, dtypes and devices of the tensors that both
             runs save. "none" compares only their number.
         debug: Whether a `CheckpointError` lists the operators of both runs.
         early_stop: Whether to end the second run as soon as it has saved everything needed.
         respect_saved_tensors_hooks: Whether the tensors that a selective checkpoint keeps go
             through the saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`.
-            None is False, without the warning of newer versions of PyTorch.
+            None means False, and does not give the warning of newer versions of PyTorch.
         **kwargs: Keyword arguments of the function, for use_reentrant=False.
+
+    Returns:
+        The result of `function(*args, **kwargs)`, or a decorator without `function`.
 
     Raises:
         ValueError: Arguments cannot be combined, or have an invalid value.
         CheckpointError: (In the backward pass) the two runs did not save the same tensors.
         RuntimeError: (In the backward pass) an input was changed in place.
 
-    The function may change running statistics among its inputs (vectors without gradients, as of
-    `F.instance_norm`), and they change only once. All such vectors are copied during the first run.
-    `F.batch_norm` changes them a second time, as in PyTorch.
+    The function may change running statistics among its inputs, which are vectors without
+    gradients, as in `F.instance_norm`. The recomputation does not change them a second time. All
+    such vectors are copied during the first run. `F.batch_norm` is an exception: it changes them a
+    second time, as in PyTorch.
 
     Source: Chen et al. 2016, arXiv:1604.06174; behavior as of torch 2.13, arguments as of 2.14.
 
@@ -494,10 +513,10 @@ def checkpoint(
         return _run(function, args, kwargs, options)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    return partial(_decorated, options)
+    return partial(_decorate, options)
 
 
-def _decorated(options: dict[str, Any], function: Callable) -> Callable:
+def _decorate(options: dict[str, Any], function: Callable) -> Callable:
     @wraps(function, updated=())  # do not copy a module's attributes to the wrapper
     def run(*args, **kwargs):
         return _run(function, args, kwargs, options)
@@ -510,11 +529,11 @@ def _run(function: Callable, args: tuple, kwargs: dict[str, Any], options: dict[
         # The compiler repeats random numbers in its own way, and its graph computes the same in
         # both runs, so the other options have no effect there.
         if options["context_fn"] is noop_context_fn:
-            return torchs_checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return torchs_checkpoint(
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return torch_checkpoint(
             function, *args, use_reentrant=False, context_fn=options["context_fn"], **kwargs
         )
-    return _checkpointed(function, args, kwargs, **options)
+    return _run_eagerly(function, args, kwargs, **options)
 
 
 # The compiler must not trace this function. It would break the graph at the saved-tensor hooks but
@@ -522,7 +541,7 @@ def _run(function: Callable, args: tuple, kwargs: dict[str, Any], options: dict[
 # the recomputation, which runs uncompiled. `torch._disable_dynamo` loads the compiler only when the
 # function is first called; `torch.compiler.disable` would load it when this module is imported.
 @torch._disable_dynamo
-def _checkpointed(
+def _run_eagerly(
     function: Callable,
     args: tuple,
     kwargs: dict[str, Any],
@@ -536,13 +555,13 @@ def _checkpointed(
     respect_saved_tensors_hooks: bool | None,
 ) -> Any:
     if use_reentrant is None:
-        # `stacklevel` skips the two functions above and two frames of the decorator
-        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=6)
+        # `stacklevel` skips the two callers in this file and two frames of the decorator.
+        warnings.warn(f"torch.utils.checkpoint: {USE_REENTRANT_WARNING}", stacklevel=6)
     if use_reentrant:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        own = context_fn is not noop_context_fn or debug is not False
-        if own or respect_saved_tensors_hooks is not None:
+        non_default = context_fn is not noop_context_fn or debug is not False
+        if non_default or respect_saved_tensors_hooks is not None:
             raise ValueError(
                 "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported"
                 " when use_reentrant=False."
@@ -563,10 +582,21 @@ def _checkpointed(
         return function(*args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         warnings.warn(
-            "checkpoint: inside a transform of torch.func, activations are kept", stacklevel=6
+            "checkpoint: inside a transform of torch.func the function runs without a checkpoint,"
+            " so its activations are kept",
+            stacklevel=6,
         )
         return function(*args, **kwargs)
     if respect_saved_tensors_hooks and isinstance(forward_context, _CachingTorchDispatchMode):
-        forward_context.hooks = _users_hooks()
-    how = preserve_rng_state, early_stop, determinism_check == "default", recompute_context, logs
-    return Region(function, args, kwargs, *how).forward(args, kwargs, forward_context)
+        forward_context.hooks = _user_hooks()
+    region = Region(
+        function,
+        args,
+        kwargs,
+        preserve_rng_state,
+        early_stop,
+        determinism_check == "default",
+        recompute_context,
+        logs,
+    )
+    return region.forward(args, kwargs, forward_context)

@@ -1,9 +1,9 @@
-"""The reentrant mode: one autograd node that runs the function again.
+"""The reentrant mode of `checkpoint`: one autograd node, whose backward runs the function again.
 
 This second run has its own backward pass inside the backward pass.
 
-The first part of this file serves both modes. It preserves what determines the result of a
-function: its inputs, and the global state when it first ran.
+The first part of this file serves both modes. It preserves the inputs of a function and the global
+state of its first run, which together determine the function's result.
 """
 
 from __future__ import annotations
@@ -26,26 +26,35 @@ from torch.utils.checkpoint import (
 
 from .._torch import AutocastState, RandomState, map_tensors, modes_when_recomputed, tensors_in
 
-# ---- inputs: containers without their tensors, which autograd keeps and checks
+# ---- inputs: autograd saves the tensors, and this module the containers that they were in
 
-_PLACE = torch.empty(0, device="cpu")
-# a function may change a list or dict that it receives, so these are copied
-_copied = partial(map_tensors, copied=(list, dict))
+_PLACEHOLDER = torch.empty(0, device="cpu")
+# lists and dicts are copied, because a function may change those that it receives
+_map_copying = partial(map_tensors, copied=(list, dict))
 
 
 def without_tensors(value: Any) -> Any:
     """Copy `value` with a placeholder for each tensor; lists and dicts are copied, too."""
-    return _copied(lambda tensor: _PLACE, value)
+    return _map_copying(lambda tensor: _PLACEHOLDER, value)
 
 
 def with_tensors(value: Any, tensors: tuple[Tensor, ...]) -> Any:
-    """Copy `value` with tensors for the placeholders, in the order of `tensors_in`."""
-    rest = iter(tensors)
-    return _copied(lambda place: next(rest), value)
+    """Undo `without_tensors`: copy `value` with each placeholder replaced by the next tensor."""
+    remaining = iter(tensors)
+    return _map_copying(lambda placeholder: next(remaining), value)
 
 
-def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[Tensor, ...]:
-    """Return the inputs that a node has saved; raise if one was changed in place."""
+def saved_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[Tensor, ...]:
+    """Return the input tensors that an autograd node has saved.
+
+    Args:
+        node: The node.
+        function: The checkpointed function, for the error message.
+        changed: Whether an input is already known to have been changed in place.
+
+    Raises:
+        RuntimeError: An input was changed in place.
+    """
     error = None
     try:
         if not changed:
@@ -63,21 +72,23 @@ def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[T
 
 
 def version(tensor: Tensor) -> int | None:
-    """Return a tensor's count of in-place changes; None for an inference tensor."""
+    """Return the number of in-place changes of a tensor, or None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
-class Statistics:
-    """Running statistics among the inputs of a function.
+class RunningStatistics:
+    """Copies of the running statistics among the inputs of a function.
 
-    They are vectors without gradients, the only kind of argument that functions of PyTorch, such as
-    `F.instance_norm`, change in place. All of them are copied before the first run. After it, the
-    copies of unchanged ones are dropped. The recomputation works on the copies of those that the
-    first run has changed, so it starts from the same values and changes only copies. `F.batch_norm`
-    does not count its changes, so they are not noticed.
+    All floating-point vectors without gradients are taken for running statistics, because
+    PyTorch's functions, such as `F.instance_norm`, change no other arguments in place. All of them
+    are copied before the first run. After it, the copies of unchanged vectors are dropped. The
+    recomputation gets copies of the vectors that the first run changed, so it starts from the same
+    values and changes only copies. `F.batch_norm` does not increase the version counter, so its
+    changes are not detected.
 
     Attributes:
-        copies: Position of an input -> its copy; after `settle`, of changed inputs only.
+        copies: Position of an input -> its copy. After `drop_unchanged`, only changed inputs have
+            one.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -89,8 +100,8 @@ class Statistics:
         self.versions = {i: (x, version(x)) for i, x in vectors.items()}
         self.copies = {i: x.clone() for i, x in vectors.items()}
 
-    def settle(self) -> None:
-        """Drop the copies of the inputs that the first run did not change."""
+    def drop_unchanged(self) -> None:
+        """After the first run, drop the copies of the inputs that it did not change."""
         for i, (x, before) in self.versions.items():
             if version(x) == before:
                 del self.copies[i]
@@ -100,15 +111,21 @@ class Statistics:
 # ---- global state: random numbers, autocast, the default device
 
 
-class Surroundings:
-    """Global state that determines what a function returns, recorded when it first ran."""
+class GlobalState:
+    """Global state on which the result of a function depends, recorded before its first run.
+
+    Args:
+        tensors: Inputs of the function, whose devices are included.
+        preserve_rng_state: Whether to record the states of random number generators.
+    """
 
     def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
         devices = {tensor.device for tensor in tensors}
-        kinds = {DefaultDeviceType.get_device_type(), *(device.type for device in devices)} - {
-            "cpu"
-        }
-        self.autocast = AutocastState(kinds)
+        device_types = {
+            DefaultDeviceType.get_device_type(),
+            *(device.type for device in devices),
+        } - {"cpu"}
+        self.autocast = AutocastState(device_types)
         active = _get_current_function_mode_stack()
         modes = [mode for mode in active if isinstance(mode, DeviceContext)]
         self.default_device = modes[-1].device if modes else nullcontext()
@@ -116,10 +133,13 @@ class Surroundings:
         self.random = None
         self.unused = set()
         if preserve_rng_state:
-            # reading the state of a device that is not in use would initialize it
-            used = {kind for kind in kinds if _in_use(kind)}
-            self.unused = kinds - used
-            current = [torch.device(kind, getattr(torch, kind).current_device()) for kind in used]
+            # Reading the random state of a device that is not in use would initialize the device.
+            used = {device_type for device_type in device_types if _in_use(device_type)}
+            self.unused = device_types - used
+            current = [
+                torch.device(device_type, getattr(torch, device_type).current_device())
+                for device_type in used
+            ]
             self.random = RandomState(
                 [*current, *(device for device in devices if device.type in used)]
             )
@@ -127,29 +147,29 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore this state inside the block, and the current state after it."""
-        now = None if self.random is None else RandomState(self.random.devices)
+        current_random = None if self.random is None else RandomState(self.random.devices)
         try:
-            if now is not None:
+            if current_random is not None:
                 self.random.restore()
             with self.autocast.restored(), self.default_device, ExitStack() as stack:
                 for mode in self.modes:
                     stack.enter_context(mode)
                 yield
         finally:
-            if now is not None:
-                now.restore()
+            if current_random is not None:
+                current_random.restore()
 
     def check_devices(self) -> None:
-        """Raise if the function was the first to use a device.
+        """Raise an error if the function initialized a device, by using it first.
 
-        The state of its random numbers before the function is then unknown.
+        The random state of this device before the function is then unknown.
         """
-        for kind in self.unused:
-            if _in_use(kind):
+        for device_type in self.unused:
+            if _in_use(device_type):
                 raise RuntimeError(
                     "PyTorch's device state was initialized in the forward pass of a Checkpoint,"
-                    " which is not allowed: its RNG state could not be kept. Call"
-                    f" torch.{kind}.init() before the first checkpoint"
+                    " which is not allowed, because its RNG state could not be kept. Call"
+                    f" torch.{device_type}.init() before the first checkpoint"
                 )
 
 
@@ -157,15 +177,15 @@ def _in_use(device_type: str) -> bool:
     return getattr(getattr(torch, device_type, None), "_initialized", False)
 
 
-# ---- the mode
+# ---- the autograd node of the reentrant mode
 
 
 class CheckpointFunction(torch.autograd.Function):
     """The reentrant mode: `CheckpointFunction.apply(function, preserve_rng_state, *args)`.
 
-    In the second run the inputs are leaves, so the inner backward pass ends at them. A node's
-    `backward` is only called if an input requires gradients, which it then returns. The parameters
-    get their gradients from the inner pass.
+    In the second run the inputs are leaves, so the inner backward pass ends at them. It adds the
+    gradients of the parameters to their `.grad`, and `backward` returns the gradients of the
+    inputs. Autograd calls `backward` only if at least one input requires gradients.
     """
 
     @staticmethod
@@ -174,18 +194,18 @@ class CheckpointFunction(torch.autograd.Function):
         tensors = list(tensors_in(args))
         ctx.run_function = run_function
         ctx.args = without_tensors(args)
-        ctx.surroundings = Surroundings(tensors, preserve_rng_state)
-        statistics = Statistics(tensors)
-        versions = [version(x) for x in tensors]
+        ctx.global_state = GlobalState(tensors, preserve_rng_state)
+        statistics = RunningStatistics(tensors)
+        versions_before = [version(x) for x in tensors]
         with torch.no_grad():
             outputs = run_function(*args)
-        statistics.settle()
+        statistics.drop_unchanged()
         kept = [statistics.copies.get(i, x) for i, x in enumerate(tensors)]
         ctx.save_for_backward(*kept)
-        # autograd checks versions only from here on, so changes before this are checked here
+        # autograd detects only changes after save_for_backward; this detects those before it
         ctx.changed = any(
-            x is tensor and version(tensor) != before
-            for x, tensor, before in zip(kept, tensors, versions, strict=True)
+            x is tensor and version(tensor) != version_before
+            for x, tensor, version_before in zip(kept, tensors, versions_before, strict=True)
         )
         return outputs
 
@@ -197,18 +217,18 @@ class CheckpointFunction(torch.autograd.Function):
                 " passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call"
                 " .backward() without it"
             )
-        # Inputs are leaves, and their gradients are returned; tensors in containers keep their
-        # history.
+        # Tensors that are arguments themselves become leaves, whose gradients are returned below.
+        # Tensors inside containers keep their history, so backward continues through them.
         inputs = detach_variable(
-            with_tensors(ctx.args, kept_inputs(ctx, ctx.run_function, ctx.changed))
+            with_tensors(ctx.args, saved_inputs(ctx, ctx.run_function, ctx.changed))
         )
-        with torch.enable_grad(), ctx.surroundings.restored():
+        with torch.enable_grad(), ctx.global_state.restored():
             outputs = ctx.run_function(*inputs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if len(outputs) != len(grads):
             raise CheckpointError(
-                f"checkpoint: the forward pass returned {len(grads)} values, the recomputation"
-                f" {len(outputs)}. The function must do the same whenever it is run"
+                f"checkpoint: the forward pass returned {len(grads)} values, but the recomputation"
+                f" returned {len(outputs)}. The function must do the same whenever it is run"
             )
         pairs = [
             (y, g)

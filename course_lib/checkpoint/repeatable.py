@@ -1,16 +1,17 @@
-"""State of a block, besides its arguments, that its recomputation needs.
+"""State of a block, in addition to its arguments, that its recomputation needs.
 
-`checkpoint` gives the recomputation the arguments of the first run and PyTorch's own random
-numbers. A block may compute with more than these. This module keeps:
+`checkpoint` gives the recomputation the arguments of the first run and the random numbers of
+PyTorch's global generators. A block may compute with more than these. This module keeps:
 
-- **Generators**: Python's `random`, NumPy's global one, and generators of PyTorch, Python and NumPy
-  that a module of the block holds in an attribute.
-- **Attributes** of the block's modules, except parameters, buffers and submodules: the objects that
-  they name, and the content of tensors, arrays, lists, tuples, dicts, sets and deques. Examples are
-  the load of a mixture-of-experts gate, an average of an activation, and a counter of calls.
+- **Generators**: the global random number generators of Python and NumPy, and all generators of
+  PyTorch, Python and NumPy that are attributes of the block's modules.
+- **Attributes** of the block's modules, except parameters, buffers and submodules. It records which
+  objects the attributes refer to, and the content of tensors, arrays, lists, tuples, dicts, sets
+  and deques. Examples are the load of a mixture-of-experts gate, a running average of an
+  activation, and a counter of calls.
 
-A recomputation works on copies. Tensors of the first run are not written to, so a graph that has
-saved one stays valid. After the recomputation everything is again in the state after the first run.
+A recomputation works on copies. It does not write to tensors of the first run, so a graph that has
+saved one of them stays valid. After the recomputation the state from before it is restored.
 
 This module does not keep parameters and buffers, other objects that are changed in place, or
 anything outside the block's modules, such as global variables and files. With a `Comparison`, a
@@ -86,26 +87,29 @@ _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
 
 
 class _Tensor:
-    """A tensor that an attribute named before the first run.
+    """A tensor to which an attribute referred before the first run.
 
-    It includes a copy of the values if the first run changes them.
+    If the first run changes its values, this object keeps a copy of the old ones.
 
     Args:
-        name: Name of the attribute, for an error.
+        name: Name of the attribute, for error messages.
+        tensor: The tensor.
     """
 
     def __init__(self, name: str, tensor: Tensor):
         self.name, self.tensor = name, tensor
         self.version = version(tensor)
-        # if a tensor with a history is changed in place, its graph raises an error anyway
+        # No copy is needed of a tensor that requires gradients: if it is changed in place, autograd
+        # raises an error anyway.
         self.copy = None if tensor.requires_grad else tensor.detach().clone()
 
-    def settle(self) -> None:
+    def drop_unchanged(self) -> None:
         """Drop the copy if the first run did not change the tensor."""
         if self.version is not None and version(self.tensor) == self.version:
             self.copy = None
 
     def restored(self) -> Tensor:
+        """Return the tensor, or a copy with its old values, for a recomputation."""
         if self.copy is not None:
             return self.copy.clone()
         if version(self.tensor) != self.version:
@@ -118,7 +122,12 @@ class _Tensor:
 
 
 class _Container:
-    """A container that an attribute named before the first run, with the items it held."""
+    """A container to which an attribute referred before the first run, and its items then.
+
+    Args:
+        container: A NumPy array, or an instance of one of `_CONTAINERS`.
+        items: Records of its items, or for an array, a copy of the array as the only item.
+    """
 
     def __init__(self, container: Any, items: list[Any]):
         self.container, self.items = container, items
@@ -128,6 +137,7 @@ class _Container:
         self.default = container.default_factory if self.kind is defaultdict else None
 
     def restored(self, items: list[Any]) -> Any:
+        """Return a new container with these items, which are restored already."""
         if isinstance(self.container, np.ndarray):
             return items[0].copy()
         if self.kind is tuple:
@@ -141,23 +151,32 @@ class _Container:
         return defaultdict(self.default, pairs) if self.kind is defaultdict else self.kind(pairs)
 
 
-def _restored(memory: Any, made: dict[int, Any]) -> Any:
+def _restore(record: Any, copies: dict[int, Any]) -> Any:
     """Return the value of an attribute for a recomputation.
 
-    `made` holds the copies made so far, so that an object with several names is copied once.
+    Args:
+        record: A `_Tensor` or a `_Container`, or a value of another type, which is not copied.
+        copies: id of a record -> the value restored from it. It is filled here, so that an object
+            with several names is restored only once.
     """
-    if not isinstance(memory, (_Tensor, _Container)):
-        return memory
-    if id(memory) not in made:
-        if isinstance(memory, _Tensor):
-            made[id(memory)] = memory.restored()
+    if not isinstance(record, (_Tensor, _Container)):
+        return record
+    if id(record) not in copies:
+        if isinstance(record, _Tensor):
+            copies[id(record)] = record.restored()
         else:
-            made[id(memory)] = memory.restored([_restored(item, made) for item in memory.items])
-    return made[id(memory)]
+            copies[id(record)] = record.restored([_restore(item, copies) for item in record.items])
+    return copies[id(record)]
 
 
-class _Place:
-    """A dictionary in which a module keeps values by name, and a function that selects names."""
+class _Namespace:
+    """A dictionary of a module, such as its `__dict__` or its buffers.
+
+    Args:
+        name: Name of the module in the block.
+        values: The dictionary.
+        names: Function that returns the keys whose values are restored.
+    """
 
     def __init__(self, name: str, values: dict[str, Any], names: Callable[[], Iterable[str]]):
         self.name, self.values, self.names = name, values, names
@@ -165,18 +184,18 @@ class _Place:
     def read(self) -> dict[str, Any]:
         return {name: self.values[name] for name in self.names()}
 
-    def write(self, wanted: dict[str, Any]) -> None:
-        """Set the values directly, without nn.Module's rules for attributes."""
-        for name in set(self.names()) - wanted.keys():
+    def write(self, values: dict[str, Any]) -> None:
+        """Replace the values directly in the dictionary, without `nn.Module.__setattr__`."""
+        for name in set(self.names()) - values.keys():
             del self.values[name]
-        self.values.update(wanted)
+        self.values.update(values)
 
 
-def _places(block: nn.Module) -> Iterator[_Place]:
+def _namespaces(block: nn.Module) -> Iterator[_Namespace]:
     for name, module in block.named_modules():
-        yield _Place(name, vars(module), lambda module=module: attributes_of(module))
+        yield _Namespace(name, vars(module), lambda module=module: attributes_of(module))
         if is_instance_norm(module):
-            yield _Place(name, module._buffers, lambda module=module: list(module._buffers))
+            yield _Namespace(name, module._buffers, lambda module=module: list(module._buffers))
 
 
 class _Attributes:
@@ -184,27 +203,27 @@ class _Attributes:
 
     def __init__(self, block: nn.Module):
         self.block = block
-        self.places = list(_places(block))
-        self.known: dict[int, Any] = {}  # id of an object -> its record, also if found again
+        self.namespaces = list(_namespaces(block))
+        self.records: dict[int, Any] = {}  # id of an object -> its record, shared by all its names
         self.tensors: list[_Tensor] = []
         self.generators: list[_Generator] = []
         self.before = [
             {
-                key: self._remember(f"{place.name}.{key}".removeprefix("."), value)
-                for key, value in place.read().items()
+                key: self._record(f"{namespace.name}.{key}".removeprefix("."), value)
+                for key, value in namespace.read().items()
             }
-            for place in self.places
+            for namespace in self.namespaces
         ]
-        del self.known
+        del self.records
 
-    def _remember(self, name: str, value: Any) -> Any:
-        if id(value) not in self.known:
-            self.known[id(value)] = self._remembered(name, value)
-        return self.known[id(value)]
+    def _record(self, name: str, value: Any) -> Any:
+        if id(value) not in self.records:
+            self.records[id(value)] = self._new_record(name, value)
+        return self.records[id(value)]
 
-    def _remembered(self, name: str, value: Any) -> Any:
+    def _new_record(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            # Only the optimizer changes parameters, frozen ones included.
+            # Parameters are not recorded, because only the optimizer changes them.
             if isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad):
                 return value
             self.tensors.append(_Tensor(name, value))
@@ -212,24 +231,24 @@ class _Attributes:
         if isinstance(value, np.ndarray):
             return _Container(value, [value.copy()]) if value.dtype != object else value
         if type(value) in _CONTAINERS:
-            self.known[id(value)] = value  # in case it contains itself
+            self.records[id(value)] = value  # in case it contains itself
             items = value.items() if isinstance(value, dict) else enumerate(value)
             return _Container(
-                value, [self._remember(f"{name}[{key!r}]", item) for key, item in items]
+                value, [self._record(f"{name}[{key!r}]", item) for key, item in items]
             )
         if generator := _as_generator(value):
             self.generators.append(generator)
         return value
 
-    def settle(self) -> None:
-        """Drop copies of tensors that the first run did not change.
+    def drop_unchanged(self) -> None:
+        """After the first run, drop the copies of tensors that it did not change.
 
         Raises:
-            RuntimeError: It changed a tensor that shares its memory with another one. Copies would
-                not share it.
+            RuntimeError: The first run changed a tensor that shares its memory with another one,
+                and copies of the two would not share memory.
         """
         for tensor in self.tensors:
-            tensor.settle()
+            tensor.drop_unchanged()
         changed = [
             each for each in self.tensors if each.copy is not None and each.version is not None
         ]
@@ -242,44 +261,45 @@ class _Attributes:
                 if tensor is not each.tensor and _shares_memory(tensor, each.tensor):
                     raise RuntimeError(
                         f"{each.name} was changed in place, but shares its memory with {name}, so"
-                        " they cannot be restored for the recomputation. Keep one of them as an"
-                        " attribute, and make the other one from it in forward"
+                        " they cannot be restored for the recomputation. Keep only one of them as"
+                        " an attribute, and compute the other one from it in forward"
                     )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set the attributes to copies of their values before the first run, inside the block.
+        """Inside the `with` block, set the attributes to their values before the first run.
 
-        Afterwards the attributes have the values from before the block.
+        Changed tensors and containers are copies. Afterwards the attributes have their current
+        values again.
         """
-        now = [place.read() for place in self.places]
-        made: dict[int, Any] = {}
+        current = [namespace.read() for namespace in self.namespaces]
+        copies: dict[int, Any] = {}
         before = [
-            {key: _restored(memory, made) for key, memory in memories.items()}
-            for memories in self.before
+            {key: _restore(record, copies) for key, record in records_by_name.items()}
+            for records_by_name in self.before
         ]
         try:
             self._write(before)
             yield
         finally:
-            self._write(now)
+            self._write(current)
 
-    def _write(self, wanted: list[dict[str, Any]]) -> None:
-        for place, values in zip(self.places, wanted, strict=True):
-            place.write(values)
+    def _write(self, values_per_namespace: list[dict[str, Any]]) -> None:
+        for namespace, values in zip(self.namespaces, values_per_namespace, strict=True):
+            namespace.write(values)
 
 
-# ---- a block that runs again
+# ---- the state of a block that runs several times
 
 
 class BlockState:
-    """State of a block for its first run and the runs that repeat it.
+    """State of a block before its first run, which every later run starts from.
 
     Args:
         block: The module whose state is kept.
-        comparison: Comparison of the runs, or None.
-        statistics: Whether to restore the running statistics that normalization layers update again
-            in training.
+        comparison: Comparison of the later runs with the first one, or None to not compare them.
+        statistics: Whether a later run leaves the running statistics of batch norms unchanged.
+            Otherwise it updates them again.
     """
 
     def __init__(
@@ -290,65 +310,66 @@ class BlockState:
         self.running: list[Tensor] = []  # statistics that the first run updated
         self.generators: list[tuple[_Generator, Any]] = []
 
-    def next_run(self, more: bool = True) -> AbstractContextManager:
-        """Return the context of the block's next run, which is its first run or a repetition.
+    def next_run(self, runs_again: bool = True) -> AbstractContextManager:
+        """Return the context manager for the block's next run.
 
         Args:
-            more: Whether another run follows. A block that runs only once needs no copies.
+            runs_again: Whether another run follows. A block that runs only once needs no copies.
         """
         if self.attributes is not None:
             return self.repeated()
-        return self.first_run() if more else nullcontext()
+        return self.first_run() if runs_again else nullcontext()
 
-    def check_output(self, output: Tensor, more: bool) -> None:
-        """With a comparison, raise if the output of a later run differs from that of the first.
+    def check_output(self, output: Tensor, runs_again: bool) -> None:
+        """If runs are compared, raise an error if an output differs from that of the first run.
 
         Args:
-            more: Whether another run follows.
+            output: Output of the run that has just ended.
+            runs_again: Whether another run follows.
         """
         if self.comparison is None:
             return
         if difference := self.comparison.difference(0, output, "its output"):
             self.comparison.fail(difference)
-        if more and not self.comparison.sums:
-            self.comparison.note(output)
+        if runs_again and not self.comparison.checksums:
+            self.comparison.add(output)
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """Record what the first run, inside the block, uses and changes."""
+        """Record the state that the first run, inside the `with` block, uses and changes."""
         attributes = self.attributes = _Attributes(self.block)
         self.running = statistics_of(self.block)
-        with _disable_current_modes():  # generator states are not tensors of the step
-            found = [(each, each.get()) for each in (*_GLOBAL, *attributes.generators)]
+        with _disable_current_modes():  # hides generator states from meters and symbolic modes
+            states = [(each, each.get()) for each in (*_GLOBAL, *attributes.generators)]
         yield
-        attributes.settle()
+        attributes.drop_unchanged()
         with _disable_current_modes():
             self.generators = [
-                (each, state) for each, state in found if not _equal(each.get(), state)
+                (each, state) for each, state in states if not _equal(each.get(), state)
             ]
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Restore the state of the first run inside the block, and the current state after it."""
+        """Restore the state before the first run, and after the `with` block the current state."""
         with _disable_current_modes():
-            now = [(each, each.get()) for each, _ in self.generators]
+            current = [(each, each.get()) for each, _ in self.generators]
             for each, state in self.generators:
                 each.set(state)
-        kept = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
+        statistics = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
         try:
             with self._unchanged(), self.attributes.restored():
                 yield
         finally:
             with torch.no_grad():
-                for buffer, value in kept:
+                for buffer, value in statistics:
                     buffer.copy_(value)
             with _disable_current_modes():
-                for each, state in now:
+                for each, state in current:
                     each.set(state)
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """With a comparison, raise if a recomputation changes a tensor that is not restored."""
+        """If runs are compared, raise an error if a later run changes a tensor of the block."""
         comparison = self.comparison
         if comparison is None:
             yield
@@ -359,17 +380,17 @@ class BlockState:
         try:
             yield
         except Exception:
-            raise  # its message is more specific
-        except BaseException:  # the recomputation ended early
+            raise  # the message of this error is more specific
+        except BaseException:  # early stop ends a recomputation with a BaseException
             comparison.finish(tensors)
             raise
         comparison.finish(tensors)
 
 
 class Repeatable:
-    """A function that a checkpoint can repeat, with the state that its block had at first.
+    """A function that starts each later run with the state of its block before the first run.
 
-    Errors name the function.
+    Error messages name the function.
     """
 
     def __init__(self, function: Callable, state: BlockState):
@@ -385,39 +406,45 @@ class Repeatable:
 
 
 class Comparison:
-    """Checksums of the tensors that a block's first run saves, compared with its recomputation.
+    """Comparison of a block's runs, by checksums of tensors.
 
-    Comparing outputs would not work, because a recomputation ends early and does not run the last
-    operator. A schedule runs stages to their end and compares outputs. Checksums are computed
-    invisibly to meters. On a CPU they are exact. Elsewhere they allow for rounding, since operators
-    may add in any order there. Symbolic tensors, which have no values, and sparse, nested and
-    quantized tensors and subclasses are not compared.
+    A checkpoint compares the tensors saved for backward. It cannot compare outputs, because a
+    recomputation stops early and does not run the last operator. A schedule runs stages to their
+    end and compares their outputs. Meters do not count the memory for checksums. On a CPU,
+    checksums are exact. On other devices they allow for rounding, because operators may add in any
+    order there. Symbolic tensors, which have no values, are not compared, and neither are sparse,
+    nested and quantized tensors and subclasses of `Tensor`.
 
     Args:
-        name: Name of the block, for the error.
-        advice: Advice of the error on what to do instead of running the block again.
+        name: Name of the block, for error messages.
+        advice: Advice at the end of the error message, such as "exclude it from checkpointing".
     """
 
     def __init__(self, name: str, advice: str):
         self.name, self.advice = name, advice
-        self.sums: list[Any] = []
+        self.checksums: list[Any] = []
         self.before: dict[str, Any] = {}
         self.statistics: set[int] = set()
 
-    def note(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         """Record the next tensor of the first run."""
-        self.sums.append(checksum(tensor))
+        self.checksums.append(checksum(tensor))
 
     def difference(self, position: int, tensor: Tensor, name: str = "") -> str:
-        """Describe how a tensor of the recomputation differs from that of the first run.
+        """Describe how a tensor of a later run differs from that of the first run.
 
         Args:
-            name: Name for the description; by default the tensor is called saved for backward.
+            position: Position of the tensor among those of its run.
+            tensor: Tensor of the later run.
+            name: Name of the tensor in the description; by default its position among the tensors
+                saved for backward.
 
         Returns:
             The description, or "" if the checksums are equal.
         """
-        if position >= len(self.sums) or not differ(self.sums[position], checksum(tensor)):
+        if position >= len(self.checksums) or not checksums_differ(
+            self.checksums[position], checksum(tensor)
+        ):
             return ""
         if tensor.untyped_storage().data_ptr() in self.statistics:
             return ""
@@ -425,18 +452,19 @@ class Comparison:
         return f"{name or f'tensor {position} saved for backward'} ({kind}) has other values"
 
     def start(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        """Record the block's own tensors before the recomputation.
+        """Record the block's own tensors before a later run.
 
         Args:
-            statistics: Tensors that may change in each run.
+            statistics: Those of the tensors that may change in each run.
+            tensors: The tensors by name.
         """
         self.statistics = {each.untyped_storage().data_ptr() for each in statistics}
         self.before = {name: checksum(tensor) for name, tensor in tensors.items()}
 
     def finish(self, tensors: dict[str, Tensor]) -> None:
-        """Compare the block's own tensors after the recomputation."""
+        """After the run, raise an error if one of the block's own tensors has changed."""
         for name, tensor in tensors.items():
-            if differ(self.before[name], checksum(tensor)):
+            if checksums_differ(self.before[name], checksum(tensor)):
                 if tensor.untyped_storage().data_ptr() not in self.statistics:
                     self.fail(f"it changes {name} again")
         self.before = {}
@@ -452,9 +480,9 @@ class Comparison:
 
 
 def statistics_of(block: nn.Module) -> list[Tensor]:
-    """Return the running statistics that batch norms in a block update in training.
+    """Return the running statistics of a block's batch norms that are in training mode.
 
-    The batch norms do not compute with them.
+    These batch norms update the statistics but do not normalize with them.
     """
     norms = (m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [buffer for norm in norms if norm.training for buffer in norm.buffers()]
@@ -463,15 +491,15 @@ def statistics_of(block: nn.Module) -> list[Tensor]:
 def is_instance_norm(module: nn.Module) -> bool:
     """Return whether a module is an instance norm in training mode.
 
-    If it has running statistics, it updates them and also saves copies of them for backward. Its
-    buffers are therefore treated like attributes, and the recomputation starts from their first
-    values.
+    If an instance norm has running statistics, it updates them and also saves copies of them for
+    backward. Its buffers are therefore treated like attributes: the recomputation starts from their
+    values before the first run.
     """
     return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training
 
 
 def checksum(tensor: Tensor) -> Any:
-    """Return a number that differs for tensors with different values, or None if it is unknown."""
+    """Return a checksum of a tensor's values, or None for a tensor that is not compared."""
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
         return None
@@ -483,7 +511,7 @@ def checksum(tensor: Tensor) -> Any:
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0:  # an expanded dimension repeats its values
                 tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-        # in the order of memory, so that a transposed tensor is not copied
+        # Dimensions are sorted by stride, so that a transposed tensor is not copied.
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
         return _bits(tensor) if tensor.device.type == "cpu" else Sketch(tensor)
 
@@ -492,17 +520,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> int:
-    """Return a checksum of the bits, computed in NumPy's memory, which PyTorch does not count."""
+    """Return a checksum of the bits; copies are made by NumPy, so that meters do not count them."""
     return zlib.crc32(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
 
 
 class Sketch:
-    """A sum of a tensor's values with random signs, and its norm.
+    """A checksum that allows for rounding: the sum of values with random signs, and their norm.
 
-    Two sketches are equal up to rounding if the values are equal.
+    The sketches of equal values are equal up to rounding.
     """
 
-    chunk = 1 << 18  # values at a time, so that each temporary has 2 MiB
+    chunk = 1 << 18  # number of values per chunk; a chunk in float64 has 2 MiB
 
     def __init__(self, tensor: Tensor):
         generator = torch.Generator().manual_seed(0)
@@ -511,23 +539,23 @@ class Sketch:
         self.sum = torch.zeros((), dtype=torch.float64, device=tensor.device)
         self.square = self.sum.clone()
         for number, part in enumerate(tensor.reshape(-1).split(self.chunk)):
-            # A copy even of float64 values, because the product below is computed in place.
+            # `copy=True` also copies float64 values, because the product below is in place.
             values = part.to(torch.float64, copy=True)
             self.square += values.square().sum()
-            # the signs are rotated, so that exchanged parts give another sum
+            # The signs are rotated, so that the sum changes if two chunks are exchanged.
             self.sum += values.mul_(signs.roll(number)[: len(values)]).sum()
         exact = not tensor.is_floating_point()
         self.tolerance = 0.0 if exact else 2e-2 if tensor.itemsize < 4 else 1e-3
 
     def differs(self, other: Sketch) -> bool:
-        mine, its, square = float(self.sum), float(other.sum), float(self.square)
-        if not np.isfinite([mine, its, square]).all():
-            return bool(np.isfinite([mine, its]).any())
-        return abs(mine - its) > self.tolerance * square**0.5
+        value, other_value, square = float(self.sum), float(other.sum), float(self.square)
+        if not np.isfinite([value, other_value, square]).all():
+            return bool(np.isfinite([value, other_value]).any())
+        return abs(value - other_value) > self.tolerance * square**0.5
 
 
-def differ(a: Any, b: Any) -> bool:
-    """Return whether two checksums show different values; False if one of them is unknown."""
+def checksums_differ(a: Any, b: Any) -> bool:
+    """Return whether two checksums show different values; False if one of them is None."""
     if a is None or b is None:
         return False
     return a.differs(b) if isinstance(a, Sketch) else a != b

@@ -1,4 +1,8 @@
-"""Selective checkpointing: keep the outputs of some operators, and recompute the rest."""
+"""Selective checkpointing: keep the outputs of some operators, and recompute the rest.
+
+`create_selective_checkpoint_contexts` returns two dispatch modes, which `checkpoint` enters around
+its two runs. The first mode keeps outputs, and the second returns them instead of computing them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
 from .._torch import WRITES_AFTER_SAVING, ObserverMode, RandomState, tensors_in
 from .reentrant import version
@@ -25,7 +29,9 @@ class _CachedValue:
     """One output of an operator, kept for the recomputation.
 
     Args:
-        hooks: Saved-tensor hooks through which a tensor goes.
+        value: The output, a tensor or any other value.
+        offload: Whether to copy a tensor to the CPU.
+        hooks: Saved-tensor hooks that pack a tensor which is not offloaded; None keeps it as it is.
     """
 
     def __init__(self, value: Any, offload: bool, hooks: Hooks | None = None):
@@ -34,9 +40,10 @@ class _CachedValue:
             self.device = value.device
             value = value.to("cpu")
         elif isinstance(value, Tensor):
-            # Detached, because the output itself will get a history that refers to this object.
-            # With this dispatch key on, the alias shares the version counter, which shows changes
-            # in place.
+            # The tensor is detached, because autograd will give the output a history that refers
+            # to this object, which would form a reference cycle. While this dispatch key is
+            # included, the detached tensor shares the version counter, which counts in-place
+            # changes.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 value = value.detach()
             if hooks is not None:
@@ -56,25 +63,28 @@ class _CachedValue:
         return self.val if self.device is None else self.val.to(self.device)
 
 
+# entries of `storage` for an output that is not kept, and for one that was already returned
 _RECOMPUTE, _USED = object(), object()
-_TO_END = object()  # key in `storage` if the recomputation must not end early
+_TO_END = object()  # key in `storage`; its list is not empty if early stop is not allowed
 
 
 class _Mode(ObserverMode):
-    """Both runs see the same operators and share the records of the first run.
+    """Base class of the modes for the two runs, which share `storage`.
 
-    `storage` maps an operator to the records of its first, second, ... call, and (operator, call
-    number) to the state of the random numbers after that call.
+    For each operator, `storage` has a list with one entry per call in the first run: its kept
+    outputs, or `_RECOMPUTE`. For (operator, number of the call), it has the state of the random
+    number generators after that call, if its output is kept and it drew random numbers.
     """
 
 
 class _CachingTorchDispatchMode(_Mode):
-    """The forward pass: asks the policy, and keeps the outputs that it selects.
+    """The mode of the first run: calls the policy, and keeps the outputs that it selects.
 
-    The class has PyTorch's name, because other libraries look for it.
+    The class has the same name as PyTorch's, because other libraries look for that name.
 
     Attributes:
-        hooks: Saved-tensor hooks through which kept outputs go; set by a checkpoint.
+        hooks: Saved-tensor hooks that pack and unpack the kept outputs, or None. `checkpoint` sets
+            them.
     """
 
     hooks: Hooks | None = None
@@ -85,59 +95,61 @@ class _CachingTorchDispatchMode(_Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _is_outside(func, args):
+        if _is_uncounted(func, args):
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         before = torch.get_rng_state() if random else None
         result = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False)
-        context.op_output = result  # torch passes it as an argument since version 2.12
-        policy = _policy(self.policy(context, func, *args, **kwargs), func)
+        context.op_output = result  # since torch 2.12 this is an argument of the constructor
+        policy = _policy_name(self.policy(context, func, *args, **kwargs), func)
         entries = self.storage[func]
-        late = func in WRITES_AFTER_SAVING  # a kept output would lack what the operator writes
-        self.storage[_TO_END] += [True] * late
-        if late or policy.endswith("RECOMPUTE"):
+        # If its output were kept, the recomputation would skip it and lack what it writes.
+        writes_later = func in WRITES_AFTER_SAVING
+        self.storage[_TO_END] += [True] * writes_later
+        if writes_later or policy.endswith("RECOMPUTE"):
             entries.append(_RECOMPUTE)
             return result
         if random:
             after = RandomState(tensor.device for tensor in tensors_in(result))
-            # if the recomputation skips this operator, it must continue with these numbers
+            # The recomputation skips this operator, and must then continue from this state.
             if after.devices or not torch.equal(before, after.cpu):
                 self.storage[func, len(entries)] = after
-        below = policy.endswith("OFFLOAD")
-        entries.append(tree_map(lambda value: _CachedValue(value, below, self.hooks), result))
+        offload = policy.endswith("OFFLOAD")
+        entries.append(tree_map(lambda value: _CachedValue(value, offload, self.hooks), result))
         return result
 
 
-def _is_outside(func: Any, args: tuple) -> bool:
+def _is_uncounted(func: Any, args: tuple) -> bool:
     """Return whether an operator may run more often in one of the two runs than in the other.
 
-    Such an operator is not counted, and its output is not kept. Hooks detach tensors and look at
-    shapes. Autocast casts a leaf that requires gradients, such as a weight, when it is first used,
-    and caches the cast until its block ends. If a weight was used before the function, the first
-    run casts nothing, but the recomputation does.
+    Such an operator is not counted, and its output is not kept. One kind are the operators with
+    which hooks detach tensors and read their shapes. The other kind are autocast's casts of a leaf
+    that requires gradients, such as a weight: autocast caches the cast until its block ends. If the
+    weight was already used before the checkpoint, only the recomputation casts it.
     """
     if func is torch.ops.aten._to_copy.default:
         return args[0].is_leaf and args[0].requires_grad
     return func in SAC_IGNORED_OPS
 
 
-def _policy(answer: Any, func: Any) -> str:
-    """Return a policy's answer as the name of a `CheckpointPolicy`.
+def _policy_name(returned: Any, func: Any) -> str:
+    """Return the name of the `CheckpointPolicy` that a policy returned for an operator.
 
-    The offload policies exist only in newer versions of torch, hence names.
+    Names are used because older versions of torch do not have the policies that offload.
     """
-    if isinstance(answer, bool):
-        return "MUST_SAVE" if answer else "PREFER_RECOMPUTE"
-    if not isinstance(answer, CheckpointPolicy):
+    if isinstance(returned, bool):
+        return "MUST_SAVE" if returned else "PREFER_RECOMPUTE"
+    if not isinstance(returned, CheckpointPolicy):
         raise TypeError(
-            f"the policy's answer for {func} must be a CheckpointPolicy or a bool, got {answer!r}"
+            f"the policy's return value for {func} must be a CheckpointPolicy or a bool,"
+            f" got {returned!r}"
         )
-    return answer.name
+    return returned.name
 
 
 class _CachedTorchDispatchMode(_Mode):
-    """The recomputation: returns each kept output once, instead of computing it."""
+    """The mode of the recomputation: returns each kept output once, instead of computing it."""
 
     def __init__(self, storage: dict, allow_cache_entry_mutation: bool = False):
         super().__init__()
@@ -145,7 +157,10 @@ class _CachedTorchDispatchMode(_Mode):
 
     @property
     def to_end(self) -> bool:
-        """Whether the function must run to its end, as an operator writes into saved tensors."""
+        """Whether the recomputation must run to the end of the function, without early stop.
+
+        This is so if an operator writes into a tensor after saving it.
+        """
         return bool(self.storage.get(_TO_END))
 
     def __enter__(self):
@@ -153,7 +168,7 @@ class _CachedTorchDispatchMode(_Mode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if _is_outside(func, args):
+        if _is_uncounted(func, args):
             return func(*args, **(kwargs or {}))
         entries = self.storage.get(func, ())
         position = self.counts[func]
@@ -180,27 +195,27 @@ class _CachedTorchDispatchMode(_Mode):
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Callable | list, allow_cache_entry_mutation: bool = False
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return a context for each run, for the `context_fn` of `checkpoint`.
+    """Return two context managers, for the first run and the recomputation.
 
-    Pass `context_fn=partial(create_selective_checkpoint_contexts, policy)`.
+    Pass `context_fn=partial(create_selective_checkpoint_contexts, policy)` to `checkpoint`.
 
     Args:
         policy_fn_or_list: A list of operators whose outputs are kept, such as
             `[torch.ops.aten.mm.default]`, or a function `policy(context, operator, *args,
-            **kwargs)` of a `SelectiveCheckpointContext`. The function returns a `CheckpointPolicy`,
-            or a bool that says whether to keep the output. It is called only in the forward pass,
-            and not for casts of leaves that require gradients, such as weights under autocast:
-            these are always recomputed.
-        allow_cache_entry_mutation: If True, kept outputs are not checked for changes in place.
+            **kwargs)`, where the context is a `SelectiveCheckpointContext`. The function returns a
+            `CheckpointPolicy`, or True to keep the output and False to recompute it. It is called
+            only in the forward pass. It is not called for casts of leaves that require gradients,
+            such as weights under autocast, because these are always recomputed.
+        allow_cache_entry_mutation: If True, kept outputs are not checked for in-place changes.
 
     Raises:
         ValueError: An element of the list is not an `OpOverload`.
         TypeError: The argument is neither a list nor a function, or (in the forward pass) a
-            policy's answer is invalid.
+            policy returned an invalid value.
     """
     if TracingContext.try_get() is not None:
         # The compiler uses PyTorch's contexts to mark the operators of its graph.
-        return torchs_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+        return torch_contexts(policy_fn_or_list, allow_cache_entry_mutation)
     policy = policy_fn_or_list
     if isinstance(policy, list):
         for op in policy:

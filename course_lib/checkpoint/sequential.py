@@ -1,4 +1,7 @@
-"""Checkpoint each segment of a chain of functions."""
+"""Checkpoint each segment of a chain of functions: `checkpoint_sequential`.
+
+Unlike `checkpoint_blocks`, it runs the functions itself and does not change a model.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .._check import whole
-from .nonreentrant import NOT_EXPLICIT, checkpoint
+from .nonreentrant import USE_REENTRANT_WARNING, checkpoint
 
 
 def checkpoint_sequential(
@@ -24,11 +27,17 @@ def checkpoint_sequential(
         input: Input of the first function.
         use_reentrant, preserve_rng_state: Options of `checkpoint`.
 
+    Returns:
+        The output of the last function.
+
     Raises:
-        ValueError: There are more segments than functions, or other keyword arguments are given.
+        TypeError, ValueError: `segments` is not a whole number between 1 and the number of
+            functions, or there are other keyword arguments.
     """
     if use_reentrant is None:
-        warnings.warn(f"torch.utils.checkpoint.checkpoint_sequential: {NOT_EXPLICIT}", stacklevel=2)
+        warnings.warn(
+            f"torch.utils.checkpoint.checkpoint_sequential: {USE_REENTRANT_WARNING}", stacklevel=2
+        )
         use_reentrant = False
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
@@ -37,11 +46,11 @@ def checkpoint_sequential(
     size = len(functions) // whole("segments", segments, 1, len(functions))
     options = {"use_reentrant": use_reentrant, "preserve_rng_state": preserve_rng_state}
     for start in range(0, size * (segments - 1), size):
-        input = checkpoint(_in_a_row(functions[start : start + size]), input, **options)
-    return _in_a_row(functions[size * (segments - 1) :])(input)
+        input = checkpoint(_compose(functions[start : start + size]), input, **options)
+    return _compose(functions[size * (segments - 1) :])(input)
 
 
-def _in_a_row(functions: list) -> Callable:
+def _compose(functions: list) -> Callable:
     def forward(x):
         for function in functions:
             x = function(x)

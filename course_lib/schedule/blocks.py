@@ -125,7 +125,7 @@ class ScheduledBlocks(BlocksInPlace):
         return with_tensor(result, output)
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
-        stages = [_Stage(forward.block(), forward.own()) for forward in self._forwards]
+        stages = [_Stage(forward.block(), forward.original_forward()) for forward in self._forwards]
         x = _only(f"the first argument of {self.names[0]}", args[0] if args else None)
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
