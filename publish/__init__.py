@@ -13,7 +13,7 @@ import sys
 
 
 def not_installed(edition: str, error: ImportError) -> str:
-    """One sentence for an edition whose packages are not there."""
+    """Say in one sentence which package an edition needs, and how to install it."""
     return (
         f"{edition}: {error}; use a Python with everything that the course needs,"
         f" which `make {edition}` installs (for {sys.executable}, pip install -e"

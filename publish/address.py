@@ -1,11 +1,11 @@
-"""Front door once the project is hosted: a clone line, links, badges.
+"""Write the addresses of the hosted project into the READMEs: a clone command, links and badges.
 
     python -m publish.address
 
-`[project.urls]` of pyproject.toml is the one place of the project's addresses: `Repository`, a code
-host's, and `Documentation`, the website's. Both may be missing. The command writes what follows
-from them between `<!-- hosted: name -->` and `<!-- /hosted -->` in the READMEs, and into
-CITATION.cff; `make address` calls it, and a test asks for it.
+The addresses are in `[project.urls]` of pyproject.toml: `Repository` on the code host, and
+`Documentation`, the website. Both may be missing. The command writes the text that follows from
+them into CITATION.cff, and between `<!-- hosted: name -->` and `<!-- /hosted -->` in the READMEs.
+`make address` calls it, and a test checks that it was called.
 """
 
 import re
@@ -21,7 +21,7 @@ FRONT_DOORS = {"en": "README.md", "zh": "README.zh.md"}
 _BLOCK = re.compile(r"(<!-- hosted: (\w+) -->\n).*?(<!-- /hosted -->)", re.S)
 _COMMAND = "make lab TORCH=cpu"
 
-# name of the block -> language -> text; what needs an address that is missing is left out.
+# Language -> text of a block. A block that needs a missing address is empty.
 _READ = {
     "en": (
         "**Read without installing**: [the website]({documentation}/en/index.html) has one page per"
@@ -42,10 +42,10 @@ _READ_HERE = {
         "Binder 和开发容器的配置也[准备好了](docs/installing.zh.md)。\n"
     ),
 }
-#: Branch of the code host to which .github/workflows/site.yml publishes the lessons in one
-#: language; Colab opens a notebook from a branch, not from a website.
+#: Branch to which .github/workflows/site.yml publishes the lessons in one language. Colab opens a
+#: notebook from a branch, not from a website.
 PAGES_BRANCH = "single-language"
-# for a repository on GitHub, which Colab, Binder and Codespaces read: {name} is owner/name
+# Colab, Binder and Codespaces read repositories on GitHub. {name} is owner/name.
 _RUN = (
     "[![{colab}](https://colab.research.google.com/assets/colab-badge.svg)]"
     "(https://colab.research.google.com/github/{name}/blob/"
@@ -81,10 +81,10 @@ _EDIT = {
 
 
 def addresses(root: Path) -> dict[str, str]:
-    """`[project.urls]` of the pyproject.toml in the folder, without a slash at the end.
+    """Return `[project.urls]` of the pyproject.toml in the folder, without slashes at the end.
 
     Raises:
-        EditionError: a key of another name, or an address that is none.
+        EditionError: A key has another name, or a value is not an address.
     """
     urls = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"].get("urls", {})
     for key, url in urls.items():
@@ -97,7 +97,7 @@ def addresses(root: Path) -> dict[str, str]:
 
 
 def _blocks(language: str, urls: Mapping[str, str]) -> dict[str, str]:
-    """Name of a block -> what stands in it."""
+    """Return the text of each block, by name."""
     named = {key.lower(): url for key, url in urls.items()}
     commands = [_COMMAND]
     if "repository" in named:
@@ -118,7 +118,7 @@ def _blocks(language: str, urls: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(language: str, urls: Mapping[str, str]) -> str:
-    """Badges of the services that run the lessons from a repository on GitHub."""
+    """Return the badges of services that run the lessons from a repository on GitHub."""
     found = re.fullmatch(
         r"https?://github\.com/([\w.-]+/[\w.-]+?)(\.git)?", urls.get("Repository", "")
     )
@@ -128,23 +128,25 @@ def _run(language: str, urls: Mapping[str, str]) -> str:
 
 
 def with_addresses(text: str, language: str, urls: Mapping[str, str]) -> str:
-    """A front door with its marked blocks as they are at these addresses.
+    """Return a README with the text of its marked blocks for these addresses.
 
     Raises:
-        EditionError: a marked block of a name that is not known.
+        EditionError: A marked block has an unknown name.
     """
     blocks = _blocks(language, urls)
 
     def filled(found: re.Match[str]) -> str:
         if found[2] not in blocks:
-            raise EditionError(f"there is no block {found[2]!r}: {', '.join(sorted(blocks))}")
+            raise EditionError(
+                f"a block must be one of {', '.join(sorted(blocks))}, got {found[2]!r}"
+            )
         return found[1] + blocks[found[2]] + found[3]
 
     return _BLOCK.sub(filled, text)
 
 
 def citation_with(text: str, urls: Mapping[str, str]) -> str:
-    """CITATION.cff with its two addresses, or without them."""
+    """Return CITATION.cff with the addresses that exist."""
     lines = [line for line in text.splitlines() if not re.match(r"(repository-code|url):", line)]
     for key, field in zip(KEYS, ("repository-code", "url"), strict=True):
         if key in urls:
@@ -153,7 +155,7 @@ def citation_with(text: str, urls: Mapping[str, str]) -> str:
 
 
 def main(root: Path) -> None:
-    """Write all that follows from the addresses into the files of the folder."""
+    """Write the READMEs and CITATION.cff of the folder for its addresses."""
     urls = addresses(root)
     for language, name in FRONT_DOORS.items():
         path = root / name

@@ -1,5 +1,7 @@
-"""Parts that the editions share: cells in one language, stubs for solutions, a folder that is
-written whole or not at all."""
+"""Parts that the editions share: stubs for solutions, checks of the notebooks, and output folders.
+
+An output folder is written completely or not at all.
+"""
 
 import argparse
 import ast
@@ -20,38 +22,42 @@ from nbformat import NotebookNode
 from . import not_installed
 
 NOTEBOOKS = Path("notebooks")
-PAGES = "docs/out_of_memory*.md"  # pages that the lessons link to, from the project's root
+PAGES = "docs/out_of_memory*.md"  # pages that the lessons link to, relative to the project
 NOTES = "publish/NOTES.md"  # the speaker notes, in the project
 COMMENT_STUB = "# your solution / 你的答案"
 STUB_NAME = "NotImplementedError"
 STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
-# A folder with this file was made by an edition and may be replaced by the next one.
+# A folder with this file was written by an edition, and the next one may replace it.
 STAMP = ".course-edition"
 
 _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
 # The line that keeps a reader's accepted answer when all cells run, and its indented block.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
-# Metadata of a notebook that an edition takes over. The rest is for storing the notebook again.
+# Metadata of a notebook that an edition keeps. The rest is for storing the notebook again.
 _NOTEBOOK_METADATA = ("kernelspec", "language_info")
+# Errors of `ast` for text that is not Python, is not Unicode, or is nested too deeply.
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no solution away
 
 
 class EditionError(ValueError):
-    """A notebook or a folder that no edition can be made from; the message is one sentence."""
+    """An edition cannot be made from a notebook or a folder. The message is one sentence."""
 
 
 # --- solutions ---
 
 
 def unguarded(source: str) -> str:
-    """Code without the guard that leaves a reader's accepted answer in its name, where nobody has
-    answered."""
+    """Return code without the guard that keeps a reader's accepted answer.
+
+    An edition that shows the solution has no answer to keep.
+    """
     return _GUARD.sub(lambda found: textwrap.dedent(found[1]), source + "\n").removesuffix("\n")
 
 
 def without_guards(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with its solutions `unguarded`: to be read, not run."""
+    """Return a copy of the notebook with `unguarded` solutions, to be read instead of run."""
     notebook = deepcopy(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -60,12 +66,12 @@ def without_guards(notebook: NotebookNode) -> NotebookNode:
 
 
 def without_markers(source: str) -> str:
-    """A solution's code without the lines that mark it."""
+    """Return code without the lines that mark a solution."""
     return "\n".join(line for line in source.splitlines() if not _MARKER.match(line)).strip("\n")
 
 
 def is_solution(cell: NotebookNode) -> bool:
-    """Whether a cell is a solution and nothing else."""
+    """Whether a cell contains nothing except a solution."""
     return (
         cell.cell_type == "code"
         and "### BEGIN SOLUTION" in cell.source
@@ -74,16 +80,16 @@ def is_solution(cell: NotebookNode) -> bool:
 
 
 def without_solutions(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with stubs instead of the solutions, and without outputs.
+    """Return a copy of the notebook with stubs instead of the solutions, and without outputs.
 
     A solution inside a function becomes `raise NotImplementedError`, which the checks report. A
-    cell that is nothing but a solution goes: the reader's own attempt, with its check, stands in
-    the cell above it.
+    cell that contains only a solution is removed, because the cell above it has the reader's
+    attempt and the check.
 
     Raises:
-        EditionError: markers that are unbalanced or hidden in a line; a solution whose stub would
-            stop the notebook, whose exercise has no cell of its own, which a later cell needs, or
-            which stands elsewhere as well.
+        EditionError: Markers are unbalanced or not on a line of their own, the stub of a solution
+            would stop the notebook, a solution's exercise has no cell of its own, a later cell
+            needs the solution, or its code is also outside of the markers.
     """
     notebook = deepcopy(notebook)
     solutions, kept = [], []
@@ -114,7 +120,10 @@ def _in_cell(number: int) -> Iterator[None]:
 
 
 def _take_out(source: str, stub: str = "") -> tuple[str, str]:
-    """(source with stubs instead of solutions, indented like their markers; the solutions)."""
+    """Return (source with stubs instead of solutions, the solutions).
+
+    A stub is indented like the marker that it replaces.
+    """
     kept, taken, inside = [], [], False
     for line in source.splitlines():
         marker = _MARKER.match(line)
@@ -139,8 +148,10 @@ def _take_out(source: str, stub: str = "") -> tuple[str, str]:
 
 
 def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
-    """Replace the solution in the cell, by nothing if that is all of it; say what it was, None if
-    there was none."""
+    """Replace the solution in the cell by a stub, and return the solution.
+
+    A cell that contains only a solution becomes empty. Return None if the cell has no solution.
+    """
     if "SOLUTION" not in cell.source:
         return None
     if cell.cell_type != "code":
@@ -157,7 +168,7 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
         cell.source = "" if _checks(solution) else COMMENT_STUB
     else:
         cell.source, _ = _take_out(cell.source, stub=STUB)
-        if STUB_NAME in {getattr(node, "id", None) for node in _run_at_once(_parse(cell.source))}:
+        if STUB_NAME in {getattr(node, "id", None) for node in _run_at_once(parse(cell.source))}:
             raise EditionError(
                 "a solution outside of a function shares its cell with other code, where a stub"
                 " would stop the notebook: put it into a cell of its own"
@@ -168,19 +179,18 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
 
 
 def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """Statements that run when the cell does: everything but the bodies of functions."""
+    """Yield the nodes that run with the cell, which are all except the bodies of functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
             yield from _run_at_once(child)
 
 
-def _parse(source: str) -> ast.AST:
-    """The code as a tree; what is no Python by itself, such as a magic or half a function, is an
-    empty one."""
+def parse(source: str) -> ast.AST:
+    """Return the code as a tree, or an empty tree if it is not Python, such as a magic."""
     try:
         return ast.parse(source)
-    except SyntaxError:
+    except UNREADABLE:
         return ast.Module([], [])
 
 
@@ -189,9 +199,9 @@ def _checks(source: str) -> set[str]:
 
 
 def _names(source: str) -> tuple[set[str], set[str]]:
-    """(names that the code binds, names that it reads)."""
+    """Return (names that the code binds, names that it reads)."""
     bound, read = set(), set()
-    for node in ast.walk(_parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -206,25 +216,27 @@ def _names(source: str) -> tuple[set[str], set[str]]:
 def _check_names(
     number: int, source: str, before: list[str], solutions: list[tuple[int, str]]
 ) -> None:
-    """No cell reads a name that only a solution binds."""
+    """Check that a cell reads no name that only a solution binds."""
     bound, read = _names(source)
     wanted = read - bound - set().union(*(_names(other)[0] for other in before))
     for solution_number, solution in solutions:
         for name in sorted(wanted & _names(solution)[0]):
             raise EditionError(
                 f"cell {number}: uses `{name}`, which only the solution in cell {solution_number}"
-                " makes"
+                " defines"
             )
 
 
 def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
-    """No statement of a solution stands outside of its markers, in code or prose, imports and calls
-    of checks aside."""
+    """Check that no statement of a solution is outside of its markers, in code or in prose.
+
+    Imports and calls of checks may be.
+    """
     here = {
-        ast.unparse(node) for node in ast.walk(_parse(cell.source)) if isinstance(node, ast.stmt)
+        ast.unparse(node) for node in ast.walk(parse(cell.source)) if isinstance(node, ast.stmt)
     }
     for number, solution in solutions:
-        for node in getattr(_parse(solution), "body", []):
+        for node in getattr(parse(solution), "body", []):
             statement = ast.unparse(node)
             own_check = isinstance(node, ast.Expr) and re.fullmatch(
                 r"[\w.]*check_\w+\((\w+|\(\w+(, \w+)*\))\)", statement
@@ -238,7 +250,7 @@ def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
             if statement in here or (cell.cell_type == "markdown" and statement in cell.source):
                 line = statement.splitlines()[0]
                 raise EditionError(
-                    f"the solution in cell {number} stands outside of its markers as well: {line!r}"
+                    f"the solution in cell {number} is outside of its markers as well: {line!r}"
                 )
 
 
@@ -246,15 +258,15 @@ def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
 
 
 def read_lessons(folder: Path = NOTEBOOKS) -> dict[str, NotebookNode]:
-    """The notebooks by name.
+    """Read the notebooks of a folder, by name.
 
     Raises:
-        EditionError: no notebooks there, or a file that is none.
+        EditionError: The folder has no notebooks, or a file is not a notebook.
     """
     paths = sorted(folder.glob("[0-9]*.ipynb"))
     if not paths:
         raise EditionError(
-            f"there are no lessons in {folder}: name the course's folder of notebooks"
+            f"{folder} must contain lessons, and has none: name the course's folder of notebooks"
         )
     return {path.stem: _read_notebook(path) for path in paths}
 
@@ -268,10 +280,10 @@ def _read_notebook(path: Path) -> NotebookNode:
 
 def _valid_notebook(path: Path) -> NotebookNode:
     try:
-        # nbformat.read would only log what is wrong
+        # nbformat.read would log an invalid notebook instead of raising
         notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))
         if notebook.get("nbformat") != 4:
-            raise ValueError(f"its format is {notebook.get('nbformat')}, not 4")
+            raise ValueError(f"nbformat must be 4, got {notebook.get('nbformat')}")
         nbformat.validate(notebook)
     except (ValueError, AttributeError, TypeError, nbformat.ValidationError) as error:
         reason = str(error).splitlines()[0].removesuffix(".")[:100]
@@ -280,26 +292,25 @@ def _valid_notebook(path: Path) -> NotebookNode:
 
 
 def stored_again(path: Path) -> str:
-    """Advice on a notebook that has to be stored again."""
+    """Return the advice for a notebook that has to be stored again."""
     return f"`make notebooks ARGS={path.stem[:2]}` stores it again"
 
 
 def check_twins(folder: Path, lessons: dict[str, NotebookNode]) -> None:
-    """An edition is made from what the scripts say, not from notebooks that were left behind.
+    """Check that the notebooks have the same cells as their scripts.
 
     Raises:
-        EditionError: a notebook without a script, or with one that is broken or says something
-            else.
+        EditionError: A notebook has no script, or one that is broken or has other cells.
     """
     import jupytext
 
     for name, notebook in lessons.items():
         path, script = folder / f"{name}.ipynb", folder / "scripts" / f"{name}.py"
         if not script.exists():
-            raise EditionError(f"{path} has no script {script}, which its text is kept in")
+            raise EditionError(f"{path} has no script: {script} is missing")
         try:
             twin = jupytext.read(script, fmt="py:percent")
-        except Exception as error:  # whatever its parser stumbles over
+        except Exception as error:  # jupytext's parsers raise many types
             raise EditionError(f"{script} is not a jupytext script: {error}") from None
         here, there = (
             [(cell.cell_type, cell.source.strip()) for cell in book.cells]
@@ -317,10 +328,10 @@ def check_twins(folder: Path, lessons: dict[str, NotebookNode]) -> None:
 
 
 def check_outputs(folder: Path, lessons: dict[str, NotebookNode]) -> None:
-    """An edition that shows results runs no cell.
+    """Check that the notebooks have outputs, because an edition runs no cells.
 
     Raises:
-        EditionError: a notebook that has never been run, or has no outputs.
+        EditionError: A notebook was never run, or has no outputs.
     """
     for name, notebook in lessons.items():
         path = folder / f"{name}.ipynb"
@@ -342,11 +353,12 @@ def check_outputs(folder: Path, lessons: dict[str, NotebookNode]) -> None:
 
 @contextmanager
 def output_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write into; at the end of the block it takes the target's place, after an
-    error it goes.
+    """Give a new folder to write into, which replaces the target at the end of the block.
+
+    After an error the new folder is removed and the target stays as it was.
 
     Raises:
-        EditionError: the target is there and was not made by an edition.
+        EditionError: The target exists and was not written by an edition.
     """
     if (
         target.exists()
@@ -354,7 +366,7 @@ def output_folder(target: Path) -> Iterator[Path]:
         and not (target.is_dir() and not any(target.iterdir()))
     ):
         raise EditionError(
-            f"{target} is there and was not made by an edition of the course: name another --output"
+            f"{target} exists and was not made by an edition of the course: name another --output"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
@@ -376,17 +388,17 @@ def output_folder(target: Path) -> Iterator[Path]:
 
 
 def relative_links(prose: str) -> list[str]:
-    """Files that a markdown text links to."""
+    """Return the files that a Markdown text links to."""
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", prose, flags=re.M | re.S)
     targets = [link or source for link, source in _LINK.findall(prose)]
     return [target for target in targets if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
 
 
 def check_links(name: str, notebook: NotebookNode, folder: Path) -> None:
-    """A notebook's prose links to nothing that the edition's folder lacks.
+    """Check that the files that a notebook's prose links to are in the edition's folder.
 
     Raises:
-        EditionError: it does.
+        EditionError: A file is missing.
     """
     for cell in notebook.cells:
         for target in relative_links(cell.source) if cell.cell_type == "markdown" else ():
@@ -395,7 +407,7 @@ def check_links(name: str, notebook: NotebookNode, folder: Path) -> None:
 
 
 def copy_files(source: Path, target: Path, *patterns: str) -> None:
-    """Copy the files that match, under their names relative to the source."""
+    """Copy the files that match a pattern, under their names relative to the source."""
     for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
         (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target / path.relative_to(source))
@@ -405,9 +417,9 @@ def copy_pages(notebooks: Path, target: Path, lessons: str) -> None:
     """Copy the pages of docs/ that the lessons link to.
 
     Args:
-        notebooks: the folder of the notebooks; its parent has docs/.
-        target: the edition's own docs/.
-        lessons: folder of the lessons as seen from that folder, with "{language}" for "en" or "zh".
+        notebooks: Folder of the notebooks. Its parent has docs/.
+        target: The edition's docs/.
+        lessons: Path from there to the lessons, with "{language}" for "en" or "zh".
     """
     for page in sorted(notebooks.resolve().parent.glob(PAGES)):
         language = "zh" if ".zh" in page.suffixes else "en"
@@ -423,14 +435,15 @@ def run_edition(
     arguments: list[str] | None = None,
     switches: Mapping[str, str] | None = None,
 ) -> None:
-    """The command line of an edition: its folders, errors in one sentence, warnings a line each,
-    then size and time.
+    """Run an edition from the command line, and print its size and time.
+
+    Errors are one sentence, and warnings one line each.
 
     Args:
-        build: called with the folder of the notebooks and the one to write, and with the switches
-            by name; it may return warnings.
-        arguments: those of the command line if left out.
-        switches: name of an option that is on or off -> what it says of itself.
+        build: Function of the folder of the notebooks, the folder to write, and the switches by
+            name. It may return warnings.
+        arguments: Arguments of the command line, by default those of the process.
+        switches: Name of an option that is on or off -> its help.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
@@ -439,15 +452,18 @@ def run_edition(
     parser.add_argument(
         "--output", type=Path, default=Path("build") / name, help="folder that is made or replaced"
     )
-    for switch, said in (switches or {}).items():
-        parser.add_argument(f"--{switch}", action="store_true", help=said)
+    for switch, words in (switches or {}).items():
+        parser.add_argument(f"--{switch}", action="store_true", help=words)
     chosen = parser.parse_args(arguments)
     on = {switch: getattr(chosen, switch) for switch in switches or ()}
     start = time.perf_counter()
     try:
         for warning in build(chosen.notebooks, chosen.output, **on) or ():
             print(warning, file=sys.stderr)
-    except (EditionError, OSError) as error:  # OSError: no README.md, no space, no permission
+    except (
+        EditionError,
+        OSError,
+    ) as error:  # no README.md, no space, no permission
         sys.exit(f"{name}: {error}; {chosen.output} is left as it was")
     except ImportError as error:
         sys.exit(f"{not_installed(name, error)}; {chosen.output} is left as it was")

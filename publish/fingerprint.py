@@ -1,8 +1,7 @@
-"""Code that runs in the kernel of a notebook that is graded: the fingerprint of the library, and a
-brake for output without end.
+"""Code that runs in the kernel of a graded notebook: the library's fingerprint, and slow output.
 
-The fingerprint is a number a module, the same in every process of one Python, and another once a
-cell has changed it.
+The fingerprint is one hash per module. It is the same in every process of one Python version, and
+changes if a cell changes the module. Output is slowed down after too many characters.
 """
 
 import hashlib
@@ -15,11 +14,11 @@ import types
 from collections.abc import Iterator
 from typing import TextIO
 
-MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson prints a tenth, pictures included
+MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson with its pictures prints a tenth
 
 
 def report(lesson: str, check: str, ticket: str) -> None:
-    """Print whether the check accepted its last answer, and the fingerprints, as a line of JSON."""
+    """Print a line of JSON: whether the check accepted its last answer, and the fingerprints."""
     module = importlib.import_module(f"course_lib.lessons.{lesson}")
     accepted = getattr(getattr(module, check, None), "accepted", None)
     found = {"ticket": ticket, "accepted": accepted is True, "code": fingerprints()}
@@ -27,14 +26,16 @@ def report(lesson: str, check: str, ticket: str) -> None:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Put the brake on before the first cell; the kernel calls it by this name."""
+    """Slow down endless output. The kernel calls this function before the first cell."""
     for stream in (sys.stdout, sys.stderr):
         hold_back(stream, MOST_OUTPUT)
 
 
 def hold_back(stream: TextIO, most: int) -> None:
-    """Let what prints more characters than that wait a second a time from then on: a loop would
-    fill the memory of this process and of its reader before anything is read."""
+    """Make each write wait for a second after `most` characters.
+
+    Otherwise a loop that prints would fill the memory of this process and of its reader.
+    """
     write, printed = stream.write, 0
 
     def slowly(text: str) -> int:
@@ -48,7 +49,7 @@ def hold_back(stream: TextIO, most: int) -> None:
 
 
 def fingerprints() -> dict[str, str]:
-    """Module of the library that is imported -> a hash of the code of its functions."""
+    """Return a hash of the functions' code, by imported module of the library."""
     found = {}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "course_lib" and module is not None:
@@ -67,7 +68,7 @@ def _described(home: str, names: dict[str, object]) -> Iterator[str]:
 
 
 def _function(value: object) -> types.FunctionType | None:
-    """The function behind a method, a property, a cache or an exercise; None if there is none."""
+    """Return the function of a method, a property, a cache or an exercise, or None."""
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value) if not isinstance(value, type) else value
@@ -87,5 +88,5 @@ def _code(code: types.CodeType) -> str:
 
 
 def _constant(value: object) -> str:
-    # a set's order differs from process to process
+    # the order of a set differs between processes
     return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

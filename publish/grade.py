@@ -1,14 +1,14 @@
-"""The verdicts on a folder of handed-in notebooks, as one table.
+"""Grade a folder of handed-in notebooks, and write the verdicts as one table.
 
     python -m publish.grade build/handed_in --output build/verdicts.csv
 
-Each notebook runs in a fresh kernel and an empty folder of its own, on one thread, with limits of
-time and memory; one that crashes or never ends does not stop the others. The table's rows come
-from this run; stored outputs are not read.
+Each notebook runs in a new kernel and an empty folder, on one thread, with limits of time and
+memory. A notebook that crashes or never ends does not stop the others. The rows of the table come
+from this run, and stored outputs are not read.
 
-A notebook is a program, and it runs with your rights: edited checks are noticed, but code that sets
-out to can read and send what you can, or imitate a check, so grade in an account or a container
-that holds nothing of yours.
+A notebook is a program that runs with your rights. Grading notices edited checks, but malicious
+code can read and send your files, or imitate a check. Grade in an account or a container that
+contains nothing of yours.
 """
 
 import argparse
@@ -42,7 +42,7 @@ try:
     from nbformat import NotebookNode
     from nbformat.reader import parse_json
 
-    from .cells import NOTEBOOKS, EditionError, is_solution, read_lessons
+    from .cells import NOTEBOOKS, UNREADABLE, EditionError, is_solution, parse, read_lessons
     from .kernels import LIBRARY, Limits, Run, TooMuchOutput
     from .student import check_of, reason_in
 except ImportError as error:
@@ -53,12 +53,10 @@ except ImportError as error:
 HANDED_IN, TABLE = Path("build/handed_in"), Path("build/verdicts.csv")
 COLUMNS = ("name", "lesson", "exercise", "verdict", "message", "sentence")
 RIGHT, WRONG, TROUBLE = "✓", "✗", "!"
-_LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has a fiftieth
-# What `ast` raises for code that is none, has no Unicode, or is nested too deep.
-_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+_LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has about 1 MB
 KEPT_OUT = (
-    "A notebook runs with your rights: edited checks are noticed, but code that sets out to can"
-    " read what you can and imitate a check, so grade where nothing of yours lies."
+    "A notebook runs with your rights. Edited checks are noticed, but malicious code can read your"
+    " files and imitate a check, so grade in an account or a container without anything of yours."
 )
 
 
@@ -76,17 +74,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Reference that a handed-in notebook is compared with: the student edition of a lesson."""
+    """A lesson of the student edition, with which handed-in notebooks are compared.
+
+    Attributes:
+        calls: Check -> the line that calls it.
+        roots: `course_lib`, and the modules and names of lessons that the cells import.
+        imports: Modules of the library that the cells import from.
+    """
 
     number: str
-    calls: dict[str, str]  # check -> the line that calls it
-    roots: frozenset[str]  # `course_lib`, and the modules and names of lessons that it imports
-    imports: frozenset[str]  # modules of the library that its cells import from
+    calls: dict[str, str]
+    roots: frozenset[str]
+    imports: frozenset[str]
 
 
 @dataclass
 class Problem(Exception):
-    """A notebook that is not graded; the message is one sentence."""
+    """A notebook cannot be graded. The message is one sentence."""
 
     message: str
     lesson: str = "–"
@@ -96,7 +100,7 @@ class Problem(Exception):
 
 
 def lessons_of(notebooks: Path) -> dict[str, Lesson]:
-    """The lessons by number."""
+    """Read the lessons, by number."""
     found = {}
     for name, stored in read_lessons(notebooks).items():
         code = [cell for cell in stored.cells if cell.cell_type == "code" and not is_solution(cell)]
@@ -105,7 +109,7 @@ def lessons_of(notebooks: Path) -> dict[str, Lesson]:
             for cell in code
             if (check := check_of(cell))
         }
-        imported = [each for cell in code for each in _imports(_parse(cell.source))]
+        imported = [each for cell in code for each in _imports(parse(cell.source))]
         found[name[:2]] = Lesson(
             name[:2],
             calls,
@@ -118,23 +122,23 @@ def lessons_of(notebooks: Path) -> dict[str, Lesson]:
 
 
 def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNode, Lesson]:
-    """A handed-in file, and the lesson whose number its title has.
+    """Read a handed-in file, and find its lesson by the number in its title.
 
     Raises:
-        Problem: the file is not a notebook, or not one of a lesson.
+        Problem: The file is not a notebook, or not a lesson.
     """
     try:
-        if not path.is_file():  # a pipe is not opened: it would be waited for
+        if not path.is_file():  # opening a pipe would wait for a writer
             raise ValueError("it is a folder" if path.is_dir() else "it is not a file")
         if path.stat().st_size > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST // 10**6} MB")
+            raise ValueError(f"it is larger than {_LARGEST // 10**6} MB")
         given = path.read_text("utf-8")
         if not isinstance(parse_json(given), dict):
             raise ValueError(f"it starts {given[:20]!r}")
-        with warnings.catch_warnings(action="ignore"):  # of what it mends: copies of a cell's id
+        with warnings.catch_warnings(action="ignore"):  # nbformat repairs repeated ids
             notebook = cast(NotebookNode, nbformat.reads(given, as_version=4))
             nbformat.validate(notebook)
-    except Exception as error:  # nbformat raises what it stumbles over, an AssertionError too
+    except Exception as error:  # nbformat raises many types, also AssertionError
         said = _one_line(getattr(error, "message", "") or error) or type(error).__name__
         raise Problem(f"It is not a notebook: {said}.") from None
     title = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
@@ -146,8 +150,7 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
 
 
 def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
-    """Check -> the cell that calls it last, in the line that the lesson has; cells that call it
-    otherwise are none."""
+    """Return the place of each check's cell: the last one that calls it as the lesson does."""
     found = {}
     for place, cell in enumerate(notebook.cells):
         for check, call in lesson.calls.items():
@@ -157,11 +160,11 @@ def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
 
 
 def tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
-    """Things that cells do to checks and no answer needs to, a sentence each."""
+    """Yield a sentence for each change to the checks, which no answer needs."""
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type != "code":
             continue
-        tree = _parse(cell.source)
+        tree = parse(cell.source)
         for module, _ in _imports(tree):
             if module not in lesson.imports and re.match(r"course_lib\.(lessons|teaching)", module):
                 yield f"Cell {number} imports {module}, which the lesson does not."
@@ -172,7 +175,7 @@ def tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
 
 
 def _changed(node: ast.AST) -> Iterator[str]:
-    """Names that a statement binds again, or whose attributes it sets."""
+    """Yield the names that a statement binds, or whose attributes it sets."""
     if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
         node.ctx, ast.Store | ast.Del
     ):
@@ -197,7 +200,7 @@ def _changed(node: ast.AST) -> Iterator[str]:
 
 
 def _imports(tree: ast.AST) -> list[tuple[str, str]]:
-    """(module, name that it binds) of each import from the library."""
+    """Return (module, name that it binds) of each import from the library."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -210,8 +213,8 @@ def _imports(tree: ast.AST) -> list[tuple[str, str]]:
 
 @cache
 def _module(package: str, name: str) -> str:
-    """Module that `from package import name` takes from the library: a module of it, or the
-    package."""
+    """Return the module that `from package import name` imports from: `package.name`, or `package`
+    if `name` is not a module."""
     if package.partition(".")[0] != "course_lib":
         return package
     with contextlib.suppress(ImportError):
@@ -220,21 +223,14 @@ def _module(package: str, name: str) -> str:
     return package
 
 
-def _parse(source: str) -> ast.AST:
-    try:
-        return ast.parse(source)
-    except _UNREADABLE:
-        return ast.Module([], [])
-
-
 def _last_statement(source: str) -> str:
-    body = getattr(_parse(source), "body", [])
+    body = getattr(parse(source), "body", [])
     last = ast.get_source_segment(source, body[-1]) if body else None
     return _bare(last or source.rstrip().rpartition("\n")[2])
 
 
 def _bare(code: str) -> str:
-    with contextlib.suppress(*_UNREADABLE):
+    with contextlib.suppress(*UNREADABLE):
         code = ast.unparse(ast.parse(code))
     return "".join(code.split())
 
@@ -247,7 +243,7 @@ def _one_line(words: object) -> str:
 
 
 def grade(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str = "") -> list[Row]:
-    """The rows of one file; whatever it holds, there is at least one."""
+    """Return the rows of one file, at least one for any content."""
     name = _shown(path)
     try:
         notebook, lesson = read_submission(path, lessons)
@@ -256,7 +252,7 @@ def grade(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str = 
         return _graded(name, notebook, lesson, limits)
     except Problem as problem:
         return [Row(name, problem.lesson, "–", TROUBLE, problem.message)]
-    except Exception as error:  # code that no reader of code gets through: the others are graded
+    except Exception as error:  # `ast` may fail on a file, and the others are graded
         said = f"It could not be graded: {type(error).__name__}: {_one_line(error)}."
         return [Row(name, "–", "–", TROUBLE, said)]
 
@@ -295,10 +291,10 @@ def _graded(name: str, notebook: NotebookNode, lesson: Lesson, limits: Limits) -
 def _with_probes(
     notebook: NotebookNode, lesson: Lesson, places: dict[str, int], ticket: str
 ) -> dict[str, tuple[NotebookNode, NotebookNode]]:
-    """Put a cell behind each check that tells what the check says; in place.
+    """Insert a cell that reports the verdict after the cell of each check, in place.
 
     Returns:
-        check -> (its cell, the cell behind it).
+        Check -> (its cell, the cell that reports).
     """
     found, cells = {}, []
     behind = {place: check for check, place in places.items()}
@@ -319,7 +315,7 @@ def _with_probes(
 
 
 def _run(notebook: NotebookNode, limits: Limits) -> str:
-    """Run all cells; what stopped it, "" if nothing did."""
+    """Run all cells. Return a sentence about what stopped the run, or ""."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             Run(notebook, limits, Path(folder)).execute()
@@ -329,7 +325,7 @@ def _run(notebook: NotebookNode, limits: Limits) -> str:
             return f"Its kernel died: a crash, or more than {limits.gigabytes} GB of memory."
         except TooMuchOutput:
             return "It was stopped: it printed more than any lesson does."
-        except Exception as error:  # whatever a notebook brings about, the others are graded
+        except Exception as error:  # one notebook must not stop the others
             return f"It could not be run: {type(error).__name__}: {_one_line(error)}."
     return ""
 
@@ -337,7 +333,7 @@ def _run(notebook: NotebookNode, limits: Limits) -> str:
 def _verdict(
     cells: tuple[NotebookNode, NotebookNode], lesson: Lesson, ticket: str, ended: str
 ) -> tuple[str, str]:
-    """(verdict, message) of a check that ran, or did not."""
+    """Return (verdict, message) of a check, whether or not it ran."""
     cell, probe = cells
     errors = [out for out in cell.outputs if out.output_type == "error"]
     said = [
@@ -361,15 +357,17 @@ def _verdict(
 
 
 def _changed_modules(reported: dict[str, str], lesson: Lesson) -> list[str]:
-    """Modules of the library that are not what they are in an untouched process."""
+    """Return the modules of the library whose code differs from that of a new process."""
     untouched = _fingerprints(lesson.imports | {f"course_lib.lessons.lesson_{lesson.number}"})
     return [name for name, code in sorted(reported.items()) if untouched.get(name, code) != code]
 
 
 @cache
 def _fingerprints(modules: frozenset[str]) -> dict[str, str]:
-    """The fingerprints once the modules are imported, from a process of their own: this one may
-    have changed the library itself, as tests do."""
+    """Return the fingerprints after the modules are imported, from a new process.
+
+    This process may have changed the library, as tests do.
+    """
     lines = [f"import {name}" for name in sorted(modules)]
     lines.append("import json, publish.fingerprint as fingerprint")
     lines.append("print(json.dumps(fingerprint.fingerprints()))")
@@ -400,14 +398,16 @@ def _report_of(probe: NotebookNode, ticket: str) -> dict[str, object] | None:
 
 
 def _shown(path: Path) -> str:
-    """A file's name on one line, without the ending that all have."""
+    """Return a file's name on one line, without `.ipynb`."""
     name = path.name.removesuffix(".ipynb")
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 def write_table(rows: Sequence[Row], target: Path) -> None:
-    """The rows as CSV that a spreadsheet opens, whole or not at all; none of its cells is taken
-    for a formula."""
+    """Write the rows as CSV for a spreadsheet, completely or not at all.
+
+    An apostrophe keeps the spreadsheet from reading a text as a formula.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8-sig", newline="", dir=target.parent, delete=False
@@ -437,16 +437,16 @@ def grade_folder(
     wanted: str = "",
     say: Callable[[str], None] = print,
 ) -> list[Row]:
-    """The rows of all files of a folder, in the order of their names.
+    """Return the rows of all files of a folder, in the order of their names.
 
     Raises:
-        EditionError: there are none, or no lesson has the number that is wanted.
+        EditionError: The folder is empty, or no lesson has the wanted number.
     """
     if wanted and not any(notebooks.glob(f"{wanted}_*.ipynb")):
         raise EditionError(f"there is no lesson {wanted!r} in {notebooks}")
     paths = sorted(path for path in folder.glob("*") if path.name[:1] != ".")
     if not paths:
-        raise EditionError(f"there is nothing in {folder}: put the notebooks there")
+        raise EditionError(f"there is nothing in {folder}: put the handed-in notebooks there")
     lessons = lessons_of(notebooks)
     rows = []
     for path in paths:
@@ -459,18 +459,20 @@ def grade_folder(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], epilog=KEPT_OUT)
     parser.add_argument("folder", type=Path, nargs="?", default=HANDED_IN)
-    parser.add_argument("--output", type=Path, default=TABLE, help="the table, as CSV")
-    parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="the course's own")
-    parser.add_argument("--lesson", default="", help='the lesson that was asked for, as in "02"')
-    parser.add_argument("--seconds", type=int, default=600, help="that a notebook may take")
-    parser.add_argument("--gigabytes", type=int, default=8, help="of memory (on Linux)")
+    parser.add_argument("--output", type=Path, default=TABLE, help="CSV file to write")
+    parser.add_argument(
+        "--notebooks", type=Path, default=NOTEBOOKS, help="folder of the course's notebooks"
+    )
+    parser.add_argument("--lesson", default="", help='number of the assigned lesson, such as "02"')
+    parser.add_argument("--seconds", type=int, default=600, help="time limit per notebook")
+    parser.add_argument("--gigabytes", type=int, default=8, help="memory limit (on Linux)")
     chosen = parser.parse_args(arguments)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # what a killed kernel leaves unsaid
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a killed kernel leaves warnings
     try:
-        current()  # each answer is told in it: without a language none would be right
+        current()  # raises for an unknown language, in which every check would fail
         limits = Limits(chosen.seconds, chosen.gigabytes)
         rows = grade_folder(chosen.folder, chosen.notebooks, limits, chosen.lesson)
         write_table(rows, chosen.output)

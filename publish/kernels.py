@@ -1,5 +1,4 @@
-"""A notebook's run in a kernel of its own: an empty folder, one thread, limits of time, memory and
-output."""
+"""Run a notebook in a new kernel and an empty folder, with limits of time, memory and output."""
 
 import asyncio
 import contextlib
@@ -27,9 +26,8 @@ class Limits:
     """Limits of one notebook.
 
     Attributes:
-        seconds: of the clock, for all cells together.
-        gigabytes: of memory, in the kernel and in each process that it starts; only Linux enforces
-            it.
+        seconds: Wall-clock time for all cells together.
+        gigabytes: Memory of the kernel, and of each process that it starts. Only Linux enforces it.
     """
 
     seconds: int = 600
@@ -41,26 +39,26 @@ class Limits:
 
 
 class TooMuchOutput(Exception):
-    """More was printed than any lesson prints."""
+    """A notebook printed more than any lesson prints."""
 
 
 class Run(NotebookClient):
-    """Runs all cells of a notebook, in place; a cell that raises does not stop those below it.
+    """Client that runs all cells of a notebook in place, also those below a cell that raises.
 
     Raises:
-        CellTimeoutError: the time is over.
-        DeadKernelError: the kernel crashed.
-        TooMuchOutput: as it says.
+        CellTimeoutError: The time limit was reached.
+        DeadKernelError: The kernel crashed.
+        TooMuchOutput: The notebook printed too much.
     """
 
     def __init__(self, notebook: NotebookNode, limits: Limits, folder: Path) -> None:
         super().__init__(
             notebook,
-            kernel_name="python3",  # whatever the notebook names
+            kernel_name="python3",  # the notebook may name another one
             allow_errors=True,
             timeout_func=self._seconds_left,
             startup_timeout=max(120, limits.seconds),
-            # output is sent five times a second, however much it is by then
+            # the kernel sends its output five times per second, however large it is
             extra_arguments=[f"--IPKernelApp.extra_extensions={fingerprint.__name__}"],
             record_timing=False,
         )
@@ -71,7 +69,7 @@ class Run(NotebookClient):
         self._end = time.monotonic() + limits.seconds
 
     def _seconds_left(self, cell: NotebookNode) -> int:
-        """Return the seconds that a cell may run; its output may arrive as late.
+        """Return the seconds that a cell may run, and set the same limit for its output.
 
         Output that arrives after `iopub_timeout` is lost. The four seconds that nbclient allows are
         too few on a busy machine.
@@ -96,15 +94,14 @@ class Run(NotebookClient):
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
         """Start the kernel and then the clock, and let Ctrl-C end more than this notebook."""
-        for each in (signal.SIGINT, signal.SIGTERM):  # at which nbclient would end the kernel alone
+        for each in (signal.SIGINT, signal.SIGTERM):  # nbclient would end this kernel alone
             asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)
         self._limit_memory()
         self._end = time.monotonic() + self._limits.seconds
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> Any:
-        """An output, until there were too many: then the kernel goes, as a cell cannot be
-        stopped from here."""
+        """Process an output, or kill the kernel after too many: a cell cannot be stopped."""
         self._printed += len(str(msg["content"]))
         if self._printed > MOST_OUTPUT:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -113,15 +110,18 @@ class Run(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
     def _environment(self) -> dict[str, str]:
-        """The course's library, one thread, and a home of its own."""
+        """Return an environment with the course's library, one thread, and a separate home."""
         paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {name: str(self._home) for name in ("HOME", "IPYTHONDIR", "TMPDIR", "MPLCONFIGDIR")}
         threads = dict.fromkeys(_ONE_THREAD, "1")
         return {**os.environ, **own, **threads, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _limit_memory(self) -> None:
-        """Limit the kernel's memory from outside, before its first cell: to run Python between fork
-        and exec (`preexec_fn`) may hang where this process has threads. On Linux only."""
+        """Limit the kernel's memory before its first cell, on Linux.
+
+        The limit is set from outside, because Python code between fork and exec (`preexec_fn`) may
+        hang if this process has threads.
+        """
         if not hasattr(psutil, "RLIMIT_DATA"):
             return
         most = self._limits.gigabytes * 10**9

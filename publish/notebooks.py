@@ -6,12 +6,12 @@
     python -m publish.notebooks --same 02.5  # section 2.5 was edited in one
                                                                   # language; both are right
 
-A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are
-kept. A lesson runs whole or not at all. It does not run if its stored outputs would be the same:
-the notebook's metadata hold hashes of its code cells, of the library and of the pinned versions,
-and none of them has changed. Seconds, devices and addresses differ from run to run. After a run in
-which nothing else has changed, the stored outputs stay as they are. The hashes in
-`translations.toml` are renewed where both languages of a text have changed.
+A notebook depends only on its script: cell ids are hashes of the cells, and no times or versions
+are stored. A lesson runs completely or not at all. The notebook's metadata has hashes of its code
+cells, of the library and of the pinned versions. If none of them has changed, the stored outputs
+would be the same, and the lesson does not run. Seconds, devices and addresses differ from run to
+run. If a run changes nothing else, the stored outputs are kept. If both languages of a text have
+changed, its hashes in `translations.toml` are renewed.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from . import translations
 PROJECT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = PROJECT / "notebooks"
 KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
-# A lesson takes 45. Where a cell takes so long, its kernel sleeps with that cell still to run: seen
-# of ipykernel 6.31 and 7.4, after cells with widgets. A new kernel runs through.
+# A whole lesson takes 45 seconds. A kernel of ipykernel 6.31 or 7.4 may stop before a cell that
+# follows widgets, and a new kernel then runs all cells.
 MOST_SECONDS_OF_A_CELL = 150
 MADE_FROM = "outputs_made_from"  # the key of the hashes in a stored notebook's metadata
 VARYING_TAGS = {"shows-seconds", "shows-device"}
@@ -48,7 +48,7 @@ METADATA = {
 
 
 def read_script(path):
-    """The script as a notebook without outputs, with the same cell ids every time."""
+    """Read a script as a notebook without outputs, with the same cell ids every time."""
     notebook = jupytext.read(path, fmt="py:percent")
     notebook.nbformat_minor = 5
     seen = Counter()
@@ -56,7 +56,7 @@ def read_script(path):
         cell.metadata = {
             key: value for key, value in cell.metadata.items() if key in KEPT_CELL_METADATA
         }
-        if "### BEGIN SOLUTION" in cell.source:  # what it shows would tell, too
+        if "### BEGIN SOLUTION" in cell.source:  # the output gives the solution away
             cell.metadata["jupyter"] = {**cell.metadata.get("jupyter", {}), "outputs_hidden": True}
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
         seen[digest] += 1
@@ -99,7 +99,7 @@ def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[s
         for part in (path.relative_to(project).as_posix().encode(), path.read_bytes())
     )
     cells = (
-        json.dumps([cell.source, cell.metadata.get("tags"), _keeps_slide_pictures(notebook, cell)])
+        json.dumps([cell.source, cell.metadata.get("tags"), "slide" in cell.metadata])
         for cell in notebook.cells
         if cell.cell_type == "code"
     )
@@ -116,14 +116,8 @@ def _hash(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
-def _keeps_slide_pictures(notebook: NotebookNode, cell: NotebookNode) -> bool:
-    """Whether the pictures for slides of this cell are stored: not if only other cells are
-    shown."""
-    return "slide" in cell.metadata or not any("slide" in each.metadata for each in notebook.cells)
-
-
 def execute(notebook):
-    """Run all cells from the notebooks' folder, in place, and drop what changes from run to run."""
+    """Run all cells in the notebooks' folder, in place, and remove what differs from run to run."""
     for tries_left in (1, 0):
         client = NotebookClient(
             notebook,
@@ -140,14 +134,13 @@ def execute(notebook):
         except CellTimeoutError:
             if not tries_left:
                 raise
-    # the kernel has written its exact Python version
+    # the kernel has added its exact Python version
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
-            if not _keeps_slide_pictures(notebook, cell):
+            if "slide" not in cell.metadata:  # no slide shows its pictures
                 output.get("metadata", {}).pop("slides", None)
-            # Without the widget's state its random id shows nothing; what stays is the output's
-            # plain text.
+            # The random id of a widget shows nothing without its state. Its plain text remains.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return notebook
 
@@ -235,8 +228,7 @@ def build(
 
 
 def renew_translations(script, same):
-    """Renew the pairs of a lesson's texts; say which ones are left, since one language alone has
-    changed."""
+    """Renew the hashes of a lesson's texts. Return the places where only one language changed."""
     lesson, found, known = (
         script.stem[:2],
         translations.pairs(read_script(script)),
@@ -268,7 +260,7 @@ def main():
     arguments = parser.parse_args()
     os.environ.pop("COURSE_LANG", None)  # notebooks are stored in the default language
     os.environ["COURSE_LABELS"] = "strict"  # a label without Chinese is an error
-    # on a busy machine threads that wait for one another take far longer
+    # several threads are slower on a busy machine, because they wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     names = (
@@ -280,19 +272,16 @@ def main():
     for name in names:
         if name and not any(script.stem.startswith(name) for script in scripts):
             sys.exit(
-                f"no script in notebooks/scripts starts with {name!r}; there are"
-                f" {[s.stem for s in scripts]}"
+                f"a name must be the beginning of one of {[s.stem for s in scripts]}, got {name!r}"
             )
     for script in (script for script in scripts if script.stem.startswith(tuple(names))):
         try:
             print(f"{script.stem}: {build(script, force=arguments.force)}", flush=True)
         except CellExecutionError as error:
-            sys.exit(
-                f"{script.stem}: a cell failed, the stored notebook is left as it was\n{error}"
-            )
+            sys.exit(f"{script.stem}: a cell failed, so the stored notebook is kept\n{error}")
         for place in renew_translations(script, arguments.same):
             print(
-                f"  {place}: edited in one language alone; if both are right, --same"
+                f"  {place}: only one language was edited; if both are right, run with --same"
                 f" {translations.section_of(place)}"
             )
 

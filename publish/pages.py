@@ -2,9 +2,10 @@
 
     python -m publish.pages --output build/pages
 
-Where folding and styles are not honoured, a stored lesson shows both languages and every solution.
-Here the prose and each output have one language, pictures are plain PNG, and a solution stands
-closed in prose below its attempt. The results are those of the stored notebooks; no cell runs.
+A stored lesson shows both languages and every solution where a viewer ignores styles and folding.
+In these notebooks the prose and each output have one language, pictures are plain PNG, and a
+solution is prose below its attempt that opens on a click. The results are those of the stored
+notebooks. No cell runs.
 """
 
 import html
@@ -41,8 +42,8 @@ except ImportError as error:
         raise
     sys.exit(not_installed("pages", error))
 
-LANGUAGES = {"en": "zh", "zh": "en"}  # and the other one
-_KEPT = ("tags", "jupyter")  # of a cell's metadata; the rest is for slides and guides
+LANGUAGES = {"en": "zh", "zh": "en"}  # language -> the other language
+_KEPT = ("tags", "jupyter")  # keys of a cell's metadata; the others are for slides and guides
 
 _INSTALL = {
     "en": "# Where the course's library is missing, as in Colab, this installs it.",
@@ -65,8 +66,8 @@ def build(notebooks: Path, output: Path) -> None:
     """Write all lessons into a folder for each language, with the glossary and the linked pages.
 
     Raises:
-        EditionError: a notebook is broken or not executed, lacks a language, or links to a file
-            that is not there.
+        EditionError: A notebook is broken or not executed, lacks a language, or links to a file
+            that is missing.
     """
     lessons = read_lessons(notebooks)
     check_twins(notebooks, lessons)
@@ -90,12 +91,12 @@ def build(notebooks: Path, output: Path) -> None:
 
 
 def one_language(notebook: NotebookNode, language: str, name: str, repository: str) -> NotebookNode:
-    """A stored lesson in one language.
+    """Return a stored lesson in one language.
 
     Args:
-        name: the lesson's file, by which it links to its twin.
-        repository: the code host's address, from which the first cell installs the library; no
-            such cell where it is "".
+        name: Name of the lesson's file, used to link to the other language.
+        repository: Address of the repository. A first cell installs the library from there; with
+            "" there is no such cell.
     """
     page = deepcopy(notebook)
     other = f"../{LANGUAGES[language]}/{name}.ipynb"
@@ -154,7 +155,7 @@ def _output(output: NotebookNode, language: str) -> NotebookNode:
 
 
 def _closed(source: str, outputs: list[NotebookNode], language: str) -> str:
-    """A solution with its verdicts as prose that opens on a click, where no reader folds cells."""
+    """Return a solution with its verdicts as prose that opens on a click."""
     code = without_markers(unguarded(source))
     parts = [f"<details>\n<summary>{_SHOW[language]}</summary>\n\n```python\n{code}\n```"]
     for output in outputs:

@@ -204,7 +204,7 @@ def _downloads(stored: dict[str, Any], repository: str) -> Iterator[tuple[str, s
             yield f"{language}/downloads/{name}.ipynb", nbformat.writes(page)
 
 
-#: A cell that shows a table of claims.
+#: Matches a cell that shows a table of claims.
 CLAIMS = re.compile(r"^(what_you_may_have_read|\w+\.(older|allocator)_claims)\(", re.M)
 
 

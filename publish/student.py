@@ -1,11 +1,11 @@
-"""The student edition: the notebooks with stubs instead of solutions and a place for each reason,
-as a folder and a zip that run by themselves.
+"""The student edition: notebooks with stubs instead of solutions, and a cell for each reason.
 
     python -m publish.student --output build/student --nbgrader
 
-Beside the notebooks lie the library as a wheel, its pins, a Makefile, a README in each language.
-With --nbgrader each exercise gets a locked cell that tests whether its check accepted, and each
-reason the metadata of an answer that is graded by hand.
+The folder, and the zip in it, also have the library as a wheel, its pinned versions, a Makefile,
+and a README in each language, so nothing else is needed. With --nbgrader each exercise gets a
+locked cell that tests whether its check accepted, and each reason gets the metadata of an answer
+that is graded by hand.
 """
 
 import re
@@ -41,23 +41,29 @@ except ImportError as error:
 ASSETS = Path(__file__).resolve().parent / "student_assets"
 LIBRARY = Path(__file__).resolve().parents[1]  # the course_lib that is running, with its pyproject
 JUPYTERLAB = LIBRARY / "publish/jupyterlab"
-NAME = "memory-course"  # of the zip, and of the one folder in it
+NAME = "memory-course"  # name of the zip, and of the folder in it
 PROMPT = "**Why?** · **为什么？** (`{check}`)"
 _PLACE = "*Your sentence / 你的理由：*"
 _CHECK = re.compile(r"\b(\w+\.)?(check_\w+)\(")
-_EPOCH = (2020, 1, 1, 0, 0, 0)  # of the zip's entries: the same content gives the same zip
+_EPOCH = (
+    2020,
+    1,
+    1,
+    0,
+    0,
+    0,
+)  # date of all entries: the same content gives the same zip
 
 
 def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
-    """Write the student edition of all lessons, with the files they link to, and all of it as a
-    zip.
+    """Write the student edition of all lessons with the files that they link to, and a zip of it.
 
     Args:
-        nbgrader: whether cells get the metadata by which nbgrader collects and grades.
+        nbgrader: Whether cells get the metadata that nbgrader needs to collect and grade.
 
     Raises:
-        EditionError: a solution that cannot be taken out, a link to a file that is not there, or a
-            library that cannot be packed.
+        EditionError: A solution cannot be removed, a linked file is missing, or the library cannot
+            be packed.
     """
     lessons = read_lessons(notebooks)
     check_twins(notebooks, lessons)
@@ -87,15 +93,14 @@ def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
 
 
 def check_of(cell: NotebookNode) -> str | None:
-    """The check that an exercise's cell ends with, "check_meter"; None for any other cell."""
+    """Return the check that an exercise's cell ends with, such as "check_meter", or None."""
     last = cell.source.rstrip().rpartition("\n")[2] if cell.cell_type == "code" else ""
     found = _CHECK.match(last)
     return found[2] if found else None
 
 
 def with_reasons(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with a cell below each exercise, where a sentence of the student's own says
-    why; in place."""
+    """Insert a cell below each exercise for the student's reason, in place."""
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
@@ -107,12 +112,12 @@ def with_reasons(notebook: NotebookNode) -> NotebookNode:
 
 
 def reason_id(check: str) -> str:
-    """The id of the cell for a reason; ids have 64 characters at most."""
+    """Return the id of the cell for a reason. Ids have at most 64 characters."""
     return f"why-{check}"[:64]
 
 
 def reason_in(notebook: NotebookNode, check: str) -> str:
-    """The sentence that a student wrote in the cell for it, on one line; "" if there is none."""
+    """Return the reason that a student wrote, on one line, or ""."""
     prompt = PROMPT.format(check=check)
     markdown = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
     places = [cell for cell in markdown if cell.get("id") == reason_id(check)] or [
@@ -124,12 +129,12 @@ def reason_in(notebook: NotebookNode, check: str) -> str:
 
 
 def with_nbgrader(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with nbgrader's metadata, schema 3; in place.
+    """Add nbgrader's metadata (schema 3) to the notebook, in place.
 
-    An exercise stays an ordinary cell, which nbgrader leaves as the student has it. Below it stand
-    a locked cell of one point, which asks whether the check accepted, and the reason, one point
-    given by hand. The reason's question has a cell of its own, since `nbgrader generate_assignment`
-    empties the cell of an answer.
+    An exercise stays an ordinary cell, which nbgrader does not change. Below it are a locked cell
+    that tests whether the check accepted (one point), and the reason (one point, given by hand).
+    The question for the reason has a separate cell, because `nbgrader generate_assignment` empties
+    the cell of an answer.
     """
     cells = []
     for cell in notebook.cells:
@@ -167,11 +172,10 @@ def _graded(grade_id: str, *, solution: bool, cell_type: str) -> dict[str, objec
 
 
 def pack_library(folder: Path) -> Path:
-    """Build the library's wheel into a folder, with the setuptools that is installed: nothing is
-    downloaded.
+    """Build the library's wheel into a folder with the installed setuptools, without a download.
 
     Raises:
-        EditionError: setuptools is too old, or gave up.
+        EditionError: setuptools is too old, or the build failed.
     """
     files = ("pyproject.toml", "LICENSE", "README.md")
     with tempfile.TemporaryDirectory() as work:
@@ -186,8 +190,8 @@ def pack_library(folder: Path) -> Path:
         )
         wheels = list(copy.glob("*.whl"))
         if done.returncode or len(wheels) != 1:
-            said = done.stderr.strip().rpartition("\n")[2]
-            raise EditionError(f"the library cannot be packed (it needs setuptools >= 77): {said}")
+            reason = done.stderr.strip().rpartition("\n")[2]
+            raise EditionError(f"the library cannot be packed (setuptools must be >= 77): {reason}")
         return Path(shutil.copy(wheels[0], folder))
 
 

@@ -1,8 +1,8 @@
-"""An edit in one language alone is noticed: `translations.toml` has a hash of each text's English
-and of its Chinese.
+"""Hashes of each text's English and Chinese, which show that only one language was edited.
 
-`make notebooks` renews a pair where both have changed. Where one has, the pair stays as it was, and
-a test says so. Whoever has read both and finds them right renews the pair of section 2.5 with
+`make notebooks` renews the pair of hashes in `translations.toml` if both languages have changed. If
+only one has changed, the pair stays and a test fails. After reading both texts and finding them
+right, renew the pair of section 2.5 with
 
     make notebooks ARGS="--same 02.5"
 """
@@ -27,8 +27,7 @@ Pair = tuple[str, str]  # hashes of the English and the Chinese
 
 
 def pairs(notebook: NotebookNode) -> dict[str, Pair]:
-    """Place, such as "02.5" or "02.5-3 slide", -> the pair, of every text that stands in both
-    languages."""
+    """Return the pair of every text by its place, such as "02.5" or "02.5-3 slide"."""
     return {place: (_hash(en), _hash(zh)) for place, en, zh in _texts(notebook)}
 
 
@@ -55,9 +54,9 @@ def _hash(text: str) -> str:
 
 
 def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Place -> the stored pair, for each text that changed in one language alone.
+    """Return the stored pair, by place, of each text that changed in one language only.
 
-    A text is known by its hashes, not by its place: it may move.
+    A text is identified by its hashes instead of its place, because it may move.
     """
     changed = {}
     for place, pair in found.items():
@@ -71,11 +70,10 @@ def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str,
 def renewed(
     found: Mapping[str, Pair], known: Mapping[str, Pair], same: Collection[str] = ()
 ) -> dict[str, Pair]:
-    """The pairs to store: those found, and the old ones where one language has changed and nobody
-    has given the word.
+    """Return the pairs to store: the new ones, or the old one if only one language has changed.
 
     Args:
-        same: sections, such as "02.5", that are right in both languages.
+        same: Sections, such as "02.5", that are right in both languages, so their pairs are new.
     """
     old = {
         place: pair
@@ -86,19 +84,19 @@ def renewed(
 
 
 def section_of(place: str) -> str:
-    """The section of a text's place."""
+    """Return the section of a text's place."""
     return re.match(r"[\d.]+", place)[0]
 
 
 def read_pairs(store: Path = STORE) -> dict[str, Pair]:
-    """All that is stored."""
+    """Read the stored pairs."""
     if not store.exists():
         return {}
     return {place: tuple(pair) for place, pair in tomllib.loads(store.read_text("utf-8")).items()}
 
 
 def store_pairs(lesson: str, of_lesson: Mapping[str, Pair], store: Path = STORE) -> None:
-    """Put the pairs of one lesson in the place of those it had."""
+    """Replace the stored pairs of one lesson."""
     others = {
         place: pair for place, pair in read_pairs(store).items() if not place.startswith(lesson)
     }

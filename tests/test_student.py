@@ -106,7 +106,7 @@ def test_a_guard_that_keeps_the_readers_work_is_gone_where_nobody_answers():
 
 def test_a_guarded_solution_goes_like_any_other_and_may_not_stand_elsewhere():
     assert sources_of(without_solutions(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT]
-    with pytest.raises(EditionError, match="stands outside of its markers as well: 'answer = add"):
+    with pytest.raises(EditionError, match="is outside of its markers as well: 'answer = add"):
         without_solutions(notebook_of(ATTEMPT, GUARDED, "answer = add(22, 20)\nadd = max"))
 
 

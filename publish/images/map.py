@@ -2,8 +2,8 @@
 
     python -m publish.images.map
 
-The text is drawn as outlines, so the Chinese shows where there is no Chinese font. The words that
-the README gives the picture are printed.
+The text is drawn as outlines, so the Chinese shows without a Chinese font. The script prints the
+alt texts for the README.
 """
 
 from pathlib import Path

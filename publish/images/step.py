@@ -1,10 +1,9 @@
-"""Draw step.en.svg and step.zh.svg for the README: the course's training step, measured, and the
-question that lesson 00 asks about it.
+"""Draw step.en.svg and step.zh.svg for the README: a measured step and lesson 00's question.
 
     python -m publish.images.step
 
 The bytes are the same on every machine, and the text is drawn as outlines, so the Chinese shows
-where there is no Chinese font. The same versions of torch and matplotlib give the same file.
+without a Chinese font. The same versions of torch and matplotlib give the same file.
 """
 
 import re
