@@ -834,7 +834,7 @@ def test_recipes_under_two_sliders_name_the_cheapest_that_fits_on_that_machine()
         fitting = [each for each in points if each.peak_bytes <= 60e6]
         cheapest = min(fitting, key=lambda each: each.flops + intensity * each.moved_bytes)
         assert drawn.get_suptitle().startswith(
-            f"60 MB, {intensity} FLOP a byte: {len(fitting)} fit"
+            f"60 MB, {intensity} FLOP per byte: {len(fitting)} recipes fit"
         )
         named[intensity] = drawn.axes[0].get_title("left")
         assert named[intensity] == f"recipe: {cheapest.recipe}"
@@ -843,7 +843,7 @@ def test_recipes_under_two_sliders_name_the_cheapest_that_fits_on_that_machine()
     least = min(each.peak_bytes for each in points) / 1e6
     assert (
         lesson_07.draw_recipes(points, 5).get_suptitle()
-        == f"5 MB: none fits, the least is {least:.1f} MB"
+        == f"No recipe fits into 5 MB, the smallest needs {least:.1f} MB"
     )
 
 
@@ -1022,7 +1022,7 @@ def test_a_device_that_was_stopped_stands_over_ranks_that_kept_within_their_budg
     assert [patch.get_width() for patch in ax.patches] == [59, 2, 47, 47]
     assert [line.get_xdata()[0] for line in ax.lines] == [60, 48]
     en, zh = pictures.description(drawn)
-    assert "wants 61.0 MB" in en and "61.0 MB 时被拦下" in zh
+    assert "needs 61.0 MB" in en and "61.0 MB 时被拦下" in zh
 
 
 def test_traffic_and_compute_meet_at_the_point_that_is_drawn():
@@ -1030,7 +1030,7 @@ def test_traffic_and_compute_meet_at_the_point_that_is_drawn():
     (ax,) = drawn.axes
     (point,) = (line for line in ax.lines if line.get_marker() == "o")
     assert (*point.get_xdata(), *point.get_ydata()) == (12_000, 12)
-    assert "from 12,000 tokens on" in pictures.description(drawn)[0]
+    assert "From 12,000 tokens on" in pictures.description(drawn)[0]
 
 
 def test_pictures_of_who_holds_what_fill_what_is_held():
@@ -1108,27 +1108,30 @@ class LooksAtRealTokens(WithoutBlocks):
     [
         (
             (LooksAtRealTokens, small_batch),
-            "`model`: `aten.slice.Tensor` was predicted, and `aten.repeat.default` ran.",
+            "`model`: `aten.slice.Tensor` was predicted, but `aten.repeat.default` ran.",
         ),
         ((small_decoder, small_batch), "3 blocks from `layers.0` on"),
-        ((WithoutBlocks, small_batch), "No list of like blocks"),
+        ((WithoutBlocks, small_batch), "No list of equal blocks"),
         ((lambda: None, small_batch), "Not answered yet"),
         ((small_decoder, small_batch, lambda model, batch: None), "Not answered yet"),
-        ((lambda: nn.ReLU(), small_batch), "parameters to train"),
-        ((functools.cache(small_decoder), small_batch), "the same model again"),
-        ((small_decoder, lambda step: 3), "return tensors"),
-        ((small_decoder, lambda step: small_batch(0)), "batch of step 1 is that of step 0"),
-        ((small_decoder, lambda step: random_tokens(4, 8, 40, seed=step) + 30), "has no row in"),
+        ((lambda: nn.ReLU(), small_batch), "trainable parameters"),
+        ((functools.cache(small_decoder), small_batch), "the same model twice"),
+        ((small_decoder, lambda step: 3), "must return one tensor"),
+        ((small_decoder, lambda step: small_batch(0)), "the same batch for steps 0 and 1"),
+        (
+            (small_decoder, lambda step: random_tokens(4, 8, 40, seed=step) + 30),
+            "the embedding has only",
+        ),
         (
             (small_decoder, lambda step: (small_batch(step), torch.ones(3))),
-            "differ in the number of their samples",
+            "different numbers of samples",
         ),
-        ((small_decoder, small_batch, mean_as_a_sum), "Sums do not add up"),
+        ((small_decoder, small_batch, mean_as_a_sum), "The sums that"),
         (
             (small_decoder, small_batch, lambda m, b: (m.loss_sum(b)[0], 1)),
-            "Weights do not add up",
+            "The weights that",
         ),
-        ((small_decoder, small_batch, lambda m, b: m.loss(b)), "return a pair"),
+        ((small_decoder, small_batch, lambda m, b: m.loss(b)), "must return a pair"),
         (
             (lambda: nn.Sequential(nn.Linear(8, 8)), lambda s: torch.rand(4, 8) + s),
             "write `loss_sum`",
@@ -1145,7 +1148,9 @@ def test_the_first_operator_that_holds_other_bytes_is_named():
         return Trace(operators[: len(live)], np.array([[count] for count in live]))
 
     told = lesson_09.first_difference(trace(8, 16, 32), trace(8, 24, 40))
-    assert "operator 1 on, in `model`: after `mm`, 16 bytes were to be live, and 24 are" in told
+    assert (
+        "operator 1 on, in `model`: after `mm`, 16 live bytes were predicted, but 24 were" in told
+    )
     assert "the same 1 operators" in lesson_09.first_difference(trace(8, 16), trace(8, 16, 32))
 
 
@@ -1177,6 +1182,6 @@ def test_bars_of_levers_end_where_the_peaks_are_and_curves_lie_on_their_losses()
     (ax,) = lesson_09.draw_techniques(found, 10_000).axes
     peaks = {f"{each.peak_bytes / 1e6:.1f}" for each in found.values()}
     assert {item.get_text() for item in ax.texts} == {*peaks, "budget"}
-    losses = {"plain": [3.0, 2.5, 2.0], "three together": [3.0, 2.5, 2.1]}
+    losses = {"plain": [3.0, 2.5, 2.0], "all three": [3.0, 2.5, 2.1]}
     (ax,) = lesson_09.draw_losses(losses).axes
     assert [list(line.get_ydata()) for line in ax.lines] == list(losses.values())

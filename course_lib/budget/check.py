@@ -46,7 +46,7 @@ class Check(Table):
         ]
 
     def caption(self) -> str:
-        said = [text("the step, taken on this machine ({device})", device=verbatim(self.device))]
+        said = [text("the step, run on this machine ({device})", device=verbatim(self.device))]
         if self.device != "cpu":
             said.append(
                 text("there flash attention and the optimizer take fewer tensors than on a CPU")

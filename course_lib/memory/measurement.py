@@ -67,16 +67,16 @@ class Measurement(Table):
     columns = ("quantity", "value")
 
     def rows(self):
-        rows = [(text("peak of live tensors, bytes"), self.peak_bytes)]
+        rows = [(text("peak of live tensors (bytes)"), self.peak_bytes)]
         rows += [
             (text("  {name}", name=name), count) for name, count in self.at_peak.items() if count
         ]
-        rows += [(text("peak of the allocator, bytes"), self.allocator_peak_bytes)]
-        rows += [(text("workspace, bytes"), self.workspace_bytes)]
+        rows += [(text("peak of the allocator (bytes)"), self.allocator_peak_bytes)]
+        rows += [(text("workspace (bytes)"), self.workspace_bytes)]
         rows += [
             (f"  {name}", count) for name, count in list(self.workspace_by_operator.items())[:3]
         ]
-        return [*rows, ("FLOPs", self.flops), (text("seconds, median"), self.seconds)]
+        return [*rows, ("FLOPs", self.flops), (text("time (s, median)"), self.seconds)]
 
     def caption(self) -> str:
         return listed([text("on {device}", device=verbatim(self.device)), *self.notes], "; ")

@@ -137,7 +137,7 @@ class Exercise:
                 and f"{error}".endswith("object is not callable")
             ):
                 return wrong(
-                    text("A function is wanted; this is a `{kind}`.", kind=type(answer).__name__),
+                    text("Expected a function, got a `{kind}`.", kind=type(answer).__name__),
                     exact=True,
                 )
             mistyped = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
@@ -179,7 +179,7 @@ def in_words(model: str) -> Exercise:
 
     def reason(answer: Any) -> Verdict:
         if not isinstance(answer, str):
-            return wrong("Write a sentence, between quotes.", exact=True)
+            return wrong("Write a sentence in quotes.", exact=True)
         if not answer.strip():
             return not_answered()
         return Verdict(None, text("Compare with yours: {model}", model=model), exact=True)
@@ -262,14 +262,17 @@ def largest_that_fits(
     place = sizes.index(number)
     size, here = sizes[place], peak(sizes[place])
     if here > budget_bytes:
-        raise Refused(text("Too large: {size} peaks at {here:,} bytes.", size=size, here=here))
+        raise Refused(
+            text("Your size is too large: {size} peaks at {here:,} bytes.", size=size, here=here)
+        )
     if place + 1 == len(sizes):
         return size, here, None
     above = peak(sizes[place + 1])
     if above <= budget_bytes:
         raise Refused(
             text(
-                "It fits, at {here:,} bytes, but so does {next}, at {above:,}.",
+                "Your size fits, with a peak of {here:,} bytes, but {next} fits as well, with"
+                " {above:,} bytes.",
                 here=here,
                 next=sizes[place + 1],
                 above=above,
@@ -304,7 +307,7 @@ def expect_number(
     number = _number(answer)
     if number is None:
         kind = type(answer).__name__
-        return wrong(text("One number is wanted; this is a `{kind}`.", kind=kind), exact=True)
+        return wrong(text("Expected one number, got a `{kind}`.", kind=kind), exact=True)
     if _close(number, expected, tolerance):
         return right("Right." if why is None else text("Right. {why}", why=why))
     for mistaken, reason in (wrong_answers or {}).items():

@@ -227,7 +227,7 @@ for options in tried:
     error = ((weights(Recipe(**options))[0] - expected).norm() / (expected - start).norm()).item()
     shown = "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
     rows.append((str(Recipe(**options)), shown))
-table(["recipe", "weights off by"], rows)
+table(["recipe", "difference of the weights"], rows)
 
 # %% [markdown]
 # <div lang="en">

@@ -258,9 +258,13 @@ predictions(guesses)
 
 # %% jupyter={"source_hidden": true} slide="result"
 at_peak = {"one device, 8 sequences": whole, "one device, 4 sequences": half}
-labels = {"ddp": "DDP, a rank of 2", "zero1": "ZeRO 1, a rank of 2", "fsdp": "FSDP2, a rank of 2"}
+labels = {
+    "ddp": "DDP, one of 2 ranks",
+    "zero1": "ZeRO 1, one of 2 ranks",
+    "fsdp": "FSDP2, one of 2 ranks",
+}
 at_peak |= {labels[mode]: run["taken"][0]["at_peak"] for mode, run in two.items()}
-title = "At the peak DDP holds room for all gradients; one device and FSDP2 hold none"
+title = "At its peak DDP holds memory for all gradients, while one device and FSDP2 hold none"
 lesson_08.draw_peaks(at_peak, title)
 
 # %% [markdown]
@@ -608,7 +612,7 @@ for mode, run in four.items():
     expected, taken = symbolic_four[mode], run["taken"][0]
     given_mb = round(taken["sent_bytes"] / 1e6, 1)
     rows.append((f"`{mode}`", expected.peak_bytes, taken["peak_bytes"], given_mb))
-table(["4 ranks", "peak predicted, bytes", "peak measured, bytes", "given, MB"], rows)
+table(["4 ranks", "predicted peak (bytes)", "measured peak (bytes)", "communicated (MB)"], rows)
 
 # %% [markdown] slide={"en": "Give every rank its own two sequences, as most people do, and data parallelism divides **no** activations.\n\nWhat does?", "zh": "像多数人那样，给每个进程固定的两条序列，数据并行就**不**分摊激活值了。\n\n那么什么能分摊？"}
 # ## 8.10 What each parallelism divides / 各种并行分摊什么
@@ -644,7 +648,7 @@ b, s, h, a = 8, 128, 256, 8  # this decoder; numbers of 4 bytes
 norms, inside = 4 * s * b * h + 4 * s * b, 12 * s * b * h + a * s * s * b
 counts = [(t, norms + inside / t, (norms + inside) / t) for t in (1, 2, 4, 8)]
 rows = [(t, *(round(4 * count / 1e6, 1) for count in each)) for t, *each in counts]
-table(["t", "a layer, tensor, MB", "tensor and sequence, MB"], rows)
+table(["t", "one layer: tensor parallel (MB)", "tensor and sequence parallel (MB)"], rows)
 
 # %% [markdown] slide={"en": "70 billion parameters on 64 GPUs give 775 GB to collectives in a step.\n\n**From how many tokens a rank does that hide behind compute?**", "zh": "700 亿个参数、64 块 GPU，一步要交给集合通信 775 GB。\n\n**每个进程要有多少个 token，通信才能被计算掩盖？**"}
 # ## 8.11 Seconds / 秒数
@@ -882,7 +886,7 @@ rows = []
 for name, count in lesson_08.RECORDED[4].items():
     ring = f"{given[name] * 3 / 4 / 1e6:.1f}" if name in given else "–"
     rows.append((f"`{name}`", ring, round(count / 1e6, 1)))
-table(["4 ranks", "a ring would send, MB", "a wire carried, MB"], rows)
+table(["4 ranks", "sent in a ring (MB)", "sent over the wire (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -920,9 +924,9 @@ live
 # </div>
 
 # %%
-ways = {"with each": {"sync": "each"}, "with the last, beside the buckets": {}}
-ways["with the last, in the buckets"] = {"in_buckets": True}
-headings = ["given, MB", "gradients at the peak, MB", "peak, MB"]
+ways = {"with each micro-batch": {"sync": "each"}, "with the last, sums outside the buckets": {}}
+ways["with the last, sums in the buckets"] = {"in_buckets": True}
+headings = ["communicated (MB)", "gradients at the peak (MB)", "peak, MB"]
 
 
 def row_of(mode, way, options):
@@ -931,7 +935,7 @@ def row_of(mode, way, options):
     return way, *(round(count / 1e6, 1) for count in counts)
 
 
-table(["DDP reduces", *headings], [row_of("ddp", *way) for way in ways.items()])
+table(["DDP reduces gradients", *headings], [row_of("ddp", *way) for way in ways.items()])
 
 # %% [markdown]
 # <div lang="en">
@@ -946,8 +950,8 @@ table(["DDP reduces", *headings], [row_of("ddp", *way) for way in ways.items()])
 # </div>
 
 # %%
-ways = {"with each": {"sync": "each"}, "with the last": {}}
-table(["FSDP2 reduces", *headings], [row_of("fsdp", *way) for way in ways.items()])
+ways = {"with each micro-batch": {"sync": "each"}, "with the last": {}}
+table(["FSDP2 reduces gradients", *headings], [row_of("fsdp", *way) for way in ways.items()])
 
 # %% [markdown]
 # <div lang="en">
@@ -981,7 +985,7 @@ for mode in ("fsdp", "fsdp-keep"):
     taken = four[mode]["taken"][0]
     counts = taken["sent_bytes"], taken["at_peak"]["gathered"], taken["peak_bytes"]
     rows.append((f"`{mode}`", *(round(count / 1e6, 1) for count in counts)))
-table(["4 ranks", "given, MB", "gathered at the peak, MB", "peak, MB"], rows)
+table(["4 ranks", "communicated (MB)", "gathered at the peak (MB)", "peak, MB"], rows)
 
 # %% [markdown]
 # ## 8.19 What does not divide / 除不尽怎么办
@@ -1054,7 +1058,13 @@ for name, h, a, layers in (("7 B", 4096, 32, 32), ("70 B", 8192, 64, 80)):
         held_gb = [sum(held_bytes(shapes, mode, n)[0].values()) / 1e9 for mode in ("ddp", "fsdp")]
         sent_gb = [sent_bytes(shapes, mode, n) / 1e9 for mode in ("ddp", "fsdp", "fsdp-bf16")]
         rows.append((name, n, *(round(count, 1) for count in (*held_gb, *sent_gb))))
-headings = ["DDP holds, GB", "FSDP2 holds, GB", "DDP gives, GB", "FSDP2 gives, GB", "in bf16, GB"]
+headings = [
+    "held, DDP (GB)",
+    "held, FSDP2 (GB)",
+    "communicated, DDP (GB)",
+    "communicated, FSDP2 (GB)",
+    "the same in bf16 (GB)",
+]
 table(["model", "ranks", *headings], rows)
 
 # %% [markdown]
@@ -1095,7 +1105,7 @@ with lesson_08.as_rank_of(4):
             (loss / tokens).backward()
         own = sum(weight.to_local().nbytes for weight in model.parameters())
         rows.append((name, round(own / 1e6, 1), round(given.bytes / 1e6, 1)))
-table(["4 ranks", "weights of a rank, MB", "given, MB"], rows)
+table(["4 ranks", "weights per rank (MB)", "communicated (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1145,7 +1155,7 @@ def made_on(device):
 
 with lesson_08.as_rank_of(4):
     rows = [made_on(device) for device in ("cpu", "meta")]
-table(["made on", "peak, bytes", "held then, bytes"], rows)
+table(["created on", "peak, bytes", "held afterwards (bytes)"], rows)
 
 # %% [markdown]
 # <div lang="en">

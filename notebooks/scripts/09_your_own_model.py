@@ -198,7 +198,7 @@ own_loss = None if lesson_09.has_transformers() else lesson_09.decoder_loss
 options = {"loss_sum": own_loss}
 plain = estimate(make_model, make_batch, Recipe(), **options)
 count = parameters(lesson_09.LLAMA) or 0
-rows = [("16 bytes a parameter", 16 * count), ("the step, estimated", plain.peak_bytes)]
+rows = [("16 bytes per parameter", 16 * count), ("estimate for the step", plain.peak_bytes)]
 table(["", "bytes"], rows)
 
 # %% [markdown]
@@ -236,10 +236,14 @@ lesson_09.own_model(make_model, make_batch, own_loss)
 
 # %% slide="result" minutes=3
 my_guesses = [None, None, None, None]  # in MB
-ways = {"plain": {}, "checkpoints": {"checkpoint": "layers"}, "four pieces": {"micro_batches": 4}}
-ways |= {"state below": {"offload_optimizer": 1.0}, "steps in backward": {"in_backward": True}}
+ways = {
+    "plain": {},
+    "checkpoints": {"checkpoint": "layers"},
+    "4 micro-batches": {"micro_batches": 4},
+}
+ways |= {"state offloaded": {"offload_optimizer": 1.0}, "steps in backward": {"in_backward": True}}
 three = {"checkpoint": "layers", "offload_optimizer": 1.0, "in_backward": True}
-ways["three together"] = three
+ways["all three"] = three
 found = {
     name: estimate(make_model, make_batch, Recipe(**way), **options) for name, way in ways.items()
 }
@@ -294,13 +298,13 @@ def weights(model):
 rows, losses = [], {}
 for length, steps in ((64, STEPS), (65, 1)):
     expected, losses["plain"], update = train(Recipe(), steps, length)
-    lean, losses["three together"], _ = train(Recipe(**three), steps, length)
+    lean, losses["all three"], _ = train(Recipe(**three), steps, length)
     error = ((lean - expected).norm() / update).item()
     shown = "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
     rows.append((4 * (length - 1), steps, shown))
     if steps == STEPS:
         curves = dict(losses)
-table(["tokens predicted", "steps", "weights off by, in units of the update"], rows)
+table(["tokens predicted", "steps", "difference of the weights (in units of the update)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -666,7 +670,7 @@ if lesson_09.has_transformers():
     guess = estimate(make_model, lambda: with_mask(40), Recipe())
     taken = run(make_model, lambda: with_mask(40), Recipe())
     rows.append(("40 of 512 tokens", guess.peak_bytes, taken.meter.peak_bytes))
-predictions(rows, unit="bytes") if lesson_09.has_transformers() else "transformers is missing"
+predictions(rows, unit="bytes") if lesson_09.has_transformers() else "transformers is not installed"
 
 # %% [markdown]
 # ## 9.15 A technique that raises the peak / 升高峰值的办法
@@ -690,7 +694,7 @@ for kind in ("cpu", "cuda"):
     given = large.make_model, lambda: large.make_batch(1)
     peaks = [estimate(*given, each, kind=kind).peak_bytes / 1e9 for each in recipes]
     rows.append((f"`{kind}`", *(f"{peak:.1f}" for peak in peaks)))
-table(["kind", "update at the end, GB", "in backward, GB"], rows)
+table(["kind", "update at the end (GB)", "update in backward (GB)"], rows)
 
 # %% [markdown]
 # <div lang="en">

@@ -262,7 +262,7 @@ ANSWERS = {
     "largest_batch": (
         [17, 17.0],
         [
-            (16, "so does 17"),
+            (16, "17 fits as well"),
             (18, "18 peaks at"),
             (23, "with one sequence"),
             (19, "have no Adam state yet"),

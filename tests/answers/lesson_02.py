@@ -619,7 +619,7 @@ ANSWERS = {
     ),
     "head_chunk": (
         [256],
-        [(128, "so does 256"), (512, "Too large"), (100, "power of two"), ("256", "power of two")],
+        [(128, "256 fits as well"), (512, "too large"), (100, "power of two"), ("256", "power of two")],
     ),
 }
 

@@ -286,7 +286,7 @@ ANSWERS = {
             (lambda cuts: segment_peak(cuts) + 8, "The 8 bytes"),
             (peak_of_the_largest, "the largest segment only"),
             (lambda cuts: peak_of(cuts, 0, -1), "the first segment and the last"),
-            *((lambda cuts: [3_100_000], "is a `list`"), (lambda cuts: None, "Not answered"), 31),
+            *((lambda cuts: [3_100_000], "got a `list`"), (lambda cuts: None, "Not answered"), 31),
         ],
     ),
     "best_count": (
@@ -330,12 +330,12 @@ ANSWERS = {
                 "whole layers",
             ),
             (lambda L, A, B: 2 * (L * A * B) ** 0.5 + B, "the peak there"),
-            *((lambda L, A, B: "14", "is a `str`"), (lambda L, A, B: [14], "is a `list`")),
+            *((lambda L, A, B: "14", "got a `str`"), (lambda L, A, B: [14], "got a `list`")),
             *(
                 (lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak there"),
                 (lambda L, A, B: None, "Not answered"),
             ),
-            (14, "A function is wanted; this is a `int`"),
+            (14, "Expected a function, got a `int`"),
         ],
     ),
     "tapered": (

@@ -225,7 +225,7 @@ ANSWERS = {
             (lambda L, f, g, c, p: step_time(L, f, g, c, p) / L, "one layer"),
             (lambda L, f, g, c, p: 1000 * step_time(L, f, g, c, p), "milliseconds"),
             (lambda L, f, g, c, p: 1.5 * step_time(L, f, g, c, p), "L = 16"),
-            (lambda L, f, g, c, p: "soon", "One number is wanted"),
+            (lambda L, f, g, c, p: "soon", "Expected one number"),
         ],
     ),
     "offloading": (

@@ -324,6 +324,6 @@ ANSWERS = {
     ),
     "fast_piece": (
         [16],
-        [(8, "66%"), (32, "16 is enough"), (64, "reaches 100%"), ("16", "One number")],
+        [(8, "66%"), (32, "16 is enough"), (64, "reaches 100%"), ("16", "one number")],
     ),
 }

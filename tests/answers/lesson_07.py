@@ -55,11 +55,11 @@ ANSWERS = {
     "peak_without_memory": (
         [peak, slip(batch_before=True), slip(steps=3)],
         [
-            (slip(steps=1), "the peak of the first step"),
+            (slip(steps=1), "You measured the first step"),
             (slip(zero=False), "still live"),
-            (slip(set_to_none=False), "`set_to_none=False` keeps their memory"),
-            (slip(update=False), "without the temporaries of Adam's update"),
-            (slip(fused=True), "without the temporaries of Adam's update"),
+            (slip(set_to_none=False), "`set_to_none=False` they keep their memory"),
+            (slip(update=False), "the temporaries of Adam's update"),
+            (slip(fused=True), "the temporaries of Adam's update"),
             slip(foreach=True),
             (made_outside, "outside `with symbolic():`"),
             (lambda make_model, make_batch: 277_682_584, "never called `make_model`"),
@@ -81,7 +81,7 @@ ANSWERS = {
         ],
         [
             (lambda a, b: 1 / ratio(a, b), "bytes per FLOP"),
-            (lambda a, b: -ratio(a, b), "The sign"),
+            (lambda a, b: -ratio(a, b), "wrong sign"),
             (lambda a, b: 2 * ratio(a, b), "both directions"),
             lambda a, b: (a.flops - b.flops) // (b.moved_bytes - a.moved_bytes),
             lambda a, b: round(ratio(a, b)),

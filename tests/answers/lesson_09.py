@@ -55,15 +55,15 @@ ANSWERS = {
     "loss_sum": (
         [loss_sum, row_by_row],
         [
-            (functools.partial(loss_sum, reduction="mean"), "mean"),
+            (functools.partial(loss_sum, reduction="mean"), "You returned a mean"),
             (functools.partial(loss_sum, shift=False), "shift the labels"),
-            (shifted_the_wrong_way, "the wrong way"),
-            (predicts_the_inputs, "You predicted `input_ids`"),
+            (shifted_the_wrong_way, "in the wrong direction"),
+            (predicts_the_inputs, "You used `input_ids`"),
             (functools.partial(loss_sum, count=lambda labels: labels.numel()), "-100"),
             (functools.partial(loss_sum, count=lambda labels: 9 + 0 * labels.sum()), None),
             (functools.partial(loss_sum, count=lambda labels: len(labels)), "not over samples"),
-            (functools.partial(loss_sum, count=lambda labels: 1), "how many tokens"),
-            (lambda model, batch: loss_sum(model, batch)[0], "A pair is wanted"),
+            (functools.partial(loss_sum, count=lambda labels: 1), "your weight is 1"),
+            (lambda model, batch: loss_sum(model, batch)[0], "Return a pair"),
             (lambda model, batch: (float(loss_sum(model, batch)[0]), 9), "no gradient"),
         ],
     ),
@@ -71,13 +71,13 @@ ANSWERS = {
         [parameters_of, counted_on_meta],
         [
             (slip("keys"), "num_key_value_heads"),
-            (slip("gate"), "three matrices"),
+            (slip("gate"), "It has three"),
             (slip("output"), "four matrices"),
             (slip("norms"), "two norms"),
             (slip("last norm"), "after the last layer"),
-            (slip("tied"), "one matrix where"),
+            (slip("tied"), "they are one matrix"),
             (slip("head"), "of its own"),
-            (slip("layers"), "one layer"),
+            (slip("layers"), "You counted one layer"),
             (slip("one norm"), "two norms"),
             (lambda config: 4 * parameters_of(config), "bytes in fp32"),
             (
@@ -85,11 +85,11 @@ ANSWERS = {
                     parameters_of(config)
                     + config["max_position_embeddings"] * config["hidden_size"]
                 ),
-                "no table of positions",
+                "a table of positions",
             ),
             (
                 lambda config: parameters_of(config, "gate", "one norm"),
-                "three matrices: gate, up and down. Each layer has two norms",
+                "gate, up and down. You left out norms",
             ),
             lambda config: 31_141_376,
         ],
@@ -102,19 +102,19 @@ ANSWERS = {
         [
             (
                 Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers"),
-                "the three techniques",
+                "exactly the three techniques",
             ),
             (
                 Recipe(
                     in_backward=True, offload_optimizer=1.0, checkpoint="layers", first_blocks=9
                 ),
-                "the three techniques",
+                "exactly the three techniques",
             ),
             (Recipe(checkpoint="layers", micro_batches=4), "optimizer state"),
             (Recipe(in_backward=True, offload_optimizer=1.0), "activation"),
-            (Recipe("bf16"), "fp32 and Adam"),
-            (Recipe(optimizer="sgd", in_backward=True), "fp32 and Adam"),
-            (Recipe(ranks=2, shard="zero3"), "One device"),
+            (Recipe("bf16"), "Keep fp32 and Adam"),
+            (Recipe(optimizer="sgd", in_backward=True), "Keep fp32 and Adam"),
+            (Recipe(ranks=2, shard="zero3"), "several devices"),
             (200_000_000, "`Recipe`"),
         ],
     ),

@@ -198,7 +198,7 @@ def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
         return math.isclose(given + 0.0, wanted, rel_tol=tolerance)
     except TypeError:
         raise Refused(
-            text("One number is wanted; this is a `{kind}`.", kind=type(given).__name__), exact=True
+            text("Expected one number, got a `{kind}`.", kind=type(given).__name__), exact=True
         ) from None
 
 

@@ -224,10 +224,10 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
         "bf16": (COLORS["measured"], "o-", "sums in bf16"),
         "fp32": (_OTHER, "s--", "sums in fp32"),
     }
-    title = "More micro-batches mean a larger error with sums in bf16, but not in fp32"
+    title = "With more micro-batches, sums in bf16 become less exact, but sums in fp32 do not"
     alt = (
-        "Sums in bf16: the error rises from 1 micro-batch to 256, to about three times as much. In"
-        " fp32 it stays low."
+        "With sums in bf16, the error rises from 1 micro-batch to 256 to about three times its"
+        " first value. With sums in fp32 it stays low."
     )
     drawn, ax = figure(title, height=3.2, alt=alt)
     for kind, each in errors.items():

@@ -102,7 +102,7 @@ OLDER_CLAIMS = (
     Claim(
         "FlashAttention takes linear time.",
         "twice the tokens: bytes kept / FLOPs",
-        "Its memory is linear, but its FLOPs stay quadratic.",
+        "No: its memory is linear, but its FLOPs stay quadratic.",
         outcome="fails",
     ),
 )

@@ -125,7 +125,7 @@ _LOG_SUM_EXP_MISTAKES: dict[str, dict[str, Any]] = {
 @exercise(
     hint=(
         "Keep a running maximum and a running sum. Rescale the sum when the maximum rises.",
-        "total * (old - new).exp() + (part - new[:, None]).exp().sum(1)",
+        "Write `total = total * (old - new).exp() + (part - new[:, None]).exp().sum(1)`.",
     )
 )
 def check_log_sum_exp(function: Any) -> Verdict:
@@ -416,8 +416,8 @@ def check_flops(answer: Any) -> Verdict:
             " for the old sum, and the output."
         ),
         (
-            "`new = tl.maximum(largest, tl.max(scores, 1))`; `shrink = tl.exp(largest - new)`; "
-            "`o = o * shrink[:, None] + tl.dot(weights, value)`."
+            "Write `new = tl.maximum(largest, tl.max(scores, 1))`, `shrink = tl.exp(largest -"
+            " new)` and `o = o * shrink[:, None] + tl.dot(weights, value)`."
         ),
     )
 )
@@ -438,7 +438,9 @@ def check_kernel(run: Any) -> Verdict:
     if found is None:
         return not_answered()
     if counter.get_total_flops():
-        return wrong("PyTorch has computed the products. Leave them to your kernel.", exact=True)
+        return wrong(
+            "You computed the products with PyTorch. Compute them in your kernel.", exact=True
+        )
     found = tuple(
         x.float().cpu().reshape(y.shape) for x, y in zip(found, (q, q[:, 0]), strict=True)
     )
@@ -584,7 +586,7 @@ def _is_untouched(run: Any) -> bool:
     hint=(
         "softmax divides by the sum of the exponentials, and the log-sum-exp is the logarithm"
         " of this sum.",
-        "p = exp(s - lse), with s = q·k / √d.",
+        "Compute p = exp(s − lse), with s = q·k / √d.",
     )
 )
 def check_probabilities(function: Any) -> Verdict:

@@ -93,7 +93,7 @@ CLAIMS = (
 OLDER_CLAIMS = (
     Claim(
         "Accumulation always lowers the peak.",
-        "checkpointed layers, then two micro-batches on top",
+        "one checkpoint per layer; with two micro-batches as well",
         (
             "No: if activations are already small, the peak can rise, because accumulation keeps a"
             " full set of gradients."

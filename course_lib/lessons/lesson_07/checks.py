@@ -112,16 +112,15 @@ def _peaks(shape: dict[str, int], batch: int) -> tuple[int, dict[float, str]]:
     inside = {
         # A fused update creates no temporaries either, so both mistakes may give this peak.
         _step_peak(shape, batch, update=False): (
-            "This is the peak without the temporaries of Adam's update. Call `adam.step()` inside"
-            " the meter's block, with `foreach=False` and without `fused=True`."
+            "You left out the temporaries of Adam's update. Call `adam.step()` inside the"
+            " meter's block, and create Adam with `foreach=False` and without `fused=True`."
         ),
         _step_peak(shape, batch, zero=False): (
-            "The gradients of the first step are still live in the second one. Release them with"
-            " `adam.zero_grad()`; `set_to_none=False` keeps their memory."
+            "In your second step, the gradients of the first one are still live. Release them"
+            " with `adam.zero_grad()`. With `set_to_none=False` they keep their memory."
         ),
         _step_peak(shape, batch, steps=1): (
-            "This is the peak of the first step, before Adam has its state. Measure the second"
-            " step."
+            "You measured the first step, before Adam has its state. Measure the second step."
         ),
     }
     inputs = _inputs(shape, batch)
@@ -187,12 +186,12 @@ def check_break_even(function: Any) -> Verdict:
         mistakes = {
             1 / expected: "You returned bytes per FLOP. Return FLOP per byte.",
             -expected: (
-                "The sign is wrong. The recipe with more FLOPs moves fewer bytes, so the ratio is"
-                " positive."
+                "Your result has the wrong sign. The recipe with more FLOPs moves fewer bytes,"
+                " so the ratio is positive."
             ),
             2 * expected: (
-                "Your result is twice too large. `moved_bytes` already counts both directions,"
-                " so do not divide it by 2."
+                "Your result is twice as large as it should be. `moved_bytes` already counts"
+                " both directions, so do not divide it by 2."
             ),
             first.flops / first.moved_bytes: (
                 "You returned the FLOPs per byte of one recipe. Use the differences between the"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Field of a recipe -> its meaning.
 FIELDS = {
-    "precision": "dtype of the step; `bf16` has fp32 master weights",
+    "precision": "dtype of the step; `bf16` keeps fp32 master weights",
     "optimizer": text(
         "{optimizers}; running `adam8bit` needs bitsandbytes",
         optimizers=listed(

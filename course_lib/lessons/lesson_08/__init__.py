@@ -62,22 +62,22 @@ __all__ = [
 CLAIMS = (
     Claim(
         "Cutting the optimizer's state costs no more communication.",
-        "DDP, `ZeroRedundancyOptimizer`",
-        "Partly: true of your step.",
+        "communicated by DDP → by `ZeroRedundancyOptimizer`",
+        "Partly: this holds for your step, but PyTorch's class sends more.",
         outcome="partly",
         source="ZeRO, arXiv:1910.02054",
     ),
     Claim(
         "With the parameters cut too, memory falls in proportion to the ranks.",
-        "one device, a rank of 4 with FSDP2",
-        "Partly: what is held.",
+        "one device, and one of 4 ranks with FSDP2",
+        "Partly: this holds for the bytes held between steps, but not for the peak.",
         outcome="partly",
         source="ZeRO, arXiv:1910.02054",
     ),
     Claim(
         "`gradient_as_bucket_view` can lower the peak by all gradients' size.",
-        "2 sequences of 128 tokens, of 16",
-        "Partly: if the peak is at backward's end.",
+        "peak lowered by, with 2 sequences of 128 / 16 tokens",
+        "Partly: this holds if the peak is at the end of backward.",
         outcome="partly",
         source="PyTorch documentation, DDP",
     ),

@@ -30,10 +30,11 @@ def _mixed(psi: int, n: int) -> dict[str, float]:
 
 @exercise(
     hint=(
-        "Weight 4, gradient 4, Adam 8 bytes. Which of the three does the stage cut into n?",
+        "Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for Adam's"
+        " state. Which of the three does the stage cut into n shards?",
         (
-            "What is whole counts as it is, what is cut is divided by n: `8 * psi + 8 * psi / n`"
-            " for ZeRO 1."
+            "Divide by n only the parts that are sharded. ZeRO 1, for example, takes `8 * psi +"
+            " 8 * psi / n`."
         ),
     )
 )
@@ -42,74 +43,99 @@ def check_held(answer: Any) -> Verdict:
 
     It returns one number for each stage.
     """
-    for psi, n in ((PSI, 8), (PSI, 2), (1_000_000, 4)):  # at 2 and 4, some mistakes give one number
-        given = _four(answer(psi, n))
+    for psi, n in (
+        (PSI, 8),
+        (PSI, 2),
+        (1_000_000, 4),
+    ):  # with n = 2 or n = 4 alone, some mistakes give the right number
+        given = _four_stages(answer(psi, n))
         for stage, count in _held(psi, n).items():
-            mistakes = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
+            mistakes = {count / 4: "You counted numbers. Each fp32 number takes 4 bytes."}
             if stage == "DDP":
                 mistakes |= {
-                    12 * psi: "Adam keeps two numbers a weight.",
-                    16 * psi / n: "DDP cuts nothing.",
+                    12 * psi: "You counted one number of Adam's state per weight. Adam keeps two.",
+                    16 * psi / n: "You divided by n. DDP does not shard anything.",
                 }
             if stage == "ZeRO 1":
                 mistakes |= {
                     4 * psi + 12 * psi / n: (
-                        "Gradients stay whole; in the paper's formula they are half as wide."
+                        "You counted ZeRO 2, or used the paper's formula, in which each"
+                        " gradient takes 2 bytes. Here it takes 4 bytes, and ZeRO 1 does not"
+                        " shard the gradients."
                     ),
-                    8 * psi + 4 * psi / n: "Adam keeps two numbers a weight.",
-                    16 * psi / n: "Only the optimizer's state is cut.",
+                    8 * psi
+                    + 4
+                    * psi
+                    / n: "You counted one number of Adam's state per weight. Adam keeps two.",
+                    16
+                    * psi
+                    / n: "You divided everything by n. ZeRO 1 shards only the optimizer state.",
                 }
             if stage == "ZeRO 2":
                 mistakes |= {
                     2 * psi + 14 * psi / n: (
-                        "That is the paper's, for mixed precision. All numbers are fp32 here."
+                        "You used the paper's formula for mixed precision. Here all numbers are"
+                        " fp32."
                     ),
-                    8 * psi + 8 * psi / n: "The gradients are cut, too.",
-                    16 * psi / n: "The weights stay whole.",
+                    8 * psi
+                    + 8 * psi / n: "You left the gradients whole. This stage shards them, too.",
+                    16 * psi / n: "You divided the weights by n, too. ZeRO 2 keeps them whole.",
                 }
             if stage == "ZeRO 3":
-                mistakes |= {4 * psi + 12 * psi / n: "The weights are cut, too."}
+                mistakes |= {
+                    4 * psi + 12 * psi / n: "You left the weights whole. ZeRO 3 shards them, too."
+                }
             _expect(given[stage], count, mistakes, stage, n, tolerance=1e-9)
-    return right("Right: 16ψ, 8ψ + 8ψ/n, 4ψ + 12ψ/n and 16ψ/n.")
+    return right("Right: 16ψ, 8ψ + 8ψ/n, 4ψ + 12ψ/n and 16ψ/n bytes.")
 
 
 @exercise(
     hint=(
         (
-            "Weight 2, gradient 2, and 12 bytes for the optimizer's state. Which of the three does"
-            " the stage cut?"
+            "Each parameter takes 2 bytes for the weight, 2 for the gradient and 12 for the"
+            " optimizer state. Which of the three does the stage shard?"
         ),
-        "ZeRO 1: 4ψ + 12ψ/n bytes. ZeRO 2 cuts the gradients, too; ZeRO 3 cuts all.",
+        (
+            "ZeRO 1 takes 4ψ + 12ψ/n bytes. ZeRO 2 shards the gradients, too, and ZeRO 3 shards"
+            " everything."
+        ),
     )
 )
 def check_seven_billion(answer: Any) -> Verdict:
     """Check the bytes per rank for 7e9 parameters in mixed precision on 8 ranks, for each stage."""
     psi, n, billion = 7 * 10**9, 8, 10**9
     fp32 = _held(psi, n)
-    given = _four(answer)
+    given = _four_stages(answer)
     for stage, count in _mixed(psi, n).items():
         mistakes = {
-            count / psi: "That is a parameter's share. Give bytes.",
+            count / psi: "You gave the bytes per parameter. Give the bytes of all parameters.",
         }
         if stage in ("ZeRO 1", "ZeRO 2"):
-            mistakes[16 * psi / n] = "Not all of it is cut at this stage."
+            mistakes[16 * psi / n] = (
+                "You divided everything by n. This stage does not shard everything."
+            )
             mistakes[fp32[stage]] = (
-                "That is for fp32. Weights and gradients have 2 bytes a number here."
+                "You counted weights and gradients in fp32. Here they take 2 bytes per number."
             )
         if stage == "ZeRO 1":
             mistakes[fp32[stage]] = (
-                "So it is with autocast, which keeps weights and gradients in fp32. Here they have"
-                " 2 bytes a number."
+                "You counted weights and gradients in fp32, as autocast keeps them. Here they"
+                " take 2 bytes per number."
             )
-        if stage == "ZeRO 2":  # ZeRO 1 was right, so this is not a mistake about fp32
-            mistakes[4 * psi + 12 * psi / n] = "The gradients are cut, too."
+        # At ZeRO 2 this number means whole gradients, because the answer for ZeRO 1 was right.
+        if stage == "ZeRO 2":
+            mistakes[4 * psi + 12 * psi / n] = (
+                "You left the gradients whole. This stage shards them, too."
+            )
         if stage == "DDP":
-            mistakes[14 * billion] = "DDP cuts nothing."
+            mistakes[14 * billion] = "You divided by n. DDP does not shard anything."
         _expect(given[stage], count, mistakes, stage, n)
-    return right("Right: 112, 38.5, 26.25 and 14 GB. Each rank's own activations come on top.")
+    return right(
+        "Right: 112, 38.5, 26.25 and 14 GB. The activations of each rank are added to these."
+    )
 
 
-def _four(given: Any) -> Mapping[str, Any]:
+def _four_stages(given: Any) -> Mapping[str, Any]:
     """Return the answer if it has the four stages and is not all zeros.
 
     Raises:
@@ -118,9 +144,7 @@ def _four(given: Any) -> Mapping[str, Any]:
     if given is None or (isinstance(given, Mapping) and not any(given.values())):
         raise Refused("Not answered yet.")
     if not isinstance(given, Mapping) or set(given) != set(STAGES):
-        raise Refused(
-            "A dictionary with the keys `DDP`, `ZeRO 1`, `ZeRO 2` and `ZeRO 3` is wanted."
-        )
+        raise Refused("Give a dictionary with the keys `DDP`, `ZeRO 1`, `ZeRO 2` and `ZeRO 3`.")
     return given
 
 
@@ -165,14 +189,14 @@ class _WireWithHiddenRank(Wire):
         return [whole + self.HIDDEN_WEIGHT for whole in super().all_gather(pieces)]
 
 
-class _Watched(Adam):
+class _RecordingAdam(Adam):
     """An Adam that remembers its arguments."""
 
     def __call__(self, piece: Tensor, gradient: Tensor) -> Tensor:
         if piece.shape != gradient.shape:
             message = (
-                "Adam got {weights} weights with {gradients} numbers of a gradient: give it this"
-                " rank's piece of both."
+                "You gave Adam {weights} weights and {gradients} numbers of a gradient. Give it"
+                " this rank's shard of both."
             )
             counts = {"weights": piece.numel(), "gradients": gradient.numel()}
             raise Refused(text(message, **counts), exact=True)
@@ -183,10 +207,13 @@ class _Watched(Adam):
 @exercise(
     hint=(
         (
-            "Four lines: reduce-scatter the gradients, cut the weights, let each Adam update its"
-            " piece, all-gather."
+            "You need four lines: reduce-scatter the gradients, cut the weights into shards,"
+            " let each Adam update its shard, and all-gather the shards."
         ),
-        "Rank r's piece of its weight is `weights[r].chunk(n)[r]`; its gradient `sums[r] / n`.",
+        (
+            "The shard of rank r is `weights[r].chunk(n)[r]`, and the gradient of this shard is"
+            " `sums[r] / n`."
+        ),
     )
 )
 def check_sharded_step(answer: Any) -> Verdict:
@@ -199,7 +226,7 @@ def check_sharded_step(answer: Any) -> Verdict:
             torch.linspace(-1, 1, 64),
             Adam(),
             _WireWithHiddenRank(),
-            [_Watched() for _ in range(n)],
+            [_RecordingAdam() for _ in range(n)],
         )
         weights = [whole.clone() for _ in range(n)]
         for step in range(3):
@@ -214,31 +241,32 @@ def check_sharded_step(answer: Any) -> Verdict:
             _check_values(weights, adams, (whole, mean, sum(gradients) / n), wire)
             whole = whole + wire.HIDDEN_WEIGHT
     return right(
-        "Right: an n-th of Adam's state a rank, and two numbers sent for each weight, as many as"
-        " DDP sends."
+        "Right: each rank keeps 1/n of Adam's state, and two numbers are sent per weight, which"
+        " is as many as DDP sends."
     )
 
 
-def _check_pieces(weights: Any, adams: list[_Watched], mean: Tensor, n: int) -> None:
+def _check_pieces(weights: Any, adams: list[_RecordingAdam], mean: Tensor, n: int) -> None:
     if not isinstance(weights, (list, tuple)) or len(weights) != n:
-        raise Refused("A list with one tensor a rank is wanted.")
+        raise Refused("Return a list with one tensor per rank.")
     if not any(adam.steps for adam in adams):
-        raise Refused("No Adam was called.")
+        raise Refused("You did not call any of the `adams`.")
     if any(len(each) < len(mean) for each in weights):
         raise Refused(
-            "Each rank has only its piece of the new weights. It needs all of them for the next"
-            " step."
+            "You returned only one shard of the new weights for each rank. Each rank needs all"
+            " weights for the next step."
         )
     given = torch.cat([adam.given for adam in adams if adam.steps])
     if len(given) == len(mean) and torch.allclose(given, n * mean, atol=1e-6):
         raise Refused(
-            "Adam gets the sum of the gradients. The batch's gradient is their mean over the ranks."
+            "You gave Adam the sum of the gradients. The gradient of the batch is their mean"
+            " over the ranks."
         )
 
 
 def _check_values(
     weights: Sequence[Tensor],
-    adams: list[_Watched],
+    adams: list[_RecordingAdam],
     expected: tuple[Tensor, Tensor, Tensor],
     wire: _WireWithHiddenRank,
 ) -> None:
@@ -252,45 +280,49 @@ def _check_values(
     given = torch.cat([adam.given for adam in adams if adam.steps])
     if len(given) == len(mean) and torch.allclose(given, mean_without_wire, atol=1e-6):
         raise Refused(
-            "Adam got a gradient that did not come through the wire. A rank knows its own gradient"
-            " alone: use what `wire.reduce_scatter` returns.",
+            "You gave Adam a gradient that did not come through the wire. A rank has only its"
+            " own gradient, so use what `wire.reduce_scatter` returns.",
             exact=True,
         )
     if all(torch.allclose(each, whole, atol=1e-6) for each in weights):
         raise Refused(
-            "The new weights did not come through the wire. A rank knows its own shard alone:"
+            "Your new weights did not come through the wire. A rank has only its own shard, so"
             " return what `wire.all_gather` returns.",
             exact=True,
         )
     if not all(torch.allclose(each, whole + wire.HIDDEN_WEIGHT, atol=1e-6) for each in weights):
         raise Refused(
-            "The weights are not those of Adam on the mean gradient. Has each rank got its own"
-            " shard?"
+            "Your weights differ from those that Adam computes with the mean gradient. Does"
+            " each rank use its own shard?"
         )
     if not torch.allclose(given, mean, atol=1e-6):
         raise Refused(
-            "The weights are right, because Adam does not depend on the gradient's scale. Give it"
-            " the mean over the ranks."
+            "The weights are right only because Adam does not depend on the scale of the"
+            " gradient. Give it the mean over the ranks."
         )
 
 
-def _check_bytes(adams: list[_Watched], wire: Wire, steps: int, n: int) -> None:
+def _check_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) -> None:
     most, share, once = max(adam.state_bytes for adam in adams), 8 * 64 // n, 2 * 4 * 64
     if most > share:
         raise Refused(
             text(
-                "A rank keeps {most} bytes of Adam's state; an n-th of it is {share}.",
+                "One rank keeps {most} bytes of Adam's state. It should keep 1/n of the state,"
+                " which is {share} bytes.",
                 most=most,
                 share=share,
             )
         )
     if wire.sent_bytes < steps * once:
-        raise Refused("Less is sent than a step takes: all must come through the wire.")
+        raise Refused(
+            "You send fewer bytes than a step needs. All gradients and weights of other ranks"
+            " must come through the wire."
+        )
     if wire.sent_bytes > steps * once:
         raise Refused(
             text(
-                "Right weights, but {sent} numbers are sent for each weight. Two are enough: who"
-                " needs the whole sum?",
+                "The weights are right, but you send {sent} numbers per weight. Two are enough,"
+                " because no rank needs the whole sum.",
                 sent=wire.sent_bytes // (steps * 4 * 64),
             )
         )
@@ -299,27 +331,32 @@ def _check_bytes(adams: list[_Watched], wire: Wire, steps: int, n: int) -> None:
 # One layer: gather, use, drop
 # -----------------------------------------------------------------------------------------
 
-# PyTorch's messages on mistakes in backward, and what they mean here.
-_MISTAKES = {
+# The beginnings of PyTorch's errors in backward -> what is wrong with the reader's function.
+_BACKWARD_ERRORS = {
     "incorrect number of gradients": (
-        "Backward returns a gradient for each argument of forward: `None` for the wire."
+        "Your backward returns the wrong number of gradients. Return one for each argument of"
+        " forward, and `None` for the wire."
     ),
     "invalid gradient at index 1": (
-        "The second gradient is that of this rank's piece, and as long as the piece."
+        "Your second gradient has the wrong shape. It is the gradient of `piece`, so it must"
+        " have the shape of `piece`."
     ),
-    "invalid gradient at index 0": "The first gradient is that of `x`, and has its shape.",
+    "invalid gradient at index 0": (
+        "Your first gradient has the wrong shape. It is the gradient of `x`, so it must have"
+        " the shape of `x`."
+    ),
 }
 
 
 @exercise(
     hint=(
         (
-            "Save `x` and the piece, not the whole weight. Backward gathers it again, and scatters"
-            " its gradient."
+            "Save `x` and `piece`, not the whole weight. In backward, gather the weight again"
+            " and scatter its gradient."
         ),
         (
-            "Backward: `gradient @ whole` for `x`; `wire.reduce_scatter(gradient.mT @ x)` for the"
-            " piece; `None`."
+            "Backward returns three values: `gradient @ whole` for `x`,"
+            " `wire.reduce_scatter(gradient.mT @ x)` for `piece`, and `None` for the wire."
         ),
     )
 )
@@ -331,8 +368,8 @@ def check_gathered_linear(function: Any) -> Verdict:
     for rank, ranks in ((2, 4), (0, 2)):
         _check_gathered(getattr(function, "apply", function), rank, ranks)
     return right(
-        "Right: between forward and backward an n-th of the weight is live; sent are two gathers"
-        " and a scatter."
+        "Right: between forward and backward only 1/n of the weight is live. Two gathers and"
+        " one scatter are sent."
     )
 
 
@@ -352,24 +389,27 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
     _check_forward(output, inputs[rank] @ weight.mT, piece, wire, weight.nbytes)
     if kept > weight.nbytes // 2:
         message = (
-            "Between forward and backward {kept:,} bytes more are live; the weight has {whole:,}:"
-            " save the piece."
+            "Between forward and backward you keep {kept:,} more bytes, and the whole weight"
+            " has {whole:,}. Save `piece` instead of the whole weight."
         )
         raise Refused(text(message, kept=kept, whole=weight.nbytes), exact=True)
     try:
         output.backward(arriving[rank])
     except RuntimeError as error:
-        for message, meant in _MISTAKES.items():
+        for message, meant in _BACKWARD_ERRORS.items():
             if message in str(error):
                 raise Refused(meant, exact=True) from None
         raise
     _check_backward(x.grad, arriving[rank] @ weight, "x")
     total, own = sum(gradients).chunk(ranks)[rank], gradients[rank].chunk(ranks)[rank]
     mistakes = {
-        "That is this rank's gradient alone. The piece's is the sum over all ranks.": own,
-        "The piece's gradient is the sum over the ranks here; the mean is the loss's affair.": (
-            total / ranks
-        ),
+        (
+            "You returned only this rank's gradient for `piece`. It must be the sum over all ranks."
+        ): own,
+        (
+            "You returned the mean over the ranks for `piece`. Here it must be the sum, because"
+            " averaging belongs in the loss."
+        ): (total / ranks),
     }
     _check_backward(piece.grad, total, "piece", mistakes)
     _check_traffic(wire.sent_bytes, weight.nbytes)
@@ -380,12 +420,14 @@ def _check_forward(
 ) -> None:
     if wire.sent_bytes == 0:
         raise Refused(
-            "Nothing went through the wire: a rank has only its piece of the weight.", exact=True
+            "You sent nothing through the wire. A rank has only its shard of the weight, so"
+            " gather the rest.",
+            exact=True,
         )
     if output.shape != expected.shape or not torch.allclose(output, expected, atol=1e-4):
-        raise Refused("The output is not `x` times the whole weight, transposed.")
+        raise Refused("Your output is not `x` times the transpose of the whole weight.")
     if not output.requires_grad:
-        raise Refused("The output has no graph: backward would never be called.", exact=True)
+        raise Refused("Your output has no graph, so backward would never be called.", exact=True)
 
 
 def _check_backward(
@@ -400,7 +442,9 @@ def _check_backward(
     if not torch.allclose(found, expected, atol=1e-3, rtol=1e-4):
         raise Refused(
             text(
-                "The gradient of {name} is not what autograd gives for the whole weight.", name=name
+                "Your gradient of {name} differs from what autograd computes with the whole"
+                " weight.",
+                name=name,
             )
         )
 
@@ -408,13 +452,13 @@ def _check_backward(
 def _check_traffic(sent: int, whole: int) -> None:
     if sent < 3 * whole:
         raise Refused(
-            "Less was sent than two gathers and a scatter: where was the whole weight kept?",
+            "You sent less than two gathers and one scatter. Where did you keep the whole weight?",
             exact=True,
         )
     if sent > 3 * whole:
         message = (
-            "{sent} numbers are sent for each weight. Three are enough: gathered twice, its"
-            " gradient scattered once."
+            "You send {sent} numbers per weight. Three are enough, because the weight is"
+            " gathered twice and its gradient is scattered once."
         )
         raise Refused(text(message, sent=sent // whole), exact=True)
 
@@ -426,12 +470,12 @@ def _check_traffic(sent: int, whole: int) -> None:
 @exercise(
     hint=(
         (
-            "An all-reduce counts twice. How often is a block's weight gathered, and how often its"
-            " gradient scattered?"
+            "An all-reduce counts twice. How often is the weight of a block gathered, and how"
+            " often is its gradient scattered?"
         ),
         (
-            "Of a block: two gathers and a scatter, 4 bytes a number each. Of the root: one gather"
-            " and a scatter."
+            "A block is gathered twice and its gradient is scattered once, at 4 bytes per"
+            " number each time. The root is gathered once and its gradient is scattered once."
         ),
     )
 )
@@ -442,34 +486,42 @@ def check_sent(answer: Any) -> Verdict:
         if given is None or (isinstance(given, Mapping) and not any(given.values())):
             return not_answered()
         if not isinstance(given, Mapping) or set(given) != {"DDP", "FSDP2"}:
-            return wrong("A dictionary with the keys `DDP` and `FSDP2` is wanted.")
-        wanted = {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
-        for mode, count in wanted.items():
-            mistakes = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
+            return wrong("Give a dictionary with the keys `DDP` and `FSDP2`.")
+        expected = {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
+        for mode, count in expected.items():
+            mistakes = {count / 4: "You counted numbers. Each fp32 number takes 4 bytes."}
             if mode == "DDP":
                 mistakes[4 * psi] = (
-                    "An all-reduce counts twice: the sum is scattered, and then gathered."
+                    "You counted an all-reduce once. It counts twice, because the sum is"
+                    " scattered and then gathered."
                 )
             else:
                 mistakes |= {
                     12 * psi: (
-                        "The root is gathered once: it is not dropped between forward and backward."
+                        "You gathered the root twice. It is gathered only once, because it is"
+                        " kept from forward to backward."
                     ),
                     12 * psi - 8 * root: (
-                        "The root is gathered once, and its gradient scattered once."
+                        "You left out the root, or a part of it. It is gathered once, and its"
+                        " gradient is scattered once."
                     ),
                     12 * psi - 12 * root: (
-                        "The root is gathered once, and its gradient scattered once."
+                        "You left out the root, or a part of it. It is gathered once, and its"
+                        " gradient is scattered once."
                     ),
-                    8 * psi: "Blocks are gathered twice: for forward, and again for backward.",
-                    8 * psi - 4 * root: "The gradients are sent, too.",
-                    16 * psi - 4 * root: "Gradients are scattered; nobody gathers them.",
+                    8 * psi: (
+                        "You gathered the blocks once. They are gathered twice, for forward and"
+                        " again for backward."
+                    ),
+                    8 * psi - 4 * root: "You left out the gradients. They are sent, too.",
+                    16 * psi
+                    - 4 * root: "You gathered the gradients as well. They are only scattered.",
                 }
             verdict = expect_number(given[mode], count, wrong_answers=mistakes, in_bytes=True)
             if not verdict:
                 message = text("`{kind}`: {message}", kind=mode, message=verdict.message)
                 return wrong(message, exact=verdict.exact)
-    return right("Right: 2ψ numbers under DDP, 3ψ less the root under FSDP2.")
+    return right("Right: 2ψ numbers with DDP, and 3ψ minus the root with FSDP2.")
 
 
 # Seconds
@@ -479,10 +531,10 @@ def check_sent(answer: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "Seconds of traffic: 12ψ bytes over the link. Seconds of compute: 6ψ FLOPs for each"
-            " token, over the rate."
+            "Communication takes 12ψ bytes divided by the link, and compute takes 6ψ FLOPs per"
+            " token divided by the rate, both in seconds."
         ),
-        "12ψ / link = 6ψ · tokens / rate. Solve for the tokens; what becomes of ψ?",
+        "Solve 12ψ / link = 6ψ · tokens / rate for the tokens. What happens to ψ?",
     )
 )
 def check_tokens_to_hide(answer: Any) -> Verdict:
@@ -497,19 +549,30 @@ def check_tokens_to_hide(answer: Any) -> Verdict:
             return not_answered()
         least = 2 * rate / link
         mistakes = {
-            6 * rate / link: "Backward computes, too: 6 FLOPs for each weight and token, not 2.",
-            3 * rate / link: "Forward and backward: 6 FLOPs for each weight and token, not 4.",
-            rate / link / 2: "That counts numbers; a number of fp32 has 4 bytes.",
-            4 / 3 * rate / link: (
-                "That is DDP's traffic, 8 bytes a weight. FSDP2 gathers twice and scatters once."
+            6 * rate / link: (
+                "You counted only forward, with 2 FLOPs per weight and token. With backward it"
+                " is 6."
             ),
-            2 * link / rate: "Upside down: a fast link needs fewer tokens.",
-            2 * rate / link * psi: "The weights are in both, traffic and compute: they cancel.",
+            3 * rate / link: (
+                "You counted 4 FLOPs per weight and token. Forward and backward together take 6."
+            ),
+            rate / link / 2: (
+                "You counted the numbers that are sent. Each fp32 number takes 4 bytes."
+            ),
+            4 / 3 * rate / link: (
+                "You used DDP's communication volume, 8 bytes per weight. FSDP2 gathers twice"
+                " and scatters once, which is 12 bytes."
+            ),
+            2 * link / rate: "Your fraction is upside down. A faster link needs fewer tokens.",
+            2 * rate / link * psi: (
+                "You kept ψ in the result. Both communication and compute are proportional to"
+                " ψ, so it cancels."
+            ),
         }
         verdict = expect_number(given, least, tolerance=1e-3, wrong_answers=mistakes)
         if not verdict:
             return verdict
     return right(
-        "Right: 2 · rate / link, whatever the model. Half a petaflop beside a slow link takes a"
-        " long batch."
+        "Right: 2 · rate / link, for any model. A fast device with a slow link needs many"
+        " tokens per step."
     )

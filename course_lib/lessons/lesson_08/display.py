@@ -61,7 +61,7 @@ def draw_ranks(
         lines: Ranks -> stage -> bytes held, by the reader's formulas.
         runs: Lines of `launch`.
     """
-    title = "What is cut falls to an n-th; what a rank gives stays the same"
+    title = "Sharded bytes fall to 1/n per rank, but the communication volume stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
     for stage, color in _COLORS.items():
         own = sorted((run["ranks"], held_by(run)) for run in runs if STAGE_OF[run["mode"]] == stage)
@@ -89,7 +89,7 @@ def draw_ranks(
         xlim=(0.7, 8),
         ylim=(0, 122),
         xlabel=text("ranks"),
-        ylabel=text("held by a rank, MB"),
+        ylabel=text("held per rank (MB)"),
         xticks=[1, 2, 4, 8],
     )
     _draw_sent(right, runs)
@@ -125,7 +125,7 @@ def _draw_sent(ax: "Axes", runs: Sequence[Mapping[str, Any]]) -> None:
                 color=color,
             )
     ax.set(xlim=(1.5, 8), ylim=(0, 122), xlabel=text("ranks"), xticks=[2, 4, 8])
-    ax.set_ylabel(text("given to collectives in a step, MB"))
+    ax.set_ylabel(text("communicated per step (MB)"))
 
 
 def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> str:
@@ -135,8 +135,8 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
 
     sent = {STAGE_OF[run["mode"]]: f"{run['communicated']['measured'] / 1e6:.1f}" for run in runs}
     return text(
-        "Held by a rank, from 1 to 8 ranks: {held}. Given to collectives in a step, on any number"
-        " of them: {sent}.",
+        "Bytes held per rank, from 1 to 8 ranks: {held}. Bytes communicated per step, for any"
+        " number of ranks: {sent}.",
         held=listed([ends(stage) for stage in _COLORS]),
         sent=listed(
             [text("{stage} {sent} MB", stage=stage, sent=count) for stage, count in sent.items()]
@@ -168,10 +168,10 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
     ax.set_yticks(range(len(variants)), [text(name) for name in variants])
     ax.invert_yaxis()
     ax.grid(visible=False)
-    ax.set(xlim=(0, 305), xlabel=text("live at the peak, MB"))
+    ax.set(xlim=(0, 305), xlabel=text("live at the peak (MB)"))
     _legend(drawn, variants)
     drawn.course_alt = text(
-        "What is live at the peak of a step. {variants}.", variants=listed(description, "; ")
+        "Bytes that are live at the peak of a step. {variants}.", variants=listed(description, "; ")
     )
     return shown_once(drawn)
 
@@ -179,10 +179,10 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
 def _legend(drawn: "Figure", variants: Mapping[str, Mapping[str, int]]) -> None:
     from matplotlib.patches import Patch
 
-    there = [
+    shown = [
         name for name in CATEGORIES if max(parts.get(name, 0) for parts in variants.values()) > 1e6
     ]
-    handles = [Patch(label=category_label(name), **category_look(name)) for name in there]
+    handles = [Patch(label=category_label(name), **category_look(name)) for name in shown]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5)
 
 
@@ -193,15 +193,19 @@ def draw_wire(rows: Sequence[tuple[str, float, float, float]], ranks: int) -> "F
         rows: (mode or collective, given, of a ring, carried), in bytes.
         ranks: Number of ranks.
     """
-    title = "Gloo carries what a ring would, but for a reduce-scatter: that costs it an all-reduce"
+    title = (
+        "Gloo sends as much as a ring, except for a reduce-scatter, which costs as much as an"
+        " all-reduce"
+    )
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.2)
     description = _draw_bars(left, [row for row in rows if row[0] not in GIVEN_TIMES])
     description += _draw_bars(right, [row for row in rows if row[0] in GIVEN_TIMES])
-    left.set_xlabel(text("a rank of {ranks} in a step, MB", ranks=ranks))
-    right.set_xlabel(text("a rank of {ranks}, of a tensor of 4 MB, MB", ranks=ranks))
+    left.set_xlabel(text("one of {ranks} ranks, per step (MB)", ranks=ranks))
+    right.set_xlabel(text("one of {ranks} ranks, for a tensor of 4 MB (MB)", ranks=ranks))
     _wire_legend(drawn)
     drawn.course_alt = text(
-        "In MB, given, of a ring, carried. {rows}.", rows=listed(description, "; ")
+        "In MB: communicated, sent in a ring, sent over the wire. {rows}.",
+        rows=listed(description, "; "),
     )
     return shown_once(drawn)
 
@@ -240,7 +244,7 @@ def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> l
 def _wire_legend(drawn: "Figure") -> None:
     from matplotlib.patches import Patch
 
-    names = {"given to collectives": GIVEN, "a ring would send": RING, "a wire carried": CARRIED}
+    names = {"communicated": GIVEN, "sent in a ring": RING, "sent over the wire": CARRIED}
     handles = [Patch(label=text(name), color=color) for name, color in names.items()]
     drawn.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8.5)
 
@@ -255,7 +259,9 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
     """
     peaks = [taken["peak_bytes"] for taken in run["taken"]]
     drawn, ax = figure(
-        "One device is stopped; four smaller ones take the whole batch", height=2.9, width=8.2
+        "One device runs out of memory, but four smaller ones process the whole batch",
+        height=2.9,
+        width=8.2,
     )
     wanted = (alone.live_bytes + alone.wanted_bytes) / 1e6
     ax.barh(0, alone.live_bytes / 1e6, height=0.6, color="#999999")
@@ -300,10 +306,10 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
     ax.set_yticks(range(len(names)), [text(names[0]), *names[1:]])
     ax.invert_yaxis()
     ax.grid(visible=False)
-    ax.set(xlim=(0, 76), xlabel=text("live at the peak, MB"))
+    ax.set(xlim=(0, 76), xlabel=text("live at the peak (MB)"))
     drawn.course_alt = text(
-        "One device of {device} MB is stopped when it wants {wanted} MB. Under a budget of {budget}"
-        " MB each, the ranks peak at {peaks} MB.",
+        "One device of {device} MB is stopped when it needs {wanted} MB. With a budget of"
+        " {budget} MB each, the ranks peak at {peaks} MB.",
         device=f"{device_bytes / 1e6:.0f}",
         wanted=f"{wanted:.1f}",
         budget=f"{run['budget_bytes'] / 1e6:.0f}",
@@ -323,7 +329,8 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
         least: Tokens from which the first traffic takes no longer than the compute.
     """
     drawn, ax = figure(
-        "Compute grows with a rank's tokens, traffic does not: long steps hide it", width=8.2
+        "Compute grows with the tokens per rank and communication does not, so long steps hide it",
+        width=8.2,
     )
     most = 1.4 * least or 1.0  # if nothing is solved yet, axes of some width
     ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
@@ -341,11 +348,12 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
     ax.set(
         xlim=(0, most),
         ylim=(0, None),
-        xlabel=text("tokens of a rank in a step"),
+        xlabel=text("tokens per rank and step"),
         ylabel=text("seconds"),
     )
     drawn.course_alt = text(
-        "Traffic: {traffic}. Compute takes as long as the first of them from {tokens} tokens on.",
+        "Communication: {traffic}. From {tokens} tokens on, compute takes at least as long as"
+        " the first of them.",
         traffic=listed(
             [
                 text("{name}: {seconds} s", name=verbatim(n), seconds=f"{s:.1f}")

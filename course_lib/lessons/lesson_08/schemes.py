@@ -24,7 +24,7 @@ _SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # one color per rank, fo
 def draw_stages() -> "Figure":
     """Draw what each of four ranks holds under DDP and ZeRO's stages: whole bars, or quarters."""
     drawn, axes = figure(
-        "DDP holds all of it four times; each stage of ZeRO cuts one thing more",
+        "DDP stores everything on each of four ranks; each stage of ZeRO shards one more part",
         columns=4,
         width=8.6,
     )
@@ -46,7 +46,7 @@ def draw_stages() -> "Figure":
                 first = start + rank * part if category in cut else start
                 ax.barh(rank, part, left=first, height=0.62, **category_look(category))
                 start += width + 0.5
-        _bare(ax)
+        _hide_axes(ax)
         ax.set_yticks(range(RANKS), [str(rank) for rank in range(RANKS)])
         ax.invert_yaxis()
     axes[0].set_ylabel(text("rank"))
@@ -55,9 +55,9 @@ def draw_stages() -> "Figure":
     handles = [Patch(label=category_label(name), **category_look(name)) for name in WIDTHS]
     drawn.legend(handles=handles, loc="outside lower center", ncols=3)
     drawn.course_alt = text(
-        "Four ranks under DDP and three stages of ZeRO. DDP: each holds all weights, gradients and"
-        " Adam's state. ZeRO 1: a quarter of the state each; ZeRO 2: of the gradients, too; ZeRO 3:"
-        " of all three."
+        "Four ranks under DDP and three stages of ZeRO. With DDP each rank holds all weights,"
+        " gradients and Adam's state. With ZeRO 1 each holds a quarter of the state, with ZeRO"
+        " 2 also a quarter of the gradients, and with ZeRO 3 a quarter of all three."
     )
     return shown_once(drawn)
 
@@ -65,27 +65,27 @@ def draw_stages() -> "Figure":
 def draw_collectives() -> "Figure":
     """Draw a reduce-scatter and an all-gather of four ranks' tensors, cut into four shards each."""
     drawn, axes = figure(
-        "A reduce-scatter, then an all-gather: together an all-reduce", columns=3, width=8.6
+        "A reduce-scatter followed by an all-gather makes an all-reduce", columns=3, width=8.6
     )
     everywhere = [set(range(RANKS))] * RANKS
     own = [{rank} for rank in range(RANKS)]
     names = ("before", "after the reduce-scatter", "after the all-gather")
-    for ax, name, there, summed in zip(
+    for ax, name, shards, summed in zip(
         axes, names, (everywhere, own, everywhere), (False, True, True), strict=True
     ):
         ax.set_title(text(name), loc="center")
-        _draw_pieces(ax, there, summed)
+        _draw_shards(ax, shards, summed)
     axes[0].set_ylabel(text("rank"))
     drawn.course_alt = text(
-        "Four ranks with four pieces each. Before: each has its own numbers in all pieces. After"
-        " the reduce-scatter: rank r has the sum of all r-th pieces, nothing else. After the"
-        " all-gather: each has all four sums."
+        "Four ranks with four shards each. Before: each rank has its own numbers in all shards."
+        " After the reduce-scatter: rank r has only the sum of all r-th shards. After the"
+        " all-gather: each rank has all four sums."
     )
     return shown_once(drawn)
 
 
-def _draw_pieces(ax: "Axes", there: Sequence[set[int]], summed: bool) -> None:
-    for rank, own in enumerate(there):
+def _draw_shards(ax: "Axes", shards: Sequence[set[int]], summed: bool) -> None:
+    for rank, own in enumerate(shards):
         for piece in range(RANKS):
             full = piece in own
             look = (
@@ -103,12 +103,12 @@ def _draw_pieces(ax: "Axes", there: Sequence[set[int]], summed: bool) -> None:
                     va="center",
                     color="white" if summed else "#222222",
                 )
-    _bare(ax)
+    _hide_axes(ax)
     ax.set_yticks(range(RANKS), [str(rank) for rank in range(RANKS)])
     ax.invert_yaxis()
 
 
-def _bare(ax: "Axes") -> None:
+def _hide_axes(ax: "Axes") -> None:
     ax.grid(visible=False)
     ax.set_xticks([])
     for side in ("left", "bottom"):
@@ -120,7 +120,7 @@ _NO = "–"
 # without line breaks inside
 _BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"
 _MATRICES = "matrices ÷ t"  # norms, and biases of matrices that are cut by rows, stay whole
-_SHARE = "÷ N, of a fixed batch"
+_SHARE = "÷ N for a fixed batch"
 #: (kind; what a rank holds of weights, gradients, Adam's state and activations; collectives per
 #: step; source).
 PARALLELISMS = (
@@ -142,14 +142,22 @@ PARALLELISMS = (
         "reduce-scatter of gradients, all-gather of weights",
         "Rajbhandari et al. 2020, arXiv:1910.02054",
     ),
-    ("ZeRO 2", _NO, _BY_N, _BY_N, _SHARE, "the same", "Rajbhandari et al. 2020, arXiv:1910.02054"),
+    (
+        "ZeRO 2",
+        _NO,
+        _BY_N,
+        _BY_N,
+        _SHARE,
+        "same as ZeRO 1",
+        "Rajbhandari et al. 2020, arXiv:1910.02054",
+    ),
     (
         "ZeRO 3 (FSDP2)",
         _BY_N,
         _BY_N,
         _BY_N,
         _SHARE,
-        "two all-gathers, a reduce-scatter",
+        "two all-gathers, one reduce-scatter",
         "Zhao et al. 2023, arXiv:2304.11277",
     ),
     (
@@ -157,8 +165,8 @@ PARALLELISMS = (
         _MATRICES,
         _MATRICES,
         _MATRICES,
-        "those inside attention and MLP ÷ t",
-        "four all-reduces a layer",
+        "activations inside attention and MLP ÷ t",
+        "four all-reduces per layer",
         "Shoeybi et al. 2019, arXiv:1909.08053",
     ),
     (
@@ -167,7 +175,7 @@ PARALLELISMS = (
         _MATRICES,
         _MATRICES,
         _BY_T,
-        "four all-gathers and reduce-scatters a layer",
+        "four all-gathers and four reduce-scatters per layer",
         "Korthikanti et al. 2022, arXiv:2205.05198",
     ),
     (
@@ -176,7 +184,7 @@ PARALLELISMS = (
         _NO,
         _NO,
         "÷ c, along the sequence",
-        "keys and values round a ring",
+        "keys and values passed around a ring",
         "Liu et al. 2023, arXiv:2310.01889",
     ),
     (
@@ -184,8 +192,8 @@ PARALLELISMS = (
         _BY_P,
         _BY_P,
         _BY_P,
-        "÷ p, times the micro-batches under way",
-        "send to the next stage",
+        "÷ p, times the micro-batches in flight",
+        "activations sent to the next stage",
         "Huang et al. 2018, arXiv:1811.06965",
     ),
     (
@@ -193,8 +201,8 @@ PARALLELISMS = (
         _BY_E,
         _BY_E,
         _BY_E,
-        "its share of the tokens",
-        "two all-to-alls a layer, and back",
+        "share of the tokens",
+        "two all-to-alls per layer in forward, two in backward",
         "Lepikhin et al. 2020, arXiv:2006.16668",
     ),
 )
@@ -208,7 +216,7 @@ def parallelisms() -> Table:
         "gradients",
         "Adam's state",
         "activations",
-        "sent in a step",
+        "communicated per step",
         "source",
     ]
     return table(columns, PARALLELISMS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TENSOR_BYTES = 4_000_000  # bytes of the tensor in the recorded collectives
-# collective -> how often the tensor's bytes are given, as the lesson counts
+# collective -> how many times the tensor's bytes count: an all-reduce is two collectives
 GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 #: Ranks -> mode or collective -> bytes per rank and step, by
@@ -39,11 +39,11 @@ RECORDED: Mapping[int, Mapping[str, int]] = {
 }
 
 
-class _Counted:
-    """Counts bytes given to collectives, inaccessible to the code that uses the wire."""
+class _ByteCounter:
+    """Counts bytes given to collectives. Code that uses the wire cannot change the count."""
 
     def __init__(self) -> None:
-        self.__given: list[int] = []
+        self.__recorded: list[int] = []
 
     @property
     def sent_bytes(self) -> int:
@@ -51,24 +51,24 @@ class _Counted:
 
         Each collective counts whole tensors.
         """
-        return sum(self.__given)
+        return sum(self.__recorded)
 
-    def _give(self, tensor: Tensor) -> None:
-        self.__given.append(tensor.nbytes)
+    def _record(self, tensor: Tensor) -> None:
+        self.__recorded.append(tensor.nbytes)
 
 
-class Wire(_Counted):
+class Wire(_ByteCounter):
     """Collectives of a list with one tensor per rank; they return such a list."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sum of all tensors, cut: rank r gets the r-th shard."""
-        self._give(tensors[0])
+        self._record(tensors[0])
         return [piece.clone() for piece in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
 
     def all_gather(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Concatenate all shards: each rank gets the whole."""
         whole = torch.cat([*pieces])
-        self._give(whole)
+        self._record(whole)
         return [whole.clone() for _ in pieces]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -76,7 +76,7 @@ class Wire(_Counted):
         return self.all_gather(self.reduce_scatter(tensors))
 
 
-class RankWire(_Counted):
+class RankWire(_ByteCounter):
     """Collectives as one rank calls them: its own tensor goes in, and the result of all comes out.
 
     Args:
@@ -102,20 +102,20 @@ class RankWire(_Counted):
         whole = torch.cat(
             [piece if r == self._rank else each for r, each in enumerate(self._pieces)]
         )
-        self._give(whole)
+        self._record(whole)
         return whole.detach()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Return this rank's shard of the sum over all ranks."""
         total = self._sum(tensor)
-        self._give(total)
+        self._record(total)
         return total.chunk(self._ranks)[self._rank].clone()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks: a reduce-scatter, then an all-gather."""
         total = self._sum(tensor)
-        self._give(total)
-        self._give(total)
+        self._record(total)
+        self._record(total)
         return total
 
     def _sum(self, tensor: Tensor) -> Tensor:

@@ -43,23 +43,31 @@ __all__ = [
 CLAIMS = (
     Claim(
         "With gradient checkpointing, training will be ~20% slower.",
-        "FLOPs of the step with checkpoints, of plain",
-        "A quarter more to compute here. Seconds depend on what else the step waits for.",
+        "FLOPs with checkpoints relative to the baseline",
+        (
+            "Partly: here a quarter more is computed. The time depends on what else the step waits"
+            " for."
+        ),
         outcome="partly",
         source="transformers documentation, Gradient checkpointing, 2026",
     ),
     Claim(
         "When training with Adam, you can expect roughly 4x the model's size.",
-        "the plain step's peak, of the weights'",
-        "That is weights, gradients and state. Activations come on top, and are not in the count.",
+        "peak of the baseline relative to the weights",
+        (
+            "No: this counts weights, gradients and optimizer state. Activations are not included"
+            " and are added to it."
+        ),
         outcome="fails",
         source="Model Memory Utility, hf-accelerate",
     ),
     Claim(
         "Flash attention lowers the peak.",
-        "checkpoints; with flash on top, MB",
-        "Not here: the model's own attention keeps no scores already, and tiles are tensors on a"
-        " CPU.",
+        "checkpoints; checkpoints and flash (MB)",
+        (
+            "Not here: the model's own attention keeps no scores either, and on a CPU the tiles of"
+            " flash attention are tensors."
+        ),
         outcome="fails",
     ),
 )

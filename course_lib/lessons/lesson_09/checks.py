@@ -68,7 +68,7 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
 # --------------------------------------------------------------------------------------------------
 
 
-class _Uneven(nn.Module):
+class _PositionDependent(nn.Module):
     """A model whose logits differ at all positions, so that a shift is detected."""
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class _Uneven(nn.Module):
         self.table = nn.Parameter(torch.linspace(-2, 2, 6 * 7).sin().view(6, 7) * 3)
 
     def forward(self, tokens: Tensor, **_: Any) -> SimpleNamespace:
-        places = torch.arange(tokens.shape[1])[:, None] * torch.linspace(0, 0.4, 7)
-        return SimpleNamespace(logits=self.table[tokens] + places)
+        offsets = torch.arange(tokens.shape[1])[:, None] * torch.linspace(0, 0.4, 7)
+        return SimpleNamespace(logits=self.table[tokens] + offsets)
 
 
-def _uneven_batch() -> dict[str, Tensor]:
+def _padded_batch() -> dict[str, Tensor]:
     tokens = torch.tensor([[1, 5, 2, 4, 3, 1], [2, 2, 1, 0, 0, 0], [4, 1, 5, 3, 0, 0]])
     labels = tokens.clone()
     labels[1, 3:], labels[2, 4:] = IGNORED, IGNORED
@@ -89,24 +89,29 @@ def _uneven_batch() -> dict[str, Tensor]:
 
 @exercise(
     hint=(
-        "The logits at a place predict the next token: `logits[:, :-1]` and `labels[:, 1:]`.",
-        "`F.cross_entropy(…, ignore_index=-100, reduction='sum')`, and `(labels[:, 1:] !="
-        " -100).sum()`.",
+        "The logits at a position predict the next token, so use `logits[:, :-1]` and"
+        " `labels[:, 1:]`.",
+        (
+            "Return `F.cross_entropy(…, ignore_index=-100, reduction='sum')` and `(labels[:, 1:] !="
+            " -100).sum()`."
+        ),
     )
 )
 def check_loss_sum(function: Any) -> Verdict:
     """Check `function(model, batch)`: the sum and the number of the tokens' cross-entropies."""
-    model, batch = _Uneven(), _uneven_batch()
+    model, batch = _PositionDependent(), _padded_batch()
     found = function(model, batch)
     if found is None:
         return not_answered()
     if not isinstance(found, tuple | list) or len(found) != 2:
-        return wrong("A pair is wanted: the sum of the losses, and how many there are.", exact=True)
+        return wrong("Return a pair: the sum of the losses and their number.", exact=True)
     loss, weight = found
     if loss is None or weight is None:
         return not_answered()
     if not isinstance(loss, Tensor) or not loss.requires_grad:
-        return wrong("The sum has no gradient: keep it a tensor.", exact=True)
+        return wrong(
+            "Your sum has no gradient. Return it as a tensor, not as a Python number.", exact=True
+        )
     logits, labels = model(batch["input_ids"]).logits, batch["labels"]
     each = F.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
@@ -120,27 +125,44 @@ def check_loss_sum(function: Any) -> Verdict:
     )
     count, total = int((labels[:, 1:] != IGNORED).sum()), each.sum().item()
     mistakes = {
-        total / count: "That is a mean: it cannot be added to that of another piece.",
-        total / each.numel(): "That is a mean: it cannot be added to that of another piece.",
-        unshifted.item(): "Each place predicts the token after it: shift the labels by one.",
+        total / count: (
+            "You returned a mean. It cannot be added to the mean of another micro-batch, so"
+            " return the sum."
+        ),
+        total / each.numel(): (
+            "You returned a mean. It cannot be added to the mean of another micro-batch, so"
+            " return the sum."
+        ),
+        unshifted.item(): (
+            "You compared each position with its own token. It predicts the token after it, so"
+            " shift the labels by one."
+        ),
         backward_shift.item(): (
-            "You shifted the wrong way: each place predicts the token after it, not before it."
+            "You shifted the labels in the wrong direction. Each position predicts the token"
+            " after it, not the one before."
         ),
         inputs.item(): (
-            "You predicted `input_ids`, padding included. Use `batch['labels']`, where padding is"
-            " −100."
+            "You used `input_ids` as labels, so padding is predicted, too. Use"
+            " `batch['labels']`, where padding is −100."
         ),
     }
     verdict = expect_number(loss.detach(), total, wrong_answers=mistakes, tolerance=1e-4)
     if not verdict:
         return verdict
     counted = {
-        each.numel(): "The sum is right. Labels of -100 are not predicted: they do not count.",
-        int((labels != IGNORED).sum()): (
-            "The sum is right. The first token of a sample is not predicted: it does not count."
+        each.numel(): (
+            "The sum is right, but you counted the labels of -100. They are not predicted."
         ),
-        len(labels): "The sum is right. It goes over tokens, not over samples.",
-        1: "The sum is right. Its weight is how many tokens it goes over.",
+        int((labels != IGNORED).sum()): (
+            "The sum is right, but you counted the first token of each sample. It is not predicted."
+        ),
+        len(labels): (
+            "The sum is right, but you counted samples. The sum is over tokens, not over samples."
+        ),
+        1: (
+            "The sum is right, but your weight is 1. The weight must be the number of tokens"
+            " that are predicted."
+        ),
     }
     verdict = expect_number(weight, count, wrong_answers=counted)
     return right("Right: ten tokens are predicted here.") if verdict else verdict
@@ -149,28 +171,48 @@ def check_loss_sum(function: Any) -> Verdict:
 # Exercise 2: parameters from a configuration
 # --------------------------------------------------------------------------------------------------
 
-_MISTAKES = {
-    "keys": "Keys and values have fewer heads than queries: `num_key_value_heads`.",
-    "gate": "The network after attention has three matrices: gate, up and down.",
-    "output": "Attention has four matrices: its output has one too.",
-    "norms": "Each layer has two norms of `hidden_size` numbers, and one comes last.",
-    "one norm": "Each layer has two norms of `hidden_size` numbers, and one comes last.",
-    "positions": (
-        "A Llama has no table of positions: it rotates queries and keys instead, without"
-        " parameters."
+_PARAMETER_MISTAKES = {
+    "keys": (
+        "You gave keys and values as many heads as queries. They have fewer, namely"
+        " `num_key_value_heads`."
     ),
-    "last norm": "One more norm comes after the last layer.",
-    "tied": "Embedding and head are one matrix where `tie_word_embeddings` is true, else two.",
-    "head": "The head is a matrix of its own where `tie_word_embeddings` is false.",
-    "layers": "That is one layer: there are `num_hidden_layers`.",
+    "gate": (
+        "You counted two matrices in the network after attention. It has three: gate, up and down."
+    ),
+    "output": (
+        "You left out the output matrix of attention. Attention has four matrices: query, key,"
+        " value and output."
+    ),
+    "norms": (
+        "You left out norms. Each layer has two norms of `hidden_size` numbers, and one more"
+        " norm follows the last layer."
+    ),
+    "one norm": (
+        "You left out norms. Each layer has two norms of `hidden_size` numbers, and one more"
+        " norm follows the last layer."
+    ),
+    "positions": (
+        "You counted a table of positions. A Llama has none, because it rotates queries and"
+        " keys instead, without parameters."
+    ),
+    "last norm": "You left out the norm after the last layer.",
+    "tied": (
+        "You counted the embedding and the head as two matrices. If `tie_word_embeddings` is"
+        " true, they are one matrix."
+    ),
+    "head": (
+        "You left out the matrix of the head. If `tie_word_embeddings` is false, the head has a"
+        " matrix of its own."
+    ),
+    "layers": "You counted one layer. The model has `num_hidden_layers` layers.",
 }
 
 
 def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
     """Return the number of a Llama's parameters, or the result of the named mistakes."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
-    heads, few = config["num_attention_heads"], config["num_key_value_heads"]
-    keys = hidden * (hidden // heads) * (heads if "keys" in mistakes else few)
+    heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    keys = hidden * (hidden // heads) * (heads if "keys" in mistakes else key_heads)
     attention = (1 if "output" in mistakes else 2) * hidden**2 + 2 * keys
     network = (2 if "gate" in mistakes else 3) * hidden * width
     norms = 0 if "norms" in mistakes else hidden if "one norm" in mistakes else 2 * hidden
@@ -189,20 +231,26 @@ def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
     count = parameters_of(config)
     found: dict[float, str] = {
         parameters_of(config, one, other): text("{first} {second}", first=a, second=b)
-        for (one, a), (other, b) in combinations(_MISTAKES.items(), 2)
+        for (one, a), (other, b) in combinations(_PARAMETER_MISTAKES.items(), 2)
         if a != b
     }
-    found |= {parameters_of(config, mistake): reason for mistake, reason in _MISTAKES.items()}
-    found |= {4 * count: "That is bytes in fp32. Give the number of parameters."}
+    found |= {
+        parameters_of(config, mistake): reason for mistake, reason in _PARAMETER_MISTAKES.items()
+    }
+    found |= {4 * count: "You gave the bytes in fp32. Give the number of parameters."}
     found.pop(count, None)
     return found
 
 
 @exercise(
     hint=(
-        "A layer: queries and output h × h, keys and values h × (h / heads × their heads), gate, up"
-        " and down h × f, two norms h.",
-        "Then all layers, the last norm h, and v × h once or twice.",
+        "In each layer, queries and output have h × h numbers each, keys and values have h × (h"
+        " / heads × their heads) each, gate, up and down have h × f each, and the two norms"
+        " have h each.",
+        (
+            "Multiply this by the number of layers, and add h for the last norm and v × h once or"
+            " twice."
+        ),
     )
 )
 def check_parameters(function: Any) -> Verdict:
@@ -259,28 +307,34 @@ def _techniques_of(recipe: Recipe) -> set[str]:
 
 @exercise(
     hint=(
-        "What fills the peak, and which technique goes for that? Then look again: something else is"
-        " the peak.",
-        "The state is 249 MB, the activations 222, the gradients 125: each needs a technique of its"
-        " own.",
+        "What fills the peak, and which technique reduces it? Then look again, because now"
+        " something else fills the peak.",
+        (
+            "The state takes 249 MB, the activations 222 MB and the gradients 125 MB. Each of them"
+            " needs its own technique."
+        ),
     )
 )
 def check_recipe(recipe: Any) -> Verdict:
     """Check a recipe whose step stays within 200 MB and trains like the baseline."""
     if not isinstance(recipe, Recipe):
-        return wrong("A `Recipe` is wanted.", exact=True)
+        return wrong("Pass a `Recipe` to this check.", exact=True)
     plain = Recipe()
     if (recipe.precision, recipe.optimizer) not in {
         (plain.precision, plain.optimizer),
         (None, plain.optimizer),
     }:
-        return wrong("Other numbers would be trained: keep fp32 and Adam.", exact=True)
+        return wrong(
+            "Your recipe changes the precision or the optimizer, so it trains differently. Keep"
+            " fp32 and Adam.",
+            exact=True,
+        )
     if recipe.ranks > 1:
-        return wrong("One device is what there is.", exact=True)
+        return wrong("Your recipe uses several devices. Only one is available.", exact=True)
     if _techniques_of(recipe) == _techniques_of(THREE):
         return wrong(
-            "These are the three techniques of section 9.3. Find a recipe with another set: what"
-            " else takes the activations away?",
+            "You used exactly the three techniques of section 9.3. Find a recipe with another"
+            " set. What else reduces the activations?",
             exact=True,
         )
     found = estimated(recipe)
@@ -292,7 +346,8 @@ def check_recipe(recipe: Any) -> Verdict:
     )
     return wrong(
         text(
-            "{peak} MB. Of what could go, the most is {category}: {size} MB.",
+            "Your recipe peaks at {peak} MB. Apart from the parameters, the largest part of it"
+            " is {category} with {size} MB.",
             peak=f"{found.peak_bytes / 1e6:.1f}",
             category=category_label(largest),
             size=f"{found.at_peak[largest] / 1e6:.1f}",

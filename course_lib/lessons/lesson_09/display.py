@@ -38,7 +38,7 @@ def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure
         for name, each in found.items()
     ]
     drawn, ax = figure(
-        "Each technique goes for one part; all three together fit",
+        "Each technique reduces one part, and only all three together fit",
         height=0.9 + 0.42 * len(found),
         alt=text("Peaks: {peaks}.", peaks=listed(description, "; ")),
     )
@@ -71,7 +71,7 @@ def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure
     ax.set_yticks(range(len(found)), [text(name) for name in found])
     ax.invert_yaxis()
     ax.grid(visible=False)
-    ax.set(xlim=(0, 1.14 * max(ends)), xlabel=text("live at the peak, MB"))
+    ax.set(xlim=(0, 1.14 * max(ends)), xlabel=text("live at the peak (MB)"))
     drawn.legend(loc="outside lower center", ncols=5, frameon=False)
     return shown_once(drawn)
 
@@ -87,10 +87,10 @@ def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
     # Rounding differs between CPUs, so the next power of ten is shown.
     bound = 10.0 ** math.floor(math.log10(apart) + 1) if apart else 1e-12
     drawn, ax = figure(
-        "The same curve, in less than a third of the memory",
+        "The loss curve is the same with less than a third of the memory",
         height=2.9,
         alt=text(
-            "{steps} steps: the curves are less than {apart} apart.",
+            "The two curves differ by less than {apart} over {steps} steps.",
             steps=len(first),
             apart=f"{bound:.0e}",
         ),
@@ -98,7 +98,7 @@ def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
     steps = range(1, len(first) + 1)
     ax.plot(steps, first, color=COLORS["predicted"], linewidth=5, alpha=0.35, label=text(plain))
     ax.plot(steps, second, "o-", color=COLORS["measured"], markersize=4, label=text(other))
-    ax.set(xlabel=text("step"), ylabel=text("loss of a token"), ylim=(0, 1.15 * max(first)))
+    ax.set(xlabel=text("step"), ylabel=text("loss per token"), ylim=(0, 1.15 * max(first)))
     ax.set_xticks(steps if len(first) < 12 else [1, len(first)])
     ax.legend()
     return shown_once(drawn)
@@ -132,7 +132,7 @@ def other_architectures() -> Table | str:
     try:
         import transformers
     except ImportError:
-        return text("transformers is missing")
+        return text("transformers is not installed")
     rows = []
     for kind, sizes in ARCHITECTURES.items():
         settings = transformers.AutoConfig.for_model(

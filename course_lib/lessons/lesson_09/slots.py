@@ -39,14 +39,15 @@ def own_model(
 ) -> Verdict | str:
     """Check the model of the reader's project, if its fill-ins are complete."""
     if make_model is None or make_batch is None:
-        return text("The blanks are empty.")
+        return text("The fill-ins are still empty.")
     return check_slots(make_model, make_batch, loss_sum)
 
 
 @exercise(
     hint=(
-        "`make_model()` returns a new model each time, `make_batch(step)` the batch of that step.",
-        "`loss_sum(model, batch)` returns the sum of the losses, and over how many it goes.",
+        "`make_model()` must return a new model each time, and `make_batch(step)` must return"
+        " the batch of that step.",
+        "`loss_sum(model, batch)` must return the sum of the losses and their number.",
     )
 )
 def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
@@ -55,61 +56,87 @@ def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
     if model is None:
         return not_answered()
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-        return wrong("`make_model()` is to return a module with parameters to train.", exact=True)
+        return wrong(
+            "`make_model()` must return a module that has trainable parameters.", exact=True
+        )
     if make_model() is model:
-        return wrong("`make_model()` returns the same model again; make a new one.", exact=True)
+        return wrong(
+            "`make_model()` returned the same model twice. Build a new model in each call.",
+            exact=True,
+        )
     batches = [make_batch(step) for step in (0, 1)]
     if batches[0] is None:
         return not_answered()
-    for problem in (_about_batches(batches), _about_vocabulary(model, batches[0])):
-        if problem is not None:  # a verdict on a problem is false
+    for problem in (_batch_problem(batches), _token_problem(model, batches[0])):
+        if (
+            problem is not None
+        ):  # a verdict on a wrong answer is false, so `if problem` would skip it
             return problem
     if loss_sum is None and not has_loss_sum(model):
-        return wrong("It is not known what the model's own loss is a mean over: write `loss_sum`.")
-    problem = _about_loss(model, batches[0], loss_sum)
-    return _about_step(make_model, make_batch, loss_sum) if problem is None else problem
+        return wrong(
+            "The check cannot tell over what the model's own loss is averaged, so write `loss_sum`."
+        )
+    problem = _loss_problem(model, batches[0], loss_sum)
+    return _check_step(make_model, make_batch, loss_sum) if problem is None else problem
 
 
-def _about_batches(batches: list[Any]) -> Verdict | None:
+def _batch_problem(batches: list[Any]) -> Verdict | None:
     first, second = (list(tensors_in(batch)) for batch in batches)
     if not first:
-        return wrong("`make_batch(step)` is to return tensors: one, or a tuple or dictionary.")
+        return wrong(
+            "`make_batch(step)` must return one tensor, or a tuple or dictionary of tensors."
+        )
     if len({len(tensor) for tensor in first}) > 1:
-        return wrong("The batch's tensors differ in the number of their samples.", exact=True)
+        return wrong(
+            "The tensors of your batch have different numbers of samples. They must have the"
+            " same first dimension.",
+            exact=True,
+        )
     if len(first) == len(second) and all(map(torch.equal, first, second)):
-        return wrong("The batch of step 1 is that of step 0: nothing new is learnt.", exact=True)
+        return wrong(
+            "`make_batch` returned the same batch for steps 0 and 1, so nothing new is learned.",
+            exact=True,
+        )
     return None
 
 
-def _about_vocabulary(model: nn.Module, batch: Any) -> Verdict | None:
+def _token_problem(model: nn.Module, batch: Any) -> Verdict | None:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = max((embedding.num_embeddings for embedding in embeddings), default=0)
     tokens = [t for t in tensors_in(batch) if not t.is_floating_point() and t.dtype != torch.bool]
     most = max((int(tensor.max()) for tensor in tokens if tensor.numel()), default=0)
     if rows and most >= rows:
-        message = text("Token {token} has no row in an embedding of {rows}.", token=most, rows=rows)
+        message = text(
+            "Your batch has the token {token}, but the embedding has only {rows} rows.",
+            token=most,
+            rows=rows,
+        )
         return wrong(message, exact=True)
     return None
 
 
-def _about_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdict | None:
+def _loss_problem(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdict | None:
     """Check that the losses of single samples add up to the batch's."""
     model.eval()  # without dropout, so that the sums are equal
     whole = _loss_of(model, batch, loss_sum)
     if whole is None:
         return not_answered()
-    pieces = [_loss_of(model, piece, loss_sum) for piece in split(batch, 1)]
-    if not all(map(_is_pair, (whole, *pieces))):
+    singles = [_loss_of(model, sample, loss_sum) for sample in split(batch, 1)]
+    if not all(map(_is_pair, (whole, *singles))):
         return wrong(
-            "`loss_sum` is to return a pair: the sum, one number with a gradient; and its weight."
+            "`loss_sum` must return a pair: the sum, which is one number with a gradient, and"
+            " its weight."
         )
-    names = ("Sums do not add up", "Weights do not add up")
+    names = (
+        "The sums that `loss_sum` returns do not add up",
+        "The weights that `loss_sum` returns do not add up",
+    )
     for i, name in enumerate(names):
-        alone, together = sum(_number(piece[i]) for piece in pieces), _number(whole[i])
+        alone, together = sum(_number(single[i]) for single in singles), _number(whole[i])
         if abs(alone - together) > 1e-3 * abs(alone):
             message = text(
-                "{name}: {pieces} in single samples, {whole} in one batch of {count}. Is it a"
-                " mean?",
+                "{name}. Single samples give {pieces} in total, one batch of {count} samples"
+                " gives {whole}. Did you return a mean?",
                 name=text(name),
                 pieces=f"{alone:,.1f}",
                 whole=f"{together:,.1f}",
@@ -137,7 +164,7 @@ def _is_pair(found: Any) -> bool:
     return isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad and one_number
 
 
-def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
+def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
     """Compare the baseline's prediction with a real step, and list the blocks for checkpoints."""
     recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
     estimated = estimate(make_model, lambda: make_batch(0), recipe, **options)
@@ -148,7 +175,8 @@ def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
     )
     if predicted != taken.meter.peak_bytes:
         message = text(
-            "Predicted {predicted} bytes, measured {taken}. {difference}",
+            "The predicted peak is {predicted} bytes, but the measured one is {taken}."
+            " {difference}",
             predicted=f"{predicted:,}",
             taken=f"{taken.meter.peak_bytes:,}",
             difference=first_difference(estimated.trace(), taken.meter.trace()),
@@ -163,15 +191,16 @@ def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
     except ValueError:
         return right(
             text(
-                "Right: {count} parameters; the plain step peaks at {peak} bytes, predicted and"
-                " taken. No list of like blocks was found: checkpoints need `blocks=`.",
+                "Right: the model has {count} parameters, and the baseline peaks at {peak}"
+                " bytes, as predicted. No list of equal blocks was found, so pass `blocks=` for"
+                " checkpoints.",
                 **values,
             )
         )
     return right(
         text(
-            "Right: {count} parameters, {blocks} blocks from `{first}` on; the plain step peaks at"
-            " {peak} bytes, predicted and taken.",
+            "Right: the model has {count} parameters and {blocks} blocks from `{first}` on. The"
+            " baseline peaks at {peak} bytes, as predicted.",
             blocks=len(names),
             first=names[0],
             **values,
@@ -190,22 +219,23 @@ def first_difference(predicted: Trace, taken: Trace) -> str:
         }
         if expected is not ran and expected != ran:
             return text(
-                "They differ from operator {number} on, in {module}: {expected} was predicted, and"
-                " {ran} ran. On real values the step takes another path, for example because of a"
-                " mask that is not all ones, or of layers that are dropped at random.",
+                "They differ from operator {number} on, in {module}: {expected} was predicted,"
+                " but {ran} ran. With real values the step takes another path, for example"
+                " because a mask is not all ones or because layers are dropped at random.",
                 expected=verbatim(f"`{expected}`"),
                 **place,
             )
         bytes_live = [int(trace.live[moment].sum()) for trace in (predicted, taken)]
         if bytes_live[0] != bytes_live[1]:
             return text(
-                "They differ from operator {number} on, in {module}: after {ran}, {expected} bytes"
-                " were to be live, and {measured} are. Please report this operator.",
+                "They differ from operator {number} on, in {module}: after {ran}, {expected}"
+                " live bytes were predicted, but {measured} were measured. Please report this"
+                " operator.",
                 expected=f"{bytes_live[0]:,}",
                 measured=f"{bytes_live[1]:,}",
                 **place,
             )
     return text(
-        "Both run the same {count} operators, and then one of them goes on.",
+        "Both run the same {count} operators, and then one of the two runs more.",
         count=min(len(predicted.operators), len(taken.operators)) - 1,
     )
