@@ -619,7 +619,12 @@ ANSWERS = {
     ),
     "head_chunk": (
         [256],
-        [(128, "256 fits as well"), (512, "too large"), (100, "power of two"), ("256", "power of two")],
+        [
+            (128, "256 fits as well"),
+            (512, "too large"),
+            (100, "power of two"),
+            ("256", "power of two"),
+        ],
     ),
 }
 

@@ -95,7 +95,7 @@ ANSWERS = {
         [
             (Recipe(), "277.7 MB > 160 MB. Its peak has activation 178.4 MB"),
             (Recipe(micro_batches=2), "does not fit"),
-            (Recipe(checkpoint="layers"), "takes 1.214 times the baseline's FLOPs"),
+            (Recipe(checkpoint="layers"), "needs 1.214 times the baseline's FLOPs"),
             (Recipe(attention="flash", micro_batches=8), "times the baseline's FLOPs"),
             (Recipe(offload_activations=True), "fits, but it moves"),
         ],
@@ -108,7 +108,7 @@ ANSWERS = {
         [
             (
                 Recipe(checkpoint="layers", micro_batches=8),
-                "takes 1.214 times the baseline's FLOPs",
+                "needs 1.214 times the baseline's FLOPs",
             ),
             (Recipe(checkpoint="layers", in_backward=True), "clipping is impossible"),
             (Recipe(micro_batches=8), "134.8 MB > 120 MB. Its peak has optimizer state 55.0 MB"),

@@ -378,7 +378,7 @@ def _refuse_flops_above(found: Estimate, limit: float) -> None:
     if ratio > limit:
         raise Refused(
             text(
-                "Your recipe fits, but it takes {ratio:.3f} times the baseline's FLOPs.",
+                "Your recipe fits, but needs {ratio:.3f} times the baseline's FLOPs.",
                 ratio=ratio,
             )
         )
