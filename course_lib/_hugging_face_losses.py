@@ -22,7 +22,7 @@ from ._torch import tensors_in
 def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
     """Return the sum of losses of one of `micro_batches` micro-batches, and its weight.
 
-    A method `loss` is taken to return a mean over samples.
+    A method `loss` is assumed to return a mean over samples.
     """
     if has_method(model, "loss_sum"):
         return _called(model, "loss_sum", batch)
@@ -83,7 +83,7 @@ def samples_in(batch: Any) -> int:
 
 
 def has_loss_sum(model: nn.Module) -> bool:
-    """Return whether the number over which the model's loss is a mean is known."""
+    """Return whether the model's loss is a sum, or a mean over a known number of items."""
     if has_method(model, "loss") or has_method(model, "loss_sum"):
         return has_method(model, "loss_sum")
     names = " ".join(kind.__name__ for kind in type(wrapped_in(model)).__mro__)

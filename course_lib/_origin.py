@@ -77,13 +77,14 @@ def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
     return code and (code.co_filename, frame.f_lineno, code.co_qualname)
 
 
-@cache  # called for each frame of each operator
+@cache  # because this is called for each frame of each operator
 def _is_own_file(file: str) -> bool:
     return _is_theirs(file, "") and not file.startswith(TORCH) and not INSTALLED.match(file)
 
 
 def file_shown(file: str) -> str:
-    """Return a file's name as a reader knows it."""
+    """Return "a cell", a path inside the installed packages, or a path relative to the current
+    directory if the file is in it."""
     if CELL.search(file):
         return "a cell"
     if installed := INSTALLED.match(file):
@@ -144,7 +145,7 @@ def message(error: Exception) -> str:
         )
     else:
         raise error
-    return line.replace("FakeTensor", "Tensor")  # the reader's code passed ordinary tensors
+    return line.replace("FakeTensor", "Tensor")  # the reader knows only ordinary tensors
 
 
 @contextmanager
@@ -177,7 +178,7 @@ def unlogged() -> Iterator[None]:
 
 
 def needs_values(error: Exception) -> bool:
-    """Return whether the cause of an error is that a symbolic tensor has no values."""
+    """Return whether an error was raised because code read the values of a symbolic tensor."""
     return isinstance(error, NEEDS_DATA) or _NEEDS_NUMBERS.search(str(error)) is not None
 
 

@@ -86,7 +86,7 @@ def _rebuilt(value: Any, items: list) -> Any:
     made = copy.copy(value)  # keeps the type and other attributes of the object
     if isinstance(value, list):
         made[:] = items
-    elif isinstance(value, Mapping):  # first, since a Hugging Face output is a dataclass too
+    elif isinstance(value, Mapping):  # a Hugging Face output is also a dataclass
         for key, item in zip(value, items, strict=True):
             made[key] = item
     else:
@@ -118,7 +118,9 @@ def written_arguments(
 
 # ---- modules that compute alike
 
-NUMBERED = re.compile("idx|index|layer|number")  # attributes with the number of a block
+NUMBERED = re.compile(
+    "idx|index|layer|number"
+)  # names of attributes that hold the number of a block
 
 
 def kind_of(tensor: Tensor) -> tuple:
@@ -348,7 +350,7 @@ class AllRandomState:
 @contextmanager
 def random_numbers_undone() -> Iterator[None]:
     """Restore the generators after an error inside the block."""
-    state = AllRandomState(counted=False)  # not a part of the memory that the block uses
+    state = AllRandomState(counted=False)  # meters do not count these states
     try:
         yield
     except BaseException:

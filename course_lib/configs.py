@@ -173,7 +173,7 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²)) in fp32, times a weight.
+    """Root-mean-square normalization: x / sqrt(mean(x²)) in fp32, times a weight.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -222,7 +222,8 @@ class GroupedAttention(Attention):
         out_bias: bool,
         head_norms: bool,
     ):
-        nn.Module.__init__(self)  # not that of `Attention`, which has one projection for all three
+        # `Attention.__init__` is skipped, because it makes one projection for Q, K and V.
+        nn.Module.__init__(self)
         if heads % kv_heads:
             raise ValueError(
                 f"num_key_value_heads must be a divisor of the {heads} attention heads, got"
@@ -263,7 +264,7 @@ class GroupedAttention(Attention):
 
 
 class GatedFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)).
+    """Gated feed-forward network: down(silu(gate(x)) * up(x)).
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """

@@ -56,8 +56,8 @@ class Workload:
 def workload_of(given: Namespace) -> Workload:
     """Return the workload given by --config, by --model, or by sizes.
 
-    A model of a config or of sizes calls PyTorch's `scaled_dot_product_attention`, which is also
-    the default of transformers. A function's model is not changed.
+    A model built from a config or from sizes calls PyTorch's `scaled_dot_product_attention`, which
+    is also the default of transformers. A function's model is not changed.
 
     Raises:
         ValueError: An option is missing, names something that cannot be found, or cannot be
@@ -141,7 +141,7 @@ def configured(file: Path | str, sequence: int) -> ConfiguredModel:
     return ConfiguredModel(made, make_batch, vocabulary, plain=False)
 
 
-#: Families of transformers' models that take tokens and labels, the likeliest first.
+#: Families of transformers' models that take tokens and labels, the most likely first.
 FAMILIES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 

@@ -214,9 +214,9 @@ class _GrownSpans:
             return offset + copy * block
         if before == span.stop and there != "new":
             return self._stretched(span.stop)
-        if before == span.stop - block:  # each copy is released one block later than the last
+        if before == span.stop - block:  # each copy is released one block after the previous copy
             return offset + copy * block
-        if before == span.stop + block:  # or one block earlier
+        if before == span.stop + block:  # each copy is released one block before the previous copy
             return offset + (self.blocks - 1 - copy) * block
         raise Irregular
 
@@ -229,7 +229,8 @@ class _GrownSpans:
         return p, "head" if within < at.cut else "new" if within < at.cut + at.block else "tail"
 
     def _offset(self, p: int) -> int:
-        """Return by how many moments pass `p` starts later than in `more`."""
+        """Return the number of moments by which pass `p` of the grown step starts later than in
+        `more`."""
         return sum((self.blocks - 1) * at.block for at in self.passes[:p])
 
     def _stretched(self, moment: int) -> int:

@@ -1,10 +1,10 @@
 """Forward passes of equal stages, of which a symbolic step runs one per kind.
 
 A schedule runs most of its stages several times without gradients, and the blocks of a model are
-often equal. Such a run allocates and releases the same each time: operators, FLOPs, temporaries and
-one output. It is therefore computed once per kind of stage. Later runs are only recorded: the
-meter's ledger gets the same lines, and the output is made without the operators that led to it.
-Line by line, the ledger equals that of the step with all operators.
+often equal. Each run of equal stages has the same operators, FLOPs and temporaries, and leaves one
+output of the same size. One run per kind of stage is therefore computed. For each later run, the
+meter's ledger gets the same moments again, and the output is created without running the operators.
+The ledger then equals that of the step in which all operators run, moment by moment.
 
 Runs that keep tensors for a backward pass, and the backward passes, are always computed.
 """
@@ -29,18 +29,18 @@ from course_lib.symbolic.shape_cache import Outline, extent, make_fake
 
 @dataclass(frozen=True)
 class ForwardRun:
-    """The lines and records that one run of a stage adds to a ledger.
+    """Moments and records that one run of a stage adds to a ledger.
 
-    Lines are numbered from the first of the run.
+    A moment is one operator. Moments are numbered from the first one of the run.
 
     Attributes:
-        operators: (operator, phase) of each line.
-        flops: Dict from line to FLOPs.
-        temporaries: Bytes of the storages that are released by the end, an int64 array of shape
-            (lines, categories).
+        operators: (operator, phase) of each moment.
+        flops: Dict from moment to FLOPs.
+        temporaries: Bytes of the storages that the run creates and releases, an int64 array of
+            shape (moments, categories).
         outline: Shape, strides, dtype and device of the output.
         role, made_in: Attributes of the record of the output's storage.
-        born: Line at which the output's storage is made.
+        born: Moment at which the output's storage is made.
         drew: Whether random numbers were drawn.
         result: The stage's attribute `result`, or None if it has none.
     """
@@ -57,7 +57,7 @@ class ForwardRun:
 
 
 class Repeats:
-    """Forward passes that are known already, and are recorded in a meter's ledger.
+    """Cache of forward passes that records repeated passes in a meter's ledger.
 
     Args:
         ledger, usage: The meter's ledger and category tracker.
@@ -86,8 +86,8 @@ class Repeats:
 
         Args:
             stage: The stage.
-            given: The tensors that it computes with, except parameters.
-            context: Everything else that determines the result.
+            given: Tensors that the stage reads, except its parameters.
+            context: All other values that determine the result.
             compute: Function that runs the stage.
             drawing: Object whose attribute `seen` is set to True if random numbers are drawn, or
                 None.
@@ -106,9 +106,9 @@ class Repeats:
             return self._recorded(found)
 
     def _key(self, stage: nn.Module, given: Sequence[Tensor], context: Hashable) -> Hashable:
-        """Return the key of a run of the stage.
+        """Return the key that equal runs share, or None if the run must always be computed.
 
-        A stage is equal to no other if its buffers or attributes may change with each run.
+        It must be computed if it may change the stage's buffers or tensors in its attributes.
         """
         if stage not in self.kinds:
             changes = any(True for _ in stage.buffers()) or _holds_tensors(stage)
@@ -120,7 +120,7 @@ class Repeats:
         return kind, context, in_backward, tuple(map(self._state, given))
 
     def _state(self, tensor: Tensor) -> Hashable:
-        """Return everything about a given tensor that determines the run's lines."""
+        """Return the properties of an input tensor that determine the moments of the run."""
         record = self._record(tensor)
         about = record and (record.role, record.made_in, record.saved is None)
         look = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
@@ -132,7 +132,7 @@ class Repeats:
     # ---- The first run of a kind
 
     def _computed(self, key, stage, given, compute, drawing) -> Any:
-        """Run the stage, remember the lines that it adds to the ledger, and return its result."""
+        """Run the stage, keep the moments that it adds to the ledger, and return its result."""
         if key is None:
             return compute()
         ledger = self.ledger
@@ -164,7 +164,7 @@ class Repeats:
         return result
 
     def _can_be_made(self, result: Tensor, output: Record, new: list[Record]) -> bool:
-        """Return whether the output is the only storage that a run leaves, and fills it."""
+        """Return whether a run leaves only the output's storage, and the output fills it."""
         left = [record for record in new if record.died is None and record.bytes]
         fills = result.storage_offset() == 0 and extent(result) == output.nbytes
         on_device = all(record.account is self.ledger.main for record in new)
@@ -173,7 +173,7 @@ class Repeats:
     # ---- Later runs
 
     def _recorded(self, found: ForwardRun) -> Tensor:
-        """Add the lines of a run to the ledger, and return its output."""
+        """Add the moments of an earlier equal run to the ledger, and return a new output."""
         ledger, usage = self.ledger, self.usage
         usage.inputs(None, (), {}, torch._C._current_autograd_node())
         ledger.bury()
@@ -182,20 +182,21 @@ class Repeats:
         output = make_fake(usage.fake_mode, found.outline, [])
         ledger.add(output.untyped_storage(), ledger.main, found.role, found.made_in)
         ledger.operators += found.operators[found.born + 1 :]
-        ledger.flops |= {start + line: flops for line, flops in found.flops.items()}
+        ledger.flops |= {start + moment: flops for moment, flops in found.flops.items()}
         ledger.repeated.append((start, found.temporaries))
         return output
 
 
 def _holds_tensors(stage: nn.Module) -> bool:
-    """Return whether modules of the stage have tensors in attributes. The arguments of a call do
-    not count."""
+    """Return whether a module of the stage has an attribute with a tensor that is neither a
+    parameter nor a buffer. A wrapper's attributes, which hold arguments of the call, do not
+    count."""
     modules = getattr(stage, "block", stage).modules()
     return any(True for each in modules for _ in tensors_in(list(attributes_of(each).values())))
 
 
 def _temporaries(new: list[Record], start: int, stop: int) -> np.ndarray:
-    """Return the bytes at each line and of each category, of storages that have been released."""
+    """Return the bytes of the released storages, at each moment and of each category."""
     change = np.zeros((stop - start + 1, len(CATEGORIES)), dtype=np.int64)
     for record in new:
         for begin, end, category in record.spans(stop) if record.died is not None else ():

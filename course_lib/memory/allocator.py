@@ -53,8 +53,8 @@ def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]
 
 
 def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
-    """Return (time, change of bytes) of each allocation and its release, and (operator, start,
-    stop) of each `_Named` call."""
+    """Return two lists: (time, change in bytes) of each allocation and each release, and
+    (operator, start, stop) of each operator that ran under `_Named`."""
     # Otherwise the profiler reports its start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profile = torch.profiler.profile(
@@ -114,8 +114,8 @@ class _Named(ObserverMode):
 
 @contextmanager
 def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[None]:
-    """Append (peak bytes, bytes at the end) to `found`, both in excess of the bytes that were
-    allocated when the block began."""
+    """Append one pair to `found` when the block ends: its peak, and the bytes allocated at its end.
+    Both are relative to the bytes that were allocated when the block began."""
     before = _allocated(device)["current"]
     torch.cuda.reset_peak_memory_stats(device)
     yield

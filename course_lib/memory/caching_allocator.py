@@ -215,8 +215,8 @@ class CachingAllocator:
 
 
 def _out_of_memory(of: Segments, size: int) -> str:
-    """Return PyTorch's message, in the form that it has without NVML, which would report the memory
-    of each process."""
+    """Return PyTorch's out-of-memory message, in the form that it has without NVML. With NVML, the
+    message also reports the memory of each process."""
     wanted, free, total = map(_size, (of.segment_bytes(size), of.free_bytes, of.total_bytes))
     allowed = "" if of.allowed_bytes is None else f"{_size(of.allowed_bytes)} allowed; "
     reserved = of.statistics["reserved_bytes.all"].current

@@ -85,8 +85,8 @@ class Chunk:
         self.allocated = False
         self.requested = 0
         self.frames: Sequence[Mapping] = ()
-        # Frames of the request for which the segment was made. Only the first chunk of a segment
-        # has them.
+        # Call stack of the request for which the segment was made. Only a segment's first chunk has
+        # one.
         self.segment_frames = ()
         # Value of the pool's `searches` when the chunk became free, for garbage collection.
         self.free_since = 0

@@ -38,7 +38,7 @@ _QUERY_AT = {
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     """Return the FLOPs of one call of an operator; 0 if it has no formula."""
-    packet = getattr(func, "overloadpacket", None)  # higher-order operators have none
+    packet = getattr(func, "overloadpacket", None)  # higher-order operators have no formula
     kind = _COUNTED_AS.get(packet, packet)
     formula = flop_registry.get(kind)
     if formula is None:
@@ -66,7 +66,7 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
         def count(*args, out_val=None, **kwargs) -> int:
             return flops_of(packet.default, args, kwargs, out_val)
 
-        count._get_raw = True  # otherwise the counter passes shapes instead of tensors
+        count._get_raw = True  # otherwise `FlopCounterMode` passes shapes instead of tensors
         return count
 
     return {packet: formula(packet) for packet in (*_COUNTED_AS, *_QUERY_AT)}
@@ -95,7 +95,7 @@ def _with_all_heads(query: int, args: tuple) -> tuple:
 def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
     """Return the FLOPs by the formula, which is evaluated once for all tensors of these shapes.
 
-    A formula takes longer than a symbolic operator.
+    Evaluating a formula takes longer than running a symbolic operator.
     """
     if kwargs or not all(isinstance(value, Tensor) for value in args):
         return formula(*args, **kwargs, out_val=result)

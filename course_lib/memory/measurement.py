@@ -97,10 +97,9 @@ def measure(
     Every run starts with empty gradients and the same random numbers. The warm-up creates the
     optimizer's state, so that no variant in a comparison includes this cost. After the warm-up the
     step runs up to four times, until two consecutive runs have the same operators and the same peak
-    (DDP arranges its buckets in the second run). One
-    more run measures the allocator's peak, without any dispatch mode, one measures the workspace of
-    each operator, and `repeats` runs are timed. Garbage collection is off, so that the figures are
-    reproducible.
+    (DDP arranges its buckets in the second run). One more run measures the allocator's peak,
+    without any dispatch mode, another run measures the workspace of each operator, and `repeats`
+    runs are timed. Garbage collection is off, so that the figures are reproducible.
 
     Functions that `torch.compile` has compiled run compiled in each of these runs, and afterwards
     too. `Measurement.notes` then states that compiled code was called. The allocator's peak is that
@@ -309,7 +308,7 @@ def flop_counter() -> FlopCounterMode:
 class _FlopCounter(FlopCounterMode):
     def __enter__(self):
         counter = super().__enter__()
-        self.mode.__exit__(None, None, None)  # under this mode nothing runs compiled
+        self.mode.__exit__(None, None, None)  # compiled functions run uncompiled under this mode
         self.mode = _FlopMode(self)
         self.mode.__enter__()
         return counter

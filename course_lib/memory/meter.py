@@ -312,8 +312,8 @@ class MemoryMeter(Figures, ObserverMode):
         self._undo.enter_context(
             storages_without_operators(self, self._ledger.made, self._ledger.resized)
         )
-        # A symbolic step calls no compiled code. These contexts import the compiler, so they are
-        # skipped if it is not loaded and this meter's operators do not load it.
+        # Compiled code is watched only if it can run. A symbolic step calls none. In other steps
+        # the compiler must be loaded, either before or by this meter's own operators.
         if not is_symbolic() and ("torch._dynamo" in sys.modules or self._should_skip_dynamo()):
             self._undo.enter_context(buffers_of_generated_code(self, self._allocated))
             self._undo.enter_context(compiled_calls(self._called_compiled))
@@ -371,7 +371,7 @@ class MemoryMeter(Figures, ObserverMode):
             ledger.note_peak()
             exceeded = self._exceeded(func)
         if exceeded is not None:
-            del result  # otherwise the traceback would keep it alive
+            del result  # the traceback would keep the result alive
             raise exceeded
         return result
 

@@ -1,4 +1,7 @@
-"""Module in which an operator runs. In backward it is the module whose gradient is computed."""
+"""Find the module in which an operator runs.
+
+For an operator of the backward pass, this is the module that ran the forward operator.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def saved_tensors(
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if not roots:
         raise ValueError(
-            "function returned nothing that requires a gradient, so autograd keeps nothing"
+            "function must return a tensor that requires a gradient, got none; without one"
+            " autograd keeps no tensors"
         )
     held = [item for item in (ref() for ref in packed) if item is not None]
     leaves = _name_items(roots, held)
@@ -160,9 +161,10 @@ def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
 
 
 class _Held:
-    """A saved tensor as the graph holds it, with the number of the node that is being made."""
+    """Object that the graph holds instead of a saved tensor, with the number of the autograd node
+    that saved it."""
 
-    # Items that were unpacked when a node's saved tensors were read by name.
+    # Items that autograd unpacked while `_name` read a node's saved tensors.
     asked: ClassVar[list[_Held]] = []
 
     def __init__(self, tensor: Tensor, number: int):

@@ -26,8 +26,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
         parameters = [] if model is None else list(model.parameters())
-        self._modules = []  # pairs (a module's dict of tensors, its content)
-        self._values = []  # pairs (tensor, its value)
+        self._modules = []  # pairs (a module's dict of tensors, a copy of that dict)
+        self._values = []  # pairs (tensor, a copy of its values)
         if model is not None:
             for module in model.modules():
                 self._modules += [

@@ -53,7 +53,7 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
 
 
 def _held_beside(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a nested or quantized tensor holds in addition to its numbers."""
+    """Return the tensors that a nested or quantized tensor holds in addition to its values."""
     if tensor.is_nested:
         shapes = [tensor._nested_tensor_size(), tensor._nested_tensor_strides()]
         return [*shapes, tensor._nested_tensor_storage_offsets()]

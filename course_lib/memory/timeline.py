@@ -85,7 +85,7 @@ class Record(weakref.ref):
     """Life of one storage, and the weak reference that notices its end.
 
     Times are operator numbers. Whether a storage is an activation or a temporary is decided only
-    later. A record therefore keeps dates, and `spans` derives the categories from them.
+    later. A record therefore keeps operator numbers, and `spans` derives the categories from them.
     """
 
     __slots__ = ("account", "born", "bytes", "died", "key", "made_in",
@@ -164,8 +164,8 @@ class Ledger:
         lines: Dict from operator number to (file, line, function) of the user's own code that
             called it.
         records: Records of all storages.
-        repeated: List of (number of the first operator, int64 array of shape (lines, categories)).
-            The array holds the bytes of temporaries that have no records
+        repeated: List of (number of the first operator, int64 array of shape (moments,
+            categories)). The array holds the bytes of temporaries that have no records
             (`course_lib.budget.repeats`).
         lock: Lock for the attributes above. Autograd runs one thread per device.
     """
@@ -189,8 +189,10 @@ class Ledger:
         self._by_address: dict[int, Record] = {}
         # Weak references append their records here, in whichever thread a storage is released.
         self._dead: deque[Record] = deque()
-        self._expected: Record | None = None  # counted as released until `bury` checks it
-        # The history is kept once no more operators follow.
+        self._expected: Record | None = (
+            None  # counted as released until `bury` checks whether it is
+        )
+        # Result of `history`, cached when no more operators follow.
         self._final: dict[str, np.ndarray] | None = None
 
     def account(self, device: torch.device) -> Account:
@@ -241,8 +243,8 @@ class Ledger:
                 record.role, record.since = role, max(since, record.born)
 
     def close(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """End the records. The pairs (tensor, role) give roles that are known only after the last
-        operator."""
+        """Finish the records at the end of the block. The pairs (tensor, role) give roles that are
+        known only after the last operator."""
         self.bury()
         for tensor, role in tensors:
             self.assign(tensor, role)

@@ -2,8 +2,8 @@
 bytes moved.
 
 Each way to run a step returns a trace: under a meter, on symbolic tensors, as one of several ranks,
-or with only a few of a model's blocks. This module computes the live bytes by
-category, the peak and the phases from it.
+or with only a few of a model's blocks. This module computes the live bytes by category, the peak
+and the phases from it.
 """
 
 from __future__ import annotations

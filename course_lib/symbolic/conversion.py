@@ -14,7 +14,7 @@ _apply = nn.Module._apply
 
 
 class _Once:
-    """Conversion that replaces each symbolic tensor by one other tensor, also if several modules
+    """Conversion that replaces each symbolic tensor by one other tensor, even if several modules
     share it."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):

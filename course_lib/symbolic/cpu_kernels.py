@@ -31,7 +31,9 @@ from .._torch import tensors_in
 
 _aten = torch.ops.aten
 Dispatch = Callable[..., Any]  # (operator, types, args, kwargs) -> result on symbolic tensors
-Rule = Callable[[Dispatch, dict[str, Any], Any], Any]  # takes the arguments by name and the result
+Rule = Callable[
+    [Dispatch, dict[str, Any], Any], Any
+]  # (dispatch, arguments by name, symbolic result) -> result
 
 
 def as_for_real(
@@ -118,18 +120,18 @@ def _loss(
 
 
 def _agreed(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result with the strides on which the input and the target agree."""
+    """Return a result with the strides that `_elementwise` finds for the input and the target."""
     return _elementwise(dispatch, (given["self"], given["target"]), result)
 
 
 def _like_input(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result that is made by `empty_like` of the input, without regard to the target."""
+    """Return a tensor like the input, because the kernel allocates its output with
+    `empty_like(input)` and ignores the target's strides."""
     return dispatch(_aten.empty_like.default, (), (given["self"],), {})
 
 
 def _huber_loss(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return the loss. That of each element is made by `empty_like`, and a reduced loss has its own
-    storage."""
+    """Return the symbolic result if the loss is reduced, and a tensor like the input otherwise."""
     return result if given["reduction"] else _like_input(dispatch, given, result)
 
 

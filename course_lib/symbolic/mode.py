@@ -1,5 +1,5 @@
-"""Symbolic tensors, except for small tensors of integers, which are real because steps read their
-values."""
+"""Mode in which all tensors are symbolic, except for small tensors of integers, which are real
+because steps read their values."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Symbolic(FakeTensorMode):
             WeakKeyDictionary()
         )
         self._cached = partial(shape_cache.dispatch_cached, self)
-        # True while an operator runs that PyTorch decomposes into others.
+        # True while PyTorch runs an operator by decomposing it into other operators.
         self._inside = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -270,7 +270,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     reading them raises PyTorch's own error, which names the operator. Where layers are dropped at
     random, one random draw decides which. At the end of the context the random number generators
     are restored to their earlier states. Functions and modules that `torch.compile` has compiled
-    run uncompiled inside the context, and compiled after it.
+    run uncompiled inside the context, and run compiled again after it.
 
     Args:
         mode: The mode that an earlier `with symbolic() as mode` returned, to continue with its

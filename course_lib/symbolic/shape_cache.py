@@ -200,7 +200,7 @@ def extent(tensor: Tensor) -> int:
 def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
     """Return a new result of the form that the cache describes."""
     kind, made = known
-    if kind is NoneType:  # for example `_foreach_add_`, which writes to its arguments
+    if kind is NoneType:  # as for `_foreach_add_`, which writes to its arguments
         return None
     result = [given[x] if isinstance(x, int) else make_fake(mode, x, given) for x in made]
     return kind(result) if kind else result[0]
