@@ -924,8 +924,11 @@ live
 # </div>
 
 # %%
-ways = {"with each micro-batch": {"sync": "each"}, "with the last, sums outside the buckets": {}}
-ways["with the last, sums in the buckets"] = {"in_buckets": True}
+ways = {
+    "with each micro-batch": {"sync": "each"},
+    "with the last micro-batch, sums outside the buckets": {},
+}
+ways["with the last micro-batch, sums in the buckets"] = {"in_buckets": True}
 headings = ["communicated (MB)", "gradients at the peak (MB)", "peak, MB"]
 
 
@@ -950,7 +953,7 @@ table(["DDP reduces gradients", *headings], [row_of("ddp", *way) for way in ways
 # </div>
 
 # %%
-ways = {"with each micro-batch": {"sync": "each"}, "with the last": {}}
+ways = {"with each micro-batch": {"sync": "each"}, "with the last micro-batch": {}}
 table(["FSDP2 reduces gradients", *headings], [row_of("fsdp", *way) for way in ways.items()])
 
 # %% [markdown]

@@ -68,8 +68,8 @@ CLAIMS = (
         "The accuracy difference is very small (typically < 1% gradient norm difference).",
         "the same with micro-batches of eight samples of different lengths",
         (
-            "Partly: it depends on how much the token counts differ. Here the error is below 1% in"
-            " one batch of eight."
+            "Partly: it depends on how much the token counts differ. Here the error is below 1%"
+            " in only one of eight batches."
         ),
         outcome="partly",
         source="leeroopedia.com, Unsloth Gradient Accumulation Accuracy, not Unsloth's own page",

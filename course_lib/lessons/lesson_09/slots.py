@@ -74,7 +74,7 @@ def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
             return problem
     if loss_sum is None and not has_loss_sum(model):
         return wrong(
-            "The check cannot tell over what the model's own loss is averaged, so write `loss_sum`."
+            "The check cannot tell what the model's own loss is averaged over, so write `loss_sum`."
         )
     problem = _loss_problem(model, batches[0], loss_sum)
     return _check_step(make_model, make_batch, loss_sum) if problem is None else problem
