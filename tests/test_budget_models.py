@@ -693,17 +693,17 @@ class Scaled(Decoder):
         (
             Pictures,
             SEGMENTS,
-            "stages.1 must be called with what stages.0 returned, got something else",
+            "the first argument of stages.1 must be the result of stages.0, got another tensor",
         ),
-        (Looking, SEGMENTS, "what body.blocks.0 returned is used by others"),
+        (Looking, SEGMENTS, "only the next block may use the result of body.blocks.0"),
         (Skipping, SEGMENTS, "body.blocks.1 was not called"),
-        (Reversed, SEGMENTS, "body.blocks.2 must be called once and after body.blocks.1"),
-        (Scaled, SEGMENTS, "scale must not require a gradient, got a .* that does"),
+        (Reversed, SEGMENTS, "body.blocks.2 must be called once, directly after body.blocks.1"),
+        (Scaled, SEGMENTS, "scale must not require gradients, got a .* that does"),
         (Decoder, replace(SEGMENTS, segments=4), "segments must be between 1 and 3, .*, got 4"),
         (
             Checkpointing,
             OPTIMAL,
-            "schedule must be a Schedule, .*, got a function and body.blocks.0 in such hooks",
+            "schedule must be a Schedule, .*, got a function, and body.blocks.0 inside such hooks",
         ),
         (
             Decoder,

@@ -381,7 +381,7 @@ def least_time(chain, budget):
                 live,
             )
             with contextlib.suppress(IllegalSchedule):
-                referee.take(action)
+                referee.run_action(action)
                 if referee.during_bytes <= budget:
                     number += 1
                     state = (

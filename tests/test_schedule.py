@@ -163,17 +163,17 @@ def test_what_is_made_a_second_time_is_alive_once():
     ("actions", "message"),
     [
         ([Forward(1)], r"action 0, Forward\(stage=1, keep='all'\).*x_1 is not"),
-        ([Forward(0, "nothing"), Forward(0)], r"action 1.*input alive, and x_0 is not"),
-        ([Forward(0), Backward(0)], r"action 1, Backward\(stage=0\).*Backward\(1\) is due"),
-        ([Forward(0), Forward(1, "input"), Backward(1)], r"action 2.*stage 1's is not alive"),
-        ([Forward(0), Forward(1), Backward(1), Backward(1)], r"action 3.*Backward\(0\) is due"),
+        ([Forward(0, "nothing"), Forward(0)], r"action 1.*input is live, and x_0 is not"),
+        ([Forward(0), Backward(0)], r"action 1, Backward\(stage=0\).*Backward\(1\) is next"),
+        ([Forward(0), Forward(1, "input"), Backward(1)], r"action 2.*S_1 is not"),
+        ([Forward(0), Forward(1), Backward(1), Backward(1)], r"action 3.*Backward\(0\) is next"),
         (
             [Forward(0), Forward(1), Backward(1), Backward(0), Backward(0)],
-            r"action 4.*all have run",
+            r"action 4.*all of them have run",
         ),
         (
             [Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)],
-            r"action 3.*stage 0's is not alive",
+            r"action 3.*S_0 is not",
         ),
         (
             [Forward(0), Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)],
@@ -195,7 +195,7 @@ def test_an_illegal_schedule_is_refused_with_the_action_and_the_rule(actions, me
 
 
 def test_a_schedule_for_another_length_is_refused():
-    with pytest.raises(IllegalSchedule, match="Backward\\(3\\) is due"):
+    with pytest.raises(IllegalSchedule, match="Backward\\(3\\) is next"):
         simulate(store_all(Chain.uniform(3)), Chain.uniform(4))
     with pytest.raises(IllegalSchedule, match="stages 0 to 2"):
         simulate(store_all(Chain.uniform(4)), Chain.uniform(3))
@@ -1013,12 +1013,13 @@ def test_a_stage_that_leaves_a_loss_beside_what_it_returns_is_refused():
     for schedule in schedules(4):
         layers = nn.Sequential(*(Aside(8, 8) for _ in range(4)))
         with pytest.raises(
-            RuntimeError, match=r"^stage \d leaves a tensor with a gradient behind in losses[^\n]*$"
+            RuntimeError,
+            match=r"^stage \d stores a tensor that requires a gradient in losses[^\n]*$",
         ):
             ScheduledSequential(layers, schedule)(x).sum().backward()
         with (
             schedule_blocks(layers, "*", schedule=schedule),
-            pytest.raises(RuntimeError, match="behind in losses"),
+            pytest.raises(RuntimeError, match="requires a gradient in losses"),
         ):
             layers(x).sum().backward()
 

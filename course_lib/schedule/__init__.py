@@ -1,9 +1,10 @@
 """Checkpointing schedules for a chain of stages: their exact cost, and their execution.
 
-A network is a `Chain`. A `Schedule` says which stage runs when and what its forward keeps, and
-`simulate` computes what it costs. `optimal` finds the fastest schedule within a byte budget.
-`ScheduledSequential` runs a schedule under autograd, and `schedule_blocks` runs the blocks of any
-model by one, in place. Lesson 03 explains schedules.
+A `Chain` describes a network by the costs of its stages. A `Schedule` says which stage runs when
+and what its forward keeps, and `simulate` computes its peak bytes and its time. `optimal` finds the
+fastest schedule within a byte budget. `ScheduledSequential` runs a schedule under autograd, and
+`schedule_blocks` runs the blocks of any model by a schedule, in place. Lesson 03 explains
+schedules.
 
 Example:
     >>> import torch

@@ -1,4 +1,8 @@
-"""Schedules: which stage runs when, and what each forward keeps; their simulation and a plot."""
+"""Schedules as sequences of actions, their simulated cost, and a plot.
+
+A schedule says which stage runs when, and what each forward keeps. This module does not run any
+stage: `executor` and `blocks` do.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,20 @@ KEEPS = ("all", "input", "nothing")
 
 
 class Forward(NamedTuple):
-    """Run stage i on x_i, and keep "all" for its backward, only its "input", or "nothing"."""
+    """Action that runs stage i on its input x_i.
+
+    It keeps "all" that the stage's backward needs, only its "input", or "nothing".
+    """
 
     stage: int
     keep: str = "all"
 
 
 class Backward(NamedTuple):
-    """Run the backward of stage i, from the gradient of x_{i+1} to that of x_i."""
+    """Action that runs the backward of stage i.
+
+    It computes the gradient of x_i from the gradient of x_{i+1}.
+    """
 
     stage: int
 
@@ -36,7 +46,10 @@ Action = Forward | Backward
 class Schedule(Sequence):
     """An immutable sequence of `Forward` and `Backward` actions.
 
-    `simulate` checks whether it is legal for a chain.
+    A schedule may be illegal for some or all chains; `simulate` checks this.
+
+    Args:
+        actions: The actions, in the order in which they run.
 
     Raises:
         TypeError, ValueError: An element is not an action.
@@ -46,7 +59,7 @@ class Schedule(Sequence):
         self._actions = tuple(actions)
         for number, action in enumerate(self._actions):
             if type(action) is Forward and type(action.stage) is int and action.keep in KEEPS:
-                continue  # the common case is fast, because schedules may be long
+                continue  # skips the slow checks below, because schedules may be long
             kind(
                 f"action {number}",
                 action,
@@ -77,11 +90,11 @@ class Schedule(Sequence):
         return f"Schedule of {len(self)} actions: {shown}{', ...' if len(self) > 4 else ''}"
 
     def plot(self, ax=None, *, chain=None):
-        """Plot time on the x axis and stages on the y axis, with bars for what is kept.
+        """Plot time on the x axis and stages on the y axis, with bars for actions and kept values.
 
         Args:
             ax: Matplotlib axes; by default new ones.
-            chain: Chain whose times are used; by default a uniform chain.
+            chain: Chain whose times are used; by default a uniform chain of the same length.
 
         Returns:
             The axes.
@@ -93,7 +106,7 @@ class Schedule(Sequence):
 
 
 class IllegalSchedule(ValueError):
-    """An action breaks a rule of `simulate`; the message names the action and the rule."""
+    """Error for a schedule that breaks a rule of `simulate`; the message names action and rule."""
 
 
 @dataclass(frozen=True)
@@ -112,31 +125,43 @@ class Cost:
 
 
 def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
-    """Check that a schedule is legal for a chain, and count what it costs.
+    """Check that a schedule is legal for a chain, and count its peak bytes, time and forwards.
 
-    These can be live, with their bytes: the value x_i (`input_bytes` for i = 0, else `output_bytes`
-    of stage i-1); the set S_i of everything that stage i saved (`saved_bytes`), which contains
-    x_{i+1}; and one gradient d_i, as large as x_i. At the start x_0 is live. Below, "x_i is live"
-    means that it is live by itself or as a part of S_{i-1}.
+    Three kinds of data can be live:
 
-    - `Forward(i, "all")` needs x_i. It creates S_i, and x_{i+1} by itself, if live, is released,
+    - a value x_i, with the `input_bytes` of the chain for i = 0, else the `output_bytes` of stage
+      i-1;
+    - S_i, which is everything that stage i saved for its backward, with its `saved_bytes`; S_i
+      contains x_{i+1};
+    - one gradient d_i, as large as x_i.
+
+    At the start x_0 is live. An action that needs x_i also runs if x_i is live only as a part of
+    S_{i-1}. "x_i by itself" is the value without S_{i-1}.
+
+    - `Forward(i, "all")` needs x_i. It creates S_i. If x_{i+1} is live by itself, it is released,
       because S_i contains it.
     - `Forward(i, "input")` needs x_i. It creates x_{i+1}.
     - `Forward(i, "nothing")` needs x_i. It creates x_{i+1} and then releases x_i by itself; S_{i-1}
       stays.
     - `Backward(i)` needs S_i, x_i and d_{i+1}, so each backward runs once, from L-1 down to 0. It
-      releases S_i, d_{i+1}, and x_i and x_{i+1} by themselves, and creates d_i. d_L is passed in at
-      the beginning of Backward(L-1).
+      releases S_i, d_{i+1}, and x_i and x_{i+1} by themselves, and creates d_i. The gradient d_L of
+      the chain's output becomes live at the beginning of `Backward(L-1)`.
 
-    The bytes live during an action are those live before it, plus what it creates, plus its
-    overhead. A forward counts `saved_bytes` and `forward_overhead_bytes` while it runs, whatever it
-    keeps, even if the same values are live already. A backward creates d_i in the memory that it
-    releases; if a real backward needs more, `backward_overhead_bytes` includes the difference.
-    Gradients of parameters count there, until the stage's backward ends.
+    The bytes live during an action are those live before it, plus these:
+
+    - For a forward, `saved_bytes` and `forward_overhead_bytes`, whatever it keeps, even if the same
+      values are live already.
+    - For a backward, `backward_overhead_bytes`. It is assumed that a backward creates d_i in the
+      memory that it releases. If a real backward needs more memory for d_i, the overhead
+      includes the difference. The overhead also includes the gradients of the stage's parameters,
+      which no longer count after the stage's backward.
 
     Args:
         schedule: The actions.
         chain: The chain on which they run.
+
+    Returns:
+        The cost. Bytes are exact for these rules, and the time has the chain's unit.
 
     Raises:
         IllegalSchedule: An action breaks a rule, or the backward of some stage is missing.
@@ -146,32 +171,38 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     """
     simulation = _Simulation(chain)
     for action in schedule if isinstance(schedule, Schedule) else Schedule(schedule):
-        simulation.take(action)
+        simulation.run_action(action)
     if simulation.next_backward >= 0:
         raise IllegalSchedule(
-            f"the schedule ends after {simulation.number} actions, but each stage needs its"
-            f" backward and Backward({simulation.next_backward}) has not run"
+            f"the schedule ends after {simulation.number} actions, but the backward of every stage"
+            f" must run and Backward({simulation.next_backward}) has not run"
         )
     return Cost(simulation.peak_bytes, math.fsum(simulation.times), simulation.forward_steps)
 
 
 class _Simulation:
-    """The values that are live while a schedule runs."""
+    """The data that are live while a schedule runs, and the cost so far.
+
+    Attributes:
+        during_bytes: Bytes live during the last action.
+        times: Time of each action so far.
+        number: Number of actions so far.
+    """
 
     def __init__(self, chain: Chain):
         self.stages = kind("chain", chain, Chain, "a Chain").stages
         self.value_bytes = [chain.input_bytes, *(stage.output_bytes for stage in chain.stages)]
-        self.inputs = {0}  # i: x_i is live by itself
-        self.saved: set[int] = set()  # i: S_i is live
+        self.inputs = {0}  # every i for which x_i is live by itself
+        self.saved: set[int] = set()  # every i for which S_i is live
         self.next_backward = len(chain) - 1
         self.live_bytes = self.peak_bytes = self.during_bytes = chain.input_bytes
         self.times: list[float] = []
         self.forward_steps = self.number = 0
 
-    def take(self, action: Action) -> None:
+    def run_action(self, action: Action) -> None:
         i = action.stage
         if not 0 <= i < len(self.stages):
-            self.refuse(action, f"this chain has the stages 0 to {len(self.stages) - 1}")
+            self.raise_illegal(action, f"this chain has the stages 0 to {len(self.stages) - 1}")
         if isinstance(action, Forward):
             self.forward(action, i)
         else:
@@ -180,9 +211,9 @@ class _Simulation:
 
     def forward(self, action: Forward, i: int) -> None:
         if i > self.next_backward:
-            self.refuse(action, "a stage does not run again after its backward")
+            self.raise_illegal(action, "a stage does not run again after its backward")
         if i not in self.inputs and i - 1 not in self.saved:
-            self.refuse(action, f"a stage runs only with its input alive, and x_{i} is not")
+            self.raise_illegal(action, f"a stage runs only if its input is live, and x_{i} is not")
         stage = self.stages[i]
         self.count(stage.saved_bytes + stage.forward_overhead_bytes)
         self.drop(i + 1)
@@ -199,25 +230,27 @@ class _Simulation:
 
     def backward(self, action: Backward, i: int) -> None:
         if i != self.next_backward:
-            due = (
-                f"Backward({self.next_backward}) is due"
+            state = (
+                f"Backward({self.next_backward}) is next"
                 if self.next_backward >= 0
-                else "all have run"
+                else "all of them have run"
             )
-            self.refuse(
-                action, f"backwards run once each, from the last stage to the first, and {due}"
+            self.raise_illegal(
+                action, f"each backward runs once, from the last stage to the first, and {state}"
             )
         if i not in self.saved:
-            self.refuse(
+            self.raise_illegal(
                 action,
-                f"a backward needs what a forward that keeps all saved, and stage {i}'s is not"
-                " alive",
+                "a backward runs only if everything that its stage saved is live, and"
+                f" S_{i} is not; run Forward({i}, 'all') before it",
             )
         if i not in self.inputs and i - 1 not in self.saved:
-            self.refuse(action, f"a backward needs its stage's input alive, and x_{i} is not")
+            self.raise_illegal(
+                action, f"a backward runs only if its stage's input is live, and x_{i} is not"
+            )
         stage = self.stages[i]
         if i == len(self.stages) - 1:
-            self.live_bytes += stage.output_bytes  # the gradient of the loss, passed in
+            self.live_bytes += stage.output_bytes  # d_L, the gradient of the chain's output
         self.count(stage.backward_overhead_bytes)
         self.saved.remove(i)
         self.drop(i)
@@ -235,53 +268,63 @@ class _Simulation:
             self.inputs.remove(i)
             self.live_bytes -= self.value_bytes[i]
 
-    def refuse(self, action: Action, rule: str) -> None:
-        raise IllegalSchedule(f"action {self.number}, {action!r}, is illegal: {rule}")
+    def raise_illegal(self, action: Action, reason: str) -> None:
+        raise IllegalSchedule(f"action {self.number}, {action!r}, is illegal: {reason}")
 
 
-# ---- the plot
+# ---- live bytes over time, and the plot
 
 
 def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, float, int]]:
-    """Return (start, end, live bytes) of each action, with times in the chain's unit.
+    """Return (start, end, live bytes) for each action of a schedule.
 
-    The largest number of bytes is the peak of `simulate`.
+    Times are in the chain's unit. The largest number of bytes is the `peak_bytes` of `simulate`.
+
+    Args:
+        schedule: The actions.
+        chain: The chain on which they run.
 
     Raises:
         IllegalSchedule: An action breaks a rule.
     """
     simulation = _Simulation(chain)
     now = 0.0
-    found = []
+    live = []
     for action in schedule:
-        simulation.take(action)
+        simulation.run_action(action)
         start, now = now, now + simulation.times[-1]
-        found.append((start, now, simulation.during_bytes))
-    return found
+        live.append((start, now, simulation.during_bytes))
+    return live
 
 
 def _draw(schedule: Schedule, ax, chain: Chain | None):
     """Implement `Schedule.plot`."""
-    ax = pyplot().subplots()[1] if ax is None else ax  # before the imports, whose errors say less
+    ax = (
+        pyplot().subplots()[1] if ax is None else ax
+    )  # first, so that a missing matplotlib raises a clear error
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
 
-    def boxes(spans: list[tuple], kind: str, **look) -> None:
-        found = [
+    def draw_bars(spans: list[tuple], kind: str, **look) -> None:
+        rectangles = [
             Rectangle((start, i - 0.5), end - start, 1.0)
-            for i, start, end, what in spans
-            if what == kind
+            for i, start, end, kind_of_bar in spans
+            if kind_of_bar == kind
         ]
-        ax.add_collection(PatchCollection(found, facecolor=COLORS[kind], **look))
+        ax.add_collection(PatchCollection(rectangles, facecolor=COLORS[kind], **look))
 
     if chain is None:
         chain = Chain.uniform(1 + max(action.stage for action in schedule))
     runs, kept = _spans(schedule, chain)
-    boxes(kept, "all", alpha=0.25, linewidth=0)
-    boxes(kept, "input", alpha=0.35, linewidth=0)
-    for what in COLORS:
-        edge = {"edgecolor": "#888888", "linewidth": 0.6} if what == "nothing" else {"linewidth": 0}
-        boxes(runs, what, **edge)
+    draw_bars(kept, "all", alpha=0.25, linewidth=0)
+    draw_bars(kept, "input", alpha=0.35, linewidth=0)
+    for kind_of_bar in COLORS:
+        edge = (
+            {"edgecolor": "#888888", "linewidth": 0.6}
+            if kind_of_bar == "nothing"
+            else {"linewidth": 0}
+        )
+        draw_bars(runs, kind_of_bar, **edge)
     ax.set(xlim=(0, max(end for _, _, end, _ in runs) or 1), ylim=(-0.5, len(chain) - 0.5))
     ax.set(xlabel="time", ylabel="stage")
     labels = {
@@ -291,7 +334,9 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
         "backward": "backward",
     }
     ax.legend(
-        handles=[Patch(color=COLORS[what], label=label) for what, label in labels.items()],
+        handles=[
+            Patch(color=COLORS[kind_of_bar], label=label) for kind_of_bar, label in labels.items()
+        ],
         fontsize="small",
     )
     return ax
@@ -306,9 +351,9 @@ def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
     now = 0.0
     runs = []
     kept = []
-    since: dict[tuple[int, str], float] = {}
+    start_times: dict[tuple[int, str], float] = {}
     for action in schedule:
-        simulation.take(action)
+        simulation.run_action(action)
         start, now = now, now + simulation.times[-1]
         runs.append(
             (action.stage, start, now, "backward" if isinstance(action, Backward) else action.keep)
@@ -317,9 +362,9 @@ def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
         alive = {(i, "input") for i in simulation.inputs if i < len(chain)} | {
             (i, "all") for i in simulation.saved
         }
-        for value in alive - since.keys():
-            since[value] = start
-        for value in since.keys() - alive:
-            kept.append((value[0], since.pop(value), now, value[1]))
-    kept += [(i, start, now, what) for (i, what), start in since.items()]
+        for value in alive - start_times.keys():
+            start_times[value] = start
+        for value in start_times.keys() - alive:
+            kept.append((value[0], start_times.pop(value), now, value[1]))
+    kept += [(i, start, now, kind_of_bar) for (i, kind_of_bar), start in start_times.items()]
     return runs, kept

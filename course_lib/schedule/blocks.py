@@ -1,4 +1,7 @@
-"""Run the blocks of any model by a schedule, in place, if they form a chain."""
+"""Run the blocks of any model by a schedule, in place, if they form a chain: `schedule_blocks`.
+
+`executor` runs the stages; this module connects the calls of the blocks inside a model with it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ from course_lib.memory.storages import hooks_active
 from .actions import Backward, Schedule, simulate
 from .chain import Chain, symbolic_chain
 from .executor import Run, states_of
-from .stages import check_constants, differentiable, the_tensor, with_tensor
+from .stages import check_constants, differentiable, main_tensor, with_main_tensor
 
-CHAIN = "the blocks must form a chain, each called once with what the one before returned"
+CHAIN_RULE = (
+    "the blocks must form a chain, in which each is called once with the result of the previous one"
+)
 
 
 def schedule_blocks(
@@ -29,11 +34,11 @@ def schedule_blocks(
 ) -> ScheduledBlocks:
     """Run the blocks of a model by a schedule, in place, until the handle is removed.
 
-    The blocks must form a chain. In a forward pass each block is called once, in the order of their
-    names in the model, and its first argument is what the previous block returned: a tensor, or a
-    container with exactly one floating-point tensor. The output of a block except the last must
-    have no other use. Other arguments are constants. Everything else is as in
-    `ScheduledSequential`, and hooks are as in `checkpoint_blocks`. Blocks that were compiled with
+    The blocks must form a chain. In a forward pass each block is called once, in the order of
+    `model.named_modules()`. Its first argument is the result of the previous block: a tensor, or a
+    container with exactly one floating-point tensor. Except for the last block, nothing else may
+    use the output of a block. Other arguments are constants. Everything else is as in
+    `ScheduledSequential`, and hooks run as in `checkpoint_blocks`. Blocks that were compiled with
     `torch.compile` run compiled. A compiled model has a graph break at each block, and its blocks
     run uncompiled.
 
@@ -41,17 +46,19 @@ def schedule_blocks(
         model: Model to change in place: its blocks get a new `forward`.
         blocks: The blocks, as in `checkpoint_blocks`. If a model has several lists of blocks that
             do not form one chain, such as an encoder and a decoder, name one list.
-        schedule: A schedule with one stage per block, or a function that returns one for the chain
-            of the blocks, such as `lambda chain: optimal(chain, budget_bytes)`. The chain is
-            measured in the forward pass, on symbolic copies.
+        schedule: A schedule with one stage per block, or a function that takes the `Chain` of the
+            blocks and returns a schedule, such as `lambda chain: optimal(chain, budget_bytes)`. The
+            chain is measured on symbolic copies in the first forward pass, and again when the
+            blocks or their arguments change.
 
     Returns:
         A handle with the `names` of the blocks. `handle.remove()` undoes the change, and so does
         leaving a `with` block.
 
     Raises:
-        ValueError: No module that is called has such a name; a block is checkpointed already; in a
-            forward or backward pass, the blocks do not form a chain.
+        ValueError: No module that is called has such a name; a block is checkpointed already; a
+            block runs twice before the first backward; in a forward or backward pass, the blocks do
+            not form a chain.
         TypeError: An argument has the wrong type.
         IllegalSchedule: The schedule is not legal for this number of stages.
         RuntimeError: As in `ScheduledSequential`.
@@ -68,18 +75,23 @@ class ScheduledBlocks(BlocksInPlace):
     `schedule_blocks` returns it.
 
     Args:
-        known: Cache of measured chains, for a schedule that is a function.
+        model, names: The model, and the names of its blocks.
+        schedule: As in `schedule_blocks`.
+        chain_cache: Dictionary that caches measured chains, for a schedule that is a function. By
+            default a new one.
 
     Attributes:
-        advice: Alternative to a schedule that the error message recommends if the first run and
-            the recomputation of a block differ. If None, the two runs are not compared.
+        advice: Advice in the error message that is raised if a later run of a block differs from
+            its first run. If None, the runs are not compared.
     """
 
     advice: str | None = None
 
-    def __init__(self, model: nn.Module, names: Sequence[str], schedule, known: dict | None = None):
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], schedule, chain_cache: dict | None = None
+    ):
         self.schedule = schedule
-        self.known = {} if known is None else known
+        self.chain_cache = {} if chain_cache is None else chain_cache
         self.run: Run | None = None
         self.complete = False  # whether all blocks have been called in this forward pass
         if isinstance(schedule, Schedule):
@@ -87,46 +99,52 @@ class ScheduledBlocks(BlocksInPlace):
         super().__init__(model, names)
 
     def check(self) -> None:
-        """After a forward pass, raise an error if the schedule has not run to its end."""
+        """After a forward pass, raise an error if not all blocks have been called.
+
+        Raises:
+            ValueError: A block was not called.
+        """
         if not self.complete:
-            missed = self.names[self.run.next if self.run else 0]
-            raise ValueError(f"{missed} was not called; {CHAIN}")
+            missing = self.names[self.run.next_stage if self.run else 0]
+            raise ValueError(f"{missing} was not called; {CHAIN_RULE}")
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            # With fullgraph=True this becomes an error; otherwise the blocks run outside the graph.
+            # With fullgraph=True the compiler raises an error here. Otherwise the blocks run
+            # outside its graph.
             torch._dynamo.graph_break(
-                "schedule_blocks runs blocks in a different order, which one graph cannot do;"
-                " compile the blocks instead of the model, or leave out fullgraph=True"
+                "schedule_blocks runs blocks in the order of the schedule, also during backward,"
+                " which one graph cannot do; compile the blocks instead of the model, or leave out"
+                " fullgraph=True"
             )
         return self._scheduled(i, forward, args, kwargs)
 
     @torch._disable_dynamo
     def _scheduled(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        # checked first, so that a block of another list raises a clear error
-        handed_on = self._following(i, args) if i else None
+        # This check comes first, so that a block of another list raises a clear error.
+        input_placeholder = self._checked_input(i, args) if i else None
         check_constants(
             {f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs
         )
-        x = handed_on if i else self._start(args, kwargs)
+        x = input_placeholder if i else self._start(args, kwargs)
         run = self.run
         self.complete = False
-        run.stages[i].arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
+        run.stages[i].arguments = with_main_tensor(args[0], x.new_empty(0)), args[1:], kwargs
         self.link = run.step(self.link if i else x)
         result = run.stages[i].result
-        if run.next < len(self.names):
-            self.handed_on = _Between.apply(run.output(i), self.link, self.names[i])
-            return with_tensor(result, self.handed_on)
+        if run.next_stage < len(self.names):
+            self.placeholder = _PlaceholderOutput.apply(run.output(i), self.link, self.names[i])
+            return with_main_tensor(result, self.placeholder)
         output = run.end(self.link)
-        self.run = self.link = self.handed_on = None
+        self.run = self.link = self.placeholder = None
         self.complete = True
-        return with_tensor(result, output)
+        return with_main_tensor(result, output)
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
         stages = [_Stage(forward.block(), forward.original_forward()) for forward in self._forwards]
-        x = _only(f"the first argument of {self.names[0]}", args[0] if args else None)
+        x = _only_tensor(f"the first argument of {self.names[0]}", args[0] if args else None)
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             schedule = schedule(self._chain(stages, args, kwargs))
@@ -135,60 +153,67 @@ class ScheduledBlocks(BlocksInPlace):
         self.run = Run(stages, schedule, x, {}, states)
         return x
 
-    def _following(self, i: int, args: tuple) -> Tensor:
-        name, before = self.names[i], self.names[i - 1]
-        if self.run is None or self.run.next != i:
+    def _checked_input(self, i: int, args: tuple) -> Tensor:
+        name, previous = self.names[i], self.names[i - 1]
+        if self.run is None or self.run.next_stage != i:
             raise ValueError(
-                f"{name} must be called once and after {before}, got another order of calls;"
-                f" {CHAIN}"
+                f"{name} must be called once, directly after {previous}, got another order of"
+                f" calls; {CHAIN_RULE}"
             )
-        x = _only(f"the first argument of {name}", args[0] if args else None)
-        if x is not self.handed_on:
+        x = _only_tensor(f"the first argument of {name}", args[0] if args else None)
+        if x is not self.placeholder:
             raise ValueError(
-                f"{name} must be called with what {before} returned, got something else; {CHAIN}"
+                f"the first argument of {name} must be the result of {previous}, got another"
+                f" tensor; {CHAIN_RULE}"
             )
         return x
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
-        """Measure the blocks on symbolic copies, invisibly to meters; like blocks only once."""
+        """Measure the blocks on symbolic copies, or return the chain from the cache."""
         if hooks_active():  # the hooks would also see the tensors that the copies save
             raise ValueError(
-                "schedule must be a Schedule, not a function, for blocks that run inside"
-                " saved-tensor hooks, such as those of a checkpoint, got a function and"
-                f" {self.names[0]} in such hooks"
+                "schedule must be a Schedule for blocks that run inside saved-tensor hooks, such as"
+                f" those of a checkpoint, got a function, and {self.names[0]} inside such hooks"
             )
-        x = the_tensor(args[0])
-        given = tuple(map(kind_of, tensors_in([args, kwargs])))
-        key = self.names, tuple(map(look_of, stages)), given, autocast_of(x)
-        if key not in self.known:
+        x = main_tensor(args[0])
+        input_kinds = tuple(map(kind_of, tensors_in([args, kwargs])))
+        key = self.names, tuple(map(look_of, stages)), input_kinds, autocast_of(x)
+        if key not in self.chain_cache:
             for stage in stages:
-                stage.arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
+                stage.arguments = with_main_tensor(args[0], x.new_empty(0)), args[1:], kwargs
             probe = nn.ModuleList(stages), x.detach().requires_grad_(x.requires_grad)
-            self.known[key] = symbolic_chain(self.names[0], probe, lambda copied: copied)
-        return self.known[key]
+            self.chain_cache[key] = symbolic_chain(self.names[0], probe, lambda copied: copied)
+        return self.chain_cache[key]
 
 
 class _Stage(nn.Module):
-    """A block with the arguments of its call, except the tensor that goes through the chain."""
+    """A block as a stage of the chain, with the other arguments of its call.
 
-    def __init__(self, block: nn.Module, own: Callable):
+    Attributes:
+        arguments: (first argument, other arguments, keyword arguments) of the block's call. An
+            empty tensor stands for the tensor that goes through the chain.
+        result: Result of the block, also with an empty tensor for the chain's tensor.
+    """
+
+    def __init__(self, block: nn.Module, original_forward: Callable):
         super().__init__()
-        self.block, self.own = block, own
+        self.block, self.original_forward = block, original_forward
         self.arguments: tuple[Any, tuple, dict] | None = None
         self.result: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         first, args, kwargs = self.arguments
-        result = self.own(with_tensor(first, x), *args, **kwargs)
-        output = _only("what a block returns", result)
-        self.result = with_tensor(result, output.new_empty(0))
+        result = self.original_forward(with_main_tensor(first, x), *args, **kwargs)
+        output = _only_tensor("the result of a block", result)
+        self.result = with_main_tensor(result, output.new_empty(0))
         return output
 
 
-class _Between(torch.autograd.Function):
-    """A placeholder for a block's output, which the model passes to the next block.
+class _PlaceholderOutput(torch.autograd.Function):
+    """Placeholder for a block's output, which the model passes to the next block.
 
-    The next block gets the real output, and its gradient, from the `Run`.
+    The next block gets the real output from the `Run`, and sends its gradient there. So a gradient
+    arrives at the placeholder only if the model also uses it elsewhere, which is an error.
     """
 
     @staticmethod
@@ -198,16 +223,27 @@ class _Between(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        raise ValueError(f"what {ctx.name} returned is used by others than the next block; {CHAIN}")
+        raise ValueError(
+            f"only the next block may use the result of {ctx.name}, but the model also uses it"
+            f" elsewhere; {CHAIN_RULE}"
+        )
 
 
-def _only(name: str, value: Any) -> Tensor:
-    """Return the one tensor through which gradients flow."""
+def _only_tensor(name: str, value: Any) -> Tensor:
+    """Return the tensor of a value through which gradients flow.
+
+    Args:
+        name: Name of the value, for error messages.
+        value: A tensor or a container.
+
+    Raises:
+        ValueError: The value does not have exactly one floating-point tensor.
+    """
     floating = [tensor for tensor in tensors_in(value) if differentiable(tensor)]
     if len(floating) != 1:
         raise ValueError(
-            f"{name} must contain one floating-point tensor, got {shown(value)} with"
-            f" {len(floating)}; {CHAIN}"
+            f"{name} must contain exactly one floating-point tensor, got {shown(value)} with"
+            f" {len(floating)} of them; {CHAIN_RULE}"
         )
     return floating[0]
 

@@ -1,4 +1,7 @@
-"""A network as a chain of stages, with the costs of each stage, given or measured."""
+"""Costs of a network as a chain of stages, given by hand or measured.
+
+A `Chain` holds numbers only: the times and bytes from which `simulate` and the planner compute.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ from course_lib.symbolic import Symbolic
 
 from .stages import (
     GradientSlot,
-    Kept,
+    KeptStage,
     as_modules,
     check_constants,
-    handed_on,
-    the_tensor,
-    trained,
-    with_tensor,
+    checked_value,
+    main_tensor,
+    trainable_parameters,
+    with_main_tensor,
 )
 
 
@@ -57,8 +60,8 @@ class Stage:
             keeps.
         backward_overhead_bytes: Bytes that its backward needs while it runs, in addition to its
             input, `saved_bytes` and the gradient of its output. They are temporaries, gradients of
-            its parameters, and the part of the input's gradient that does not fit into memory that
-            the backward has already released.
+            its parameters, and the part of the input's gradient for which the memory that the
+            backward has released by then is too small.
 
     Raises:
         TypeError, ValueError: A field has the wrong type or is out of range; the message names it.
@@ -117,9 +120,14 @@ class Chain:
         forward_time: float = 1.0,
         backward_time: float = 2.0,
     ) -> Chain:
-        """Create a chain of `length` equal stages.
+        """Create a chain of equal stages.
 
-        `saved_bytes` is by default `activation_bytes`, the output alone.
+        Args:
+            length: Number of stages.
+            activation_bytes: Bytes of the chain's input and of each stage's output.
+            saved_bytes: Bytes that each stage saves, including its output. By default only the
+                output is saved.
+            forward_time, backward_time: Times of each stage, in any unit.
         """
         whole("length", length, 1)
         saved = activation_bytes if saved_bytes is None else saved_bytes
@@ -139,23 +147,23 @@ class Chain:
         repeats: int = 5,
         alike: bool = False,
     ) -> Chain:
-        """Measure each stage by itself, as `ScheduledSequential` runs it.
+        """Measure each stage by itself, in the way in which `ScheduledSequential` runs it.
 
-        The bytes are the meter's and exact. They do not include parameter gradients that exist
-        already. To measure what a run has from the second step on, create these gradients before.
-        Buffers and random number generators are afterwards as before.
+        The bytes are exact, as counted by a `MemoryMeter`. A parameter's gradient counts only if it
+        does not exist yet. To measure the second and later steps, create the gradients before this
+        call. Buffers and random number generators keep their state.
 
         Args:
             stages: Modules and functions, as in `ScheduledSequential`.
-            x: Input of the size used in training. Its `requires_grad` decides whether a gradient of
-                the input is computed.
+            x: Input with the shape used in training. If it requires gradients, the first stage's
+                backward computes the gradient of the input.
             kwargs: Constants that each stage receives as keyword arguments.
-            clock: False for reproducible times: FLOPs of matrix products and convolutions, or the
-                number of elements of the output for a stage without these. True for seconds, as the
-                median of `repeats` runs.
+            clock: If False, times are reproducible: the FLOPs of matrix products and convolutions,
+                or the number of elements of the output for a stage without these. If True, times
+                are in seconds, each the median of `repeats` runs.
             repeats: Number of timed runs per stage if `clock` is True.
-            alike: Whether stages that look the same, with inputs of the same kind, are measured
-                only once.
+            alike: Whether only one of several equal stages is measured. Stages are equal if they
+                have the same structure and settings, and inputs of the same shape and dtype.
 
         Raises:
             TypeError, ValueError: An argument has the wrong type or value; a stage returns no
@@ -163,42 +171,49 @@ class Chain:
         """
         modules = as_modules(stages)
         kwargs = dict(kwargs or {})
-        clocked = whole("repeats", repeats, 1) * clock
+        timed_runs = whole("repeats", repeats, 1) * clock
         check_constants(kwargs)
-        value = handed_on("x", x)
-        first = the_tensor(value)
+        value = checked_value("x", x)
+        tensor = main_tensor(value)
         measured = []
-        known: dict[Any, tuple[Stage, Any]] = {}
-        value = with_tensor(value, first.detach())
-        needs = first.requires_grad
-        random = AllRandomState([first.device])
+        results: dict[Any, tuple[Stage, Any]] = {}
+        value = with_main_tensor(value, tensor.detach())
+        needs_gradient = tensor.requires_grad
+        random = AllRandomState([tensor.device])
         try:
             for i, stage in enumerate(modules.values()):
-                key = (look_of(stage), *map(kind_of, tensors_in(value)), needs) if alike else i
-                if key not in known:
-                    known[key] = _profile(i, stage, value, kwargs, needs, clocked)
-                costs, value = known[key]
-                needs = needs or bool(trained(stage))
+                key = (
+                    (look_of(stage), *map(kind_of, tensors_in(value)), needs_gradient)
+                    if alike
+                    else i
+                )
+                if key not in results:
+                    results[key] = _profile(i, stage, value, kwargs, needs_gradient, timed_runs)
+                costs, value = results[key]
+                needs_gradient = needs_gradient or bool(trainable_parameters(stage))
                 measured.append(costs)
         finally:
             random.restore()
-        return cls(tuple(measured), first.nbytes)
+        return cls(tuple(measured), tensor.nbytes)
 
 
 def symbolic_chain(
     name: str, probe: Any, stages_of: Callable[[Any], tuple[Sequence[Callable], Any]]
 ) -> Chain:
-    """Measure the chain of the stages and input that `stages_of(probe)` returns.
+    """Measure a chain on symbolic copies, which have shapes but no values.
 
-    The measurement runs on symbolic copies and is invisible to meters.
+    Meters do not count this measurement.
 
     Args:
-        name: Name of what is measured, for errors.
-        probe: Modules and tensors; they are copied, unless they are symbolic.
-        stages_of: Function that returns stages and input, given the probe or its copy.
+        name: Name of the first stage, for error messages.
+        probe: Modules and tensors to measure. They are copied, unless they are symbolic.
+        stages_of: Function that takes the probe or its copy, and returns (stages, input).
+
+    Raises:
+        ValueError: A stage reads values of its data, or cannot be copied.
     """
     mode = detect_fake_mode()
-    inside = mode is not None  # inside an estimate, which explains errors itself
+    inside = mode is not None  # inside an estimate, which raises its own error instead
     with _disable_current_modes():
         if mode is None:
             mode = Symbolic()
@@ -214,66 +229,74 @@ def symbolic_chain(
             raise ValueError(
                 f"{name} or a block after it reads values of its data"
                 f" ({str(error).splitlines()[0][:80]}){place_of(error)}, but a schedule within a"
-                " budget is planned on symbolic copies, which have shapes only. Pass a Schedule, or"
-                " use a recipe with another checkpoint"
+                " budget is planned on symbolic copies, which have shapes but no values. Pass a"
+                " Schedule, or use a recipe with another checkpoint"
             ) from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
             raise ValueError(
-                f"{name} must run the forward of its class, got one whose copy computes with the"
-                " original, as that of a compiled module does; or pass a Schedule"
+                f"{name} must run the forward of its class, got a forward that still refers to the"
+                " original module after a copy, such as that of a compiled module. Alternatively,"
+                " pass a Schedule"
             ) from error
 
 
 def copies_of_generators(probe: Any) -> dict[int, torch.Generator]:
-    """Copy the generators that modules hold in attributes, as a memo for `copy.deepcopy`.
+    """Copy the random number generators in attributes of modules, as a memo for `copy.deepcopy`.
 
     `copy.deepcopy` itself cannot copy a generator while tensors are symbolic.
     """
-    modules = (m for each in probe if isinstance(each, nn.Module) for m in each.modules())
+    modules = (m for item in probe if isinstance(item, nn.Module) for m in item.modules())
     leaves = (leaf for m in modules for leaf in tree_leaves(attributes_of(m)))
     return {id(leaf): copy.deepcopy(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
 
 
 def _profile(
-    i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, clocked: int
+    i: int, stage: nn.Module, value: Any, kwargs: dict, needs_gradient: bool, timed_runs: int
 ) -> tuple[Stage, Any]:
-    """Return the costs of one stage, and its output."""
-    device = the_tensor(value).device
-    # copies replace the stage's own buffers, which stay unchanged
+    """Return the costs of stage i, and its output for the next stage.
+
+    Args:
+        value: Input of the stage.
+        kwargs: Constants that the stage receives as keyword arguments.
+        needs_gradient: Whether the gradient of the input is computed.
+        timed_runs: Number of runs whose seconds are measured; with 0, times are FLOPs.
+    """
+    device = main_tensor(value).device
+    # the stage runs with these copies, so that its own buffers stay unchanged
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     autocast = AutocastState([device.type])
 
-    def forward() -> Kept:
+    def forward() -> KeptStage:
         with autocast.restored(cache_enabled=False):
-            return Kept(i, stage, value, kwargs, needs, buffers, GradientSlot())
+            return KeptStage(i, stage, value, kwargs, needs_gradient, buffers, GradientSlot())
 
-    def backward(kept: Kept) -> None:
-        kept.slot.gradient = torch.ones_like(the_tensor(kept.output))
-        kept.backward()
+    def backward(kept_stage: KeptStage) -> None:
+        kept_stage.slot.gradient = torch.ones_like(main_tensor(kept_stage.output))
+        kept_stage.backward()
 
     with flop_counter() as forward_flops:
-        kept = forward()
-    result = with_tensor(kept.output, the_tensor(kept.output).detach())
+        kept_stage = forward()
+    result = with_main_tensor(kept_stage.output, main_tensor(kept_stage.output).detach())
     with flop_counter() as backward_flops:
-        backward(kept)
-    output = the_tensor(result)
+        backward(kept_stage)
+    output = main_tensor(result)
     times = [
         float(flops.get_total_flops() or output.numel())
         for flops in (forward_flops, backward_flops)
     ]
 
-    with MemoryMeter() as meter:  # one meter for both, as backward releases what forward saved
-        kept = forward()
+    with MemoryMeter() as meter:  # one meter for both, since backward releases tensors of forward
+        kept_stage = forward()
         saved = max(meter.live_bytes, output.nbytes)
         operators = meter.moments
-        backward(kept)
+        backward(kept_stage)
     live = meter.trace(events=False).live_bytes
-    del kept
+    del kept_stage
 
-    if clocked:
-        runs = [_seconds(device, forward, backward) for _ in range(clocked)]
+    if timed_runs:
+        runs = [_seconds(device, forward, backward) for _ in range(timed_runs)]
         times = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
     measured = Stage(
         *times,
@@ -288,9 +311,9 @@ def _profile(
 def _seconds(device: torch.device, forward, backward) -> tuple[float, float]:
     wait_for(device)
     start = time.perf_counter()
-    kept = forward()
+    kept_stage = forward()
     wait_for(device)
     middle = time.perf_counter()
-    backward(kept)
+    backward(kept_stage)
     wait_for(device)
     return middle - start, time.perf_counter() - middle

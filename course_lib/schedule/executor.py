@@ -1,4 +1,8 @@
-"""Run a schedule under autograd."""
+"""Run a schedule under autograd: `ScheduledSequential`, and the `Run` of any chain of stages.
+
+Unlike the module `actions`, which simulates a schedule, this module runs the stages. The module
+`blocks` uses the `Run` for the blocks of a model.
+"""
 
 from __future__ import annotations
 
@@ -30,41 +34,41 @@ from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain
 from .stages import (
     GradientSlot,
-    Kept,
+    KeptStage,
     as_modules,
     check_constants,
-    handed_on,
+    checked_value,
+    main_tensor,
     run_stage,
-    the_tensor,
-    trained,
-    with_tensor,
+    trainable_parameters,
+    with_main_tensor,
 )
 
 
 class ScheduledSequential(nn.Sequential):
-    """Run stages by a schedule, under autograd, with the outputs and gradients of a plain chain.
+    """Run stages by a schedule, with the same outputs and gradients as without a schedule.
 
     Every stage is one node of the graph, so gradients accumulate in the same order as without a
-    schedule. A stage that runs again draws the same random numbers as in its first run (of PyTorch,
-    Python and NumPy, and of generators in its attributes). It also starts with its buffers and
-    attributes of before its first run, and leaves all of these unchanged. Only a stage's first run
-    changes them. Autocast is as in the first run. Without gradients the stages simply run one after
-    the other.
+    schedule. A stage that runs again draws the same random numbers as in its first run, from the
+    global generators of PyTorch, Python and NumPy and from generators in its attributes. It starts
+    with the values that its buffers and attributes had before its first run. Only the first run of
+    a stage changes generators, buffers and attributes. Autocast is as in the first run. With
+    gradients disabled, the stages simply run one after the other.
 
     The live bytes are those that `simulate` counts for `Chain.profile`, plus the gradients of
     parameters, plus some state of stages that run again. This state consists of copies of buffers
     and of tensors in attributes (all of them during the first run, afterwards only those that it
-    changed), and of the states of the random number generators (5,056 bytes on the CPU) for stages
-    that draw. A stage passes the gradients of its parameters to autograd together, at the end of
-    its backward; the profile includes this.
+    changed), and, for stages that draw random numbers, of the states of the generators (5,056 bytes
+    on the CPU). A stage passes the gradients of all its parameters to autograd at the end of its
+    backward; the profile includes this.
 
     Args:
         module: The chain: an `nn.Sequential`, or a list of modules and functions. Modules are
-            shared and keep their names. The parameters of a function are those in its closure and
-            defaults, or in a `partial`. A stage receives what the previous one returned: a tensor,
-            or a container with exactly one floating-point tensor; a tuple of one tensor and Nones
-            becomes that tensor. Gradients flow through that tensor only. A stage must not change it
-            in place, and must compute the same result each time.
+            used without copying, and keep their names. The parameters of a function are those in
+            its closure and defaults, or in a `partial`. A stage receives the result of the previous
+            stage: a tensor, or a container with exactly one floating-point tensor. A tuple of one
+            tensor and Nones becomes that tensor. Gradients flow only through that tensor. A stage
+            must not change it in place, and must compute the same result each time.
         schedule: A schedule that is legal for this number of stages.
 
     Call the module with the chain's input. Keyword arguments are constants that every stage
@@ -75,8 +79,8 @@ class ScheduledSequential(nn.Sequential):
         TypeError, ValueError: An argument has the wrong type or value; a stage returns no tensor,
             or several through which gradients flow.
         RuntimeError: A stage changes its input in place, uses a tensor that requires a gradient and
-            is not its own, or returns another shape or dtype when it runs again. Or the backward
-            pass runs a second time, or is itself differentiated.
+            is neither its input nor its parameter, or returns another shape or dtype when it runs
+            again. Also if the backward pass runs a second time, or is itself differentiated.
     """
 
     def __init__(self, module: Sequence[Callable], schedule: Schedule):
@@ -88,17 +92,18 @@ class ScheduledSequential(nn.Sequential):
             self.add_module(name, stage)
         self.training = getattr(module, "training", True)
         self.schedule = schedule
-        # The alternative to a schedule that the error message recommends if the first run and the
-        # recomputation of a stage differ. If None, the two runs are not compared.
+        # Advice in the error message that is raised if a later run of a stage differs from its
+        # first run. If None, the runs are not compared.
         self.advice: str | None = None
         self._length = len(stages)
 
     def forward(self, x: Any, **kwargs) -> Any:
         stages = list(self)
-        value = handed_on("x", x)
+        value = checked_value("x", x)
         if len(stages) != self._length:
             raise ValueError(
-                f"this module has {len(stages)} stages now, but its schedule is for {self._length}"
+                f"the number of stages must be {self._length}, as in the schedule, got"
+                f" {len(stages)}; do not add or remove stages"
             )
         if not torch.is_grad_enabled():
             for i, stage in enumerate(stages):
@@ -108,7 +113,7 @@ class ScheduledSequential(nn.Sequential):
         names = [f"stage {i}" for i in range(len(stages))]
         states = states_of(stages, names, self.advice)
         run = Run(stages, self.schedule, value, kwargs, states)
-        link = the_tensor(value)
+        link = main_tensor(value)
         for _ in stages:
             link = run.step(link)
         return run.end(link)
@@ -119,11 +124,14 @@ _runner: ContextVar[Callable | None] = ContextVar("runner", default=None)
 
 @contextmanager
 def forwards_run_by(runner: Callable) -> Iterator[None]:
-    """Let `runner` run the stages without gradients in the passes that begin inside the block.
+    """Let `runner` replace the forwards without a graph, in passes that begin inside the block.
 
-    It gets a stage, the tensors that it computes with, everything else that determines the result,
-    the function that runs the stage, and the watch for random numbers. Instead of calling that
-    function, it may return an equal result.
+    Args:
+        runner: Function (stage, tensors, context, compute, drawing) -> result. It may call
+            `compute`, which runs the stage, or return an equal result without running it. The
+            tensors are the inputs of the stage, without its parameters and buffers. The context is
+            everything else that determines the result. If `drawing` has an attribute `seen`, the
+            runner must set it to True for a stage that draws random numbers.
     """
     token = _runner.set(runner)
     try:
@@ -133,10 +141,10 @@ def forwards_run_by(runner: Callable) -> Iterator[None]:
 
 
 class StageNode(torch.autograd.Function):
-    """A stage in the outer graph.
+    """Node of one stage in the outer graph, which the caller of the chain sees.
 
     Only empty tensors pass between two nodes. The `Run` holds values and gradients, because
-    autograd would hold a gradient for as long as its node's backward runs.
+    autograd would keep the gradient of a node's output alive until the node's backward ends.
     """
 
     @staticmethod
@@ -155,7 +163,7 @@ class StageNode(torch.autograd.Function):
 
 
 class Output(torch.autograd.Function):
-    """The end of the outer graph, where the output leaves the `Run` and its gradient enters."""
+    """Last node of the outer graph, which returns the output and receives its gradient."""
 
     @staticmethod
     def forward(ctx, run: Run, output: Tensor, link: Tensor) -> Tensor:
@@ -176,7 +184,11 @@ class Run:
     each stage.
 
     Args:
-        states: States of the stages before their first run.
+        stages: The stages.
+        schedule: A schedule that is legal for this number of stages.
+        value: Input of the first stage.
+        kwargs: Constants that every stage receives as keyword arguments.
+        states: One `BlockState` per stage.
     """
 
     def __init__(
@@ -187,55 +199,68 @@ class Run:
         kwargs: dict,
         states: list[BlockState],
     ):
-        x = the_tensor(value)
+        x = main_tensor(value)
         self.states = dict(enumerate(states))
         self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
-        self.next = 0  # the stage that runs next for the first time
-        # the stage whose backward is next, once all actions before it have run
+        self.next_stage = 0  # the first stage that has not run yet
+        # the stage whose backward is the next action, or None if other actions come before it
         self.due: int | None = None
         # stage -> number of its forwards that have not run yet
-        self.left = Counter(action.stage for action in schedule if isinstance(action, Forward))
-        self.values: dict[int, Any] = {0: with_tensor(value, x.detach())}
-        self.kept: dict[int, Kept] = {}  # stage -> what it keeps, for stages run with "all"
+        self.forwards_left = Counter(
+            action.stage for action in schedule if isinstance(action, Forward)
+        )
+        self.values: dict[int, Any] = {0: with_main_tensor(value, x.detach())}
+        self.kept: dict[int, KeptStage] = {}  # stage -> its graph, if it was run with "all"
         self.slot = GradientSlot()  # holds the gradient of the output of stage `due`
-        self.kinds: dict[int, tuple] = {}  # stage -> (shape, dtype, device) of its output
-        # stage -> random state and buffers before its first run, for its later runs
-        self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}
-        trains = [bool(trained(stage)) for stage in stages]
-        self.needs = list(
-            accumulate(trains, lambda before, now: before or now, initial=x.requires_grad)
+        self.output_kinds: dict[int, tuple] = {}  # stage -> (shape, dtype, device) of its output
+        # stage -> old values of the random state and buffers that its first run changed
+        self.first_states: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}
+        trains = [bool(trainable_parameters(stage)) for stage in stages]
+        self.needs_gradient = list(
+            accumulate(trains, lambda earlier, this: earlier or this, initial=x.requires_grad)
         )
         self.autocast = AutocastState([x.device.type])
         self.modes = modes_when_recomputed()
         self.runner = _runner.get()
 
     def step(self, link: Tensor) -> Tensor:
-        """Run the next stage for the first time; return its node, which follows `link`."""
-        i = self.next
+        """Run the actions up to the first run of the next stage.
+
+        Args:
+            link: Output of the previous stage's node; for the first stage, the input.
+
+        Returns:
+            The output of the stage's node, an empty tensor.
+        """
+        i = self.next_stage
         with self.autocast.restored(cache_enabled=False):
             for action in self.actions:
                 self.forward(*action)
                 if action.stage == i:
                     break
-        self.next += 1
-        if self.next == len(self.stages):
+        self.next_stage += 1
+        if self.next_stage == len(self.stages):
             self.to_next_backward()
-        return StageNode.apply(self, i, link, *trained(self.stages[i]))
+        return StageNode.apply(self, i, link, *trainable_parameters(self.stages[i]))
 
     def output(self, i: int) -> Any:
         """Return the output of stage i, without its graph."""
         value = self.kept[i].output if i in self.kept else self.values[i + 1]
-        return with_tensor(value, the_tensor(value).detach())
+        return with_main_tensor(value, main_tensor(value).detach())
 
     def end(self, link: Tensor) -> Any:
-        """After the last `step`, return the output of the last stage as part of the outer graph."""
+        """Return the output of the last stage, connected to the outer graph.
+
+        Args:
+            link: Result of the last `step`.
+        """
         output = self.output(len(self.stages) - 1)
-        return with_tensor(output, Output.apply(self, the_tensor(output), link))
+        return with_main_tensor(output, Output.apply(self, main_tensor(output), link))
 
     def to_next_backward(self) -> None:
         """Run the forwards up to the next backward, and set `due` to its stage."""
-        # The autocast cache is off, because cast weights would stay in it. In older torch versions
-        # they would also lack the path to their gradients.
+        # The autocast cache is disabled, because it would keep cast weights in memory. In older
+        # versions of torch these would also have no graph if they were cast without gradients.
         with self.autocast.restored(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):
@@ -258,56 +283,63 @@ class Run:
         """Run stage i with the random numbers and buffers of its first run.
 
         Returns:
-            A `Kept` if `keep` is "all", else the value for the next stage.
+            A `KeptStage` if `keep` is "all", else the value for the next stage.
         """
-        self.left[i] -= 1
-        device, random, buffers, watch = the_tensor(value).device, None, {}, None
-        if i in self.before:
-            random, buffers = self.before[i] if self.left[i] else self.before.pop(i)
+        self.forwards_left[i] -= 1
+        device, random, buffers, detector = main_tensor(value).device, None, {}, None
+        if i in self.first_states:
+            random, buffers = (
+                self.first_states[i] if self.forwards_left[i] else self.first_states.pop(i)
+            )
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        elif self.left[i]:
-            watch = _Watch(self.stages[i], device)
+        elif self.forwards_left[i]:
+            detector = _ChangeDetector(self.stages[i], device)
         if random is not None:
-            now = RandomState([device])
+            current_random = RandomState([device])
             random.restore()
-        more = self.left[i] > 0
-        state = self.states[i] if more else self.states.pop(i)  # the last run frees its copies
+        runs_again = self.forwards_left[i] > 0
+        # after the last run of a stage, the copies in its state are released
+        state = self.states[i] if runs_again else self.states.pop(i)
         try:
-            with state.next_run(more):
+            with state.next_run(runs_again):
                 if keep == "all":
-                    result = self.keep(i, value, buffers)
+                    result = self.run_with_graph(i, value, buffers)
                 else:
-                    drawing = nullcontext() if watch is None else watch.drawing
+                    drawing = nullcontext() if detector is None else detector.drawing
                     with torch.no_grad(), drawing:
-                        result = self.hand_on(i, value, buffers, drawing)
+                        result = self.run_without_graph(i, value, buffers, drawing)
         finally:
             if random is not None:
-                now.restore()
-        if watch is not None:
-            self.before[i] = watch.changed()
-        output = the_tensor(result.output if keep == "all" else result)
-        check_kind(i, output, self.kinds)
-        state.check_output(output, more)
+                current_random.restore()
+        if detector is not None:
+            self.first_states[i] = detector.changed()
+        output = main_tensor(result.output if keep == "all" else result)
+        check_kind(i, output, self.output_kinds)
+        state.check_output(output, runs_again)
         return result
 
-    def keep(self, i: int, value: Any, buffers: dict[str, Tensor]) -> Kept:
-        return Kept(i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.slot)
+    def run_with_graph(self, i: int, value: Any, buffers: dict[str, Tensor]) -> KeptStage:
+        return KeptStage(
+            i, self.stages[i], value, self.kwargs, self.needs_gradient[i], buffers, self.slot
+        )
 
-    def hand_on(self, i: int, value: Any, buffers: dict[str, Tensor], drawing: Any) -> Any:
+    def run_without_graph(
+        self, i: int, value: Any, buffers: dict[str, Tensor], drawing: Any
+    ) -> Any:
         stage = self.stages[i]
         compute = partial(run_stage, i, stage, value, self.kwargs, buffers)
         if self.runner is None:
             return compute()
-        return self.runner(stage, self.given(i, value), self.context(i), compute, drawing)
+        return self.runner(stage, self.tensors_of(i, value), self.context(i), compute, drawing)
 
-    def given(self, i: int, value: Any) -> list[Tensor]:
-        """Return the tensors that stage i computes with, except its own."""
+    def tensors_of(self, i: int, value: Any) -> list[Tensor]:
+        """Return the input tensors of stage i, without its parameters and buffers."""
         arguments = getattr(self.stages[i], "arguments", None)
         return list(dict.fromkeys(tensors_in([value, self.kwargs, arguments])))
 
     def context(self, i: int) -> tuple:
-        """Return everything else that determines what a run of stage i needs."""
-        return i == len(self.stages) - 1, self.needs[i], torch.is_autocast_enabled("cpu")
+        """Return everything except the tensors that determines the result of stage i."""
+        return i == len(self.stages) - 1, self.needs_gradient[i], torch.is_autocast_enabled("cpu")
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of the input of stage i and of its parameters."""
@@ -319,70 +351,87 @@ class Run:
         if self.due != i:
             self.slot.take()
             raise RuntimeError(
-                "this backward pass has already run, and its saved tensors are freed: "
+                "this backward pass has already run, and its saved tensors are freed; "
                 "call the module again instead of backward() with retain_graph=True"
             )
         self.due = None
         self.values.pop(i + 1, None)
-        found = self.kept.pop(i).backward()
+        gradients = self.kept.pop(i).backward()
         self.values.pop(i, None)
-        return found
+        return gradients
 
 
-def check_kind(i: int, output: Tensor, kinds: dict[int, tuple]) -> None:
-    """Raise if the output of stage i differs in shape, dtype or device from its first run.
+def check_kind(i: int, output: Tensor, output_kinds: dict[int, tuple]) -> None:
+    """Raise an error if the output of stage i has another shape, dtype or device than at first.
 
-    `kinds` holds these of the first runs and is filled here.
+    Args:
+        i: Number of the stage.
+        output: Output of its last run.
+        output_kinds: Stage -> (shape, dtype, device) in its first run. It is filled here.
     """
-    found = tuple(output.shape), output.dtype, output.device
-    # a shape that broadcasts, or another dtype, would not raise an error later
-    if kinds.setdefault(i, found) != found:
+    output_kind = tuple(output.shape), output.dtype, output.device
+    # Without this check, a shape that broadcasts or another dtype would not raise an error later.
+    if output_kinds.setdefault(i, output_kind) != output_kind:
         raise RuntimeError(
-            f"stage {i} returned {found} when it ran again, but {kinds[i]} at first; "
-            "a stage of a schedule must compute the same each time"
+            f"stage {i} returned {output_kind} when it ran again, but {output_kinds[i]} in its"
+            " first run; a stage of a schedule must compute the same result each time"
         )
 
 
 def states_of(
     blocks: Sequence[nn.Module], names: Sequence[str], advice: str | None
 ) -> list[BlockState]:
-    """Return states of the blocks of a schedule; with `advice`, the blocks compare their runs."""
+    """Return one `BlockState` per block of a schedule.
+
+    Args:
+        blocks: The blocks.
+        names: Their names, for error messages.
+        advice: Advice in the error message if a later run of a block differs from the first; None
+            to not compare the runs.
+    """
     return [
         BlockState(block, Comparison(name, advice) if advice is not None else None)
         for block, name in zip(blocks, names, strict=True)
     ]
 
 
-class _Watch:
-    """The random state and the buffers before a stage's first run, to find out what it changed."""
+class _ChangeDetector:
+    """Copies of the random state and the buffers before a stage's first run.
+
+    `changed` returns those that the first run has changed.
+    """
 
     def __init__(self, stage: nn.Module, device: torch.device):
         self.stage = stage
         self.devices = [device]
         self.random = RandomState(self.devices)
-        self.drawing = _Drawing() if is_symbolic() else nullcontext()
+        self.drawing = _RandomOperatorDetector() if is_symbolic() else nullcontext()
         self.buffers = {
             name: (buffer, buffer._version, buffer.clone())
             for name, buffer in stage.named_buffers()
         }
 
     def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
-        after = dict(self.stage.named_buffers())
-        # random states are not symbolic tensors, even if the stages run on symbolic tensors
+        buffers_after = dict(self.stage.named_buffers())
+        # Random states are real tensors, even if the stages run on symbolic tensors.
         with _disable_current_modes():
-            symbolic = isinstance(self.drawing, _Drawing)
-            drew = self.drawing.seen if symbolic else self.random != RandomState(self.devices)
+            symbolic = isinstance(self.drawing, _RandomOperatorDetector)
+            drew_random_numbers = (
+                self.drawing.seen if symbolic else self.random != RandomState(self.devices)
+            )
             buffers = {
                 name: copy
                 for name, (buffer, version, copy) in self.buffers.items()
-                if after.get(name) is not buffer or self._is_changed(buffer, version, copy)
+                if buffers_after.get(name) is not buffer or self._is_changed(buffer, version, copy)
             }
-        return self.random if drew else None, buffers
+        return self.random if drew_random_numbers else None, buffers
 
     def _is_changed(self, buffer: Tensor, version: int, copy: Tensor) -> bool:
-        """Return whether a buffer has changed, by its values.
+        """Return whether a buffer has changed since its copy was made.
 
-        Normalization layers change their statistics without increasing the version counter.
+        Values are compared, because normalization layers change their statistics without increasing
+        the version counter. Symbolic buffers have no values: they have changed if their version
+        counter increased, or if they belong to a normalization layer in training mode.
         """
         if not is_symbolic(copy):
             return not torch.equal(buffer, copy)
@@ -396,8 +445,11 @@ class _Watch:
         )
 
 
-class _Drawing(ObserverMode):
-    """Detect operators that draw random numbers, since symbolic ones do not advance a generator."""
+class _RandomOperatorDetector(ObserverMode):
+    """Dispatch mode that detects operators which draw random numbers.
+
+    It is used with symbolic tensors, where such operators do not advance a generator.
+    """
 
     seen = False
 
@@ -410,8 +462,8 @@ class _Drawing(ObserverMode):
 
 def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
     """Return whether this is an attention operator with dropout disabled."""
-    given = (
+    arguments = (
         dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         | kwargs
     )
-    return "query" in given and not given.get("dropout_p")
+    return "query" in arguments and not arguments.get("dropout_p")

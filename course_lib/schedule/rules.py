@@ -1,4 +1,7 @@
-"""Schedules that follow a simple rule, from keeping everything to the fewest forwards."""
+"""Schedules that follow a simple rule, such as keeping everything or only segment boundaries.
+
+Unlike those in `planner`, they do not use a budget in bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from course_lib._check import kind, whole
 from .actions import Action, Backward, Forward, Schedule
 from .chain import Chain
 
-MANY = 1 << 60  # bytes, as infinity
+INFINITE_BYTES = 1 << 60  # stands for infinity in arrays of whole numbers
 
 
 def store_all(chain: Chain) -> Schedule:
-    """Keep everything: run each forward once, then each backward. No schedule is faster.
+    """Keep everything: run each forward once, then each backward.
+
+    No schedule is faster.
 
     Args:
         chain: L stages.
@@ -26,11 +31,11 @@ def store_all(chain: Chain) -> Schedule:
 
 
 def segments(chain: Chain, count: int) -> Schedule:
-    """Cut the chain into `count` segments, keep the input of each, and keep all of one at a time.
+    """Cut the chain into segments, keep their inputs, and recompute one segment at a time.
 
-    If all stages are equal, the sizes of the segments differ by at most one, and the larger ones
-    come first, because fewer inputs are kept when they are recomputed. Otherwise the cuts are those
-    with the least simulated peak.
+    If all stages are equal, the sizes of the segments differ by at most one. The larger segments
+    come first, because fewer other inputs are still kept when they are recomputed. If the stages
+    are not equal, the cuts with the least simulated peak are used.
 
     Args:
         chain: L stages.
@@ -56,9 +61,9 @@ def segments(chain: Chain, count: int) -> Schedule:
 def sqrt_segments(chain: Chain) -> Schedule:
     """Cut the chain into k* segments and keep only the input of each.
 
-    With s bytes saved per stage and b bytes at a boundary, holding k boundaries and one segment of
-    L/k stages costs k*b + (L/k)*s bytes, which is least at k* = sqrt(L*s/b). The
-    whole number next to k* with the lower cost is used.
+    With s bytes saved per stage and b bytes at a boundary, keeping k boundaries and one segment of
+    L/k stages costs k*b + (L/k)*s bytes, which is least at k* = sqrt(L*s/b). The number of
+    segments is the whole number next to k* with the lower cost.
 
     Args:
         chain: L stages; s and b are the means of their `saved_bytes` and `output_bytes`.
@@ -83,8 +88,8 @@ def sqrt_segments(chain: Chain) -> Schedule:
 def recursive(chain: Chain) -> Schedule:
     """Halve the chain recursively: keep the input of the second half and run that half first.
 
-    At most ceil(log2 L) + 1 inputs and one stage's saved bytes are live at once. The price is about
-    (L/2) * log2 L extra forwards.
+    At most ceil(log2 L) + 1 inputs and the saved bytes of one stage are live at the same time. The
+    price is about (L/2) * log2 L extra forwards.
 
     Args:
         chain: L stages.
@@ -92,28 +97,29 @@ def recursive(chain: Chain) -> Schedule:
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.4.
     """
     actions: list[Action] = []
-    waiting = [(0, _length(chain))]  # a stack: the right half runs before the left one
-    while waiting:
-        start, end = waiting.pop()
+    stack = [(0, _length(chain))]  # the last element, the right half, is taken first
+    while stack:
+        start, end = stack.pop()
         if end - start == 1:
             actions += _keep_all(start, end)
             continue
         middle = (start + end) // 2
         actions += advance(start, middle)
-        waiting += [(start, middle), (middle, end)]
+        stack += [(start, middle), (middle, end)]
     return Schedule(actions)
 
 
 def binomial(length: int, slots: int) -> Schedule:
     """Use the fewest forwards for equal stages if at most `slots` inputs, including x_0, are kept.
 
-    The forward of a stage that keeps everything runs directly before its backward. There are r*L -
-    C(s+r, s+1) forwards in addition to these L, with s slots and the least r for which C(s+r, s) >=
-    L.
+    Each stage has one forward that keeps everything, directly before its backward. In addition to
+    these L forwards there are r*L - C(s+r, s+1) others, where s is the number of slots and r the
+    least number for which C(s+r, s) >= L.
 
     Args:
         length: L, the number of stages.
-        slots: s, at least 1; more than L - 1 slots change nothing.
+        slots: s, the largest number of inputs kept at the same time, at least 1. More than L - 1
+            slots give the same schedule as L - 1.
 
     Raises:
         TypeError, ValueError: An argument is not a positive whole number.
@@ -126,31 +132,32 @@ def binomial(length: int, slots: int) -> Schedule:
     """
     whole("length", length, 1)
     whole("slots", slots, 1)
-    passing = [Forward(i, "nothing") for i in range(length)]
+    forwards = [Forward(i, "nothing") for i in range(length)]
     actions: list[Action] = []
-    waiting = [(0, length, slots)]
-    while waiting:
-        start, length, slots = waiting.pop()
+    stack = [(0, length, slots)]
+    while stack:
+        start, length, slots = stack.pop()
         if length == 1:
             actions += _keep_all(start, start + 1)
             continue
         split = _binomial_split(length, min(slots, length - 1))
         actions.append(Forward(start, "input"))
-        actions += passing[start + 1 : start + split]
-        waiting += [(start, split, slots), (start + split, length - split, slots - 1)]
+        actions += forwards[start + 1 : start + split]
+        stack += [(start, split, slots), (start + split, length - split, slots - 1)]
     return Schedule(actions)
 
 
 @lru_cache(maxsize=1 << 16)
 def _binomial_split(length: int, slots: int) -> int:
-    """Return how far to run before the next input is kept.
+    """Return the number of stages to run before the next input is kept.
 
-    It is the largest distance for which no stage of either part runs ahead more than r times.
+    It is the largest number for which, in both parts, no stage runs more than r times without
+    keeping everything.
     """
     if slots == 1:
         return length - 1
     r, reach = 0, 1
-    while reach < length:  # the least r with C(s+r, s) >= L: no stage runs ahead more than r times
+    while reach < length:  # find the least r with C(s+r, s) >= L, as in `binomial`
         r += 1
         reach = reach * (slots + r) // r
     return min(math.comb(slots + r - 1, slots), length - math.comb(slots + r - 2, slots - 1))
@@ -167,12 +174,12 @@ def _keep_all(start: int, end: int) -> list[Action]:
 
 
 def advance(start: int, end: int) -> list[Action]:
-    """Return the forwards from x_start to x_end, which keep x_start."""
+    """Return the forwards from x_start to x_end that keep x_start and x_end only."""
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 
 
 def segmented(cuts: list[int]) -> Schedule:
-    """Return the schedule with segments from each cut to the next."""
+    """Return the schedule for segments with the boundaries 0 = cuts[0] < ... < cuts[-1] = L."""
     pairs = list(pairwise(cuts))
     actions: list[Action] = []
     for start, end in pairs[:-1]:
@@ -185,9 +192,21 @@ def segmented(cuts: list[int]) -> Schedule:
 class Sizes:
     """The bytes and times of a chain, as arrays.
 
-    A part of the chain is stages s to t, both included. Its input x_s is kept elsewhere and is not
-    counted. The gradient of x_{t+1} is counted if it is live already, that is unless t = L-1, whose
-    gradient is created at the start of its backward.
+    A part of the chain is stages s to t, both included. The bytes of its input x_s are not counted.
+    During the forwards of the part, the gradient of x_{t+1} is live and counted. The exception is
+    t = L-1, because the gradient of the chain's output exists only from the first backward on.
+
+    Attributes:
+        values: values[i] is the number of bytes of x_i, for i = 0 to L.
+        saved: Bytes that each stage saves.
+        forward: Bytes that each forward adds while it runs.
+        backward: Bytes that are live during each backward, except the stage's input.
+        gradient: gradient[t] is the number of bytes of the gradient of x_{t+1} during the forwards
+            of stages up to t.
+        through: through[s, e] is the number of bytes needed to run from x_s to x_e if only x_s is
+            kept.
+        own_time: Time of each stage's forward and backward.
+        elapsed: elapsed[i] is the time of the forwards from x_0 to x_i.
     """
 
     def __init__(self, chain: Chain):
@@ -202,9 +221,7 @@ class Sizes:
         self.backward = (
             self.saved + self.values[1:] + [stage.backward_overhead_bytes for stage in stages]
         )
-        # gradient[t]: bytes of the gradient of x_{t+1} during the forwards of stages up to t
         self.gradient = np.append(self.values[1:length], 0)
-        # through[s, e]: bytes needed to run from x_s to x_e if only x_s is kept on the way
         self.through = np.zeros((length, length + 1), dtype=np.int64)
         for s in range(length):
             running = self.forward[s:].copy()
@@ -217,29 +234,30 @@ class Sizes:
 
 
 def _best_cuts(chain: Chain, count: int) -> list[int]:
-    """Return the boundaries 0 = c_0 < ... < c_count = L with the least peak of `segmented`.
+    """Return the boundaries 0 = c_0 < ... < c_count = L for which `segmented` has the least peak.
 
-    need[a] is the least number of bytes that stages a and later need, beyond x_a and what is kept
-    before it, for a given number of segments. The first of the segments ends at some b. It needs
-    its own bytes, or the rest needs x_b and need[b].
+    need[a] is the least number of bytes for stages a to L-1 in a given number of segments, without
+    x_a and the boundaries before it. If the first of these segments ends at b, the number is the
+    larger of two: the bytes of this segment alone, and those of x_b plus need[b] for the rest.
     """
     sizes = Sizes(chain)
     length = len(chain)
-    own = np.full((length, length + 1), MANY, dtype=np.int64)  # bytes that segment a..b-1 needs
+    # segment_bytes[a, b]: bytes that one segment with the stages a to b-1 needs
+    segment_bytes = np.full((length, length + 1), INFINITE_BYTES, dtype=np.int64)
     for a in range(length):
-        before = np.cumsum(sizes.saved[a:]) - sizes.saved[a:]
-        forward = np.maximum.accumulate(before + sizes.forward[a:])
-        backward = np.maximum.accumulate(before + sizes.backward[a:])
-        own[a, a + 1 :] = np.maximum(forward + sizes.gradient[a:], backward)
-        own[a, a + 1 : length] = np.maximum(
-            own[a, a + 1 : length], sizes.through[a, a + 1 : length]
+        saved_before = np.cumsum(sizes.saved[a:]) - sizes.saved[a:]
+        forward = np.maximum.accumulate(saved_before + sizes.forward[a:])
+        backward = np.maximum.accumulate(saved_before + sizes.backward[a:])
+        segment_bytes[a, a + 1 :] = np.maximum(forward + sizes.gradient[a:], backward)
+        segment_bytes[a, a + 1 : length] = np.maximum(
+            segment_bytes[a, a + 1 : length], sizes.through[a, a + 1 : length]
         )
-    need = own[:, length]
+    need = segment_bytes[:, length]
     chosen = []
     for _ in range(count - 1):
-        taken = np.maximum(own[:, :length], (sizes.values[:length] + need)[None, :])
-        chosen.append(taken.argmin(axis=1))
-        need = taken.min(axis=1)
+        peaks = np.maximum(segment_bytes[:, :length], (sizes.values[:length] + need)[None, :])
+        chosen.append(peaks.argmin(axis=1))
+        need = peaks.min(axis=1)
     cuts = [0]
     for ends in reversed(chosen):
         cuts.append(int(ends[cuts[-1]]))

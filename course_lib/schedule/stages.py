@@ -1,4 +1,7 @@
-"""One stage under autograd: its checks, its forward, and its backward, which frees memory early."""
+"""One stage under autograd: its checks, its forward, and a backward that frees memory early.
+
+`executor` and `chain` use it for a run and for a measurement of several stages.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ from course_lib._torch import map_tensors, tensors_in
 
 
 def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
-    """Return the stages by name, as modules."""
+    """Return a dict of name -> stage, in which functions have become modules.
+
+    Raises:
+        TypeError, ValueError: `stages` is of another type or empty, or a stage cannot be called.
+    """
     allowed = "an nn.Sequential or a list of modules and functions"
     kind("stages", stages, (nn.Sequential, nn.ModuleList, list, tuple), allowed)
     whole("the number of stages", len(stages), 1)
@@ -39,29 +46,31 @@ _identities = itertools.count()
 
 
 class _Function(nn.Module):
-    """A function as a module, with the modules and parameters that it refers to as its own."""
+    """A module that calls a function, and contains the modules and parameters it refers to."""
 
     def __init__(self, function: Callable):
         super().__init__()
         self.function = function
-        held = list(dict.fromkeys(_held(function)))
-        # Its computation is unknown, so no two functions are treated as alike. `id` is not used,
-        # because Python may reuse it for the next function.
+        references = list(dict.fromkeys(_modules_and_parameters(function)))
+        # This attribute makes any two functions different for `look_of`, because their code is not
+        # compared. `id` is not used, because Python may reuse it for another function.
         self.identity = str(next(_identities))
-        self.modules_held = nn.ModuleList(value for value in held if isinstance(value, nn.Module))
+        self.modules_held = nn.ModuleList(
+            value for value in references if isinstance(value, nn.Module)
+        )
         self.parameters_held = nn.ParameterList(
-            value for value in held if isinstance(value, nn.Parameter)
+            value for value in references if isinstance(value, nn.Parameter)
         )
 
     def forward(self, *args, **kwargs):
         return self.function(*args, **kwargs)
 
 
-def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
+def _modules_and_parameters(value: Any) -> Iterator[nn.Module | nn.Parameter]:
     """Yield the modules and parameters that a function refers to.
 
-    They may be in a partial's arguments, a method's object, a closure, defaults, or lists and dicts
-    of these.
+    The references may be arguments of a partial, the object of a method, variables of a closure,
+    default arguments, or lists, tuples and dicts of these.
     """
     if isinstance(value, (nn.Module, nn.Parameter)):
         yield value
@@ -77,13 +86,21 @@ def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
     elif isinstance(value, (list, tuple, dict)):
         parts = list(value.values()) if isinstance(value, dict) else list(value)
     for part in parts:
-        yield from _held(part)
+        yield from _modules_and_parameters(part)
 
 
-def handed_on(name: str, value: Any) -> Any:
-    """Check the input of the next stage and return it.
+def checked_value(name: str, value: Any) -> Any:
+    """Check a value between two stages and return it.
 
-    A tuple of one tensor and Nones, as Hugging Face layers return it, becomes that tensor.
+    If it is a tuple of one tensor and Nones, as Hugging Face layers return it, the tensor alone is
+    returned.
+
+    Args:
+        name: Name of the value, for error messages.
+        value: A tensor, or a container.
+
+    Raises:
+        TypeError: The value does not have exactly one tensor through which gradients flow.
     """
     tensors = list(tensors_in(value))
     if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
@@ -91,20 +108,22 @@ def handed_on(name: str, value: Any) -> Any:
             f"{name} must be one tensor, or a container with one floating-point tensor,"
             f" got {shown(value)} with {len(tensors)} tensors"
         )
-    alone = isinstance(value, tuple) and all(item is None or item is tensors[0] for item in value)
-    return tensors[0] if alone else value
+    is_lone_tensor = isinstance(value, tuple) and all(
+        item is None or item is tensors[0] for item in value
+    )
+    return tensors[0] if is_lone_tensor else value
 
 
-def the_tensor(value: Any) -> Tensor:
-    """Return the tensor through which gradients flow, from the value between two stages."""
+def main_tensor(value: Any) -> Tensor:
+    """Return the main tensor of a value between two stages, through which gradients flow."""
     tensors = list(tensors_in(value))
     return tensors[0] if len(tensors) == 1 else next(filter(differentiable, tensors))
 
 
-def with_tensor(value: Any, new: Tensor) -> Any:
-    """Replace the tensor through which gradients flow."""
-    old = the_tensor(value)
-    return map_tensors(lambda tensor: new if tensor is old else tensor, value)
+def with_main_tensor(value: Any, replacement: Tensor) -> Any:
+    """Return a copy of a value between two stages, with another main tensor."""
+    old_tensor = main_tensor(value)
+    return map_tensors(lambda tensor: replacement if tensor is old_tensor else tensor, value)
 
 
 def differentiable(tensor: Tensor) -> bool:
@@ -114,7 +133,7 @@ def differentiable(tensor: Tensor) -> bool:
 def check_constants(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
-            raise ValueError(f"{name} must not require a gradient, got {shown(value)} that does")
+            raise ValueError(f"{name} must not require gradients, got {shown(value)} that does")
 
 
 # ---- forward
@@ -123,9 +142,19 @@ def check_constants(kwargs: dict[str, Any]) -> None:
 def run_stage(
     i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[str, Tensor] | None = None
 ) -> Any:
-    """Run stage i on the output of stage i-1.
+    """Run stage i on the output of stage i-1, and return the input of stage i+1.
 
-    `buffers`, if given, replace the stage's own buffers, which then stay unchanged.
+    Args:
+        i: Number of the stage, for error messages.
+        stage: The stage.
+        value: Its input.
+        kwargs: Constants that it receives as keyword arguments.
+        buffers: Buffers to use instead of the stage's own, which then stay unchanged; None or empty
+            to use its own.
+
+    Raises:
+        RuntimeError: The stage changes its input in place.
+        TypeError: It returns no tensor, or several through which gradients flow.
     """
     versions = [tensor._version for tensor in tensors_in(value)]
     if buffers:
@@ -134,34 +163,42 @@ def run_stage(
         output = stage(value, **kwargs)
     if [tensor._version for tensor in tensors_in(value)] != versions:
         raise RuntimeError(
-            f"stage {i} changed its input in place, but a schedule may need it again; make it out"
-            " of place"
+            f"stage {i} changed its input in place, but a schedule may need the input again; use an"
+            " out-of-place operator instead"
         )
-    return handed_on(f"what stage {i} returns", output)
+    return checked_value(f"what stage {i} returns", output)
 
 
 # ---- backward
 
 
 class GradientSlot:
-    """The gradient that one stage's backward passes to the next, referenced nowhere else.
+    """The only reference to the gradient that one stage's backward passes to the next.
 
-    Autograd frees each tensor after its last use, unless its caller holds it. A node of the next
-    stage's graph therefore takes the gradient out of this slot.
+    If a gradient were an argument of `torch.autograd.grad`, the caller would hold it during the
+    whole backward pass of the stage. Instead, the first node of that pass takes the gradient out of
+    this slot, and autograd frees it after its last use.
     """
 
     def __init__(self) -> None:
-        self.gradient: Tensor | None = None  # also None if the output was not used
+        self.gradient: Tensor | None = None  # also None if the loss does not use the output
 
     def take(self) -> Tensor | None:
         gradient, self.gradient = self.gradient, None
         return gradient
 
 
-class Kept:
-    """Result of a forward that keeps everything: the stage's graph and output.
+class KeptStage:
+    """A stage's graph and output, after a forward that keeps everything for its backward.
 
-    `backward` releases the output and then sends the gradient in `slot` through the graph.
+    Args:
+        i, stage, value, kwargs, buffers: As in `run_stage`.
+        needs_gradient: Whether the gradient of the input is computed.
+        slot: Slot with the gradient of the output when `backward` is called.
+
+    Raises:
+        RuntimeError: The stage uses a tensor that requires gradients and is not its own, or stores
+            a tensor with a graph in an attribute. See also `run_stage`.
     """
 
     def __init__(
@@ -170,49 +207,57 @@ class Kept:
         stage: nn.Module,
         value: Any,
         kwargs: dict,
-        needs: bool,
+        needs_gradient: bool,
         buffers: dict[str, Tensor] | None,
         slot: GradientSlot,
     ):
-        x = the_tensor(value)
+        x = main_tensor(value)
         with torch.enable_grad():
-            self.x = x.detach().requires_grad_(needs and differentiable(x))
-            # A view, because FlopCounterMode's hook on a module's input fails on a leaf inside
-            # autograd.grad.
+            self.x = x.detach().requires_grad_(needs_gradient and differentiable(x))
+            # The input is a view, because FlopCounterMode's hook on a module's input fails on a
+            # leaf inside autograd.grad.
             self.output = run_stage(
-                i, stage, with_tensor(value, self.x.view_as(self.x)), kwargs, buffers
+                i, stage, with_main_tensor(value, self.x.view_as(self.x)), kwargs, buffers
             )
-            self.end = _TakeGradient.apply(the_tensor(self.output), slot)
+            self.end = _TakeGradient.apply(main_tensor(self.output), slot)
         self.slot = slot
-        self.parameters = trained(stage)
+        self.parameters = trainable_parameters(stage)
         if not {*map(id, _leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
             raise RuntimeError(
-                f"stage {i} uses a tensor that requires a gradient and is neither its input nor a"
-                " parameter that it holds; make it a parameter of a module that is the stage, or"
-                " detach it"
+                f"stage {i} uses a tensor that requires a gradient and is neither its input nor"
+                " one of its parameters; use a module as the stage and make the tensor a parameter"
+                " of it, or detach the tensor"
             )
-        if left := next(_left_behind(stage), None):
+        if attribute := next(_attributes_with_graph(stage), None):
             raise RuntimeError(
-                f"stage {i} leaves a tensor with a gradient behind in {left}, but only its output"
-                " may be used outside a stage; return that tensor, or detach it"
+                f"stage {i} stores a tensor that requires a gradient in {attribute}, but gradients"
+                " flow only through its output; return that tensor, or detach it"
             )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return the gradients of the input, if it needs one, and of the stage's parameters."""
+        """Release the output, and return (gradient of the input, gradients of the parameters).
+
+        The gradient of the output is taken from the slot. A gradient is None if it is not needed.
+        """
         self.output = None
-        wanted = [tensor for tensor in (self.x, *self.parameters) if tensor.requires_grad]
+        inputs = [tensor for tensor in (self.x, *self.parameters) if tensor.requires_grad]
         if not self.end.requires_grad or self.slot.gradient is None:
             self.slot.take()
-            found = [None] * len(wanted)
+            gradients = [None] * len(inputs)
         else:
-            found = torch.autograd.grad(
-                self.end, wanted, torch.empty_like(self.end), allow_unused=True
+            gradients = torch.autograd.grad(
+                self.end, inputs, torch.empty_like(self.end), allow_unused=True
             )
-        return (found[0], list(found[1:])) if self.x.requires_grad else (None, list(found))
+        return (
+            (gradients[0], list(gradients[1:])) if self.x.requires_grad else (None, list(gradients))
+        )
 
 
 class _TakeGradient(torch.autograd.Function):
-    """The end of a stage's graph, an empty tensor; its backward starts with the slot's gradient."""
+    """Last node of a stage's graph: it returns an empty tensor.
+
+    Its backward takes the gradient of the stage's output from the slot.
+    """
 
     @staticmethod
     def forward(ctx, output: Tensor, slot: GradientSlot) -> Tensor:
@@ -224,18 +269,18 @@ class _TakeGradient(torch.autograd.Function):
         return ctx.slot.take(), None
 
 
-def trained(stage: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(stage: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in stage.parameters() if parameter.requires_grad]
 
 
-def _left_behind(stage: nn.Module) -> Iterator[str]:
-    """Yield attributes with a tensor that a run has computed.
+def _attributes_with_graph(stage: nn.Module) -> Iterator[str]:
+    """Yield the names of attributes in which a run has stored a tensor that has a graph.
 
-    Weights that a hook computes before each run are left out.
+    Weights that a hook computes before each run are not included.
     """
     for name, module in stage.named_modules():
         hooks = module._forward_pre_hooks.values()
-        # weights of weight_norm, spectral_norm and pruning
+        # names of the weights that hooks of weight_norm, spectral_norm and pruning compute
         weights = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
         for key in vars(module).keys() - weights:
             if any(tensor.grad_fn is not None for tensor in tensors_in(vars(module)[key])):

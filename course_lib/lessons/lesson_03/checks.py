@@ -356,14 +356,14 @@ reason_of_the_pyramid = in_words(
 
 # Messages for the rules of `simulate`, whose own errors are in English only.
 _REFUSALS = {
-    r"runs only with its input alive, and (x_\d+) is not": "its input {what} is not there.",
-    r"its stage's input alive, and (x_\d+) is not": (
+    r"runs only if its input is live, and (x_\d+) is not": "its input {what} is not there.",
+    r"its stage's input is live, and (x_\d+) is not": (
         "it needs the stage's input, and {what} is not there."
     ),
-    r"and stage (\d+)'s is not alive": (
+    r"and S_(\d+) is not; run": (
         'nothing of stage {what} is kept for it: run it with `"all"` first.'
     ),
-    r"first, and (Backward\(\d+\)) is due": (
+    r"first, and (Backward\(\d+\)) is next": (
         "`{what}` is due: backwards run from the last stage to the first."
     ),
     r"(again) after its backward": "its stage has had its backward and does not run again.",
