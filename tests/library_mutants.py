@@ -230,7 +230,12 @@ MUTANTS = [
         ),
         ("accumulation", "accumulation/step.py", "self.scaler.update(scale)", "pass"),
         ("accumulation", "accumulation/step.py", "gradient.div_(scale)", "pass"),
-        ("accumulation", "accumulation/step.py", "before[: len(own)] = [None] * len(own)", "pass"),
+        (
+            "accumulation",
+            "accumulation/step.py",
+            "previous[: len(optimized)] = [None] * len(optimized)",
+            "pass",
+        ),
         (
             "accumulation",
             "accumulation/step.py",

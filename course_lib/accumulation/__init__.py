@@ -1,9 +1,10 @@
 """Gradient accumulation: a training step over micro-batches, with the gradient of the full batch.
 
 `split` cuts a batch into micro-batches. `AccumulatedStep` runs them one after the other, so that
-only one micro-batch's activations are live at a time, and does one optimizer step. Parameters,
-optimizer state and gradients keep their size. The peak is therefore a constant number of bytes,
-plus a fixed number of bytes per sample of a micro-batch. Lesson 05 explains accumulation.
+only one micro-batch's activations are live at a time, and does one optimizer step. The bytes of
+parameters, gradients and optimizer state do not depend on the number of micro-batches. The peak is
+therefore a constant number of bytes, plus a fixed number of bytes per sample of a micro-batch.
+Lesson 05 explains accumulation.
 """
 
 from .step import AccumulatedStep, StepResult, check_loss_sum, split

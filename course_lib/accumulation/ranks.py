@@ -1,4 +1,8 @@
-"""The ranks that do a step together: when they reduce gradients, and their sums over ranks."""
+"""Communication of the ranks that do a step together.
+
+`Ranks` decides when gradients are reduced over the ranks, and computes sums over the ranks. On a
+single process it does nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,25 @@ from .._torch import is_symbolic
 class Ranks:
     """The processes that do a step together: those of a DDP or FSDP2 model, or only this one.
 
+    Args:
+        model: The model of the step.
+        sync: "last" or "each", as in `AccumulatedStep`.
+
     Attributes:
         model: The module that is replicated or sharded, or None for a single process. For a
             compiled DDP model, the DDP module inside it.
         replica: The same module if it is a DDP module, else None.
+        group: The process group, or None for a single process.
+        count: Number of ranks.
+        has_views: Whether gradients are views into DDP's buckets.
+
+    Raises:
+        TypeError, ValueError: `sync` is invalid, or the model has several modules that synchronize
+            gradients.
     """
 
     def __init__(self, model: nn.Module, sync: str):
-        self.model = _parallel(model)
+        self.model = _parallel_module(model)
         self.sync = one_of("sync", sync, ("last", "each"))
         self.replica = self.model if isinstance(self.model, DistributedDataParallel) else None
         self.group, self.count = None, 1
@@ -33,12 +48,16 @@ class Ranks:
             self.count = torch.distributed.get_world_size(self.group)
         self.has_views = self.replica is not None and self.replica.gradient_as_bucket_view
 
-    def checked(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
-        """Return `in_buckets`, after checking it and the scaler against the kind of model."""
+    def checked_in_buckets(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
+        """Return `in_buckets`, after checking that it and the scaler suit the model.
+
+        Raises:
+            ValueError: The model cannot be used with the scaler, or with `in_buckets`.
+        """
         if scaler.is_enabled() and self.model is not self.replica:
             raise ValueError(
-                "scaler must be None for an FSDP2 model, got a GradScaler; ranks could"
-                " disagree about which steps to skip"
+                "scaler must be None for an FSDP2 model, got a GradScaler; one rank could skip a"
+                " step that another rank does not skip"
             )
         if in_buckets and (not self.has_views or self.replica.find_unused_parameters):
             raise ValueError(
@@ -48,10 +67,11 @@ class Ranks:
         return in_buckets
 
     @contextmanager
-    def reducing(self, last: bool) -> Iterator[None]:
-        """Let a micro-batch's backward pass, inside the block, reduce gradients over the ranks.
+    def gradient_reduction(self, last: bool) -> Iterator[None]:
+        """Decide whether the backward pass inside the `with` block reduces gradients over ranks.
 
-        If this is not the last micro-batch, it may only add to the local gradients instead.
+        It does for the last micro-batch, and for every micro-batch if `sync` is "each". Otherwise
+        it only adds to the local gradients.
         """
         if self.model is None or last or self.sync == "each":
             yield
@@ -65,7 +85,8 @@ class Ranks:
             finally:
                 self.model.set_requires_gradient_sync(True)
 
-    def sums(self, *values: float) -> list[float]:
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """Return each value summed over the ranks; with symbolic tensors, the values unchanged."""
         if self.model is None:
             return list(values)
         sums = torch.tensor(
@@ -76,9 +97,10 @@ class Ranks:
 
     @torch.no_grad()
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients; with FSDP2 each rank has shards of them.
+        """Return the norm of all gradients, which for FSDP2 are shards on each rank.
 
-        DTensor's own norm would be reduced over the ranks once per gradient.
+        The norms of the shards are combined in one collective. DTensor's norm would need one
+        collective per gradient.
         """
         norm = nn.utils.get_total_norm(
             [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
@@ -90,17 +112,19 @@ class Ranks:
         return square.sqrt().to(norm.dtype)
 
 
-def _parallel(model: nn.Module) -> nn.Module | None:
-    marks = ("no_sync", "set_requires_gradient_sync")  # methods of DDP and FSDP, and of FSDP2
-    found = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
-    if found == [] or (len(found) == 1 and isinstance(found[0], DistributedDataParallel)):
-        return found[0] if found else None
+def _parallel_module(model: nn.Module) -> nn.Module | None:
+    methods = ("no_sync", "set_requires_gradient_sync")  # of DDP or FSDP, and of FSDP2
+    wrappers = [
+        module for module in model.modules() if any(hasattr(module, method) for method in methods)
+    ]
+    if wrappers == [] or (len(wrappers) == 1 and isinstance(wrappers[0], DistributedDataParallel)):
+        return wrappers[0] if wrappers else None
     from torch.distributed.fsdp import FSDPModule  # not at the top, because importing it is slow
 
     if not isinstance(model, FSDPModule):
-        got = f"a model with {', '.join(map(shown, found))}"
+        wrapper_names = f"a model with {', '.join(map(shown, wrappers))}"
         raise TypeError(
-            "model must contain one DistributedDataParallel, or be sharded as a whole by"
-            f" fully_shard, or contain nothing that synchronizes gradients, got {got}"
+            "model must contain one DistributedDataParallel, be sharded as a whole by fully_shard,"
+            f" or contain no module that synchronizes gradients, got {wrapper_names}"
         )
     return model

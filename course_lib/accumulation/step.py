@@ -1,4 +1,7 @@
-"""One optimizer step over the micro-batches that `split` cuts from a batch."""
+"""Gradient accumulation: `split` cuts a batch, and `AccumulatedStep` runs the micro-batches.
+
+The module `ranks` handles communication between several processes.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,14 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 
     Args:
         batch: A tensor, or tuples, lists, mappings and dataclasses with tensors, nested
-            arbitrarily. The first dimension of all tensors is the samples. Values other than
-            tensors are in every micro-batch unchanged.
+            arbitrarily. The first dimension of every tensor is the sample dimension. Values other
+            than tensors are in every micro-batch unchanged.
         micro_batch_size: Number of samples in each micro-batch.
 
     Returns:
-        An iterator over micro-batches with the structure of the batch. They are views, so nothing
-        is copied. The last one holds the remainder, so it may be smaller. A batch without samples
-        has no micro-batches.
+        An iterator over micro-batches with the structure of the batch. Their tensors are views, so
+        nothing is copied. The last micro-batch may be smaller than the others. A batch without
+        samples has no micro-batches.
 
     Raises:
         TypeError, ValueError: The batch contains no tensor, a nested or sparse tensor, or tensors
@@ -56,8 +59,8 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
             nested = "a nested tensor" if tensor.is_nested else "a tensor"
             raise TypeError(
                 f"batch must hold dense tensors, got {nested} with the layout {tensor.layout},"
-                " which PyTorch cannot cut into views along the first dimension. Make a tensor of"
-                " each micro-batch from its samples, and pass the micro-batches in a list"
+                " which PyTorch cannot cut into views along the first dimension. Create one tensor"
+                " per micro-batch from its samples, and pass a list of these micro-batches"
             )
     samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
     if not samples:
@@ -81,11 +84,13 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one `AccumulatedStep`. For symbolic tensors, which have no values, numbers are NaN.
+    """Result of one `AccumulatedStep`.
+
+    With symbolic tensors, which have no values, the numbers are NaN.
 
     Attributes:
-        loss: Mean loss: the losses of all micro-batches (and ranks), divided by their weight.
-        weight: Tokens or samples of all micro-batches (and ranks).
+        loss: Mean loss: the sum of losses of all micro-batches (and ranks), divided by `weight`.
+        weight: Number of tokens or samples in all micro-batches (and ranks).
         grad_norm: Norm, before clipping, of the mean loss's gradient over the optimizer's
             parameters. None without max_norm.
         stepped: False if the scaler skipped the optimizer's step because gradients were inf or NaN.
@@ -100,39 +105,42 @@ class StepResult:
 class AccumulatedStep:
     """One optimizer step over micro-batches, with the gradient of the full batch's mean loss.
 
-    The gradients are equal up to rounding if the model treats samples independently. BatchNorm does
-    not, because it sees micro-batches; dropout draws other numbers; and spectral norms change with
-    each micro-batch.
+    The gradients are equal to those of the full batch, up to rounding, if the model treats samples
+    independently. This is not so with BatchNorm, which computes its statistics from each
+    micro-batch. Dropout draws other random numbers than for the full batch, and spectral norms
+    change with each micro-batch.
 
-    With `DistributedDataParallel` or FSDP2, each rank has its own step, and `loss_sum` calls the
-    module that is replicated or sharded. If only the last micro-batch synchronizes, DDP ranks may
-    have different numbers of micro-batches, but at least one each. The iterator of micro-batches is
-    then read one ahead. An invalid loss or weight raises an error on all ranks. Any other error on
-    one rank leaves the other ranks waiting, as usual. After such an error FSDP2 may also still hold
-    unsharded gradients.
+    With `DistributedDataParallel` or FSDP2, each rank has its own `AccumulatedStep`, and `loss_sum`
+    calls the module that is replicated or sharded. With sync="last", DDP ranks may have different
+    numbers of micro-batches, but each needs at least one. The iterator of micro-batches is then
+    read one micro-batch ahead. An invalid loss or weight raises an error on all ranks. Any other
+    error on one rank leaves the other ranks waiting, as usual with collectives. After such an
+    error, an FSDP2 model may also still hold unsharded gradients.
 
     Args:
         model: First argument of `loss_sum`.
-        optimizer: An optimizer that steps without a closure, unlike LBFGS. One with a training
-            mode, such as a schedule-free optimizer, must be in it. Several optimizers in a list are
-            clipped together, and either all of them step or none does.
+        optimizer: An optimizer whose `step` needs no closure, unlike LBFGS. An optimizer with a
+            training mode, such as a schedule-free one, must be in that mode. For a list of
+            optimizers, the gradients are clipped by their common norm, and either all optimizers
+            step or none does.
         loss_sum: Function (model, micro_batch) -> (sum of losses, weight). The sum is a scalar
             tensor that requires gradients. The weight is the number of tokens or samples in the
-            sum, as a number or a scalar tensor; it is zero if all of them are masked.
+            sum, as a number or a scalar tensor. It is zero if all of them are masked.
         scaler: Scales the losses, and is updated once per step. A disabled scaler counts as None.
-        max_norm: Largest norm of the gradient, which is clipped to it once, after unscaling. With
-            `math.inf` the norm is only measured.
+        max_norm: Largest norm of the gradient of the mean loss, which is clipped once, after
+            unscaling. With `math.inf` the norm is only measured.
         autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
         accumulate: "fp32" sums the gradients of bf16 and fp16 parameters in fp32, which needs 4
             more bytes per parameter instead of 2, and casts their mean once. None sums in the
             parameters' dtype, where the sum over many small micro-batches drifts.
-        sync: With "last", only the last micro-batch reduces gradients over the ranks; with "each",
-            every micro-batch does. Then more bytes are sent, and FSDP2 never holds whole gradients.
-        in_buckets: Whether micro-batches add up in DDP's buckets, which exist anyway, instead of
-            next to them. This saves one set of gradients from the third step on. It needs DDP with
-            `gradient_as_bucket_view=True`.
+        sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
+            every micro-batch does: this sends more bytes, but FSDP2 does not keep unsharded
+            gradients between micro-batches.
+        in_buckets: Whether gradients are accumulated in DDP's buckets, which exist anyway, instead
+            of in separate tensors. This saves one set of gradients from the third step on. It needs
+            DDP with `gradient_as_bucket_view=True`.
 
-    Source: why sums and not means of means, "Fixing Gradient Accumulation",
+    Source for adding sums of losses instead of averaging means: "Fixing Gradient Accumulation",
     huggingface.co/blog/gradient_accumulation.
 
     Example:
@@ -160,33 +168,38 @@ class AccumulatedStep:
     ):
         self.model = model
         self.ranks = Ranks(model, sync)
-        self.optimizer = _one_optimizer(optimizer)
+        self.optimizer = _as_one_optimizer(optimizer)
         self.loss_sum = loss_sum
         self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
         self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *NARROW))
-        self.device_type = _optimized(self.optimizer)[0].device.type
+        self.device_type = _optimized_parameters(self.optimizer)[0].device.type
         self.scaler = _scaler(scaler, self.device_type, autocast_dtype)
         self.accumulate = one_of("accumulate", accumulate, (None, "fp32"))
         if accumulate is not None and self.ranks.model:
             raise ValueError(
                 f"accumulate must be None for a DDP or FSDP2 model, got {accumulate!r}"
             )
-        self.in_buckets = self.ranks.checked(self.scaler, in_buckets)
-        self._buckets = {}
-        # divisor of each sum of losses before its backward pass
+        self.in_buckets = self.ranks.checked_in_buckets(self.scaler, in_buckets)
+        self._buckets = {}  # parameter -> its gradient in DDP's buckets, for `in_buckets`
+        # number by which each sum of losses is divided before its backward pass
         self._unit: float | None = None
 
     def __call__(self, micro_batches: Iterable[Any]) -> StepResult:
         """Run all micro-batches, then step once.
 
-        The gradients of the optimizer's parameters are None at the beginning, and again at the end;
-        a `register_step_pre_hook` sees those that the optimizer uses. For other parameters of the
-        model, the gradient of the mean is added to .grad, as backward does, so that another
-        optimizer may use it. After an error, gradients, random generators, scaler and `no_sync` are
-        as before the call. Side effects of forward passes (BatchNorm's averages) remain.
+        The gradients of the optimizer's parameters are set to None at the beginning and at the end.
+        To read the gradients that the optimizer uses, register a hook with
+        `register_step_pre_hook`. For other parameters of the model, the gradient of the mean loss
+        is added to .grad, as backward does, so that another optimizer may use it. After an error,
+        gradients, random number generators, scaler and `no_sync` are as before the call. Side
+        effects of forward passes, such as BatchNorm's running averages, remain.
+
+        Args:
+            micro_batches: Several micro-batches, such as `split(batch, 8)` or a list. Each is
+                passed to `loss_sum`.
 
         Raises:
-            TypeError, ValueError: micro_batches is a single batch, or empty; `loss_sum` did not
+            TypeError, ValueError: `micro_batches` is a single batch, or empty; `loss_sum` did not
                 return a finite sum and a weight of at least 0; all weights are zero.
             RuntimeError: No parameter of the optimizer got a gradient; the norm of the gradients is
                 inf or NaN; `loss_sum` did not call the DDP model.
@@ -194,46 +207,57 @@ class AccumulatedStep:
         _check_micro_batches(micro_batches)
         for optimizer in getattr(self.optimizer, "optimizers", [self.optimizer]):
             check_in_training(optimizer)
-        own = dict.fromkeys(_optimized(self.optimizer))
-        others = [parameter for parameter in self.model.parameters() if parameter not in own]
+        optimized = dict.fromkeys(_optimized_parameters(self.optimizer))
+        others = [parameter for parameter in self.model.parameters() if parameter not in optimized]
         with (
             random_numbers_undone(),
-            _gradients_apart([*own], others, self.ranks),
-            ExitStack() as sending,
+            _gradients_apart([*optimized], others, self.ranks),
+            ExitStack() as copy_contexts,
         ):
             for parameter, gradient in self._buckets.items():
                 parameter.grad = gradient.zero_()
-            with _fp32_sums([*own, *others] if self.accumulate else []) as sums:
-                loss, weight = self._accumulate(micro_batches, sending)
+            with _fp32_sums([*optimized, *others] if self.accumulate else []) as sums:
+                loss, weight = self._accumulate(micro_batches, copy_contexts)
             if self.in_buckets:
-                self._buckets = {p: p.grad for p in (*own, *others) if p.grad is not None}
-            # .grad is now the gradient of (sum of losses) / unit; with ranks, its mean over them.
-            _take_mean([*own, *others], sums, self._unit * self.ranks.count / weight)
+                self._buckets = {p: p.grad for p in (*optimized, *others) if p.grad is not None}
+            # .grad is now the gradient of (sum of losses) / unit, averaged over the ranks.
+            _scale_to_mean([*optimized, *others], sums, self._unit * self.ranks.count / weight)
             grad_norm, stepped = self._step(_gradients(others))
         # The weight of the next step is unknown before its last forward pass, but will be similar.
         self._unit = _power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
 
-    def _accumulate(self, micro_batches: Iterable[Any], sending: ExitStack) -> tuple[float, float]:
-        """Run all micro-batches and return the sums of their losses and weights over all ranks."""
+    def _accumulate(
+        self, micro_batches: Iterable[Any], copy_contexts: ExitStack
+    ) -> tuple[float, float]:
+        """Run all micro-batches, and return (sum of losses, sum of weights) over all ranks.
+
+        Args:
+            micro_batches: The micro-batches.
+            copy_contexts: Stack that enters the contexts in which optimizers copy gradients to the
+                host during backward.
+        """
         losses = []
         weights = []
-        senders = _senders(self)
-        marked = (
-            _with_last(micro_batches)
-            if senders or self.ranks.model
+        early_copying = _early_copying_optimizers(self)
+        marked_micro_batches = (
+            _mark_last(micro_batches)
+            if early_copying or self.ranks.model
             else ((item, True) for item in micro_batches)
         )
-        for micro_batch, last in marked:
-            with self.ranks.reducing(last):
-                loss = self._backward(micro_batch, last, weights, senders if last else [], sending)
+        for micro_batch, last in marked_micro_batches:
+            with self.ranks.gradient_reduction(last):
+                loss = self._backward(
+                    micro_batch, last, weights, early_copying if last else [], copy_contexts
+                )
             losses.append(loss)
         if not losses:
             raise ValueError(
                 "micro_batches must contain at least one micro-batch, got none (an iterator"
                 " can be used only once)"
             )
-        # Read only here, because reading a value makes the host wait for a GPU.
+        # The values are read only after all micro-batches, because reading makes the host wait for
+        # a GPU.
         losses = _values(losses)
         weights = [math.nan if is_symbolic(weight) else float(weight) for weight in weights]
         problem = ""
@@ -245,27 +269,39 @@ class AccumulatedStep:
                     f"micro-batch {i}: the loss must be finite and the weight finite and at least"
                     f" 0, got loss {loss} and weight {weight}"
                 )
-        loss, weight = self.ranks.sums(
+        loss, weight = self.ranks.sum_over_ranks(
             math.fsum(losses), math.nan if problem else math.fsum(weights)
         )
         if problem or (math.isnan(weight) and not is_symbolic()):
             raise ValueError(
-                problem
-                or "another rank got an invalid loss or weight; the error on that rank says which"
+                problem or "another rank had an invalid loss or weight; see the error on that rank"
             )
         if weight == 0:
             raise ValueError(
-                "the weight of all micro-batches together must be above 0, got 0; at least"
-                " one token or sample must count"
+                "the sum of the weights of all micro-batches must be above 0, got 0; at least"
+                " one token or sample must not be masked"
             )
         return loss, weight
 
     def _backward(
-        self, micro_batch: Any, last: bool, weights: list, senders: list, sending: ExitStack
+        self,
+        micro_batch: Any,
+        last: bool,
+        weights: list,
+        early_copying: list,
+        copy_contexts: ExitStack,
     ) -> Tensor:
         """Add the gradient of one micro-batch's loss sum, divided by the unit, to .grad.
 
-        Its weight is appended to `weights`.
+        Args:
+            micro_batch: The micro-batch.
+            last: Whether it is the last one.
+            weights: Weights of the earlier micro-batches; this one's weight is appended.
+            early_copying: Optimizers that may copy gradients during this backward pass.
+            copy_contexts: Stack that enters the contexts in which they do so.
+
+        Returns:
+            The sum of losses, without its graph.
         """
         name = f"micro-batch {len(weights)}"
         autocast = (
@@ -275,34 +311,44 @@ class AccumulatedStep:
         )
         with (
             autocast,
-            _calls(self.model if last and self.model is self.ranks.replica else None) as calls,
+            _recorded_calls(
+                self.model if last and self.model is self.ranks.replica else None
+            ) as calls,
         ):
             loss, weight = check_loss_sum(self.loss_sum(self.model, micro_batch), name)
         if not calls:
             raise RuntimeError(
-                "loss_sum did not call the DDP model, so no gradients would be synchronized;"
+                "loss_sum did not call the DDP model, so gradients would not be synchronized;"
                 " loss_sum must call model(...)"
             )
         if self._unit is None:
             self._unit = _power_of_two(
-                *self.ranks.sums(math.nan if is_symbolic(weight) else float(weight))
+                *self.ranks.sum_over_ranks(math.nan if is_symbolic(weight) else float(weight))
             )
-        # The total weight, by which a mean divides, is known only after the last forward pass.
-        # Until then .grad holds gradients of sums. Plain sums are much larger than means, so in
-        # fp16 they would overflow at a scale that suits means. They are therefore divided by a unit
-        # near the total weight. It is a power of two, so that dividing does not round, and equal on
-        # all ranks.
+        # The total weight, by which the mean loss is divided, is known only after the last forward
+        # pass. Until then .grad holds gradients of sums. Sums are much larger than means, so in
+        # fp16 they would overflow at a loss scale that suits means. They are therefore divided by a
+        # unit close to the total weight. The unit is a power of two, so that the division does not
+        # round, and it is the same on all ranks.
         scaled = self.scaler.scale(loss)
         weights.append(weight)
-        # if weights add up to the unit, the gradients will not be rescaled, so copies stay valid
-        for optimizer in senders if _is_sum(weights, self._unit) else ():
-            sending.enter_context(optimizer.sending())
+        # Gradients may be copied during backward only if they will not be rescaled afterwards,
+        # which is so if the weights add up to the unit.
+        for optimizer in early_copying if _sum_equals(weights, self._unit) else ():
+            copy_contexts.enter_context(optimizer.sending())
         scaled.backward(torch.full_like(scaled, 1 / self._unit))  # the gradient of scaled / unit
         return loss.detach()
 
     def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
-        """Unscale, clip, step and update the scaler; return the norm and whether it stepped."""
-        parameters = _optimized(self.optimizer)
+        """Unscale and clip gradients, step, and update the scaler.
+
+        Args:
+            others: Gradients of parameters that the optimizer does not hold; they are unscaled.
+
+        Returns:
+            (norm of the gradient before clipping or None, whether the optimizer stepped)
+        """
+        parameters = _optimized_parameters(self.optimizer)
         if not _gradients(parameters):
             raise RuntimeError(
                 "no parameter of the optimizer got a gradient; the optimizer must hold"
@@ -318,17 +364,17 @@ class AccumulatedStep:
             )
             self.scaler.step(self.optimizer)
         except BaseException:
-            self.scaler.update(scale)  # keeps the scale, but forgets that gradients were unscaled
+            self.scaler.update(scale)  # keeps the scale; the next call may unscale again
             raise
         self.scaler.update()
-        # the scale shrinks if, and only if, gradients were inf or NaN
+        # the scaler lowers the scale if, and only if, gradients were inf or NaN
         return grad_norm, self.scaler.get_scale() >= scale > 0
 
 
 # ---- gradients
 
 
-def _optimized(optimizer: torch.optim.Optimizer | _Together) -> list[nn.Parameter]:
+def _optimized_parameters(optimizer: torch.optim.Optimizer | _OptimizerGroup) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -338,35 +384,40 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 @contextmanager
 def _gradients_apart(
-    own: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
+    optimized: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
 ) -> Iterator[None]:
-    """Set `.grad` of all these parameters to None when the block starts.
+    """Set `.grad` of all these parameters to None at the beginning of the `with` block.
 
-    When the block ends, `.grad` is None for the parameters in `own`. The new gradients of `others`
-    are added to their previous gradients. If the block raises, all previous gradients are restored.
+    At its end, `.grad` is None for the parameters in `optimized`, and the new gradients of `others`
+    are added to their previous gradients. If the block raises an error, all previous gradients are
+    restored.
     """
-    parameters = [*own, *others]
-    before = [parameter.grad for parameter in parameters]
+    parameters = [*optimized, *others]
+    previous = [parameter.grad for parameter in parameters]
     if ranks.has_views:  # DDP would write into these gradients
-        before = [gradient if gradient is None else gradient.clone() for gradient in before]
+        previous = [gradient if gradient is None else gradient.clone() for gradient in previous]
     try:
         for parameter in parameters:
             parameter.grad = None
         yield
-        before[: len(own)] = [None] * len(own)
-        for i, parameter in enumerate(others, len(own)):
+        previous[: len(optimized)] = [None] * len(optimized)
+        for i, parameter in enumerate(others, len(optimized)):
             if parameter.grad is not None:
-                before[i] = parameter.grad if before[i] is None else before[i].add_(parameter.grad)
+                previous[i] = (
+                    parameter.grad if previous[i] is None else previous[i].add_(parameter.grad)
+                )
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
+        for parameter, gradient in zip(parameters, previous, strict=True):
             parameter.grad = gradient
 
 
 @contextmanager
 def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Sum gradients in fp32 inside the block: parameter -> sum.
+    """Accumulate the gradients of bf16 and fp16 parameters in fp32 inside the `with` block.
 
-    Each gradient that backward computes is added to the sum and dropped immediately.
+    Yields:
+        A dict of parameter -> sum. Each gradient that backward computes is added to it and released
+        immediately.
     """
     sums: dict[nn.Parameter, Tensor] = {}
 
@@ -383,11 +434,19 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
             hook.remove()
 
 
-def _take_mean(
+def _scale_to_mean(
     parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor], factor: float
 ) -> None:
+    """Multiply all gradients by a factor, and move the fp32 sums into `.grad`.
+
+    Args:
+        parameters: All parameters.
+        sums: Parameter -> fp32 sum; it is emptied.
+        factor: The factor that makes the gradients those of the mean loss.
+    """
     gradients = [*_gradients(parameters), *sums.values()]
-    # multiplying by 1 would invalidate copies that an optimizer has already made
+    # A factor of 1 is skipped, because any in-place change would invalidate the copies that an
+    # optimizer has already made.
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     for parameter in list(sums):
@@ -397,12 +456,23 @@ def _take_mean(
 def _clip(
     parameters: list[nn.Parameter], max_norm: float | None, ranks: Ranks, *, finite: bool
 ) -> float | None:
-    """Clip the gradients to max_norm, and return their norm before clipping."""
+    """Clip the gradients to `max_norm`, and return their norm before clipping.
+
+    Args:
+        parameters: Parameters whose gradients are clipped.
+        max_norm: Largest norm, or None to do nothing and return None.
+        ranks: The ranks, over which the norm is computed.
+        finite: Whether a norm of inf or NaN raises an error.
+
+    Raises:
+        RuntimeError: The norm is inf or NaN, and `finite` is True.
+    """
     if max_norm is None:
         return None
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is torch.sparse_coo:
-            # Rows that occur several times must be summed before the norm is computed.
+            # Rows that occur several times in a sparse gradient must be summed before its norm is
+            # computed.
             parameter.grad = parameter.grad.coalesce()
     dense = [
         gradient.values() if gradient.layout is torch.sparse_coo else gradient
@@ -412,8 +482,8 @@ def _clip(
     [grad_norm] = _values([norm])
     if finite and not is_symbolic() and not math.isfinite(grad_norm):
         raise RuntimeError(
-            f"the norm of the gradients must be finite for clipping, got {grad_norm}; a"
-            " torch.amp.GradScaler would skip such a step"
+            f"the norm of the gradients must be finite for clipping, got {grad_norm}; to skip such"
+            " steps, pass a torch.amp.GradScaler"
         )
     if not grad_norm <= max_norm:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -421,10 +491,10 @@ def _clip(
 
 
 @contextmanager
-def _calls(model: nn.Module | None) -> Iterator[list]:
-    """Return a list that stays empty if the model is not called inside the block.
+def _recorded_calls(model: nn.Module | None) -> Iterator[list]:
+    """Yield a list that is empty as long as the model is not called inside the `with` block.
 
-    For None, or a compiled model, the list is not empty from the start.
+    For None or a compiled model, whose calls cannot be recorded, the list is never empty.
     """
     if model is None or model._compiled_call_impl is not None:
         yield [True]
@@ -437,17 +507,18 @@ def _calls(model: nn.Module | None) -> Iterator[list]:
         hook.remove()
 
 
-def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+def _mark_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield each item, and whether it is the last, by reading one item ahead."""
     end = object()
     for item, following in pairwise(chain(items, [end])):
         yield item, following is end
 
 
-def _senders(step: AccumulatedStep) -> list[Any]:
-    """Return the optimizers that may copy gradients down during backward.
+def _early_copying_optimizers(step: AccumulatedStep) -> list[Any]:
+    """Return the optimizers that may copy gradients to the host while backward computes them.
 
-    This is possible only if the gradients need no change afterwards.
+    Their state is on the host. The list is empty if gradients are changed after backward, for
+    example by clipping.
     """
     changed = (
         step.ranks.model or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
@@ -458,8 +529,8 @@ def _senders(step: AccumulatedStep) -> list[Any]:
     return [optimizer for optimizer in optimizers if getattr(optimizer, "state_on_host", False)]
 
 
-def _is_sum(weights: list[float | Tensor], unit: float) -> bool:
-    """Return whether the weights add up to the unit.
+def _sum_equals(weights: list[float | Tensor], unit: float) -> bool:
+    """Return whether the sum of the weights equals `unit`.
 
     False if a weight is a tensor, because reading it might make the host wait for a GPU.
     """
@@ -467,10 +538,12 @@ def _is_sum(weights: list[float | Tensor], unit: float) -> bool:
 
 
 def _power_of_two(weight: float) -> float:
+    """Return a power of two close to a weight, or 1 if the weight is 0, inf or NaN."""
     return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
 def _values(scalars: list[Tensor]) -> list[float]:
+    """Return the values of scalar tensors, which are NaN in a symbolic step."""
     return [math.nan] * len(scalars) if is_symbolic() else torch.stack(scalars).tolist()
 
 
@@ -478,7 +551,15 @@ def _values(scalars: list[Tensor]) -> list[float]:
 
 
 def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | Tensor]:
-    """Check and return the result of a `loss_sum`, which must be (sum of losses, weight)."""
+    """Check and return the result of a `loss_sum`, which must be (sum of losses, weight).
+
+    Args:
+        pair: The result.
+        name: Name of the batch or micro-batch, for error messages.
+
+    Raises:
+        TypeError: The result is not such a pair.
+    """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
             f"{name}: loss_sum must return (sum of losses, weight), not a mean, got {shown(pair)}"
@@ -505,7 +586,7 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | T
 
 
 def _check_micro_batches(given: Any) -> None:
-    """Reject a single batch: a pair (x, y), for example, would pass for two micro-batches."""
+    """Raise a TypeError for a single batch: a pair (x, y) would be taken for two micro-batches."""
     pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
     if pair or isinstance(given, (Tensor, Mapping)):
         got = f"{shown(given)}{' of tensors' if pair else ''}, which may be a single batch"
@@ -514,8 +595,8 @@ def _check_micro_batches(given: Any) -> None:
         )
 
 
-class _Together:
-    """Several optimizers as one, so that with a scaler either all of them step or none does."""
+class _OptimizerGroup:
+    """Several optimizers as one, so that a scaler makes either all of them step or none."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -529,7 +610,7 @@ class _Together:
             optimizer.step()
 
 
-def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
+def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
     optimizers = given if isinstance(given, (list, tuple)) else [given]
     for optimizer in optimizers:
         kind(
@@ -539,21 +620,18 @@ def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
             "a torch.optim.Optimizer or a list of them",
         )
         check_no_closure(optimizer)
-    together = optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
-    parameters = _optimized(together)
+    combined = optimizers[0] if len(optimizers) == 1 else _OptimizerGroup(optimizers)
+    parameters = _optimized_parameters(combined)
     if not parameters or len(set(parameters)) < len(parameters):
         raise ValueError(
-            "optimizer must have parameters, and several optimizers must not share any,"
+            "optimizer must have parameters, and several optimizers must not share parameters,"
             f" got {shown(given)}"
         )
-    return together
+    return combined
 
 
 def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):
-    """Return `given` if it is an enabled scaler, else a disabled one.
-
-    A disabled scaler only calls `optimizer.step()`.
-    """
+    """Return `given` if it is an enabled scaler, else a disabled one, which only steps."""
     if (
         given is not None
         and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled()
