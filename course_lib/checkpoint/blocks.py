@@ -331,13 +331,13 @@ def lists_of(model: nn.Module) -> list[list[str]]:
         [names for names in lists if any(model.get_submodule(names[0]).children())]
         for lists in (lists_of_several, lists_of_any_length)
     ]
-    found = next(filter(None, (*larger, lists_of_several, lists_of_any_length)), None)
-    if found is None:
+    block_lists = next(filter(None, (*larger, lists_of_several, lists_of_any_length)), None)
+    if block_lists is None:
         raise ValueError(
             "blocks must be names with wildcards for a model that has no list of modules"
             " of one type, got None"
         )
-    return found
+    return block_lists
 
 
 def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
@@ -347,18 +347,18 @@ def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
         else kind("blocks", blocks, (list, tuple), "names, or None")
     )
     callable_names = [name for name, module in model.named_modules() if _is_called(module)]
-    found = [
+    matching = [
         name
         for name in callable_names
         if name and any(_matches(name, pattern) for pattern in patterns)
     ]
-    if not found:
+    if not matching:
         some = ", ".join(map(repr, filter(None, callable_names[:6])))
         raise ValueError(
             f"blocks must match the name of a module that is called, got {blocks!r}; "
             + (f"the model has {some}" if some else f"{shown(model)} contains no other modules")
         )
-    return found
+    return matching
 
 
 def _is_called(module: nn.Module) -> bool:

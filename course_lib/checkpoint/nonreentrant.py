@@ -419,11 +419,11 @@ overrides: dict[str, bool | None] = {"early_stop": None, "debug": None}
 
 @contextmanager
 def _override(name: str, value: bool | None) -> Iterator[None]:
-    before, overrides[name] = overrides[name], value
+    previous, overrides[name] = overrides[name], value
     try:
         yield
     finally:
-        overrides[name] = before
+        overrides[name] = previous
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager:

@@ -102,8 +102,8 @@ class RunningStatistics:
 
     def drop_unchanged(self) -> None:
         """After the first run, drop the copies of the inputs that it did not change."""
-        for i, (x, before) in self.versions.items():
-            if version(x) == before:
+        for i, (x, version_before) in self.versions.items():
+            if version(x) == version_before:
                 del self.copies[i]
         self.versions = {}
 
@@ -200,12 +200,14 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.no_grad():
             outputs = run_function(*args)
         statistics.drop_unchanged()
-        kept = [statistics.copies.get(i, x) for i, x in enumerate(tensors)]
-        ctx.save_for_backward(*kept)
+        inputs_saved = [statistics.copies.get(i, x) for i, x in enumerate(tensors)]
+        ctx.save_for_backward(*inputs_saved)
         # autograd detects only changes after save_for_backward; this detects those before it
         ctx.changed = any(
             x is tensor and version(tensor) != version_before
-            for x, tensor, version_before in zip(kept, tensors, versions_before, strict=True)
+            for x, tensor, version_before in zip(
+                inputs_saved, tensors, versions_before, strict=True
+            )
         )
         return outputs
 

@@ -207,7 +207,7 @@ class _Attributes:
         self.records: dict[int, Any] = {}  # id of an object -> its record, shared by all its names
         self.tensors: list[_Tensor] = []
         self.generators: list[_Generator] = []
-        self.before = [
+        self.initial = [
             {
                 key: self._record(f"{namespace.name}.{key}".removeprefix("."), value)
                 for key, value in namespace.read().items()
@@ -250,17 +250,19 @@ class _Attributes:
         for tensor in self.tensors:
             tensor.drop_unchanged()
         changed = [
-            each for each in self.tensors if each.copy is not None and each.version is not None
+            record
+            for record in self.tensors
+            if record.copy is not None and record.version is not None
         ]
         if not changed:
             return
-        others = {id(each.tensor): (each.name, each.tensor) for each in self.tensors}
+        others = {id(record.tensor): (record.name, record.tensor) for record in self.tensors}
         others |= {id(tensor): (name, tensor) for name, tensor in self.block.named_buffers()}
-        for each in changed:
+        for record in changed:
             for name, tensor in others.values():
-                if tensor is not each.tensor and _shares_memory(tensor, each.tensor):
+                if tensor is not record.tensor and _shares_memory(tensor, record.tensor):
                     raise RuntimeError(
-                        f"{each.name} was changed in place, but shares its memory with {name}, so"
+                        f"{record.name} was changed in place, but shares its memory with {name}, so"
                         " they cannot be restored for the recomputation. Keep only one of them as"
                         " an attribute, and compute the other one from it in forward"
                     )
@@ -274,12 +276,12 @@ class _Attributes:
         """
         current = [namespace.read() for namespace in self.namespaces]
         copies: dict[int, Any] = {}
-        before = [
+        initial = [
             {key: _restore(record, copies) for key, record in records_by_name.items()}
-            for records_by_name in self.before
+            for records_by_name in self.initial
         ]
         try:
-            self._write(before)
+            self._write(initial)
             yield
         finally:
             self._write(current)
@@ -340,21 +342,25 @@ class BlockState:
         attributes = self.attributes = _Attributes(self.block)
         self.running = statistics_of(self.block)
         with _disable_current_modes():  # hides generator states from meters and symbolic modes
-            states = [(each, each.get()) for each in (*_GLOBAL, *attributes.generators)]
+            states = [
+                (generator, generator.get()) for generator in (*_GLOBAL, *attributes.generators)
+            ]
         yield
         attributes.drop_unchanged()
         with _disable_current_modes():
             self.generators = [
-                (each, state) for each, state in states if not _equal(each.get(), state)
+                (generator, state)
+                for generator, state in states
+                if not _equal(generator.get(), state)
             ]
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Restore the state before the first run, and after the `with` block the current state."""
         with _disable_current_modes():
-            current = [(each, each.get()) for each, _ in self.generators]
-            for each, state in self.generators:
-                each.set(state)
+            current = [(generator, generator.get()) for generator, _ in self.generators]
+            for generator, state in self.generators:
+                generator.set(state)
         statistics = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
         try:
             with self._unchanged(), self.attributes.restored():
@@ -364,8 +370,8 @@ class BlockState:
                 for buffer, value in statistics:
                     buffer.copy_(value)
             with _disable_current_modes():
-                for each, state in current:
-                    each.set(state)
+                for generator, state in current:
+                    generator.set(state)
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -375,7 +381,7 @@ class BlockState:
             yield
             return
         tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
-        tensors |= {each.name: each.tensor for each in self.attributes.tensors}
+        tensors |= {record.name: record.tensor for record in self.attributes.tensors}
         comparison.start(self.running, tensors)
         try:
             yield
@@ -423,7 +429,7 @@ class Comparison:
     def __init__(self, name: str, advice: str):
         self.name, self.advice = name, advice
         self.checksums: list[Any] = []
-        self.before: dict[str, Any] = {}
+        self.checksums_before: dict[str, Any] = {}
         self.statistics: set[int] = set()
 
     def add(self, tensor: Tensor) -> None:
@@ -458,16 +464,16 @@ class Comparison:
             statistics: Those of the tensors that may change in each run.
             tensors: The tensors by name.
         """
-        self.statistics = {each.untyped_storage().data_ptr() for each in statistics}
-        self.before = {name: checksum(tensor) for name, tensor in tensors.items()}
+        self.statistics = {statistic.untyped_storage().data_ptr() for statistic in statistics}
+        self.checksums_before = {name: checksum(tensor) for name, tensor in tensors.items()}
 
     def finish(self, tensors: dict[str, Tensor]) -> None:
         """After the run, raise an error if one of the block's own tensors has changed."""
         for name, tensor in tensors.items():
-            if checksums_differ(self.before[name], checksum(tensor)):
+            if checksums_differ(self.checksums_before[name], checksum(tensor)):
                 if tensor.untyped_storage().data_ptr() not in self.statistics:
                     self.fail(f"it changes {name} again")
-        self.before = {}
+        self.checksums_before = {}
 
     def fail(self, difference: str) -> None:
         raise RuntimeError(

@@ -98,7 +98,7 @@ class _CachingTorchDispatchMode(_Mode):
         if _is_uncounted(func, args):
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        before = torch.get_rng_state() if random else None
+        state_before = torch.get_rng_state() if random else None
         result = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = result  # since torch 2.12 this is an argument of the constructor
@@ -113,7 +113,7 @@ class _CachingTorchDispatchMode(_Mode):
         if random:
             after = RandomState(tensor.device for tensor in tensors_in(result))
             # The recomputation skips this operator, and must then continue from this state.
-            if after.devices or not torch.equal(before, after.cpu):
+            if after.devices or not torch.equal(state_before, after.cpu):
                 self.storage[func, len(entries)] = after
         offload = policy.endswith("OFFLOAD")
         entries.append(tree_map(lambda value: _CachedValue(value, offload, self.hooks), result))
@@ -189,7 +189,9 @@ class _CachedTorchDispatchMode(_Mode):
         entries[position] = _USED
         if (func, position) in self.storage:
             self.storage.pop((func, position)).restore()
-        return tree_map(lambda kept: kept.get(self.allow_cache_entry_mutation), entry)
+        return tree_map(
+            lambda cached_value: cached_value.get(self.allow_cache_entry_mutation), entry
+        )
 
 
 def create_selective_checkpoint_contexts(
