@@ -34,10 +34,14 @@ def test_cell_has_half_of_the_heading_and_one_div():
     ("text", "english", "chinese"),
     [
         ("2.1 Bytes / second, in `x` / 每秒字节", "2.1 Bytes / second, in `x`", "每秒字节"),
+        ("Rate / `2 / x` 的速率", "Rate", "`2 / x` 的速率"),
         ("### 2.1 Bytes / 字节", "### 2.1 Bytes", "### 2.1 字节"),
         ("- **A.** Early.<br>\n  **甲。** 尽早。", "- **A.** Early.", "- **甲。** 尽早。"),
         ("autocast and bf16<br>bf16 的 autocast", "autocast and bf16", "bf16 的 autocast"),
-        *((text, text, text) for text in ("memory / measure", "English, 中文 or both.", "3.1", "")),
+        *(
+            (text, text, text)
+            for text in ("memory / measure", "Buttons / English, 中文 or both", "3.1", "")
+        ),
     ],
 )
 def test_text_with_two_halves_has_one_in_each_language(text, english, chinese):
