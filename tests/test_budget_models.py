@@ -703,7 +703,7 @@ class Scaled(Decoder):
         (
             Checkpointing,
             OPTIMAL,
-            "schedule must be a Schedule, .*, got a function, and body.blocks.0 inside such hooks",
+            "schedule must be a Schedule for .*, got a function, .*body.blocks.0 inside such hooks",
         ),
         (
             Decoder,

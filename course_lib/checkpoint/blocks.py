@@ -179,9 +179,6 @@ class CheckpointedBlocks(BlocksInPlace):
 
         In this case nothing was checkpointed. It happens if an autograd function of the model, or
         a reentrant checkpoint, runs the blocks.
-
-        Raises:
-            ValueError: No block was called with gradients enabled.
         """
         if not self._called:
             blocks = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
