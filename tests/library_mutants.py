@@ -262,8 +262,8 @@ MUTANTS = [
         (
             "attention",
             "attention/flash.py",
-            "unseeing = min(n_q, max(0, -(shift or 0)))",
-            "unseeing = 0",
+            "rows_without_keys = min(n_q, max(0, -(shift or 0)))",
+            "rows_without_keys = 0",
         ),
         (
             "attention",

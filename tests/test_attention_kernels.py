@@ -298,7 +298,8 @@ def test_without_triton_the_kernels_import_and_what_is_asked_for_them_says_why_t
     ).stdout
     assert told.splitlines() == [
         "Triton is not installed",
-        'backend is "triton", but Triton is not installed; backend="torch" works',
+        "backend must be 'torch' or 'auto' for these tensors, got 'triton':"
+        " Triton is not installed",
     ]
 
 
@@ -338,12 +339,12 @@ def test_a_length_between_the_same_powers_of_two_is_not_tuned_again(compiled):
 def test_small_configurations_are_tried_only_where_no_larger_one_is_sure_to_fit():
     for kernel, by_d in launch.CANDIDATES.items():
         for d, larger in by_d.items():
-            assert launch._sizes(kernel, d, 2, H100) == larger and len(larger) <= 4
-            assert launch._sizes(kernel, d, 2, 1024) == [(16, 16, 4, 1)]
+            assert launch._settings_to_try(kernel, d, 2, H100) == larger and len(larger) <= 4
+            assert launch._settings_to_try(kernel, d, 2, 1024) == [(16, 16, 4, 1)]
     forward = launch.forward_kernel
-    assert launch._sizes(forward, 64, 2, 101_376) == launch.CANDIDATES[forward][64]
+    assert launch._settings_to_try(forward, 64, 2, 101_376) == launch.CANDIDATES[forward][64]
     # the first may need too much
-    assert launch._sizes(forward, 256, 2, 101_376) == [(64, 64, 8, 2), (32, 32, 4, 2)]
+    assert launch._settings_to_try(forward, 256, 2, 101_376) == [(64, 64, 8, 2), (32, 32, 4, 2)]
 
 
 @needs_triton
@@ -367,8 +368,8 @@ def test_blocks_that_do_not_fit_are_refused_with_some_that_do():
 
     with pytest.raises(
         ValueError,
-        match=r"^block_q and block_k must be .* 64 and 64, .* got 128 and 128; .*"
-        r" 131072 .* 101376$",
+        match=r"^block_q and block_k must be .* 64 and 64, .* got 128 and 128, which need"
+        r" 131072 bytes .* 101376$",
     ):
         launch._launch(Full(), None, torch.zeros(1, 1, 4, 128), Options(None, 1.0, 128, 128))
 
@@ -379,7 +380,10 @@ def test_a_tensor_whose_heads_reach_further_than_32_bits_count_is_copied():
         return torch.empty_strided((1, 1, n, 64), (2**40, 2**40, apart, 1), device="meta")
 
     far, near = rows(2**16 + 1, 2**15), rows(2**16, 2**15)
-    assert launch._near(near) is near and launch._near(far).is_contiguous()
+    assert (
+        launch._with_32_bit_offsets(near) is near
+        and launch._with_32_bit_offsets(far).is_contiguous()
+    )
 
 
 GPU_CASES = [

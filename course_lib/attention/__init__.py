@@ -1,9 +1,10 @@
-"""Attention that does not store its scores, only the log-sum-exp of each row.
+"""Attention that keeps one log-sum-exp per row for backward instead of the N x N probabilities.
 
-`standard_attention` keeps the N x N probabilities for backward. `flash_attention` keeps the output
-and one number per row instead, and computes the probabilities again, tile by tile, in plain torch
-or in Triton. `online_softmax` shows the idea behind it, and `attention_cost` counts the FLOPs and
-the bytes moved by each of them. Lesson 06 explains all of them.
+`standard_attention` keeps the N x N probabilities for backward, for comparison. `flash_attention`
+keeps the output and one log-sum-exp per row, and recomputes the probabilities tile by tile, in
+plain torch or in Triton. `online_softmax` is the softmax over blocks of columns that makes this
+possible. `attention_cost` counts the FLOPs and the bytes moved of both kinds of attention. Lesson
+06 explains them.
 """
 
 from .costs import AttentionCost, attention_cost

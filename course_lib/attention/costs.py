@@ -1,19 +1,23 @@
-"""Costs of attention: FLOPs, and bytes moved to and from the slow memory.
+"""Costs of attention by formula: FLOPs, and bytes moved to and from the slow memory.
+
+The formulas need no tensors. `symbolic.py` counts the FLOPs and bytes of this package's own
+implementation in plain torch instead.
 
 FLOPs of one head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and
-(N, d), costs 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d
-(dV, dP, dQ, dK). Flash attention also recomputes the scores: 10 N^2 d if it passes over the tiles
-once. This package's kernels pass over them twice, once for dK and dV and once for dQ, and compute S
-and dP both times: 14 N^2 d. In exchange no two program instances write to the same place, so every
-run gives the same sums. exp, maximum and sums are not counted, because they are O(N^2).
+(N, d), costs 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds of attention. Standard
+backward has four, 8 N^2 d (dV, dP, dQ, dK). Flash attention also recomputes the scores: 10 N^2 d if
+it passes over the tiles once. This package's kernels pass over them twice, once for dK and dV and
+once for dQ, and compute S and dP both times: 14 N^2 d. In exchange no two program instances write
+to the same place, so every run gives the same sums. exp, maximum and sums are not counted, because
+they are O(N^2).
 
-Elements moved, if each operator reads its inputs once and writes its output once:
+Elements moved per head, if each operator reads its inputs once and writes its output once:
 
 - standard, forward: S = Q K^T reads 2 N d and writes N^2; P = softmax(S) reads and writes N^2; O =
-  P V reads N^2 + N d and writes N d. Together 4 N^2 + 4 N d.
+  P V reads N^2 + N d and writes N d. The total is 4 N^2 + 4 N d.
 - standard, backward: dV = P^T dO moves N^2 + 2 N d; dP = dO V^T moves the same amount; dS = P * (dP
-  - rowsum(dP * P)) moves 3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. Together 7 N^2 + 8
-  N d.
+  - rowsum(dP * P)) moves 3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. The total is 7
+  N^2 + 8 N d.
 - flash, forward: blocks of B = M / (4 d) rows of Q and of O stay on chip, where M is the number of
   elements that fit in `sram_bytes`. The other half of M holds short tiles of K, V and S. Q is read
   once, O and the log-sum-exp are written once, and K and V are read once for each of N / B blocks:
@@ -26,9 +30,10 @@ Elements moved, if each operator reads its inputs once and writes its output onc
   d less per block. The second keeps Q, dO and dQ on chip, 3 N d, reads the log-sum-exp and D once,
   and reads K and V for each block, 2 N d. Both together: 9 N d + 4 N d * N / B.
 
-Blocks are whole: B is rounded down, N / B is rounded up. Elements have `dtype_bytes`; the
-log-sum-exp and D have four bytes. A GPU moves fewer bytes than this if its L2 cache holds data that
-several blocks read, and more if it applies a mask or dropout in separate operators.
+Blocks are whole: B is rounded down, and N / B is rounded up. An element takes `dtype_bytes` bytes,
+and each number of the log-sum-exp and of D takes four bytes. A GPU moves fewer bytes than this if
+its L2 cache holds data that several blocks read, and more if it applies a mask or dropout in
+separate operators.
 
 Source: Dao et al. 2022, arXiv:2205.14135, theorem 2 (standard attention Theta(N d + N^2), flash
 Theta(N^2 d^2 / M)) and appendix B; the order of the loops and the log-sum-exp are those of Dao
@@ -60,7 +65,8 @@ class AttentionCost:
     def arithmetic_intensity(self) -> float:
         """FLOPs per byte moved.
 
-        Left of a roofline's ridge the memory is the limit, right of it the arithmetic.
+        If it is below the ridge of a GPU's roofline (peak FLOP/s divided by bandwidth), memory
+        limits the speed, and otherwise arithmetic does.
         """
         return self.flops / self.moved_bytes
 
@@ -77,26 +83,31 @@ def attention_cost(
     dtype_bytes: int = 2,
     walks: int = 1,
 ) -> AttentionCost:
-    """Count FLOPs and bytes moved of one pass of attention.
+    """Count the FLOPs and the bytes moved of one pass of attention.
 
     The attention is not causal, with equal numbers of queries and keys. The module docstring
     derives the formulas.
 
     Args:
-        sequence, head_dim: N and d.
-        batch, heads: Both costs are multiplied by these.
+        sequence: Number of queries, and of keys (N in the formulas).
+        head_dim: Features per head (d in the formulas).
+        batch, heads: Number of samples, and of heads per sample; both costs are multiplied by them.
         kind: "standard" or "flash".
         pass_: "forward" or "backward".
-        sram_bytes: Fast memory that one thread block can use; on an A100, 163 KiB of its 192 KiB.
-            Actual kernels use less: 64 or 128 queries with d = 64 occupy 32 or 64 KiB.
-        dtype_bytes: Size of one element; 2 in half precision.
-        walks: How often flash's backward passes over the tiles. 2 is for an implementation with one
-            pass for dK and dV and one for dQ, as in this package's kernels.
+        sram_bytes: Bytes of fast memory that one thread block can use; on an A100, 163 KiB of its
+            192 KiB. Actual kernels use less: 64 or 128 queries with d = 64 occupy 32 or 64 KiB.
+        dtype_bytes: Bytes per element; 2 in half precision.
+        walks: Number of times that flash's backward passes over the tiles. 2 stands for one pass
+            for dK and dV and another for dQ, as in this package's Triton kernels.
+
+    Returns:
+        FLOPs and bytes of all heads together.
 
     Raises:
-        TypeError, ValueError: A count is not a positive whole number; `kind` or `pass_` is unknown;
-            sram_bytes is too small for one row of each block; walks is neither 1 nor 2, or it is 2
-            although `kind` is not "flash" or `pass_` is not "backward".
+        TypeError: A count is not a whole number.
+        ValueError: A count is not positive; `kind` or `pass_` is unknown; sram_bytes is too small
+            for one row of each block; walks is neither 1 nor 2, or it is 2 although `kind` is not
+            "flash" or `pass_` is not "backward".
 
     Example:
         >>> standard, flash = (
@@ -124,7 +135,7 @@ def attention_cost(
         elements = 4 * n * n + 4 * n * d if pass_ == "forward" else 7 * n * n + 8 * n * d
         moved = elements * dtype_bytes
     else:
-        tensors = 4 if pass_ == "forward" else 8  # B = M / (tensors * d)
+        tensors = 4 if pass_ == "forward" else 8  # B = M / (4 d) or M / (8 d)
         row_bytes = tensors * d * dtype_bytes
         blocks = -(-n // (_check.whole("sram_bytes", sram_bytes, row_bytes) // row_bytes))
         if pass_ == "forward":

@@ -1,4 +1,8 @@
-"""Standard attention, FlashAttention as an autograd function, and their argument checks."""
+"""Standard attention, FlashAttention as an autograd function, and their argument checks.
+
+The loops over tiles are in three modules with the same `forward` and `backward`: `tiled` (plain
+torch), `launch` (Triton) and `symbolic` (sizes only).
+"""
 
 from __future__ import annotations
 
@@ -30,33 +34,38 @@ def standard_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Compute softmax(scale * Q K^T) V with all of the scores at once.
+    """Compute softmax(scale * Q K^T) V with all scores in memory at once.
 
-    Autograd saves Q, K, V and the probabilities P. Arguments, result and errors are those of
-    `flash_attention`.
+    Autograd saves Q, K, V and the probabilities P, which have n_q x n_k entries per head.
+    Arguments, result and errors are those of `flash_attention`.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
     q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
     leading = q.shape[:-2]
-    q, k, v = map(_in_four, (q, k, v))
+    q, k, v = map(_as_4d, (q, k, v))
     shift = _shift(q, k, causal, is_causal)
     scale = _scale(q, scale)
     (batch, heads, n_q, d), (_, kv_heads, n_k, d_v) = q.shape, v.shape
-    unseeing = min(n_q, max(0, -(shift or 0)))  # rows that see no key: softmax would give NaN
-    rows = n_q - unseeing
+    rows_without_keys = min(n_q, max(0, -(shift or 0)))  # softmax of these would be NaN
+    rows = n_q - rows_without_keys
     groups = batch * kv_heads
-    stacked = heads // max(1, kv_heads) * rows  # heads that share K and V are stacked as rows
+    stacked = heads // max(1, kv_heads) * rows  # heads that share K and V become rows
     with torch.autocast(q.device.type, enabled=False):
-        queries = q[:, :, unseeing:].reshape(groups, stacked, d)
+        queries = q[:, :, rows_without_keys:].reshape(groups, stacked, d)
         scores = (
             torch.bmm(queries, k.reshape(groups, n_k, d).mT).view(batch, heads, rows, n_k) * scale
         )
-        if shift is not None:  # an addition saves nothing for backward, masked_fill saves its mask
-            scores = scores + scores.new_full((rows, n_k), -math.inf).triu(unseeing + shift + 1)
+        if shift is not None:
+            # Added, because an addition saves nothing for backward, and masked_fill saves its mask.
+            scores = scores + scores.new_full((rows, n_k), -math.inf).triu(
+                rows_without_keys + shift + 1
+            )
         p = scores.softmax(-1).view(groups, stacked, n_k)
         o = torch.bmm(p, v.reshape(groups, n_k, d_v)).view(batch, heads, rows, d_v)
-    return _with_leading(F.pad(o, (0, 0, unseeing, 0)) if unseeing else o, leading)
+    return _with_leading(
+        F.pad(o, (0, 0, rows_without_keys, 0)) if rows_without_keys else o, leading
+    )
 
 
 def flash_attention(
@@ -77,11 +86,11 @@ def flash_attention(
     """Compute softmax(scale * Q K^T) V in tiles.
 
     Q, K, V, the output and one log-sum-exp per row are saved for backward. Only a few tiles of the
-    n_q x n_k scores are in memory at a time, in forward and in backward. The arguments have the
-    names of `F.scaled_dot_product_attention`; masks and dropout are not supported. Under
-    `torch.autocast` the inputs are first cast to its dtype, as that function does. Sums and the
-    log-sum-exp are in float32 (float64 for float64 inputs). A second derivative and `torch.vmap`
-    raise an error.
+    n_q x n_k scores are in memory at a time, in forward and in backward. The arguments are named as
+    in `F.scaled_dot_product_attention`, but arbitrary masks and dropout are not supported. Under
+    `torch.autocast` the inputs are first cast to the autocast dtype, as PyTorch does for that
+    function. Sums and the log-sum-exp are in float32 (float64 for float64 inputs). A second
+    derivative and `torch.vmap` raise an error.
 
     Args:
         q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; q, k and v may have any
@@ -101,13 +110,13 @@ def flash_attention(
         scale: Factor of the scores, by default 1 / sqrt(d).
         enable_gqa: If False, kv_heads must be equal to heads, as in PyTorch. None and True allow
             any kv_heads that divides heads.
-        block_q, block_k: Rows and columns of a tile, by default chosen by the backend. Triton
-            allows 16, 32, 64 and 128.
+        block_q, block_k: Rows (queries) and columns (keys) of a tile, by default chosen by the
+            backend. They need not divide n_q and n_k. Triton allows 16, 32, 64 and 128.
         backend: "torch", "triton" or "auto". "auto" uses Triton for CUDA tensors if it can run, and
-            otherwise torch. For symbolic tensors it takes the bytes and FLOPs of torch without
-            running its loops.
-        attn_mask, dropout_p: Must be None and 0. These arguments exist so that the error can give
-            the reason.
+            otherwise torch. For symbolic tensors it counts the bytes and FLOPs of torch without
+            running the loops over tiles.
+        attn_mask, dropout_p: Must be None and 0. They exist so that code written for PyTorch's
+            function gets an error that explains what is not supported.
 
     Returns:
         (batch, heads, n_q, d_v), in the dtype of q and with the leading dimensions of q.
@@ -115,14 +124,14 @@ def flash_attention(
     Raises:
         TypeError, ValueError: An argument has the wrong type or value, or shapes, dtypes or devices
             do not match.
-        RuntimeError: backend is "triton", and Triton cannot run here on such tensors; the message
-            gives the reason.
+        RuntimeError: backend is "triton", and Triton cannot run on these tensors or this machine;
+            the message gives the reason.
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
     q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
     leading = q.shape[:-2]
-    q, k, v = map(_in_four, (q, k, v))
+    q, k, v = map(_as_4d, (q, k, v))
     shift = _shift(q, k, causal, is_causal)
     scale = _scale(q, scale)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
@@ -156,7 +165,7 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         raise RuntimeError(
-            "flash_attention does not run under torch.vmap; use its batch dimension instead"
+            "flash_attention cannot be combined with torch.vmap; use its batch dimension instead"
         )
 
 
@@ -178,7 +187,9 @@ class _FlashBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("flash_attention has no second derivative; standard_attention has")
+        raise RuntimeError(
+            "flash_attention cannot be differentiated twice; use standard_attention for that"
+        )
 
     vmap = _Flash.vmap
 
@@ -186,7 +197,7 @@ class _FlashBackward(torch.autograd.Function):
 def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
     _check.one_of("backend", name, ("auto", "torch", "triton"))
     if 0 in (*q.shape, *k.shape, *v.shape):
-        return tiled  # there is nothing to compute
+        return tiled  # there are no products to compute, so the result is empty or zero
     if name == "auto" and is_symbolic(q):
         return symbolic
     if name == "torch" or (name == "auto" and not q.is_cuda):
@@ -198,30 +209,31 @@ def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
         return launch
     if name == "auto":
         return tiled
-    raise RuntimeError(f'backend is "triton", but {reason}; backend="torch" works')
+    raise RuntimeError(
+        f"backend must be 'torch' or 'auto' for these tensors, got 'triton': {reason}"
+    )
 
 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any, attn_mask: Any, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the tensors against each other and cast them as autocast would."""
+    """Check the arguments, and return q, k and v in the dtype that autocast would use."""
     if attn_mask is not None:
-        got = _check.shown(attn_mask)
         raise TypeError(
-            f"attn_mask must be None, got {got}; masks are not supported, but causal and"
-            " is_causal are"
+            f"attn_mask must be None, got {_check.shown(attn_mask)}; the only masks are those of"
+            " causal and is_causal"
         )
     if dropout_p != 0:
         raise ValueError(
             f"dropout_p must be 0, got {dropout_p}; the recomputation in backward would"
-            " drop other numbers"
+            " drop different weights"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.is_nested or x.layout is not torch.strided or x.dim() < 2:
-            got = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
+            actual = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
             raise ValueError(
                 f"{name} must be a dense tensor (..., n, d), such as (batch, heads, n, d), got"
-                f" {got}"
+                f" {actual}"
             )
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -236,7 +248,10 @@ def _checked(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
-    """Check that k and v match q. Only the number of heads may differ, if there are heads."""
+    """Check that k and v have q's dtype, device and shape, except for n_k, d_v and kv_heads.
+
+    kv_heads may differ from q's heads only in tensors with at least four dimensions.
+    """
     has_heads = q.dim() > 3
     leading = q.shape[:-2]
     if has_heads and k.dim() == q.dim():
@@ -260,7 +275,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
             raise ValueError(f"{name} must have {allowed}, got {_check.shown(x)} on {x.device}")
 
 
-def _in_four(x: Tensor) -> Tensor:
+def _as_4d(x: Tensor) -> Tensor:
     """Return the tensor as (batch, heads, n, d).
 
     With fewer than four dimensions there is a single head. With more, all dimensions before the
@@ -274,12 +289,12 @@ def _in_four(x: Tensor) -> Tensor:
 
 
 def _with_leading(o: Tensor, leading: torch.Size) -> Tensor:
-    """Return the result (batch, heads, n, d_v) with the leading dimensions of the arguments."""
+    """Reshape the result (batch, heads, n, d_v) to the leading dimensions of the arguments."""
     return o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])
 
 
 def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
-    """Return s such that query i sees the keys up to i + s, or None if queries see all keys."""
+    """Return the shift such that query i sees the keys up to i + shift; None without a mask."""
     if causal and is_causal:
         raise ValueError(
             "is_causal and causal cannot both be True: they align the mask differently"

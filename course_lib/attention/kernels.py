@@ -1,8 +1,9 @@
 """Flash attention in Triton: one kernel for forward, three for backward.
 
-A kernel runs as many copies of itself, which are called program instances. Each instance
-owns one block of rows, loads it once, and passes over the other operand tile by tile. The scores
-exist only in one tile on the chip: no matrix of n_q x n_k numbers is ever written to memory.
+`launch.py` chooses block sizes and starts these kernels; `tiled.py` has the same algorithm in plain
+torch. A launch of a kernel runs many program instances. Each of them owns one block of rows, loads
+it once, and passes over the other operand tile by tile. Scores exist only one tile at a time, on
+the chip: no matrix of n_q x n_k numbers is ever written to memory.
 
     kernel                    owns               passes over        writes
     forward_kernel            block of queries   keys and values    O and the log-sum-exp
@@ -17,11 +18,16 @@ V^T,
 
 Exponentials are powers of two, exp(x) = 2^(x * log2(e)), with log2(e) multiplied into the scale,
 because the chip has an instruction for 2^x and none for e^x. The kernels do not use their argument
-`setting`: only the tuner in `launch` reads it.
+`tuning_key`: only the tuner in `launch` reads it.
 
-The strides of each tensor are one argument, a tuple. A tensor and its strides are separate
-arguments, because Triton's tuner sees the dtype only of arguments that are tensors themselves.
-Tensors packed into a structure would use settings that were tuned for another dtype.
+Lengths need not be multiples of the block sizes: the last tile of a length is loaded, computed and
+stored with a mask. Nothing is padded except the two work arrays of backward (see `rows_kernel`).
+
+The kernels have 12 to 27 parameters. The strides of each tensor are one parameter, a tuple. A
+tensor and its strides stay separate parameters, because Triton's tuner distinguishes dtypes only by
+arguments that have a `dtype` themselves (`triton.runtime.autotuner`). If tensors were packed into
+tuples, the tuner would use settings that were tuned for another dtype. The sizes stay separate
+too, so that each kernel's signature names all that it uses.
 
 Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, except that dQ has a separate kernel. No two
 instances then write to the same place, so no atomic additions are needed and every run gives the
@@ -41,10 +47,10 @@ except ImportError:
     triton = tl = None
 
 jit = triton.jit if triton else lambda function: function
-# With TRITON_INTERPRET=1 in the environment when Triton was imported, even Triton's own functions
-# are not compiled.
+# If TRITON_INTERPRET=1 was in the environment when Triton was imported, even Triton's own functions
+# are not compiled, which is how this is detected.
 INTERPRETED = triton is not None and not isinstance(tl.sum, triton.JITFunction)
-# The only global variables that a kernel may read are constants of this type.
+# A kernel may read a global variable only if it is a constant of this type.
 constant = tl.constexpr if triton else float
 WIDEN = constant(INTERPRETED)
 LOG2_E = constant(math.log2(math.e))
@@ -66,13 +72,14 @@ def tile_of(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return the addresses of one head's rows first .. first + BLOCK, and which of them exist.
+    """Return the addresses of a tile of one head, and a mask of those that exist.
 
-    The tensor is (batch, heads, n, D). Both results are (BLOCK, BLOCK_D), where BLOCK_D is D
-    rounded up to a power of two, as Triton requires.
+    The tensor is (batch, heads, n, D), and the tile has the rows `first` to `first + BLOCK - 1`.
+    Both results are (BLOCK, BLOCK_D), where BLOCK_D is D rounded up to a power of two, as Triton
+    requires. An address exists if its row is below n and its column below D.
     """
     # The offset of a head is in 64 bits, because it may exceed 2^31 although no index does. Offsets
-    # within a head are in 32 bits; `launch` copies tensors for which that is too few.
+    # within a head are in 32 bits; `launch` copies tensors whose offsets need more.
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     within = (first + rows)[:, None] * strides[2] + columns[None, :] * strides[3]
@@ -86,7 +93,8 @@ def load_tile(
 ):  # fmt: skip
     """Load the tile (BLOCK, BLOCK_D) at the addresses of `tile_of`.
 
-    Entries that do not exist are zero. WHOLE promises that all of the tile's rows exist.
+    Entries that do not exist are zero. If WHOLE, the caller guarantees that all rows exist, so the
+    load needs no mask.
     """
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     if WHOLE and D == BLOCK_D:
@@ -120,30 +128,31 @@ def row_offset(batch, head, heads, n):
 
 
 @jit
-def product(a, b, onto=None):
-    """Return the matrix product a b in fp32, added to `onto` if that is given."""
-    if WIDEN:  # the interpreter would multiply the bits of bf16 numbers as if they were integers
+def product(a, b, accumulator=None):
+    """Return the matrix product a b in fp32, added to `accumulator` if it is not None."""
+    if WIDEN:
+        # The interpreter would multiply the bits of bf16 numbers as if they were integers.
         a, b = a.to(tl.float32), b.to(tl.float32)
     # Without "ieee" a GPU rounds fp32 operands to TF32, which keeps 10 of 23 bits, and gradients
     # become visibly inaccurate. "ieee" is slower. It does not affect fp16 and bf16, whose products
     # are exact in fp32.
-    return tl.dot(a, b, onto, input_precision="ieee")
+    return tl.dot(a, b, accumulator, input_precision="ieee")
 
 
 @jit
 def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
-    """Return the last key that each query sees: for query i key i + shift, if CAUSAL."""
+    """Return the index of the last key that each query sees; with CAUSAL at most query + shift."""
     return tl.minimum(queries + shift, n_k - 1) if CAUSAL else tl.zeros_like(queries) + n_k - 1
 
 
 @jit
-def keys_to_visit(
+def key_range(
     first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (inner, end): which keys a block of queries has to visit.
+    """Return (inner, end), the limits of the keys that a block of queries passes over.
 
-    Keys 0 .. inner form whole tiles that every query of the block sees. Keys inner .. end need a
-    mask. No query of the block sees later keys.
+    Keys before `inner` form whole tiles that every query of the block sees. Keys from `inner` to
+    `end` need a mask. No query of the block sees key `end` or a later one.
     """
     if CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(first_q + 1 + shift, 0), n_k)
@@ -154,16 +163,17 @@ def keys_to_visit(
 
 
 @jit
-def queries_to_visit(
+def query_range(
     first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (start, inner, outer): which queries a block of keys has to visit.
+    """Return (start, inner, outer), the limits of the queries that a block of keys passes over.
 
-    Queries before start see no key of the block. Queries inner .. outer form whole tiles that see
-    all of it. The tiles from start to inner, and from outer on, need a mask.
+    Queries before `start` see no key of the block. Queries from `inner` to `outer` form whole tiles
+    that see all keys of the block. The tiles from `start` to `inner`, and from `outer` on, need a
+    mask.
 
-    Keys at n_k or later need no mask here: they only spoil their own rows of dK and dV, which are
-    not stored.
+    Keys at n_k or later, which do not exist, need no mask here: they only affect their own rows of
+    dK and dV, which are not stored.
     """
     start, inner, outer = 0, 0, n_q // BLOCK_Q * BLOCK_Q
     if CAUSAL:
@@ -193,14 +203,14 @@ def forward_kernel(
     shift,
     group,
     scale_log2,
-    setting,
+    tuning_key,
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One instance: BLOCK_Q queries of one head.
+    """Compute o and lse; one instance handles BLOCK_Q queries of one head.
 
     Reads:   q (BLOCK_Q, D) once; k and v (n_k, D) in tiles (BLOCK_K, D), up to the diagonal if
              causal.
@@ -221,20 +231,23 @@ def forward_kernel(
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
 
-    inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
-    # The compiler unrolls this loop into two: tiles without a mask, then tiles with one.
-    for EDGE in tl.static_range(2):
+    inner, end = key_range(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
+    # The compiler unrolls this into one loop over tiles without a mask, and one over masked tiles.
+    for MASKED in tl.static_range(2):
         for first_k in tl.range(
-            inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None
+            inner if MASKED else 0,
+            end if MASKED else inner,
+            BLOCK_K,
+            num_stages=1 if MASKED else None,
         ):
             key = load_tile(
-                k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+                k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, MASKED == 0
             )
             value = load_tile(
-                v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+                v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, MASKED == 0
             )
             scores = product(query, tl.trans(key))  # (BLOCK_Q, BLOCK_K), not scaled yet
-            if EDGE:
+            if MASKED:
                 columns = first_k + tl.arange(0, BLOCK_K)
                 scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
 
@@ -242,18 +255,18 @@ def forward_kernel(
             # A row that has not seen any key yet has -inf here. It subtracts 0 instead, because
             # -inf - -inf is NaN.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            # Written so, scaling and subtracting are one instruction.
+            # In this form the compiler fuses scaling and subtraction into one instruction.
             weights = tl.exp2(scores * scale_log2 - base[:, None])
-            shrink = tl.exp2(largest - base)  # rescales the old sums to the new maximum
-            total = total * shrink + tl.sum(weights, 1)
-            out = product(weights.to(value.dtype), value, out * shrink[:, None])
+            rescale = tl.exp2(largest - base)  # adapts the old sums to the new maximum
+            total = total * rescale + tl.sum(weights, 1)
+            out = product(weights.to(value.dtype), value, out * rescale[:, None])
             largest = new_largest
 
-    # For a row that saw no key, o = 0 / 1 and lse = -inf + log2(1).
+    # A row that saw no key gets o = 0 / 1 = 0 and lse = -inf + log2(1) = -inf.
     total = tl.where(total == 0.0, 1.0, total)
     store_tile(out / total[:, None], o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
-    at = row_offset(batch, head, tl.num_programs(1), n_q)
-    tl.store(lse + at + rows, (largest + tl.log2(total)) * LN_2, mask=rows < n_q)
+    offset = row_offset(batch, head, tl.num_programs(1), n_q)
+    tl.store(lse + offset + rows, (largest + tl.log2(total)) * LN_2, mask=rows < n_q)
 
 
 # ---- backward
@@ -266,13 +279,13 @@ def rows_kernel(
     n_q, padded_q,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One instance: BLOCK_Q queries of one head.
+    """Compute what both backward kernels need per row; one instance handles BLOCK_Q queries.
 
     Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
     Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o), which the softmax's gradient subtracts from
              the gradient of every weight in a row;
-             lse_log2 (BLOCK_Q,), lse in powers of two. Both have padded_q rows per head, a
-             multiple of any BLOCK_Q.
+             lse_log2 (BLOCK_Q,) = lse * log2(e), for powers of two. Both have padded_q rows per
+             head, a multiple of any BLOCK_Q, so they can be read without a mask.
     On chip: both blocks.
     """
     first_q, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
@@ -280,15 +293,15 @@ def rows_kernel(
     grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     out = load_tile(o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    at = row_offset(batch, head, tl.num_programs(1), padded_q)
-    tl.store(row_dots + at + rows, dots)
-    # Where a row saw no key or does not exist, +inf makes P = 0.
+    offset = row_offset(batch, head, tl.num_programs(1), padded_q)
+    tl.store(row_dots + offset + rows, dots)
+    # For a row that saw no key or does not exist, +inf makes its weights zero.
     sums = tl.load(
         lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows,
         mask=rows < n_q,
         other=float("-inf"),
     )
-    tl.store(lse_log2 + at + rows, tl.where(sums == float("-inf"), float("inf"), sums * LOG2_E))
+    tl.store(lse_log2 + offset + rows, tl.where(sums == float("-inf"), float("inf"), sums * LOG2_E))
 
 
 @jit
@@ -314,14 +327,16 @@ def keys_backward_kernel(
     group,
     scale,
     scale_log2,
-    setting,
+    tuning_key,
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One instance: BLOCK_K keys of one key-value head, for all query heads that share it.
+    """Compute grad_k and grad_v; one instance handles BLOCK_K keys of one key-value head.
+
+    It sums over all query heads that share these keys.
 
     Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads q and grad_o (n_q, D) in
              tiles (BLOCK_Q, D), and lse_log2 and row_dots (n_q,) in blocks (BLOCK_Q,), from the
@@ -339,17 +354,17 @@ def keys_backward_kernel(
     key_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     value_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
 
-    start, inner, outer = queries_to_visit(first_k, n_q, shift, CAUSAL, BLOCK_Q, BLOCK_K)
+    start, inner, outer = query_range(first_k, n_q, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for head in range(kv_head * group, (kv_head + 1) * group):
-        at = row_offset(batch, head, tl.num_programs(1) * group, padded_q)
-        for EDGE in tl.static_range(2):
-            begin, end = (start, n_q - (outer - inner)) if EDGE else (inner, outer)
-            for first_q in tl.range(begin, end, BLOCK_Q, num_stages=1 if EDGE else None):
-                if EDGE:  # skip the whole tiles, which lie between the two parts
+        offset = row_offset(batch, head, tl.num_programs(1) * group, padded_q)
+        for MASKED in tl.static_range(2):
+            begin, end = (start, n_q - (outer - inner)) if MASKED else (inner, outer)
+            for first_q in tl.range(begin, end, BLOCK_Q, num_stages=1 if MASKED else None):
+                if MASKED:  # skip the tiles without a mask, which lie between the masked ones
                     first_q = tl.where(first_q < inner, first_q, first_q + (outer - inner))
                 rows = first_q + tl.arange(0, BLOCK_Q)
                 query = load_tile(
-                    q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D, EDGE == 0
+                    q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D, MASKED == 0
                 )
                 out_grad = load_tile(
                     grad_o,
@@ -361,22 +376,22 @@ def keys_backward_kernel(
                     D,
                     BLOCK_Q,
                     BLOCK_D,
-                    EDGE == 0,
+                    MASKED == 0,
                 )
 
                 # Tiles are transposed, with keys as rows and queries as columns, so that the sums
                 # over queries are plain products.
                 scores = product(key, tl.trans(query))  # (BLOCK_K, BLOCK_Q), not scaled yet
-                scores = scores * scale_log2 - tl.load(lse_log2 + at + rows)[None, :]
-                if EDGE and CAUSAL:
+                scores = scores * scale_log2 - tl.load(lse_log2 + offset + rows)[None, :]
+                if MASKED and CAUSAL:
                     scores = tl.where(
                         columns[:, None] <= rows[None, :] + shift, scores, float("-inf")
                     )
                 weights = tl.exp2(scores)
                 weight_grads = product(value, tl.trans(out_grad))
-                score_grads = weights * (weight_grads - tl.load(row_dots + at + rows)[None, :])
-                # Both sums come last: with the first of them directly after the weights, an H100
-                # runs out of registers.
+                score_grads = weights * (weight_grads - tl.load(row_dots + offset + rows)[None, :])
+                # Both sums are updated last. If value_grad were updated directly after the
+                # weights, the kernel would run out of registers on an H100.
                 value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
                 key_grad = product(score_grads.to(query.dtype), query, key_grad)
 
@@ -409,17 +424,17 @@ def queries_backward_kernel(
     group,
     scale,
     scale_log2,
-    setting,
+    tuning_key,
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One instance: BLOCK_Q queries of one head.
+    """Compute grad_q; one instance handles BLOCK_Q queries of one head.
 
-    Reads:   q and grad_o (BLOCK_Q, D), lse and row_dots (BLOCK_Q,), once; k and v (n_k, D) in tiles
-             (BLOCK_K, D), up to the diagonal if causal.
+    Reads:   q and grad_o (BLOCK_Q, D), lse_log2 and row_dots (BLOCK_Q,), once; k and v (n_k, D) in
+             tiles (BLOCK_K, D), up to the diagonal if causal.
     Writes:  grad_q (BLOCK_Q, D), once, at the end.
     On chip: the queries and output gradients, one tile of keys and of values; weights, their
              gradients and those of the scores (BLOCK_Q, BLOCK_K); in fp32 the running grad_q
@@ -433,25 +448,28 @@ def queries_backward_kernel(
     out_grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     rows = first_q + tl.arange(0, BLOCK_Q)
     last = last_key(rows, n_k, shift, CAUSAL)
-    at = row_offset(batch, head, tl.num_programs(1), padded_q)
-    sums, dots = tl.load(lse_log2 + at + rows), tl.load(row_dots + at + rows)
+    offset = row_offset(batch, head, tl.num_programs(1), padded_q)
+    sums, dots = tl.load(lse_log2 + offset + rows), tl.load(row_dots + offset + rows)
 
     query_grad = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
 
-    inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
-    for EDGE in tl.static_range(2):
+    inner, end = key_range(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
+    for MASKED in tl.static_range(2):
         for first_k in tl.range(
-            inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None
+            inner if MASKED else 0,
+            end if MASKED else inner,
+            BLOCK_K,
+            num_stages=1 if MASKED else None,
         ):
             key = load_tile(
-                k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+                k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, MASKED == 0
             )
             value = load_tile(
-                v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+                v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, MASKED == 0
             )
             scores = product(query, tl.trans(key))  # (BLOCK_Q, BLOCK_K), not scaled yet
             scores = scores * scale_log2 - sums[:, None]
-            if EDGE:
+            if MASKED:
                 columns = first_k + tl.arange(0, BLOCK_K)
                 scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
             weights = tl.exp2(scores)

@@ -1,4 +1,7 @@
-"""Launching the Triton kernels: block sizes, grids, and what keeps them from running."""
+"""Start the Triton kernels: choose block sizes and grids, and check whether they can run.
+
+The kernels themselves are in `kernels.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from .kernels import (
 from .tiled import Options
 
 # Settings that the tuner tries: {kernel: {largest BLOCK_D: [(BLOCK_Q, BLOCK_K, warps, stages)]}}. A
-# warp is 32 threads of an instance. `stages` is how many tiles the loop has in flight, so that it
-# loads the next ones while it computes with the current one. Compiled for an H100, with up to 128
-# numbers per row, the first setting of each list keeps everything in registers, and the others
-# spill a few bytes.
+# warp is 32 threads of an instance. `stages` is the number of tiles that the loop has in flight, so
+# that it loads the next ones while it computes with the current one. Compiled for an H100 with
+# BLOCK_D up to 128, the first setting of each list keeps everything in registers, and the others
+# spill a few bytes to memory.
 CANDIDATES = {
     forward_kernel: {
         64: [(128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
@@ -42,48 +45,50 @@ CANDIDATES = {
         256: [(64, 16, 8, 3), (128, 32, 8, 2)],
     },
 }
-# From large to small. If none of the candidates is sure to fit, the first of these that is sure to
-# fit is tried too.
-SMALL = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)]
-# Exact fp32 products use no tensor cores. Larger tiles would spill registers and take half a minute
-# to compile.
-SINGLE = [(32, 32, 4, 2), (16, 16, 4, 1)]
-# The fastest settings for 16-bit numbers, once they are measured on a GPU; they are used without
-# tuning:
+# Ordered from large to small. If no candidate is certain to fit into shared memory, the first of
+# these that is certain to fit is tried too.
+SMALL_SETTINGS = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)]
+# Settings for fp32, whose exact products use no tensor cores. Larger tiles would spill registers
+# and take half a minute to compile.
+FP32_SETTINGS = [(32, 32, 4, 2), (16, 16, 4, 1)]
+# The fastest settings for 16-bit dtypes, used without tuning. None has been measured yet:
 # {(kernel, BLOCK_D, capability, causal): (BLOCK_Q, BLOCK_K, warps, stages)}.
 MEASURED: dict[tuple[Any, int, tuple[int, int], bool], tuple[int, int, int, int]] = {}
 OutOfResources = triton.runtime.OutOfResources if triton else ()
-LARGEST = 128  # rows of the largest block
+LARGEST_BLOCK = 128  # rows of the largest block
 
 
 def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: int) -> int:
-    """Return the shared memory, in bytes, of an instance with `tiles` tiles in flight.
+    """Return how many bytes of shared memory an instance needs with `tiles` tiles in flight.
 
-    Shared memory holds the instance's own tiles. It also holds `tiles` tiles of each tensor that
-    the instance passes over.
+    Shared memory holds the blocks that the instance owns (one in forward, two in backward), and
+    `tiles` tiles of each of the two tensors that it passes over.
     """
-    own, walked = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
-    return ((1 if kernel is forward_kernel else 2) * own + 2 * tiles * walked) * row_bytes
+    own, streamed = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
+    return ((1 if kernel is forward_kernel else 2) * own + 2 * tiles * streamed) * row_bytes
 
 
-def _sizes(
+def _settings_to_try(
     kernel: Any, block_d: int, itemsize: int, shared: int
 ) -> list[tuple[int, int, int, int]]:
     """Return the settings to try on a GPU with `shared` bytes of shared memory per instance."""
     if itemsize == 4:
-        return SINGLE if block_d <= 128 else SINGLE[1:]
+        return FP32_SETTINGS if block_d <= 128 else FP32_SETTINGS[1:]
 
-    def sure(block_q: int, block_k: int, _: int, stages: int) -> bool:
+    def certainly_fits(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages, block_d * itemsize) + 4096 <= shared
 
-    # GPUs before Hopper hold one tile fewer in flight
-    def possible(block_q: int, block_k: int, _: int, stages: int) -> bool:
+    # It may fit even if `certainly_fits` is False, because GPUs before Hopper hold one tile fewer.
+    def may_fit(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages - 1, block_d * itemsize) <= shared
 
-    tried = [size for size in CANDIDATES[kernel][max(block_d, 64)] if possible(*size)]
-    if any(sure(*size) for size in tried):
-        return tried
-    return tried + ([size for size in SMALL if sure(*size)] or SMALL[-1:])[:1]
+    settings = [size for size in CANDIDATES[kernel][max(block_d, 64)] if may_fit(*size)]
+    if any(certainly_fits(*size) for size in settings):
+        return settings
+    return (
+        settings
+        + ([size for size in SMALL_SETTINGS if certainly_fits(*size)] or SMALL_SETTINGS[-1:])[:1]
+    )
 
 
 def _config(size: tuple[int, int, int, int]) -> Any:
@@ -94,18 +99,21 @@ def _config(size: tuple[int, int, int, int]) -> Any:
 
 
 def _tuned(kernel: Any) -> Any:
-    """Return the kernel with a tuner, which tries some settings for each new key of `_setting`.
+    """Return the kernel with a tuner, which measures settings at each new `_tuning_key` and dtype.
 
-    Triton also keeps the best settings on disk.
+    Triton also stores the best settings on disk.
     """
 
     def prune(_: list, arguments: dict[str, Any], **constants: Any) -> list:
-        shared = arguments["setting"][0]
+        shared = arguments["tuning_key"][0]
         itemsize = arguments["q"].element_size()
-        return [_config(size) for size in _sizes(kernel, constants["BLOCK_D"], itemsize, shared)]
+        return [
+            _config(size)
+            for size in _settings_to_try(kernel, constants["BLOCK_D"], itemsize, shared)
+        ]
 
-    key = ["setting", "BLOCK_D", "CAUSAL"]
-    configs = [_config(size) for size in SMALL]  # placeholders, which `prune` replaces
+    key = ["tuning_key", "BLOCK_D", "CAUSAL"]
+    configs = [_config(size) for size in SMALL_SETTINGS]  # placeholders, which `prune` replaces
     return triton.autotune(
         configs, key, prune_configs_by={"early_config_prune": prune}, cache_results=True
     )(kernel)
@@ -117,34 +125,40 @@ if triton and not INTERPRETED:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Return the shared memory, in bytes, that one instance can use."""
+    """Return how many bytes of shared memory one instance can use."""
     if INTERPRETED:
         return 0
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
-def _setting(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Return the key of the tuner: shared memory, and sizes rounded up to powers of two.
+def _tuning_key(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Return the tuner's key: bytes of shared memory, and sizes rounded up to powers of two.
 
-    The sizes are the number of queries of all heads, and the number of keys. Rounding makes a new
-    length seldom need new tuning, and sizes that more than fill a GPU are all treated alike.
+    The sizes are the number of queries of all heads, and the number of keys. Because of the
+    rounding, a new length seldom needs new tuning. The upper limits treat all sizes that more than
+    fill a GPU alike.
     """
-    numbers = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
+    sizes = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
     return _shared_memory(q.device), *(
-        min(max(triton.next_power_of_2(n), 512), most) for n, most in numbers
+        min(max(triton.next_power_of_2(size), 512), limit) for size, limit in sizes
     )
 
 
 def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any) -> None:
-    """Run a kernel with the given blocks, else with measured settings, else with tuned ones."""
+    """Start a kernel with the caller's blocks if given, else with measured or tuned settings.
+
+    Raises:
+        ValueError: A block of `options` is not supported, or the blocks need more shared memory
+            than this GPU has.
+    """
     d = q.shape[-1]
     causal = options.shift is not None
     block_d = triton.next_power_of_2(d)
     for name in ("block_q", "block_k"):
         block = getattr(options, name)
-        if block not in (None, 16, 32, 64, LARGEST):
+        if block not in (None, 16, 32, 64, LARGEST_BLOCK):
             raise ValueError(
-                f"{name} must be 16, 32, 64 or {LARGEST} with the Triton backend, got {block}"
+                f"{name} must be 16, 32, 64 or {LARGEST_BLOCK} with the Triton backend, got {block}"
             )
     size = None
     if options.block_q or options.block_k or INTERPRETED:
@@ -162,28 +176,32 @@ def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any
 
 
 def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> ValueError:
+    """Return an error that suggests blocks that fit, from Triton's error about shared memory."""
     fit_q, fit_k = block_q, block_k
     limit = error.limit / error.required * _tile_bytes(kernel, block_q, block_k, 2, 1)
     while (
         max(fit_q, fit_k) > 16
-        and max(_tile_bytes(each, fit_q, fit_k, 2, 1) for each in CANDIDATES) > limit
+        and max(_tile_bytes(other, fit_q, fit_k, 2, 1) for other in CANDIDATES) > limit
     ):
         fit_q, fit_k = (fit_q // 2, fit_k) if fit_q >= fit_k else (fit_q, fit_k // 2)
     return ValueError(
-        f"block_q and block_k must be smaller, such as {fit_q} and {fit_k}, for rows"
-        f" of {d} numbers, got {block_q} and {block_k}; those need {error.required}"
-        f" bytes of {error.name}, and this GPU has {error.limit}"
+        f"block_q and block_k must be smaller, such as {fit_q} and {fit_k}, at head dimension"
+        f" {d}, got {block_q} and {block_k}, which need {error.required} bytes of {error.name};"
+        f" this GPU has {error.limit}"
     )
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Return why the kernels cannot run on tensors like `q` and `v`, or None if they can."""
+    """Return why the kernels cannot run on tensors like `q` and `v`, or None if they can.
+
+    All other conditions are checked in `flash.py` for every backend. Lengths need no condition.
+    """
     if triton is None:
         return "Triton is not installed"
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
         return (
-            f"the tensors are on {q.device.type}, and Triton's interpreter is off"
-            " (TRITON_INTERPRET=1 turns it on)"
+            f"they are on {q.device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1 in"
+            " the environment turns it on)"
         )
     if (
         q.is_cuda
@@ -194,13 +212,13 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
         return "this GPU is older than compute capability 8.0, the oldest that Triton supports"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return (
-            f"the dtype is {str(q.dtype).removeprefix('torch.')}, but the kernels support only"
-            " float32, float16 and bfloat16"
+            f"the kernels support only float32, float16 and bfloat16, and q is"
+            f" {str(q.dtype).removeprefix('torch.')}"
         )
     if not 16 <= q.shape[-1] <= 256:
-        return f"the head dimension is {q.shape[-1]}, but the kernels support only 16 to 256"
+        return f"the kernels support only head dimensions 16 to 256, and q has {q.shape[-1]}"
     if v.shape[-1] != q.shape[-1]:
-        return f"v's head dimension is {v.shape[-1]}, but the kernels need q's, {q.shape[-1]}"
+        return f"v must have q's head dimension, {q.shape[-1]}, and has {v.shape[-1]}"
     return None
 
 
@@ -208,26 +226,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     """Return softmax(scale * q k^T) v, and the log-sum-exp of each row.
 
     Args:
-        q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides.
+        q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides and lengths.
         k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        options: Its blocks must be 16, 32, 64 or 128, or None. If both are None, a GPU tunes them:
-            the first call with lengths of a new power of two tries a few settings, which takes
-            seconds and memory. Do not measure that call.
+        options: Its blocks must be 16, 32, 64 or 128, or None. If both are None, they are tuned on
+            a GPU: the first call whose lengths round up to new powers of two measures a few
+            settings, which takes seconds and memory. Exclude that call from measurements.
 
     Returns:
-        o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32,
+        o, (batch, heads, n_q, d), contiguous, in q's dtype; lse, (batch, heads, n_q), in fp32,
         natural logarithm.
     """
     (batch, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    q, k, v = (_near(x) for x in (q, k, v))
-    # The kernel finds the largest score before it scales, so the scale must be above
-    # zero. A scale of 0 becomes the smallest positive float.
+    q, k, v = (_with_32_bit_offsets(x) for x in (q, k, v))
+    # The kernel finds the largest score before it scales the scores, so the scale must be positive.
+    # A scale of 0 is replaced by the smallest positive normal float.
     q, scale = (-q, -scale) if scale < 0 else (q, scale)
     scale_log2 = max(scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
-    with _device_of(q):
+    with _current_gpu(q):
         _launch(
             forward_kernel,
             lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch),
@@ -247,7 +265,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
             shift or 0,
             heads // kv_heads,
             scale_log2,
-            _setting(q, k),
+            _tuning_key(q, k),
         )
     return o, lse
 
@@ -255,7 +273,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, contiguous.
+    """Return the gradients of q, k and v, contiguous, in their shapes and dtypes.
 
     Args:
         q, k, v, options: Arguments of `forward`.
@@ -264,12 +282,12 @@ def backward(
     """
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale
-    q, k, v, grad_o, lse = (*(_near(x) for x in (q, k, v, grad_o)), lse.contiguous())
-    # with padded rows the kernels can read `lse_log2` and `row_dots` without a mask
-    padded_q = triton.cdiv(n_q, LARGEST) * LARGEST
+    q, k, v, grad_o, lse = (*(_with_32_bit_offsets(x) for x in (q, k, v, grad_o)), lse.contiguous())
+    # Rows are padded, so that the kernels can read `lse_log2` and `row_dots` without a mask.
+    padded_q = triton.cdiv(n_q, LARGEST_BLOCK) * LARGEST_BLOCK
     lse_log2, row_dots = lse.new_empty((2, batch, heads, padded_q))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    numbers = (
+    sizes = (
         n_q,
         padded_q,
         n_k,
@@ -278,8 +296,8 @@ def backward(
         float(scale),
         scale * math.log2(math.e),
     )
-    numbers += (_setting(q, k),)
-    with _device_of(q):
+    sizes += (_tuning_key(q, k),)
+    with _current_gpu(q):
         rows_kernel[(padded_q // 32, heads, batch)](
             grad_o, o, lse, row_dots, lse_log2, grad_o.stride(), o.stride(), n_q, padded_q,
             D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_Q=32,
@@ -303,7 +321,7 @@ def backward(
             grad_o.stride(),
             dk.stride(),
             dv.stride(),
-            *numbers,
+            *sizes,
         )
         _launch(
             queries_backward_kernel,
@@ -322,20 +340,20 @@ def backward(
             v.stride(),
             grad_o.stride(),
             dq.stride(),
-            *numbers,
+            *sizes,
         )
     return dq, dk, dv
 
 
-def _near(x: Tensor) -> Tensor:
-    """Return the tensor, copied if two entries of a head lie 2^31 or more elements apart.
+def _with_32_bit_offsets(x: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy if an offset within a head needs more than 32 bits.
 
-    Within a head the kernels compute offsets in 32 bits.
+    Within a head the kernels compute offsets in signed 32-bit integers.
     """
     farthest = (x.shape[2] - 1) * x.stride(2) + (x.shape[3] - 1) * x.stride(3)
     return x if farthest < 2**31 else x.contiguous()
 
 
-def _device_of(q: Tensor) -> Any:
-    """Make the GPU of the tensors current, because Triton launches on the current GPU."""
+def _current_gpu(q: Tensor) -> Any:
+    """Make the tensors' GPU the current one, because Triton starts kernels on the current GPU."""
     return torch.cuda.device(q.device) if q.is_cuda else nullcontext()

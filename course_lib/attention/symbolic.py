@@ -1,10 +1,10 @@
-"""Memory and FLOPs of `tiled` for symbolic tensors, without its long loops.
+"""Memory and FLOPs of `tiled` for symbolic tensors, without running its loops over all tiles.
 
-A symbolic tensor has a shape but no memory. One operator stands in for all the tiles: it allocates
-as many bytes as the tiles do at their peak, and it counts their FLOPs. The bytes are found once for
-all calls with the same shapes, by running a few tiles while no meter is watching. One group of
-heads represents all groups, which use the same memory one after another, and the last tiles of the
-group represent its earlier ones.
+A symbolic tensor has a shape but no memory. One operator, `course_lib::tiles`, replaces all tiles:
+it allocates the bytes that they take at their peak, and it counts their FLOPs. The peak is found
+once for all calls with the same shapes, by running a few tiles that the caller's meter does not
+see. One group of heads represents all groups, because they use the same memory one after another,
+and the last tiles of the group represent its earlier ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _library.impl(
     "CompositeExplicitAutograd",
 )
 # (function, options, shapes, strides, dtypes, devices) -> bytes at the peak, operator at the peak
-_known: dict[tuple, tuple[int, str]] = {}
+_peaks: dict[tuple, tuple[int, str]] = {}
 
 
 @register_flop_formula(torch.ops.course_lib.tiles)
@@ -39,76 +39,93 @@ def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return empty results of `tiled.forward`, with its memory and FLOPs."""
+    """Return symbolic results like those of `tiled.forward`, with its memory and FLOPs."""
     o, lse = (
         q.new_empty(*q.shape[:3], v.shape[3]),
         q.new_empty(q.shape[:3], dtype=tiled.work_dtype(q)),
     )
     options = tiled.with_blocks(options, q, k)
     scores = q.shape[0] * q.shape[1] * _area_by_rows(q.shape[2], k.shape[2], options)
-    _stand_in(_some_forward, 2 * (q.shape[3] + v.shape[3]) * scores, (q, o, lse), (k, v), options)
+    _replace_tiles(
+        _run_last_tiles_forward,
+        2 * (q.shape[3] + v.shape[3]) * scores,
+        (q, o, lse),
+        (k, v),
+        options,
+    )
     return o, lse
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty results of `tiled.backward`, with its memory and FLOPs."""
+    """Return symbolic results like those of `tiled.backward`, with its memory and FLOPs."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     options = tiled.with_blocks(options, q, k)
     scores = q.shape[0] * q.shape[1] * _area_by_columns(q.shape[2], k.shape[2], options)
     flops = 2 * (3 * q.shape[3] + 2 * v.shape[3]) * scores
-    _stand_in(_some_backward, flops, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
+    _replace_tiles(
+        _run_last_tiles_backward, flops, (q, o, lse, grad_o, dq), (k, v, dk, dv), options
+    )
     return dq, dk, dv
 
 
-def _stand_in(some: Callable, flops: int, queries: tuple, keys: tuple, options: Options) -> None:
-    """Allocate the peak memory of the tiles for as long as one operator runs."""
+def _replace_tiles(
+    run_last_tiles: Callable, flops: int, queries: tuple, keys: tuple, options: Options
+) -> None:
+    """Run one operator that has the peak memory and the FLOPs of all tiles."""
     q, lse = queries[0], queries[2]
-    key = some, options, *((x.shape, x.stride(), x.dtype, x.device) for x in (*queries, *keys))
-    if key not in _known:
+    key = (
+        run_last_tiles,
+        options,
+        *((x.shape, x.stride(), x.dtype, x.device) for x in (*queries, *keys)),
+    )
+    if key not in _peaks:
         with _disable_current_modes(), q.fake_mode, MemoryMeter(device=q.device) as meter:
-            some(queries, keys, options)
+            run_last_tiles(queries, keys, options)
         trace = meter.trace(events=False)
-        _known[key] = trace.peak_bytes, trace.peak_operator if meter.operator_count else ""
-    nbytes, operator = _known[key]
-    # reading `lse` shows a meter that the saved tensor is used here
+        _peaks[key] = trace.peak_bytes, trace.peak_operator if meter.operator_count else ""
+    nbytes, operator = _peaks[key]
+    # `lse` is an argument, so that a meter sees that this operator uses the saved tensor.
     torch.ops.course_lib.tiles(lse, nbytes, flops, operator)
 
 
-def _some_forward(queries: tuple, keys: tuple, options: Options) -> None:
+def _run_last_tiles_forward(queries: tuple, keys: tuple, options: Options) -> None:
     last, _ = _last_tiles(queries, keys, options)
     tiled.forward_tiles(*last, options)
 
 
-def _some_backward(queries: tuple, keys: tuple, options: Options) -> None:
-    last, first = _last_tiles(queries, keys, options)
-    lse = first[2]
-    # `tiled.backward_tiles` computes delta for all rows first
-    delta = (first[3].to(lse.dtype) * first[1]).sum(-1)
-    cut = first[0].shape[2] - last[0].shape[2]
-    # as large as the rows of delta and dq that the last tiles leave out
-    before = (
-        delta.new_empty(*delta.shape[:2], cut),
-        delta.new_empty(*delta.shape[:2], cut, first[0].shape[3]),
+def _run_last_tiles_backward(queries: tuple, keys: tuple, options: Options) -> None:
+    last, whole = _last_tiles(queries, keys, options)
+    lse = whole[2]
+    # `tiled.backward_tiles` computes delta for all rows before its loops
+    delta = (whole[3].to(lse.dtype) * whole[1]).sum(-1)
+    skipped = whole[0].shape[2] - last[0].shape[2]
+    # These take the memory of the rows of delta and dq that the last tiles do not cover.
+    skipped_rows = (
+        delta.new_empty(*delta.shape[:2], skipped),
+        delta.new_empty(*delta.shape[:2], skipped, whole[0].shape[3]),
     )
     del delta
     tiled.backward_tiles(*last, options)
-    del before
+    del skipped_rows
 
 
 def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of the first group of heads, cut to two tiles each way, and whole."""
+    """Return the tensors of the first group of heads twice: only their last rows, and whole.
+
+    If the sequence is long enough, the last rows are at least two blocks of queries and of keys.
+    """
     q, k = queries[0], keys[0]
     group = next(tiled.split_heads(queries, keys, tiled.heads_at_once(q, k, options)))
     blocks = options[2:]
-    cut = (
+    skipped = (
         max(0, min(q.shape[2], k.shape[2]) - 2 * max(blocks))
         // math.lcm(*blocks)
         * math.lcm(*blocks)
     )
-    last = [x[:, :, cut:] for x in group[: len(queries)]] + [
-        x[:, cut:] for x in group[len(queries) :]
+    last = [x[:, :, skipped:] for x in group[: len(queries)]] + [
+        x[:, skipped:] for x in group[len(queries) :]
     ]
     return last, group
 
@@ -116,7 +133,7 @@ def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Ten
 def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
     """Count the scores that the forward pass of one head computes.
 
-    A tile ends at the last key that one of its rows sees.
+    A tile of `tiled.forward_tiles` ends at the last key that any of its rows sees.
     """
     shift, _, block_q, _ = options
     if shift is None:
@@ -128,7 +145,7 @@ def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
 def _area_by_columns(n_q: int, n_k: int, options: Options) -> int:
     """Count the scores that the backward pass of one head computes.
 
-    A block of keys begins at the first row that sees one of its keys.
+    In `tiled.backward_tiles`, a block of keys starts at the first row that sees one of its keys.
     """
     shift, _, _, block_k = options
     if shift is None:

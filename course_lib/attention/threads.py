@@ -1,9 +1,9 @@
-"""Run attention heads in Python threads that share no work.
+"""Run attention heads in Python threads instead of sharing each operator among threads.
 
-An operator that shares its work among threads ends in a barrier. If another process occupies one of
-the cores, the waiting threads spin for milliseconds, and hundreds of short operators take many
-times as long. Here each thread has its own heads, and its operators share nothing. The threads wait
-for one another only once, at the end.
+An operator that PyTorch shares among threads ends in a barrier. If another process occupies one of
+the cores, the waiting threads spin for milliseconds at each barrier, and hundreds of short
+operators take many times as long. Here each thread runs all operators of its own heads by itself,
+and the threads wait for one another only once, at the end.
 """
 
 from __future__ import annotations
@@ -17,36 +17,44 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-WORTH_IT = 2**18  # scores: a pass with fewer takes about as long as waking a thread
+MIN_SCORES_FOR_THREADS = (
+    2**18
+)  # scores; a pass with fewer scores takes about as long as waking a thread
 
 
 def workers(x: Tensor, scores: int, at_once: int) -> int:
-    """Return the number of threads for a pass with `scores` scores, `at_once` heads at a time."""
-    if x.device.type != "cpu" or scores < WORTH_IT or _watched():
+    """Return the number of threads for a pass over `scores` scores.
+
+    `at_once` is the number of heads in memory at a time, an upper limit of the threads.
+    """
+    if x.device.type != "cpu" or scores < MIN_SCORES_FOR_THREADS or _operators_observed():
         return 1
     return min(torch.get_num_threads(), at_once)
 
 
 def run(function: Callable, parts: Iterable, count: int) -> None:
-    """Call `function(*part)` for each part, in `count` threads and without gradients."""
+    """Call `function(*part)` for each part, in `count` threads, where gradients are off."""
     if count == 1:
         for part in parts:
             function(*part)
     else:
         pool = _pool(count, torch.get_num_threads())
-        list(pool.map(partial(_alone, function, torch.is_inference_mode_enabled()), parts))
+        list(
+            pool.map(partial(_run_without_grad, function, torch.is_inference_mode_enabled()), parts)
+        )
 
 
-def _alone(function: Callable, inference: bool, part: Iterable) -> None:
-    # a thread does not inherit these modes from the thread that started it
+def _run_without_grad(function: Callable, inference: bool, part: Iterable) -> None:
+    # A thread does not inherit these modes from the thread that started it.
     with torch.inference_mode(inference), torch.no_grad():
         function(*part)
 
 
-def _watched() -> bool:
-    """Return whether something watches or changes operators in this thread only.
+def _operators_observed() -> bool:
+    """Return whether something observes or changes the operators of this thread alone.
 
-    That can be a mode (the meter, the FLOP counter), the profiler or a compiler.
+    That can be a dispatch mode (the meter, the FLOP counter), the profiler or a compiler. It would
+    miss operators that run in other threads.
     """
     return bool(
         torch.compiler.is_compiling()
@@ -57,7 +65,7 @@ def _watched() -> bool:
 
 @lru_cache(maxsize=1)
 def _pool(count: int, threads: int) -> ThreadPoolExecutor:
-    """Return a pool of threads that stay alive; together their operators use `threads` cores."""
+    """Return a pool of `count` threads that stay alive and use `threads` cores in all."""
     started = threading.Barrier(count + 1)
 
     def start() -> None:
@@ -68,11 +76,11 @@ def _pool(count: int, threads: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(int)
     started.wait()
-    # `start` has also changed the number for threads that start later
+    # `start` has also changed the number of cores for threads that start later, so restore it.
     torch.set_num_threads(threads)
     return pool
 
 
 if hasattr(os, "register_at_fork"):
-    # a forked child has none of its parent's threads
+    # A forked child has none of its parent's threads, so it must make a new pool.
     os.register_at_fork(after_in_child=_pool.cache_clear)

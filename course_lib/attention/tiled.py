@@ -1,6 +1,7 @@
 """FlashAttention's forward and backward in plain torch, in tiles, without an N x N tensor.
 
-The arithmetic is in float32 (float64 for float64 inputs), whatever the dtype of the inputs.
+It runs on any device and for any length. `kernels.py` has the same algorithm in Triton. The
+arithmetic is in float32, except that float64 inputs are computed in float64.
 
 Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691, algorithms 1 and 2.
 """
@@ -19,11 +20,11 @@ from course_lib import _check
 from . import threads
 
 BLOCK = 512  # rows and columns of a tile by default
-# Elements of the tiles that are worked on at a time, so that short sequences process many heads at
-# once. In float32 the CPU's value is 1 MiB, which stays in a core's cache. A GPU needs more to be
-# busy.
+# Number of scores, over all heads of a group, that are computed at a time. Short sequences
+# therefore process many heads at once. In float32 the CPU's value is 1 MiB, which stays in a core's
+# cache. A GPU needs more to be busy.
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-HEADS_AT_ONCE = 2  # at least, even if that is more elements: one head for each of two threads
+MIN_HEADS_AT_ONCE = 2  # even if these have more scores, so that two threads have one head each
 LOG2_E = math.log2(math.e)
 
 
@@ -31,7 +32,7 @@ class Options(NamedTuple):
     """Options shared by all backends.
 
     Attributes:
-        shift: Query i sees the keys up to i + shift, or all keys if None.
+        shift: Offset of the causal mask: query i sees the keys up to i + shift. None for no mask.
         scale: Factor of the scores.
         block_q, block_k: Rows and columns of a tile, or None for the backend's choice.
     """
@@ -43,23 +44,23 @@ class Options(NamedTuple):
 
 
 def online_softmax(scores: Tensor, block: int) -> Tensor:
-    """Compute a softmax over the last dimension, with one pass for maximum and sum.
+    """Compute a softmax over the last dimension, with a single pass for the maximum and the sum.
 
     After each block of columns, m is the maximum so far and total is the sum of exp(score - m) so
-    far. If a block raises m, the old total is multiplied by exp(old m - new m). A row that is all
-    -inf gives zeros, where `torch.softmax` gives NaN.
+    far. If a block raises m, the old total is multiplied by exp(old m - new m). A row in which all
+    scores are -inf gives zeros, whereas `torch.softmax` gives NaN.
 
     Args:
         scores: (..., n), floating point.
         block: Columns per block, at least 1; it need not divide n.
 
     Returns:
-        A tensor like `scores`, computed at least in float32, through which autograd can
-        differentiate.
+        The softmax, in the shape and dtype of `scores`, computed in at least float32. It is
+        differentiable.
 
     Raises:
-        TypeError, ValueError: scores is not a floating-point tensor, or block is not a positive
-            whole number.
+        TypeError: scores is not a floating-point tensor, or block is not a whole number.
+        ValueError: block is less than 1.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 
@@ -72,15 +73,15 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         raise TypeError(f"scores must be a floating-point tensor, got {_check.shown(scores)}")
     _check.whole("block", block, 1)
     x = scores.to(work_dtype(scores))
-    # finite, because -inf - (-inf) would be NaN
+    # m starts at a finite value, because -inf - (-inf) would be NaN.
     m = x.new_full((*x.shape[:-1], 1), torch.finfo(x.dtype).min)
     total = torch.zeros_like(m)
     for columns in x.split(block, dim=-1) if x.numel() else ():
-        # a shift does not change the result, so no gradient has to flow through it
+        # Subtracting m does not change the result, so no gradient has to flow through it.
         new_m = torch.maximum(m, columns.detach().amax(-1, keepdim=True))
         total = total * (m - new_m).exp() + (columns - new_m).exp().sum(-1, keepdim=True)
         m = new_m
-    # total >= 1, except for a row that is all -inf
+    # The clamp affects only a row that is all -inf, because total is at least 1 in all others.
     return ((x - m).exp() / total.clamp(min=1)).to(scores.dtype)
 
 
@@ -118,9 +119,9 @@ def backward(
 
 
 def forward_tiles(q, o, lse, k, v, options) -> None:
-    """Compute o and lse in place, for h key heads with g query heads each.
+    """Write o and lse, for h key heads with g query heads each.
 
-    q (h, g, n_q, d), o (h, g, n_q, d_v), lse (h, g, n_q); k (h, n_k, d), v (h, n_k, d_v).
+    Shapes: q (h, g, n_q, d), o (h, g, n_q, d_v), lse (h, g, n_q), k (h, n_k, d), v (h, n_k, d_v).
     """
     shift, scale, block_q, block_k = options
     work = lse.dtype
@@ -129,7 +130,7 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
         q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g rows, d)
-        # below 1 if no row of this block sees a key
+        # end of the keys that some row of this block sees; below 1 if it sees no key
         last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)
         acc = q_i.new_zeros(*q_i.shape[:2], v.shape[2])  # sum of p v so far
         m = acc.new_full((*acc.shape[:2], 1), torch.finfo(work).min)  # maximum so far
@@ -145,19 +146,19 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
             new_m = torch.maximum(m, s.amax(-1, keepdim=True))
             p, rescale = _exp_(s.sub_(new_m)), _exp_(m.sub_(new_m))
             total.mul_(rescale).add_(p.sum(-1, keepdim=True))
-            # not in place: FlopCounterMode does not count baddbmm_
+            # baddbmm is not in place, because FlopCounterMode does not count baddbmm_.
             acc = torch.baddbmm(acc.mul_(rescale), p, v_j)
             m = new_m
         lse[:, :, rows] = m.add_(total.log()).view_as(lse[:, :, rows])
-        # total >= 1, except for rows that see no key
+        # The clamp affects only rows that see no key, because total is at least 1 in all others.
         o[:, :, rows] = acc.div_(total.clamp_(min=1)).view_as(o[:, :, rows])
 
 
 def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
-    """Compute dq, dk and dv in place; shapes are as for `forward_tiles`.
+    """Write dq, dk and dv; the shapes are those of `forward_tiles`.
 
-    A tile has keys as rows and queries as columns, so the sums over queries, dV and dK, are plain
-    products.
+    A tile has keys as rows and queries as columns, so that dV and dK, which are sums over queries,
+    are matrix products without a transposed tile.
     """
     shift, scale, block_q, block_k = options
     work = lse.dtype
@@ -166,7 +167,7 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
     for j in range(0, k.shape[1], block_k):
         k_j, v_j = (x[:, j : j + block_k].to(work) for x in (k, v))
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
-        # from the first query that sees key j
+        # Start at the first query that sees key j.
         for i in range(0 if shift is None else max(0, j - shift), q.shape[2], block_q):
             rows = slice(i, i + block_q)
             # (h, g rows, ...)
@@ -190,32 +191,31 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
 
 
 def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
-    """Fill in default tile sizes.
+    """Return the options with default tile sizes filled in.
 
-    Query heads that share keys are stacked in one tile, so each gets a share of its rows.
+    Query heads that share keys are stacked in one tile, so each of them gets a share of its rows.
     """
     block_q = options.block_q or max(1, BLOCK * k.shape[1] // max(1, q.shape[1]))
     return options._replace(block_q=block_q, block_k=options.block_k or BLOCK)
 
 
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
-    """Return how many key heads are worked on at a time.
+    """Return how many key heads are computed at a time.
 
-    The number depends only on shapes and the kind of device, so the bytes are the same on every
-    machine.
+    The number depends only on the shapes and the type of device, so the step takes the same bytes
+    on every machine.
     """
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
     tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
-    at_once = max(HEADS_AT_ONCE, TILE_ELEMENTS.get(q.device.type, 2**24) // max(1, tile))
+    at_once = max(MIN_HEADS_AT_ONCE, TILE_ELEMENTS.get(q.device.type, 2**24) // max(1, tile))
     return max(1, min(batch * kv_heads, at_once))
 
 
 def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]]:
-    """Yield `size` key heads at a time with their query heads.
+    """Yield views of `size` key heads at a time, together with their query heads.
 
-    They are views (h, g, n_q, ...) and (h, n_k, ...).
-
-    An input whose heads are not one stride apart throughout the batch is copied first, which costs
+    Views of `queries` are (h, g, n_q, ...), and those of `keys` are (h, n_k, ...), in one list. An
+    input whose batch and heads cannot be merged into one dimension is copied first, which costs
     n d elements per head.
     """
     (batch, heads), kv_heads = queries[0].shape[:2], keys[0].shape[1]
@@ -226,10 +226,10 @@ def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]
 
 
 def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) -> None:
-    """Run `tiles` on all heads.
+    """Run the function `tiles` on all heads.
 
-    Threads share the heads that would be worked on at a time, so they use no more memory than one
-    thread.
+    Threads divide the heads that a single thread would compute at a time, so several threads use
+    no more memory than one.
     """
     q, k = queries[0], keys[0]
     options = with_blocks(options, q, k)
@@ -241,16 +241,15 @@ def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) ->
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """Compute exp in place as a power of two.
+    """Compute exp in place as 2^(x * log2(e)), because a CPU's exp2 takes a quarter of exp's time.
 
-    A CPU's exp2 takes a quarter of the time of its exp.
-
-    The factor log2(e) multiplies the difference from the maximum or the log-sum-exp, which is near
-    zero wherever the exponential matters. Multiplied into the scale of the scores, as in
-    FlashAttention's kernels, it would round large numbers.
+    x is the difference from the maximum or the log-sum-exp. It is near zero wherever the
+    exponential is not negligible, so multiplying it by log2(e) loses little. FlashAttention's
+    kernels multiply log2(e) into the scale of the scores, which rounds large scores.
     """
     return x.mul_(LOG2_E).exp2_()
 
 
 def work_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of the arithmetic for inputs like `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
