@@ -1,4 +1,4 @@
-"""A simulated device that checks, on any machine, whether its operators and copies are ordered.
+"""A simulated device that checks, on any machine, that operators and copies wait for one another.
 
 It also computes when each stream is busy.
 
@@ -7,13 +7,14 @@ It also computes when each stream is busy.
         with offload_activations():
             loss = model(x).sum()
         loss.backward()
-    # leaving the block raises a Race that lists everything that was found
+    # leaving the block raises a Race that lists all races that were found
 
-Device memory is CPU memory, and a freed block is reused, the last one freed first. Each stream runs
-its tasks in order. Vector clocks record what is ordered: each actor, which is a stream or a thread
-of the host, knows how far it has waited for the others, through events. An access to memory is a
-race if the actor has not waited for the last write there, whichever tensor owned the memory then. A
-write is also a race if it has not waited for the reads since that write.
+Device memory is CPU memory, and the most recently freed block is reused first. Each stream runs its
+tasks in order. An actor is a stream or a thread of the host. It waits for other actors through
+events, and its vector clock records how far it has waited for each of them. An access to memory is
+a race if its actor has not waited for the last write to these bytes, even if another tensor owned
+them at that time. A write is also a race if its actor has not waited for the reads since the last
+write.
 
 Source: Fidge 1988 and Mattern 1989 for the clocks. PyTorch's CUDA sanitizer checks device memory in
 the same way.
@@ -50,7 +51,10 @@ RATES = (
 
 
 class Race(RuntimeError):
-    """Accesses to the same memory that no wait orders."""
+    """An error about accesses to the same memory that are not ordered by a wait.
+
+    Two accesses are a race if at least one of them is a write and neither waits for the other.
+    """
 
 
 class _Streams(Device):
@@ -59,7 +63,7 @@ class _Streams(Device):
     def __init__(self, log: AccessLog):
         super().__init__(torch.device("cpu"))
         self.log = log
-        self._sides: dict[str, Actor] = {}
+        self._streams_by_name: dict[str, Actor] = {}
         self._local = threading.local()
         self._compute = self.side("compute")
 
@@ -68,101 +72,104 @@ class _Streams(Device):
 
     @contextmanager
     def on(self, stream: Actor) -> Iterator[None]:
-        before, self._local.stream = self.current(), stream
+        previous, self._local.stream = self.current(), stream
         try:
             yield
         finally:
-            self._local.stream = before
+            self._local.stream = previous
 
     def side(self, name: str) -> Actor:
-        if name not in self._sides:
-            self._sides[name] = self.log.actor(name)
-        return self._sides[name]
+        if name not in self._streams_by_name:
+            self._streams_by_name[name] = self.log.actor(name)
+        return self._streams_by_name[name]
 
     def event(self) -> Event:
         return self.current().event()
 
     def wait(self, event: Event) -> None:
-        self.current().follow(event)
+        self.current().wait_for(event)
 
     def finish(self, event: Event) -> None:
         with self.log.lock:
-            self.log.host.follow(event)
+            self.log.host.wait_for(event)
             self.log.host.run()
 
-    def done_by(self, actor: Actor) -> None:
-        """Run all tasks of an actor, so that the host can run its next task at once.
+    def run_all(self, actor: Actor) -> None:
+        """Make an actor wait for the host, and run all of its tasks.
 
-        The actor is first ordered after the host.
+        The caller can then run the actor's next task itself.
         """
-        actor.follow(self.log.host.event())
+        actor.wait_for(self.log.host.event())
         actor.run()
 
 
 class SimulatedDevice(_Streams):
-    """A `Device` that runs operators on the CPU and checks their ordering; a context manager.
+    """A `Device` that runs operators on the CPU and checks their order; a context manager.
 
     Inside the block, `Device.of` recognizes the device's tensors: those that `move` and `up`
-    return, results of operators on them, and new tensors made from nothing (`torch.zeros(3)`). Host
-    tensors are those made before, `pinned` ones, and results of operators on those. Tensors of a
-    single number can be combined with both, as on CUDA. All tensors report the CPU as their device,
-    so `.cpu()` and `.to(device)` copy nothing. Code under test must copy through the methods of
-    `Device`.
+    return, results of operators on them, and new tensors made without an input tensor
+    (`torch.zeros(3)`). Host tensors are those made before the block, those that `pinned` returns,
+    and results of operators on host tensors. A tensor of a single number can be combined with
+    both, as on CUDA. All tensors report the CPU as their device, so `.cpu()` and `.to(device)` copy
+    nothing. The program must copy through the methods of `Device`.
 
-    If everything is ordered, all numbers are correct bit by bit. If something is not ordered, it is
-    reported, and the numbers may still be correct by chance. Two modes run the same program in
-    another order that its waits allow, so that the numbers become wrong too:
+    If the program waits wherever it must, all numbers are correct bit for bit. A missing wait is
+    reported as a race, and the numbers may still be correct by chance. Two modes run the same
+    program in another order that its waits allow, so that the numbers become wrong too:
 
-    - `late`: Copies run as late as possible. Code that uses a copy, or reuses the memory of its
-      source, too early gets wrong numbers.
-    - `early`: Operators, copies and reads by the host see the values of their tensors from before
-      the last write that they do not wait for. Code that uses the result of an operator or copy too
-      early gets wrong numbers.
+    - `late`: Copies run as late as possible. Code gets wrong numbers if it uses a copy, or reuses
+      the memory of the copy's source, too early.
+    - `early`: Operators, copies and reads by the host run as early as possible: they read the
+      values that their tensors had before any write that they do not wait for. Code gets wrong
+      numbers if it uses the result of an operator or copy too early.
 
     Limits:
 
-    - Operators never run late. If code writes over memory that an operator is still reading, this
-      is reported, but the numbers stay correct.
+    - Operators never run late. If code writes to memory that an operator is still reading, this is
+      reported, but the numbers stay correct.
     - An access covers a tensor from its first byte to its last, so different columns of one matrix
-      are not distinguished.
-    - Only the thread that entered the block is observed: operators, `tolist`, `numpy` and printing,
-      and the last three not in hooks during a backward pass. Accesses through a storage, such as
-      those of `torch.save` and pickle, are not observed, and neither are later accesses through an
-      array that `numpy` returned. A view reads nothing, but `host[0]`, a single number, counts as
-      read.
-    - Each thread of the host is an actor. Synchronization between threads is not observed, except
-      that a thread starts after everything that was done before.
-    - Each stream has the whole device, so two streams that compute at the same time do not slow
-      each other down. Caches, launching operators, Python and views take no time. An indexed tensor
-      counts as read completely.
+      count as the same memory.
+    - Only the thread that entered the block is observed, and only its operators and the methods
+      `tolist` and `numpy` and printing. These methods are not observed in hooks during a backward
+      pass. Accesses through a storage, such as those of `torch.save` and pickle, are not observed,
+      and neither are later accesses through an array that `numpy` returned. Making a view reads
+      nothing, except that `host[0]`, a single number, counts as read.
+    - Each thread of the host is an actor. Synchronization between threads is not observed. A
+      thread counts as ordered after everything that other threads did before its first access.
+    - Each stream has the full rates of the device, so two streams that compute at the same time do
+      not slow each other down. Caches, launching operators, Python and views take no time. An
+      operator that indexes a tensor counts as reading all of it.
 
     Args:
         late, early: Whether to use that mode; at most one can be True.
-        memory_bytes: Bytes of device memory, and also of pinned memory. This machine provides only
-            the part that is used.
+        memory_bytes: Bytes of device memory, and also of pinned memory. Only the part that is used
+            takes memory of this machine.
         flops_per_second, bytes_per_second: Rates of the device. An operator takes the time of its
-            FLOPs (counted by PyTorch, for products and attention) or of the bytes that it reads and
-            writes (of an expanded tensor, those in memory), whichever is longer. By default it
-            takes no time.
-        up_bytes_per_second, down_bytes_per_second: Rates of copies from and to the host. By default
-            copies take no time.
-        host_flops_per_second, host_bytes_per_second: The same rates for operators on host tensors,
-            such as an optimizer update on the host. Tasks that the host gives to the device
-            afterwards start after them.
+            FLOPs or of the bytes that it reads and writes, whichever is longer. FLOPs are counted
+            by PyTorch, for matrix products and attention. An expanded tensor counts with its bytes
+            in memory. By default an operator takes no time.
+        up_bytes_per_second: Rate of copies from the host to the device. By default they take no
+            time.
+        down_bytes_per_second: Rate of copies from the device to the host. By default they take no
+            time.
+        host_flops_per_second, host_bytes_per_second: Rates of operators on host tensors, such as an
+            optimizer update on the host. Device tasks that the host starts later begin after them.
 
     Attributes:
         races: One sentence per race. If you expect races, clear this list before the block ends.
         spans: One `Span` per operator or copy that took time. The stream of a host operator is
             "host".
-        samples: (simulated seconds, live bytes) after each operator.
-        seconds: When the device has finished everything that it was given.
+        samples: Pairs of simulated seconds and live bytes, one after each operator that allocated
+            device memory.
+        seconds: Simulated time at which all tasks so far are finished.
         live_bytes: Bytes of device memory that are live now.
-        peak_bytes: The most bytes of device memory that were live at once.
+        peak_bytes: Largest number of bytes of device memory that were live at once.
 
     Raises:
-        Race: At the end of the block, if `races` is not empty and no other error was raised.
-        torch.OutOfMemoryError: From an operator, if `memory_bytes` is too small.
-        RuntimeError: From an operator, if some of its tensors are on the host and some on the
+        TypeError, ValueError: An option has the wrong type or value, or does not exist.
+        Race: Raised at the end of the block if `races` is not empty and no other error was raised.
+        torch.OutOfMemoryError: Raised by an operator if `memory_bytes` is too small.
+        RuntimeError: Raised by an operator if some of its tensors are on the host and some on the
             device.
 
     Example:
@@ -182,9 +189,9 @@ class SimulatedDevice(_Streams):
         memory_bytes: int = 1 << 28,
         **rates: float | None,
     ):
-        self.rates = _checked(rates)
+        self.rates = _checked_rates(rates)
         if late and early:
-            raise ValueError("late and early cannot both be True: choose one of them")
+            raise ValueError("late and early cannot both be True")
         self.late, self.early, nbytes = (
             late,
             early,
@@ -207,7 +214,7 @@ class SimulatedDevice(_Streams):
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         self._watch.close()
-        for stream in self._sides.values():
+        for stream in self._streams_by_name.values():
             self.finish(stream.event())
         if self.races and kind is None:
             raise Race("\n".join(self.races))
@@ -226,7 +233,14 @@ class SimulatedDevice(_Streams):
         return self.memory.peak_bytes
 
     def move(self, thing: Any) -> Any:
-        """Move a module's parameters and buffers in place; copy tensors, also in containers."""
+        """Move a module's parameters and buffers in place, or return device copies of tensors.
+
+        Args:
+            thing: A module, a tensor, or a nested container of tensors.
+
+        Returns:
+            The module itself, or the copies in containers of the same form.
+        """
         if not isinstance(thing, nn.Module):
             return map_tensors(
                 lambda tensor: self.up(tensor.detach()).requires_grad_(tensor.requires_grad), thing
@@ -247,7 +261,7 @@ class SimulatedDevice(_Streams):
         return draw_lanes(self.spans, ax, since)
 
     def plot_bytes(self, ax=None, *, since: float = 0.0):
-        """Draw the device's live bytes from second `since` on, to go below a `plot`.
+        """Draw the device's live bytes from second `since` on, on the time axis of `plot`.
 
         Args:
             ax: Matplotlib axes; by default new ones.
@@ -276,35 +290,36 @@ class SimulatedDevice(_Streams):
         if self.host_memory.block_of(tensor) is None:
             with _disable_current_modes():
                 tensor = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
-        made = self.log.new(self.memory, self.current(), tensor.shape, tensor.dtype)
-        self.transfer(made, tensor)
-        return made
+        copy = self.log.new(self.memory, self.current(), tensor.shape, tensor.dtype)
+        self.transfer(copy, tensor)
+        return copy
 
     def transfer(self, target: Tensor, source: Tensor) -> None:
         up, stream = self.holds(target), self.current()
         host, name = (source, "up") if up else (target, "down")
-        # Aliases, so that the copy does not keep its tensors from being freed.
-        into, out = (
+        # A copy that has not run yet must not keep its tensors from being freed, so it gets
+        # aliases.
+        target_alias, source_alias = (
             self.memory.alias(self.host_memory.alias(tensor)) for tensor in (target, source)
         )
         seconds = source.nbytes / self.rates[f"{name}_bytes_per_second"]
         with self.log.lock:
-            stream.follow(self.log.host.event())
-            stream.give(lambda: self._copy(stream, into, out))
+            stream.wait_for(self.log.host.event())
+            stream.submit(lambda: self._copy(stream, target_alias, source_alias))
             if not self.late:
                 stream.run()
             self.log.record_access(stream, f"{COPY}{name}", [source], [target], seconds)
             if (block := self.host_memory.block_of(host)) is None:
-                self.finish(stream.event())  # CUDA waits too if memory is not pinned
+                self.finish(stream.event())  # CUDA also waits if the host memory is not pinned
             else:
-                block.used_by.add(stream)  # PyTorch does this for pinned memory
+                block.used_by.add(stream)  # PyTorch also records the streams of pinned memory
 
     def _copy(self, stream: Actor, target: Tensor, source: Tensor) -> None:
-        with _disable_current_modes(), self.log.early(stream, [target, source], [target]):
+        with _disable_current_modes(), self.log.run_early(stream, [target, source], [target]):
             target.copy_(source)
 
 
-def _checked(rates: dict[str, float | None]) -> dict[str, float]:
+def _checked_rates(rates: dict[str, float | None]) -> dict[str, float]:
     if unknown := rates.keys() - set(RATES):
         raise TypeError(
             f"the options of a SimulatedDevice must be {any_of(RATES)}, got"

@@ -10,8 +10,8 @@ from course_lib.labels.drawing import pyplot
 
 from .race_detector import Span
 
-#: Kind of work -> color. No category of bytes has one of these colors. Compute, up and down also
-#: differ in grayscale.
+#: Kind of work -> color. The colors differ from those of the categories of bytes, and compute, up
+#: and down also differ in grayscale.
 LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
 #: Stream -> label, in the order in which the lanes are drawn.
 LANE_NAMES = {
@@ -26,9 +26,9 @@ LANE_NAMES = {
 
 
 def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
-    """Draw one lane per stream: those of `LANE_NAMES` first, in that order.
+    """Draw one lane per stream, with the streams of `LANE_NAMES` first, in that order.
 
-    A color shows the kind of work, on any stream.
+    The color of a bar shows the kind of work (see `Span.kind`), whichever stream did it.
     """
     ax = ax or _new_axes()
     spans = [span for span in spans if span.end > since]
@@ -46,9 +46,10 @@ def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
 
 
 def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, until: float) -> Any:
-    """Draw live megabytes over time as steps; the last value holds until the end."""
+    """Draw live megabytes over time as steps; the last value continues to second `until`."""
     ax = ax or _new_axes()
-    # samples of two streams are in the order in which the host gave their operators
+    # The samples are in the order in which the host called the operators. Sort them by time,
+    # because streams run at the same time.
     samples = sorted(samples, key=lambda sample: sample[0])
     before = [live for seconds, live in samples if seconds <= since][-1:]
     after = [(seconds - since, live) for seconds, live in samples if seconds > since]
@@ -57,7 +58,7 @@ def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, unti
         zip(*[(0.0, live) for live in before], *after, strict=True) if before or after else ((), ())
     )
     ax.fill_between(
-        seconds, [each / 1e6 for each in live], step="post", color="#BBBBBB", linewidth=0
+        seconds, [nbytes / 1e6 for nbytes in live], step="post", color="#BBBBBB", linewidth=0
     )
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)

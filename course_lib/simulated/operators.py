@@ -1,4 +1,4 @@
-"""Modes that report operators, and reads by the host, to the access log of a simulated device."""
+"""Modes that report operators and reads by the host to the access log of a simulated device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from course_lib._torch import written_arguments
 
 aten = torch.ops.aten
-#: Operators that overwrite a tensor without reading it, which their schema does not show.
-OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
-#: Operators that access no byte, although the schema of `set_` says that it writes.
-BYTELESS = (aten.set_, aten.is_pinned, aten.is_same_size)
+#: Operators that write a tensor without reading it, although their schema does not show this.
+ONLY_WRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
+#: Operators that access no bytes, although the schema of `set_` says that it writes.
+WITHOUT_ACCESS = (aten.set_, aten.is_pinned, aten.is_same_size)
 #: Methods by which the host accesses a tensor's bytes without an operator.
 HOST_READS = {
     getattr(Tensor, name)
@@ -28,9 +28,9 @@ HOST_READS = {
 
 
 class HostReads(TorchFunctionMode):
-    """A mode that observes reads by the host without an operator.
+    """A mode that observes the methods by which the host reads a tensor without an operator.
 
-    The host then waits if it reads device memory, as on CUDA.
+    A method that reads device memory makes the host wait, as on CUDA.
     """
 
     def __init__(self, device: Any):
@@ -45,8 +45,8 @@ class HostReads(TorchFunctionMode):
         device, tensor = self.device, args[0]
         with device.log.lock:
             actor = device.current() if device.holds(tensor) else device.log.host
-            device.done_by(actor)
-            with device.log.early(actor, [tensor], []):
+            device.run_all(actor)
+            with device.log.run_early(actor, [tensor], []):
                 result = func(*args, **(kwargs or {}))
             device.log.record_access(actor, f"Tensor.{func.__name__}", [tensor], [])
             device.finish(actor.event())
@@ -56,7 +56,8 @@ class HostReads(TorchFunctionMode):
 class Operators(TorchDispatchMode):
     """A mode that runs operators on the device's tensors.
 
-    Their results are in device memory, and the current stream determines their order and time.
+    Results are put into device memory. Operators count as tasks of the current stream, which gives
+    them their order and their time.
     """
 
     def __init__(self, device: Any):
@@ -64,7 +65,7 @@ class Operators(TorchDispatchMode):
         self.device = device
 
     @classmethod
-    # False, because PyTorch's default imports compiler guards, which takes longer than a small step
+    # PyTorch's default imports the compiler's guards, which takes longer than a small step.
     def _should_skip_dynamo(cls) -> bool:
         return False
 
@@ -75,83 +76,94 @@ class Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if func.overloadpacket in BYTELESS:
+        if func.overloadpacket in WITHOUT_ACCESS:
             return func(*args, **kwargs)
         device, tensors = self.device, _tensors((args, kwargs))
-        here = [device.holds(tensor) for tensor in tensors]
-        if func is aten.copy_.default and sum(here) == 1 and args[1].numel() > 1:
+        are_on_device = [device.holds(tensor) for tensor in tensors]
+        if func is aten.copy_.default and sum(are_on_device) == 1 and args[1].numel() > 1:
             device.transfer(*args[:2])
             if len(args) == 2:  # the copy was not requested to be non-blocking
                 device.finish(device.event())
             return args[0]
-        if any(here):
-            _refuse_the_host(
-                func, [tensor for tensor, is_here in zip(tensors, here, strict=True) if not is_here]
+        if any(are_on_device):
+            _check_all_on_device(
+                func,
+                [
+                    tensor
+                    for tensor, is_on_device in zip(tensors, are_on_device, strict=True)
+                    if not is_on_device
+                ],
             )
-        on_device = any(here) or not tensors
+        on_device = any(are_on_device) or not tensors
         actor = device.current() if on_device else device.log.host
-        device.done_by(actor)
+        device.run_all(actor)
         changed, overwritten = _written(func, args, kwargs)
-        with device.log.early(actor, tensors, changed):
+        with device.log.run_early(actor, tensors, changed):
             result = func(*args, **kwargs)
         results = _tensors(result)
         new = _new_storages(results, tensors)
-        # A view reads nothing, except that a single number is assumed to be read.
+        # Making a view reads nothing, but a view of a single number is usually read, so it counts.
         if results and not changed and not new:
             if not on_device and func is aten.select.int and result.numel() == 1:
                 device.log.record_access(actor, str(func), results, [])
             return result
-        nbytes = _bytes([*_besides(tensors, overwritten), *changed]) + sum(
+        nbytes = _bytes([*_without(tensors, overwritten), *changed]) + sum(
             storage.nbytes() for storage in new.values()
         )
         seconds = self._seconds(func, args, kwargs, result, nbytes, "" if on_device else "host_")
-        made = []
+        created = []
         if on_device and new:
-            result, made = self._at_home(result, new)
+            result, created = self._into_device_memory(result, new)
         device.log.record_access(
-            actor, str(func), _besides(tensors, changed), [*changed, *made], seconds
+            actor, str(func), _without(tensors, changed), [*changed, *created], seconds
         )
-        # The result is a Python number, like that of `item`, so the host waits for it.
+        # An operator whose result is a Python number, such as `item`, makes the host wait.
         if on_device and not results and not changed:
             device.finish(actor.event())
-        if made:
+        if created:
             device.samples.append((actor.seconds, device.live_bytes))
         return result
 
-    def _at_home(self, result: Any, new: dict[int, UntypedStorage]) -> tuple[Any, list[Tensor]]:
-        """Move new storages into device memory; return the result there, and their bytes."""
-        log, homes = self.device.log, {}
+    def _into_device_memory(
+        self, result: Any, new: dict[int, UntypedStorage]
+    ) -> tuple[Any, list[Tensor]]:
+        """Copy new storages into device memory.
+
+        Returns:
+            The operator's result on the copies, and the copies as tensors of bytes.
+        """
+        log, copies = self.device.log, {}
         for key, storage in new.items():
             everything = torch.empty(0, dtype=torch.uint8).set_(
                 storage, 0, (storage.nbytes(),), (1,)
             )
-            homes[key] = log.new(
+            copies[key] = log.new(
                 self.device.memory, self.device.current(), everything.shape, torch.uint8
             )
-            with log.early(self.device.current(), [], [homes[key]]):
-                homes[key].copy_(everything)
+            with log.run_early(self.device.current(), [], [copies[key]]):
+                copies[key].copy_(everything)
 
-        def at_home(value: Any) -> Any:
+        def in_device_memory(value: Any) -> Any:
             if (
                 not isinstance(value, Tensor)
-                or (home := homes.get(value.untyped_storage()._cdata)) is None
+                or (copy := copies.get(value.untyped_storage()._cdata)) is None
             ):
                 return value
             place = value.storage_offset(), value.shape, value.stride()
-            return torch.empty(0, dtype=value.dtype).set_(home.untyped_storage(), *place)
+            return torch.empty(0, dtype=value.dtype).set_(copy.untyped_storage(), *place)
 
-        return tree_map(at_home, result), [*homes.values()]
+        return tree_map(in_device_memory, result), [*copies.values()]
 
     def _seconds(
-        self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, whose: str
+        self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, prefix: str
     ) -> float:
-        rate = self.device.rates[f"{whose}flops_per_second"]
+        rate = self.device.rates[f"{prefix}flops_per_second"]
         count = flop_registry.get(func.overloadpacket) if rate < math.inf else None
         flops = count(*args, **kwargs, out_val=result) if count else 0
-        return max(flops / rate, nbytes / self.device.rates[f"{whose}bytes_per_second"])
+        return max(flops / rate, nbytes / self.device.rates[f"{prefix}bytes_per_second"])
 
 
-def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
+def _check_all_on_device(func: Callable, tensors: list[Tensor]) -> None:
     for tensor in tensors:
         if tensor.numel() > 1:
             raise RuntimeError(
@@ -161,9 +173,9 @@ def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in an operator's arguments or results.
+    """Return the tensors in an operator's arguments or results, including nested containers.
 
-    This is recursive by hand, because PyTorch's pytrees take longer than small operators.
+    PyTorch's pytrees are not used, because they take longer than small operators.
     """
     if isinstance(value, Tensor):
         return [value]
@@ -177,26 +189,27 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _besides(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+def _without(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if not any(tensor is other for other in others)]
 
 
-def _new_storages(results: list[Tensor], given: list[Tensor]) -> dict[int, UntypedStorage]:
-    """Return the storages that an operator created, by key.
+def _new_storages(results: list[Tensor], inputs: list[Tensor]) -> dict[int, UntypedStorage]:
+    """Return the storages that an operator created, by the address of their C++ object.
 
-    Single numbers made from nothing are left out, since they can be combined with any tensor.
+    Single numbers that were created without an input tensor are left out, because they can be
+    combined with any tensor.
     """
-    old = {tensor.untyped_storage()._cdata for tensor in given}
-    made = (value.untyped_storage() for value in results if given or value.numel() > 1)
+    old = {tensor.untyped_storage()._cdata for tensor in inputs}
+    created = (value.untyped_storage() for value in results if inputs or value.numel() > 1)
     return {
         storage._cdata: storage
-        for storage in made
+        for storage in created
         if storage._cdata not in old and storage.nbytes()
     }
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Return the bytes of tensors in memory, where an expanded dimension counts once."""
+    """Return the bytes that tensors take in memory: an expanded dimension counts once."""
     return sum(
         tensor.itemsize
         * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -205,13 +218,14 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operator writes into, and those of them that it does not read."""
+    """Return the tensors that an operator writes, and those among them that it does not read."""
     changed = written_arguments(func, args, kwargs)
-    # without grad_scale, fused optimizers only read gradients, although their schema says written
+    # The schema of fused optimizers says that they write gradients, but without grad_scale they
+    # only read them.
     if kwargs.get("grad_scale") is None:
-        changed = [(each, value) for each, value in changed if each.name != "grads"]
-    if func.overloadpacket not in OVERWRITE:
+        changed = [(argument, value) for argument, value in changed if argument.name != "grads"]
+    if func.overloadpacket not in ONLY_WRITE:
         return _tensors([value for _, value in changed]), _tensors(
-            [value for each, value in changed if each.is_out]
+            [value for argument, value in changed if argument.is_out]
         )
     return (written := _tensors([value for _, value in changed])), written

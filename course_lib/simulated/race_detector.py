@@ -1,7 +1,9 @@
-"""A race detector based on happens-before: actors with vector clocks, memory arenas, and a log.
+"""A race detector: actors with vector clocks, memory arenas, and a log of accesses.
 
-If an actor has not waited for the last write to some memory, it can be shown the values from before
-that write: see `AccessLog.early`.
+An access happens before another one if the second actor has waited for it. Two accesses to the same
+bytes, at least one of them a write, are a race if neither happens before the other.
+`AccessLog.run_early` makes the consequence visible: an actor that has not waited for a write reads
+the values from before that write.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ COPY = "a copy "  # followed by "up" or "down"
 
 @dataclass(frozen=True)
 class Event:
-    """A point that an actor has reached.
+    """A point in the tasks of an actor, for which other actors can wait.
 
-    `clock[i]` is the last position of actor i that it had waited for by then.
+    Attributes:
+        actor: The actor that recorded the event.
+        position: Number of tasks that the actor had been given before the event.
+        clock: The actor's clock at that time: what the waiting actor will also have waited for.
+        seconds: Simulated time at which the actor finishes these tasks.
     """
 
     actor: Actor
@@ -46,39 +52,50 @@ class Event:
 
 
 class Actor:
-    """A stream or a thread of the host; `todo` has the tasks that it has not run yet."""
+    """A stream or a thread of the host.
+
+    Attributes:
+        seconds: Simulated time at which it finishes the tasks that it has been given.
+        clock: `clock[i]` is the number of recorded tasks of actor i that this actor has waited for.
+        pending: Tasks that it has not run yet.
+        submitted, finished: Number of tasks that it has been given, and that it has run.
+    """
 
     def __init__(self, name: str, index: int):
         self.name, self.index, self.seconds = name, index, 0.0
         self.clock = np.zeros(ACTORS, np.int64)
-        self.todo: deque[Callable[[], None]] = deque()
-        self.given = self.done = 0
+        self.pending: deque[Callable[[], None]] = deque()
+        self.submitted = self.finished = 0
 
     def event(self) -> Event:
-        return Event(self, self.given, self.clock.copy(), self.seconds)
+        return Event(self, self.submitted, self.clock.copy(), self.seconds)
 
-    def follow(self, event: Event) -> None:
+    def wait_for(self, event: Event) -> None:
         """Wait for an event: everything that this actor does next is ordered after it."""
         np.maximum(self.clock, event.clock, out=self.clock)
         self.seconds = max(self.seconds, event.seconds)
-        self.give(partial(event.actor.run, event.position))
+        self.submit(partial(event.actor.run, event.position))
 
-    def give(self, task: Callable[[], None]) -> None:
-        self.todo.append(task)
-        self.given += 1
+    def submit(self, task: Callable[[], None]) -> None:
+        self.pending.append(task)
+        self.submitted += 1
 
     def run(self, until: int | None = None) -> None:
-        """Run the given tasks, up to a position."""
-        while self.done < (self.given if until is None else until):
-            self.done += 1
-            self.todo.popleft()()
+        """Run the tasks in order, up to a position; by default all of them."""
+        while self.finished < (self.submitted if until is None else until):
+            self.finished += 1
+            self.pending.popleft()()
 
 
 @dataclass
 class Block:
     """A part of an arena that is in use.
 
-    `pool` identifies the actor that owns it, and `used_by` are other streams that use it.
+    Attributes:
+        start, nbytes: Position and size in the arena.
+        pool: Number of the pool that it returns to: 0 for the host, else the index of its stream.
+        used_by: Other streams that use it. It is reused only after they have finished the tasks
+            that they had when it was freed.
     """
 
     start: int
@@ -90,7 +107,7 @@ class Block:
 class Access(NamedTuple):
     """An actor's last access to the bytes from `start` to `end` of an arena.
 
-    `position` is how far the actor had got by then.
+    The access was in the task number `position` of the actor; `name` is the operator or copy.
     """
 
     start: int
@@ -99,25 +116,27 @@ class Access(NamedTuple):
     position: int
     name: str
 
-    def unknown_to(self, actor: Actor) -> bool:
+    def is_concurrent_with(self, actor: Actor) -> bool:
         return self.position > actor.clock[self.actor.index]
 
 
 class Arena:
     """Memory in blocks that are reused after they are freed, with the last accesses to each byte.
 
-    A freed block returns to its own pool, once the streams in `used_by` have finished the tasks
-    that they had been given. A later block at the same start also has the same end, so accesses are
-    stored by the start of their block.
+    A freed block returns to its own pool. The actor that reuses it first waits for the streams in
+    `used_by`. A later block at the same start has the same rounded size, so accesses are stored by
+    the start of their block.
 
     Args:
-        remembers: Whether to keep the value of each byte from before the last write.
+        name: Name of the memory in messages.
+        nbytes: Size of the memory.
+        keeps_old_values: Whether to keep the value of each byte from before the last write.
     """
 
-    def __init__(self, name: str, nbytes: int, remembers: bool = False):
+    def __init__(self, name: str, nbytes: int, keeps_old_values: bool = False):
         self.name, self.memory = name, np.zeros(nbytes, np.uint8)
-        self.origin = self.memory.ctypes.data  # stored, because reading it is slow
-        self.before = np.zeros(nbytes, np.uint8) if remembers else None
+        self.origin = self.memory.ctypes.data  # stored, because reading the attribute is slow
+        self.old_values = np.zeros(nbytes, np.uint8) if keeps_old_values else None
         self.top = self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}  # start -> block
         self.freed: deque[tuple[Block, list[Event]]] = deque()
@@ -127,7 +146,9 @@ class Arena:
         self.reads: dict[int, list[Access]] = {}  # block -> last reads, one per byte and actor
 
     def block(self, nbytes: int, actor: Actor, pool: int) -> Tensor:
-        """Return a block of a pool, as bytes, which `actor` may use after its tasks so far.
+        """Allocate a block from a pool, as a tensor of bytes.
+
+        `actor` first waits until the block's previous users have finished.
 
         Raises:
             torch.OutOfMemoryError: No free block is large enough.
@@ -137,7 +158,7 @@ class Arena:
         if free := self.free.get((pool, size)):
             start, events = free.pop()
             for event in events:
-                actor.follow(event)
+                actor.wait_for(event)
             actor.run()
         else:
             start = self.top
@@ -152,11 +173,11 @@ class Arena:
         self.blocks[start] = block = Block(start, nbytes, pool)
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(view, self._drop, block).atexit = False
+        weakref.finalize(view, self._on_drop, block).atexit = False
         return torch.from_numpy(view)
 
-    def _drop(self, block: Block) -> None:
-        # this may run in any thread, so it only notes the block for `collect`
+    def _on_drop(self, block: Block) -> None:
+        # Garbage collection may call this in any thread, so it leaves the work to `collect`.
         self.freed.append((block, [actor.event() for actor in block.used_by]))
 
     def collect(self) -> None:
@@ -183,44 +204,47 @@ class Arena:
             return torch.empty(0, dtype=tensor.dtype).set_(bytes_.untyped_storage(), *place)
 
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the range of a tensor's bytes, or None if it has none in this arena."""
+        """Return (start, end) of a tensor's bytes, or None if it has none in this arena."""
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
         first = tensor.data_ptr() - self.origin
         return first, first + elements_spanned(tensor) * tensor.itemsize
 
-    def unknown_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
+    def concurrent_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
         """Return the last writes to a tensor's bytes that the actor has not waited for."""
         if (extent := self.extent(tensor)) is None:
             return []
         written = _inside(self.writes.get(self.block_of(tensor).start, ()), *extent)
-        return [access for access in written if access.unknown_to(actor)]
+        return [access for access in written if access.is_concurrent_with(actor)]
 
-    def touch(
+    def record(
         self, tensor: Tensor, actor: Actor, name: str, writes: bool
     ) -> list[tuple[Access, str]]:
-        """Record an access, and return the accesses that it is not ordered after.
+        """Record an access, and return the earlier accesses with which it forms a race.
 
-        There is one of each kind and actor, with "written" or "read".
+        Returns:
+            Pairs of an access and "written" or "read", at most one write, and one read per actor.
         """
         if (extent := self.extent(tensor)) is None:
             return []
         place = self.block_of(tensor).start
-        found = [(access, "written") for access in self.unknown_writes(tensor, actor)[:1]]
-        reads, noted = self.reads.get(place, []), self.writes if writes else self.reads
+        found = [(access, "written") for access in self.concurrent_writes(tensor, actor)[:1]]
+        reads, log = self.reads.get(place, []), self.writes if writes else self.reads
         if writes:
-            missed = [access for access in _inside(reads, *extent) if access.unknown_to(actor)]
+            concurrent = [
+                access for access in _inside(reads, *extent) if access.is_concurrent_with(actor)
+            ]
             found += [
                 (access, "read")
-                for access in {access.actor: access for access in reversed(missed)}.values()
+                for access in {access.actor: access for access in reversed(concurrent)}.values()
             ]
             self.reads[place] = _outside(reads, *extent)
             kept = _outside(self.writes.get(place, []), *extent)
         else:
-            mine = [access for access in reads if access.actor is actor]
+            own = [access for access in reads if access.actor is actor]
             others = [access for access in reads if access.actor is not actor]
-            kept = others + _outside(mine, *extent)
-        noted[place] = [*kept, Access(*extent, actor, int(actor.clock[actor.index]), name)]
+            kept = others + _outside(own, *extent)
+        log[place] = [*kept, Access(*extent, actor, int(actor.clock[actor.index]), name)]
         return found
 
 
@@ -268,7 +292,7 @@ class AccessLog:
     """A log of the actors, their accesses to arenas, and their times."""
 
     def __init__(self, arenas: list[Arena]):
-        self.remembers = all(arena.before is not None for arena in arenas)
+        self.keeps_old_values = all(arena.old_values is not None for arena in arenas)
         self.arenas, self.lock, self._local = arenas, threading.RLock(), threading.local()
         self.actors: list[Actor] = []
         self.races: list[str] = []
@@ -282,7 +306,7 @@ class AccessLog:
         return self._local.host
 
     def actor(self, name: str) -> Actor:
-        """Create an actor, ordered after everything that the host has done."""
+        """Create an actor, ordered after everything that the host's threads have done."""
         with self.lock:
             if len(self.actors) == ACTORS:
                 raise RuntimeError(
@@ -292,7 +316,7 @@ class AccessLog:
             actor = Actor(name, len(self.actors))
             for other in self.actors:
                 if other.name == HOST:
-                    actor.follow(other.event())
+                    actor.wait_for(other.event())
             self.actors.append(actor)
             return actor
 
@@ -310,31 +334,35 @@ class AccessLog:
             return tensor
 
     @contextmanager
-    def early(self, actor: Actor, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
-        """Let an actor do something, inside the block, as early as its order allows.
+    def run_early(
+        self, actor: Actor, tensors: list[Tensor], written: list[Tensor]
+    ) -> Iterator[None]:
+        """Run the code inside the block as if the actor ran as early as its waits allow.
 
-        This has an effect only if the arenas remember old values. The actor sees the
-        values of its tensors from before the last writes that it has not waited for. Values that it
-        writes over the same bytes are lost, because those other writes come later.
+        This has an effect only if the arenas keep old values. The block reads the values that its
+        tensors had before the writes that the actor has not waited for. At the end of the block
+        these writes are restored, because they count as later. They replace values that the block
+        wrote to the same bytes.
 
         Args:
+            actor: The stream or thread that runs the block.
             tensors: All tensors that it reads or writes.
-            written: The tensors that it writes; their old values are remembered.
+            written: The tensors that it writes, whose old values are kept.
         """
-        later = []
-        for arena in self.arenas if self.remembers else ():
+        later_writes = []
+        for arena in self.arenas if self.keeps_old_values else ():
             for write in (
-                write for tensor in tensors for write in arena.unknown_writes(tensor, actor)
+                write for tensor in tensors for write in arena.concurrent_writes(tensor, actor)
             ):
                 place = slice(write.start, write.end)
-                later.append((arena.memory[place], arena.memory[place].copy()))
-                arena.memory[place] = arena.before[place]
+                later_writes.append((arena.memory[place], arena.memory[place].copy()))
+                arena.memory[place] = arena.old_values[place]
             for extent in filter(None, map(arena.extent, written)):
-                arena.before[slice(*extent)] = arena.memory[slice(*extent)]
+                arena.old_values[slice(*extent)] = arena.memory[slice(*extent)]
         try:
             yield
         finally:
-            for memory, values in reversed(later):
+            for memory, values in reversed(later_writes):
                 memory[:] = values
 
     def record_access(
@@ -345,32 +373,39 @@ class AccessLog:
         writes: list[Tensor],
         seconds: float = 0.0,
     ) -> None:
-        """Check what an actor reads and writes next, and add its time."""
+        """Record a task of an actor, report its races, and advance the actor's time.
+
+        Args:
+            actor: The stream or thread that runs the task.
+            name: Name of the operator or copy.
+            reads, writes: Tensors that the task reads and writes.
+            seconds: Simulated duration of the task.
+        """
         actor.clock[actor.index] += 1
         for arena in self.arenas:
             for tensor in (*reads, *writes):
                 writing = any(tensor is written for written in writes)
-                for access, was in arena.touch(tensor, actor, name, writing):
-                    doing = "hands out" if name is ALLOCATOR else "writes" if writing else "reads"
-                    what = f"{name} on {actor.name} {doing} {arena.name} memory"
-                    self._report(what, actor.name, was, access.name, access.actor.name)
+                for other, past in arena.record(tensor, actor, name, writing):
+                    verb = "hands out" if name is ALLOCATOR else "writes" if writing else "reads"
+                    access = f"{name} on {actor.name} {verb} {arena.name} memory"
+                    self._report(access, actor.name, past, other.name, other.actor.name)
         if seconds:
             lane = HOST_LANE if actor.name == HOST else actor.name
             self.spans.append(Span(lane, name, actor.seconds, actor.seconds + seconds))
             actor.seconds += seconds
 
-    def _report(self, access: str, actor: str, did: str, what: str, other: str) -> None:
-        found = (
-            f"{access} that {what} on {other} has {did}, and nothing orders the two: {actor} must"
-            f" wait for an event of {other} after that (or `used` is needed on {other}, if the"
-            f" memory was freed in between); {_line()}"
+    def _report(self, access: str, actor: str, past: str, task: str, other: str) -> None:
+        race = (
+            f"{access} that {task} on {other} has {past}, without waiting for it: {actor} must wait"
+            f" for an event that {other} records afterwards, or, if the memory was freed in"
+            f" between, the program must call `used` while {other} is current; {_line()}"
         )
-        if found not in self.races:
-            self.races.append(found)
+        if race not in self.races:
+            self.races.append(race)
 
 
 def _line() -> str:
-    """Return the current line of the program: the nearest one outside PyTorch and this package."""
+    """Return the file and line that called PyTorch or this package, for a message."""
     here = Path(__file__)
     own = [str(here.with_name(f"{name}.py")) for name in ("race_detector", "operators", "device")]
     inside = (*own, str(Path(torch.__file__).parent))
