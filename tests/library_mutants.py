@@ -200,14 +200,14 @@ MUTANTS = [
         (
             "offload",
             "offload/master_weights.py",
-            "torch.where(rounded == now, self.weights, now.to(self.dtype))",
-            "now.to(self.dtype)",
+            "torch.where(rounded == values, self.weights, values.to(self.dtype))",
+            "values.to(self.dtype)",
         ),
         (
             "offload",
             "offload/master_weights.py",
-            "filled + master.nbytes() > most:",
-            "filled > most:",
+            "filled + master.nbytes() > page_bytes:",
+            "filled > page_bytes:",
         ),
         (
             "offload",
@@ -221,7 +221,7 @@ MUTANTS = [
             "saved.version != tensor._version:",
             "False:",
         ),
-        ("offload", "offload/state_file.py", "raise failed[0]", "pass"),
+        ("offload", "offload/state_file.py", "raise errors[0]", "pass"),
         (
             "accumulation",
             "accumulation/step.py",

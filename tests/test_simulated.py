@@ -386,7 +386,7 @@ def test_a_gpu_gives_what_the_plain_program_gives(name):
 
 #: What is called to put things in order -> what of the device it stands for.
 ORDERING = {name: {name} for name in ("wait", "finish", "used", "event", "on")}
-ORDERING |= {"settle": {"wait"}, "unsend": {"wait"}, "ready": {"wait"}}
+ORDERING |= {"finish_copies": {"wait"}, "drop_gradient_copy": {"wait"}, "ready": {"wait"}}
 #: These are there for speed alone: copies beside the compute; and, if asked for, no copy beside
 # the update.
 FOR_SPEED = {

@@ -1,11 +1,11 @@
-"""Offloading to the lower tier: saved activations, optimizer state, and prefetching of batches.
+"""Offload activations and optimizer state to a lower tier: host memory or a file.
 
 `offload_activations` moves activations that autograd saves, `OffloadedOptimizer` keeps the state of
-any optimizer in a `HostStore` or a `DiskStore`, and `Prefetcher` copies the next batch early.
+an optimizer in host memory or in a file, and `Prefetcher` copies the next batch ahead of time.
 
-The lower tier is real on every machine. For CUDA it is pinned host memory, with copies on side
-streams. For a CPU it is a file, which a small pool of threads writes and reads while the main
-thread computes. Lesson 04 explains how it works.
+For CUDA tensors the lower tier is pinned host memory, with copies on side streams. For CPU tensors
+it is a file, which a small pool of threads writes and reads while the main thread computes.
+Offloading therefore runs on every machine. Lesson 04 explains how it works.
 """
 
 from typing import Any
@@ -37,7 +37,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `SimulatedDevice` and `Race` on first use.
 
-    They live in `course_lib.simulated`, which itself imports this package.
+    They are defined in `course_lib.simulated`, which imports this package and therefore cannot be
+    imported at the top.
     """
     if name in ("Race", "SimulatedDevice"):
         from course_lib import simulated

@@ -1,6 +1,7 @@
-"""Offload saved tensors when autograd saves them, and fetch them before backward needs them.
+"""Offload tensors when autograd saves them, and fetch them shortly before backward reads them.
 
-A whole storage is moved, once, however many saved tensors are views of it. Its states (`_State`):
+The unit is a storage: it is moved once and as a whole, however many saved tensors are views of it.
+Its states (`_State`):
 
     PARTIAL
        |      pack: the saved tensors cover the storage
@@ -14,11 +15,12 @@ A whole storage is moved, once, however many saved tensors are views of it. Its 
 
     and from each of them, when the last handle is dropped, to FREED
 
-`pack` creates a storage as PARTIAL. If the first saved tensor covers the whole storage, it becomes
-ON_DEVICE in the same call. Device memory is referenced by `held` until the copy down is complete,
-and in COMING_UP by `coming`. The `reservation` in the store is held from GOING_DOWN on. Only an
-OFFLOADED storage uses no device memory, which is the purpose of this module. A retained graph can
-go back and forth between OFFLOADED and COMING_UP.
+`pack` and `unpack` are autograd's saved-tensor hooks. `pack` creates a storage as PARTIAL. If the
+first saved tensor covers the whole storage, it becomes ON_DEVICE in the same call. The attribute
+`held` refers to the device memory until the copy down is complete, and `fetched` does in COMING_UP.
+The `reservation` in the store exists from GOING_DOWN on. Only an OFFLOADED storage takes no device
+memory, which is the purpose of this module. If a graph is retained, its storages can go back and
+forth between OFFLOADED and COMING_UP.
 """
 
 from __future__ import annotations
@@ -57,24 +59,24 @@ class offload_activations:
     - parameters and buffers of modules that run inside the block, views of them, and tensors in
       `keep`
     - storages smaller than `min_bytes`
-    - the last storages saved, since backward needs them first
-    - storages that the saved tensors cover only in part, such as a data set with the batch as a
-      slice: its owner keeps all of it anyway, so offloading would free nothing
+    - the storages saved last (see `prefetch`), because backward needs them first
+    - storages that the saved tensors cover only in part, such as a data set if the batch is a slice
+      of it: the data set stays in memory anyway, so offloading would free nothing
     - sparse, quantized and nested tensors
 
     A storage is copied down once, however many saved tensors are views of it. Each of them comes
     back as the same view.
 
     Args:
-        store: A `HostStore`, a `DiskStore` or another `Store`. By default host memory for CUDA
-            tensors and a file for CPU tensors.
-        min_bytes: Size of the smallest storage that is worth a copy.
+        store: Lower tier, which is a `HostStore`, a `DiskStore` or another `Store`. By default
+            host memory for CUDA tensors and a file for CPU tensors.
+        min_bytes: Size of the smallest storage that is offloaded.
         keep: Tensors, or modules with their parameters and buffers, whose storages stay on the
             device.
         prefetch: Number of storages that backward fetches ahead; `prefetch + 1` storages stay on
             the device at the end of the block. By default 2 on CUDA and 1 on a CPU.
-        in_flight: Number of copies down that may be in flight. A larger number hides longer copies
-            and holds more memory. By default 2 on CUDA and 1 on a CPU.
+        in_flight: Number of copies to the lower tier that may be in flight. A larger number hides
+            longer copies and holds more device memory. By default 2 on CUDA and 1 on a CPU.
 
     Warns:
         UserWarning: Once, at the end of the block, if tensors were saved but all of them are
@@ -84,9 +86,9 @@ class offload_activations:
         TypeError, ValueError: An argument has the wrong type or value.
         StoreFull: Raised by the operator whose saved tensor does not fit into the store. Everything
             saved before is intact.
-        RuntimeError: In backward, if a saved tensor was changed in place before its copy was
-            complete, or if an operator (rrelu in training) wrote it only after it was copied, which
-            `prefetch=0` makes possible.
+        RuntimeError: Raised in backward if a saved tensor was changed in place before its copy was
+            complete, or if its operator (rrelu in training) wrote it only after it was copied,
+            which is possible with `prefetch=0`.
 
     Example:
         >>> store, x = HostStore(), torch.randn(512, 512, requires_grad=True)
@@ -123,17 +125,19 @@ class offload_activations:
         hooks = saved_tensors_hooks(forward_pass.pack, forward_pass.unpack)
         with torch_func_refused("offload_activations"):
             hooks.__enter__()
-        seen = register_module_forward_pre_hook(lambda module, args: forward_pass.stay(module))
-        self._entered.append((forward_pass, seen, hooks))
+        module_hook = register_module_forward_pre_hook(
+            lambda module, args: forward_pass.keep_on_device(module)
+        )
+        self._entered.append((forward_pass, module_hook, hooks))
         return self
 
     def __exit__(self, kind, value, trace) -> None:
-        forward_pass, seen, hooks = self._entered.pop()
+        forward_pass, module_hook, hooks = self._entered.pop()
         hooks.__exit__(kind, value, trace)
-        seen.remove()
+        module_hook.remove()
         try:
             with forward_pass.guard:
-                forward_pass.settle(0)
+                forward_pass.finish_copies(0)
         except Exception:
             if kind is None:
                 raise
@@ -149,9 +153,9 @@ class offload_activations:
 
 
 class _State(Enum):
-    """State of a saved storage; the docstring of this module shows the transitions."""
+    """State of a saved storage; the module docstring shows the transitions."""
 
-    PARTIAL = auto()  # on the device, because saved tensors cover only a part of it
+    PARTIAL = auto()  # on the device, because the saved tensors cover only a part of it
     ON_DEVICE = auto()  # on the device; it will be copied down unless backward comes first
     GOING_DOWN = auto()  # still on the device
     OFFLOADED = auto()
@@ -160,25 +164,37 @@ class _State(Enum):
 
 
 class _ForwardPass:
-    """One forward pass inside the block: its storages in the order in which they were saved."""
+    """The storages that one entry of `offload_activations` saves, and its saved-tensor hooks.
+
+    Attributes:
+        latest_by_storage: Storage -> its latest _SavedStorage.
+        kept_storages: Storages of parameters, buffers and tensors in `keep`.
+        too_small, large_enough: Bytes of the largest storage below `min_bytes`, and whether any
+            storage was not too small.
+        storages: All storages that may be offloaded, in the order in which they were saved.
+        on_device: Latest of them, which are not yet being copied down.
+        going_down: Storages whose copy down may be in flight.
+        running_node, unpacked: Node of backward that is unpacking now, and the storages that it has
+            unpacked.
+    """
 
     def __init__(self, options: offload_activations):
         self.options = options
         self.guard = Guard()
-        self.known = WeakKeyDictionary()  # storage -> its latest _SavedStorage
-        self.staying = WeakKeyDictionary()
+        self.latest_by_storage = WeakKeyDictionary()
+        self.kept_storages = WeakKeyDictionary()
         self.modules: set[int] = set()
         self.too_small = 0
         self.large_enough = False
         self.storages: list[_SavedStorage] = []  # backward reads them from the end
-        self.recent: deque[_SavedStorage] = deque()  # on the device, and not going down yet
-        self.going: deque[_SavedStorage] = deque()  # on the device until their copy is complete
-        # the node of backward that is unpacking now, and the storages that it has unpacked
-        self.node, self.read = None, []
+        self.on_device: deque[_SavedStorage] = deque()
+        self.going_down: deque[_SavedStorage] = deque()
+        self.running_node, self.unpacked = None, []
         for thing in options.keep:
-            self.stay(thing)
+            self.keep_on_device(thing)
 
-    def stay(self, thing: Tensor | nn.Module) -> None:
+    def keep_on_device(self, thing: Tensor | nn.Module) -> None:
+        """Exclude a tensor, or a module's parameters and buffers, from offloading."""
         if isinstance(thing, Tensor):
             tensors = [thing]
         elif id(thing) in self.modules:
@@ -187,20 +203,20 @@ class _ForwardPass:
             self.modules.update(map(id, thing.modules()))
             tensors = [*thing.parameters(), *thing.buffers()]
         for tensor in filter(_has_storage, tensors):
-            self.staying[tensor.untyped_storage()] = True
+            self.kept_storages[tensor.untyped_storage()] = True
 
-    def pack(self, tensor: Tensor) -> _Unmoved | _Handle:
+    def pack(self, tensor: Tensor) -> _KeptTensor | _Handle:
         if not _has_storage(tensor) or self._stays(tensor):
-            return _Unmoved(tensor)
+            return _KeptTensor(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(1, self.options.min_bytes):
             self.too_small = max(self.too_small, storage.nbytes())
-            return _Unmoved(tensor)
+            return _KeptTensor(tensor)
         self.large_enough = True
         with self.guard:
-            saved = self.known.get(storage)
+            saved = self.latest_by_storage.get(storage)
             if saved is None or saved.state is _State.FREED or saved.version != tensor._version:
-                saved = self.known[storage] = _SavedStorage(self, tensor)
+                saved = self.latest_by_storage[storage] = _SavedStorage(self, tensor)
             else:
                 saved.store.stats.shared += 1
             handle = _Handle(saved, tensor)
@@ -208,53 +224,53 @@ class _ForwardPass:
                 saved.state = _State.ON_DEVICE
                 saved.index = len(self.storages)
                 self.storages.append(saved)
-                self.recent.append(saved)
-            while len(self.recent) > self._ahead(self.options.prefetch, saved) + 1:
-                if (oldest := self.recent.popleft()).state is _State.ON_DEVICE:
+                self.on_device.append(saved)
+            while len(self.on_device) > self._ahead(self.options.prefetch, saved) + 1:
+                if (oldest := self.on_device.popleft()).state is _State.ON_DEVICE:
                     oldest.go_down()
-                    self.going.append(oldest)
-            self.settle(self._ahead(self.options.in_flight, saved))
+                    self.going_down.append(oldest)
+            self.finish_copies(self._ahead(self.options.in_flight, saved))
             return handle
 
     def _stays(self, tensor: Tensor) -> bool:
         base = tensor._base if tensor._is_view() else tensor
         leaf = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
-        return leaf or tensor.untyped_storage() in self.staying
+        return leaf or tensor.untyped_storage() in self.kept_storages
 
-    def _ahead(self, wanted: int | None, saved: _SavedStorage) -> int:
-        return saved.device.ahead if wanted is None else wanted
+    def _ahead(self, requested: int | None, saved: _SavedStorage) -> int:
+        return saved.device.ahead if requested is None else requested
 
-    def unpack(self, packed: _Unmoved | _Handle) -> Tensor:
-        if isinstance(packed, _Unmoved):
+    def unpack(self, packed: _KeptTensor | _Handle) -> Tensor:
+        if isinstance(packed, _KeptTensor):
             return packed.restore()
         with self.guard:
             node = _running_node()
-            # a node may unpack a saved tensor twice, so its storages stay until the next node
-            if node != self.node:
-                for saved in self.read:
+            # A node may unpack a saved tensor twice, so its storages are released by the next node.
+            if node != self.running_node:
+                for saved in self.unpacked:
                     saved.release()
-                self.node, self.read = node, []
+                self.running_node, self.unpacked = node, []
             saved = packed.saved
-            self.read.append(saved)
+            self.unpacked.append(saved)
             if saved.state is not _State.PARTIAL:
                 prefetch = self._ahead(self.options.prefetch, saved)
-                for near in reversed(
+                for storage_ahead in reversed(
                     self.storages[max(0, saved.index - prefetch) : saved.index + 1]
                 ):
-                    near.start_up()
+                    storage_ahead.start_up()
             return packed.restore()
 
-    def settle(self, most: int) -> None:
-        """Release the device memory of all copies down except the latest `most`."""
-        while len(self.going) > most:
-            self.going.popleft().arrive()
+    def finish_copies(self, in_flight: int) -> None:
+        """Wait for all copies down except the latest `in_flight`, and release their memory."""
+        while len(self.going_down) > in_flight:
+            self.going_down.popleft().arrive()
 
 
-class _Unmoved:
+class _KeptTensor:
     """A saved tensor that stays on the device.
 
-    It holds a detached tensor, because an operator that saves its own result would otherwise form a
-    reference cycle and never be freed.
+    The tensor is detached: an operator that saves its own result would otherwise be part of a
+    reference cycle, and its graph would never be freed.
     """
 
     def __init__(self, tensor: Tensor):
@@ -268,22 +284,27 @@ class _Unmoved:
 
 
 _CHANGED = (
-    "a tensor of shape {shape} that backward needs was changed in place{when}; make that operation"
-    " out of place"
+    "a tensor of shape {shape} that backward needs was changed in place{when}; use an out-of-place"
+    " operation instead"
 )
 
 
 class _Handle:
-    """One saved tensor: a view of a saved storage. The graph holds it until its node has run."""
+    """One saved tensor, as a view of a saved storage; autograd's graph refers to it.
 
-    # A class attribute, so that `__del__` has nothing to drop if `__init__` fails.
+    The graph drops it after its node has run in backward. When the last handle of a storage is
+    dropped, the storage is freed.
+    """
+
+    # As a class attribute this also exists if `__init__` fails, so that `__del__` does nothing
+    # then.
     saved: _SavedStorage | None = None
 
     def __init__(self, saved: _SavedStorage, tensor: Tensor):
-        self.key = object()  # not an id, which Python may reuse before a late `drop`
+        self.key = object()  # not an id, which Python may reuse before a delayed `drop`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
-        # a view may skip elements or repeat them
+        # Bytes of the storage that it covers, because a view may skip elements or repeat them.
         size = min(tensor.numel(), elements_spanned(tensor)) * tensor.itemsize
         saved.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
         saved.unread.add(self.key)
@@ -301,13 +322,13 @@ class _Handle:
 
 
 class _SavedStorage:
-    """A storage that one or more saved tensors view. The handles of these tensors refer to it.
+    """A storage with one or more saved tensors, whose handles refer to it.
 
     Attributes:
         state: A `_State`.
         held: The saved data on the device, until the storage is OFFLOADED.
         reservation: Its reservation in the store, from GOING_DOWN on.
-        coming: Function that returns the fetched tensor, in COMING_UP.
+        fetched: Function that waits and returns the fetched tensor, in COMING_UP.
         index: Position among the storages of the forward pass; None while PARTIAL.
         copied_at: Number of nodes in autograd's graph when the copy down began.
         handles: Key -> (offset, bytes) of each saved tensor that still exists.
@@ -325,7 +346,7 @@ class _SavedStorage:
         self.index: int | None = None
         self.copied_at = -1
         self.reservation: Reservation | None = None
-        self.coming: Callable[[], Tensor] | None = None
+        self.fetched: Callable[[], Tensor] | None = None
         self.handles: dict[object, tuple[int, int]] = {}
         self.unread: set[object] = set()
 
@@ -338,7 +359,7 @@ class _SavedStorage:
 
     def go_down(self) -> None:
         self.copied_at = torch.autograd._get_sequence_nr()
-        with self.device.on(self.stream):  # the stream that made it, not the current one
+        with self.device.on(self.stream):  # on which it was computed; another may be current
             self.reservation = self.store.put(bytes_of(self.held))
         self.state = _State.GOING_DOWN
 
@@ -347,7 +368,7 @@ class _SavedStorage:
 
         If the copy failed, the storage stays on the device.
         """
-        if self.state is not _State.GOING_DOWN:  # it was freed in the meantime
+        if self.state is not _State.GOING_DOWN:  # it was freed while the copy was in flight
             return
         try:
             with self.device.on(self.stream):
@@ -362,7 +383,7 @@ class _SavedStorage:
 
     def start_up(self) -> None:
         if self.state is _State.OFFLOADED:
-            self.coming = self.reservation.get()
+            self.fetched = self.reservation.get()
             self.state = _State.COMING_UP
 
     def data_for(self, handle: _Handle) -> Tensor:
@@ -371,8 +392,8 @@ class _SavedStorage:
                 _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
             )
         node = torch._C._current_autograd_node()
-        # The operator created its node and saved the tensor, which was copied before it was
-        # written.
+        # `copied_at` shows that the copy began while this node's operator was still running. Such
+        # an operator writes the tensor only after saving it, so the copy has the old values.
         if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
             raise RuntimeError(
                 f"{node.name()} needs a tensor of shape {handle.view[1]} that its operator (rrelu"
@@ -381,33 +402,33 @@ class _SavedStorage:
             )
         self.unread.discard(handle.key)
         if self.state is _State.COMING_UP:
-            return self.device.used(self.coming())
+            return self.device.used(self.fetched())
         return self.held  # pyrefly: ignore[bad-return]  # not None: the storage is on the device
 
     def release(self) -> None:
         """Release the fetched copy, unless another node still has to read it.
 
-        A retained graph fetches it again.
+        It is fetched again if the graph is retained and backward runs once more.
         """
         if self.unread:
             return
         self.unread = set(self.handles)
         if self.state is _State.COMING_UP:
             self.state = _State.OFFLOADED
-            self.coming = None
+            self.fetched = None
 
     def drop(self, key: object) -> None:
         del self.handles[key]
         self.unread.discard(key)
         if not self.handles:
             if self.reservation is not None:
-                self.reservation.free(self.held, self.coming)
+                self.reservation.free(self.held, self.fetched)
             self.state = _State.FREED
-            self.held = self.reservation = self.coming = None
+            self.held = self.reservation = self.fetched = None
 
 
 def _running_node() -> Any:
-    """Identify the running node of backward.
+    """Return a number pair that identifies the running node of backward, or None outside of it.
 
     The node itself is not returned, because a reference to it would keep its graph alive.
     """
@@ -416,7 +437,10 @@ def _running_node() -> Any:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain memory: not a wrapper, sparse, quantized or nested."""
+    """Return whether a tensor has its values in one storage that can be offloaded.
+
+    Subclasses that wrap tensors, and sparse, quantized, nested and inference tensors do not.
+    """
     return (
         (type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or is_symbolic(tensor))
         and tensor.layout is torch.strided

@@ -1,6 +1,7 @@
 """The interface of a device: streams, events, pinned memory and copies.
 
-Any class with these methods can serve as a device.
+`Device` is the CPU, `Cuda` is a GPU, and `course_lib.simulated` has a device for tests. In
+this package all streams, events and copies of a GPU go through these methods.
 """
 
 from __future__ import annotations
@@ -15,18 +16,26 @@ from course_lib._torch import is_symbolic
 
 
 class Device:
-    """A CPU: its memory is the host's, and a copy is complete when the call returns."""
+    """A CPU, and the base class of other devices.
 
-    has_own_memory = False  # whether its memory is not the host's
-    # default number of activation copies in flight per direction
+    Its memory is host memory, and a copy is complete when the call returns. Streams and events are
+    None.
+
+    Attributes:
+        has_own_memory: Whether its memory is separate from host memory.
+        ahead: Default number of activation copies in flight per direction.
+        guests: Devices, such as a simulated one, whose tensors report the CPU as their device.
+    """
+
+    has_own_memory = False
     ahead = 1
-    guests: ClassVar[list[Device]] = []  # devices whose tensors look like CPU tensors
+    guests: ClassVar[list[Device]] = []
 
     @staticmethod
     def of(tensor: Tensor) -> Device:
         """Return the device that holds a tensor.
 
-        For a symbolic tensor, which holds no memory, this is the CPU, so nothing is waited for.
+        For a symbolic tensor, which has no memory, this is the CPU, so that no code waits.
         """
         if is_symbolic(tensor):
             return Device.at(torch.device("cpu"))
@@ -36,6 +45,7 @@ class Device:
 
     @staticmethod
     def at(device: torch.device | Device) -> Device:
+        """Return the `Device` of a `torch.device`, the same object on each call."""
         if isinstance(device, Device):
             return device
         if device.type == "cuda" and device.index is None:
@@ -56,11 +66,11 @@ class Device:
         return nullcontext()
 
     def side(self, name: str) -> Any:
-        """Return the side stream of this name, the same one on each call."""
+        """Return the side stream with this name, the same one on each call."""
         return None
 
     def event(self) -> Any:
-        """Record an event after everything that the current stream has been given so far."""
+        """Record an event after all work so far on the current stream."""
         return None
 
     def wait(self, event: Any) -> None:
@@ -70,11 +80,14 @@ class Device:
         """Make the host wait for the event."""
 
     def used(self, tensor: Tensor) -> Tensor:
-        """Keep the memory of a tensor from another stream until the current stream has used it."""
+        """Keep a tensor's memory from being reused before the current stream has finished with it.
+
+        This is needed if the tensor was allocated on another stream.
+        """
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory that the device can copy from and to without the CPU."""
+        """Allocate pinned host memory, which the device can read and write without the CPU."""
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def up(self, tensor: Tensor) -> Tensor:
@@ -89,16 +102,20 @@ class Device:
         target.copy_(source, non_blocking=True)
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
-        """Copy on a side stream, after the current stream's work so far; return the end event."""
-        now = self.event()
+        """Copy on a side stream, after the current stream's work so far.
+
+        Returns:
+            An event at the end of the copy.
+        """
+        work_so_far = self.event()
         with self.on(self.side(name)):
-            self.wait(now)
+            self.wait(work_so_far)
             self.transfer(target, source)
             return self.event()
 
 
 class Cuda(Device):
-    """A GPU: its streams each run in order, while the host continues."""
+    """A GPU: each of its streams runs its work in order, while the host continues."""
 
     has_own_memory = True
     ahead = 2
@@ -114,7 +131,7 @@ class Cuda(Device):
         return torch.cuda.stream(stream)
 
     def side(self, name: str) -> torch.cuda.Stream:
-        # a new stream each time would get its own memory pool from the allocator
+        # Streams are reused, because the allocator has a separate memory pool for each.
         if name not in self._sides:
             self._sides[name] = torch.cuda.Stream(self.device)
         return self._sides[name]
@@ -134,7 +151,7 @@ class Cuda(Device):
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
         # PyTorch caches pinned memory and does not reuse it before copies from it have finished.
-        # The device is given, because the default device may be a different one.
+        # device="cpu" is explicit, because the default device may be a different one.
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def up(self, tensor: Tensor) -> Tensor:

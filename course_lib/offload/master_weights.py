@@ -1,11 +1,11 @@
 """Master weights: the weights that an optimizer updates instead of a parameter, and their state.
 
-`MasterWeights` keeps both next to the parameter. Two subclasses keep them on the lower tier:
-`HostState` (`state_host.py`), where the CPU updates them, and `FileState` (`state_file.py`), which
-pages them through memory. A subclass can override
+`MasterWeights` keeps both on the parameter's device. Two subclasses keep them on the lower tier:
+`HostState` (`state_host.py`) in host memory, where the CPU updates them, and `FileState`
+(`state_file.py`) in a file, from which they are read page by page. A subclass can override
 
-- how a step updates all parameters that have gradients (`step`), and which storage it reserves
-  before (`reserve`);
+- how a step updates all parameters that have gradients (`step`), and which space in the store it
+  reserves before (`reserve`);
 - which tensor the base optimizer updates (`make_weights`, `attach_states`);
 - how values and gradients reach the weights, and how the result is written back (`values`,
   `gradient`, `write_values`);
@@ -31,7 +31,7 @@ Master = TypeVar("Master", bound="MasterWeights")
 
 @dataclass
 class StateOptions:
-    """Options shared by all the state of an optimizer.
+    """Options of an `OffloadedOptimizer` that all of its master weights share.
 
     Attributes:
         overlap: Whether copies overlap the update of other parameters.
@@ -63,7 +63,7 @@ class MasterWeights:
         weights: The tensor that the base optimizer updates.
         states: The state of the base optimizer: weights -> their state.
         version: Address and version counter of the parameter when it was last equal to the weights.
-            None if comparing the values needs no waiting, so that they are compared instead.
+            None on a CPU, where the values themselves are compared, because that needs no waiting.
     """
 
     def __init__(self, p: nn.Parameter, options: StateOptions):
@@ -96,17 +96,16 @@ class MasterWeights:
 
     @classmethod
     def reserve(cls, masters: Sequence[Self], options: StateOptions) -> None:
-        """Reserve the storage that these will need, before anything changes."""
+        """Reserve the space in the store that these need, before anything changes."""
 
     @classmethod
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Let the base optimizer `update` these, one list at a time.
+        """Call `update`, which runs the base optimizer, on one list of masters at a time.
 
-        An fp32 copy of a parameter also needs an fp32 copy of its gradient. For all of them at
-        once, the gradients would take as much memory as the weights, so they are updated one page
-        at a time.
+        Weights that are an fp32 copy also need an fp32 copy of the gradient. All these gradients
+        together would take as much memory as the weights, so they are updated one page at a time.
         """
         update([master for master in masters if not master.has_copy])
         for page in pages([master for master in masters if master.has_copy], options.page_bytes):
@@ -115,7 +114,10 @@ class MasterWeights:
     # ---- around the base optimizer's update
 
     def load_grad(self) -> None:
-        """Before the update, copy the gradient to the weights, and any value set from outside."""
+        """Before the update, copy the gradient and changed parameter values to the weights.
+
+        Values have changed if code other than this optimizer has set the parameter.
+        """
         if self.has_copy:
             self.load_values()
             self.weights.grad = self.gradient().to(self.dtype)
@@ -123,10 +125,10 @@ class MasterWeights:
     def load_values(self) -> None:
         if self.device.has_own_memory and self.version == self.current_version():
             return  # comparing the values would make the host wait for the device
-        now = self.values()
-        rounded = self.weights.to(now.dtype)
-        if not is_symbolic(now) and not torch.equal(rounded, now):
-            self.weights.copy_(torch.where(rounded == now, self.weights, now.to(self.dtype)))
+        values = self.values()
+        rounded = self.weights.to(values.dtype)
+        if not is_symbolic(values) and not torch.equal(rounded, values):
+            self.weights.copy_(torch.where(rounded == values, self.weights, values.to(self.dtype)))
 
     def write_back(self) -> None:
         """After the update, write the rounded weights to the parameter."""
@@ -153,8 +155,8 @@ class MasterWeights:
     def write_values(self) -> None:
         self.p.copy_(self.weights)
 
-    # ---- the state as the base optimizer would hold it, plus "master" for weights that the
-    # parameter does not hold
+    # ---- the state as the base optimizer would have it, and the key "master" for weights whose
+    # dtype differs from the parameter's
 
     def has_state(self) -> bool:
         if self.states.get(self.weights):
@@ -164,33 +166,35 @@ class MasterWeights:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state itself if the parameter holds the weights, else a copy of the dict."""
+        """Return the state; for a low-precision parameter a new dict that also has "master"."""
         state = self.states.get(self.weights, {})
         if self.p.dtype == self.dtype:
             return state
         return {**state, "master": self.weights.detach().clone()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Copy a state; {} removes the current one."""
+        """Set the state to a copy of `state`; an empty dict removes the current state."""
         state = dict(state)
         self.load_weights(state.pop("master", self.p.detach()))
         self.states.pop(self.weights, None)
         if state:
-            self.states[self.weights] = {name: self._copied(value) for name, value in state.items()}
+            self.states[self.weights] = {
+                name: self._copy_of(value) for name, value in state.items()
+            }
 
     def load_weights(self, values: Tensor) -> None:
         if self.has_copy:
             self.weights.copy_(values)
             self.record_version()
 
-    def _copied(self, value: Any) -> Any:
+    def _copy_of(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         dtype = self.dtype if is_large(value) and value.is_floating_point() else value.dtype
         return value.to(self.weights.device if is_large(value) else value.device, dtype, copy=True)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that are on the parameter's device."""
+        """Yield the weights and state tensors that are on the parameter's device."""
         if self.has_copy:
             yield self.weights
         yield from (
@@ -201,21 +205,21 @@ class MasterWeights:
 
 
 def is_large(value: Any) -> bool:
-    """Return whether a value of the state is offloaded: a tensor of more than one number.
+    """Return whether a value of the state can be offloaded: a tensor of more than one number.
 
-    A step count is a single number and stays.
+    A step count, for example, is a single number and stays in memory.
     """
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
 
 
-def pages(masters: Sequence[Master], most: int) -> list[list[Master]]:
-    """Split masters, in order, into lists of at most `most` bytes, or of a single larger one."""
-    found: list[list[Master]] = []
+def pages(masters: Sequence[Master], page_bytes: int) -> list[list[Master]]:
+    """Split masters, in order, into pages of at most `page_bytes`, or of one larger master."""
+    result: list[list[Master]] = []
     filled = 0
     for master in masters:
-        if not found or filled + master.nbytes() > most:
-            found.append([])
+        if not result or filled + master.nbytes() > page_bytes:
+            result.append([])
             filled = 0
-        found[-1].append(master)
+        result[-1].append(master)
         filled += master.nbytes()
-    return found
+    return result

@@ -1,4 +1,8 @@
-"""An optimizer whose state is offloaded to the lower tier."""
+"""An optimizer whose state is offloaded to the lower tier.
+
+`OffloadedOptimizer` wraps any PyTorch optimizer. Where each parameter's weights and state are kept
+is decided by the classes in `master_weights.py`, `state_host.py` and `state_file.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ from .state_host import HostState, sending
 from .stores import Store
 
 PAGE_BYTES = 16 << 20
-HOMES: tuple[type[MasterWeights], ...] = (MasterWeights, HostState, FileState)  # in a step's order
+# In the order in which a step updates their parameters.
+STATE_CLASSES: tuple[type[MasterWeights], ...] = (MasterWeights, HostState, FileState)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -29,14 +34,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     For fp32 parameters on a CPU, each step equals that of `base` bit for bit. For bf16 and fp16
     parameters it is the step of `base` on fp32 copies, rounded afterwards.
 
-    For CPU parameters the state is in a file and is paged through memory. While one page is
-    updated, the next is read and the previous one is written, so a step holds three pages. For CUDA
-    parameters the state is in host memory, and the CPU runs the update. It uses `fused=True` if
-    `base` has that option and neither `fused` nor `foreach=True` is given. Meanwhile other
-    gradients are copied down and updated parameters are copied up.
+    For CPU parameters the state is in a file, and a step reads and writes it page by page. While
+    one page is updated, the next is read and the previous one is written, so three pages are in
+    memory. For CUDA parameters the state is in host memory, and the CPU runs the update. It uses
+    `fused=True` if `base` has that option and neither `fused` nor `foreach=True` is passed.
+    Meanwhile gradients of other parameters are copied to the host, and updated parameters are
+    copied to the GPU.
 
     Between `backward` and `step`, gradients may be changed in any way: clipped, unscaled, or summed
-    over processes. Parameters may be set from outside at any time, and the new values are used. On
+    over processes. Other code may set parameters at any time, and the next step uses them. On
     CUDA, for parameters with master weights or offloaded state, PyTorch must have counted the
     change. It counts `p.copy_(...)` without gradients and `load_state_dict`. It does not count
     in-place changes through `p.data` and by collectives, so call
@@ -50,12 +56,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: Parameters or groups, as for any optimizer.
         base: Optimizer class that does the steps. It must update each parameter by itself, with a
             separate state.
-        fraction: Fraction of the elements whose state is offloaded, as in Megatron-LM's hybrid
-            optimizer, except that the largest parameters are chosen first. The others are updated
-            where they are.
-        overlap: Whether copies overlap the update of other parameters. False does one thing after
-            the other.
-        store: `DiskStore` or another `Store` for CPU parameters.
+        fraction: Fraction of the elements whose state is offloaded, 0 to 1, as in Megatron-LM's
+            hybrid optimizer, except that the largest parameters are chosen first. The state of the
+            others stays on their device.
+        overlap: Whether copies overlap the update of other parameters. With False, copies and
+            updates run one after another.
+        store: `DiskStore` or another `Store` for CPU parameters, by default a new `DiskStore`.
         page_bytes: Bytes of state, including master weights, that are updated at once. A larger
             parameter is a page by itself.
         base_kwargs: Options of `base`, such as lr.
@@ -88,28 +94,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states = _States(self._masters)
         self._base: torch.optim.Optimizer | None = None
         super().__init__(params, defaults)
-        self._adopt(self.param_groups)
+        self._add_masters(self.param_groups)
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        # The constructor adopts all groups together, to choose the largest parameters among them.
+        # The constructor makes the master weights of all groups together, so that the largest
+        # parameters of all groups are chosen. `_base` is None until then.
         if self._base is not None:
             try:
-                self._adopt(self.param_groups[-1:])
+                self._add_masters(self.param_groups[-1:])
             except BaseException:
                 self.param_groups.pop()
                 raise
 
-    def _adopt(self, groups: list[dict]) -> None:
+    def _add_masters(self, groups: list[dict]) -> None:
         masters = _masters_of(
             [p for group in groups for p in group["params"]], self._fraction, self._options
         )
         for group in groups:
-            theirs = {**group, "params": [masters[p].weights for p in group["params"]]}
+            base_group = {**group, "params": [masters[p].weights for p in group["params"]]}
             if self._base is None:
-                self._base = self._base_class([theirs], **self._base_kwargs)
+                self._base = self._base_class([base_group], **self._base_kwargs)
             else:
-                self._base.add_param_group(theirs)
+                self._base.add_param_group(base_group)
         for master in masters.values():
             master.attach_states(self._base.state)
         self._masters.update(masters)
@@ -118,18 +125,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure=None):
         """Do one step and return the loss of the closure, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        due = [master for master in self._masters.values() if master.p.grad is not None]
-        for master in due:
+        pending = [master for master in self._masters.values() if master.p.grad is not None]
+        for master in pending:
             _check_dense("the gradient of a parameter", master.p.grad)
-        self._reserve(due)
+        self._reserve(pending)
         update = partial(_update_with, self._base, self.param_groups)
-        for home in HOMES:
-            home.step([master for master in due if type(master) is home], update, self._options)
+        for state_class in STATE_CLASSES:
+            state_class.step(
+                [master for master in pending if type(master) is state_class], update, self._options
+            )
         return loss
 
     @property
     def state_on_host(self) -> bool:
-        """Whether some state is in host memory, so that gradients are copied down to it."""
+        """Whether some state is in host memory, so that a step copies gradients to it."""
         return any(isinstance(master, HostState) for master in self._masters.values())
 
     def sending(self) -> AbstractContextManager:
@@ -150,10 +159,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._options.open_store(self._masters)
 
     def _reserve(self, masters: Iterable[MasterWeights]) -> None:
-        """Reserve storage for everything that will be offloaded, before anything changes."""
+        """Reserve space in the store for all state of these masters, before anything changes."""
         masters = list(masters)
-        for home in HOMES:
-            home.reserve([master for master in masters if type(master) is home], self._options)
+        for state_class in STATE_CLASSES:
+            state_class.reserve(
+                [master for master in masters if type(master) is state_class], self._options
+            )
 
     # ---- reading, saving and loading the state
 
@@ -228,13 +239,21 @@ class _States(MutableMapping):
 
 
 def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
-    """Choose the parameters whose state is offloaded, largest first, up to the fraction."""
-    wanted = fraction * sum(p.numel() for p in parameters)
+    """Choose the parameters whose state is offloaded.
+
+    Args:
+        parameters: Parameters to choose from.
+        fraction: Fraction of their elements, 0 to 1.
+
+    Returns:
+        The largest parameters, as many as are needed to reach the fraction.
+    """
+    remaining = fraction * sum(p.numel() for p in parameters)
     chosen = set()
     for p in sorted(parameters, key=lambda p: -p.numel()):
-        if wanted <= 0:
+        if remaining <= 0:
             break
-        wanted -= p.numel()
+        remaining -= p.numel()
         chosen.add(p)
     return chosen
 
@@ -246,12 +265,12 @@ def _masters_of(
         _check_dense("a parameter", p)
     chosen = chosen_below(parameters, fraction)
 
-    def home(p: nn.Parameter) -> type[MasterWeights]:
+    def class_of(p: nn.Parameter) -> type[MasterWeights]:
         if p not in chosen:
             return MasterWeights
         return HostState if Device.of(p).has_own_memory else FileState
 
-    return {p: home(p)(p, options) for p in parameters}
+    return {p: class_of(p)(p, options) for p in parameters}
 
 
 def _update_with(
@@ -261,27 +280,28 @@ def _update_with(
     *,
     fused: bool = False,
 ) -> None:
-    """Let `base` do its step for only these masters, with the settings of `groups`.
+    """Run the step of `base` for only these masters, with the settings of `groups`.
 
-    With `fused`, the step uses `fused=True` for groups that leave the choice open.
+    With `fused`, the step uses `fused=True` for groups whose option `fused` is None and that
+    do not set `foreach`.
     """
     if not masters:
         return
     chosen = {master.weights for master in masters}
     all_groups = base.param_groups
-    mine = []
-    for ours, theirs in zip(groups, all_groups, strict=True):
-        members = [weights for weights in theirs["params"] if weights in chosen]
+    chosen_groups = []
+    for group, base_group in zip(groups, all_groups, strict=True):
+        members = [weights for weights in base_group["params"] if weights in chosen]
         if members:
-            mine.append({**theirs, **ours, "params": members})
-            if fused and ours.get("fused", False) is None and not ours.get("foreach"):
-                mine[-1]["fused"] = True
+            chosen_groups.append({**base_group, **group, "params": members})
+            if fused and group.get("fused", False) is None and not group.get("foreach"):
+                chosen_groups[-1]["fused"] = True
     try:
         for master in masters:
             master.load_grad()
-        base.param_groups = mine
+        base.param_groups = chosen_groups
         base.step()
-    # Also after an interruption, so that parameters and state are those that `base` would leave.
+    # This also runs if the step is interrupted, so that the parameters get what `base` has updated.
     finally:
         base.param_groups = all_groups
         for master in masters:
@@ -289,14 +309,16 @@ def _update_with(
 
 
 def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:
-    """Return the default settings of `base`, and the names of the state tensors that it pages.
+    """Return the default settings of `base`, and the names of its large state tensors.
 
     These tensors have the shape of their parameter. They are found by one step on a small
-    parameter. An error is raised if `base` is not an optimizer that updates each parameter by
-    itself.
+    parameter.
+
+    Raises:
+        TypeError: `base` is not an optimizer class that updates each parameter by itself.
     """
-    good = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
-    if not good or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+    is_optimizer = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
+    if not is_optimizer or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         allowed = (
             "an optimizer class that keeps a state for each dense parameter, such as"
             " torch.optim.AdamW"
@@ -305,8 +327,8 @@ def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], l
     if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
         raise TypeError(
             "base must be a class whose step() needs neither a closure nor a call of train(), got"
-            f" {shown(base)}. Step with that class itself, or offload the state of another, such as"
-            " torch.optim.AdamW"
+            f" {shown(base)}. Use that class without offloading, or offload the state of another"
+            " one, such as torch.optim.AdamW"
         )
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)
@@ -322,7 +344,7 @@ def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], l
 
 def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_complex():
-        odd = "complex" if tensor.is_complex() else "sparse"
+        actual = "complex" if tensor.is_complex() else "sparse"
         raise TypeError(
-            f"{name} must be real and dense, got a {odd} tensor of shape {tuple(tensor.shape)}"
+            f"{name} must be real and dense, got a {actual} tensor of shape {tuple(tensor.shape)}"
         )

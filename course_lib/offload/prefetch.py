@@ -1,4 +1,4 @@
-"""Prefetching: make the next batch, and move it to the device, while the current one is used."""
+"""Prefetching: load the next batch and move it to the device while the current one is used."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ from .device import Device
 class Prefetcher:
     """Iterate over a loader in a background thread, which also moves the batches to a device.
 
-    Batches move to CUDA from pinned memory, on a side stream.
+    Batches are copied to CUDA from pinned memory, on a side stream.
 
     Args:
         loader: Any iterable of batches. A batch is a tensor, a nested tuple, list, mapping or
             dataclass of tensors, or an object with a method `to(device)`.
         device: Destination of the batches; it may also be a `Device`.
-        depth: Number of batches that are made ahead.
+        depth: Number of batches that are loaded ahead.
 
-    Each `iter` restarts the loader. An error of the loader is raised where its batch would have
-    come, and so is a TypeError for a batch without tensors. Leaving the loop early stops the thread
-    as soon as the loader has returned the batch that it is making.
+    Each `iter` restarts the loader. Leaving the loop early stops the thread as soon as the loader
+    has returned the batch that it is loading.
+
+    Raises:
+        TypeError: An argument has the wrong type, or a batch contains no tensors (raised when it
+            would be returned).
+        ValueError: depth is less than 1.
+        Exception: Any error of the loader is raised when its batch would be returned.
     """
 
     def __init__(
@@ -43,21 +48,21 @@ class Prefetcher:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        made = queue.SimpleQueue()
-        wanted = threading.Semaphore(self.depth)
+        batches = queue.SimpleQueue()
+        free_slots = threading.Semaphore(self.depth)
         stop = threading.Event()
-        make = threading.Thread(
-            target=self._make, args=(made, wanted, stop), name="prefetcher", daemon=True
+        thread = threading.Thread(
+            target=self._make, args=(batches, free_slots, stop), name="prefetcher", daemon=True
         )
-        make.start()
+        thread.start()
         try:
             while True:
-                batch, event, error = made.get()
+                batch, event, error = batches.get()
                 if error is not None:
                     raise error
                 if event is _END:
                     return
-                wanted.release()
+                free_slots.release()
                 device = Device.at(self.device)
                 device.wait(event)
                 for tensor in tensors_in(batch):
@@ -65,28 +70,28 @@ class Prefetcher:
                 yield batch
         finally:
             stop.set()
-            wanted.release()
-            make.join(timeout=0.1)  # short, because a blocked loader would delay Ctrl-C
+            free_slots.release()
+            thread.join(timeout=0.1)  # short, because a loader that blocks would delay Ctrl-C
 
     def _make(
-        self, made: queue.SimpleQueue, wanted: threading.Semaphore, stop: threading.Event
+        self, batches: queue.SimpleQueue, free_slots: threading.Semaphore, stop: threading.Event
     ) -> None:
         try:
             device = Device.at(self.device)
             for batch in self.loader:
                 with device.on(device.side("batches")):
-                    moved = self._moved(batch, device)
+                    moved = self._move(batch, device)
                     event = device.event()
-                wanted.acquire()
+                free_slots.acquire()
                 if stop.is_set():
                     return
-                made.put((moved, event, None))
-                device.finish(event)  # from now on the loader may reuse the memory of its batch
-            made.put((None, _END, None))
+                batches.put((moved, event, None))
+                device.finish(event)  # after this the loader may reuse the memory of its batch
+            batches.put((None, _END, None))
         except BaseException as error:
-            made.put((None, None, error))
+            batches.put((None, None, error))
 
-    def _moved(self, batch: Any, device: Device) -> Any:
+    def _move(self, batch: Any, device: Device) -> Any:
         if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):
             return batch.to(device.device)
         if next(tensors_in(batch), None) is None:

@@ -1,4 +1,4 @@
-"""Optimizer state in a file, paged through memory, for parameters on a CPU."""
+"""Optimizer state in a file for parameters on a CPU; a step reads and writes it page by page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from .master_weights import MasterWeights, StateOptions, is_large, pages
 from .stores import Reservation, StoreFull
 
-WEIGHTS = "the master weights"  # a name for them among the state's names, used by no optimizer
+WEIGHTS = "the master weights"  # their name next to those of state tensors; no optimizer uses it
 
 
 class FileState(MasterWeights):
-    """Weights and state that are kept in a store and come into memory for a step.
+    """Weights and state that are in a store, and in memory only during a step.
 
-    Until the first step, the weights are the parameter's values.
+    Before the first step nothing is stored, and the weights are read from the parameter.
 
     Attributes:
         reservations: Name of a state tensor -> its reservation in the store.
@@ -33,7 +33,7 @@ class FileState(MasterWeights):
 
     def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
         super().attach_states(states)
-        self._empty_weights()  # the base optimizer has checked their shape and needs it no longer
+        self._empty_weights()  # the base optimizer has checked their shape by now
 
     def _empty_weights(self) -> None:
         if self.has_copy:
@@ -65,25 +65,28 @@ class FileState(MasterWeights):
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Update page by page: while one page is updated, one is read and another is written."""
-        failed, coming, going = [], [], []
-        todo = pages(masters, options.page_bytes)
+        """Update page by page.
+
+        While one page is updated, the next one is read and the previous one is written.
+        """
+        errors, reads, writes = [], [], []
+        page_list = pages(masters, options.page_bytes)
         try:
-            for page, following in zip(todo, [*todo[1:], []], strict=False):
-                for finish in coming or [master.page_in() for master in page]:
+            for page, following in zip(page_list, [*page_list[1:], []], strict=False):
+                for finish in reads or [master.page_in() for master in page]:
                     finish()
-                coming = [master.page_in() for master in following] if options.overlap else []
+                reads = [master.page_in() for master in following] if options.overlap else []
                 try:
                     update(page)
-                finally:  # also after an interruption: the state in memory is the current one
-                    failed += written(going)
-                    going = [master.page_out() for master in page]
+                finally:  # also after an interruption, because the state in memory has changed
+                    errors += finish_writes(writes)
+                    writes = [master.page_out() for master in page]
                 if not options.overlap:
-                    failed, going = failed + written(going), []
+                    errors, writes = errors + finish_writes(writes), []
         finally:
-            failed += written(going)
-        if failed:
-            raise failed[0]  # at the end, when every parameter is updated and no state is lost
+            errors += finish_writes(writes)
+        if errors:
+            raise errors[0]  # only now, so that every parameter is updated and no state is lost
 
     def load_values(self) -> None:
         if self.weights.shape != self.p.shape:
@@ -92,11 +95,15 @@ class FileState(MasterWeights):
             super().load_values()
 
     def page_in(self) -> Callable[[], None]:
-        """Start reading the state, and return a function that puts it into the base optimizer."""
-        coming = {name: self.reservations[name].get() for name in self.stored}
+        """Start reading the state.
+
+        Returns:
+            A function that waits and puts the state into the base optimizer.
+        """
+        reads = {name: self.reservations[name].get() for name in self.stored}
 
         def finish() -> None:
-            for name, ready in coming.items():
+            for name, ready in reads.items():
                 if name == WEIGHTS:
                     self.weights.data = ready()
                 else:
@@ -106,42 +113,45 @@ class FileState(MasterWeights):
         return finish
 
     def page_out(self) -> Callable[[], list[OSError]]:
-        """Start writing the state; the returned function waits, frees memory and returns errors.
+        """Start writing the state.
 
         Tensors that could not be written stay in memory and are written after a later step.
+
+        Returns:
+            A function that waits, frees the memory and returns the errors of the writes.
         """
-        going, failed = {}, []
+        writes, errors = {}, []
         for name, tensor in self._in_memory().items():
             try:
-                going[name] = self._reservation(name, tensor.nbytes).put(_whole(tensor))
+                writes[name] = self._reservation(name, tensor.nbytes).put(_with_own_storage(tensor))
             except OSError as error:
-                failed.append(error)
+                errors.append(error)
 
         def finish() -> list[OSError]:
-            for name, reservation in going.items():
+            for name, reservation in writes.items():
                 try:
                     reservation.wait()
                 except OSError as error:
-                    failed.append(error)
+                    errors.append(error)
                     continue
                 self.stored.add(name)
                 if name == WEIGHTS:
                     self._empty_weights()
                 else:
                     del self.states[self.weights][name]
-            return failed
+            return errors
 
         return finish
 
     def _in_memory(self) -> dict[str, Tensor]:
         state = self.states.get(self.weights, {})
-        found = {name: value for name, value in state.items() if is_large(value)}
+        tensors = {name: value for name, value in state.items() if is_large(value)}
         if self.has_copy and self.weights.shape == self.p.shape:
-            found[WEIGHTS] = self.weights.data
-        return found
+            tensors[WEIGHTS] = self.weights.data
+        return tensors
 
     def _reservation(self, name: str, nbytes: int) -> Reservation:
-        # The state may not have the size that was reserved, that of the parameter.
+        # The parameter's size was reserved, but a state tensor may have another size.
         if name not in self.reservations or self.reservations[name].nbytes != nbytes:
             self.reservations[name] = self.options.open_store([self.p]).reserve(nbytes)
         return self.reservations[name]
@@ -152,15 +162,15 @@ class FileState(MasterWeights):
         return bool(self.stored or self.states.get(self.weights))
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the state, with the parts in the store read from it."""
-        coming = {name: self.reservations[name].get() for name in self.stored}
+        """Return a copy of the state; tensors in the store are read from it."""
+        reads = {name: self.reservations[name].get() for name in self.stored}
         state = {**self.states.get(self.weights, {}), **self._in_memory()}
-        found = {
+        copies = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in state.items()
         }
-        found |= {name: ready() for name, ready in coming.items()}
-        return {"master" if name == WEIGHTS else name: value for name, value in found.items()}
+        copies |= {name: ready() for name, ready in reads.items()}
+        return {"master" if name == WEIGHTS else name: value for name, value in copies.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.stored.clear()
@@ -169,7 +179,7 @@ class FileState(MasterWeights):
             self._empty_weights()
             return
         self.reserve([self], self.options)
-        for error in written([self.page_out()]):
+        for error in finish_writes([self.page_out()]):
             raise error
 
     def load_weights(self, values: Tensor) -> None:
@@ -177,12 +187,12 @@ class FileState(MasterWeights):
             self.weights.data = values.to(self.dtype, copy=True)
 
 
-def written(going: Iterable[Callable[[], list[OSError]]]) -> list[OSError]:
-    """Wait until these pages are written, and return the errors."""
-    return [error for finish in going for error in finish()]
+def finish_writes(writes: Iterable[Callable[[], list[OSError]]]) -> list[OSError]:
+    """Call the functions that `page_out` returned, and return all their errors."""
+    return [error for finish in writes for error in finish()]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy of it if it is only a part of its storage."""
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor

@@ -15,16 +15,20 @@ from .master_weights import MasterWeights, StateOptions
 class HostState(MasterWeights):
     """Weights in pinned host memory, with their state.
 
-    The weights are a copy of the parameter. They never change while they are being copied up.
-    Before an update the gradient is copied down, and that copy is ordered after the previous copy
-    up. Gradients are copied down in `step`, unless the caller has used `sending` to promise that
-    nothing will change them. Clipping, unscaling and sums over processes may change them in ways
-    that PyTorch does not count.
+    The weights are a copy of the parameter. They never change while they are being copied to the
+    GPU: an update first waits for the gradient's copy to the host, which is ordered after the
+    previous copy of the parameter. By default gradients are copied in `step`, because clipping,
+    unscaling and sums over processes may change them in ways that PyTorch's version counter does
+    not show. Inside `sending` they are copied during backward.
+
+    Attributes:
+        gradient_copy: The gradient on the host and the event at the end of its copy, or None.
+        parameter_copied: Event at the end of the last copy of the parameter to the GPU.
     """
 
     def make_weights(self) -> nn.Parameter:
-        self.coming: tuple | None = None  # (gradient on the host, its copy's event)
-        self.going = None  # the event of the parameter's last copy up
+        self.gradient_copy: tuple | None = None
+        self.parameter_copied = None
         return nn.Parameter(self.device.pinned(self.p.shape, self.dtype).copy_(self.p.detach()))
 
     @classmethod
@@ -33,37 +37,40 @@ class HostState(MasterWeights):
     ) -> None:
         """Update one parameter at a time on the CPU.
 
-        With `options.overlap`, the gradients of later parameters are copied to the host and earlier
-        updated parameters are copied to the GPU in the meantime.
+        With `options.overlap`, gradients of later parameters are copied to the host and updated
+        parameters are copied to the GPU at the same time.
         """
-        update = partial(update, fused=True)  # on a CPU about four times as fast as a loop
+        update = partial(update, fused=True)  # about four times as fast as a loop on a CPU
         try:
             for master in masters if options.overlap else ():
-                if master.coming is None:
-                    master.send()
+                if master.gradient_copy is None:
+                    master.copy_gradient_down()
             for master in masters:
                 update([master])
                 if not options.overlap:
-                    master.device.finish(master.going)
+                    master.device.finish(master.parameter_copied)
         finally:
             for master in masters:
-                master.unsend()
+                master.drop_gradient_copy()
 
-    def send(self) -> None:
-        """Start copying the gradient down."""
+    def copy_gradient_down(self) -> None:
+        """Start copying the gradient to the host."""
         host = self.device.pinned(self.p.grad.shape, self.p.grad.dtype)
-        self.coming = host, self.device.copy(host, self.p.grad.detach(), "gradients")
+        self.gradient_copy = host, self.device.copy(host, self.p.grad.detach(), "gradients")
 
-    def unsend(self) -> None:
-        """Drop a gradient copy that is not used; the stream first waits until it is complete."""
-        if self.coming is not None:
-            self.device.wait(self.coming[1])
-            self.coming = None
+    def drop_gradient_copy(self) -> None:
+        """Drop an unused copy of the gradient.
+
+        The current stream first waits for it, because the copy reads the gradient.
+        """
+        if self.gradient_copy is not None:
+            self.device.wait(self.gradient_copy[1])
+            self.gradient_copy = None
 
     def gradient(self) -> Tensor:
-        if self.coming is None:
-            self.send()
-        (gradient, event), self.coming = self.coming, None
+        if self.gradient_copy is None:
+            self.copy_gradient_down()
+        (gradient, event), self.gradient_copy = self.gradient_copy, None
         self.device.finish(event)
         return gradient
 
@@ -72,10 +79,10 @@ class HostState(MasterWeights):
 
     def write_values(self) -> None:
         source = self.weights.detach()
-        if self.p.dtype != self.dtype:  # rounded before the copy, so that fewer bytes go up
+        if self.p.dtype != self.dtype:  # rounded before the copy, so that fewer bytes are copied
             source = self.device.pinned(self.p.shape, self.p.dtype).copy_(source)
-        self.going = self.device.copy(self.p.detach(), source, "parameters")
-        self.device.wait(self.going)
+        self.parameter_copied = self.device.copy(self.p.detach(), source, "parameters")
+        self.device.wait(self.parameter_copied)
 
     def held_tensors(self) -> Iterator[Tensor]:
         return iter(())
@@ -83,13 +90,15 @@ class HostState(MasterWeights):
 
 @contextmanager
 def sending(masters: Sequence[HostState]) -> Iterator[None]:
-    """Copy gradients down inside the block, as soon as backward has computed them.
+    """Copy each gradient to the host inside the block, as soon as backward has computed it.
 
-    A gradient that is accumulated again, by a backward pass within backward, is copied down again,
-    and the earlier copy is not used.
+    If a gradient is accumulated again, by a backward pass within backward, it is copied again, and
+    the earlier copy is not used.
     """
     hooks = [
-        master.p.register_post_accumulate_grad_hook(lambda p, master=master: master.send())
+        master.p.register_post_accumulate_grad_hook(
+            lambda p, master=master: master.copy_gradient_down()
+        )
         for master in masters
     ]
     try:
@@ -97,4 +106,4 @@ def sending(masters: Sequence[HostState]) -> Iterator[None]:
     finally:
         for hook, master in zip(hooks, masters, strict=True):
             hook.remove()
-            master.unsend()
+            master.drop_gradient_copy()

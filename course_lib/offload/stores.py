@@ -1,7 +1,8 @@
-"""The lower tiers: a file for CPU tensors, pinned host memory for CUDA, and symbolic bytes.
+"""Lower tiers: a file for CPU tensors, pinned host memory for CUDA tensors, and symbolic bytes.
 
-A `Store` hands out reservations of bytes. `reservation.put(tensor)` starts copying a tensor down,
-and `reservation.get()` starts copying it up again. Neither of them waits.
+A `Store` gives out reservations of bytes. `reservation.put(tensor)` starts copying a tensor down,
+which is to the lower tier, and `reservation.get()` starts copying it up again. Neither of them
+waits for the copy.
 """
 
 from __future__ import annotations
@@ -77,41 +78,46 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 class Guard:
-    """A lock, with a queue of calls that its holder makes before it lets others in.
+    """A lock, with a queue of calls that run as soon as the lock is free.
 
-    Handles can be dropped at any moment, because the garbage collector runs in any thread. That
-    thread may hold the lock already, or its holder may be waiting for it. Dropping a handle must
-    therefore never wait: `later` leaves the call to the thread that holds the lock.
+    Handles of saved tensors, and reservations, can be dropped at any moment, because the garbage
+    collector runs in any thread. That thread may hold the lock already, or the lock's holder may be
+    waiting for that thread. Dropping must therefore never wait for the lock: if the lock is taken,
+    `later` leaves the call to the thread that holds it.
     """
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._waiting = deque()
+        self._queued = deque()
 
     def __enter__(self) -> None:
         self._lock.acquire()
 
     def __exit__(self, *_) -> None:
         self._lock.release()
-        self._sweep()
+        self._run_queued()
 
     def later(self, call: Callable[[], Any]) -> None:
-        self._waiting.append(call)
-        self._sweep()
+        self._queued.append(call)
+        self._run_queued()
 
-    def _sweep(self) -> None:
-        while self._waiting and self._lock.acquire(blocking=False):
+    def _run_queued(self) -> None:
+        while self._queued and self._lock.acquire(blocking=False):
             try:
-                while self._waiting:
-                    self._waiting.popleft()()
+                while self._queued:
+                    self._queued.popleft()()
             finally:
                 self._lock.release()
 
 
 class Reservation:
-    """Reserved bytes in a store, until `free` is called or this object is dropped.
+    """Reserved bytes in a store, until `free` is called or this object is garbage-collected.
 
-    `place` and `last` are for the store.
+    Attributes:
+        nbytes: Number of bytes.
+        place: Where the store keeps them; only the store uses it.
+        last: The store's record of the last copy, to order the next one after it.
+        wait: After `put`, a function that waits for the copy.
     """
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
@@ -122,9 +128,9 @@ class Reservation:
         self.freed = False
 
     def put(self, tensor: Tensor) -> Reservation:
-        """Start copying down a tensor that fills its storage.
+        """Start copying down a tensor that fills its storage, and return this reservation.
 
-        `wait` then waits for the end of the copy and raises its error, if there is one.
+        After that, `wait()` waits for the copy and raises its error, if there is one.
         """
         self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.wait = self.store.write(self, bytes_of(tensor))
@@ -132,21 +138,27 @@ class Reservation:
         return self
 
     def get(self) -> Callable[[], Tensor]:
-        """Start copying up into new memory; the returned function waits and returns the tensor."""
-        tensor = self.store.memory_for(self, *self._like)  # in this thread, so that a meter sees it
+        """Start copying up into new memory.
+
+        Returns:
+            A function that waits and returns the tensor.
+        """
+        # The memory is allocated in this thread, so that a meter sees it.
+        tensor = self.store.memory_for(self, *self._like)
         ready = self.store.read(self, bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
 
-        def arrived() -> Tensor:
+        def finish() -> Tensor:
             ready()
             return tensor
 
-        return arrived
+        return finish
 
     def free(self, *until: Any) -> None:
-        """Give the bytes back without waiting.
+        """Release the bytes without waiting.
 
-        `until` keeps tensors alive that are still being copied.
+        Args:
+            until: Tensors that are still being copied and stay alive until the release.
         """
         if not self.freed:
             self.freed = True
@@ -156,12 +168,12 @@ class Reservation:
 
 
 class Store:
-    """A lower tier.
+    """A lower tier, which gives out reservations of bytes.
 
-    A subclass defines `write` and `read`, and also `claim` and `release` if space is limited.
+    A subclass defines `write` and `read`, and also `claim` and `release` if it manages space.
 
     Attributes:
-        stats: A `Traffic` with the bytes copied so far.
+        stats: Bytes copied so far, as a `Traffic`.
     """
 
     def __init__(self):
@@ -172,7 +184,7 @@ class Store:
     @property
     def used_bytes(self) -> int:
         """Bytes reserved now."""
-        # Taking the lock once runs the releases that other threads have queued.
+        # Taking and leaving the lock runs the releases that other threads have queued.
         with self.guard:
             pass
         return self._used_bytes
@@ -182,6 +194,7 @@ class Store:
 
         Raises:
             StoreFull: There is not enough space.
+            ValueError: The store can no longer be used (see `check_open`).
         """
         self.check_open()
         with self.guard:
@@ -194,14 +207,19 @@ class Store:
         return self.reserve(tensor.untyped_storage().nbytes()).put(tensor)
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        """Start copying `data` down, and return a function that waits.
+        """Start copying `data`, a one-dimensional tensor of bytes, down.
 
-        `data` is a one-dimensional tensor of bytes.
+        Returns:
+            A function that waits for the copy.
         """
         raise NotImplementedError
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
-        """Start copying the last write up into `data`, and return a function that waits."""
+        """Start copying the bytes of the last `write` up into `data`.
+
+        Returns:
+            A function that waits for the copy.
+        """
         raise NotImplementedError
 
     def memory_for(
@@ -216,7 +234,10 @@ class Store:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def claim(self, nbytes: int) -> Any:
-        """Return a place for a reservation; `claim` and `release` run in one thread at a time."""
+        """Return the place of a new reservation.
+
+        `claim` and `release` are called under a lock, so they run in one thread at a time.
+        """
 
     def release(self, reservation: Reservation) -> None:
         """Release a reservation.
@@ -227,13 +248,13 @@ class Store:
         reservation.place = None
 
     def check_open(self) -> None:
-        """Raise an error if nothing can be stored here any more."""
+        """Raise a ValueError if the store can no longer be used."""
 
 
 class SymbolicStore(Store):
     """The lower tier of symbolic tensors (`course_lib.memory.symbolic`).
 
-    It counts all bytes, and copies only tensors that have values, such as indices.
+    It counts the bytes of all tensors, but copies only those that have values, such as indices.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
@@ -256,22 +277,22 @@ class SymbolicStore(Store):
 class HostStore(Store):
     """Host memory as the lower tier, pinned for CUDA, with one side stream for each direction.
 
-    Copies overlap computation. The CPU never waits: operators that use a copy are ordered after it
-    on the device.
+    Copies overlap computation. The CPU never waits for a copy. Instead, the stream of an operator
+    that uses a copy waits for it.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         reservation.place = Device.of(data).pinned(data.shape, data.dtype)
         reservation.last = {}
-        return self._copied(reservation, reservation.place, data, Device.of(data), "down")
+        return self._start_copy(reservation, reservation.place, data, Device.of(data), "down")
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
         device = Device.of(data)
-        # The copy down may have started on another stream.
+        # Wait explicitly, because the copy down may have started from another stream.
         device.wait(reservation.last["down"][2])
-        return self._copied(reservation, data, reservation.place, device, "up")
+        return self._start_copy(reservation, data, reservation.place, device, "up")
 
-    def _copied(
+    def _start_copy(
         self, reservation: Reservation, target: Tensor, source: Tensor, device: Device, name: str
     ) -> Callable[[], None]:
         event = device.copy(target, source, name)
@@ -280,7 +301,7 @@ class HostStore(Store):
 
     def release(self, reservation: Reservation) -> None:
         super().release(reservation)
-        # make the streams wait, so that memory is not reused while a copy reads or writes it
+        # The streams wait, so that memory is not reused while a copy still reads or writes it.
         for device, stream, event in (reservation.last or {}).values():
             with device.on(stream):
                 device.wait(event)
@@ -289,23 +310,26 @@ class HostStore(Store):
 class DiskStore(Store):
     """A file as the lower tier.
 
-    Where the operating system allows it, the file has no name, so it disappears however the process
+    If the operating system supports it, the file has no name, so it is deleted however the process
     ends.
 
     Args:
-        directory: Folder of the file. By default the folder in TMPDIR, else /var/tmp, which is on a
-            disk even where /tmp is in memory, else the system's temporary folder.
-        limit_bytes: Largest size of the file.
+        directory: Folder of the file. By default the one in the environment variable TMPDIR, else
+            /var/tmp, which is on a disk even if /tmp is in memory, else the system's temporary
+            folder.
+        limit_bytes: Largest size of the file; None for no limit.
         threads: Number of threads that copy at the same time.
 
     Attributes:
-        file_bytes: Size of the file. Freed space is reused for reservations of the same size. When
+        file_bytes: Bytes of the file. Freed space is reused for reservations of the same size. When
             the second half of the file is free, the file is truncated.
 
     Raises:
+        TypeError: An argument has the wrong type.
         OSError: The file cannot be created in the directory.
         StoreFull: Raised by `reserve` if there is not enough space.
-        ValueError: The store is used after `close`, or in a forked process.
+        ValueError: An argument has a value that is not allowed, or the store is used after `close`
+            or in a forked process.
     """
 
     def __init__(
@@ -321,10 +345,11 @@ class DiskStore(Store):
             None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
         )
         self.directory = os.fspath(_folder() if directory is None else directory)
-        if not self.directory:  # Python would use the current folder
+        if not self.directory:  # for "" Python would use the current folder
             raise ValueError("directory must be a folder that can be written to, or None, got ''")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
-        # a store that is dropped without `close`, as default stores are, closes without a warning
+        # Close the file without a warning if the store is dropped without `close`, like default
+        # stores.
         weakref.finalize(self, self._file.close)
         self.file_bytes = 0
         self._free: dict[int, int] = {}  # end -> start of each free range of the file
@@ -343,7 +368,7 @@ class DiskStore(Store):
                 f"but limit_bytes is {self.limit_bytes}",
             )
         try:
-            # allocate disk space now, so that no later write finds the disk full
+            # Allocate disk space now, so that no later write fails because the disk is full.
             if nbytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file.fileno(), start, nbytes)
         except OSError as error:
@@ -358,20 +383,20 @@ class DiskStore(Store):
         start = reservation.place
         super().release(reservation)
         if reservation.last is None:
-            self._give_back(start, reservation.nbytes)
-        else:  # once no copy uses it any more
+            self._free_range(start, reservation.nbytes)
+        else:  # when the last copy has finished
             reservation.last.add_done_callback(
-                lambda _: self.guard.later(partial(self._give_back, start, reservation.nbytes))
+                lambda _: self.guard.later(partial(self._free_range, start, reservation.nbytes))
             )
 
-    def _give_back(self, start: int, nbytes: int) -> None:
+    def _free_range(self, start: int, nbytes: int) -> None:
         if not nbytes or self._file.closed:
             return
         # Free ranges are merged only at the end of the file. An optimizer's reservations keep their
         # sizes, so one list per size would be enough. Those of activations change with each new
-        # batch size: with a list per size and no merging, a file that also held optimizer state
-        # grew to 7.7 times the size of this one in twelve batches of different sizes, and kept
-        # growing.
+        # batch size. In a measurement with twelve batches of different sizes, one list per size and
+        # no merging made a file that also had optimizer state grow to 7.7 times the size of this
+        # one, and it kept growing.
         self._free[start + nbytes] = start
         end = self.file_bytes
         while end in self._free:
@@ -384,36 +409,34 @@ class DiskStore(Store):
             self._file.truncate(end)
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        return self._started(reservation, self._write, data.cpu())
+        return self._submit(reservation, self._write, data.cpu())
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
         if data.device.type == "cpu":
-            return self._started(reservation, self._read, data)
-        above = torch.empty(data.shape, dtype=data.dtype)
-        ready = self._started(reservation, self._read, above)
-        return lambda: (ready(), data.copy_(above))
+            return self._submit(reservation, self._read, data)
+        host_copy = torch.empty(data.shape, dtype=data.dtype)
+        ready = self._submit(reservation, self._read, host_copy)
+        return lambda: (ready(), data.copy_(host_copy))
 
-    def _started(
-        self, reservation: Reservation, copy: Callable, data: Tensor
-    ) -> Callable[[], None]:
+    def _submit(self, reservation: Reservation, copy: Callable, data: Tensor) -> Callable[[], None]:
         self.check_open()
-        # The data are passed in a list, which the copy empties, so that no thread keeps them alive
-        # afterwards.
+        # The data are passed in a list, which the copy empties, so that the pool's thread does not
+        # keep them alive afterwards.
         reservation.last = self._pool.submit(
             copy, reservation.place, reservation.nbytes, [data], reservation.last
         )
         return reservation.last.result
 
-    def _write(self, start: int, nbytes: int, data: list[Tensor], before: Future | None) -> None:
-        if before is not None:
-            before.exception()  # wait, to keep the order; the error belongs to its caller
+    def _write(self, start: int, nbytes: int, data: list[Tensor], previous: Future | None) -> None:
+        if previous is not None:
+            previous.exception()  # wait, to keep the order; its own caller raises its error
         view = memoryview(data.pop().numpy())
         done = 0
         while done < nbytes:
             done += os.pwrite(self._file.fileno(), view[done:], start + done)
 
-    def _read(self, start: int, nbytes: int, data: list[Tensor], before: Future | None) -> None:
-        before.result()
+    def _read(self, start: int, nbytes: int, data: list[Tensor], previous: Future | None) -> None:
+        previous.result()
         view = memoryview(data.pop().numpy())
         done = 0
         while done < nbytes:
@@ -427,8 +450,8 @@ class DiskStore(Store):
             raise ValueError("this DiskStore is closed; make a new one")
         if self._process != os.getpid():
             raise ValueError(
-                "this DiskStore belongs to the process that this one was forked from; make a"
-                " new one"
+                "a DiskStore must be used in the process that made it, but this process was forked"
+                " from that one; make a new one"
             )
 
     def close(self) -> None:
@@ -452,7 +475,7 @@ _default_stores: dict[tuple[type, int], Store] = {}
 
 
 def default_store(tensor: Tensor) -> Store:
-    """Return the default store of a kind of tensor, which shares one file among all its users."""
+    """Return the default store for tensors like this one: one store per type and process."""
     make = (
         SymbolicStore
         if is_symbolic(tensor)
@@ -460,7 +483,8 @@ def default_store(tensor: Tensor) -> Store:
         if Device.of(tensor).has_own_memory
         else DiskStore
     )
-    key = (make, os.getpid())  # a forked process has neither the threads nor a file of its own
+    # A forked process has none of the threads and must not share the file.
+    key = (make, os.getpid())
     if key not in _default_stores:
         _default_stores[key] = make()
     return _default_stores[key]
