@@ -1,4 +1,4 @@
-"""Checks of arguments, in one place.
+"""Checks of arguments, shared by all modules of the library.
 
 Every error says `NAME must be ALLOWED, got VALUE`: TypeError for a value of another type, and
 ValueError for a value out of range.
@@ -91,7 +91,7 @@ def shown(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        # in an estimate the tensor is fake, but the reader has passed an ordinary one
+        # An estimate replaces the user's tensors by fake ones; show the class that the user passed.
         kind = type(value).__name__.removeprefix("Fake")
         return f"a {kind} of shape {tuple(value.shape)} and {value.dtype}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
@@ -111,10 +111,10 @@ class InfeasibleBudget(ValueError):
     Attributes:
         budget_bytes: The budget.
         least_bytes: Smallest budget for which a solution was found, or None if none was.
-        reason: The message after "but".
-        least: The solution for `least_bytes`, such as a `course_lib.budget.Estimate`; None if it is
-            not known.
-        name: Name of the argument that is the budget.
+        reason: Reason why no solution fits, which ends the message.
+        least: Solution that needs `least_bytes`, such as a `course_lib.budget.Estimate`; None if
+            none was found.
+        name: Name of the argument that sets the budget.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""A model's own loss: its method `loss_sum` or `loss`, or the loss of a Hugging Face model.
+"""The loss that a model itself computes, as a sum with a weight.
+
+It comes from the model's method `loss_sum` or `loss`, or from a Hugging Face model's forward.
 
 Hugging Face models are recognized by their attributes, so their library is not needed.
 """
@@ -70,6 +72,7 @@ def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> 
 
 
 def checked_loss(model: nn.Module, loss: Any) -> Tensor:
+    """Return the result of a method `loss`, or raise if it is not a scalar with gradients."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         raise TypeError(
             f"{type(model).__name__}.loss must return a scalar tensor with gradients, the mean over"
@@ -88,7 +91,9 @@ def has_loss_sum(model: nn.Module) -> bool:
         return has_method(model, "loss_sum")
     names = " ".join(kind.__name__ for kind in type(wrapped_in(model)).__mro__)
     return (
-        is_hugging_face(model) and re.search(WEIGHED, names) is not None and not adds_to_loss(model)
+        is_hugging_face(model)
+        and re.search(MEAN_LOSS_CLASSES, names) is not None
+        and not adds_to_loss(model)
     )
 
 
@@ -100,8 +105,8 @@ def has_method(model: nn.Module, name: str) -> bool:
     Some Hugging Face models have an attribute `loss`, a function of outputs and targets. It is not
     a method and is not called.
     """
-    theirs = is_hugging_face(model)
-    own = vars(model).keys() - ({"loss"} if theirs else set())
+    hugging_face = is_hugging_face(model)
+    own = vars(model).keys() - ({"loss"} if hugging_face else set())
     for names in (own, *map(vars, type(model).__mro__)):
         if "loss_sum" in names or "loss" in names:
             return (
@@ -111,7 +116,7 @@ def has_method(model: nn.Module, name: str) -> bool:
             )
     # The attribute belongs to a wrapped model, as under torch.compile, or is a submodule.
     found = getattr(model, name, None)
-    return inspect.ismethod(found) or (callable(found) and not theirs)
+    return inspect.ismethod(found) or (callable(found) and not hugging_face)
 
 
 def wrapped_in(model: nn.Module) -> nn.Module:
@@ -131,9 +136,9 @@ def wrapped_in(model: nn.Module) -> nn.Module:
 
 # ---- Hugging Face models
 
-# Classes of causal and masked language models, encoder-decoders and classifiers, with losses that
-# are means over labels or samples.
-WEIGHED = (
+# Pattern of class names whose losses are means over labels or samples: causal and masked language
+# models, encoder-decoders and classifiers
+MEAN_LOSS_CLASSES = (
     "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration"
     "|For[A-Za-z]*Classification|MultipleChoice"
 )
@@ -145,12 +150,12 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def adds_to_loss(model: nn.Module) -> bool:
-    """Return whether the loss includes more than a mean, such as the loss of experts' routers."""
+    """Return whether the model adds a term to the mean, such as the loss of experts' routers."""
     return bool(getattr(model.config, "output_router_logits", False))
 
 
 class _Means(TorchFunctionMode):
-    """A mode that records the means of losses that a model computes, with their labels."""
+    """A mode that records each loss that a model computes as a mean, with its labels."""
 
     def __init__(self):
         super().__init__()
@@ -163,10 +168,10 @@ class _Means(TorchFunctionMode):
             target = kwargs["target"] if "target" in kwargs else args[1]
             # a mean over the labels that are not ignored, if all classes have the same weight
             by_class = func is F.cross_entropy
-            odd = by_class and (
+            unequal_weights = by_class and (
                 target.is_floating_point() or len(args) > 2 or kwargs.get("weight") is not None
             )
-            if kwargs.get("reduction", "mean") == "mean" and not odd:
+            if kwargs.get("reduction", "mean") == "mean" and not unequal_weights:
                 self.means.append(
                     (result, target, kwargs.get("ignore_index", -100) if by_class else None)
                 )
@@ -180,9 +185,14 @@ def hugging_face_loss(
 
     The weight is the number of labels over which the loss is a mean, or the number of samples if
     that is not known. The labels are counted as the model itself counts them.
+
+    Raises:
+        TypeError: The batch is not a mapping.
+        ValueError: The model returns no loss, or there are several micro-batches and the loss is
+            not a mean over labels.
     """
     kind("batch", batch, Mapping, "a dict of the model's arguments, including the labels")
-    with _Means() as noted:
+    with _Means() as recorder:
         output = model(**batch)
     loss = output["loss"] if isinstance(output, Mapping) else output[0]
     name = type(model).__name__
@@ -191,15 +201,15 @@ def hugging_face_loss(
             f"batch must contain what {name} needs to return a loss, such as labels, got"
             f" {shown(batch)} of {', '.join(map(str, batch))}; or pass a loss_sum(model, batch)"
         )
-    found = [(target, ignored) for mean, target, ignored in noted.means if mean is loss]
-    if not found and micro_batches > 1:
+    labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
+    if not labels and micro_batches > 1:
         raise ValueError(
             f"micro_batches must be 1, because the loss of {name} is not a mean over labels, got"
             f" {micro_batches}; or pass a loss_sum(model, batch) -> (sum of losses, weight)"
         )
-    if not found:
+    if not labels:
         return loss * samples_in(batch), samples_in(batch)
-    [(target, ignored)] = found
+    [(target, ignored)] = labels
     weight = target.numel() if ignored is None else (target != ignored).sum()
     # 16-bit numbers would round the weight
     total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight

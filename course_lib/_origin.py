@@ -1,4 +1,8 @@
-"""Find out whether this library refused an argument or the user's code failed, and where."""
+"""Find the cause of an error: an argument that this library refused, or a line of the user's code.
+
+`message` describes an error for the user of a command, and `explained` replaces errors of symbolic
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +28,23 @@ REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _fake = torch._subclasses.fake_tensor
 NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
-# errors of Python code that asks a symbolic tensor for its values
+# messages of errors that Python code raises if it reads the values of a symbolic tensor
 _NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")
-# PyTorch's error for a class whose tensors are built from others without an operator, such as the
-# weights of bitsandbytes
+# PyTorch's error for a tensor subclass that is created from a tensor without an operator, such as
+# the weights of bitsandbytes
 _NEW_SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is")
 _SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def origin(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the last line of the user's own code on the way to the error.
+    """Return the last line of the user's own code in the tracebacks of the error and its causes.
 
     If there is none, return the last line of a package other than this library and PyTorch, or
     None.
     """
     lines: list[traceback.FrameSummary] = []
     cause: BaseException | None = error
-    while cause is not None:  # the cause of a refusal may be an error of the user's code
+    while cause is not None:  # the user's code may be in the traceback of a cause only
         lines += _lines(cause)
         cause = cause.__cause__
     own = [line for line in lines if not INSTALLED.match(line.filename)]
@@ -60,6 +64,7 @@ def _lines(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _is_theirs(file: str, module: str) -> bool:
+    """Return whether code is of the user or of a package other than this library and PyTorch."""
     if module.partition(".")[0] in ("course_lib", "torch") or file.startswith((LIBRARY, "<frozen")):
         return False
     return not file.startswith(PYTHON) or INSTALLED.match(file) is not None
@@ -105,7 +110,7 @@ def place(error: BaseException) -> str:
 
 
 def goes_through(error: BaseException, package: ModuleType) -> bool:
-    """Return whether code of the package is on the way to the error."""
+    """Return whether a frame of the error's traceback runs code of the package."""
     names = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )
@@ -113,10 +118,10 @@ def goes_through(error: BaseException, package: ModuleType) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether an error is a refusal by this library, not a failure of other code.
+    """Return whether an error is a refusal: this library rejected its input.
 
-    An error counts as a refusal if its type is in `REFUSALS` and the library raised it, or only the
-    library and PyTorch were involved.
+    An error counts as a refusal if its type is in `REFUSALS`, and either this library raised it or
+    its traceback contains only code of this library and PyTorch.
     """
     lines = list(traceback.walk_tb(error.__traceback__))
     raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
@@ -145,7 +150,7 @@ def message(error: Exception) -> str:
         )
     else:
         raise error
-    return line.replace("FakeTensor", "Tensor")  # the reader knows only ordinary tensors
+    return line.replace("FakeTensor", "Tensor")  # the user's code passed ordinary tensors
 
 
 @contextmanager
@@ -157,8 +162,11 @@ def noted() -> Iterator[None]:
         if not is_refusal(error):
             line, last = origin(error), traceback.extract_tb(error.__traceback__)[-1]
             note = place(error) + (f": {line.line}" if line and line.line else "")
-            there = line is None or (last.filename, last.lineno) == (line.filename, line.lineno)
-            if not there and note not in getattr(error, "__notes__", ()):
+            ends_there = line is None or (last.filename, last.lineno) == (
+                line.filename,
+                line.lineno,
+            )
+            if not ends_there and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
         raise
 
@@ -222,7 +230,7 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def _subclasses_refused() -> Iterator[None]:
-    """Raise for parameters of classes that must have values, such as quantized ones."""
+    """Explain the error for parameters of tensor subclasses that need values, as quantized ones."""
     try:
         yield
     except RuntimeError as error:

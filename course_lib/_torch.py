@@ -79,20 +79,21 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _rebuilt(value: Any, items: list) -> Any:
-    """Return a container like `value` with these items; `value` itself is not changed."""
+    """Return a new container of the same type as `value` with these items."""
     if isinstance(value, tuple):
         # torch.return_types take a list of items, unlike named tuples
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    made = copy.copy(value)  # keeps the type and other attributes of the object
+    result = copy.copy(value)  # keeps the type and other attributes of the object
     if isinstance(value, list):
-        made[:] = items
-    elif isinstance(value, Mapping):  # a Hugging Face output is also a dataclass
+        result[:] = items
+    # before dataclasses, because a Hugging Face output is a mapping and a dataclass
+    elif isinstance(value, Mapping):
         for key, item in zip(value, items, strict=True):
-            made[key] = item
+            result[key] = item
     else:
         for field, item in zip(dataclasses.fields(value), items, strict=True):
-            object.__setattr__(made, field.name, item)
-    return made
+            object.__setattr__(result, field.name, item)
+    return result
 
 
 def elements_spanned(tensor: Tensor) -> int:
@@ -109,14 +110,14 @@ def written_arguments(
 ) -> list[tuple[Any, Any]]:
     """Return (argument of the schema, value) of the arguments that an operator writes into."""
     arguments = func._schema.arguments
-    given = [
+    bound = [
         *zip(arguments, args, strict=False),
         *((each, kwargs[each.name]) for each in arguments if each.name in kwargs),
     ]
-    return [pair for pair in given if pair[0].alias_info and pair[0].alias_info.is_write]
+    return [pair for pair in bound if pair[0].alias_info and pair[0].alias_info.is_write]
 
 
-# ---- modules that compute alike
+# ---- modules that run the same operators
 
 NUMBERED = re.compile(
     "idx|index|layer|number"
@@ -124,7 +125,7 @@ NUMBERED = re.compile(
 
 
 def kind_of(tensor: Tensor) -> tuple:
-    """Return all properties of a tensor except its values."""
+    """Return a tensor's shape, dtype, device and `requires_grad`."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
@@ -160,7 +161,7 @@ def _settings(part: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-# ---- operators that write into what they have saved
+# ---- operators that write into tensors that they have saved for backward
 
 # In training, rrelu saves the noise tensor for backward before it fills it with random numbers, and
 # does not increase the tensor's version counter.
@@ -172,15 +173,15 @@ WRITES_AFTER_SAVING = (
 
 
 def writes_after_saving(node: Any) -> bool:
-    """Return whether a node of autograd's graph belongs to such an operator."""
+    """Return whether a node of autograd's graph belongs to one of `WRITES_AFTER_SAVING`."""
     return node is not None and node.name().startswith("RreluWithNoiseBackward")
 
 
 def saves_unset_memory(node: Any) -> bool:
     """Return whether a node of autograd's graph belongs to an operator that saves arbitrary values.
 
-    These are `rrelu`, which saves memory before it draws its noise, and `ctc_loss`, which never
-    fills or reads the padding of its table.
+    These are `rrelu`, which saves an uninitialized tensor before it draws its noise, and
+    `ctc_loss`, which never fills or reads the padding of its table.
     """
     names = ("RreluWithNoiseBackward", "CtcLossBackward")
     return node is not None and node.name().startswith(names)
@@ -224,7 +225,7 @@ def is_symbolic(*tensors: Any) -> bool:
 def not_collecting() -> Iterator[None]:
     """Disable garbage collection inside the block.
 
-    The collector would examine all symbolic tensors again and again.
+    Otherwise the collector would examine all symbolic tensors again in each of its runs.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -266,12 +267,13 @@ def check_in_training(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_torch_func(error: BaseException | None, name: str) -> None:
-    """If `error` is the one that PyTorch raises for saved-tensor hooks under `torch.func`, raise
-    another with advice.
+    """Raise an error with advice if `error` says that `torch.func` does not support hooks.
+
+    PyTorch raises it if saved-tensor hooks are set inside a transform such as `torch.func.grad`.
 
     Args:
-        error: Error of a function under hooks, or of entering them, or None.
-        name: Name of what sets the hooks around the function, for the message.
+        error: Error raised under saved-tensor hooks, or when they were set; None if there was none.
+        name: Name of the context or function that sets the hooks, for the message.
     """
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         raise RuntimeError(
@@ -283,7 +285,7 @@ def check_torch_func(error: BaseException | None, name: str) -> None:
 
 @contextmanager
 def torch_func_refused(name: str) -> Iterator[None]:
-    """Apply `check_torch_func` to an error of the block."""
+    """Apply `check_torch_func` to errors that are raised inside the block."""
     try:
         yield
     except RuntimeError as error:
@@ -300,7 +302,8 @@ class RandomState:
     Args:
         devices: Devices whose generators are included in addition to the CPU's. By default all CUDA
             devices in use. The CPU and devices without generators are ignored.
-        counted: Whether meters count the CPU's state, as they do for `torch.get_rng_state`.
+        counted: Whether meters count the tensor with the CPU generator's state, as they do if
+            `torch.get_rng_state` creates it.
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
@@ -338,19 +341,20 @@ class AllRandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
-        self.of_torch = RandomState(devices, counted=counted)
-        self.of_python, self.of_numpy = random.getstate(), np.random.get_state()
+        self.torch_state = RandomState(devices, counted=counted)
+        self.python_state, self.numpy_state = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
-        self.of_torch.restore()
-        random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)
+        self.torch_state.restore()
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
 
 
 @contextmanager
 def random_numbers_undone() -> Iterator[None]:
     """Restore the generators after an error inside the block."""
-    state = AllRandomState(counted=False)  # meters do not count these states
+    # not counted, because the state is not memory that the block uses
+    state = AllRandomState(counted=False)
     try:
         yield
     except BaseException:
@@ -372,13 +376,17 @@ class AutocastState:
 
     @contextmanager
     def restored(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Restore these settings inside the block; `cache_enabled` replaces that of the cache."""
+        """Restore these settings inside the block.
+
+        Args:
+            cache_enabled: Setting of the cache; by default the stored one.
+        """
         with ExitStack() as stack:
             for kind, (enabled, dtype, cached) in self.states.items():
-                wanted = (enabled, dtype, cached if cache_enabled is None else cache_enabled)
-                if wanted != _autocast(kind):
+                settings = (enabled, dtype, cached if cache_enabled is None else cache_enabled)
+                if settings != _autocast(kind):
                     stack.enter_context(
-                        torch.autocast(kind, dtype, wanted[0], cache_enabled=wanted[2])
+                        torch.autocast(kind, dtype, settings[0], cache_enabled=settings[2])
                     )
             yield
 
@@ -397,7 +405,7 @@ def autocast_of(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-# ---- modes
+# ---- dispatch and function modes
 
 
 class ObserverMode(TorchDispatchMode):
@@ -417,9 +425,9 @@ class ObserverMode(TorchDispatchMode):
 
 
 def modes_when_recomputed() -> list[TorchFunctionMode]:
-    """Return the active function modes that checkpoints enter again for the recomputation.
+    """Return the active function modes with an attribute `when_recomputed` that is true.
 
-    They have `when_recomputed = True`.
+    Checkpoints enter these modes again for the recomputation.
     """
     return [
         mode
