@@ -1,7 +1,7 @@
 # Works with GNU make 4 and with macOS's make 3.81.
-# make lab PYTHON=python3.12     the Python that .venv is made from
-# make lab VENV=~/envs/course    another place for the environment
-# make lab TORCH=cpu             torch without CUDA, which is gigabytes smaller on Linux; .venv keeps to it from then on
+# make lab PYTHON=python3.12     create .venv with this Python
+# make lab VENV=~/envs/course    use this folder for the environment instead of .venv
+# make lab TORCH=cpu             install torch without CUDA, which is gigabytes smaller on Linux; .venv keeps this build
 # make lab ARGS="--no-browser --port 8899"
 
 # `make gpu PYTHON=python3` runs with a machine's own Python and installs nothing; without PYTHON it uses .venv.
@@ -14,7 +14,7 @@ ARGS   ?=
 $(if $(filter-out cpu,$(TORCH)),$(error TORCH must be cpu or empty, got "$(TORCH)"; if it is empty, pip chooses the build))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# `make test-library` makes an environment of its own beside .venv, with all but torch as it is pinned.
+# `make test-library` creates a separate environment, with every package except torch at its pinned version.
 TORCH_VERSION ?= newest
 OTHER_VENV := .venv-torch-$(TORCH_VERSION)
 LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_growth budget_models budget_ranks \
@@ -24,7 +24,8 @@ LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command 
 LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
 
 BIN       := $(VENV)/bin
-# What a learner needs, and with it what `make test`, `site` and `slides` need, 1.1 GB more.
+# These files mark what is installed: INSTALLED all that a learner needs, and COMPLETE also the 1.1 GB that `make test`,
+# `site` and `slides` need.
 INSTALLED := $(VENV)/.course-installed
 COMPLETE  := $(VENV)/.course-test-installed
 CPU_TORCH := $(VENV)/.course-torch-cpu
@@ -32,14 +33,14 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 FILE_LIST := $(VENV)/etc/jupyter/jupyter_server_config.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-# Every notebook against its stored outputs, and two workers. loadscope: the cells of a notebook share a kernel, so one
-# worker runs all of them, in order. The limits are such as only a kernel that hangs can reach (tests/patience.py).
+# Compares every notebook with its stored outputs, with two workers. --dist=loadscope lets one worker run all cells of a
+# notebook in order, because they share a kernel. Only a kernel that hangs can exceed the timeouts (tests/patience.py).
 WITH_NOTEBOOKS := --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval.cfg --nbval-cell-timeout=3600 \
   --nbval-kernel-startup-timeout=3600 -n 2 --dist=loadscope --no-loadscope-reorder
 
 GPU_PYTHON = PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python)
 GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
-# Several workers where pytest-xdist is: tests/conftest.py says how many.
+# Uses several workers if pytest-xdist is installed; tests/conftest.py sets their number.
 WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
 OUT       ?= build/gpu
 
@@ -48,7 +49,7 @@ OUT       ?= build/gpu
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-# From the whole folder, so that links of lessons to docs/ work.
+# The server's root is the whole folder, so that links from lessons to docs/ work.
 lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
@@ -128,7 +129,7 @@ clean: ## remove caches and build files; the next target checks .venv again / �
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(COMPLETE) $(TRUSTED)
 	find course_lib publish notebooks tests \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
-# pip is the last thing `python -m venv` puts in place, so a creation that was interrupted is done again.
+# `python -m venv` installs pip last, so if its creation was interrupted, pip is missing and the creation is repeated.
 $(BIN)/pip:
 	@$(PYTHON) -c '' 2>/dev/null || \
 	  { echo "There is no '$(PYTHON)' here: install Python 3.11, 3.12 or 3.13, or name one, as in make lab PYTHON=python3.12" >&2; exit 1; }
@@ -137,12 +138,12 @@ $(BIN)/pip:
 	  { echo "$(PYTHON) cannot make environments: install its venv package (python3-venv on Debian and Ubuntu)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch alone comes from PyTorch's index, and what it needs from where all else does: 2.13.0+cpu is torch==2.13.0 to pip.
+# Only torch comes from PyTorch's index; its dependencies come from PyPI. For pip, 2.13.0+cpu satisfies torch==2.13.0.
 $(CPU_TORCH): constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install --upgrade --no-deps --index-url $(TORCH_INDEX) $(shell sed -n 's/^\(torch==[^;# ]*\).*/\1/p' constraints.txt)
 	@touch $@
 
-# An environment that once got the CPU build keeps to it, whether or not TORCH is named again.
+# An environment with the CPU build keeps it, even if a later call does not set TORCH.
 $(INSTALLED): pyproject.toml constraints.txt $(if $(TORCH),$(CPU_TORCH),$(wildcard $(CPU_TORCH))) | $(BIN)/pip
 	@echo "Installing what the course needs: minutes the first time, then never again. / 安装课程所需的软件：首次要几分钟，以后不再需要。"
 	$(BIN)/python -m pip install -e '.[course]' -c constraints.txt
@@ -153,14 +154,14 @@ $(COMPLETE): $(INSTALLED)
 	$(BIN)/python -m pip install -e '.[course,docs,test]' -c constraints.txt
 	@touch $@
 
-# Keeps all cells in the page, so that the language switch in the first one works wherever the reader is.
-# In the file list names have the room of the dates, and the glossary opens as a page to be read.
+# These settings keep all cells in the page, so that the language switch in the first cell also works when the reader has
+# scrolled away. In the file list they hide the dates to show longer names, and they open the glossary as a rendered page.
 $(OVERRIDES): publish/jupyterlab/overrides.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 
-# Keeps notebooks/scripts out of a learner's file list, where its files would look like lessons, and keeps jupytext from
-# writing a reader's answers into them.
+# This configuration hides notebooks/scripts from the file list, where its files would look like lessons, and keeps
+# jupytext from writing a reader's answers into them.
 $(FILE_LIST): publish/jupyterlab/server.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@

@@ -1,4 +1,4 @@
-"""What the first of two ranks holds at its peak: predicted in one process, then measured in two.
+"""Predict the peak memory of the first of two ranks in one process, then measure it in two.
 
 python examples/two_ranks.py ddp fsdp
 """
@@ -7,7 +7,7 @@ import sys
 
 from course_lib.distributed import launch, predict, task_of
 
-# the course's decoder; `config=` or `model=` name one of yours
+# This is the course's decoder. Pass `config=` or `model=` for a model of yours.
 task = task_of(batch=4, sequence=64)
 modes = sys.argv[1:] or ["ddp", "zero1", "fsdp", "fsdp-checkpoint"]
 predicted = {
@@ -17,5 +17,5 @@ predicted = {
 sizes = ["--batch", "4", "--sequence", "64"]
 for run in launch(2, "--mode", ",".join(modes), "--steps", "3", "--details", *sizes):
     peak = predicted[run["mode"]].peak_bytes
-    measured = run["taken"][0]["peak_bytes"]  # of the first rank
+    measured = run["taken"][0]["peak_bytes"]  # index 0 is the first rank
     print(f"{run['mode']:>16} {peak:>12,} bytes predicted, {measured:>12,} measured")

@@ -1,4 +1,4 @@
-"""The cheapest ways to fit a training step into a number of bytes.
+"""Find the cheapest recipes with which a training step fits into a byte budget, and run the first.
 
 python examples/your_budget.py
 """
@@ -16,11 +16,11 @@ def make_model() -> Decoder:
 
 
 def make_batch() -> torch.Tensor:
-    return torch.randint(256, (8, 65))  # (sequences, tokens and the one to predict)
+    return torch.randint(256, (8, 65))  # (sequences, 64 inputs and the last label)
 
 
-found = fit(make_model, make_batch, BUDGET_BYTES)
-for way in found[:3]:
-    print(f"{way.peak_bytes:>12,} bytes, {way.flops:>15,} FLOPs: {way.recipe}")
-step = run(make_model, make_batch, found[0].recipe, budget_bytes=BUDGET_BYTES)
-print(f"{step.meter.peak_bytes:>12,} bytes measured: {found[0].recipe}")
+estimates = fit(make_model, make_batch, BUDGET_BYTES)
+for candidate in estimates[:3]:
+    print(f"{candidate.peak_bytes:>12,} bytes, {candidate.flops:>15,} FLOPs: {candidate.recipe}")
+step = run(make_model, make_batch, estimates[0].recipe, budget_bytes=BUDGET_BYTES)
+print(f"{step.meter.peak_bytes:>12,} bytes measured: {estimates[0].recipe}")

@@ -1,4 +1,4 @@
-"""Where the bytes of one step of your model go: predicted, then measured, equal to the byte.
+"""Predict the peak memory of one step of your model, then measure it; both are equal to the byte.
 
 python examples/your_model.py
 """
@@ -21,7 +21,7 @@ def make_batch() -> torch.Tensor:
 
 
 def loss_sum(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return (model(batch) ** 2).mean((1, 2)).sum(), len(batch)  # the sum over samples, and how many
+    return (model(batch) ** 2).mean((1, 2)).sum(), len(batch)  # sum over samples, number of samples
 
 
 for recipe in (Recipe(), Recipe(checkpoint="layers"), Recipe(micro_batches=4)):

@@ -611,7 +611,7 @@ def test_where_there_is_no_room_the_batch_is_halved_then_the_layers_and_the_size
             )[batch == 2]
         yield {"second_bytes": 1}
 
-    run = made_of(large).run("cpu", found=found.append)
+    run = made_of(large).run("cpu", on_result=found.append)
     assert tried == [(4, 2), (2, 2), (2, 1)]
     assert run == found[-1] == Run({"first_bytes": 2, "second_bytes": 1}, {"batch": 2, "layers": 1})
     lengths = made_of(
@@ -620,7 +620,7 @@ def test_where_there_is_no_room_the_batch_is_halved_then_the_layers_and_the_size
         small={"lengths": (8, 32)},
     )
     with pytest.raises(
-        MemoryError, match=r"^there is no room for it at any size \(MemoryError: \(8, 32\)\)$"
+        MemoryError, match=r"^memory is too small at any size \(MemoryError: \(8, 32\)\)$"
     ):
         lengths.run("cpu")
 
@@ -641,7 +641,7 @@ def test_more_host_memory_than_is_free_is_not_asked_for():
     need_host_memory(1)
     if sys.platform == "linux":
         with pytest.raises(
-            MemoryError, match=r"^it pins 1000000 GB of host memory, of which \d+ GB are free$"
+            MemoryError, match=r"^pinning needs 1000000 GB of host memory, but \d+ GB are free$"
         ):
             need_host_memory(10**15)
 

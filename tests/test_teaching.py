@@ -445,7 +445,7 @@ def test_categories_and_phases_have_the_glossarys_names():
     ]
     assert said == ["activation", "optimizer state", "backward", "optimizer"]
     assert list(map(labels.chinese, said)) == ["激活值", "优化器状态", "反向", "优化器"]
-    with pytest.raises(ValueError, match=r"the name must be one of .*, got 'weights'"):
+    with pytest.raises(ValueError, match=r"^name must be one of .*, got 'weights'"):
         teaching.category_label("weights")
 
 

@@ -1,14 +1,15 @@
-"""The words that the course's code shows, in English or in Chinese.
+"""Labels: the text that the course's code shows, in English or in Chinese.
 
-The code has only the English. The Chinese is in `zh.toml` next to this file, and nowhere else.
+The code contains only the English. All Chinese is in `zh.toml` next to this file.
 
-    text("{n:,} tokens", n=1024)  # "1,024 tokens", which can be translated wherever it goes
+    text("{n:,} tokens", n=1024)  # "1,024 tokens", a string that can be translated later
     say("peak, MB")               # plain text in the current language
     markup("peak, MB")            # HTML in both languages; a page shows one of them
     verbatim("sgd")               # the same in both languages, such as the name of an option
 
-A label is found by its English, so it may pass through lists, f-strings and matplotlib. This module
-imports only the standard library, since every part of the course may import it.
+A label is looked up by its English, so it is still translated after it has passed through lists,
+f-strings and matplotlib. This module imports only the standard library, since every part of the
+course may import it.
 """
 
 import html
@@ -23,13 +24,14 @@ from pathlib import Path
 LANGUAGES = ("en", "zh", "both")
 CATALOG = Path(__file__).parent / "zh.toml"
 _MOST_MADE = 4096
-# English -> label, for the labels that `text` has made: those of the catalog without values, and
-# the most recent others.
+# English -> label. `_fixed` has the labels without values that are in the catalog, and `_made` the
+# other labels that `text` created, at most `_MOST_MADE`.
 _fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
 # None until `choose` is called; until then `current` reads the environment each time
 _chosen: str | None = None
-# Languages of HTML and figures: both, of which a page shows one, unless `choose_only` was called
+# Languages in which HTML and figures are written. With both, the page's switch hides one of them;
+# `choose_only` leaves only one.
 _shown: tuple[str, ...] = ("en", "zh")
 
 # Text that is the same in every language: code, math, placeholders and addresses.
@@ -42,7 +44,7 @@ _HAN = re.compile("[\u3400-\u9fff]")
 
 
 class LabelError(ValueError):
-    """A label without Chinese, or one whose Chinese does not match it."""
+    """Error for a label that has no Chinese, or whose Chinese has other placeholders."""
 
 
 # The current language
@@ -56,7 +58,7 @@ def choose(default: str) -> str:
         ValueError: The environment variable or `default` is not "en", "zh" or "both".
     """
     global _chosen
-    _chosen = _from_environment() or _known(default, "default")
+    _chosen = _from_environment() or _checked_language(default, "default")
     return _chosen
 
 
@@ -86,10 +88,10 @@ def current() -> str:
 
 def _from_environment() -> str | None:
     value = os.environ.get("COURSE_LANG")
-    return _known(value, "COURSE_LANG") if value else None
+    return _checked_language(value, "COURSE_LANG") if value else None
 
 
-def _known(value: str, name: str) -> str:
+def _checked_language(value: str, name: str) -> str:
     if value not in LANGUAGES:
         raise ValueError(f'{name} must be "en", "zh" or "both", got {value!r}')
     return value
@@ -100,9 +102,13 @@ def _known(value: str, name: str) -> str:
 
 
 class Label(str):
-    """English words with the template and the values they were made from.
+    """English text that keeps the template and the values from which it was made.
 
-    A notebook shows them in both languages.
+    A notebook shows it in both languages.
+
+    Attributes:
+        template: English with placeholders, a key of the catalog.
+        values: Name of a placeholder -> its value.
     """
 
     template: str
@@ -139,7 +145,7 @@ class Label(str):
 
 
 class Verbatim(str):
-    """Words that are the same in every language; `verbatim` creates them."""
+    """Text that is the same in every language; `verbatim` creates it."""
 
 
 def verbatim(words: object) -> Verbatim:
@@ -169,10 +175,10 @@ def text(english: str, /, **values: object) -> Label:
 
 
 def _remember(label: Label) -> None:
-    """Store a label, so that it is found by its English.
+    """Store a label, so that `chinese` finds it by its English.
 
-    Labels of the catalog without values stay, since they are few. Others are dropped when many
-    newer ones have been made.
+    Labels without values that are in the catalog are always kept, since they are few. Only the
+    newest `_MOST_MADE` of the others are kept.
     """
     if not label.values and label in catalog():
         _fixed[str(label)] = label
@@ -184,7 +190,7 @@ def _remember(label: Label) -> None:
 
 
 def listed(words: Iterable[object], separator: str = ", ") -> str:
-    """Join labels; Chinese has its own marks for ", ", "; " and the space between two sentences."""
+    """Join labels into one label; the catalog has the Chinese form of each separator."""
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]
     return (
@@ -242,14 +248,14 @@ def say(words: object, separator: str = " ") -> str:
 def markup(words: object) -> str:
     """Return a label as HTML, escaped, with `backquotes` as code.
 
-    It has one element per language, one above the other.
+    If the languages differ, there is one element per language, one above the other.
     """
     en, zh = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each)) for each in both(words))
     if en == zh or _shown == ("en",):
         return en
     if _shown == ("zh",):
         return zh
-    # The space separates the two if a viewer removes the styles.
+    # A viewer may remove the styles. The space then separates the two languages.
     return (
         f'<span lang="en" style="display: block">{en}</span> <span lang="zh" style="display:'
         f' block">{zh}</span>'
@@ -257,13 +263,13 @@ def markup(words: object) -> str:
 
 
 def _piecewise(words: str) -> str | None:
-    """Return the Chinese of words that contain labels; None if some English would remain."""
+    """Translate each label that the words contain; return None if English words would remain."""
     if not is_english(words):  # for example code in which `input` is a name
         return None
-    known = (*_fixed.items(), *_made.items())
+    stored = (*_fixed.items(), *_made.items())
     inside = {
         en: zh
-        for en, made in known
+        for en, made in stored
         if en and en in words and en != words and (zh := made.in_chinese())
     }
     if not inside:
@@ -284,7 +290,7 @@ def _piecewise(words: str) -> str | None:
 def is_english(words: str) -> bool:
     """Return whether words need Chinese.
 
-    They do if they contain an English word that is neither code nor `same`, and no Chinese.
+    They do if they contain no Chinese, and an English word that is neither code nor in `same()`.
     """
     return not _HAN.search(words) and any(
         word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words))
@@ -328,7 +334,7 @@ def _read() -> dict:
 
 
 def entries(sections: dict) -> dict[str, str]:
-    """Return the entries of all sections of a catalog; errors are those of `catalog`."""
+    """Return the entries of all sections of a catalog; raises the errors of `catalog`."""
     found: dict[str, str] = {}
     for section, words in sections.items():
         for en, zh in words.items() if isinstance(words, dict) else ():

@@ -1,4 +1,4 @@
-"""Commands in the reader's language: `Parser` translates its help, usage and errors."""
+"""Command lines in the reader's language: `Parser` translates help, usage and errors."""
 
 import argparse
 import re
@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from . import both, current, sentences, text, verbatim
 
-# argparse's own words, which it passes to gettext.
-_OWN = (
+# argparse's own texts that are translated; argparse passes each of them to gettext
+_ARGPARSE_TEXTS = (
     "usage: ",
     "options",
     "positional arguments",
@@ -26,9 +26,9 @@ _OWN = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that translates its own words and those that it is given.
+    """An argparse parser that translates argparse's own text and the help that is passed to it.
 
-    With COURSE_LANG=both they are in English, because a terminal has no room for two languages.
+    With COURSE_LANG=both all text is in English, because a terminal has no room for two languages.
 
     Attributes:
         options: Names of the options that were added.
@@ -42,21 +42,23 @@ class Parser(argparse.ArgumentParser):
         except ValueError as error:  # the language is unknown, so this is in English
             sys.stderr.write(f"error: {error}\n")
             raise SystemExit(2) from None
-        with _own_words():
-            super().__init__(*args, description=_said(description), epilog=_said(epilog), **options)
+        with _translated_argparse():
+            super().__init__(
+                *args, description=_translated(description), epilog=_translated(epilog), **options
+            )
 
     def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
         self.__dict__.setdefault("options", []).extend(names)
-        return super().add_argument(*names, help=_said(help), **options)
+        return super().add_argument(*names, help=_translated(help), **options)
 
     def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
-        with _own_words():
-            given, others = self.parse_known_args(*args, **options)
+        with _translated_argparse():
+            parsed, others = self.parse_known_args(*args, **options)
             if others:
-                self.error(f"unrecognized arguments: {self._explained(others)}")
-            return given
+                self.error(f"unrecognized arguments: {self._with_suggestion(others)}")
+            return parsed
 
-    def _explained(self, others: list[str]) -> str:
+    def _with_suggestion(self, others: list[str]) -> str:
         """Return the arguments that belong to no option, with a suggestion for the first one."""
         words, first = " ".join(others), others[0]
         if not first.startswith("-"):
@@ -68,17 +70,17 @@ class Parser(argparse.ArgumentParser):
         return f"{words}; did you mean {meant}?" if meant else words
 
     def format_help(self) -> str:
-        with _own_words():
+        with _translated_argparse():
             return super().format_help()
 
     def format_usage(self) -> str:
-        with _own_words():
+        with _translated_argparse():
             return super().format_usage()
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line; argparse would print all options first."""
         sentence = text("error: {sentence} (see --help)", sentence=translated_error(message))
-        self.exit(2, f"{_said(sentence)}\n")
+        self.exit(2, f"{_translated(sentence)}\n")
 
 
 def translated_error(message: str) -> str:
@@ -99,27 +101,32 @@ def translated_error(message: str) -> str:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Return each sentence under [errors] as a pattern with one group per value, and its Chinese.
+    """Return each sentence under [errors] as (pattern with one group per value, Chinese).
 
-    Those with the most text outside of values come first, because a value may be any text.
+    Sentences with the most text outside of values come first, because a value matches any text.
     """
-    known = sorted(sentences().items(), key=lambda entry: -len(re.sub(r"\{\w+\}", "", entry[0])))
+    templates = sorted(
+        sentences().items(), key=lambda entry: -len(re.sub(r"\{\w+\}", "", entry[0]))
+    )
     return [
         (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(english)), re.S), zh)
-        for english, zh in known
+        for english, zh in templates
     ]
 
 
-def _said(words: str) -> str:
+def _translated(words: str) -> str:
     return both(words)[1] if current() == "zh" and words else words
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
-    """Translate argparse's own words inside the block; argparse looks up its `_` at each use."""
-    before = argparse._
-    argparse._ = lambda words: _said(words) if words in _OWN else before(words)
+def _translated_argparse() -> Iterator[None]:
+    """Translate argparse's own text inside the block.
+
+    argparse calls `argparse._`, its name for gettext, each time that it shows a text.
+    """
+    gettext = argparse._
+    argparse._ = lambda words: _translated(words) if words in _ARGPARSE_TEXTS else gettext(words)
     try:
         yield
     finally:
-        argparse._ = before
+        argparse._ = gettext

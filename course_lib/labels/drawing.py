@@ -1,4 +1,4 @@
-"""Import of matplotlib, which the library needs only to draw, and the font for Chinese labels."""
+"""Drawing with labels: the optional import of matplotlib, and the font for Chinese labels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from types import ModuleType
 
 FONT = "Course Sans SC"
 _FILE = Path(__file__).parents[1] / "teaching" / "fonts" / "CourseSansSC-Regular.otf"
-#: In a string with math, matplotlib draws everything else in the first font only, so that is the
-#: one with Chinese characters.
+#: In a string with math, matplotlib draws all other text in the first font. So the first font is
+#: the one with Chinese characters.
 FAMILY = [FONT, "DejaVu Sans"]
 
 

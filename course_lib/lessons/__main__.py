@@ -107,7 +107,7 @@ def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
         return record(item, run, command=command, folder=folder, device=device, finished=finished)
 
     try:
-        run = item.run(device, small=device == "cpu", found=write)
+        run = item.run(device, small=device == "cpu", on_result=write)
         path = write(run, finished=True)
     except Exception as error:  # too little memory for one experiment must not stop the others
         if STOP.is_set():

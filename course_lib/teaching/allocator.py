@@ -1,4 +1,4 @@
-"""Counters of the CUDA allocator for an experiment."""
+"""The CUDA allocator's byte counters, for the GPU experiments of `experiments`."""
 
 import gc
 
@@ -13,11 +13,11 @@ def release(device: torch.device) -> None:
         torch.cuda.init()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # frees cached pinned memory
 
 
 class Allocator:
-    """The CUDA allocator's counters, relative to what was allocated when this object was created.
+    """The CUDA allocator's counters, minus the bytes that were allocated at its creation.
 
     No GPU is needed until a counter is read.
     """
@@ -36,7 +36,7 @@ class Allocator:
         return torch.cuda.memory_reserved(self.device) - self.allocated_before
 
     def requested(self) -> int:
-        """Return the bytes that were requested; the allocator adds some to each request."""
+        """Return the requested bytes, before the allocator rounds up each request."""
         return (
             torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             - self.requested_before
@@ -61,7 +61,10 @@ class Allocator:
 
 
 class BetweenOperators(TorchDispatchMode):
-    """The most bytes that are allocated at the end of an operator, without its workspace."""
+    """A mode that records the most bytes allocated at the end of any operator.
+
+    An operator has freed its workspace by then, so `peak_bytes` does not include workspaces.
+    """
 
     def __init__(self, allocator: Allocator) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Figures in words: the alt text that a screen reader speaks instead of showing the picture."""
+"""Alt texts of figures, which a screen reader speaks instead of showing the picture."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,20 +20,20 @@ _KINDS = {
 
 
 def alt_text(drawn: "Figure", language: str) -> str:
-    """Return a figure's title, followed by its `alt` or by what can be read off its axes.
+    """Return a figure's title, followed by its `alt` or by a description of its axes.
 
-    Only words and numbers written in the picture are used, and the ends of measured curves, because
-    other coordinates may differ between machines. The texts of the figure must already be in the
+    The description uses only the text in the picture and the ends of measured curves, because other
+    coordinates may differ between machines. The texts of the figure must already be in the
     language.
     """
-    if (given := getattr(drawn, "course_alt", None)) is not None:
-        description = in_language(given, language)
+    if (own_alt := getattr(drawn, "course_alt", None)) is not None:
+        description = in_language(own_alt, language)
     else:
         sentences = [*(_panel(ax, language) for ax in drawn.axes), *_shared(drawn, language)]
         description = (" " if language == "en" else "").join(sentences)
     title = _plain(drawn.get_suptitle())
     return (
-        in_language(text("{title}. {said}", title=title, said=description), language)
+        in_language(text("{title}. {description}", title=title, description=description), language)
         if title
         else description
     )
@@ -53,8 +53,8 @@ def _panel(ax: "Axes", language: str) -> str:
     clauses.append(_written([*(legend.get_texts() if legend else ()), *ax.texts]))
     description = listed(filter(None, clauses), "; ")
     if title := _plain(ax.get_title(loc="left") or ax.get_title()):
-        description = text("{title}: {said}", title=title, said=description)
-    sentence = in_language(text("{said}.", said=description), language)
+        description = text("{title}: {description}", title=title, description=description)
+    sentence = in_language(text("{description}.", description=description), language)
     return sentence[:1].upper() + sentence[1:]
 
 
@@ -64,7 +64,7 @@ def _kinds(ax: "Axes") -> list[str]:
     curves = [
         line for line in ax.lines if line.get_linestyle() != "None" and len(line.get_xdata()) > 2
     ]
-    found = {
+    artists_of = {
         "tile": ax.images,
         "bar": ax.containers,
         "box": [item for item in ax.collections if isinstance(item, PatchCollection)],
@@ -72,7 +72,7 @@ def _kinds(ax: "Axes") -> list[str]:
         "line": curves,
         "point": [line for line in ax.lines if line.get_marker() not in ("None", None, "")],
     }
-    return [kind for kind, artists in found.items() if artists]
+    return [kind for kind, artists in artists_of.items() if artists]
 
 
 def _axis(template: str, axis: Any) -> str:
@@ -88,7 +88,7 @@ def _shared(drawn: "Figure", language: str) -> list[str]:
     clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _written(items)]
     description = listed(filter(None, clauses), "; ")
     return (
-        [in_language(text("All panels: {said}.", said=description), language)]
+        [in_language(text("All panels: {description}.", description=description), language)]
         if description
         else []
     )
@@ -99,7 +99,7 @@ def _written(items: Iterable[Any]) -> str:
 
     Numbers are left out, because they mean nothing without their position.
     """
-    found = {}
+    labels: dict[str, None] = {}
     for item in items:
         if any(character.isalpha() for character in item.get_text()):
             words = f"“{_plain(item.get_text())}”"
@@ -107,8 +107,8 @@ def _written(items: Iterable[Any]) -> str:
                 words = text(
                     "{words} from {first} to {last}", words=words, first=ends[0], last=ends[1]
                 )
-            found[words] = None
-    return text("labels: {labels}", labels=listed(found)) if found else ""
+            labels[words] = None
+    return text("labels: {labels}", labels=listed(labels)) if labels else ""
 
 
 def _plain(words: str) -> str:

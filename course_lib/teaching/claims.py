@@ -1,7 +1,7 @@
 """Claims that learners may have read, each with the experiment that tests it and the outcome.
 
-The claims are in the modules of their lessons, without measured figures: each lesson measures these
-and passes them in. A test repeats every experiment.
+The claims are in the modules of their lessons. Each lesson measures the figures and passes them to
+`what_you_may_have_read`. A test repeats every experiment.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,20 @@ from dataclasses import dataclass
 
 from .tables import Table
 
-#: Outcomes of a claim. One that is right only in some cases, or at a price that it does not
-#: mention, holds partly.
+#: Outcomes of a claim. A claim holds partly if it is right only in some cases, or if it does not
+#: mention a cost.
 OUTCOMES = ("fails", "partly", "holds")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim. All attributes except the outcome are labels.
+    """A claim with its experiment and outcome. All attributes except the outcome are labels.
 
     Attributes:
+        claim: The claim, as it is stated in the source.
+        experiment: Description of the experiment.
+        verdict: One sentence on whether and when the claim is right.
+        outcome: One of `OUTCOMES`.
         source: Where the claim is from, as it is cited; by default the teaching documents from
             which the course was developed.
 

@@ -1,4 +1,7 @@
-"""Verdicts, and `exercise`, which makes checks that never raise, whatever the answer is."""
+"""Checks of exercises: `exercise` turns a function into a check that returns a `Verdict`.
+
+A check never raises an error, whatever the answer is.
+"""
 
 import functools
 import inspect
@@ -110,7 +113,7 @@ class Exercise:
 
     def __call__(self, answer: Any) -> Verdict:
         self.accepted = False
-        verdict = self._judged(answer)
+        verdict = self._verdict_on(answer)
         if verdict.message == _UNANSWERED:
             return not_answered()
         if verdict.correct is not False:
@@ -121,7 +124,7 @@ class Exercise:
         self.tries += 1
         return replace(verdict, hint=self._hints[min(self.tries, len(self._hints)) - 1])
 
-    def _judged(self, answer: Any) -> Verdict:
+    def _verdict_on(self, answer: Any) -> Verdict:
         if answer is None or answer is ...:
             return not_answered()
         try:
@@ -190,7 +193,7 @@ def in_words(model: str) -> Exercise:
 def _error_repr(error: Exception) -> str:
     try:
         return repr(error)
-    except Exception:  # the error's arguments may be anything
+    except Exception:  # the error's arguments may have methods that raise
         return type(error).__name__
 
 
@@ -227,7 +230,7 @@ def _is_miscalled(error: Exception) -> bool:
 def _first_line(error: Exception) -> str:
     try:
         return str(error).strip().partition("\n")[0][:200]
-    except Exception:  # the error's arguments may be anything
+    except Exception:  # the error's arguments may have methods that raise
         return ""
 
 
@@ -239,7 +242,11 @@ def _unwrapped(answer: Any) -> Any:
 
 
 def largest_that_fits(
-    answer: Any, sizes: Sequence[int], peak: Callable[[int], int], budget_bytes: int, wanted: str
+    answer: Any,
+    sizes: Sequence[int],
+    peak: Callable[[int], int],
+    budget_bytes: int,
+    not_a_size: str,
 ) -> tuple[int, int, int | None]:
     """Check that the answer is the largest size whose peak is within the budget.
 
@@ -248,7 +255,7 @@ def largest_that_fits(
         sizes: Allowed sizes in ascending order.
         peak: Function of a size that returns its peak in bytes.
         budget_bytes: The budget.
-        wanted: Message if the answer is not one of the sizes.
+        not_a_size: Message if the answer is not one of the sizes.
 
     Returns:
         The answer, its peak, and the peak of the next size, or None if there is no next size.
@@ -258,7 +265,7 @@ def largest_that_fits(
     """
     number = _number(answer)
     if number not in sizes:
-        raise Refused(wanted)
+        raise Refused(not_a_size)
     place = sizes.index(number)
     size, here = sizes[place], peak(sizes[place])
     if here > budget_bytes:
@@ -340,7 +347,7 @@ def _number(answer: Any) -> Fraction | float | None:
         return None
 
 
-def _close(number: Fraction | float, wanted: float, tolerance: float) -> bool:
+def _close(number: Fraction | float, expected: float, tolerance: float) -> bool:
     if isinstance(number, float):  # infinite
         return False
-    return abs(number - Fraction(wanted)) <= Fraction(tolerance) * abs(Fraction(wanted))
+    return abs(number - Fraction(expected)) <= Fraction(tolerance) * abs(Fraction(expected))

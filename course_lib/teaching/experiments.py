@@ -41,9 +41,10 @@ QUANTITIES = {
 TINY = {"vocabulary": 64, "hidden": 32, "heads": 2, "layers": 2, "sequence": 16, "batch": 2}
 
 
-#: Sizes that are halved when memory runs out: the first of these that is above its small size.
+#: Names of the sizes that may be halved when memory runs out. The first one in this list that stays
+#: at or above its small size is halved.
 HALVED = ("batch", "megabytes", "lengths", "layers", "sequence")
-#: For this many cycles, about 20 ms, the GPU waits while Python queues what is timed.
+#: The GPU waits for this many cycles, about 20 ms, while Python queues the work that is timed.
 SPIN_CYCLES = 40_000_000
 
 
@@ -72,7 +73,8 @@ class Experiment:
         title: A label.
         labels: Name of a figure -> its label. A placeholder in the name matches any text, which
             replaces the same placeholder in the label.
-        sizes, small: Sizes of the experiment; with small ones it takes a second on any device.
+        sizes, small: Sizes of the experiment, and smaller ones with which it takes about a second
+            on any device.
     """
 
     lesson: str
@@ -88,7 +90,7 @@ class Experiment:
         device: str | torch.device = "cuda",
         *,
         small: bool = False,
-        found: Callable[[Run], object] | None = None,
+        on_result: Callable[[Run], object] | None = None,
     ) -> Run:
         """Run the experiment with fixed random numbers; the generators are restored afterwards.
 
@@ -96,7 +98,7 @@ class Experiment:
         with shorter sequences.
 
         Args:
-            found: Function that is called with all results so far whenever there are new ones.
+            on_result: Function that is called with all results so far whenever there are new ones.
 
         Raises:
             MemoryError: Memory is too small at any size.
@@ -108,19 +110,19 @@ class Experiment:
                 release(device)
                 with seeded(0):
                     for run in self._parts(device, sizes):
-                        if found is not None:
-                            found(run)
+                        if on_result is not None:
+                            on_result(run)
                 return run
             except (MemoryError, RuntimeError) as error:
                 if not _is_lack_of_memory(error):
                     raise
-                problem, less = in_short(error), self._less(sizes)
-                if less is None:
-                    raise MemoryError(f"there is no room for it at any size ({problem})") from None
+                problem, smaller = in_short(error), self._next_smaller(sizes)
+                if smaller is None:
+                    raise MemoryError(f"memory is too small at any size ({problem})") from None
             finally:
                 release(device)
             # after the handler, because the error refers to the tensors of the failed attempt
-            sizes = less
+            sizes = smaller
 
     def _parts(self, device: torch.device, sizes: dict[str, Any]) -> Iterator[Run]:
         figures: dict[str, Number] = {}
@@ -134,8 +136,8 @@ class Experiment:
                     figures[name] = value
             yield Run(dict(figures), sizes, dict(notes))
 
-    def _less(self, sizes: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the next smaller sizes, or None if they are the small ones."""
+    def _next_smaller(self, sizes: dict[str, Any]) -> dict[str, Any] | None:
+        """Return sizes with one of `HALVED` halved, or None if each is at its small size."""
         for name in HALVED:
             if name in sizes:
                 given = sizes[name]
@@ -190,14 +192,14 @@ def experiment(
         for quantity, what in QUANTITIES.items()
     }
 
-    def made(function: Callable[..., Iterator[Part]]) -> Experiment:
-        # also for a module in the lesson's package
+    def decorate(function: Callable[..., Iterator[Part]]) -> Experiment:
+        # the package lesson_04, of which this may be a module, gives "04"
         lesson = function.__module__.rpartition("lesson_")[2][:2]
         return Experiment(
             lesson, function.__name__, function, title, {**(labels or {}), **derived}, sizes, small
         )
 
-    return made
+    return decorate
 
 
 def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
@@ -216,11 +218,11 @@ def seconds(
 
     In each round every variant is called once, in alternating order. The first round is a warm-up.
     """
-    taken: dict[str, list[float]] = {variant: [] for variant in variants}
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
     for i in range(rounds + 1):
         for variant in list(variants)[:: 1 if i % 2 else -1]:
-            taken[variant].append(_clocked(device, variants[variant]))
-    return {f"{variant}_seconds": statistics.median(times[1:]) for variant, times in taken.items()}
+            times[variant].append(_clocked(device, variants[variant]))
+    return {f"{variant}_seconds": statistics.median(each[1:]) for variant, each in times.items()}
 
 
 def compared(
@@ -235,7 +237,8 @@ def compared(
 def _clocked(device: torch.device, step: Callable[[], object]) -> float:
     """Return the seconds of a step.
 
-    On CUDA they start when the GPU begins, so Python's time does not count if it runs ahead.
+    On CUDA the time starts when the GPU begins to work, so the time in which Python queues the work
+    does not count.
     """
     wait_for(device)
     if device.type != "cuda":
@@ -246,7 +249,7 @@ def _clocked(device: torch.device, step: Callable[[], object]) -> float:
     torch.cuda._sleep(SPIN_CYCLES)
     began.record()
     step()
-    wait_for(device)  # also for copies on other streams
+    wait_for(device)  # `ended` alone would not wait for copies on other streams
     ended.record()
     ended.synchronize()
     return began.elapsed_time(ended) / 1e3
@@ -294,18 +297,18 @@ def need_host_memory(count: int) -> None:
     free = 1024 * int(found[1]) if found else count
     if count > free:
         raise MemoryError(
-            f"it pins {count / 1e9:.0f} GB of host memory, of which {free / 1e9:.0f} GB are free"
+            f"pinning needs {count / 1e9:.0f} GB of host memory, but {free / 1e9:.0f} GB are free"
         )
 
 
 def in_short(error: BaseException) -> str:
     """Return an error's type and first sentence."""
-    said = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {said[0].split('. ')[0]}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].split('. ')[0]}"
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, which cuBLAS and the driver report in other words."""
+    """Return whether memory ran out; cuBLAS and the driver raise other errors than PyTorch."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error) for words in ("out of memory", "ALLOC_FAILED")
     )

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: One color has one meaning in every lesson: seven categories of bytes, `predicted` (a line) and
-#: `measured` (points). They are Paul Tol's "bright" scheme and two more. Categories of equal gray
-#: differ in their hatching.
+#: One color has one meaning in every lesson: one of seven categories of bytes, `predicted` (a line)
+#: or `measured` (points). The colors are Paul Tol's "bright" scheme and two more. Categories whose
+#: colors look alike in gray differ in their hatching.
 COLORS = {**CATEGORY_COLORS, "predicted": "#333333", "measured": "#EE7733"}
 HATCHES = {**dict.fromkeys(CATEGORY_COLORS), **CATEGORY_HATCHES}
 _HATCH_COLOR = (1.0, 1.0, 1.0, 0.35)
@@ -122,15 +122,16 @@ def figure(
     if title is not None:
         drawn.suptitle(title, x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
-    # upper limit of the factor in `pictures.enlarged`; a figure with boxes sets a smaller one
+    # largest factor by which `pictures.enlarged` enlarges letters; figures with boxes set a
+    # smaller one
     drawn.course_larger = 1.6
     return drawn, axes
 
 
 def shown_once(drawn: "Figure") -> "Figure":
-    """Close a figure in a notebook, which would otherwise show it twice.
+    """Close a figure in a notebook, and return it.
 
-    It would show it as the value of the cell and as an open figure.
+    Otherwise the notebook would show it twice, as the value of the cell and as an open figure.
     """
     import matplotlib
 
@@ -185,7 +186,7 @@ def predicted_and_measured(
 
 def _label(names: Mapping[str, str], name: str) -> labels.Label:
     if name not in names:
-        raise ValueError(f"the name must be one of {', '.join(names)}, got {name!r}")
+        raise ValueError(f"name must be one of {', '.join(names)}, got {name!r}")
     return labels.text(names[name])
 
 
@@ -195,7 +196,7 @@ def _pyplot() -> Any:
     from matplotlib import cycler, pyplot
 
     add_font()
-    # only for the first figure, or the first one after a reset
+    # True for the first figure, and for the first one after a reset of rcParams
     if FONT not in matplotlib.rcParams["font.family"]:
         matplotlib.rcParams.update(_STYLE)
         colors = [

@@ -1,4 +1,7 @@
-"""GPU figures in a lesson: measured now on a GPU, or recorded and labeled as such, or none."""
+"""The display of GPU figures in a lesson, with a line that states where they were measured.
+
+The figures themselves come from `recordings`.
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +13,7 @@ from .tables import NumberText, Table
 
 
 class GpuFigures:
-    """Experiments with their titles, their figures and the origin of these, as an output.
+    """Display of GPU experiments: titles, figures, and where the figures were measured.
 
     Attributes:
         figures: Name of an experiment -> its `course_lib.teaching.recordings.Figures`, for further
@@ -51,7 +54,7 @@ class GpuFigures:
 
 
 def _origin(found: Figures) -> list[Label]:
-    """Return lines on the origin of the figures."""
+    """Return the lines that state where and how the figures were measured."""
     lines = []
     measured = {"gpu": verbatim(found.gpu), "torch": found.torch, "date": found.date}
     if found.problem is not None:

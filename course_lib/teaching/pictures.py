@@ -1,8 +1,8 @@
 """Display of figures: each is drawn once per language, and a page shows one of the two pictures.
 
-JupyterLab shows the bytes of a picture without alt text, whatever the metadata of the output, and
-so does nbconvert's own template. An HTML `<img>` keeps its alt text in both of them, and on a
-Sphinx page too, so figures are shown that way.
+JupyterLab and nbconvert's own template show an image output without alt text, whatever its metadata
+says. An HTML `<img>` keeps its alt text in both of them and on a Sphinx page, so figures are shown
+as HTML.
 """
 
 import base64
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LANGUAGES = ("en", "zh")
 SLIDE = (1176, 560)  # largest size in pixels of a picture on a slide
-LARGER = 1.6  # size of letters on a slide, relative to the page's picture scaled to the slide
-_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # tried in this order
+LARGER = 1.6  # factor by which letters on a slide are larger than in the scaled page picture
+_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarged` tries these from left to right
 _LEAST_AXES = 0.5  # smallest share of the axes in the height of a slide's picture
 _COLORS = 128  # colors of a stored picture; plots have few, and this halves the bytes
 
@@ -52,10 +52,10 @@ def show_in_both_languages() -> None:
 
 
 def show(drawn: "Figure") -> None:
-    """Show a figure instead of IPython's own PNG.
+    """Show a figure as HTML, without the PNG that IPython would add.
 
-    A PNG in addition would make a notebook larger by half. The pictures for slides are in the
-    output's metadata, `slides`, where no page shows them.
+    The PNG would make a notebook larger by half. The pictures for slides are in the output's
+    metadata under "slides", which no page shows.
     """
     from IPython.core.pylabtools import print_figure
     from IPython.display import display
@@ -81,21 +81,23 @@ def show(drawn: "Figure") -> None:
 
 @contextmanager
 def enlarged(drawn: "Figure") -> Iterator[None]:
-    """Draw a figure on a smaller sheet with a slide's shape, inside the block.
+    """Give a figure the shape of a slide and a smaller size in inches, inside the block.
 
-    Letters and lines are then larger on the slide. Ticks are chosen again for the shorter axes, and
-    titles that are too long are broken into lines. Letters become `LARGER` times as large, but less
-    if the axes would keep too small a share of the sheet, or if the figure's `course_larger` is
-    less.
+    Scaled to the slide, its letters and lines are then larger. Ticks are chosen again for the
+    shorter axes, and titles that are too long are broken into lines. Letters become `LARGER` times
+    as large. The factor is smaller if the axes would otherwise take too little of the height, or
+    if the figure's `course_larger` is smaller.
     """
     size = drawn.get_size_inches().copy()
     titles = [text for text in (drawn._suptitle, *_panel_titles(drawn)) if text and text.get_text()]
     words = [text.get_text() for text in titles]
     try:
-        for times in _FACTORS:
-            if times > getattr(drawn, "course_larger", LARGER):
+        for factor in _FACTORS:
+            if factor > getattr(drawn, "course_larger", LARGER):
                 continue
-            sheet = [side / (times * min(SLIDE[0] / size[0], SLIDE[1] / size[1])) for side in SLIDE]
+            sheet = [
+                side / (factor * min(SLIDE[0] / size[0], SLIDE[1] / size[1])) for side in SLIDE
+            ]
             drawn.set_size_inches(sheet)
             for text, title in zip(titles, words, strict=True):
                 text.set_text(title)
@@ -125,12 +127,12 @@ def _panel_titles(drawn: "Figure") -> list["Text"]:
 
 def _break_lines(text: "Text", sheet: float) -> None:
     """Break a title into lines of similar width if it is wider than its panel or the sheet."""
-    room = text.axes.get_window_extent().width if text.axes else 0.97 * sheet
-    ratio = text.get_window_extent().width / room
+    available = text.axes.get_window_extent().width if text.axes else 0.97 * sheet
+    ratio = text.get_window_extent().width / available
     if ratio <= 1:
         return
     title = text.get_text().replace("\n", " ")
-    if re.search("[\u3400-\u9fff]", title):  # Chinese may break anywhere, but best after a mark
+    if re.search("[\u3400-\u9fff]", title):  # Chinese is broken after a punctuation mark
         clauses = re.findall("[^，：；。]+[，：；。]?", title)
         middle = min(
             range(1, max(2, len(clauses))),

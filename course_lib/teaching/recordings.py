@@ -30,10 +30,12 @@ class Figures:
     Attributes:
         source: "live" (measured just now), "recorded" (on another machine, or earlier), or "none".
         values: Name -> number, in the order of the experiment's labels; empty if there are none.
-        gpu, torch, date: Where and when they were measured; None if they were not.
-        problem: The GPU of this machine and why it could not run the experiment; None if it could,
-            or if there is no GPU.
-        smaller: The sizes that had to be smaller than the experiment's own.
+        gpu, torch, date: GPU, version of PyTorch, and date of the measurement; None if there is
+            none.
+        problem: Name of this machine's GPU and the reason why it could not run the experiment; None
+            if it could, or if there is no GPU.
+        smaller: Name -> value of the sizes that differ from the experiment's own, because memory
+            was too small for these.
         notes: Further information on the figures, such as which attention kernel ran.
     """
 
@@ -109,7 +111,7 @@ def record(
 
     Args:
         command: The command that was run.
-        device: "cpu" for tests, whose figures are of no GPU.
+        device: "cuda", or "cpu" in tests.
 
     Returns:
         The file. The same figures give the same bytes, in whatever order they were found.
@@ -128,13 +130,13 @@ def record(
         "date": _today(),
         "command": command,
     }
-    before = recording["experiments"].get(item.lesson, {}).get(item.name)
+    previous = recording["experiments"].get(item.lesson, {}).get(item.name)
     measured = {"link_bytes_per_second"}  # slightly different in each run
-    added = before is None or all(
-        before[key] == value for key, value in same.items() if key not in measured
+    added = previous is None or all(
+        previous[key] == value for key, value in same.items() if key not in measured
     )
-    if added and before and not finished:
-        entry["figures"] = before["figures"] | run.figures
+    if added and previous and not finished:
+        entry["figures"] = previous["figures"] | run.figures
     recording.get("unfinished", {}).pop(f"{item.lesson}.{item.name}", None)
     if added or finished:
         recording["experiments"].setdefault(item.lesson, {})[item.name] = entry
@@ -156,7 +158,7 @@ def record(
 
 @cache
 def provenance(device: str = "cuda") -> dict[str, Any]:
-    """Return the software and the machine, as far as figures may depend on them.
+    """Return the versions of software and the properties of the machine that affect figures.
 
     They are determined once per process.
     """
@@ -222,18 +224,18 @@ def _cpu() -> str:
 
 
 def _link(device: torch.device) -> dict[str, int]:
-    """Return the bytes per second of one large copy each way between pinned memory and the GPU.
+    """Return the bytes per second of a large copy from pinned memory to the GPU, and back.
 
-    They are rounded to three digits.
+    The keys are "up" (to the GPU) and "down". Rates are rounded to three digits.
     """
-    below = torch.empty(256 * 10**6, dtype=torch.uint8, pin_memory=True)
-    above = torch.empty_like(below, device=device)
+    host = torch.empty(256 * 10**6, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty_like(host, device=device)
     rates = {}
-    for way, target, source in (("up", above, below), ("down", below, above)):
+    for name, target, source in (("up", on_device, host), ("down", host, on_device)):
         for _ in range(3):  # only the last one counts
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             target.copy_(source, non_blocking=True)
             torch.cuda.synchronize(device)
-            rates[way] = int(float(f"{below.nbytes / (time.perf_counter() - start):.3g}"))
+            rates[name] = int(float(f"{host.nbytes / (time.perf_counter() - start):.3g}"))
     return rates

@@ -4,8 +4,8 @@ from course_lib.labels import choose, choose_only
 
 from .pictures import show_in_both_languages
 
-# Elements that exist once per language. Other elements with a `lang` are for every reader: a
-# picture, the switch's own labels.
+# HTML elements that a page has once per language, and that the switch hides. Other elements with a
+# `lang`, such as the switch's own labels, are always shown.
 PER_LANGUAGE = ("div", "span", "p", "td", "th", "li", "tr", "details", "figure")
 
 # One rule per language hides the other. `.jp-Notebook` is one open notebook (JupyterLab, Notebook
@@ -32,7 +32,7 @@ _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 
 
 class Switch:
-    """The switch as an output: a form in a notebook, or one line in a terminal."""
+    """The output that shows the switch: an HTML form in a notebook, or one line in a terminal."""
 
     def __init__(self, chosen: str) -> None:
         self.chosen = chosen

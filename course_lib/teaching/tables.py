@@ -1,4 +1,4 @@
-"""Tables of results in both languages; pandas does their layout."""
+"""Tables of results in both languages, laid out by pandas."""
 
 import html
 import math
@@ -16,7 +16,7 @@ _UNITS = {
 }  # fmt: skip
 
 #: A number, perhaps with commas or a power of ten, and perhaps a unit.
-_GUESS = re.compile(r"([+-]?[\d,]*\d(?:\.\d*)?(?:[eE][+-]?\d+)?) *([A-Za-z]+)?")
+_PREDICTION = re.compile(r"([+-]?[\d,]*\d(?:\.\d*)?(?:[eE][+-]?\d+)?) *([A-Za-z]+)?")
 #: A number that a lesson has formatted itself, such as 1,024, 0.50 or 12%, or a dash for none.
 _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 
@@ -27,7 +27,7 @@ class Table(show.Table):
     Args:
         columns: Headings.
         rows: Cells as they are shown: labels, or numbers.
-        values: Cells of `data`, if they are more precise than what is shown; by default `rows`.
+        values: Unrounded cells for `data`; by default `rows`.
 
     Raises:
         ValueError: A row does not have one cell per column.
@@ -213,7 +213,8 @@ def predictions(
     if scale is None:
         if unit not in _UNITS:
             raise ValueError(
-                f"unit must be one of {', '.join(_UNITS)}, got {unit!r}; or give `scale`"
+                f"unit must be one of {', '.join(_UNITS)}, got {unit!r};"
+                " pass scale for another unit"
             )
         scale = _UNITS[unit]
     columns: list[str] = [
@@ -223,8 +224,8 @@ def predictions(
         "error, %",
     ]
     shown, values = [], []
-    for name, guess, measured in rows:
-        predicted = _guessed(guess)
+    for name, prediction, measured in rows:
+        predicted = _as_number(prediction)
         error = _error_percent(predicted, measured)
         cells = [
             (name, name),
@@ -237,19 +238,20 @@ def predictions(
     return Table(columns, shown, values=values)
 
 
-def _guessed(guess: Any) -> float | None:
+def _as_number(prediction: Any) -> float | None:
     """Return a prediction, such as 3e8, "300 MB" or a tensor of one element, as a number."""
-    number = guess.item() if hasattr(guess, "item") else guess
+    number = prediction.item() if hasattr(prediction, "item") else prediction
     if number is None or _is_real(number):
         return number
     if (
         isinstance(number, str)
-        and (found := _GUESS.fullmatch(number.strip()))
+        and (found := _PREDICTION.fullmatch(number.strip()))
         and (found[2] or "bytes") in _UNITS
     ):
         return float(found[1].replace(",", "")) * _UNITS[found[2] or "bytes"]
     raise ValueError(
-        f'a prediction must be a number of bytes or FLOPs, such as 300e6 or "300 MB", got {guess!r}'
+        f'a prediction must be a number of bytes or FLOPs, such as 300e6 or "300 MB", got'
+        f" {prediction!r}"
     )
 
 
@@ -285,13 +287,13 @@ def _percent(error: float | None) -> str:
     if error is None or not math.isfinite(error):
         return NumberText("–")
     if error == 0:
-        return NumberText("0")  # equal to the byte; a difference that rounds to 0 keeps its digits
+        return NumberText("0")  # exactly equal; any other error is shown with nonzero digits
     digits = max(2, -math.floor(math.log10(abs(error))))
     return NumberText(f"{error:+.{digits}f}".replace("-", "−"))
 
 
 def _decimals(column: Sequence[Any]) -> int | None:
-    """Return how many decimals the numbers of a column have; None if one is a power of ten."""
+    """Return the most decimals of a column's numbers; None if one needs an exponent, as in 1e-7."""
     written = [
         f"{float(cell):g}"
         for cell in column

@@ -34,7 +34,8 @@ def timelines(
     Args:
         meters: Label -> `MemoryMeter` after its block.
         title: The message of the figure.
-        share_x: Whether to use one x scale too, so that a step with more operators is longer.
+        share_x: Whether all panels have the same x scale, so that a step with more operators is
+            longer.
         width, panel_height: Size in inches.
         named: label=meter.
 
@@ -42,7 +43,7 @@ def timelines(
         The figure. A notebook shows it as the value of the cell, so make it the last line.
 
     Raises:
-        ValueError: There is no meter, or one of them recorded nothing.
+        ValueError: No meter is passed, or a meter recorded no operator.
     """
     variants = {**(meters or {}), **named}
     if not variants:
@@ -54,7 +55,7 @@ def timelines(
         title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True
     )
     axes = [axes] if len(steps) == 1 else list(axes)
-    # room for the label at the peak
+    # leaves space for the label at the peak
     top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)
     axes[0].set_ylim(0, top / 1e6)
     for panel, step in zip(axes, steps, strict=True):
@@ -66,22 +67,22 @@ def timelines(
 
     # fixes the layout, because the labels below need their size in data units
     drawn.draw_without_rendering()
-    named_somewhere = set().union(
+    labeled = set().union(
         *(_label_areas(panel, step) for panel, step in zip(axes, steps, strict=True))
     )
     for panel, step in zip(axes, steps, strict=True):
         _mark_peak(panel, step, None if step is steps[0] else steps[0])
-    _name_the_rest(drawn, steps, named_somewhere)
+    _add_legend(drawn, steps, labeled)
 
     drawn.course_alt = text(
         "Live bytes, stacked by category, over the operators of a step. {steps}",
-        steps=listed([step.in_words() for step in steps], " "),
+        steps=listed([step.describe() for step in steps], " "),
     )
     return shown_once(drawn)
 
 
 class _Step:
-    """The record of a meter, as arrays."""
+    """One training step to draw: a meter's trace as arrays, one entry per operator."""
 
     def __init__(self, name: str, meter: Any) -> None:
         self.name, self.meter = name, meter
@@ -122,13 +123,13 @@ class _Step:
             start = stop
         return found
 
-    def in_words(self) -> Label:
+    def describe(self) -> Label:
         """Describe the peak: its phase, and the visible categories, the largest first."""
         at = int(self.total.argmax())
         held = sorted(
             ((int(series[at]), category) for category, series in self.bytes.items()), reverse=True
         )
-        seen = [
+        visible = [
             text(
                 "{category} {size} MB",
                 category=CATEGORY_NAMES.get(name, name),
@@ -142,7 +143,7 @@ class _Step:
             name=self.name,
             peak=f"{self.peak / 1e6:,.1f}",
             phase=_phase_name(self.phases[at]),
-            held=listed(seen),
+            held=listed(visible),
         )
 
     def layers(self) -> list[tuple[str, Any, Any]]:
@@ -209,7 +210,7 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
     operators_per_pixel = (panel.get_xlim()[1] - panel.get_xlim()[0]) / box.width
     mb_per_pixel = panel.get_ylim()[1] / box.height
 
-    def room(words: str, size: float) -> tuple[float, float]:
+    def space_for(words: str, size: float) -> tuple[float, float]:
         """Return the width in operators and the height in MB that the words need."""
         width = _width_of(panel, words, size) + 6 * per_point
         return width * operators_per_pixel, (size * 1.15 + 1) * per_point * mb_per_pixel
@@ -224,24 +225,24 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
     unnamed: dict[str, int] = {}
     for phase, start, stop in step.runs():
         words = _phase_name(phase)
-        if room(words, 8)[0] <= stop - start:
+        if space_for(words, 8)[0] <= stop - start:
             panel.text((start + stop) / 2, 1.045, words, ha="center", **look)
             unnamed[phase] = -1
         else:
             unnamed.setdefault(phase, stop)
-    taken = room(step.name, 10)[0]  # the panel's own title is at the left
+    occupied = space_for(step.name, 10)[0]  # the panel's own title is at the left
     for phase, stop in unnamed.items():
         words = _phase_name(phase)
-        if stop >= 0 and stop - room(words, 8)[0] > taken:
+        if stop >= 0 and stop - space_for(words, 8)[0] > occupied:
             # the band is too narrow, so the name is written above it, once
             panel.text(stop, 1.155, words, ha="right", **look)
-            taken = stop
+            occupied = stop
 
     found = set()
     for category, below, above in step.layers():
         words, size = category_label(category) if category in CATEGORY_NAMES else category, 9
-        width, height = room(words, size)
-        place = _roomiest(below, above, max(1, round(width)))
+        width, height = space_for(words, size)
+        place = _highest_box(below, above, max(1, round(width)))
         if place is not None and place[2] >= height:
             x, y, _ = place
             panel.text(
@@ -274,7 +275,7 @@ def _width_of(panel: "Axes", words: str, size: float) -> float:
     return width
 
 
-def _roomiest(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
+def _highest_box(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
     """Return (center x, center y, height) of the highest box of this width within a layer.
 
     The width is in operators.
@@ -326,7 +327,7 @@ def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
     )
 
 
-def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -> None:
+def _add_legend(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -> None:
     """Add a legend below the figure for the categories whose areas are too thin to write in."""
     from matplotlib.patches import Patch
 
