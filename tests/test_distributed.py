@@ -502,7 +502,7 @@ def test_blocks_of_several_lists_are_cut_by_name_and_the_command_says_where_the_
     asked = ["--model", "faulty:towers", "--ranks", "8", "--mode", "fsdp-checkpoint", "--json"]
     [some], said = told(*asked, "--blocks", "decoder.*")
     assert (
-        "73% of the parameters are in no block, the largest tower.0.0.weight" in said
+        "73% of the parameters are outside all blocks (the largest is tower.0.0.weight)" in said
         and said.count("\n") == 1
     )
     [every], said = told(*asked, "--blocks", "tower.*,decoder.*")
@@ -713,7 +713,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]
 def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, capsys, error, waits):
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
-    with pytest.raises((RuntimeError, SystemExit)) as raised, command._after_the_culprit():
+    with pytest.raises((RuntimeError, SystemExit)) as raised, command._report_cause_first():
         raise error
     assert (raised.value is error) == bool(waited) == waits
     place = (
@@ -1149,7 +1149,7 @@ def test_a_scaler_is_refused_where_ranks_would_not_agree_to_skip_a_step(one_proc
 
 
 def test_two_predictions_at_once_are_refused(one_process, task):
-    with pytest.raises(RuntimeError, match="a process group exists already"):
+    with pytest.raises(RuntimeError, match="without a process group, but one exists already"):
         at(task, "fsdp")
 
 

@@ -30,11 +30,12 @@ from course_lib.memory import MemoryBudgetExceeded
 from course_lib.options import add_shared, byte_count, whole_number
 from course_lib.symbolic import symbolic
 
-MUCH = 0.2  # fraction of the parameters, outside all blocks, from which a warning is given
+# A warning is printed if a larger share of the parameters is outside all blocks.
+LARGE_ROOT_SHARE = 0.2
 RANK = int(os.environ.get("RANK", 0))
-HELP = """Train a model on several ranks: the course's decoder, that of a config.json, or
-a function's. Prints what each rank held, predicted and measured, and what it
-communicated."""
+HELP = """Train a model on several ranks, and print the predicted and measured bytes that
+each rank held and communicated. The model is the course's decoder, one that a
+config.json describes, or one that a function returns."""
 MODES_HELP = """modes:
   ddp              every rank holds everything
   zero1            ddp, with Adam's state sharded
@@ -54,13 +55,15 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.error = _refuse
     parser.add_argument(
-        "--mode", default="ddp", help="a mode, or several with commas between; default %(default)s"
+        "--mode",
+        default="ddp",
+        help="one or several modes, separated by commas; default %(default)s",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=10,
-        help="steps of each mode; bytes are of the third; default 10",
+        help="number of steps per mode; bytes are measured in the third; default 10",
     )
     options: dict[str, dict[str, Any]] = {"--config": {}, "--model": {}}
     options["--batch"] = {
@@ -75,7 +78,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--unequal",
         action="store_true",
-        help="give samples, and so ranks, unequal numbers of tokens",
+        help="use samples of unequal lengths, so that ranks have unequal token counts",
     )
     parser.add_argument(
         "--micro-batches",
@@ -92,21 +95,21 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--in-buckets",
         action="store_true",
-        help="let ddp and zero1 add up micro-batches in DDP's buckets",
+        help="accumulate gradients in DDP's buckets; only with ddp and zero1",
     )
     parser.add_argument(
         "--max-norm",
         type=float,
         metavar="NORM",
-        help="largest norm of the gradient of all ranks; it is clipped to this",
+        help="maximum norm of the gradient over all ranks; a larger one is clipped",
     )
     parser.add_argument(
         "--blocks",
         metavar="NAMES",
         help=(
-            "modules that fsdp shards, gathers and checkpoints one by one, with commas between and"
-            " * for a part between dots: 'tower.*,decoder.layers.*'; default the longest list of"
-            " modules of one type"
+            "modules that fsdp shards, gathers and checkpoints one by one, separated by commas; *"
+            " matches the text between two dots, as in 'tower.*,decoder.layers.*'; default the"
+            " longest list of modules of one type"
         ),
     )
     parser.add_argument(
@@ -126,7 +129,9 @@ def arguments() -> argparse.ArgumentParser:
         "--every", type=int, metavar="N", help="with --save: write also after every N steps"
     )
     parser.add_argument(
-        "--resume", metavar="DIR", help="continue from the last complete checkpoint of --save DIR"
+        "--resume",
+        metavar="DIR",
+        help="continue from the last complete checkpoint that --save wrote to DIR",
     )
     parser.add_argument(
         "--backend",
@@ -141,7 +146,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     add_shared(parser, {"--json": {"help": "print one line of JSON for each mode"}})
     parser.add_argument(
-        "--details", action="store_true", help="with --json: also what was live at each rank's peak"
+        "--details",
+        action="store_true",
+        help="with --json: add each rank's bytes by category at its peak",
     )
     return parser
 
@@ -150,35 +157,35 @@ def arguments() -> argparse.ArgumentParser:
 @unlogged()
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
-    given = arguments().parse_args()
+    args = arguments().parse_args()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
-        modes = _modes(given.mode)
+        modes = _modes(args.mode)
         for name in ("steps", "micro_batches", "every", "ranks"):
-            if getattr(given, name) is not None:
-                whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
-        _check_together(given)
+            if getattr(args, name) is not None:
+                whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+        _check_together(args)
         task = task_of(
-            given.config,
-            given.model,
-            batch=given.batch,
-            sequence=given.sequence,
-            unequal=given.unequal,
+            args.config,
+            args.model,
+            batch=args.batch,
+            sequence=args.sequence,
+            unequal=args.unequal,
         )
-        options = _options(given)
-        budgets = _budgets(given.budget, modes)
+        options = _options(args)
+        budgets = _budgets(args.budget, modes)
         with symbolic():
             shapes = shapes_of(task.make_model(), options["blocks"])
-        if given.ranks is not None:
+        if args.ranks is not None:
             with explained():
-                _predict(given, task, modes, shapes, options)
+                _predict(args, task, modes, shapes, options)
             return
         if "WORLD_SIZE" in os.environ:
-            _check_sizes(task, int(os.environ["WORLD_SIZE"]), given.micro_batches)
+            _check_sizes(task, int(os.environ["WORLD_SIZE"]), args.micro_batches)
         checkpoints = {
-            mode: resumed(given.resume, mode, task) if given.resume else None for mode in modes
+            mode: resumed(args.resume, mode, task) if args.resume else None for mode in modes
         }
-        group = process_group(given.backend)
+        group = process_group(args.backend)
         device = group.__enter__()
         if "fsdp-cpu" in modes and device.type == "cpu":
             raise ValueError(
@@ -190,33 +197,36 @@ def main() -> None:
             raise
         _refuse(message(error), 2 if is_refusal(error) else 1)
     if RANK == 0:
-        _say_root(shapes, modes)
+        _warn_about_root(shapes, modes)
     for mode in modes:
         options |= {
-            "save_to": given.save and Path(given.save) / mode,
-            "every": given.every,
+            "save_to": args.save and Path(args.save) / mode,
+            "every": args.every,
             "device": device,
         }
-        with _after_the_culprit():
+        with _report_cause_first():
             bounds = {"resume": checkpoints[mode], "budget_bytes": budgets.get(mode)}
-            run = train(task, mode, given.steps, say=_tell, **bounds, **options)
+            run = train(task, mode, args.steps, say=_print_status, **bounds, **options)
         if RANK == 0:
-            print(json.dumps(run.as_dict(given.details)) if given.json else run, flush=True)
+            print(
+                json.dumps(run.as_dict(args.details)) if args.json else run,
+                flush=True,
+            )
     group.__exit__(None, None, None)
 
 
 @contextmanager
-def _after_the_culprit() -> Iterator[None]:
-    """Let the rank whose error is the cause report first.
+def _report_cause_first() -> Iterator[None]:
+    """Let the rank whose error is the cause of a failure report it first.
 
-    A rank that has lost another one waits, and torchrun ends it once the other has failed. An error
-    from the user's own code is printed in two lines, here and in torchrun's report, and so is an
-    exceeded budget. Any other error keeps its traceback.
+    A rank that has lost the connection to another one waits, until torchrun ends it because the
+    other rank has failed. An error from the user's own code, or an exceeded budget, is printed
+    without a traceback, here and in torchrun's report. Any other error keeps its traceback.
     """
     try:
         yield
     except Exception as error:
-        # the connection is closed or reset, or the pipe is broken
+        # gloo reports a closed or reset connection, or a broken pipe, as a RuntimeError
         if isinstance(error, DistError) or "gloo/transport" in str(error):
             time.sleep(20)
         elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
@@ -236,10 +246,10 @@ def _modes(text: str) -> list[str]:
     return modes
 
 
-def _budgets(given: str | None, modes: list[str]) -> dict[str, int]:
+def _budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
     """Return mode -> bytes: '48MB' is for all modes, 'fsdp=48MB' for one of them."""
     budgets: dict[str, int] = {}
-    for part in given.split(",") if given else ():
+    for part in budget_text.split(",") if budget_text else ():
         mode, _, count = part.rpartition("=")
         try:
             budget = byte_count(count)
@@ -247,7 +257,7 @@ def _budgets(given: str | None, modes: list[str]) -> dict[str, int]:
             raise ValueError(f"--budget {error}") from None
         if mode and mode not in modes:
             allowed = f"bytes such as 48MB, or {modes[-1]}=48MB with one of --mode"
-            raise ValueError(f"--budget must be {allowed} {','.join(modes)}, got {given!r}")
+            raise ValueError(f"--budget must be {allowed} {','.join(modes)}, got {budget_text!r}")
         budgets |= dict.fromkeys([mode] if mode else modes, budget)
     return budgets
 
@@ -261,87 +271,91 @@ def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
         )
 
 
-def _check_together(given: argparse.Namespace) -> None:
-    if given.every and not given.save:
+def _check_together(args: argparse.Namespace) -> None:
+    if args.every and not args.save:
         raise ValueError("--every needs --save: pass the folder that checkpoints are written to")
     for name in ("save", "resume", "budget"):
-        if given.ranks is not None and getattr(given, name):
+        if args.ranks is not None and getattr(args, name):
             raise ValueError(
                 f"--ranks cannot be combined with --{name}: it predicts one step and starts no"
                 " processes"
             )
-    sharded = [mode for mode in _modes(given.mode) if mode not in REPLICATED]
-    if given.in_buckets and sharded:
+    sharded = [mode for mode in _modes(args.mode) if mode not in REPLICATED]
+    if args.in_buckets and sharded:
         raise ValueError(
             f"--in-buckets cannot be combined with --mode {sharded[0]}, only with"
             f" {any_of(REPLICATED)}"
         )
 
 
-def _options(given: argparse.Namespace) -> dict[str, Any]:
+def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the `Trainer`."""
     names = ("micro_batches", "sync", "wrapper", "in_buckets", "max_norm")
-    if given.max_norm is not None:
-        positive("--max-norm", given.max_norm)
-    return {name: getattr(given, name) for name in names} | {
-        "blocks": given.blocks and given.blocks.split(",")
+    if args.max_norm is not None:
+        positive("--max-norm", args.max_norm)
+    return {name: getattr(args, name) for name in names} | {
+        "blocks": args.blocks and args.blocks.split(",")
     }
 
 
-def _say_root(shapes: Shapes, modes: list[str]) -> None:
+def _warn_about_root(shapes: Shapes, modes: list[str]) -> None:
     """Warn, on stderr, if a large part of a sharded model is outside all blocks."""
-    whole = sum(weight.numbers for weight in shapes.root) / shapes.numbers
-    if whole > MUCH and not set(modes) <= set(REPLICATED):
+    share = sum(weight.numbers for weight in shapes.root) / shapes.numbers
+    if share > LARGE_ROOT_SHARE and not set(modes) <= set(REPLICATED):
         largest = max(shapes.root, key=lambda weight: weight.numbers).name
         warning = text(
-            "{share} of the parameters are in no block, the largest {name}: all of them are"
-            " gathered at once and kept until their backward pass; `--blocks` names what is sharded"
-            " one by one",
-            share=f"{whole:.0%}",
+            "{share} of the parameters are outside all blocks (the largest is {name}). They are"
+            " gathered at once and kept until their backward pass. Use `--blocks` to name the"
+            " modules that are sharded one by one",
+            share=f"{share:.0%}",
             name=verbatim(largest),
         )
-        _tell(warning)
+        _print_status(warning)
 
 
 def _predict(
-    given: argparse.Namespace, task: Task, modes: list[str], shapes: Shapes, options: dict[str, Any]
+    args: argparse.Namespace,
+    task: Task,
+    modes: list[str],
+    shapes: Shapes,
+    options: dict[str, Any],
 ) -> None:
-    _check_sizes(task, given.ranks, given.micro_batches)
+    _check_sizes(task, args.ranks, args.micro_batches)
     if "fsdp-cpu" in modes:
         raise ValueError(
             "--ranks cannot be combined with --mode fsdp-cpu: symbolic tensors have no"
             " pinned memory to offload to"
         )
-    _say_root(shapes, modes)
+    _warn_about_root(shapes, modes)
     for mode in modes:
-        began = time.perf_counter()
-        held = [sum(each.values()) for each in held_bytes(shapes, mode, given.ranks)]
+        start = time.perf_counter()
+        held = [sum(each.values()) for each in held_bytes(shapes, mode, args.ranks)]
         rank = held.index(max(held))  # the first rank, except with zero1
-        part = partial(task.part, 0, given.ranks, rank)
-        taken = predict(
-            task.make_model, part, task.loss_sum, mode, given.ranks, rank=rank, **options
+        part = partial(task.part, 0, args.ranks, rank)
+        usage = predict(
+            task.make_model, part, task.loss_sum, mode, args.ranks, rank=rank, **options
         )
         line = {
             "mode": mode,
-            "ranks": given.ranks,
-            "predicted": taken.held,
-            "peak_bytes": taken.peak_bytes,
+            "ranks": args.ranks,
+            "predicted": usage.held,
+            "peak_bytes": usage.peak_bytes,
         }
         line |= {
-            "at_peak": taken.at_peak,
-            "flops": taken.flops,
-            "communicated": {"predicted": taken.sent_bytes},
+            "at_peak": usage.at_peak,
+            "flops": usage.flops,
+            "communicated": {"predicted": usage.sent_bytes},
         }
-        if given.json:
-            print(json.dumps({**line, "seconds": time.perf_counter() - began}), flush=True)
+        if args.json:
+            print(json.dumps({**line, "seconds": time.perf_counter() - start}), flush=True)
             continue
-        rows = [*taken.held.items(), ("communicated", taken.sent_bytes), ("peak", taken.peak_bytes)]
-        rows += [(f"  {name}", count) for name, count in taken.at_peak.items() if count]
-        print(f"{mode} on {given.ranks} ranks, predicted: bytes of the rank that holds most")
+        rows = [*usage.held.items(), ("communicated", usage.sent_bytes), ("peak", usage.peak_bytes)]
+        rows += [(f"  {name}", count) for name, count in usage.at_peak.items() if count]
+        print(f"{mode} on {args.ranks} ranks, predicted: bytes of the rank that holds most")
         print("\n".join(f"  {name:<18}{count:>26,}" for name, count in rows), flush=True)
 
 
-def _tell(line: str) -> None:
+def _print_status(line: str) -> None:
     print(say(line), file=sys.stderr, flush=True)
 
 

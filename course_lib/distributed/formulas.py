@@ -62,9 +62,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The parameters of a model, each once: those of each block, and those of no block, the root.
+    """The shapes of all parameters of a model; a shared parameter is included once.
 
     Attributes:
+        root: Parameters outside all blocks.
+        blocks: Parameters of each block.
         buffer_bytes: Bytes of floating-point buffers, which DDP broadcasts.
     """
 
@@ -145,9 +147,10 @@ def sent_bytes(
 ) -> int:
     """Return the bytes that a rank communicates per step, as counted by `Communicated`.
 
-    DDP communicates 2Ψ numbers, and FSDP that reshards 3Ψ. An all-reduce of n bytes counts 2n,
-    every other collective n. DDP also broadcasts buffers, if the model has some (such as those of a
-    rotary embedding), and zero1 each updated parameter, Ψ more. FSDP gathers a block for its
+    DDP communicates 2Ψ numbers. FSDP that reshards after the forward pass communicates 3Ψ. An
+    all-reduce of n bytes counts as 2n, every other collective as n. DDP also broadcasts buffers, if
+    the model has some (such as those of a rotary embedding). In mode zero1 it broadcasts each
+    updated parameter, which adds Ψ numbers. FSDP gathers a block for its
     forward and, if it is resharded, again for its backward pass. The root (embedding, last norm,
     head) is not resharded, since backward begins there. A single rank sends nothing.
 

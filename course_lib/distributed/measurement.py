@@ -21,11 +21,11 @@ from .modes import Trainer
 
 RELEASE_SECONDS = 0.002  # time for gloo's thread to release the tensors of a collective
 _c10d = torch.ops.c10d
-# collective -> how often its bytes are sent, and the index of the argument that holds all of them
+# collective -> (number of times that its bytes are sent, index of the argument that holds them)
 _COUNTED = {
     _c10d.allreduce_: (2, 0),
-    _c10d._allgather_base_: (1, 0),  # its output
-    _c10d._reduce_scatter_base_: (1, 1),  # its input
+    _c10d._allgather_base_: (1, 0),  # argument 0 is the gathered output
+    _c10d._reduce_scatter_base_: (1, 1),  # argument 1 is the unreduced input
     _c10d.broadcast_: (1, 0),
 }
 
@@ -65,9 +65,9 @@ def _sent_by(func, args) -> int:
         or dist.get_world_size() == 1
     ):
         return 0
-    times, which = _COUNTED[func.overloadpacket]
+    times, index = _COUNTED[func.overloadpacket]
     return times * sum(
-        t.nbytes for t in tensors_in(args[which]) if t.is_floating_point() and t.itemsize < 8
+        t.nbytes for t in tensors_in(args[index]) if t.is_floating_point() and t.itemsize < 8
     )
 
 
@@ -108,9 +108,8 @@ class _Meter(UnguardedMeter):
     def note_buckets(self, gradients: Iterable[Tensor]) -> None:
         """Count the storages of these gradients as gradients from their creation on.
 
-        DDP creates its buckets before backward writes into them. Judged by its operators, such a
-        storage would look like an activation until then, because it is created in the forward pass
-        and used in backward.
+        DDP creates its buckets in the forward pass, and backward writes into them. Without this
+        method the meter would count them as activations until then.
         """
         with self._ledger.lock:
             for gradient in gradients:
@@ -121,12 +120,19 @@ class _Meter(UnguardedMeter):
 
 
 class Watch:
-    """One meter that starts before a model is sharded, so that it sees what DDP and FSDP allocate.
+    """A meter that starts before a model is sharded, so that it counts what DDP and FSDP allocate.
 
-    Enter it with the unsharded model, create the `Trainer`, do steps within `step`, and leave it.
-    `taken` then describes the last step, and `span` is the range of that step in the meter's trace.
+    Create it with the unsharded model and enter it, create the `Trainer`, do steps within `step`,
+    and leave it.
+
+    Attributes:
+        meter: The meter.
+        taken: Bytes and FLOPs of the last step; None until the block is left.
+        span: The last step, as a range of the meter's trace.
 
     Args:
+        model: The unsharded model.
+        device: Device on which bytes are counted.
         budget_bytes: Limit of live bytes. An operator that would exceed it raises
             `MemoryBudgetExceeded` and does not run.
         places: Whether the trace includes modules and source lines.
@@ -142,7 +148,7 @@ class Watch:
     ):
         kept = {"module_paths": places, "source_lines": places}
         self.meter = _Meter(model, device=device, budget_bytes=budget_bytes, **kept)
-        self.span = slice(0)  # the last step, as a range of the meter's trace
+        self.span = slice(0)
         self.taken: RankUsage | None = None
 
     def __enter__(self) -> Watch:
@@ -151,14 +157,15 @@ class Watch:
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
+        """Measure one step of the trainer inside the block."""
         self._last, gradients = None, {}  # the previous step's gradients must be freed
 
-        def keep(*_) -> None:
+        def keep_gradients(*_) -> None:
             gradients.update({p: p.grad for p in trainer.model.parameters() if p.grad is not None})
             if trainer.mode in REPLICATED:
                 self.meter.note_buckets(gradients.values())
 
-        hook = trainer.optimizer.register_step_pre_hook(keep)
+        hook = trainer.optimizer.register_step_pre_hook(keep_gradients)
         began, sent, flops = self.meter.moments, self.meter.sent_bytes, self.meter.flops
         try:
             yield
@@ -172,14 +179,15 @@ class Watch:
             self.meter.__exit__(*error)
             return
         trainer, gradients, *totals = self._last
-        for p, gradient in gradients.items():  # where the meter looks for gradients
+        # the meter below finds gradients by the attribute `grad` of parameters
+        for p, gradient in gradients.items():
             p.grad = gradient
-        with MemoryMeter(trainer.model, trainer.local, device=self.meter.device) as now:
+        with MemoryMeter(trainer.model, trainer.local, device=self.meter.device) as held_meter:
             pass
         self.meter.__exit__(None, None, None)
         for p in gradients:
             p.grad = None
-        held = {name: now.at_peak()[name] for name in STATE}
+        held = {name: held_meter.at_peak()[name] for name in STATE}
         step = self.meter.trace(events=False)[self.span]
         at_peak = step.at_peak()
         own = min(held["parameter"], at_peak["parameter"])

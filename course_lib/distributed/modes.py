@@ -4,8 +4,8 @@
     zero1            ddp with ZeroRedundancyOptimizer: each parameter's Adam state is on one rank
     fsdp             fully_shard (FSDP2) at each block: its parameters are gathered, used and
                      dropped (ZeRO 3)
-    fsdp-keep        gathered parameters are kept from forward to backward: the traffic of ZeRO 2,
-                     which would also hold them between steps, where they are sharded here
+    fsdp-keep        fsdp, and gathered parameters are kept from forward to backward. This sends as
+                     much as ZeRO 2, but between steps the parameters are sharded
     fsdp-checkpoint  fsdp, and the activations of each block are recomputed
     fsdp-bf16        fsdp, gathered and computed in bf16, reduced and stepped in fp32
     fsdp-cpu         fsdp, shards and optimizer in host memory; needs a GPU to offload from
@@ -42,8 +42,9 @@ class Trainer:
 
     Attributes:
         model: The given model, which is now sharded or replicated. Its parameters keep their names.
-        optimizer: The optimizer that steps. `local` is the one that holds this rank's state; it is
-            the same one, except with zero1.
+        optimizer: The optimizer whose `step` is called.
+        local: The optimizer that holds this rank's state. It differs from `optimizer` only in mode
+            zero1, where `optimizer` is a `ZeroRedundancyOptimizer` around it.
         result: The `StepResult` of the last step.
 
     Args:
@@ -61,7 +62,7 @@ class Trainer:
         bf16: Whether another sharding mode uses the precision of fsdp-bf16.
         in_buckets: Whether micro-batches of ddp and zero1 add up in DDP's buckets, as in
             `AccumulatedStep`.
-        max_norm: Largest norm of the gradient of all ranks, which is clipped to it.
+        max_norm: Maximum norm of the gradient over all ranks; a larger one is clipped to it.
         lr: Learning rate of AdamW.
     """
 
@@ -147,7 +148,10 @@ def shard(
 
 
 class _Loss(nn.Module):
-    """A model with its loss, since DDP synchronizes only if it is called itself."""
+    """A model and its loss in one module.
+
+    DDP wraps this module, because DDP reduces gradients only if its own `forward` is called.
+    """
 
     def __init__(self, model: nn.Module, loss_sum: LossSum):
         super().__init__()

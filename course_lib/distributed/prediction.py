@@ -99,9 +99,10 @@ def _make_state(trainer: Trainer) -> None:
         p.grad = None
 
 
-# ---- replacements for the other ranks, by private parts of PyTorch. tests/test_torch_doors.py
-# lists
-# these with all others, each with a test of what is relied on here:
+# ---- replacements for the other ranks
+#
+# They use these private parts of PyTorch, which tests/test_torch_doors.py lists, each with a test
+# of the behavior that this module relies on:
 #
 # torch.testing._internal.distributed.fake_pg: the group "fake", whose collectives return at once
 # torch.nn.parallel.distributed, IN_CPP: functions that DDP calls when it is created, which need
@@ -109,7 +110,7 @@ def _make_state(trainer: Trainer) -> None:
 # torch.nn.modules.module, HOOKS: hooks on all modules
 # DistributedDataParallel.reducer, _rebuild_buckets: C++ that reorders buckets, by values
 
-# they compare shapes over ranks, and copy weights from rank 0
+# DDP calls these functions to compare shapes between ranks, and to copy weights from rank 0.
 IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"
 # Hooks such as those of `FlopCounterMode` hold the graph of a recomputation, and with it all
 # recomputed tensors, until they are removed.
@@ -122,11 +123,13 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already; call predict in a process without one")
+        raise RuntimeError(
+            "predict needs a process without a process group, but one exists already"
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with ExitStack() as stack:
-            stack.enter_context(not_collecting())  # it would examine all symbolic tensors again
+            stack.enter_context(not_collecting())
             for name in HOOKS:
                 stack.enter_context(patch.dict(f"torch.nn.modules.module.{name}", clear=True))
             for name in IN_CPP:
@@ -138,16 +141,18 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
 
 
 def _fake_reductions(run: DistributedDataParallel) -> None:
-    """Replace the parts of DDP's reducer that need answers of other ranks.
+    """Replace the parts of DDP's reducer that need data from other ranks.
 
-    It would wait for the result of a fake all-reduce, and agree on an order of buckets by values.
+    The reducer would wait for the result of a fake all-reduce, and it would agree with the other
+    ranks on an order of buckets, which needs values.
     """
 
-    def reduce(_, bucket):  # DDP reads annotations
+    # Without annotations: DDP compares them with classes, but in this file they would be strings.
+    def reduce(_, bucket):
         dist.all_reduce(bucket.buffer())
-        done: torch.futures.Future = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     run.register_comm_hook(None, reduce)
     run.reducer = _FixedBuckets(run.reducer)  # pyrefly: ignore[bad-assignment]

@@ -26,40 +26,40 @@ from course_lib._torch import RandomState
 
 from .modes import Trainer
 
-# by parameter names, so that ranks with different shares (as in zero1) find theirs
+# State is saved by parameter name, so that it can be loaded with other shares per rank (zero1).
 _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
     """Write a checkpoint after `step` steps; all ranks call this and see the same folder."""
-    done = Path(folder) / f"step-{step:08}"
-    making, replaced = done.with_suffix(".incomplete"), done.with_suffix(".replaced")
+    complete = Path(folder) / f"step-{step:08}"
+    unfinished, replaced = complete.with_suffix(".incomplete"), complete.with_suffix(".replaced")
     if dist.get_rank() == 0:
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir(parents=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     dist.barrier()
     random = _by_rank(RandomState([trainer.device]))
-    dcp.save({**_state(trainer), **random, "step": step}, checkpoint_id=making)
-    dist.barrier()  # until all ranks have written
+    dcp.save({**_state(trainer), **random, "step": step}, checkpoint_id=unfinished)
+    dist.barrier()  # waits until all ranks have written their parts
     if dist.get_rank() == 0:
-        if done.exists():
+        if complete.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-            done.rename(replaced)
-        making.rename(done)
+            complete.rename(replaced)
+        unfinished.rename(complete)
         shutil.rmtree(replaced, ignore_errors=True)
     dist.barrier()
-    return done
+    return complete
 
 
 def last_complete(folder: Path | str) -> Path:
     """Return the newest checkpoint that was written completely.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The folder has no complete checkpoint.
     """
     names = re.compile(r"step-\d{8,}(\.replaced)?")
     found = [path for path in Path(folder).glob("step-*") if names.fullmatch(path.name)]
-    # of the same step, a new checkpoint is preferred to the one that it replaces
+    # If two are of the same step, the new one comes last, after the one that it replaces.
     found.sort(key=lambda path: (path.stem, not path.suffix))
     if not found:
         raise ValueError(
@@ -70,40 +70,43 @@ def last_complete(folder: Path | str) -> Path:
 
 
 def check_fits(checkpoint: Path, model: nn.Module) -> None:
-    """Check that a checkpoint is of this model, which is real or symbolic, and not sharded.
+    """Check that a checkpoint has the parameters and buffers of this model.
+
+    The model may be real or symbolic, but must not be sharded.
 
     Raises:
         ValueError: Names or shapes differ; the message names the first difference.
     """
     saved = _metadata(checkpoint)
-    there = {
-        name.removeprefix("model."): tuple(it.size)
-        for name, it in saved.items()
+    saved_shapes = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in saved.items()
         if name.startswith("model.")
     }
-    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in sorted({*there, *here}):
-        if there.get(name) != here.get(name):
-            got, wanted = (
-                f"{shapes[name]}" if name in shapes else "nothing" for shapes in (there, here)
+    model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted({*saved_shapes, *model_shapes}):
+        if saved_shapes.get(name) != model_shapes.get(name):
+            actual, expected = (
+                f"{shapes[name]}" if name in shapes else "nothing"
+                for shapes in (saved_shapes, model_shapes)
             )
             raise ValueError(
                 f"resume must be a checkpoint of this model, got {str(checkpoint)!r}, in which"
-                f" {name} is {got} instead of {wanted}"
+                f" {name} is {actual} instead of {expected}"
             )
 
 
 def load(checkpoint: Path, trainer: Trainer) -> int:
     """Load a checkpoint written by any number of ranks, and return its number of steps.
 
-    Random numbers continue as on the rank with the same number. A rank for which none were saved
-    keeps its own.
+    Each rank continues with the random generator state that was saved by the rank of the same
+    number. If there was no such rank, it keeps its own state.
     """
     saved = _metadata(checkpoint)
     random = RandomState([trainer.device])
     own = {name: tensor for name, tensor in _by_rank(random).items() if name in saved}
     state = {**_state(trainer), **own, "step": 0}
-    dcp.load(state, checkpoint_id=checkpoint)  # into these tensors
+    dcp.load(state, checkpoint_id=checkpoint)  # overwrites the tensors of `state`
     states.set_model_state_dict(trainer.model, state["model"])
     states.set_optimizer_state_dict(
         trainer.model, trainer.local, state["optimizer"], options=_BY_NAME
@@ -113,7 +116,7 @@ def load(checkpoint: Path, trainer: Trainer) -> int:
 
 
 def _metadata(checkpoint: Path) -> dict[str, Any]:
-    """Return name -> metadata of what is saved under that name."""
+    """Return name of a saved value -> its metadata, such as shape and dtype."""
     return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
 
 

@@ -1,4 +1,8 @@
-"""Models to train: the course's decoder, that of a Hugging Face config.json, or a function's."""
+"""Models to train on several ranks, with their batches and losses.
+
+A model is the course's decoder, one that a Hugging Face config.json describes, or one that a
+function of the user returns.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ def task_of(
     sequence: int | None = None,
     unequal: bool = False,
 ) -> Task:
-    """Return the task of a `config.json` or of a function; by default that of the course's decoder.
+    """Return the task for a `config.json` or a function, or else for the course's decoder.
 
     Args:
         config: Path of a file that `course_lib.configs` can read.
@@ -80,22 +84,24 @@ def task_of(
         unequal: Whether samples have unequal lengths, so that ranks have unequal numbers of tokens.
 
     Raises:
-        ValueError: Something cannot be found, or arguments cannot be combined.
+        ValueError: The file or the function cannot be found or used, or arguments cannot be
+            combined.
     """
-    given = [
-        n
-        for n, v in (
+    options = [
+        name
+        for name, value in (
             ("config", config),
             ("batch", batch),
             ("sequence", sequence),
             ("unequal", unequal),
         )
-        if v
+        if value
     ]
     if model is not None:
-        if given:
+        if options:
             raise ValueError(
-                f"--{given[0]} cannot be combined with --model, whose function brings its own batch"
+                f"--{options[0]} cannot be combined with --model, whose function brings its own"
+                " batch"
             )
         return _by_function(model)
     sizes = (
@@ -105,10 +111,10 @@ def task_of(
     if config is None:
         make, vocabulary = partial(Decoder, **DECODER, sequence=sizes[1]), DECODER["vocabulary"]
     else:
-        found = configured(config, sizes[1])
-        make, vocabulary = found.make_model, found.vocabulary
-        if not found.plain:
-            batches = partial(_labelled, found.make_batch, *sizes, unequal)
+        workload = configured(config, sizes[1])
+        make, vocabulary = workload.make_model, workload.vocabulary
+        if not workload.plain:
+            batches = partial(_labelled, workload.make_batch, *sizes, unequal)
             return Task(partial(_without_cache, make), batches, _own_loss, sizes[0])
     return Task(make, partial(_batch, *sizes, vocabulary, unequal), token_loss_sum, sizes[0])
 
@@ -129,7 +135,7 @@ def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def _unequal(labels: Tensor, samples: int, sequence: int) -> None:
-    """Shorten the samples in place, the last one most."""
+    """Ignore labels at the ends of samples, in place; the last sample keeps the fewest."""
     for i in range(samples):
         labels[i, sequence - sequence * i // samples :] = IGNORED
 

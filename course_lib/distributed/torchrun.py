@@ -1,4 +1,4 @@
-"""A run on ranks that torchrun has started, and starting torchrun from Python."""
+"""Train on the ranks that torchrun has started (`train`), or start torchrun (`launch`)."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Run:
     Attributes:
         losses: Mean loss over the tokens of all ranks, per step.
         norms: Norm of its gradient before clipping, per step; None if it was not clipped.
-        budget_bytes: Limit that each rank kept, from before its model was sharded; None if there
-            was none.
-        predicted: `STATE` -> bytes by ZeRO's formulas, for the rank that holds most.
+        budget_bytes: Limit of live bytes on each rank, from before its model was sharded; None if
+            no limit was set.
+        predicted: Category of `STATE` -> most bytes that a rank holds, by ZeRO's formulas.
         taken: Measurements of each rank.
         predicted_sent: Bytes that a rank communicates, by formula.
     """
@@ -55,10 +55,10 @@ class Run:
     budget_bytes: int | None = None
 
     def as_dict(self, details: bool = False) -> dict[str, Any]:
-        measured = {name: [taken.held[name] for taken in self.taken] for name in STATE}
+        measured = {name: [usage.held[name] for usage in self.taken] for name in STATE}
         sent = {
             "predicted": self.predicted_sent,
-            "measured": max(taken.sent_bytes for taken in self.taken),
+            "measured": max(usage.sent_bytes for usage in self.taken),
         }
         line = {"mode": self.mode, "ranks": self.ranks, "losses": self.losses}
         line |= {"predicted": self.predicted, "measured": measured, "communicated": sent}
@@ -66,15 +66,15 @@ class Run:
             line["norms"] = self.norms
         if self.budget_bytes is not None:
             line["budget_bytes"] = self.budget_bytes
-        return line | {"taken": [asdict(taken) for taken in self.taken]} if details else line
+        return line | {"taken": [asdict(usage) for usage in self.taken]} if details else line
 
     def __str__(self) -> str:
         line = self.as_dict()
         rows = [(name, f"{line['predicted'][name]:,}", line["measured"][name]) for name in STATE]
         rows += [
-            ("communicated", f"{self.predicted_sent:,}", [taken.sent_bytes for taken in self.taken])
+            ("communicated", f"{self.predicted_sent:,}", [usage.sent_bytes for usage in self.taken])
         ]
-        rows += [("peak", "", [taken.peak_bytes for taken in self.taken])]
+        rows += [("peak", "", [usage.peak_bytes for usage in self.taken])]
         names = self.taken[0].at_peak
         rows += [
             (f"  {name}", "", values)
@@ -109,7 +109,7 @@ def train(
 
     Args:
         save_to: Folder for checkpoints, written after each `every` steps and after the last.
-        resume: Checkpoint to continue from; its steps count.
+        resume: Checkpoint to continue from; steps are numbered on from its own.
         budget_bytes: Limit of live bytes on each rank. An operator that would exceed it does not
             run. It applies while steps are metered, that is to the first 3.
         say: Function that is called with a line of progress after each step, on rank 0.
@@ -124,7 +124,9 @@ def train(
     norms = []
     shapes = shapes_of(model, options.get("blocks"))
     watch = Watch(model, device, budget_bytes=budget_bytes)
-    most = {name: max(each[name] for each in held_bytes(shapes, mode, ranks)) for name in STATE}
+    predicted = {
+        name: max(each[name] for each in held_bytes(shapes, mode, ranks)) for name in STATE
+    }
     with ExitStack() as watching:
         watching.enter_context(watch)
         trainer = Trainer(mode, model, task.loss_sum, device=device, **options)
@@ -150,10 +152,10 @@ def train(
                 step + 1 == start + steps or (every and (step + 1) % every == 0)
             ):
                 save(save_to, trainer, step + 1)
-    taken: list[Any] = [None] * ranks
-    dist.all_gather_object(taken, watch.taken)
+    usages: list[Any] = [None] * ranks
+    dist.all_gather_object(usages, watch.taken)
     sent = sent_bytes(shapes, mode, ranks, micro_batches=trainer.micro_batches, sync=trainer.sync)
-    return Run(mode, ranks, losses, most, taken, sent, norms, budget_bytes)
+    return Run(mode, ranks, losses, predicted, usages, sent, norms, budget_bytes)
 
 
 def resumed(folder: Path | str, mode: str, task: Task) -> Path:
@@ -162,7 +164,7 @@ def resumed(folder: Path | str, mode: str, task: Task) -> Path:
     It is the last complete one in the mode's subfolder of the folder, or else in the folder itself.
 
     Raises:
-        ValueError: There is none, or it is of another model.
+        ValueError: The folder has no complete checkpoint, or the checkpoint is of another model.
     """
     checkpoint = last_complete(own if (own := Path(folder) / mode).is_dir() else folder)
     with symbolic():
@@ -190,25 +192,26 @@ def process_group(backend: str | None = None):
             f"course_lib.distributed must be started by torchrun: {command}; or pass"
             " --ranks N to predict a step without starting any process"
         )
-    local, of = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= of
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     backend = backend or ("nccl" if enough else "gloo")
     if backend == "nccl" and not enough:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise ValueError(
             f"--backend must be 'gloo' without a GPU per rank, got 'nccl' with {count}"
-            f" GPUs for {of} ranks"
+            f" GPUs for {local_ranks} ranks"
         )
-    if of == int(os.environ["WORLD_SIZE"]):
+    if local_ranks == int(os.environ["WORLD_SIZE"]):
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
             os.environ[variable] = loopback
-    device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo")
     yield device
-    dist.destroy_process_group()  # not after an error, because other ranks may not respond
+    # not in a `finally`, because after an error other ranks may not respond
+    dist.destroy_process_group()
 
 
 def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[dict[str, Any]]:
@@ -228,10 +231,10 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
             output if there is no such error.
         subprocess.TimeoutExpired: The run took longer than `timeout`.
     """
-    started = ["-m", "torch.distributed.run"]
+    launcher = ["-m", "torch.distributed.run"]
     script = ["-m", "course_lib.distributed"]
     if sys.platform == "linux":
-        started = ["-c", f"import {', '.join(IMPORTED_ONCE)} as run; run.main()"]
+        launcher = ["-c", f"import {', '.join(IMPORTED_ONCE)} as run; run.main()"]
         script = [
             "--run-path",
             "--start-method",
@@ -240,7 +243,7 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         ]
     command = [
         sys.executable,
-        *started,
+        *launcher,
         "--standalone",
         "--nproc-per-node",
         str(ranks),
@@ -248,7 +251,7 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         *arguments,
         "--json",
     ]
-    # torch.jit is not used here, so it is switched off
+    # torch.jit is disabled, because nothing here uses it
     environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as running:
@@ -278,9 +281,9 @@ def _end(torchrun: subprocess.Popen) -> None:
 
 def _cause(errors: str) -> str:
     """Return the cause of a failure from the output on stderr."""
-    signs = "error: ", say(text("error: {sentence}", sentence=""))
-    refused = [line for line in errors.splitlines() if line.startswith(signs)]
-    # torchrun's report of the rank that failed first; its traceback follows
+    prefixes = "error: ", say(text("error: {sentence}", sentence=""))
+    error_lines = [line for line in errors.splitlines() if line.startswith(prefixes)]
+    # torchrun writes "Root Cause" before its report of the rank that failed first
     first = errors.rfind("Root Cause")
-    last_words = errors[first if first >= 0 else -4000 :]
-    return "\n".join(refused) if refused and "Traceback (most" not in last_words else last_words
+    report = errors[first if first >= 0 else -4000 :]
+    return "\n".join(error_lines) if error_lines and "Traceback (most" not in report else report
