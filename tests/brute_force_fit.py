@@ -320,12 +320,30 @@ def frontier(estimates: Iterable[Estimate], rates: Rates) -> list[int]:
     return peaks
 
 
-def compare(
-    case: Case, most: int = MOST, budgets: int | None = None, seed: int = 0
-) -> tuple[int, list[Difference], Known]:
-    """The number of searches, and what they missed."""
+def known_of(case: Case) -> Known:
+    """The case's model and batch, with no estimate yet."""
     options = {"tier": case.tier, "loss_sum": None, "max_norm": None, **(case.options or {})}
-    known = Known(case.make_model, case.make_batch, case.base, **options)
+    return Known(case.make_model, case.make_batch, case.base, **options)
+
+
+def compare(
+    case: Case,
+    most: int = MOST,
+    budgets: int | None = None,
+    seed: int = 0,
+    known: Known | None = None,
+) -> tuple[int, list[Difference], Known]:
+    """Search in each budget at each set of rates, and compare with the grid.
+
+    Args:
+        most: Recipes in the grid.
+        budgets: Budgets at each set of rates, the smallest ones; all if it is None.
+        known: Estimates to start from, of an earlier comparison of the same case.
+
+    Returns:
+        The number of searches, what they missed, and all estimates.
+    """
+    known = known or known_of(case)
     recipes = [e.recipe for e in estimated(known, most, seed)]
     searches, differences = 0, []
     asked = {rates: frontier(map(known.estimate, recipes), rates)[:budgets] for rates in RATES}
