@@ -719,47 +719,85 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 #
 # <div lang="en">
 #
-# `checkpoint(block, x, use_reentrant=False)`, section 2.1, is PyTorch's own. torchtitan wraps each layer in a checkpoint before FSDP2's `fully_shard` takes it; with PyTorch that is one line, and here it runs:
+# You probably train a model of Hugging Face. Here is a small Llama from a configuration, with nothing to download: 4 layers, hidden size 256, 8 query heads and 4 key-value heads (`lesson_02.llama`). The first 32 labels of each sequence are −100, as for a prompt in fine-tuning.
 #
 # </div>
 # <div lang="zh">
 #
-# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自带的接口。torchtitan 在调用 FSDP2 的 `fully_shard` 之前，先给每一层套上检查点；用 PyTorch 只要一行，下面就来运行：
+# 你训练的，多半是 Hugging Face 的模型。下面用一份配置造一个小的 Llama，不必下载任何东西：4 层，隐藏维度 256，8 个查询头，4 个键值头（`lesson_02.llama`）。每条序列的前 32 个标签是 −100，就像微调时的提示词。
 #
 # </div>
-
-# %%
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-wrapped = make_decoder()
-wrapped.layers = nn.ModuleList(map(checkpoint_wrapper, wrapped.layers))
-metered_step(wrapped).peak_bytes, peaks[8]
 
 # %% [markdown]
 # <div lang="en">
 #
-# | where | not run here |
-# |---|---|
-# | PyTorch, products kept | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]))` |
-# | Hugging Face 5.23 | `model.activation_checkpointing_enable()`, or `TrainingArguments(activation_checkpointing=True)`; train with `use_cache=False`. (The older names, which begin with `gradient_`, are deprecated) |
-# | torchtitan | activation checkpoint mode `"full"` or `"selective"` in the training configuration |
-# | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`; or `--recompute-granularity selective` |
-# | TRL, DeepSpeed | the same argument as in `TrainingArguments`; `deepspeed.checkpointing.checkpoint(block, x)` |
+# Each line below is run on a new copy of this model, and then forward and backward are measured. Two of the lines keep results: `keep_addmm` lists `aten.addmm` alone, `keep_mm` lists `aten.mm` and the attention operator. The last line lets the compiler choose what to keep, with half of what it could save as its budget.
 #
-# The list needs both operators. A Llama's Linears have no bias, so with `addmm` alone nothing is kept there and every layer is computed again; PyTorch does not mention it, `checkpoint_blocks` warns. Megatron's "selective" computes the middle of attention again, from the scores to the context, and keeps the rest: another choice than section 2.6's.
+# **Guess first:** which line has the lowest peak, and which of the two lists saves FLOPs?
 #
 # </div>
 # <div lang="zh">
 #
-# | 框架 | 写法（此处未运行） |
+# 下面的每一行，都在这个模型的一份新副本上运行，然后测量一次前向加反向。其中两行会保留一部分结果：`keep_addmm` 只列出 `aten.addmm`，`keep_mm` 列出 `aten.mm` 和注意力算子。最后一行让编译器自己选择保留什么，预算是它能节省的一半。
+#
+# **先猜**：哪一行的峰值最低？两份列表里，哪一份能省 FLOPs？
+#
+# </div>
+
+# %% slide="result"
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts
+
+attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+keep_addmm = partial(contexts, [torch.ops.aten.addmm.default])
+keep_mm = partial(contexts, [torch.ops.aten.mm.default, attention])
+torch._functorch.config.activation_memory_budget = 0.5  # read by the compiler alone
+lesson_02.measured_lines(keep_addmm=keep_addmm, keep_mm=keep_mm)
+
+# %% [markdown]
+# <div lang="en">
+#
+# One line more than halves the peak. It has an older name, which still works and warns. The older mode computes more, because it does not stop early, and it keeps a little more. Left out, `use_reentrant` is `False` in a model of `transformers` 5.23, but `True` in PyTorch's own `checkpoint`, as section 2.3 showed.
+#
+# `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`; nothing on the list is met, every layer is computed again, and PyTorch does not mention it (`checkpoint_blocks` warns). With `mm` and attention on the list, no product is computed twice, and the peak is still lower by 35 MB.
+#
+# The compiler was given a budget: 0 computes everything again, 1 is its default. On a GPU the line is `model.compile()`, whose backend needs a C++ compiler. Lesson 03 comes back to this budget. None of these lines touches the logits: the loss of section 2.8 does.
+#
+# </div>
+# <div lang="zh">
+#
+# 一行代码就让峰值降到一半以下。它有一个旧名称，仍然能用，但会发出警告。较老的模式算得更多，因为它不会提前停，留下的也略多一点。不写 `use_reentrant` 时，`transformers` 5.23 的模型用 `False`，PyTorch 自己的 `checkpoint` 用 `True`（见 2.3 节）。
+#
+# `keep_addmm` 什么也没有改变。Llama 的 Linear 没有偏置，调用的是 `mm`，列表里的算子一个也没有遇到，每一层都要重新计算一遍，PyTorch 对此没有提示（`checkpoint_blocks` 会发出警告）。列表里写上 `mm` 和注意力，就没有一次乘法要做两遍，峰值仍然低 35 MB。
+#
+# 编译器得到的是一个预算：0 表示全部重新计算，1 是它的默认值。在 GPU 上，这一行就是 `model.compile()`，它的后端需要 C++ 编译器。第 03 课还会讲到这个预算。这些写法都没有触及 logits，那要靠 2.8 节的损失。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# | where | the same, not run here |
 # |---|---|
-# | PyTorch，保留乘积 | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]))` |
-# | Hugging Face 5.23 | `model.activation_checkpointing_enable()`，或 `TrainingArguments(activation_checkpointing=True)`；训练时设 `use_cache=False`。（以 `gradient_` 开头的旧名称已弃用） |
+# | Trainer, TRL | `TrainingArguments(activation_checkpointing=True)` |
+# | PyTorch, each layer | `checkpoint(layer, x, use_reentrant=False)`; with FSDP2, `checkpoint_wrapper(layer)` before `fully_shard` |
+# | torchtitan | activation checkpoint mode `"full"` or `"selective"` in the training configuration |
+# | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`; or `--recompute-granularity selective` |
+# | DeepSpeed | `deepspeed.checkpointing.checkpoint(block, x)` |
+#
+# Megatron's "selective" computes the middle of attention again, from the scores to the context, and keeps the rest: another choice than section 2.6's.
+#
+# </div>
+# <div lang="zh">
+#
+# | 框架 | 同样的做法（此处未运行） |
+# |---|---|
+# | Trainer、TRL | `TrainingArguments(activation_checkpointing=True)` |
+# | PyTorch，逐层 | `checkpoint(layer, x, use_reentrant=False)`；使用 FSDP2 时，在 `fully_shard` 之前写 `checkpoint_wrapper(layer)` |
 # | torchtitan | 训练配置里的激活检查点模式 `"full"` 或 `"selective"` |
 # | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`；或 `--recompute-granularity selective` |
-# | TRL、DeepSpeed | 与 `TrainingArguments` 相同的参数；`deepspeed.checkpointing.checkpoint(block, x)` |
+# | DeepSpeed | `deepspeed.checkpointing.checkpoint(block, x)` |
 #
-# 列表里两个算子都要有。Llama 的 Linear 没有偏置，只写 `addmm` 就什么也保留不下来，每一层都要重计算。PyTorch 对此没有提示，`checkpoint_blocks` 会发出警告。Megatron 的 “selective” 只重计算注意力的中间部分（从分数到上下文），其余保留，与 2.6 节的选法不同。
+# Megatron 的 “selective” 只重计算注意力的中间部分（从分数到上下文），其余保留，与 2.6 节的选法不同。
 #
 # </div>
 
@@ -881,6 +919,31 @@ lesson_02.gaps(runs)
 # `MyCheckpoint` 里的 `save_for_backward` 能发现输入被原地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
 #
 # </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# The error that people meet most with checkpoints says that the second run saved other tensors than the first. There are two usual causes. The block looks at something that has changed since: a counter, a flag, a random number that PyTorch does not restore. Or the second run happens in another state, such as under another `torch.autocast`. Here a block looks at a counter:
+#
+# </div>
+# <div lang="zh">
+#
+# 使用检查点时最常见的错误，说的是第二次运行保存的张量与第一次不同。常见的原因有两个。一是块读取了某个已经改变的东西，例如计数器、开关，或者 PyTorch 不会恢复的随机数。二是第二次运行时的状态不同，例如处在另一个 `torch.autocast` 里。下面的块读取了一个计数器：
+#
+# </div>
+
+# %%
+calls = count()
+
+
+def block(x):
+    return x.sin().exp() if next(calls) == 0 else x.sin()
+
+
+try:
+    checkpoint(block, torch.ones(4, requires_grad=True), use_reentrant=False).sum().backward()
+except torch.utils.checkpoint.CheckpointError as error:
+    print(str(error).splitlines()[0])
 
 # %% [markdown]
 # ## 2.14 Reentrant or not: a table of experiments / 可重入与否：一张由实验填成的表

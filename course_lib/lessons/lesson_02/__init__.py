@@ -27,6 +27,7 @@ from .display import (
 )
 from .gpu import checkpointed_decoder
 from .modes import gaps, modes
+from .own_code import llama, measured_lines
 
 __all__ = [
     "CLAIMS",
@@ -45,6 +46,8 @@ __all__ = [
     "figures_of_claims",
     "flop_counter",
     "gaps",
+    "llama",
+    "measured_lines",
     "measured_step",
     "modes",
     "older_claims",
