@@ -72,7 +72,7 @@ def small(ranks: list[int], steps: int) -> None:
 def large() -> None:
     print(
         f"{'':8}{'ranks':>6} {'mode':16}"
-        + "".join(f"{name:>12}" for name in ("held, GB", "peak, GB", "sent, GB", "s"))
+        + "".join(f"{name:>12}" for name in ("held, GB", "peak (GB)", "sent, GB", "s"))
     )
     with tempfile.TemporaryDirectory() as folder:
         for size, shape in SIZES.items():

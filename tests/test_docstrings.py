@@ -19,7 +19,7 @@ from course_lib.labels.command import Parser
 from course_lib.lessons import __main__ as lessons_command
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("course_lib", "notebooks", "tests", "examples")
+FOLDERS = ("course_lib", "publish", "notebooks", "tests", "examples")
 KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SECTION = re.compile(r"(?:Args|Attributes|Raises|Returns|Warns|Yields):$")
 # A command may set variables of the environment first.

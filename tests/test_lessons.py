@@ -776,7 +776,7 @@ def test_stored_estimates_are_those_that_the_library_makes():
 
 def test_what_fills_a_peak_is_told_by_category_with_its_phase(small_steps):
     shown = lesson_07.what_fills(["plain", "step", "budget"], small_steps)
-    assert shown.data["peak, MB"].tolist() == [
+    assert shown.data["peak (MB)"].tolist() == [
         f"{each.peak_bytes / 1e6:.1f}" for each in small_steps
     ]
     assert set(shown.data["phase"]) <= {"forward", "backward", "optimizer"}

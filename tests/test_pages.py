@@ -121,16 +121,16 @@ def test_the_library_is_installed_where_it_is_missing_and_only_from_an_address(s
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(("spoken", "words"), [("en", "peak, MB"), ("zh", "峰值，MB")])
+@pytest.mark.parametrize(("spoken", "words"), [("en", "peak (MB)"), ("zh", "峰值，MB")])
 def test_a_page_that_runs_shows_tables_and_figures_in_its_language_alone(
     monkeypatch, spoken, words
 ):
     monkeypatch.setattr(labels, "_shown", ("en", "zh"))
     monkeypatch.setenv("COURSE_LANG", "both")
     language(spoken, only=True)
-    assert labels.markup("peak, MB") == labels.say("peak, MB") == words
+    assert labels.markup("peak (MB)") == labels.say("peak (MB)") == words
     drawn, axes = figure()
-    axes.set_xlabel("peak, MB")
+    axes.set_xlabel("peak (MB)")
     found = []
     monkeypatch.setattr(
         "IPython.display.display", lambda data, **_: found.append(data["text/html"])

@@ -301,7 +301,7 @@ def test_an_address_that_is_none_is_one_sentence(address, tmp_path):
             match=r"^\[project.urls\] must have only Repository and Docu[^\n]+, got [^\n]+$",
         ):
             address.addresses(tmp_path)
-    with pytest.raises(ValueError, match="a block must be one of .*, got 'gone'"):
+    with pytest.raises(ValueError, match=r"a block must be one of .*, got 'gone'"):
         address.with_addresses("<!-- hosted: gone -->\n<!-- /hosted -->", "en", {})
 
 

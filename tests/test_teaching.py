@@ -298,7 +298,7 @@ def test_layers_are_hatched_and_curves_differ_in_style():
 
 def sample(title="vs first", **options):
     drawn, axes = teaching.figure(title, **options)
-    axes.set_xlabel(teaching.text("predicted, {unit}", unit="$L$"))
+    axes.set_xlabel(teaching.text("predicted ({unit})", unit="$L$"))
     axes.set(ylabel=f"{teaching.text('bytes')} (MB)", yscale="log")
     teaching.predicted_and_measured(axes, [1, 2, 3], [1, 2, 3], [1, 2, 3], "device")
     axes.text(1, 1, "3.14")
@@ -343,10 +343,10 @@ def drawn_words(drawn, language):
 
 def test_a_figure_is_drawn_in_each_language_with_its_legend_and_its_ticks_and_is_english_again():
     drawn, axes = teaching.figure("vs first")
-    axes.bar(["activation", "gradient"], [1, 2], label="peak, MB")
+    axes.bar(["activation", "gradient"], [1, 2], label="peak (MB)")
     axes.legend(title="measured")
     before, chinese = drawn_words(drawn, "en"), drawn_words(drawn, "zh")
-    assert {"vs first", "activation", "gradient", "peak, MB", "measured"} <= set(before)
+    assert {"vs first", "activation", "gradient", "peak (MB)", "measured"} <= set(before)
     assert {"首行的倍数", "激活值", "梯度", "峰值，MB", "实测"} <= set(chinese)
     assert [words for words in chinese if labels.is_english(words)] == []
     assert [words for words in chinese if words[0].isdigit()] == [
@@ -564,7 +564,7 @@ def test_compare_gives_each_measurement_against_the_first():
     compared = teaching.compare(
         {"plain": measurement(200_000_000)}, half=measurement(100_000_000, 2 * 10**9)
     )
-    assert compared.data["peak, MB"].tolist() == [200.0, 100.0]
+    assert compared.data["peak (MB)"].tolist() == [200.0, 100.0]
     assert compared.data["vs first"].tolist() == [1.0, 0.5]
     assert compared.data["FLOPs vs first"].tolist() == [1.0, 2.0]
     assert "0.500×" in parsed(compared)[1] and "普通" in parsed(compared)[1]
@@ -587,7 +587,7 @@ def test_seconds_and_workspace_are_shown_only_when_asked_for():
 
 def test_predictions_give_the_error_in_per_cent_of_the_measured():
     shown = teaching.predictions([("a", 99_000_000, 100_000_000), ("b", 7, 7), ("c", 5, None)])
-    errors = shown.data["error, %"].tolist()
+    errors = shown.data["error (%)"].tolist()
     assert errors == [-1.0, 0.0, None]
     assert "−1.00" in repr(shown) and "–" in repr(shown)
     exact = teaching.predictions([("a", 84_000_000_000, 84_000_000_001)], unit="bytes")

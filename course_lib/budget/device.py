@@ -133,7 +133,7 @@ class EstimatesOnDevice(Estimates):
         title: Caption of the table.
     """
 
-    columns = (Estimates.columns[0], "reserved, MB", "left (MB)", *Estimates.columns[1:])
+    columns = (Estimates.columns[0], "reserved (MB)", "left (MB)", *Estimates.columns[1:])
 
     def __init__(
         self, found: Iterable[Estimate], rates: Rates, device: str, memory_bytes: int, title: str

@@ -52,7 +52,7 @@ class Estimates(Table, list):
         within: Function that returns the `Estimates` that fit another budget in bytes.
     """
 
-    columns = ("peak, MB", "TFLOPs", "GB moved", "seconds", "recipe")
+    columns = ("peak (MB)", "TFLOPs", "GB moved", "seconds", "recipe")
 
     def __init__(
         self,

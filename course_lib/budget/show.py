@@ -60,7 +60,7 @@ def added(before: Recipe, after: Recipe) -> str:
 class Way(Table, list):
     """List of estimates, each with one additional technique, that prints as a table."""
 
-    columns = ("step", "peak, MB", "× FLOPs", "GB moved")
+    columns = ("step", "peak (MB)", "× FLOPs", "GB moved")
 
     def __init__(self, estimates: Iterable[Estimate]):
         list.__init__(self, estimates)

@@ -3,8 +3,8 @@
 The code contains only the English. All Chinese is in `zh.toml` next to this file.
 
     text("{n:,} tokens", n=1024)  # "1,024 tokens", a string that can be translated later
-    say("peak, MB")               # plain text in the current language
-    markup("peak, MB")            # HTML in both languages; a page shows one of them
+    say("peak (MB)")              # plain text in the current language
+    markup("peak (MB)")           # HTML in both languages; a page shows one of them
     verbatim("sgd")               # the same in both languages, such as the name of an option
 
 A label is looked up by its English, so it is still translated after it has passed through lists,

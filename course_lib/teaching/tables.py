@@ -162,9 +162,9 @@ def compare(
             "compare needs at least one measurement, as in compare(plain=measure(step))"
         )
     first = next(iter(variants.values()))
-    columns: list[str] = ["", "peak, MB", "vs first", "GFLOPs", "FLOPs vs first"]
+    columns: list[str] = ["", "peak (MB)", "vs first", "GFLOPs", "FLOPs vs first"]
     if workspace:
-        columns += ["workspace, MB", "allocator's peak, MB"]
+        columns += ["workspace (MB)", "allocator's peak (MB)"]
     if seconds:
         columns += ["seconds", "device"]
 
@@ -219,9 +219,9 @@ def predictions(
         scale = _UNITS[unit]
     columns: list[str] = [
         "",
-        text("predicted, {unit}", unit=unit),
-        text("measured, {unit}", unit=unit),
-        "error, %",
+        text("predicted ({unit})", unit=unit),
+        text("measured ({unit})", unit=unit),
+        "error (%)",
     ]
     shown, values = [], []
     for name, prediction, measured in rows:

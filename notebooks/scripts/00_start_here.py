@@ -210,7 +210,7 @@ rows = []
 for kind in ("parameter", "gradient", "optimizer", "activation", "temporary"):
     there = [meter.at_peak()[kind] / 1e6 for meter in meters.values()]
     rows.append((category_label(kind), *(round(size, 1) for size in there)))
-table(["at the peak, MB", *meters], rows)
+table(["at the peak (MB)", *meters], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -242,7 +242,7 @@ def step_of(decoder):
 
 before, after = step_of(plain), step_of(forgetful)
 rows = [
-    ("peak, MB", my_peak, after.peak_bytes / 1e6),
+    ("peak (MB)", my_peak, after.peak_bytes / 1e6),
     ("FLOPs, of plain", my_flops, after.flops / before.flops),
 ]
 shown = [(name, guess or "–", f"{measured:.2f}") for name, guess, measured in rows]

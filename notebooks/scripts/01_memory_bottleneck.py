@@ -627,7 +627,7 @@ for vocabulary in (2048, 8192, 32768):
     added = sum(ended[kind] for kind in states) + most
     share = 3 * 4 * 8 * 128 * vocabulary / found.peak_bytes
     rows.append((vocabulary, found.peak_bytes / 1e6, f"{share:.0%}", added / 1e6))
-headings = ["vocabulary", "peak, MB", "three times the logits, of it", "kinds added up, MB"]
+headings = ["vocabulary", "peak (MB)", "three times the logits, of it", "kinds added up (MB)"]
 table(headings, [(v, round(peak, 1), share, round(added, 1)) for v, peak, share, added in rows])
 
 # %% [markdown]
@@ -689,7 +689,7 @@ for name, shape in {"1 B": (2048, 16, 18), "7 B": (4096, 32, 32), "70 B": (8192,
     peak = max(giant.timeline, key=lambda sample: sample.live_bytes)
     counts = (my_activations(*shape), giant.series()["activation"].max(), giant.peak_bytes)
     rows.append((name, *(f"{count / 1e9:,.3f}" for count in counts), peak.phase))
-table(["model", "your formula, GB", "most activations, GB", "peak, GB", "peak in"], rows)
+table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak in"], rows)
 
 # %% [markdown] slide={"en": "The activations of the 7 B model add nothing to this peak.\n\nSo it is for a loop over parameters, and one sequence.", "zh": "7 B 模型的激活值，对这个峰值毫无影响。\n\n这是逐个参数循环更新、只有一条序列时的结论。"}
 # <div lang="en">
@@ -888,7 +888,7 @@ for name in ("loop", "foreach", "fused"):
     found = metered_step(model, random_tokens(1, 128, 2048), update)
     in_step = max(sample.live_bytes for sample in found.timeline if sample.phase == "optimizer")
     rows.append((name, in_step, round(in_step / (4 * 6_875_648), 2), found.peak_bytes))
-headings = ["Adam", "most in step(), bytes", "of the parameters", "peak, one sequence"]
+headings = ["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequence"]
 table(headings, rows)
 
 # %% [markdown]
@@ -929,7 +929,7 @@ adapters = metered_step(model, tokens, torch.optim.Adam(trained))
 arms = {"plain": meter, "autocast, bf16": autocast, "all bf16, no master weights": all_bf16}
 arms["LoRA, rank 8, on attention"] = adapters
 rows = [(name, round(arm.peak_bytes / 1e6, 1)) for name, arm in arms.items()]
-table(["recipe", "peak, MB"], rows)
+table(["recipe", "peak (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1040,7 +1040,7 @@ for s in (512, 1024, 2048, 4096):
         fused = saved_tensors(F.scaled_dot_product_attention, *qkv).total_bytes
     with_scores = plain + 4 * 12 * s * s
     rows.append((s, *(round(count / 1e6, 1) for count in (plain, with_scores, fused))))
-table(["tokens", "standard, MB", "if S were kept, MB", "fused, MB"], rows)
+table(["tokens", "standard (MB)", "if S were kept (MB)", "fused (MB)"], rows)
 
 # %% [markdown]
 # ## 1.16 A memory monitor / 内存监视器
@@ -1082,7 +1082,7 @@ with MemoryMeter(model, optimizer) as monitor:
 
 # %%
 rounded = [[round(reading, 1) for reading in row] for row in rows]
-headings = ["step", "before, MB", "forward, MB", "backward, MB", "step(), MB", "zero_grad(), MB"]
+headings = ["step", "before (MB)", "forward (MB)", "backward (MB)", "step(), MB", "zero_grad(), MB"]
 table(headings, rounded)
 
 # %% [markdown]
@@ -1117,7 +1117,7 @@ for i, mark in enumerate(marks[:10]):
     counts = [simulated[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")]
     live = int(trace[:mark].live_bytes[-1])
     rows.append((1 + i // 5, f"`{phases[i % 5]}`", *(round(n / 1e6, 1) for n in (live, *counts))))
-table(["step", "after", "live, MB", "allocated, MB", "reserved, MB"], rows)
+table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1185,7 +1185,7 @@ for name, scene in scenes.items():
         device, said = lesson_01.replayed(scene, 388 << 20, settings)
         verdict = "out of memory" if said else "fits"
         rows.append((name, f"`{settings}`" if settings else "–", scene.peak_bytes, verdict))
-table(["order", "settings", "most live, bytes", "388 MiB"], rows)
+table(["order", "settings", "most live (bytes)", "388 MiB"], rows)
 
 # %%
 print(lesson_01.replayed(short_first, 388 << 20)[1].partition(" If reserved")[0])
@@ -1255,7 +1255,7 @@ for _ in range(2):
     growth.append(found.peak_bytes - before)
 fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=1).peak_bytes for _ in range(2)]
 rows = [("growth", *growth), ("`measure`", *fair)]
-table(["method", "first run, bytes", "second run, bytes"], rows)
+table(["method", "first run (bytes)", "second run (bytes)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1353,7 +1353,9 @@ for name, (multiply, weight) in products.items():
         used_four_times(multiply, weight)
     bare = measure(partial(used_four_times, multiply, weight), repeats=1)
     rows.append((name, tiny.peak, full.peak_bytes, bare.allocator_peak_bytes))
-table(["four times", "TinyMeter, bytes", "MemoryMeter, bytes", "allocator, no mode, bytes"], rows)
+table(
+    ["four times", "TinyMeter (bytes)", "MemoryMeter (bytes)", "allocator, no mode (bytes)"], rows
+)
 
 # %% [markdown]
 # <div lang="en">

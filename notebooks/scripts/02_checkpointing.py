@@ -491,7 +491,7 @@ lesson_02.draw_which_block(alone, whole)
 # %%
 saved = [alone[None] - alone[0], alone[None] - alone[7], one[None] - one[0]]
 rows = zip(["layer 0", "layer 7", "the only layer"], saved, strict=True)
-table(["checkpoint around", "saves, bytes"], rows)
+table(["checkpoint around", "saves (bytes)"], rows)
 
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
@@ -1223,7 +1223,7 @@ for segments in (1, 2, 4, 8):
         output = checkpoint_sequential(network, segments, data, use_reentrant=False)
         output.square().mean().backward()
     rows.append((segments, round(meter.peak_bytes / 1e6, 1)))
-table(["segments", "peak, MB"], rows)
+table(["segments", "peak (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">

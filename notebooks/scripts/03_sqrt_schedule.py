@@ -465,7 +465,7 @@ for budget in (140, 170, 200, 300):
     room = budget * 10**6 - pyramid.input_bytes
     library = simulate(optimal(pyramid, budget * 10**6), pyramid).time
     rows.append((budget, fastest(pyramid.stages, room), int(library)))
-table(["budget, MB", "`fastest`", "`optimal`"], rows)
+table(["budget (MB)", "`fastest`", "`optimal`"], rows)
 
 # %% [markdown] slide={"en": "The decoder of lesson 01 as a chain of 18 stages.\n\n**Guess first.** For half the bytes, which stages would you forget?", "zh": "第 01 课的解码器，一条 18 级的链。\n\n**先猜**：要把字节减半，你会忘掉哪些级？"}
 # ## 3.6 The course's decoder / 本课程的解码器

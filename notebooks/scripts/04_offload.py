@@ -640,7 +640,7 @@ predictions(rows, unit="bytes")
 arms = {"plain": (False, None), "offload": (False, 1)}
 arms |= {"checkpoint": (True, None), "checkpoints and offload": (True, 1)}
 rows = [(name, f"{steps[arm][0].peak_bytes:,}", steps[arm][1]) for name, arm in arms.items()]
-table(["step", "peak, bytes", "bytes down"], rows)
+table(["step", "peak (bytes)", "bytes down"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
 two = {name: steps[arms[name]][0] for name in ("offload", "checkpoints and offload")}
@@ -1298,7 +1298,7 @@ cases = {"both wait 20 ms": (wait, wait)}
 cases["both compute in Python"] = (busy, busy)
 cases["made at once"] = (lambda: None, wait)
 rows = [(name, loop(*case, False), loop(*case, True)) for name, case in cases.items()]
-table(["", "plain, s", "prefetched, s"], rows)
+table(["", "plain (s)", "prefetched (s)"], rows)
 
 # %% [markdown]
 # ## 4.18 Older claims / 更早的说法

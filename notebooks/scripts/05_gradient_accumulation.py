@@ -109,7 +109,7 @@ def metered_step(m):
 # %% slide="result"
 meters = {m: metered_step(m) for m in (4, 2)}
 table(
-    ["sequences per micro-batch", "peak, bytes"],
+    ["sequences per micro-batch", "peak (bytes)"],
     [(m, each.peak_bytes) for m, each in meters.items()],
 )
 
@@ -997,7 +997,7 @@ def update(parameter):
 # %%
 rows = [("after backward (1)", *peak_with(1)), ("in backward (1)", *peak_with(1, update))]
 rows += [("after backward (8)", *peak_with(8)), ("in backward (8)", *peak_with(8, update))]
-table(["update (sequences)", "peak, MB", "most gradients at once (MB)"], rows)
+table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">

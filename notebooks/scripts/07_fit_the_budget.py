@@ -443,7 +443,7 @@ laptop, rows = RATES["laptop"], []
 for name, each in found.items():
     ratio, moved = f"{each.flops / plain.flops:.2f}", f"{each.moved_bytes / 1e6:.1f}"
     rows.append((name, f"{each.peak_bytes / 1e6:.1f}", ratio, moved, f"{laptop.seconds(each):.2f}"))
-table(["step", "peak, MB", "FLOPs of plain", "moved (MB)", "time on the laptop (s)"], rows)
+table(["step", "peak (MB)", "FLOPs of plain", "moved (MB)", "time on the laptop (s)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -790,7 +790,7 @@ ways = [{}, checkpoints, {**flash, **checkpoints}, {**flash, **checkpoints, **fr
 ways += [{**flash, **checkpoints, **freed, **offloaded}, {**flash, **freed, **offloaded}]
 large = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
 rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in large]
-table(["recipe", "peak, MB", "moved (MB)"], rows)
+table(["recipe", "peak (MB)", "moved (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -890,7 +890,7 @@ for (size, name), e in giants.items():
     marks = ["✓" if device in fitting else "–" for device in devices.values()]
     price = f"{e.moved_bytes / 1e9:.0f}", f"{RATES[fitting[0]].seconds(e):.2f}, {fitting[0]}"
     rows.append((size, name, f"{e.peak_bytes / 1e9:.1f}", *marks, *price))
-table(["model", "recipe", "peak, GB", *devices, "GB moved", "time on the smallest (s)"], rows)
+table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smallest (s)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -959,7 +959,7 @@ for optimizer in ("adam", "adam8bit", "adafactor", "sgd"):
     each = estimate(make_model, make_batch, Recipe(optimizer=optimizer, **checkpoints))
     state = each.at_peak.get("optimizer", 0) / parameters
     rows.append((f"`{optimizer}`", round(each.peak_bytes / 1e6, 1), round(state, 2)))
-table(["`optimizer`", "peak, MB", "state (bytes per parameter)"], rows)
+table(["`optimizer`", "peak (MB)", "state (bytes per parameter)"], rows)
 
 # %% [markdown]
 # ## 7.18 On a GPU / 在 GPU 上

@@ -100,7 +100,7 @@ losses, whole = alone(steps=3)
 _, half = alone(steps=2, sequences=4)
 _, quarter = alone(steps=2, sequences=2)
 peaks = {"8 sequences": whole, "4 sequences": half, "2 sequences": quarter}
-table(["one device", "peak, bytes"], [(name, sum(peak.values())) for name, peak in peaks.items()])
+table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak in peaks.items()])
 
 # %% [markdown]
 # ## 8.2 What each rank holds / 每个进程持有什么
@@ -929,7 +929,7 @@ ways = {
     "with the last micro-batch, sums outside the buckets": {},
 }
 ways["with the last micro-batch, sums in the buckets"] = {"in_buckets": True}
-headings = ["communicated (MB)", "gradients at the peak (MB)", "peak, MB"]
+headings = ["communicated (MB)", "gradients at the peak (MB)", "peak (MB)"]
 
 
 def row_of(mode, way, options):
@@ -988,7 +988,7 @@ for mode in ("fsdp", "fsdp-keep"):
     taken = four[mode]["taken"][0]
     counts = taken["sent_bytes"], taken["at_peak"]["gathered"], taken["peak_bytes"]
     rows.append((f"`{mode}`", *(round(count / 1e6, 1) for count in counts)))
-table(["4 ranks", "communicated (MB)", "gathered at the peak (MB)", "peak, MB"], rows)
+table(["4 ranks", "communicated (MB)", "gathered at the peak (MB)", "peak (MB)"], rows)
 
 # %% [markdown]
 # ## 8.19 What does not divide / 除不尽怎么办
@@ -1158,7 +1158,7 @@ def made_on(device):
 
 with lesson_08.as_rank_of(4):
     rows = [made_on(device) for device in ("cpu", "meta")]
-table(["created on", "peak, bytes", "held afterwards (bytes)"], rows)
+table(["created on", "peak (bytes)", "held afterwards (bytes)"], rows)
 
 # %% [markdown]
 # <div lang="en">

@@ -199,4 +199,4 @@ def _draw_blocks(ax, entries: Sequence[dict], on_entry: int) -> None:
             ax.add_collection(PolyCollection(found, facecolors=color, label=names[phase], **look))
     top = max(entry["addr"] - base + entry["size"] for entry in segments) / 1e6
     ax.set(xlim=(0, len(entries)), ylim=(0, 1.03 * top))
-    ax.set(xlabel=text("allocations and releases"), ylabel=text("address, MB"))
+    ax.set(xlabel=text("allocations and releases"), ylabel=text("address (MB)"))

@@ -130,7 +130,7 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8
     ax.annotate(size, (at, bottom[at]), (0, 4), textcoords="offset points", ha="center", fontsize=9)
     names = [step.operator.rpartition(".")[0] for step in chosen]
     ax.set_xticks(range(len(chosen)), names, rotation=28, ha="right", fontsize=8)
-    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("beside what stays, MB"))
+    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("beside what stays (MB)"))
     ax.legend(loc="upper left")
     return shown_once(drawn)
 
@@ -157,7 +157,7 @@ def draw_lengths(
         ylim=(0, 1.08 * layer_mb[-1]),
         xlabel=text("sequence length s, tokens"),
     )
-    ax.set_ylabel(text("saved by one layer, MB"))
+    ax.set_ylabel(text("saved by one layer (MB)"))
     marks = {512: "16 h / a"} if guess is None else {512: "16 h / a", guess: "your guess"}
     for number, (length, name) in enumerate(marks.items()):
         ax.axvline(length, color="#888888", linewidth=0.8, linestyle=("--", ":")[number])
@@ -274,7 +274,7 @@ def draw_activation_bytes(
     ax.fill_between(lengths, proportional, everything, color=_P, label=square_name, **look)
     ax.plot(lengths, everything, color=COLORS["predicted"])
     ax.plot(sequence, total, "o", color=COLORS["predicted"])
-    ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations, GB"))
+    ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations (GB)"))
     ax.set_xlabel(text("sequence length s, tokens"))
     ax.legend(loc="upper left", reverse=True)
     return shown_once(drawn)

@@ -164,7 +164,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
             ax.text(layer, -2.1, f"{layer}", ha="center", va="center", bbox=box)
         ax.set(xticks=[], xlabel=text("layer with the checkpoint"), ylim=(-4, 24), xlim=(-0.6, 7.6))
         ax.set_title(text("{name}: {peak} MB", name=text(name), peak=_mb(peaks[None])))
-    panels[0].set_ylabel(text("saved of the peak, MB"))
+    panels[0].set_ylabel(text("saved of the peak (MB)"))
     drawn.supxlabel(
         text("dotted: away when the plain step peaks; hatched: there again by then"), fontsize=9
     )
@@ -190,7 +190,7 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
     title = "The lower left is best, and empty; here groups lose on both axes"
     drawn, ax = figure(title, height=3.2, alt=text("{points}.", points=listed(alt, "; ")))
     ax.set(
-        xlim=(70, 320), ylim=(0.96, 1.36), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain")
+        xlim=(70, 320), ylim=(0.96, 1.36), xlabel=text("peak (MB)"), ylabel=text("FLOPs of plain")
     )
     ax.grid(True, axis="x")
     for name, point in points.items():

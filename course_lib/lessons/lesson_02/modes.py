@@ -32,7 +32,7 @@ def gaps(runs: Mapping[str, Run]) -> Table:
     }
     rows = [
         (
-            "peak of a block of four layers, MB",
+            "peak of a block of four layers (MB)",
             *(f"{_peak(run) / 1e6:.2f}" for run in runs.values()),
         )
     ]

@@ -138,7 +138,9 @@ def stages_of_a_decoder(chain: Chain) -> Table:
                 NumberText(f"{stage.forward_time / 1e9:.3f}"),
             )
         )
-    return table(["stage", "output B, MB", "keeps A, MB", "its backward takes, MB", "GFLOPs"], rows)
+    return table(
+        ["stage", "output B (MB)", "keeps A (MB)", "its backward takes (MB)", "GFLOPs"], rows
+    )
 
 
 def peak_and_flops(

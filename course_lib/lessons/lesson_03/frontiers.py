@@ -129,7 +129,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
             label=text("frontier"),
         )
         ax.plot(across, up, "s", color="#4477AA", markersize=4, label=text("best cuts"))
-        ax.set(xlim=(0, None), ylim=(0.98, 1.36), xlabel=text("peak, MB"))
+        ax.set(xlim=(0, None), ylim=(0.98, 1.36), xlabel=text("peak (MB)"))
         ax.set_title(text(name), fontsize=9)
         values = {
             "least": f"{min(across):.1f}",
@@ -188,7 +188,7 @@ def draw_frontier(
                     fontsize=8,
                     color=color,
                 )
-    ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
+    ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak (MB)"), ylabel=text("FLOPs of plain"))
     ax.legend()
     return shown_once(drawn)
 

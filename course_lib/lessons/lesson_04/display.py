@@ -222,7 +222,10 @@ def draw_pages(
         ax.axhline(height, color="#888888", linewidth=0.9, linestyle="--")
         ax.text(x, height + 2, text(name), ha=side, fontsize=9)
     ax.set(
-        xlim=(0, 35.5), ylim=(0, 130), xlabel=text("page, MiB"), ylabel=text("peak of the step, MB")
+        xlim=(0, 35.5),
+        ylim=(0, 130),
+        xlabel=text("page, MiB"),
+        ylabel=text("peak of the step (MB)"),
     )
     ax.legend(loc="lower right")
     return shown_once(drawn)

@@ -113,7 +113,7 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
         run = "now" if tuple(key) in live else "recorded"
         above = f"{found.above_bytes / 1e6:.1f}"
         rows.append((name, link, NumberText(times), NumberText(above), run))
-    return table(["step", "link", "time of plain", "peak above, MB", "run"], rows)
+    return table(["step", "link", "time of plain", "peak above (MB)", "run"], rows)
 
 
 def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> Table:

@@ -53,7 +53,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         ax.text(8.4, top + missing / 2, text("no gradients yet"), va="center", fontsize=9)
     ax.set(
         xlabel=text("sequences per micro-batch (of 8)"),
-        ylabel=text("peak, MB"),
+        ylabel=text("peak (MB)"),
         xlim=(-0.2, 10.6),
         ylim=(0, 325),
     )

@@ -261,7 +261,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
     ax.set(
         xlim=(0, 1.25 * most),
         ylim=(0, 1.3 * max(y for _, y in costs.values())),
-        xlabel=text("peak, MB"),
+        xlabel=text("peak (MB)"),
         ylabel="GFLOPs",
     )
     return shown_once(drawn)

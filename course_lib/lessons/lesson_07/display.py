@@ -106,7 +106,7 @@ def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
         rows.append(
             (name, f"{found.peak_bytes / 1e6:.1f}", *counts, phase_label(peak_phase(found)))
         )
-    return table(["step", "peak, MB", *(category_label(name) for name in shown), "phase"], rows)
+    return table(["step", "peak (MB)", *(category_label(name) for name in shown), "phase"], rows)
 
 
 _IN_LINES = {  # names that are too wide for a bar, with line breaks
@@ -270,7 +270,7 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
     ax.set(
         xlim=(0, 300),
         ylim=(0, None),
-        xlabel=text("peak, MB"),
+        xlabel=text("peak (MB)"),
         ylabel=text("time at 100 GFLOP/s (s)"),
     )
     ax.legend(loc="upper right")
