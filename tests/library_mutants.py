@@ -39,7 +39,7 @@ ROOMS = {
     "offload": ("offload", "refusals"),
     "accumulation": ("accumulation", "refusals"),
     "attention": ("attention", "refusals"),
-    "budget": ("matrix", "budget", "budget_models", "refusals"),
+    "budget": ("estimate_equals_run", "matrix", "budget", "budget_models", "refusals"),
     "budget/rates.py": ("budget_command", "budget_ranks"),
     "workload.py": ("budget_command",),
     "budget/recipe.py": ("budget",),

@@ -306,7 +306,7 @@ def sample(title="vs first", **options):
 
 
 ENGLISH = (
-    "vs first. Lines, data points; x axis: predicted, L; y axis: bytes (MB) (log scale); labels:"
+    "vs first. Lines, data points; x axis: predicted (L); y axis: bytes (MB) (log scale); labels:"
     " “device” from 1 to 3."
 )
 CHINESE = (
@@ -567,7 +567,7 @@ def test_compare_gives_each_measurement_against_the_first():
     assert compared.data["peak (MB)"].tolist() == [200.0, 100.0]
     assert compared.data["vs first"].tolist() == [1.0, 0.5]
     assert compared.data["FLOPs vs first"].tolist() == [1.0, 2.0]
-    assert "0.500×" in parsed(compared)[1] and "普通" in parsed(compared)[1]
+    assert "0.500×" in parsed(compared)[1] and "基线" in parsed(compared)[1]
 
 
 def test_seconds_and_workspace_are_shown_only_when_asked_for():

@@ -93,7 +93,7 @@ about_this_machine()
 # </div>
 # <div lang="zh">
 #
-# 每一课只问一个问题，都按同样的次序回答。先**预测**一个数；再用几行代码把想法**实现**出来；然后验证梯度**相等**，因为改变了结果的节省不算节省；之后才**测量**，并把预测摆在旁边。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
+# 每一课只问一个问题，都按同样的顺序回答。先**预测**一个数；再用几行代码把想法**实现**出来；然后验证梯度**相等**，因为改变了结果的节省不算节省；之后才**测量**，并把预测摆在旁边。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
 #
 # **练习**就是一个写着 `None` 或 `0` 的单元格：填上你的答案再运行，下面的检查会告诉你错在哪里。答案折叠在它下方，点那三个点就能展开。
 #
@@ -135,7 +135,7 @@ class Checkpointed(nn.Module):
 forgetful = copy.deepcopy(plain)
 forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.layers)
 
-# %% [markdown] slide={"en": "**Guess first.** Plain: 277.7 MB, of which 82.5 MB are weights and state.\n\nHow high is the peak with checkpoints? How much more work?", "zh": "**先猜**：普通做法 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？计算量增加多少？"}
+# %% [markdown] slide={"en": "**Guess first.** Plain: 277.7 MB, of which 82.5 MB are weights and state.\n\nHow high is the peak with checkpoints? How much more work?", "zh": "**先猜**：基线 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？计算量增加多少？"}
 # <div lang="en">
 #
 # **Guess first.** Plain, one step peaks at 277.7 MB. Of these, 82.5 MB are weights and optimizer state, which no checkpoint can touch. What will the checkpointed step peak at, in MB? And how many times the work of plain will it be, if every layer runs forward twice? (Such as 200 and 2.0.)
@@ -143,7 +143,7 @@ forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.laye
 # </div>
 # <div lang="zh">
 #
-# **先猜**：普通做法的一步，峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点动不了它们。用检查点的一步，峰值会是多少 MB？每一层都要多跑一次前向，计算量会是普通做法的几倍？（例如 200 和 2.0。）
+# **先猜**：基线（不用任何技术的一步）的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点动不了它们。用检查点的一步，峰值会是多少 MB？每一层都要多跑一次前向，计算量会是基线的几倍？（例如 200 和 2.0。）
 #
 # </div>
 

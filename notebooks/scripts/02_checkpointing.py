@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Write a checkpoint yourself, in both of PyTorch's modes. Predict the peak of a checkpointed step, and find where your formula ends. Say which block is worth a checkpoint and which is not. Choose what to keep, by bytes and by FLOPs. Take the loss in pieces, so that the logits never exist whole.
+# **Goals** (90 minutes). Write a checkpoint yourself, in both of PyTorch's modes. Predict the peak of a checkpointed step, and find where your formula ends. Say which block is worth a checkpoint and which is not. Choose what to keep, by bytes and by FLOPs. Take the loss in chunks, so that the logits never exist whole.
 #
 # **What to know before**: lesson 01. What a layer saves, storages, and the timeline of a step.
 #
@@ -61,7 +61,7 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import predictions, table, timelines
 
-# %% [markdown] slide={"en": "Keep a block's **input** only; run its forward again in backward.\n\n**Guess first.** In which order do three blocks a, b, c run?", "zh": "只留一个块的**输入**，反向时把前向再跑一遍。\n\n**先猜**：三个块 a、b、c 按什么次序运行？"}
+# %% [markdown] slide={"en": "Keep a block's **input** only; run its forward again in backward.\n\n**Guess first.** In which order do three blocks a, b, c run?", "zh": "只留一个块的**输入**，反向时把前向再跑一遍。\n\n**先猜**：三个块 a、b、c 按什么顺序运行？"}
 # ## 2.1 Watch it run / 看它怎样运行
 #
 # <div lang="en">
@@ -75,7 +75,7 @@ from course_lib.teaching import predictions, table, timelines
 #
 # autograd 会留下反向要用的东西。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算；不是指存盘的模型权重；下文简称检查点）只留下一个块的**输入**。反向走到这个块时，把它的前向再跑一遍。
 #
-# 在 PyTorch 里就是 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，为什么要写这个选项，见 2.3 节。让块在运行时报一声，就能看见这个过程。**先猜**：三个加了检查点的块 a、b、c，前向和反向按什么次序运行？
+# 在 PyTorch 里就是 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，为什么要写这个选项，见 2.3 节。让块在运行时报一声，就能看见这个过程。**先猜**：三个加了检查点的块 a、b、c，前向和反向按什么顺序运行？
 #
 # </div>
 
@@ -189,7 +189,7 @@ lesson_02.check_checkpoint(MyCheckpoint)
 # </div>
 # <div lang="zh">
 #
-# 你写的是 PyTorch 较老的模式 `use_reentrant=True`（可重入）：在 autograd 里面运行 autograd。较新的模式让计算图留在原处，只拿走它持有的东西，用的就是第 01 课的两个钩子。前向时，第一个钩子用编号代替每个张量。反向时，第二个钩子拿到编号；第一次来要时，它把块再跑一遍，另挂一对钩子，收集这一遍所保存的张量。两遍保存的次序相同，所以凭编号就能找到张量。
+# 你写的是 PyTorch 较老的模式 `use_reentrant=True`（可重入）：在 autograd 里面运行 autograd。较新的模式让计算图留在原处，只拿走它持有的东西，用的就是第 01 课的两个钩子。前向时，第一个钩子用编号代替每个张量。反向时，第二个钩子拿到编号；第一次来要时，它把块再跑一遍，另挂一对钩子，收集这一遍所保存的张量。两遍保存的顺序相同，所以凭编号就能找到张量。
 #
 # ```text
 # forward    saves      t0  t1  t2      forget      → 0  1  2
@@ -403,7 +403,7 @@ timelines(meters, title="The mountain becomes eight teeth; the peak moves to the
 # </div>
 # <div lang="zh">
 #
-# 每个齿就是一层，刚刚重新算出来。现在来预测。检查点留下这一层的输入，即 $b s h$ 个数，外加随机数发生器的状态 5,056 字节，好让第二遍抽到同样的 dropout。这一层一共 20,987,904 字节（第 01 课你算出的总和），其余的在反向开始时都不在了；而普通一步的峰值 277,682,584 字节正出现在那一刻。
+# 每个齿就是一层，刚刚重新算出来。现在来预测。检查点留下这一层的输入，即 $b s h$ 个数，外加随机数发生器的状态 5,056 字节，好让第二遍抽到同样的 dropout。这一层一共 20,987,904 字节（第 01 课你算出的总和），其余的在反向开始时都不在了；而基线的峰值 277,682,584 字节正出现在那一刻。
 #
 # **练习 3。** 八层里前 $k$ 层加检查点，峰值是多少字节？
 #
@@ -615,7 +615,7 @@ table(["layers", "each layer", "two layers as one"], rows)  # peaks, MB
 # </div>
 
 # %% [markdown] slide={"en": "1024 tokens, 32,000 words: logits of 131 MB, three times over.\n\nCut the tokens into chunks. How does the loss stay the same?", "zh": "1024 个 token，词表 32,000：logits 131 MB，而且有三份。\n\n把 token 切成小段，怎样让损失不变？"}
-# ## 2.8 The loss, in pieces / 把损失分段计算
+# ## 2.8 The loss, in chunks / 把损失分段计算
 #
 # <div lang="en">
 #
@@ -705,12 +705,12 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 # %% [markdown]
 # <div lang="en">
 #
-# One piece is the plain head: 12 times the matrix, 393 MB. Down the table the chunks get smaller: the first column stops at 3, the second goes on toward 2, the sum and what is to be added, and computes nothing twice: no checkpoint is left in it. That is how fused losses do it, such as Liger's: they make the gradient already in the forward pass.
+# One chunk is the whole head: 12 times the matrix, 393 MB. Down the table the chunks get smaller: the first column stops at 3, the second goes on toward 2, the sum and what is to be added, and computes nothing twice: no checkpoint is left in it. That is how fused losses do it, such as Liger's: they make the gradient already in the forward pass.
 #
 # </div>
 # <div lang="zh">
 #
-# 只有一段就是普通做法：矩阵的 12 倍，393 MB。越往下，每小段的 token 越少：第一列停在 3；第二列继续降向 2，即加好的和正要加上的；而且什么也不用算两遍，里面已经没有检查点了。Liger 之类的融合损失就是这样做的：在前向里就把梯度算好。
+# 只有一段，就是不分段：矩阵的 12 倍，393 MB。越往下，每小段的 token 越少：第一列停在 3；第二列继续降向 2，即加好的和正要加上的；而且什么也不用算两遍，里面已经没有检查点了。Liger 之类的融合损失就是这样做的：在前向里就把梯度算好。
 #
 # </div>
 
@@ -864,7 +864,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (selective recomputation). Hsu et al. 2024, *Liger Kernel*, arXiv:2410.10989, and Wijmans et al. 2024, *Cut Your Losses in Large-Vocabulary Language Models*, arXiv:2411.09009 (the loss in pieces). PyTorch documentation of `torch.utils.checkpoint`.
+# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (selective recomputation). Hsu et al. 2024, *Liger Kernel*, arXiv:2410.10989, and Wijmans et al. 2024, *Cut Your Losses in Large-Vocabulary Language Models*, arXiv:2411.09009 (the loss in chunks). PyTorch documentation of `torch.utils.checkpoint`.
 #
 # </div>
 # <div lang="zh">
@@ -988,7 +988,7 @@ all(a == b for a, b in zip(answers, lesson_02.modes(checkpoint), strict=True))
 # </div>
 # <div lang="zh">
 #
-# 第二遍怎么能**跳过**一次乘法？分发模式守在每个算子后面（第 01 课）。第一遍里，它把选中的算子的结果留下；第二遍里，按同样的次序交出来，算子本身不再运行。`context_fn` 要的就是一对上下文，每遍一个：
+# 第二遍怎么能**跳过**一次乘法？分发模式守在每个算子后面（第 01 课）。第一遍里，它把选中的算子的结果留下；第二遍里，按同样的顺序交出来，算子本身不再运行。`context_fn` 要的就是一对上下文，每遍一个：
 #
 # </div>
 
@@ -1342,7 +1342,7 @@ lesson_02.check_dropout_checkpoint(Careful.apply)
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 解码器的前向加反向，不带优化器，峰值不得超过 110 MB（普通做法 222.7 MB），FLOPs 不得超过 1.2 倍。选择性策略必须保留哪些算子？先预测再试：什么都不保留时，输出头那一刻有 63.2 MB，每保留一种结果，就加上它的字节数的八倍。（`operators`：一个列表，例如 `[torch.ops.aten.gelu.default]`。）
+# **练习 6。** 解码器的前向加反向，不带优化器，峰值不得超过 110 MB（基线 222.7 MB），FLOPs 不得超过 1.2 倍。选择性策略必须保留哪些算子？先预测再试：什么都不保留时，输出头那一刻有 63.2 MB，每保留一种结果，就加上它的字节数的八倍。（`operators`：一个列表，例如 `[torch.ops.aten.gelu.default]`。）
 #
 # </div>
 

@@ -333,7 +333,7 @@ min(cost.peak_bytes for cost in frontier(chain) if cost.time <= 300 + 99)
 #
 # </div>
 
-# %% [markdown] slide={"en": "A schedule is a list: what runs, in which order, and what each forward keeps.\n\nThe referee counts bytes and time, and refuses.", "zh": "调度是一张清单：运行什么、按什么次序、每次前向留下什么。\n\n裁判清点字节和时间，也会拒绝。"}
+# %% [markdown] slide={"en": "A schedule is a list: what runs, in which order, and what each forward keeps.\n\nThe referee counts bytes and time, and refuses.", "zh": "调度是一张清单：运行什么、按什么顺序、每次前向留下什么。\n\n裁判清点字节和时间，也会拒绝。"}
 # ## 3.4 A schedule is a list / 调度就是一张清单
 #
 # <div lang="en">
@@ -343,7 +343,7 @@ min(cost.peak_bytes for cost in frontier(chain) if cost.time <= 300 + 99)
 # </div>
 # <div lang="zh">
 #
-# 写明运行什么、按什么次序，以及每次前向留下什么：留下反向所需的**全部**（all），只留**输入**（input），还是什么也**不留**（nothing）。这样一张清单就是一个调度。（本课说“保存”，指一级的前向为反向存下的全部；说“留住”，指只留下一份输入。）链上的一环叫做一**级**（stage），这里就是一层。`simulate` 是裁判：它按 3.1 节的约定清点字节、时间和前向次数，并拒绝无法运行的调度。时间以单位计，不是秒。
+# 写明运行什么、按什么顺序，以及每次前向留下什么：留下反向所需的**全部**（all），只留**输入**（input），还是什么也**不留**（nothing）。这样一张清单就是一个调度。（本课说“保存”，指一级的前向为反向存下的全部；说“留住”，指只留下一份输入。）链上的一环叫做一**级**（stage），这里就是一层。`simulate` 是裁判：它按 3.1 节的约定清点字节、时间和前向次数，并拒绝无法运行的调度。时间以单位计，不是秒。
 #
 # </div>
 
@@ -1108,7 +1108,7 @@ predictions(rows, unit="bytes")
 #
 # PyTorch 的编译器把前向和反向追踪成一张图，再切成两半：跨过切口的就是要保存的。默认值 1.0 是使运行时间最短的最小割，开销小的结果，这时可能已经改为重计算；0 只留输入，相当于整体一个检查点。中间的预算是前者的一个比例。更激进的割仍达不到时，由一个背包求解器来选（这里是一半及以下）。
 #
-# 我们直接运行这两张图，有两种方式：把保存的张量一直**持有**到反向返回，或者每个张量最后一次用完就**释放**。`torch.compile` 会释放，还会为降低峰值而调整次序。
+# 我们直接运行这两张图，有两种方式：把保存的张量一直**持有**到反向返回，或者每个张量最后一次用完就**释放**。`torch.compile` 会释放，还会为降低峰值而调整顺序。
 #
 # </div>
 

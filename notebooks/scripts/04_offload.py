@@ -18,7 +18,7 @@
 # </div>
 # <div lang="zh">
 #
-# 把课程这一步里的每份激活值都挪进文件，反向用到时再取回，峰值就降低了，而且没有一个 FLOP 算两遍。这就是**卸载**（offload）：把暂时不用的数据移到下层存储，不是“卸载软件”的卸载。它比每层一个检查点降得更多吗？两者合用，还会更低吗？
+# 把课程这一步里的每份激活值都挪进文件，反向用到时再取回，峰值就降低了，而且没有一个 FLOP 算两遍。这就是**卸载**（offload）：把暂时不用的数据移到下一级存储，不是“卸载软件”的卸载。它比每层一个检查点降得更多吗？两者合用，还会更低吗？
 #
 # 那么代价在哪里？假设有一条链路刚好够快，也就是说，算起来每次拷贝都不比同时进行的计算更久。这时训练步的用时，与没有拷贝时一样吗？拷贝究竟什么时候没有代价？
 #
@@ -39,7 +39,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：亲眼看见一次拷贝被掩盖，写出一步所需的时间，再由时钟来验证；从零写出激活值卸载；说出每一处等待把哪两件事排出先后，少了它会怎样；说出检查点、卸载以及两者合用时峰值各会怎样，原因是什么；预测优化器状态放到下层存储之后，更新时还要占多少。
+# **目标**（90 分钟）：亲眼看见一次拷贝被掩盖，写出一步所需的时间，再由时钟来验证；从零写出激活值卸载；说出每一处等待把哪两件事排出先后，少了它会怎样；说出检查点、卸载以及两者合用时峰值各会怎样，原因是什么；预测优化器状态放到下一级存储之后，更新时还要占多少。
 #
 # **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子，以及检查点。
 #
@@ -67,12 +67,12 @@ from course_lib.teaching import predictions, table, text, timelines
 #
 # <div lang="en">
 #
-# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. The **lower tier**, or tier below, is the one farther from the arithmetic. The numbers are those of an H100's data sheet and of a usual server; a link's is for one way.
+# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. The **lower tier** is the one farther from the arithmetic. The numbers are those of an H100's data sheet and of a usual server; a link's is for one way.
 #
 # </div>
 # <div lang="zh">
 #
-# 数据可以放在几个**存储层级**上：芯片上、设备内存（在 GPU 上就是显存）、主机内存、磁盘。**下一级存储**（也叫下层存储）指离计算更远的那个存储层级。图中的数取自 H100 的数据手册和常见的服务器；链路的带宽按单向计。
+# 数据可以放在几个**存储层级**上：芯片上、设备内存（在 GPU 上就是显存）、主机内存、磁盘。**下一级存储**指离计算更远的那个存储层级。图中的数取自 H100 的数据手册和常见的服务器；链路的带宽按单向计。
 #
 # </div>
 
@@ -82,14 +82,14 @@ lesson_04.draw_tiers()
 # %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs must come with each byte, so that its copy hides?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，要配多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the products that run at the same time if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs a second over the link's bytes a second. That is the **threshold**, a matter of the machine. What the network offers, FLOPs done per byte moved, is its **arithmetic intensity** towards the tier below.
+# A copy can hide behind the products that run at the same time if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs a second over the link's bytes a second. That is the **threshold**, a matter of the machine. What the network offers, FLOPs done per byte moved, is its **arithmetic intensity** towards the lower tier.
 #
 # **Guess first:** a GPU with 989 TFLOP/s (H100, dense bf16) behind PCIe 5. How many FLOPs must come with each byte?
 #
 # </div>
 # <div lang="zh">
 #
-# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每个字节都要配上一定数量的 FLOPs：设备每秒的 FLOPs 除以链路每秒的字节。这就是**阈值**，取决于机器。网络能提供的，即每搬一个字节做多少 FLOPs，是它相对于下层存储的**算术强度**。
+# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每个字节都要配上一定数量的 FLOPs：设备每秒的 FLOPs 除以链路每秒的字节。这就是**阈值**，取决于机器。网络能提供的，即每搬一个字节做多少 FLOPs，是它相对于下一级存储的**算术强度**。
 #
 # **先猜**：一块 989 TFLOP/s 的 GPU（H100，稠密 bf16），经 PCIe 5 拷贝。每个字节要配多少 FLOPs？
 #
@@ -180,7 +180,7 @@ lesson_04.draw_lanes(runs, plain=47 * f)  # 16 f + 16 g, less the gradient of th
 #
 # 三种情形的前向都一样：写出与它并行。反向里，$p$ = 0 时两条泳道轮流忙：轮到某个算子了，才开始取它要的那份，计算只好等。$p$ = 2 时，拷贝一次也没少，却从时钟上消失了。
 #
-# 反向的次序是：一层先要 GELU 的存储区（不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。某份存储区的取回，从使用它前面第 $p$ 份的那个算子开始时启动；$p$ = 0 就是轮到它自己时。同一条泳道上的拷贝一个接一个。
+# 反向的顺序是：一层先要 GELU 的存储区（不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。某份存储区的取回，从使用它前面第 $p$ 份的那个算子开始时启动；$p$ = 0 就是轮到它自己时。同一条泳道上的拷贝一个接一个。
 #
 # **练习 1。** 用 $f$、$g$、$c$ 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对；三者之中谁最长都有可能。检查会在四条链路上与时钟比较，容许 8% 的误差：一步的首尾与中间略有不同。
 #
@@ -342,12 +342,12 @@ lesson_04.check_offloading(offloading)
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients of the course's decoder equal, to the bit? On a CPU the tier below is a file. Yours, and the library's `offload_activations`, which keeps the last $p + 1$ storages (backward needs them first), leaves small storages alone, and notices what is changed in place (section 4.13).
+# Before any claim of saving: are the gradients of the course's decoder equal, to the bit? On a CPU the lower tier is a file. Yours, and the library's `offload_activations`, which keeps the last $p + 1$ storages (backward needs them first), leaves small storages alone, and notices what is changed in place (section 4.13).
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下层存储是文件。一个是你写的，一个是库里的 `offload_activations`：后者留下最后 $p + 1$ 份（反向最先用到它们），太小的存储区不搬，还能发现原地改动（4.13 节）。
+# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下一级存储是文件。一个是你写的，一个是库里的 `offload_activations`：后者留下最后 $p + 1$ 份（反向最先用到它们），太小的存储区不搬，还能发现原地改动（4.13 节）。
 #
 # </div>
 
@@ -374,7 +374,7 @@ expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), sta
 ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 {name: all(map(torch.equal, expected, gradients(context))) for name, context in ways.items()}
 
-# %% [markdown] slide={"en": "A stream does its work in order; two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按次序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
+# %% [markdown] slide={"en": "A stream does its work in order; two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按顺序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
 # ## 4.4 Streams, and one wait taken away / 流，以及少了一处等待
 #
 # <div lang="en">
@@ -876,7 +876,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # - At the peak, offload has single tensors of a layer in memory, and a checkpoint the whole layer. Both together move far fewer bytes, but here they peak higher than offload alone.
 # - Offloaded state returns to memory in `step()`, up to three pages at a time.
 #
-# **Next:** [lesson 05](05_gradient_accumulation.ipynb) lets the batch come in pieces.
+# **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
 # </div>
 # <div lang="zh">
@@ -970,12 +970,12 @@ table(["least h that hides", *columns], rows)
 #
 # <div lang="en">
 #
-# You may have met something like this. It takes an activation, keeps a copy one tier down, and in backward brings it back. Does it offload? Three questions: is the gradient right, is anything freed, what does the graph keep?
+# You may have met something like this. It takes an activation, keeps a copy on the lower tier, and in backward brings it back. Does it offload? Three questions: is the gradient right, is anything freed, what does the graph keep?
 #
 # </div>
 # <div lang="zh">
 #
-# 你也许见过类似的写法：拿到激活值，在下层存储里留一份拷贝，反向时再读回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
+# 你也许见过类似的写法：拿到激活值，在下一级存储里留一份拷贝，反向时再读回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
 #
 # </div>
 
@@ -1089,12 +1089,12 @@ predictions(rows)
 #
 # <div lang="en">
 #
-# Here the "device" is a CPU, and the tier below a file. A write ends in the system's file cache, which is memory too, and the disk follows later: the figure varies, and the meter counts tensors, not the cache. And the cores that copy are those that compute, so that some of the time always shows, whatever $p$ is:
+# Here the "device" is a CPU, and the lower tier a file. A write ends in the system's file cache, which is memory too, and the disk follows later: the figure varies, and the meter counts tensors, not the cache. And the cores that copy are those that compute, so that some of the time always shows, whatever $p$ is:
 #
 # </div>
 # <div lang="zh">
 #
-# 这里的“设备”是 CPU，下层存储是文件。写入先到系统的文件缓存，那也是内存，随后才到磁盘：所以这个数每次都会变，而内存计量器数的是张量，不含缓存。而且拷贝和计算用的是同一批 CPU 核心，所以不论 $p$ 是多少，总有一部分时间藏不住：
+# 这里的“设备”是 CPU，下一级存储是文件。写入先到系统的文件缓存，那也是内存，随后才到磁盘：所以这个数每次都会变，而内存计量器数的是张量，不含缓存。而且拷贝和计算用的是同一批 CPU 核心，所以不论 $p$ 是多少，总有一部分时间藏不住：
 #
 # </div>
 
@@ -1136,14 +1136,14 @@ table(["", "seconds"], rows)
 #
 # <div lang="en">
 #
-# `OffloadedOptimizer` keeps the state of a **fraction** of the elements one tier down, as Megatron-LM's hybrid optimizer does; here the largest parameters go first, there they go in their given order. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
+# `OffloadedOptimizer` keeps the state of a **fraction** of the elements on the lower tier, as Megatron-LM's hybrid optimizer does; here the largest parameters go first, there they go in their given order. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
 #
 # Weights first: five steps, clipped, against plain AdamW.
 #
 # </div>
 # <div lang="zh">
 #
-# `OffloadedOptimizer` 按一定的**比例**（fraction），把一部分元素的状态放到下层存储，与 Megatron-LM 的混合优化器一样；这里最大的参数优先，Megatron-LM 则按给定的次序。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态在文件与内存之间分页换入换出。
+# `OffloadedOptimizer` 按一定的**比例**（fraction），把一部分元素的状态放到下一级存储，与 Megatron-LM 的混合优化器一样；这里最大的参数优先，Megatron-LM 则按给定的顺序。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态在文件与内存之间分页换入换出。
 #
 # 先看权重：五步，带梯度裁剪，与普通的 AdamW 比较。
 #
@@ -1207,14 +1207,14 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# A decoder with a vocabulary of 2048, a hidden size of 128, 8 heads, 4 layers, 8 sequences of 64 tokens; 1.06 million parameters (small, for many CPUs compute slowly in bf16). What training scripts promise, all of it done here: batches prefetched (on a GPU from pinned memory, which the system may not move, so that copies need not wait), TF32 allowed, autocast with a GradScaler (lesson 05 explains it), gradients clipped after unscaling, the optimizer's state one tier down. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
+# A decoder with a vocabulary of 2048, a hidden size of 128, 8 heads, 4 layers, 8 sequences of 64 tokens; 1.06 million parameters (small, for many CPUs compute slowly in bf16). What training scripts promise, all of it done here: batches prefetched (on a GPU from pinned memory, which the system may not move, so that copies need not wait), TF32 allowed, autocast with a GradScaler (lesson 05 explains it), gradients clipped after unscaling, the optimizer's state on the lower tier. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
 #
 # **Guess first:** by how many bytes does the peak of the step fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放（unscale）再裁剪梯度，优化器状态放在下层存储。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。用 autocast 时，参数仍是 fp32。）
+# 一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放（unscale）再裁剪梯度，优化器状态放在下一级存储。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。用 autocast 时，参数仍是 fp32。）
 #
 # **先猜**：一步的峰值会降低多少字节？
 #
@@ -1370,7 +1370,7 @@ lesson_04.older_claims(ratio, kept, (unmoved, len(places)), refused, peaks)
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下层存储是主机（CPU）的锁页内存，拷贝在另外的流上进行。锁页内存分配得慢，系统又不能挪动它，所以不宜多用。源头若是**未**锁页的内存，“非阻塞”拷贝其实仍会阻塞；实验对两者计时。有 GPU 时，这个单元格会现场测量。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存，拷贝在另外的流上进行。锁页内存分配得慢，系统又不能挪动它，所以不宜多用。源头若是**未**锁页的内存，“非阻塞”拷贝其实仍会阻塞；实验对两者计时。有 GPU 时，这个单元格会现场测量。
 #
 # </div>
 

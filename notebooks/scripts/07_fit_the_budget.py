@@ -66,8 +66,8 @@ def make_batch():
     return random_tokens(8, 128, 2048)  # (8, 129): 128 tokens, and the one that follows each
 
 
-# %% [markdown] slide={"en": "60 MB, and the plain step.\n\n**Guess first.** Where is it stopped: forward, backward, optimizer? In which layer?", "zh": "60 MB，普通的一步。\n\n**先猜**：停在前向、反向，还是优化器？在第几层？"}
-# ## 7.1 The plain step is stopped / 普通的一步被拦下
+# %% [markdown] slide={"en": "60 MB, and the plain step.\n\n**Guess first.** Where is it stopped: forward, backward, optimizer? In which layer?", "zh": "60 MB，基线。\n\n**先猜**：停在前向、反向，还是优化器？在第几层？"}
+# ## 7.1 The plain step is stopped / 基线被拦下
 #
 # <div lang="en">
 #
@@ -124,7 +124,7 @@ f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step
 #
 # 要在装不下的机器上挑配方，得先让这一步自己说出它要多少内存。符号张量有形状、有存储区，却不占内存（第 01 课），计量器照样数它们。
 #
-# **练习 1。** 写出 `peak_of_step(make_model, make_batch)`：普通的一步（Adam，取**第二步**）的峰值，以字节计，用符号张量求出。（`torch.optim.Adam(parameters, foreach=False)`；模型有 `loss(batch)`。）
+# **练习 1。** 写出 `peak_of_step(make_model, make_batch)`：基线（Adam，取**第二步**）的峰值，以字节计，用符号张量求出。（`torch.optim.Adam(parameters, foreach=False)`；模型有 `loss(batch)`。）
 #
 # </div>
 
@@ -163,7 +163,7 @@ lesson_07.check_peak_without_memory(peak_of_step)
 # </div>
 # <div lang="zh">
 #
-# 库里的 `estimate` 对任何**配方**都这么做。配方是一个值，写明一步用了哪些技术。下面是本课要动的各项；`Recipe()` 就是普通的一步。
+# 库里的 `estimate` 对任何**配方**都这么做。配方是一个值，写明一步用了哪些技术。下面是本课要动的各项；`Recipe()` 就是基线。
 #
 # </div>
 
@@ -237,23 +237,23 @@ table(["recipe", "difference of the weights"], rows)
 # </div>
 # <div lang="zh">
 #
-# 忘掉再算、搬走再取回，一个比特也不变。拆份、flash、把输出头分成小段，求和的次序不同：差不到更新量的两千分之一（在这个 CPU 上）。结果相等，才谈得上比较。
+# 忘掉再算、搬走再取回，一个比特也不变。微批次、flash、把输出头分成小段，求和的顺序不同：差不到更新量的两千分之一（在这个 CPU 上）。结果相等，才谈得上比较。
 #
 # </div>
 
-# %% [markdown] slide={"en": "277.7 MB. Checkpoints; eight pieces; state below; small pages.\n\n**Guess first.** The peak after each: four numbers.", "zh": "277.7 MB。检查点；分八份；状态卸载；小页。\n\n**先猜**：每加一样之后的峰值，四个数。"}
+# %% [markdown] slide={"en": "277.7 MB. Checkpoints; eight micro-batches; offloaded state; small pages.\n\n**Guess first.** The peak after each: four numbers.", "zh": "277.7 MB。检查点；八个微批次；状态卸载；小页。\n\n**先猜**：每加一样之后的峰值，四个数。"}
 # ## 7.4 One at a time / 一次加一样
 #
 # <div lang="en">
 #
-# Now to the budget, one technique at a time: a checkpoint for every layer; the batch in eight pieces; Adam's state on the tier below; that state in pages of 1 MiB instead of 16.
+# Now to the budget, one technique at a time: a checkpoint for every layer; the batch in eight micro-batches; Adam's state on the lower tier; that state in pages of 1 MiB instead of 16.
 #
 # **Guess first:** four numbers. What is the peak after each? Start from 277.7.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在来对付预算，一次加一样：每层一个检查点；批次分成八份；Adam 的状态放到下层存储；状态的页从 16 MiB 改成 1 MiB。
+# 现在来对付预算，一次加一样：每层一个检查点；批次分成八个微批次；Adam 的状态放到下一级存储；状态的页从 16 MiB 改成 1 MiB。
 #
 # **先猜**：四个数。每加一样之后，峰值是多少？从 277.7 开始。
 #
@@ -274,7 +274,7 @@ lesson_07.what_fills(found, found.values())
 # Each step saves what fills the peak **then**:
 #
 # - Checkpoints: 144 MB, nearly all activations.
-# - Eight pieces: 17. What is left is 16 bytes a parameter, 110 MB, and no piece is smaller than that.
+# - Eight micro-batches: 17. What is left is 16 bytes a parameter, 110 MB, and no micro-batch makes that smaller.
 # - State below: 14, not 55. The peak has moved into the optimizer's step, where 46.6 of the 55 MB are back: three pages of 16 MiB, one that comes, one that is updated, one that goes.
 # - Small pages: 40. What comes back is the state of the largest parameter, itself 2.1 MB.
 #
@@ -286,23 +286,23 @@ lesson_07.what_fills(found, found.values())
 # 每一样省下的，是**那时**撑起峰值的东西：
 #
 # - 检查点：144 MB，几乎全是激活值。
-# - 分八份：17 MB。剩下的是每个参数 16 字节，共 110 MB，份再小也低不过它。
-# - 状态放到下层存储：14 MB，而不是 55 MB。峰值移到了优化器更新的时候，55 MB 里有 46.6 MB 又回来了：三个 16 MiB 的页，一页正在取来，一页正在更新，一页正在送走。
+# - 八个微批次：17 MB。剩下的是每个参数 16 字节，共 110 MB，微批次再小也低不过它。
+# - 状态放到下一级存储：14 MB，而不是 55 MB。峰值移到了优化器更新的时候，55 MB 里有 46.6 MB 又回来了：三个 16 MiB 的页，一页正在取来，一页正在更新，一页正在送走。
 # - 小页：40 MB。现在回来的，只是最大的那个参数的状态，参数本身 2.1 MB。
 #
 # 63.7 MB，还多 3.7 MB。
 #
 # </div>
 
-# %% [markdown] slide={"en": "63.7 MB; 55 of it weights and gradients.\n\n**Guess first.** Steps in backward, no pieces: gradients gone. 36 MB?", "zh": "63.7 MB，其中 55 MB 是权重和梯度。\n\n**先猜**：在反向之中更新，不拆份：梯度没有了。36 MB？"}
+# %% [markdown] slide={"en": "63.7 MB; 55 of it weights and gradients.\n\n**Guess first.** Steps in backward, no micro-batches: gradients gone. 36 MB?", "zh": "63.7 MB，其中 55 MB 是权重和梯度。\n\n**先猜**：在反向之中更新，不用微批次：梯度没有了。36 MB？"}
 # <div lang="en">
 #
-# 55 of them are weights and gradients, and weights must stay. So a full set of gradients must never exist: let the optimizer step **inside** backward (lesson 05). Then pieces must go, since they add up before the step. **Guess first:** with the gradients' 27.5 MB gone, is it 36 MB?
+# 55 of them are weights and gradients, and weights must stay. So a full set of gradients must never exist: let the optimizer step **inside** backward (lesson 05). Then micro-batches must go, since they add up before the step. **Guess first:** with the gradients' 27.5 MB gone, is it 36 MB?
 #
 # </div>
 # <div lang="zh">
 #
-# 其中 55 MB 是权重和梯度，权重非留不可。那么，绝不能让一整套梯度同时存在：让优化器在反向**之中**更新（第 05 课）。这样就不能再拆份，因为各份的梯度要先加起来才更新。**先猜**：梯度的 27.5 MB 没有了，峰值会是 36 MB 吗？
+# 其中 55 MB 是权重和梯度，权重非留不可。那么，绝不能让一整套梯度同时存在：让优化器在反向**之中**更新（第 05 课）。这样就不能再用微批次，因为各个微批次的梯度要先加起来才更新。**先猜**：梯度的 27.5 MB 没有了，峰值会是 36 MB 吗？
 #
 # </div>
 
@@ -315,12 +315,12 @@ lesson_07.what_fills(more, [found[name] for name in more])
 # %% [markdown]
 # <div lang="en">
 #
-# 64.2: nothing gained, and everything. The gradients are gone, but without pieces a whole layer of eight sequences comes back, 21 MB, beside 7 inputs. Only the peak is where it was; what fills it is another thing, and another technique reduces that. Move what the checkpoints keep to the tier below, and it fits: 57.9 MB. Measured, under a meter that would stop it at 60:
+# 64.2: nothing gained, and everything. The gradients are gone, but without micro-batches a whole layer of eight sequences comes back, 21 MB, beside 7 inputs. Only the peak is where it was; what fills it is another thing, and another technique reduces that. Move what the checkpoints keep to the lower tier, and it fits: 57.9 MB. Measured, under a meter that would stop it at 60:
 #
 # </div>
 # <div lang="zh">
 #
-# 64.2 MB：好像白忙，其实什么都变了。梯度没有了；可是不拆份，回来的就是八条序列的一整层，21 MB，旁边还有 7 份输入。峰值的高度没动，撑起它的却换了，而这一样有对付它的办法：把检查点留下的输入也移到下层存储，就装下了，57.9 MB。在一超过 60 MB 就会拦下的计量器下实测：
+# 64.2 MB：好像白忙，其实什么都变了。梯度没有了；可是没有微批次，回来的就是八条序列的一整层，21 MB，旁边还有 7 份输入。峰值的高度没动，撑起它的却换了，而这一样有对付它的办法：把检查点留下的输入也移到下一级存储，就装下了，57.9 MB。在一超过 60 MB 就会拦下的计量器下实测：
 #
 # </div>
 
@@ -350,7 +350,7 @@ lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, ti
 # </div>
 # <div lang="zh">
 #
-# 装下了。现在把**检查点拿掉**：激活值一产生就移到下层存储，什么也不算第二遍。
+# 装下了。现在把**检查点拿掉**：激活值一产生就移到下一级存储，什么也不算第二遍。
 #
 # **先猜**：没有检查点，峰值是多少？
 #
@@ -450,7 +450,7 @@ table(["step", "peak (MB)", "FLOPs of plain", "moved (MB)", "time on the laptop 
 #
 # What the table does not show:
 #
-# - **Steps in backward** know no norm of all gradients: no clipping by it, no scaler that skips a step, no pieces.
+# - **Steps in backward** know no norm of all gradients: no clipping by it, no scaler that skips a step, no micro-batches.
 # - **State below**: with a host in place of the file, the host's processor does the update, and reads and writes 28 bytes a parameter in its own memory. `RATES` counts that for real devices.
 # - **Pieces**: a product over one sequence may run at a lower rate than one over eight. The seconds here assume the same.
 # - **Flash** has not been used: at 128 tokens it saves 25 MB of 278 alone, 3 under checkpoints. At 4096 it comes first (lesson 06).
@@ -460,9 +460,9 @@ table(["step", "peak (MB)", "FLOPs of plain", "moved (MB)", "time on the laptop 
 #
 # 表里看不到的：
 #
-# - **在反向之中更新**，就不知道全部梯度的范数：不能按它裁剪，缩放器不能跳过一步，也不能拆份。
-# - **状态放到下层存储**：下层若是主机而不是文件，更新由主机的处理器来做，每个参数要在主机内存里读写 28 字节。`RATES` 为真实的设备计入了这一项。
-# - **拆份**：只有一条序列的矩阵乘法，速率可能低于八条的。这里的秒数假定相同。
+# - **在反向之中更新**，就不知道全部梯度的范数：不能按它裁剪，缩放器不能跳过一步，也不能用微批次。
+# - **状态放到下一级存储**：下层若是主机而不是文件，更新由主机的处理器来做，每个参数要在主机内存里读写 28 字节。`RATES` 为真实的设备计入了这一项。
+# - **微批次**：只有一条序列的矩阵乘法，速率可能低于八条的。这里的秒数假定相同。
 # - **flash** 没有用上：128 个 token 时，单用它只从 278 MB 里省 25 MB，有检查点时省 3 MB。4096 个 token 时，它该排第一（第 06 课）。
 #
 # </div>
@@ -498,7 +498,7 @@ searched
 # - what adds to a recipe that fits already; but not on top of offloaded activations, where a checkpoint can make it *cheaper*, by moving less (you have just seen it);
 # - checkpoints around the first few layers only, where already one costs more than the cheapest found.
 #
-# The number of pieces is found by bisection. `tests/brute_force_fit.py` compares it with all recipes of a grid, on twelve small models: 441 searches, no difference. If nothing fits, it refuses, with the least peak it met:
+# The number of micro-batches is found by bisection. `tests/brute_force_fit.py` compares it with all recipes of a grid, on twelve small models: 441 searches, no difference. If nothing fits, it refuses, with the least peak it met:
 #
 # </div>
 # <div lang="zh">
@@ -552,7 +552,7 @@ lesson_07.recipes_playground(lesson_07.stored_estimates())
 #
 # 同样的一步，三个预算，各要一个想法；乱试比想清楚更费时间。检查会估计你的配方，装不下时会告诉你是什么撑起了峰值。
 #
-# **练习 3。** 160 MB，FLOPs 不比普通的一步多一次，也不搬运任何字节。
+# **练习 3。** 160 MB，FLOPs 不比基线多一次，也不搬运任何字节。
 #
 # </div>
 
@@ -573,7 +573,7 @@ lesson_07.check_same_flops(Recipe(micro_batches=4))
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 120 MB，不搬运，FLOPs 至多是普通一步的 1.19 倍；而且训练要按全部梯度的范数裁剪，所以更新之前，梯度必须到齐。
+# **练习 4。** 120 MB，不搬运，FLOPs 至多是基线的 1.19 倍；而且训练要按全部梯度的范数裁剪，所以更新之前，梯度必须到齐。
 #
 # </div>
 
@@ -623,11 +623,11 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # | technique | not run here |
 # |---|---|
-# | checkpoints, pieces | Hugging Face: `TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | checkpoints, micro-batches | Hugging Face: `TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
 # | steps in backward | torchtune: `optimizer_in_bwd=True`; PyTorch: `parameter.register_post_accumulate_grad_hook(step)` |
-# | state below | DeepSpeed: `"offload_optimizer": {"device": "cpu"}`; torchao: `CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
+# | offloaded state | DeepSpeed: `"offload_optimizer": {"device": "cpu"}`; torchao: `CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
 # | activations below | torchtune: `enable_activation_offloading=True`; PyTorch: `torch.autograd.graph.save_on_cpu()` |
-# | loss in pieces | Liger: `LigerFusedLinearCrossEntropyLoss()` |
+# | loss in chunks | Liger: `LigerFusedLinearCrossEntropyLoss()` |
 #
 # </div>
 # <div lang="zh">
@@ -642,10 +642,10 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # | 办法 | 写法（此处未运行） |
 # |---|---|
-# | 检查点、拆份 | Hugging Face：`TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | 检查点、微批次 | Hugging Face：`TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
 # | 在反向之中更新 | torchtune：`optimizer_in_bwd=True`；PyTorch：`parameter.register_post_accumulate_grad_hook(step)` |
-# | 状态放到下层存储 | DeepSpeed：`"offload_optimizer": {"device": "cpu"}`；torchao：`CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
-# | 激活值放到下层存储 | torchtune：`enable_activation_offloading=True`；PyTorch：`torch.autograd.graph.save_on_cpu()` |
+# | 状态放到下一级存储 | DeepSpeed：`"offload_optimizer": {"device": "cpu"}`；torchao：`CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
+# | 激活值放到下一级存储 | torchtune：`enable_activation_offloading=True`；PyTorch：`torch.autograd.graph.save_on_cpu()` |
 # | 损失分段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
 #
 # </div>
@@ -771,7 +771,7 @@ lesson_07.recipe_fields(others=True)
 # </div>
 # <div lang="zh">
 #
-# 一个 9900 万参数的解码器，两条 384 个 token 的序列，光是权重就有 396 MB。普通的一步要 2,793 MB；550 MB 装得下吗？
+# 一个 9900 万参数的解码器，两条 384 个 token 的序列，光是权重就有 396 MB。基线要 2,793 MB；550 MB 装得下吗？
 #
 # </div>
 
@@ -800,21 +800,21 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 第四个配方装得下：521 MB，其中 396 MB 是权重。（40 个头、每头 16 维，比通常的多而窄，概率 P 很大，flash 忘掉的就是它。）那个转折在这里没有好处：激活值移到下层存储之后，有没有检查点都是 501 MB。峰值已经移到优化器更新的时候；不用检查点，只是搬得更多，2,859 MB，而不是 1,663 MB。
+# 第四个配方装得下：521 MB，其中 396 MB 是权重。（40 个头、每头 16 维，比通常的多而窄，概率 P 很大，flash 忘掉的就是它。）那个转折在这里没有好处：激活值移到下一级存储之后，有没有检查点都是 501 MB。峰值已经移到优化器更新的时候；不用检查点，只是搬得更多，2,859 MB，而不是 1,663 MB。
 #
 # </div>
 
 # %% [markdown]
-# ## 7.15 Where two pieces take more than one / 分成两份反而更多
+# ## 7.15 Where two micro-batches take more than one / 两个微批次反而更多
 #
 # <div lang="en">
 #
-# The same decoder with six layers, 35 million parameters: flash and checkpoints, then two pieces.
+# The same decoder with six layers, 35 million parameters: flash and checkpoints, then two micro-batches.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的解码器，只有六层，3500 万参数：flash 加检查点，再分成两份。
+# 同样的解码器，只有六层，3500 万参数：flash 加检查点，再分成两个微批次。
 #
 # </div>
 
@@ -827,12 +827,12 @@ lesson_07.what_fills(["1", "2"], pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# Both peak at the very end of backward, when no activation is left and the last gradient is made, the embedding's, 21 MB. With one piece the other gradients are there, 119 MB. With two, the first one's lie there, all 140, and the second one's embedding gradient comes beside them. Pieces save where activations fill the peak, as on the decoder of this lesson.
+# Both peak at the very end of backward, when no activation is left and the last gradient is made, the embedding's, 21 MB. With one micro-batch the other gradients are there, 119 MB. With two, the first one's lie there, all 140, and the second one's embedding gradient comes beside them. Pieces save where activations fill the peak, as on the decoder of this lesson.
 #
 # </div>
 # <div lang="zh">
 #
-# 两种情况的峰值都在反向的最后：激活值一个不剩，正在算最后一个梯度，即嵌入的梯度，21 MB。只有一份时，在场的是其余的梯度，119 MB。分成两份，第一份的梯度已经全在那里，共 140 MB，第二份的嵌入梯度又添在旁边。撑起峰值的若是激活值，拆份就能省：本课的解码器正是这样。
+# 两种情况的峰值都在反向的最后：激活值一个不剩，正在算最后一个梯度，即嵌入的梯度，21 MB。只有一个微批次时，在场的是其余的梯度，119 MB。有两个微批次时，第一个的梯度已经全在那里，共 140 MB，第二个的嵌入梯度又添在旁边。撑起峰值的若是激活值，拆份就能省：本课的解码器正是这样。
 #
 # </div>
 

@@ -128,7 +128,7 @@ lesson_09.check_loss_sum(loss_sum)
 # %% [markdown]
 # <div lang="en">
 #
-# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third blank empty.
+# transformers' own loss does the same (micro-batches are weighed by their labels), so that its models may leave the third blank empty.
 #
 # </div>
 # <div lang="zh">
@@ -216,21 +216,21 @@ table(["", "bytes"], rows)
 # %% slide="result" minutes=1
 lesson_09.own_model(make_model, make_batch, own_loss)
 
-# %% [markdown] slide={"en": "609.1 MB. Checkpoints, four pieces, state below, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、拆成四份、状态卸载、在反向中更新，只用其中一样。\n\n**先猜**：哪一样省得最多？哪一样等于没省？"}
+# %% [markdown] slide={"en": "609.1 MB. Checkpoints, four micro-batches, offloaded state, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、四个微批次、状态卸载、在反向中更新，只用其中一样。\n\n**先猜**：哪一样省得最多？哪一样等于没省？"}
 # ## 9.3 What fills the peak / 峰值是什么撑起来的
 #
 # <div lang="en">
 #
 # 609.1 MB: more by 110.8, and still far from 498.3 plus activations. At the peak, early in backward, the gradients are not there yet.
 #
-# **Guess first:** take one technique alone: a checkpoint for each layer, four pieces, the state on the tier below, steps in backward. Which saves most? Which saves nothing?
+# **Guess first:** take one technique alone: a checkpoint for each layer, four micro-batches, the state on the lower tier, steps in backward. Which saves most? Which saves nothing?
 #
 # </div>
 # <div lang="zh">
 #
 # 609.1 MB：多出 110.8 MB，却远小于 498.3 MB 再加上激活值。峰值出现在反向刚开始的时候，那时梯度还没有。
 #
-# **先猜**：只用一样办法：每层一个检查点、批次拆成四份、状态放到下层存储、在反向中更新。哪一样省得最多？哪一样等于没省？
+# **先猜**：只用一样办法：每层一个检查点、批次拆成四个微批次、状态放到下一级存储、在反向中更新。哪一样省得最多？哪一样等于没省？
 #
 # </div>
 
@@ -314,7 +314,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # </div>
 # <div lang="zh">
 #
-# 这一次不相等；每段文本多取一个字符，又相等了。为什么？一步要把损失之和除以 token 数。普通做法在最后才除各个梯度；在反向中更新，没有“最后”可言，只好先除损失。4 × 63 = 252 不是 2 的幂，除法要舍入，先除后除，末几位就不同。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以不舍入。剩下的差别不到更新量的两千分之一：在这个 CPU 上，两者训练的结果一样。把第一行的损失画在一起：
+# 这一次不相等；每段文本多取一个字符，又相等了。为什么？一步要把损失之和除以 token 数。基线在最后才除各个梯度；在反向中更新，没有“最后”可言，只好先除损失。4 × 63 = 252 不是 2 的幂，除法要舍入，先除后除，末几位就不同。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以不舍入。剩下的差别不到更新量的两千分之一：在这个 CPU 上，两者训练的结果一样。把第一行的损失画在一起：
 #
 # </div>
 
@@ -389,7 +389,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 # </div>
 # <div lang="zh">
 #
-# 十一个检查点里，还能省掉两个。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs；如果十一层都设检查点，就要 0.123 TFLOPs。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点分散到所有的层，这样做的代价第 02 课说过。）第二行按调度来选择保留什么（第 03 课）。最后一行就是练习 3 的答案，FLOPs 不比普通做法多，搬运的字节却是其他几行的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
+# 十一个检查点里，还能省掉两个。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs；如果十一层都设检查点，就要 0.123 TFLOPs。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点分散到所有的层，这样做的代价第 02 课说过。）第二行按调度来选择保留什么（第 03 课）。最后一行就是练习 3 的答案，FLOPs 不比基线多，搬运的字节却是其他几行的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
 #
 # </div>
 
@@ -548,12 +548,12 @@ what_you_may_have_read(
 # | | 你的 |
 # |---|---|
 # | 模型、参数数目、预算 | |
-# | 普通做法：预测、实测、相差多少字节 | |
+# | 基线：预测、实测、相差多少字节 | |
 # | 峰值是什么撑起来的 | |
 # | 配方；预测、实测、相差 | |
 # | 现在峰值是什么撑起来的 | |
 # | 每样办法用或不用，为什么（各一句） | |
-# | FLOPs、搬运的字节、每步秒数：普通的和你的 | |
+# | FLOPs、搬运的字节、每步秒数：基线的和你的 | |
 # | 相等，或者差多少 | |
 # | 我猜错的一件事 | |
 #
@@ -718,6 +718,6 @@ table(["kind", "update at the end (GB)", "update in backward (GB)"], rows)
 # </div>
 # <div lang="zh">
 #
-# `tests/sweep_models.py` 为 transformers 5.23 的每一种模型（共 804 种）建一个小模型，普通的一步和加检查点的一步，都比较估计的峰值与实际运行的峰值。其中 216 种不需要特别的批次，在这里建得出来；540 步里 521 步逐字节相等，没有一步不等，19 步被拒绝，并各有一句说明（例如模型要看数据的值）。`tests/bench_models.py` 里还有别的库的模型。
+# `tests/sweep_models.py` 为 transformers 5.23 的每一种模型（共 804 种）建一个小模型，基线和加检查点的一步，都比较估计的峰值与实际运行的峰值。其中 216 种不需要特别的批次，在这里建得出来；540 步里 521 步逐字节相等，没有一步不等，19 步被拒绝，并各有一句说明（例如模型要看数据的值）。`tests/bench_models.py` 里还有别的库的模型。
 #
 # </div>
