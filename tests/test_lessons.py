@@ -452,8 +452,8 @@ def test_each_wait_is_found_missing_in_its_mode_alone():
     class Hasty(HostStore):
         missing = None
 
-        def _copied(self, room, target, source, device, name):
-            wait = super()._copied(room, target, source, device, name)
+        def _start_copy(self, room, target, source, device, name):
+            wait = super()._start_copy(room, target, source, device, name)
             return (lambda: None) if name == self.missing else wait
 
     class Unordered(SimulatedDevice):

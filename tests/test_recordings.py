@@ -180,7 +180,7 @@ def test_an_arms_figures_are_labelled_by_arm_and_quantity():
 
     assert (made.name, made.small) == ("made", TINY)
     assert made.label_of("plain_allocator_peak_bytes") == "plain: allocator's peak"
-    assert chinese(made.label_of("plain_peak_bytes")) == "普通：张量峰值"
+    assert chinese(made.label_of("plain_peak_bytes")) == "基线：张量峰值"
     assert made.label_of("x_512_bytes") == "x 512"
     assert made.label_of("other_bytes") == "`other_bytes`"
 

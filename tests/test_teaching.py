@@ -310,7 +310,7 @@ ENGLISH = (
     " “device” from 1 to 3."
 )
 CHINESE = (
-    "首行的倍数。曲线、数据点；横轴：预测，L；纵轴：字节 (MB)（对数）；标注：“设备”从 1 到 3。"
+    "首行的倍数。曲线、数据点；横轴：预测（L）；纵轴：字节 (MB)（对数）；标注：“设备”从 1 到 3。"
 )
 
 
@@ -328,7 +328,7 @@ def test_timelines_say_each_peak_its_phase_and_what_it_holds():
         "plain: peak 200.0 MB in the forward phase, of it temporary 75.0 MB, activation 75.0 MB"
         in en
     )
-    assert "普通：峰值 200.0 MB，出现在前向阶段，其中临时张量 75.0 MB、激活值 75.0 MB" in zh
+    assert "基线：峰值 200.0 MB，出现在前向阶段，其中临时张量 75.0 MB、激活值 75.0 MB" in zh
 
 
 def drawn_words(drawn, language):
@@ -347,7 +347,7 @@ def test_a_figure_is_drawn_in_each_language_with_its_legend_and_its_ticks_and_is
     axes.legend(title="measured")
     before, chinese = drawn_words(drawn, "en"), drawn_words(drawn, "zh")
     assert {"vs first", "activation", "gradient", "peak (MB)", "measured"} <= set(before)
-    assert {"首行的倍数", "激活值", "梯度", "峰值，MB", "实测"} <= set(chinese)
+    assert {"首行的倍数", "激活值", "梯度", "峰值（MB）", "实测"} <= set(chinese)
     assert [words for words in chinese if labels.is_english(words)] == []
     assert [words for words in chinese if words[0].isdigit()] == [
         words for words in before if words[0].isdigit()
@@ -599,7 +599,7 @@ def test_an_unknown_unit_is_an_error_unless_its_scale_is_given():
     with pytest.raises(ValueError, match=r"unit must be one of .*, got 'Mb'"):
         teaching.predictions([("a", 1, 1)], unit="Mb")
     assert teaching.predictions([("a", 30, 20)], unit="b", scale=10).data[
-        "predicted, b"
+        "predicted (b)"
     ].tolist() == [3.0]
 
 
@@ -607,7 +607,7 @@ def test_an_unknown_unit_is_an_error_unless_its_scale_is_given():
     "guess", [300e6, "300 MB", "300MB", "300e6", "300,000,000", torch.tensor(300_000_000)]
 )
 def test_a_guess_may_have_its_unit_written_beside_it(guess):
-    assert teaching.predictions([("peak", guess, 2e8)]).data["predicted, MB"].tolist() == [300.0]
+    assert teaching.predictions([("peak", guess, 2e8)]).data["predicted (MB)"].tolist() == [300.0]
 
 
 @pytest.mark.parametrize("guess", ["many", "300 mb", "", ["300"], True])
@@ -1025,6 +1025,6 @@ def test_everything_falls_back_to_plain_text_without_ipython_and_pandas():
         "assert predictions([])._repr_html_() is None\n",
     ).splitlines()
     assert said[0].startswith("Language 语言: 中文")
-    assert said[1].split("\t") == ["", "预测，字节", "实测，字节", "误差，%"]
+    assert said[1].split("\t") == ["", "预测（字节）", "实测（字节）", "误差（%）"]
     assert said[2].split("\t") == ["参数", "5", "4", "+25.00"]
     assert said[3:] == ["✗ 还没有作答。", "滑块需要在 JupyterLab 中使用。"]

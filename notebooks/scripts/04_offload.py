@@ -379,12 +379,12 @@ ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 #
 # <div lang="en">
 #
-# The host gives orders and goes on without waiting for results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for it, and `device.finish(event)` makes the host wait. Below, `copy` starts a copy. `_copied` and `read` return a function that makes the current stream wait for that copy, and the library calls it before the copied numbers are used. Before `read` copies up, it waits for the copy down:
+# The host gives orders and goes on without waiting for results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for it, and `device.finish(event)` makes the host wait. Below, `copy` starts a copy. `_start_copy` and `read` return a function that makes the current stream wait for that copy, and the library calls it before the copied numbers are used. Before `read` copies up, it waits for the copy down:
 #
 # </div>
 # <div lang="zh">
 #
-# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。在下面的代码里，`copy` 启动一次拷贝。`_copied` 和 `read` 返回一个函数，它让当前的流等待这次拷贝完成，库在使用拷来的数之前调用它。而 `read` 读回一份存储区之前，要先等写出完成：
+# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。在下面的代码里，`copy` 启动一次拷贝。`_start_copy` 和 `read` 返回一个函数，它让当前的流等待这次拷贝完成，库在使用拷来的数之前调用它。而 `read` 读回一份存储区之前，要先等写出完成：
 #
 # </div>
 
@@ -392,7 +392,7 @@ ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 print(inspect.getsource(SimulatedDevice.copy))
 
 # %% slide="result"
-print(inspect.getsource(HostStore._copied))
+print(inspect.getsource(HostStore._start_copy))
 print(inspect.getsource(HostStore.read))
 
 # %% slide="result"
@@ -441,8 +441,8 @@ lesson_04.draw_order()
 class Hasty(HostStore):  # what uses a copy down, or up, does not wait for it
     missing = None  # "down" or "up"
 
-    def _copied(self, reservation, target, source, device, name):
-        wait = super()._copied(reservation, target, source, device, name)
+    def _start_copy(self, reservation, target, source, device, name):
+        wait = super()._start_copy(reservation, target, source, device, name)
         return (lambda: None) if name == self.missing else wait
 
 
