@@ -660,7 +660,7 @@ def test_the_command_speaks_the_language_that_is_asked_for(config, capsys, monke
         and "1 of 1 fit into" in said["en"]
         and not re.search("[一-鿿]", said["en"])
     )
-    assert "从普通的一步走到这里：" in said["zh"] and "个配方里有 1 个装得进" in said["zh"]
+    assert "从基线走到这里：" in said["zh"] and "个配方里有 1 个装得进" in said["zh"]
     numbers = [re.findall(r"\d[\d,.]*\d", text) for text in said.values()]
     assert sorted(numbers[0]) == sorted(numbers[1])
 

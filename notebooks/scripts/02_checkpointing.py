@@ -39,7 +39,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：自己写一个检查点，PyTorch 的两种模式都写；预测加了检查点之后一步的峰值，并找出公式在哪里失效；说出给哪一块加检查点划算、给哪一块不划算；按字节和 FLOPs 选择保留什么；把损失分段计算，让完整的 logits 从不出现。
+# **目标**（90 分钟）：自己写一个检查点，PyTorch 的两种模式都写；预测加了检查点之后一步的峰值，并找出公式在哪里失效；说出给哪一块加检查点划算、给哪一块不划算；按字节和 FLOPs 选择保留什么；把损失分成小段计算，让完整的 logits 从不出现。
 #
 # **预备知识**：第 01 课，即一层保存什么、存储区，以及一个训练步的时间线。
 #
@@ -615,7 +615,7 @@ table(["layers", "each layer", "two layers as one"], rows)  # peaks, MB
 # </div>
 
 # %% [markdown] slide={"en": "1024 tokens, 32,000 words: logits of 131 MB, three times over.\n\nCut the tokens into chunks. How does the loss stay the same?", "zh": "1024 个 token，词表 32,000：logits 131 MB，而且有三份。\n\n把 token 切成小段，怎样让损失不变？"}
-# ## 2.8 The loss, in chunks / 把损失分段计算
+# ## 2.8 The loss, in chunks / 把损失分成小段计算
 #
 # <div lang="en">
 #
@@ -869,7 +869,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # </div>
 # <div lang="zh">
 #
-# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（选择性重计算）。Hsu et al. 2024，*Liger Kernel*，arXiv:2410.10989，以及 Wijmans et al. 2024，*Cut Your Losses in Large-Vocabulary Language Models*，arXiv:2411.09009（分段计算损失）。PyTorch 文档中的 `torch.utils.checkpoint`。
+# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（选择性重计算）。Hsu et al. 2024，*Liger Kernel*，arXiv:2410.10989，以及 Wijmans et al. 2024，*Cut Your Losses in Large-Vocabulary Language Models*，arXiv:2411.09009（损失分成小段计算）。PyTorch 文档中的 `torch.utils.checkpoint`。
 #
 # </div>
 

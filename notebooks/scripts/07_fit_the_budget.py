@@ -646,7 +646,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 # | 在反向之中更新 | torchtune：`optimizer_in_bwd=True`；PyTorch：`parameter.register_post_accumulate_grad_hook(step)` |
 # | 状态放到下一级存储 | DeepSpeed：`"offload_optimizer": {"device": "cpu"}`；torchao：`CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
 # | 激活值放到下一级存储 | torchtune：`enable_activation_offloading=True`；PyTorch：`torch.autograd.graph.save_on_cpu()` |
-# | 损失分段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
+# | 损失分成小段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
 #
 # </div>
 

@@ -1061,14 +1061,9 @@ for name, h, a, layers in (("7 B", 4096, 32, 32), ("70 B", 8192, 64, 80)):
         held_gb = [sum(held_bytes(shapes, mode, n)[0].values()) / 1e9 for mode in ("ddp", "fsdp")]
         sent_gb = [sent_bytes(shapes, mode, n) / 1e9 for mode in ("ddp", "fsdp", "fsdp-bf16")]
         rows.append((name, n, *(round(count, 1) for count in (*held_gb, *sent_gb))))
-headings = [
-    "held, DDP (GB)",
-    "held, FSDP2 (GB)",
-    "communicated, DDP (GB)",
-    "communicated, FSDP2 (GB)",
-    "the same in bf16 (GB)",
-]
-table(["model", "ranks", *headings], rows)
+held = ["held, DDP (GB)", "held, FSDP2 (GB)"]
+sent = ["communicated, DDP (GB)", "communicated, FSDP2 (GB)", "the same in bf16 (GB)"]
+table(["model", "ranks", *held, *sent], rows)
 
 # %% [markdown]
 # ## 8.21 Shard here, replicate there (HSDP) / 机器内分片，机器间复制（HSDP）
