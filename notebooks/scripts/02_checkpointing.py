@@ -756,7 +756,7 @@ lesson_02.measured_lines(keep_addmm=keep_addmm, keep_mm=keep_mm)
 # %% [markdown]
 # <div lang="en">
 #
-# One line more than halves the peak. It has an older name, which still works and warns. The older mode computes more, because it does not stop early, and it keeps a little more. Left out, `use_reentrant` is `False` in a model of `transformers` 5.23, but `True` in PyTorch's own `checkpoint`, as section 2.3 showed.
+# One line more than halves the peak. It has an older name, which still works; its warning says that it will be removed in `transformers` 6. The older mode computes more, because it does not stop early, and it keeps a little more. Left out, `use_reentrant` is `False` in a model of `transformers` 5.23, but `True` in PyTorch's own `checkpoint`, as section 2.3 showed.
 #
 # `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`; nothing on the list is met, every layer is computed again, and PyTorch does not mention it (`checkpoint_blocks` warns). With `mm` and attention on the list, no product is computed twice, and the peak is still lower by 35 MB.
 #
@@ -765,7 +765,7 @@ lesson_02.measured_lines(keep_addmm=keep_addmm, keep_mm=keep_mm)
 # </div>
 # <div lang="zh">
 #
-# 一行代码就让峰值降到一半以下。它有一个旧名称，仍然能用，但会发出警告。较老的模式算得更多，因为它不会提前停，留下的也略多一点。不写 `use_reentrant` 时，`transformers` 5.23 的模型用 `False`，PyTorch 自己的 `checkpoint` 用 `True`（见 2.3 节）。
+# 一行代码就让峰值降到一半以下。它有一个旧名称，仍然能用，但警告说，`transformers` 6 会把它删去。较老的模式算得更多，因为它不会提前停，留下的也略多一点。不写 `use_reentrant` 时，`transformers` 5.23 的模型用 `False`，PyTorch 自己的 `checkpoint` 用 `True`（见 2.3 节）。
 #
 # `keep_addmm` 什么也没有改变。Llama 的 Linear 没有偏置，调用的是 `mm`，列表里的算子一个也没有遇到，每一层都要重新计算一遍，PyTorch 对此没有提示（`checkpoint_blocks` 会发出警告）。列表里写上 `mm` 和注意力，就没有一次乘法要做两遍，峰值仍然低 35 MB。
 #

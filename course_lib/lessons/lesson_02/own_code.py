@@ -47,7 +47,7 @@ def measured_lines(**names: Any) -> Table:
 
     Returns:
         A row per line: the line, the peak in MB, the FLOPs relative to the first row, and the
-        warnings that the line printed. The empty line is the model without a checkpoint.
+        kinds of warnings that the line printed. The empty line is the model without a checkpoint.
 
     Raises:
         ValueError: A line changed a gradient by more than rounding.
@@ -63,8 +63,8 @@ def measured_lines(**names: Any) -> Table:
         gradients = [parameter.grad for parameter in model.parameters()]
         first = first or (meter.flops, gradients)
         _refuse_other_gradients(line, gradients, first[1])
-        texts = [str(each.message) for each in caught if each.category in _FOR_USERS]
-        said = " ".join(f"`{text.replace('`', '')}`" for text in dict.fromkeys(texts))
+        kinds = [each.category.__name__ for each in caught if each.category in _FOR_USERS]
+        said = " ".join(f"`{kind}`" for kind in dict.fromkeys(kinds))
         peak, flops = round(meter.peak_bytes / 1e6, 1), round(meter.flops / first[0], 2)
         rows.append((f"`{line}`" if line else "no checkpoint", peak, flops, said))
     return table(["the line", "peak (MB)", "FLOPs (ratio)", "its warning"], rows)
