@@ -121,7 +121,7 @@ def test_the_library_is_installed_where_it_is_missing_and_only_from_an_address(s
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(("spoken", "words"), [("en", "peak (MB)"), ("zh", "峰值，MB")])
+@pytest.mark.parametrize(("spoken", "words"), [("en", "peak (MB)"), ("zh", "峰值（MB）")])
 def test_a_page_that_runs_shows_tables_and_figures_in_its_language_alone(
     monkeypatch, spoken, words
 ):

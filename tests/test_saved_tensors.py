@@ -188,7 +188,7 @@ def test_containers_of_arguments_and_results_are_searched():
 
 
 def test_saved_tensors_refuses_a_result_without_graph():
-    with pytest.raises(ValueError, match="nothing that requires a gradient"):
+    with pytest.raises(ValueError, match="must return a tensor that requires a gradient"):
         saved_tensors(lambda x: x * 2, torch.ones(3))
 
 
