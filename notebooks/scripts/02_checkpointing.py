@@ -758,9 +758,9 @@ lesson_02.measured_lines(keep_addmm=keep_addmm, keep_mm=keep_mm)
 #
 # One line more than halves the peak. It has an older name, which still works; its warning says that it will be removed in `transformers` 6. The older mode computes more, because it does not stop early, and it keeps a little more. Left out, `use_reentrant` is `False` in a model of `transformers` 5.23, but `True` in PyTorch's own `checkpoint`, as section 2.3 showed.
 #
-# `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`; nothing on the list is met, every layer is computed again, and PyTorch does not mention it (`checkpoint_blocks` warns). With `mm` and attention on the list, no product is computed twice, and the peak is still lower by 35 MB.
+# `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`; no operator on the list runs, and every layer is computed again. PyTorch does not say so (`checkpoint_blocks` warns). With `mm` and attention on the list, no product runs twice, and the peak is still 35 MB lower.
 #
-# The compiler was given a budget: 0 computes everything again, 1 is its default. On a GPU the line is `model.compile()`, whose backend needs a C++ compiler. Lesson 03 comes back to this budget. None of these lines touches the logits: the loss of section 2.8 does.
+# The compiler was given a budget: 0 computes everything again, 1 is its default. On a GPU the line is `model.compile()`, whose backend needs a C++ compiler. Lesson 03 uses this budget. None of these lines touches the logits; section 2.8 does.
 #
 # </div>
 # <div lang="zh">
