@@ -95,7 +95,7 @@ def guide_in(text: str, language: str) -> str:
     """Return a guide in one language, such as the glossary.
 
     A guide has no divs. A Chinese paragraph follows its English original, and list items and table
-    cells have two halves. Of two columns such as "question" and "问题" each language has one; the
+    cells have two halves. Each language shows one of two columns such as "question" and "问题"; the
     glossary's columns "English" and "中文" stay.
     """
     kept: list[str] = []

@@ -1185,3 +1185,13 @@ def test_bars_of_levers_end_where_the_peaks_are_and_curves_lie_on_their_losses()
     losses = {"plain": [3.0, 2.5, 2.0], "all three": [3.0, 2.5, 2.1]}
     (ax,) = lesson_09.draw_losses(losses).axes
     assert [list(line.get_ydata()) for line in ax.lines] == list(losses.values())
+
+
+def test_a_line_that_changes_the_gradients_is_refused(monkeypatch):
+    pytest.importorskip("transformers")
+    from course_lib.lessons.lesson_02 import own_code
+
+    lines = ("", "model.lm_head.weight.data.mul_(2)")
+    monkeypatch.setattr(own_code, "LINES", lines)
+    with pytest.raises(ValueError, match=r"gradients equal up to rounding, got 'model\.lm_head"):
+        own_code.measured_lines()

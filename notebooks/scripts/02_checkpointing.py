@@ -731,14 +731,14 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 # %% [markdown]
 # <div lang="en">
 #
-# Each line below is run on a new copy of this model, and then forward and backward are measured. Two of the lines keep results: `keep_addmm` lists `aten.addmm` alone, `keep_mm` lists `aten.mm` and the attention operator. The last line lets the compiler choose what to keep, with half of what it could save as its budget.
+# Each line below is run on a new copy of this model, and then forward and backward are measured. Two of the lines keep results: `keep_addmm` lists `aten.addmm` alone, `keep_mm` lists `aten.mm` and the attention operator. The last line lets the compiler choose what to keep, with half of its usual activations as the budget.
 #
 # **Guess first:** which line has the lowest peak, and which of the two lists saves FLOPs?
 #
 # </div>
 # <div lang="zh">
 #
-# 下面的每一行，都在这个模型的一份新副本上运行，然后测量一次前向加反向。其中两行会保留一部分结果：`keep_addmm` 只列出 `aten.addmm`，`keep_mm` 列出 `aten.mm` 和注意力算子。最后一行让编译器自己选择保留什么，预算是它能节省的一半。
+# 下面的每一行，都在这个模型的一份新副本上运行，然后测量一次前向加反向。其中两行会保留一部分结果：`keep_addmm` 只列出 `aten.addmm`，`keep_mm` 列出 `aten.mm` 和注意力算子。最后一行让编译器自己选择保留什么，预算是它平常所留激活值的一半。
 #
 # **先猜**：哪一行的峰值最低？两份列表里，哪一份能省 FLOPs？
 #

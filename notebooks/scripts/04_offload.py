@@ -82,7 +82,7 @@ lesson_04.draw_tiers()
 # %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs must come with each byte, so that its copy hides?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，要配多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the products that run at the same time if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs a second over the link's bytes a second. That is the **threshold**, a matter of the machine. What the network offers, FLOPs done per byte moved, is its **arithmetic intensity** towards the lower tier.
+# A copy can hide behind the products that run at the same time if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs per second over the link's bytes per second. That is the **threshold**, a matter of the machine. The FLOPs that the network does per byte moved are its **arithmetic intensity** towards the lower tier.
 #
 # **Guess first:** a GPU with 989 TFLOP/s (H100, dense bf16) behind PCIe 5. How many FLOPs must come with each byte?
 #
