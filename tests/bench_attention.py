@@ -129,7 +129,7 @@ def peaks(results: Results) -> None:
             results.add(case="peak", n=n, bytes={"course": course, "math": plain})
 
 
-def on_gpu(results: Results) -> None:
+def on_gpu(results: Results, limit: float) -> None:
     from course_lib.attention import launch
 
     name, began = torch.cuda.get_device_name(), time.monotonic()
@@ -150,8 +150,8 @@ def on_gpu(results: Results) -> None:
     for d in (64, 128):
         for causal in (False, True):
             for n in (1024, 2048, 4096, 8192, 16384):
-                if time.monotonic() - began > GPU_SECONDS:
-                    print(f"{GPU_SECONDS} s are over; what is left is left out")
+                if time.monotonic() - began > limit:
+                    print(f"{limit} s are over; what is left is left out")
                     return
                 gpu_rows(results, launch, n, d, causal)
 
@@ -303,6 +303,12 @@ def main() -> None:
         action="store_true",
         help="registers of the Triton kernels on an H100, no times",
     )
+    parser.add_argument(
+        "--seconds",
+        type=int,
+        default=GPU_SECONDS,
+        help="on a GPU, begin no further row after so many seconds",
+    )
     options = parser.parse_args()
     if options.compile:
         on_absent_gpu()
@@ -313,7 +319,7 @@ def main() -> None:
         " turns"
     )
     if torch.cuda.is_available():
-        on_gpu(results)
+        on_gpu(results, options.seconds)
         return
     print(
         f"on a CPU with {torch.get_num_threads()} threads; peaks above inputs, output and gradients"

@@ -227,7 +227,11 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, metavar="FILE")
-    written = Results(parser.parse_args().output)
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="times that each arm runs, the median counts"
+    )
+    given = parser.parse_args()
+    ROUNDS, written = given.rounds, Results(given.output)
     chosen = "cuda" if torch.cuda.is_available() else "cpu"
     simulated(written)
     activations_on_gpu(written) if chosen == "cuda" else activations_on_cpu(written)
