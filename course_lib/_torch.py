@@ -177,14 +177,20 @@ def writes_after_saving(node: Any) -> bool:
     return node is not None and node.name().startswith("RreluWithNoiseBackward")
 
 
-def saves_unset_memory(node: Any) -> bool:
-    """Return whether a node of autograd's graph belongs to an operator that saves arbitrary values.
+def saves_unset_memory(node: Any, saved: torch.Tensor) -> bool:
+    """Return whether a tensor that a node of autograd's graph has saved may hold arbitrary values.
 
-    These are `rrelu`, which saves an uninitialized tensor before it draws its noise, and
-    `ctc_loss`, which never fills or reads the padding of its table.
+    This is so for `rrelu`, which saves an uninitialized tensor before it draws its noise, and for
+    `ctc_loss`, which never fills or reads the padding of its table. CUDA's kernels of
+    `scaled_dot_product_attention` save the random generator's seed and offset as integers, which
+    they leave uninitialized without dropout. If the seed of a dropout differs, so does the output,
+    which is saved and compared too.
     """
-    names = ("RreluWithNoiseBackward", "CtcLossBackward")
-    return node is not None and node.name().startswith(names)
+    if node is None:
+        return False
+    name = node.name()
+    attention = name.startswith("ScaledDotProduct") and not saved.is_floating_point()
+    return attention or name.startswith(("RreluWithNoiseBackward", "CtcLossBackward"))
 
 
 # ---- attributes of modules

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import course_lib.checkpoint as ours
 from course_lib._torch import map_tensors, tensors_in
+from course_lib.budget import Recipe, build, train_step
 from course_lib.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -317,6 +318,43 @@ def test_dropout_masks_are_equal_in_forward_pass_and_recomputation_unless_told(
     out.sum().backward()
     assert len(masks) == 2
     assert torch.equal(*masks) == torch.equal(torch.get_rng_state(), state) == preserved
+
+
+class GroupedAttention(nn.Module):
+    """Attention of 4 heads, two of which share their keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.shared = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        q, kv = (
+            part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.queries, self.shared)
+        )
+        o = F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
+        return x + o.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("checkpoint", ["layers", "selective"])
+def test_blocks_whose_attention_saves_an_unset_seed_are_recomputed_on_a_gpu(precision, checkpoint):
+    def weights(**fields):
+        # other values in the memory that the kernels leave as it is
+        torch.randint(1 << 40, (1 << 16,), device="cuda")
+        torch.manual_seed(0)
+        recipe = Recipe(precision=precision, optimizer="sgd", **fields)
+        model, optimizer = build(
+            lambda: nn.Sequential(*(GroupedAttention() for _ in range(3))).cuda(), recipe
+        )
+        for batch in torch.randn(2, 2, 128, 64, device="cuda", dtype=recipe.dtype):
+            train_step(model, optimizer, batch, recipe, loss_sum=squares)
+        return list(model.parameters())
+
+    def squares(model, x):
+        return model(x).square().sum(), x.numel()
+
+    assert_close(weights(checkpoint=checkpoint), weights())
 
 
 @pytest.mark.gpu

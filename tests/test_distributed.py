@@ -694,6 +694,18 @@ def test_an_interrupt_waits_in_launch_for_torchrun_to_end_its_ranks(monkeypatch,
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_ranks_are_forked_only_where_there_is_no_gpu(gpu, monkeypatch, tmp_path):
+    """CUDA cannot be used in a forked process."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(RuntimeError) as error:
+        launch(2)
+    assert ("--start-method fork" in str(error.value)) is (sys.platform == "linux" and not gpu)
+
+
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]:5083"
 
 

@@ -4,6 +4,7 @@ run did."""
 import random
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from sweep_gradients import UNCHANGED, WAYS, compare
 from sweep_operators import VERDICTS, findings
 
 from course_lib._check import InfeasibleBudget
+from course_lib._torch import saves_unset_memory
 from course_lib.budget import Recipe, build, train_step
-from course_lib.checkpoint import checkpoint
+from course_lib.checkpoint import checkpoint, repeatable
 from course_lib.checkpoint.repeatable import BlockState, Repeatable, Sketch
+from course_lib.models import Decoder, random_tokens
 
 WIDTH = 8
 _calls = {"count": 0}  # of a block that counts in a global variable
@@ -427,6 +430,44 @@ def test_a_sketch_of_values_changes_no_tensor(dtype):
     first = Sketch(torch.view_as_real(tensor) if dtype.is_complex else tensor)
     assert torch.equal(tensor, before)
     assert not first.differs(Sketch(torch.view_as_real(tensor) if dtype.is_complex else tensor))
+
+
+@pytest.mark.parametrize("checkpoint", ["layers", "selective"])
+def test_the_checksums_of_a_gpu_are_taken_outside_the_modes_of_a_checkpoint(
+    checkpoint, monkeypatch
+):
+    """Here a CPU's tensors get them too."""
+    sizes = {"vocabulary": 64, "hidden": 16, "heads": 2, "layers": 3, "sequence": 8}
+    taken = []
+    monkeypatch.setattr(repeatable, "_bits", lambda tensor: taken.append(1) or Sketch(tensor))
+
+    def weights(**fields):
+        recipe = Recipe(optimizer="sgd", **fields)
+        model, optimizer = build(lambda: Decoder(**sizes), recipe)
+        train_step(model, optimizer, random_tokens(4, 8, 64), recipe)
+        return list(model.parameters())
+
+    plain = weights()
+    assert all(map(torch.equal, weights(checkpoint=checkpoint), plain))
+    assert taken
+
+
+@pytest.mark.parametrize(
+    ("node", "dtype", "unset"),
+    [
+        ("ScaledDotProductCudnnAttentionBackward0", torch.int64, True),
+        ("ScaledDotProductFlashAttentionBackward0", torch.uint64, True),
+        ("ScaledDotProductEfficientAttentionBackward0", torch.float32, False),
+        ("EmbeddingBackward0", torch.int64, False),
+        ("CtcLossBackward0", torch.float32, True),
+    ],
+)
+def test_seeds_that_attention_saves_without_drawing_from_them_are_not_compared(node, dtype, unset):
+    assert (
+        saves_unset_memory(SimpleNamespace(name=lambda: node), torch.zeros((), dtype=dtype))
+        is unset
+    )
+    assert not saves_unset_memory(None, torch.zeros(()))
 
 
 class SharedMemory(nn.Module):

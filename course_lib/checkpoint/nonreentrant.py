@@ -223,7 +223,7 @@ class Region:
                 " unpacked once. Read ctx.saved_tensors only once in backward. Performing two"
                 " backward calls that overlap is not allowed under GraphExecGroup"
             )
-        if slot.difference and not saves_unset_memory(node):
+        if slot.difference and not saves_unset_memory(node, tensor):
             self.comparison.fail(slot.difference)
         if key == -1:  # The graph was inspected outside a backward pass, so keep no tensors.
             for other in filter(None, (ref() for ref in self.slots)):

@@ -25,6 +25,7 @@ import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -530,6 +531,13 @@ def _bits(tensor: Tensor) -> int:
     return zlib.crc32(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
 
 
+@cache
+def _signs(count: int) -> Tensor:
+    """Return `count` random signs, 1 or -1, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+
+
 class Sketch:
     """A checksum that allows for rounding: the sum of values with random signs, and their norm.
 
@@ -539,9 +547,7 @@ class Sketch:
     chunk = 1 << 18  # number of values per chunk; a chunk in float64 has 2 MiB
 
     def __init__(self, tensor: Tensor):
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (self.chunk,), generator=generator, dtype=torch.int8)
-        signs = signs.to(tensor.device) * 2 - 1
+        signs = _signs(self.chunk).to(tensor.device)
         self.sum = torch.zeros((), dtype=torch.float64, device=tensor.device)
         self.square = self.sum.clone()
         for number, part in enumerate(tensor.reshape(-1).split(self.chunk)):
@@ -554,8 +560,11 @@ class Sketch:
         self.tolerance = 0.0 if exact else 2e-2 if tensor.itemsize < 4 else 1e-3
 
     def differs(self, other: Sketch) -> bool:
-        value, other_value, square = float(self.sum), float(other.sum), float(self.square)
-        if not np.isfinite([value, other_value, square]).all():
+        # Modes that follow the block's operators, such as selective checkpointing, must not see it.
+        with _disable_current_modes():
+            values = torch.stack([self.sum, other.sum, self.square]).tolist()
+        value, other_value, square = values
+        if not np.isfinite(values).all():
             return bool(np.isfinite([value, other_value]).any())
         return abs(value - other_value) > self.tolerance * square**0.5
 

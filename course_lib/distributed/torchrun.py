@@ -217,8 +217,9 @@ def process_group(backend: str | None = None):
 def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[dict[str, Any]]:
     """Run the script under torchrun with `--json`, and return one dict per mode.
 
-    On Linux, the modules are imported once, in torchrun, which then forks the ranks. On other
-    systems torchrun starts each rank as it does in a shell. All processes have ended when this
+    On Linux without a GPU, the modules are imported once, in torchrun, which then forks the ranks.
+    Otherwise torchrun starts each rank as it does in a shell, because CUDA cannot be used in a
+    forked process. All processes have ended when this
     function returns or raises, even after Ctrl-C.
 
     Args:
@@ -233,7 +234,7 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
     """
     launcher = ["-m", "torch.distributed.run"]
     script = ["-m", "course_lib.distributed"]
-    if sys.platform == "linux":
+    if sys.platform == "linux" and not torch.cuda.is_available():
         launcher = ["-c", f"import {', '.join(IMPORTED_ONCE)} as run; run.main()"]
         script = [
             "--run-path",
