@@ -68,11 +68,12 @@ def _memory() -> tuple[str, str]:
 
 def _gpu() -> tuple[str, str]:
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name(), "yes, lessons show its figures live"
+        return torch.cuda.get_device_name(), "yes, the lessons measure on it"
     if shutil.which("nvidia-smi"):
         return (
             "–",
-            "there seems to be one, but this build of torch cannot use it: see Troubleshooting",
+            "this machine seems to have one, but this build of torch cannot use it (see"
+            " Troubleshooting)",
         )
     return "–", "not needed: bytes and FLOPs are counted on the CPU"
 

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nHow much of it can go, with the same gradients?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n梯度不变，能省下多少？"}
-# # 0 Start here / 从这里开始
+# # 0 Start here: how much memory can a training step save? / 从这里开始：一个训练步能省多少显存？
 #
 # <div lang="en">
 #
@@ -34,7 +34,7 @@ language()
 #
 # The three buttons above choose the language of every page of text and every table; they work without running anything. So do the figures: each comes in both.
 #
-# **In this lesson** (25 minutes): what is on your machine, how a lesson works, one minute of memory, and which route to take.
+# **In this lesson** (30 minutes): a look at your machine, how a lesson works, a first technique that saves memory, and which route to take.
 #
 # **What to know before**: you have trained a network with PyTorch, and you know what `loss.backward()` does.
 #
@@ -43,7 +43,7 @@ language()
 #
 # 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图也随之切换：每张图都有中英文两个版本。
 #
-# **本课内容**（25 分钟）：看看你的机器，了解每一课怎么上，花一分钟看看内存，再选一条路线。
+# **本课内容**（30 分钟）：看看你的机器，了解每一课怎么上，试用第一种省内存的技术，再选一条路线。
 #
 # **预备知识**：用 PyTorch 训练过网络，知道 `loss.backward()` 做什么。
 #
@@ -70,12 +70,16 @@ about_this_machine()
 # %% [markdown]
 # <div lang="en">
 #
-# A missing GPU is no obstacle. This course counts two things that are the same on every CPU with this version of PyTorch: the bytes of **live** tensors, those that are still in use, and the floating-point operations (FLOPs). Seconds are shown here and there. They belong to the machine that ran the cell, and no lesson draws a conclusion from them. A GPU differs in places: some of its operators keep other tensors for backward, and its default Adam makes one more temporary, as large as all the weights. The lessons say where, and show it live if you have one.
+# You don't need a GPU. This course counts two quantities: the bytes of **live** tensors (tensors that are still in use), and the floating-point operations (FLOPs). With the same version of PyTorch, both are the same on every CPU. Some cells also show seconds, which depend on the machine that ran the cell.
+#
+# A GPU differs in two ways. Some of its operators keep other tensors for backward, and its default Adam makes one more temporary tensor, as large as all the weights together. The lessons say where this matters, and measure it on your GPU if you have one.
 #
 # </div>
 # <div lang="zh">
 #
-# 没有 GPU 不碍事。本课程统计两个量：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。只要 PyTorch 版本相同，它们在任何 CPU 上都一样。运行时间偶尔也会给出，它只说明运行那个单元格的机器，各课都不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：有些算子为反向保存的张量不一样，默认的 Adam 还要多用一份与全部权重一样大的临时张量。遇到这种地方，课里会说明；如果你有 GPU，还会现场测给你看。
+# 没有 GPU 也能学。本课程统计两个量：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。只要 PyTorch 版本相同，它们在任何 CPU 上都一样。有些单元格也给出运行时间，那只说明运行它的那台机器。本课程在 CPU 上测量，所以统称“内存”，换到 GPU 上，指的就是显存。
+#
+# GPU 有两点不同。有些算子为反向保存的张量不一样，而且默认的 Adam 会多用一个临时张量，它与全部权重合起来一样大。遇到有影响的地方，课里会说明。如果你有 GPU，还会现场测给你看。
 #
 # </div>
 
@@ -84,20 +88,20 @@ about_this_machine()
 #
 # <div lang="en">
 #
-# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines. Then the gradients are shown to be **equal**, because a saving that changes the result is no saving. Only then do we **measure**, with the prediction beside it. A table of **claims** puts what you may have read elsewhere to the test.
+# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines of code. Then we check that the gradients are **equal**, because a technique that changes the result saves nothing. Only then do we **measure**, and compare the measurement with your prediction. Near the end of a lesson, a table tests **claims** that you may have read elsewhere.
 #
-# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell: the check below says what is wrong with it. The solution is folded under it: click on the three dots.
+# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell. Its last line checks the answer, and says what is wrong with it. The solution is folded under it: click on the three dots.
 #
-# The notebooks are stored with their results. To guess honestly, choose *Edit → Clear Outputs of All Cells* first, then run cell by cell. A wrong guess is where the lesson happens.
+# The notebooks are stored with their results. To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one. You learn most where your guess was wrong.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一课只问一个问题，都按同样的顺序回答。先**预测**一个数；再用几行代码把想法**实现**出来；然后验证梯度**相等**，因为改变了结果的节省不算节省；之后才**测量**，并把预测摆在旁边。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
+# 每一课只问一个问题，都按同样的顺序回答。先**预测**一个数，再用几行代码把想法**实现**出来，然后验证梯度**相等**，因为改变了结果的节省不算节省。之后才**测量**，看看与你的预测差多少。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
 #
-# **练习**就是一个写着 `None` 或 `0` 的单元格：填上你的答案再运行，下面的检查会告诉你错在哪里。答案折叠在它下方，点那三个点就能展开。
+# **练习**就是一个写着 `None` 或 `0` 的单元格。把它换成你的答案再运行，最后一行会检查答案，并告诉你错在哪里。答案折叠在它下方，点那三个点就能展开。
 #
-# notebook 里存着运行结果。想真正自己猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。猜错的地方，正是能学到东西的地方。
+# notebook 里存着运行结果。想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。猜错的地方，正是能学到东西的地方。
 #
 # </div>
 
@@ -105,16 +109,20 @@ about_this_machine()
 course_map()
 
 # %% [markdown]
-# ## 0.3 One minute of memory / 一分钟看内存
+# ## 0.3 How much can checkpoints save? / 检查点能省多少显存？
 #
 # <div lang="en">
 #
-# A decoder, its optimizer, and a batch of 8 sequences. While the forward pass runs, autograd keeps the tensors that the backward pass will need: they are called **activations**. **Activation checkpointing** (also called gradient checkpointing or recomputation; not the weights that are saved to disk) keeps only what enters each layer, and computes the rest again when backward gets there.
+# We train a decoder on a batch of 8 sequences. During the forward pass, autograd keeps the tensors that the backward pass will need. These tensors are called **activations**.
+#
+# **Activation checkpointing**, also called gradient checkpointing or recomputation, keeps only the input of each layer. When backward reaches a layer, it runs the layer's forward pass again to get the other activations back. (It has nothing to do with the checkpoint files that store a model's weights.) In PyTorch it is one call of `checkpoint` per layer:
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器、它的优化器，以及 8 条序列组成的批次。前向传播时，autograd 会把反向传播要用到的张量保存下来，它们叫做**激活值**。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算；不是指存盘的模型权重；下文简称检查点）只保存每一层的输入，等反向走到这一层时，再把其余的重新算出来。
+# 我们用 8 条序列组成的批次训练一个解码器。前向传播时，autograd 会把反向传播要用到的张量保存下来，这些张量叫做**激活值**。
+#
+# **激活检查点**（activation checkpointing，又称梯度检查点、激活重计算，下文简称检查点）只保存每一层的输入。反向传播到某一层时，把这一层的前向再算一遍，其余的激活值就又有了。（它与存盘的模型权重文件无关，只是同名。）在 PyTorch 里，每层调用一次 `checkpoint` 就行：
 #
 # </div>
 
@@ -135,15 +143,15 @@ class Checkpointed(nn.Module):
 forgetful = copy.deepcopy(plain)
 forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.layers)
 
-# %% [markdown] slide={"en": "**Guess first.** Plain: 277.7 MB, of which 82.5 MB are weights and state.\n\nHow high is the peak with checkpoints? How much more work?", "zh": "**先猜**：基线 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？计算量增加多少？"}
+# %% [markdown] slide={"en": "**Guess first.** Baseline: a peak of 277.7 MB, and 82.5 MB of it are weights and optimizer state.\n\nHow high is the peak with checkpoints? How many times the FLOPs?", "zh": "**先猜**：基线的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？FLOPs 是基线的几倍？"}
 # <div lang="en">
 #
-# **Guess first.** Plain, one step peaks at 277.7 MB. Of these, 82.5 MB are weights and optimizer state, which no checkpoint can touch. What will the checkpointed step peak at, in MB? And how many times the work of plain will it be, if every layer runs forward twice? (Such as 200 and 2.0.)
+# **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Of these, 82.5 MB are weights and optimizer state, and checkpoints cannot reduce these. What will the peak be with checkpoints, in MB? Each layer now runs its forward pass twice: how many times the FLOPs of the baseline will the step take? (You could write 200 and 2.0, for example.)
 #
 # </div>
 # <div lang="zh">
 #
-# **先猜**：基线（不用任何技术的一步）的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点动不了它们。用检查点的一步，峰值会是多少 MB？每一层都要多跑一次前向，计算量会是基线的几倍？（例如 200 和 2.0。）
+# **先猜**：基线是指不用任何技术的训练步，它的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点无法减少这部分。用上检查点，峰值会是多少 MB？每一层现在要跑两次前向，那么一步的 FLOPs 会是基线的几倍？（例如可以写 200 和 2.0。）
 #
 # </div>
 
@@ -154,12 +162,12 @@ my_flops = None
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: do both compute the same gradients?
+# Before we measure any saving, we check that both models compute the same gradients:
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：两者算出的梯度一样吗？
+# 测量省了多少之前，先检查两个模型算出的梯度是否一样：
 #
 # </div>
 
@@ -177,12 +185,12 @@ all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(forgetful), st
 # %% [markdown]
 # <div lang="en">
 #
-# Equal, bit by bit. Now the meter: it counts the bytes of all live tensors after every operator. The first step makes the optimizer's state, so the second one is metered.
+# They are equal, bit by bit. Now we measure. `MemoryMeter` counts the bytes of all live tensors after every operator. Adam creates its state in the first step, so we look at the second one.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐比特相等。现在用计量器：它在每个算子之后数出全部存活张量的字节。优化器状态在第一步里才建立，所以计量的是第二步。
+# 两者逐比特相等。现在来测量。`MemoryMeter` 在每个算子之后统计全部存活张量的字节。Adam 的状态在第一步里才建立，所以我们看的是第二步。
 #
 # </div>
 
@@ -202,7 +210,7 @@ meters = {"plain": metered(plain), "checkpointed": metered(forgetful)}
 
 # %% slide="result"
 saved = 1 - meters["checkpointed"].peak_bytes / meters["plain"].peak_bytes
-title = "Checkpoints lower the peak by {saved}: fewer activations, a second forward pass"
+title = "Checkpoints lower the peak by {saved}, because hardly any activations are kept"
 timelines(meters, title=text(title, saved=f"{saved:.0%}"))
 
 # %% slide="result"
@@ -215,16 +223,20 @@ table(["at the peak (MB)", *meters], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Read it from left to right, one operator at a time. Above, the green of the activations climbs until the forward pass ends, and melts away as backward uses them up. Below, there is hardly any green: in backward each layer's activations rise once more, are used, and go, one layer at a time. Those teeth are the recomputation. The peak has moved to the right, and that is why there are 23.2 MB of gradients at it: the teeth are alike, but each stands on the gradients that have come so far, which grow faster than the kept inputs go. So one of the last is the highest.
+# Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until the forward pass ends, and shrink while backward uses them up. In the lower one, hardly any activations are kept. Backward computes the activations of one layer again, uses them and releases them, then it does the same for the next layer. Each tooth of the lower timeline is the recomputation of one layer.
 #
-# The meter gives bytes. `measure` runs the same step once more and counts its FLOPs, too.
+# With checkpoints, the peak is near the end of backward, and at that moment 23.2 MB of gradients are in memory. All teeth have about the same height, but the later ones start higher: each layer adds its gradients, which are larger than the kept input that it releases. So one of the last teeth is the highest.
+#
+# The meter counts bytes. `measure` runs the same step and counts its FLOPs as well.
 #
 # </div>
 # <div lang="zh">
 #
-# 从左往右看，一次看一个算子。上图中，代表激活值的绿色一路爬升，到前向结束为止，随后被反向逐渐用完而消退。下图几乎没有绿色：反向时，激活值一层接一层地重新升起，用完便消失。那些锯齿就是重计算。峰值移到了右边，所以那一刻已有 23.2 MB 的梯度：各个齿一样高，却都立在已经求出的梯度之上，而梯度增加得比保存的输入减少得快，于是最后几个齿里有一个最高。
+# 时间线的横轴上，一格是一个算子。上图中，绿色的激活值一路增加，到前向结束为止，然后被反向逐渐用完。下图几乎不保存激活值。反向时，先把一层的激活值重新算出来，用完就释放，再轮到下一层。下面那条时间线的每个锯齿，就是一层的重计算。
 #
-# 计量器给出的是字节。`measure` 把同样的一步再跑一遍，连 FLOPs 也一起数。
+# 用上检查点，峰值移到了反向快结束的时候，那一刻内存里已有 23.2 MB 的梯度。各个锯齿差不多一样高，但越靠后的起点越高，因为每过一层，增加的梯度都比释放的输入大。所以最高的是最后几个锯齿之一。
+#
+# 计量器统计的是字节。`measure` 把同样的一步再跑一遍，同时统计 FLOPs。
 #
 # </div>
 
@@ -243,7 +255,7 @@ def step_of(decoder):
 before, after = step_of(plain), step_of(forgetful)
 rows = [
     ("peak (MB)", my_peak, after.peak_bytes / 1e6),
-    ("FLOPs, of plain", my_flops, after.flops / before.flops),
+    ("FLOPs (baseline = 1)", my_flops, after.flops / before.flops),
 ]
 shown = [(name, guess or "–", f"{measured:.2f}") for name, guess, measured in rows]
 table(["", "your guess", "measured"], shown)
@@ -251,28 +263,32 @@ table(["", "your guess", "measured"], shown)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: for each product in forward, backward makes two, one for the gradient of the input and one for the gradient of the weight. A step is about three forwards, so one more adds about a third, as long as all weights are trained. It adds a little more where the first layer's input needs no gradient, because that layer then has only one product in backward. It adds up to about a half where most weights are frozen, because a step is then nearer to two forwards.
+# The peak falls to 0.48 times the baseline's, and the FLOPs rise to 1.21 times. Why don't they double? For each matrix product in forward, backward computes two: one for the gradient of the input and one for the gradient of the weight. A step therefore costs about three forward passes, and one more adds about a third.
 #
-# Here it is less than a third, because the head (the last product, which makes the logits) is not recomputed, and because recomputation stops as soon as the last tensor to be saved is there, which spares each layer its last product.
+# Here it adds less than a third, for two reasons. The output head (the last product, which makes the logits) is not recomputed. And a recomputation stops once it has the last tensor that backward needs, so it skips the last product of each layer.
+#
+# In other models it can add more: a little above a third if the first layer's input needs no gradient, and up to about a half if most weights are frozen, because a step then costs only about two forward passes.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值降到原来的 0.48 倍，FLOPs 升到 1.21 倍。并没有翻倍：前向里的每次矩阵乘法，反向要做两次，一次求输入的梯度，一次求权重的梯度。一步约相当于三次前向，所以只要全部权重都参与训练，多一次前向约增加三分之一。如果第一层的输入不需要梯度，这一层的反向只有一次乘法，增加的就略多一些。如果大部分权重被冻结，一步更接近两次前向，增加的最多约为一半。
+# 峰值降到基线的 0.48 倍，FLOPs 升到 1.21 倍。FLOPs 为什么没有翻倍？前向的每次矩阵乘法，到了反向要做两次，一次求输入的梯度，一次求权重的梯度。因此一步约相当于三次前向，多做一次约增加三分之一。
 #
-# 这里还不到三分之一，因为输出头（产生 logits 的最后一次矩阵乘法）不用重计算，而且重计算一算出最后一个要保存的张量就停下（提前停），每一层都省去了最后一次矩阵乘法。
+# 这里增加得还不到三分之一，原因有两个。输出头（产生 logits 的最后一次矩阵乘法）不用重计算。另外，重计算只要得到反向所需的最后一个张量就停下（提前终止），所以每一层都省去了最后一次矩阵乘法。
+#
+# 换成别的模型，增加的可能更多。如果第一层的输入不需要梯度，增加的会比三分之一略多。如果大部分权重被冻结，一步只相当于约两次前向，多做一次最多约增加一半。
 #
 # </div>
 
-# %% [markdown] slide={"en": "This step comes back in every lesson.\n\nThe course's **ledger**: the same step, one technique a row.", "zh": "这一步，每一课都会再用到。\n\n课程的**账本**：同样的一步，一种技术一行。"}
+# %% [markdown] slide={"en": "Every lesson uses this step again.\n\nThe course's **ledger**: the same step, one row per technique.", "zh": "每一课都会再用到这个训练步。\n\n课程的**账本**：同样的一步，每种技术占一行。"}
 # <div lang="en">
 #
-# This step, with this decoder, comes back in every lesson. Each ends with one row in the course's **ledger**: the same step with that lesson's technique alone. Here is the first row. Lesson 01 finds out where its bytes are; lesson 02 takes the trick apart.
+# Every lesson uses this decoder and this step again. Near its end, each lesson adds one row to the course's **ledger**: the same step with only that lesson's technique. Here is the first row, the baseline. Lesson 01 finds out what these bytes are for, and in lesson 02 you write a checkpoint yourself.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个解码器的这一步，每一课都会再用到。每课的最后都在课程的**账本**上添一行：同样的一步，只用这一课的技术。下面是第一行。第 01 课弄清这些字节在哪里，第 02 课把检查点拆开来看。
+# 这个解码器的这个训练步，每一课都会再用到。每课临近结尾时，都在课程的**账本**上添一行，记下只用这一课的技术时，同样的一步要用多少内存。下面是第一行，也就是基线。第 01 课弄清这些字节用在哪里，第 02 课由你自己写出检查点。
 #
 # </div>
 
@@ -292,9 +308,26 @@ ledger("00", "plain", before)
 # | a day | lessons 01 and 02, then 05 and 06 |
 # | one topic | this page, lesson 01, then its lesson: activation checkpointing (gradient checkpointing) is 02, offload 04, gradient accumulation 05, FlashAttention 06, sharding (ZeRO, FSDP) 08 |
 # | the whole course | 00 to 09 in order, with the exercises |
-# | a model that does not fit, today | [CUDA out of memory: what now?](../docs/out_of_memory.md), then the command `python -m course_lib.budget`; for a model in your own code, adapt `examples/your_model.py` in the course's folder; after that “In your own code” in lesson 02, and `fit` in lesson 07 |
+# | a model that must fit today | the command below, then lesson 09; if you have an error message now, [CUDA out of memory: what now?](../docs/out_of_memory.md) |
 #
-# If you teach: after 01 most lessons stand alone. But 03 builds on 02, 04 and 06 use one section of it each, and 07 needs all the others.
+# The command, typed in the course's folder, asks whether a decoder with 3B parameters can be trained on 4 samples of 2048 tokens on a card of 24 GB:
+#
+# ```
+# .venv/bin/python -m course_lib.budget --parameters 3B --sequence 2048 --batch 4 \
+#   --device "RTX 4090" --quick
+# ```
+#
+# It needs no GPU. It prints, among other things, which techniques it adds one after the other until the step fits:
+#
+# | step | peak (MB) | × FLOPs | GB moved |
+# |---|---:|---:|---:|
+# | bf16, adam | 65,334.3 | 1.00 | 0.000 |
+# | + 4 micro-batches | 54,459.1 | 1.00 | 0.000 |
+# | + optimizer offloaded | 17,858.6 | 1.00 | 12.200 |
+#
+# With `--config config.json` it reads a model's configuration from Hugging Face. Lesson 09 does the same for a model in your own code.
+#
+# If you teach: after lesson 01, most lessons can be taught alone. Lesson 03 builds on 02, lessons 04 and 06 each use one section of 02, and 07 needs all lessons before it.
 #
 # </div>
 # <div lang="zh">
@@ -305,9 +338,26 @@ ledger("00", "plain", before)
 # | 一天 | 第 01、02 课，然后是第 05、06 课 |
 # | 一个想弄懂的题目 | 本页、第 01 课，然后是它所在的那一课：激活检查点（梯度检查点）在 02，卸载在 04，梯度累积在 05，FlashAttention 在 06，分片（ZeRO、FSDP）在 08 |
 # | 足够学完全部课程的时间 | 从 00 到 09 依次学完，并做练习 |
-# | 一个眼下就要训练、却装不下的模型 | 先看[显存不足怎么办](../docs/out_of_memory.zh.md)，再运行 `python -m course_lib.budget`；如果模型是自己写的，就仿照课程目录里的 `examples/your_model.py`，换成你的模型；接着看第 02 课的“实际怎么写”，最后用第 07 课的 `fit` |
+# | 一个今天就要装下的模型 | 先运行下面的命令，再学第 09 课。如果眼前就有报错信息，请看[显存不足怎么办](../docs/out_of_memory.zh.md) |
 #
-# 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。
+# 在课程目录里输入下面的命令，就能知道 3B 参数的解码器，用 4 条 2048 个 token 的样本，能不能在 24 GB 的卡上训练：
+#
+# ```
+# .venv/bin/python -m course_lib.budget --parameters 3B --sequence 2048 --batch 4 \
+#   --device "RTX 4090" --quick
+# ```
+#
+# 它不需要 GPU。输出里有一张表，列出它逐一加上了哪些技术，直到这一步装得下为止：
+#
+# | 步 | 峰值（MB） | FLOPs（基线的倍数） | 搬运（GB） |
+# |---|---:|---:|---:|
+# | bf16、adam | 65,334.3 | 1.00 | 0.000 |
+# | + 4 个微批次 | 54,459.1 | 1.00 | 0.000 |
+# | + 优化器卸载 | 17,858.6 | 1.00 | 12.200 |
+#
+# 加上 `--config config.json`，它就读取 Hugging Face 的模型配置。如果模型是你自己写的代码，第 09 课会对它做同样的事。
+#
+# 如果你是教师：学过第 01 课之后，各课大多可以单独讲。第 03 课以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。
 #
 # </div>
 
@@ -316,22 +366,22 @@ ledger("00", "plain", before)
 #
 # <div lang="en">
 #
-# - **`NameError`.** A cell above has not run: choose *Run → Run All Above Selected Cell*.
-# - **No GPU.** Nothing to do. Cells about GPUs say so and show recorded figures where there are any.
-# - **Little memory.** Every lesson stays under 4 GB. Close other notebooks: each one runs a Python of its own.
-# - **A GPU that torch does not see.** `torch.version.cuda` is `None` in a CPU build: install the build for your driver, as the selector on the PyTorch site tells, then `make lab` again.
-# - **Both languages at once, and no buttons.** The notebook is not trusted. `make lab` trusts the course's notebooks; elsewhere, choose "Trust Notebook" in the command palette.
-# - **Empty boxes in a figure.** The course ships its font, so this should not happen: run `make test`, it looks for them.
+# - **`NameError`.** A cell above has not run. Choose *Run → Run All Above Selected Cell*.
+# - **You have no GPU.** You need not do anything. Cells about GPUs show figures that were recorded on a GPU, or say that there are none.
+# - **You have little memory.** Every lesson stays under 4 GB. Close other notebooks, because each one runs its own Python process.
+# - **PyTorch does not find your GPU.** If `torch.version.cuda` is `None`, you have the CPU build. Install the build for your driver, as shown on the PyTorch website, and run `make lab` again.
+# - **You see both languages and no buttons.** The notebook is not trusted. `make lab` trusts the course's notebooks. Elsewhere, choose "Trust Notebook" in the command palette.
+# - **A figure shows empty boxes.** The course ships its own font, so this should not happen. Run `make test`, which looks for such boxes.
 #
 # </div>
 # <div lang="zh">
 #
-# - **出现 `NameError`。** 上面有单元格还没有运行：选菜单 *Run → Run All Above Selected Cell*。
-# - **没有 GPU。** 什么都不用做。涉及 GPU 的单元格会说明，有预先记录的数据就显示出来。
-# - **内存小。** 每一课都不超过 4 GB。请关掉其他 notebook：每开一个，就多运行一个 Python。
-# - **torch 看不到 GPU。** CPU 版 torch 的 `torch.version.cuda` 是 `None`：请按 PyTorch 网站上的选择器给出的命令，装上与驱动匹配的版本，再运行一次 `make lab`。
-# - **两种语言同时出现，按钮也没有。** 说明这个 notebook 未被信任。`make lab` 会信任本课程的 notebook；在别处，请在命令面板里选 “Trust Notebook”。
-# - **图里有空方框。** 课程自带字体，不应出现这种情况：请运行 `make test`，它会检查。
+# - **出现 `NameError`。** 说明上面有单元格还没有运行。请选菜单 *Run → Run All Above Selected Cell*。
+# - **没有 GPU。** 什么都不用做。涉及 GPU 的单元格会显示在 GPU 上记录好的数据，没有记录的会注明。
+# - **内存小。** 每一课都不超过 4 GB。请关掉其他 notebook，因为每开一个，就多运行一个 Python 进程。
+# - **PyTorch 找不到 GPU。** 如果 `torch.version.cuda` 是 `None`，装的就是 CPU 版。请按 PyTorch 网站给出的命令装上与驱动匹配的版本，再运行一次 `make lab`。
+# - **两种语言同时出现，也没有按钮。** 说明这个 notebook 未被信任。`make lab` 会信任本课程的 notebook。在别处，请在命令面板里选 “Trust Notebook”。
+# - **图里有空方框。** 课程自带字体，不应出现这种情况。请运行 `make test`，它会检查有没有这样的方框。
 #
 # </div>
 
@@ -340,7 +390,7 @@ ledger("00", "plain", before)
 #
 # <div lang="en">
 #
-# You need none of these letters yet; the lessons send you back here. Most of them mean one thing in the whole course. Where a lesson uses a letter in another sense, the table says in which lesson:
+# You don't need these letters yet. The lessons refer to this table when they use them. Most letters have one meaning in the whole course. If a lesson uses a letter in another sense, the table names the lesson:
 #
 # | letter | means | in lesson |
 # |---|---|---|
@@ -349,24 +399,24 @@ ledger("00", "plain", before)
 # | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | from 01 on |
 # | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | from 01 on |
 # | $k$ | layers with a checkpoint (02); segments (03) | 02, 03 |
-# | $A$, $B$ | bytes that a stage keeps, bytes at a boundary (03); $B$: bytes of one storage (04) | 03, 04 |
-# | $R$ | bytes of room | 03 |
-# | $f$, $g$ | time of a layer's forward, of its backward (03, 04); $f$: FLOPs of the work beside a copy (08) | 03, 04, 08 |
+# | $A$, $B$ | bytes that a stage keeps, bytes at a boundary between stages (03); $B$: bytes of one storage (04) | 03, 04 |
+# | $R$ | bytes that a schedule may use | 03 |
+# | $f$, $g$ | time of a layer's forward pass, of its backward pass (03, 04); $f$: FLOPs that are computed during a copy (08) | 03, 04, 08 |
 # | $c$ | slots (03); seconds of a copy (04); ranks that share a sequence (08) | 03, 04, 08 |
 # | $p$ | storages that are fetched ahead (04); one probability (06); ranks that share the layers (08) | 04, 06, 08 |
-# | $e$ | the stage that a schedule runs on to (03); ranks that share the experts (08) | 03, 08 |
-# | $r$ | runs ahead of one stage (03); the number of a rank, and FLOP/s (08) | 03, 08 |
-# | $t$ | seconds of making a batch and of using it (04); ranks that share a matrix (08) | 04, 08 |
+# | $e$ | the stage up to which a schedule runs next (03); ranks that share the experts (08) | 03, 08 |
+# | $r$ | how often a schedule runs a stage without keeping anything (03); the number of a rank, and FLOP/s (08) | 03, 08 |
+# | $t$ | seconds that it takes to make a batch, and to train on it (04); ranks that share a matrix (08) | 04, 08 |
 # | $m$ | sequences in a micro-batch (05); largest score so far (06); bytes of a copy (08) | 05, 06, 08 |
 # | $\ell$ | layers in a segment (03); sum of exponentials so far (06) | 03, 06 |
-# | $M$ | numbers that fit on the chip | 06 |
+# | $M$ | numbers that fit into the on-chip memory | 06 |
 # | $N$ | tokens in a sequence (06); ranks (08) | 06, 08 |
 # | $\Psi$, $w$ | parameters; bytes per second of a link | 08 |
 #
 # </div>
 # <div lang="zh">
 #
-# 这些字母现在还用不到，各课会请你回来查。大多数字母在整门课里只有一个意思。有的课另有用法，表中注明了是哪一课：
+# 这些字母现在还用不到，各课用到时会提到这张表。大多数字母在整门课里只有一个意思。有的课另有用法，表中注明了是哪一课：
 #
 # | 字母 | 意思 | 所在的课 |
 # |---|---|---|
@@ -376,13 +426,13 @@ ledger("00", "plain", before)
 # | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 起 |
 # | $k$ | 加了检查点的层数（02），段数（03） | 02、03 |
 # | $A$、$B$ | 一级保存的字节、边界上的字节（03），$B$ 还指一份存储区的字节（04） | 03、04 |
-# | $R$ | 可用的字节 | 03 |
+# | $R$ | 调度可用的字节 | 03 |
 # | $f$、$g$ | 一层前向、反向的时间（03、04），$f$ 还指与拷贝同时进行的计算的 FLOPs（08） | 03、04、08 |
 # | $c$ | 槽数（03），一次拷贝的秒数（04），分担一条序列的进程数（08） | 03、04、08 |
 # | $p$ | 提前取回几份存储区（04），一个概率（06），分担各层的进程数（08） | 04、06、08 |
-# | $e$ | 调度往前跑到的级（03），分担各专家的进程数（08） | 03、08 |
-# | $r$ | 一级空跑的次数（03），进程的编号和每秒 FLOPs（08） | 03、08 |
-# | $t$ | 准备一个批次和使用它的秒数（04），分担一个矩阵的进程数（08） | 04、08 |
+# | $e$ | 调度接下来要前向算到的级（03），分担各专家的进程数（08） | 03、08 |
+# | $r$ | 一级被空跑（运行而什么也不保存）的次数（03），进程的编号和每秒 FLOPs（08） | 03、08 |
+# | $t$ | 准备一个批次和用它训练各需的秒数（04），分担一个矩阵的进程数（08） | 04、08 |
 # | $m$ | 每个微批次的序列数（05），目前最大的分数（06），一次拷贝的字节（08） | 05、06、08 |
 # | $\ell$ | 一段的层数（03），目前指数的和（06） | 03、06 |
 # | $M$ | 片上存储能放下的元素个数 | 06 |
@@ -391,19 +441,19 @@ ledger("00", "plain", before)
 #
 # </div>
 
-# %% [markdown] slide={"en": "277.7 MB → 134.0 MB, with equal gradients, for 1.21 times the FLOPs.\n\nNext: where were those bytes?", "zh": "277.7 MB → 134.0 MB，梯度相等，FLOPs 是 1.21 倍。\n\n下一课：这些字节原本在哪里？"}
+# %% [markdown] slide={"en": "277.7 MB → 134.0 MB, with equal gradients, for 1.21 times the FLOPs.\n\nNext: what were those bytes for?", "zh": "277.7 MB → 134.0 MB，梯度相等，FLOPs 是 1.21 倍。\n\n下一课：这些字节原本用在哪里？"}
 # ## 0.7 Next / 下一步
 #
 # <div lang="en">
 #
-# You have seen 277.7 MB become 134.0 MB, with equal gradients, for 1.21 times the FLOPs. Next: [lesson 01](01_memory_bottleneck.ipynb) asks where the bytes of a training step go, and learns to predict them before they are spent.
+# Checkpoints lowered the peak from 277.7 MB to 134.0 MB, with equal gradients, for 1.21 times the FLOPs. In [lesson 01](01_memory_bottleneck.ipynb) you find out what the bytes of a training step are for, and you learn to predict them before you run it.
 #
-# **Source** of the technique: Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
+# The **source** of this technique is Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 #
 # </div>
 # <div lang="zh">
 #
-# 你看到了 277.7 MB 变成 134.0 MB，梯度相等，代价是 1.21 倍的 FLOPs。接下来，[第 01 课](01_memory_bottleneck.ipynb)追问训练步的字节去了哪里，并教你在运行之前就把它们预测出来。
+# 检查点把峰值从 277.7 MB 降到 134.0 MB，梯度相等，代价是 1.21 倍的 FLOPs。在[第 01 课](01_memory_bottleneck.ipynb)里，你会弄清训练步的显存都用在哪里，并学会在运行之前就预测出来。
 #
 # 这一技术的**出处**：Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。
 #
