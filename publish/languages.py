@@ -24,6 +24,11 @@ _BREAK, _SLASH = re.compile(r"\s*<br ?/?>\s*"), re.compile(" / ")
 _CODE = re.compile(r"`[^`]*`|\$[^$]*\$")
 # The start of a heading or a list item, which both languages keep.
 _MARK = re.compile(r"\s*(?:#{1,6} (?:[\d.]+ )?|- |\d+\. )?")
+# A text about the switch, the folded cells or the menus of JupyterLab: a part of a line, or a whole
+# line with its end, so that no empty list item remains.
+_LAB_ONLY = re.compile(
+    r"^(?:- )?{span}(?:\n|\Z)|{span} ?".format(span=r'<span class="lab-only">[^<]*</span>'), re.M
+)
 
 
 def languages_in(language: str) -> tuple[str, ...]:
@@ -60,6 +65,14 @@ def markdown_in(source: str, language: str) -> str:
     ]
     parts = ("\n".join(lines).strip(), bodies.get(language, "").strip())
     return "\n\n".join(part for part in parts if part)
+
+
+def without_lab_texts(source: str) -> str:
+    """Return a prose cell without its `<span class="lab-only">` elements.
+
+    They are sentences, paragraphs or list items that are true in JupyterLab only.
+    """
+    return re.sub(r"\n{3,}", "\n\n", _LAB_ONLY.sub("", source)).strip()
 
 
 def half(text: str, language: str) -> str:
@@ -152,11 +165,11 @@ def output_in(output: NotebookNode, language: str) -> NotebookNode:
 
 
 def notebook_in(notebook: NotebookNode, language: str) -> NotebookNode:
-    """Return a copy of a notebook with its prose and outputs in one language."""
+    """Return a copy of a notebook in one language, without the texts for JupyterLab only."""
     notebook = deepcopy(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = markdown_in(cell.source, language)
+            cell.source = without_lab_texts(markdown_in(cell.source, language))
         elif cell.cell_type == "code":
             cell.outputs = [output_in(output, language) for output in cell.outputs]
     return notebook

@@ -36,7 +36,7 @@ try:
         unguarded,
         without_markers,
     )
-    from .languages import markdown_in, output_in
+    from .languages import markdown_in, output_in, without_lab_texts
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -120,7 +120,7 @@ def _cell(cell: NotebookNode, language: str) -> NotebookNode:
     cell = deepcopy(cell)
     cell.metadata = {key: cell.metadata[key] for key in _KEPT if key in cell.metadata}
     if cell.cell_type == "markdown":
-        cell.source = markdown_in(cell.source, language)
+        cell.source = without_lab_texts(markdown_in(cell.source, language))
         return cell
     if _is_switch(cell):
         cell.source = (

@@ -6,7 +6,7 @@ pytest.importorskip("nbformat")
 pytest.importorskip("bs4")
 
 from publish.cells import EditionError
-from publish.languages import guide_in, half, html_in, markdown_in
+from publish.languages import guide_in, half, html_in, markdown_in, without_lab_texts
 
 CELL = """## 1.1 Bytes / 字节
 
@@ -28,6 +28,25 @@ def test_cell_has_half_of_the_heading_and_one_div():
     assert markdown_in(CELL, "both") == CELL
     with pytest.raises(EditionError, match='no <div lang="zh">'):
         markdown_in('<div lang="en">\n\nA.\n\n</div>', "zh")
+
+
+LAB = '<span class="lab-only">The *buttons*.</span>'
+
+
+@pytest.mark.parametrize(
+    ("source", "rest"),
+    [
+        (f"{LAB}\n\nA.", "A."),
+        (f"A.\n\n{LAB}\n\nB.", "A.\n\nB."),
+        (f"A. {LAB} B.\n\nC.", "A. B.\n\nC."),
+        (f"甲。{LAB}乙{LAB}。", "甲。乙。"),
+        (f"- A.\n- {LAB}\n- B{LAB}.", "- A.\n- B."),
+        (f"- A.\n- {LAB}", "- A."),
+        ("- A <b>b</b>.", "- A <b>b</b>."),
+    ],
+)
+def test_texts_for_jupyterlab_only_are_left_out(source, rest):
+    assert without_lab_texts(source) == rest
 
 
 @pytest.mark.parametrize(

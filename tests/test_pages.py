@@ -90,6 +90,15 @@ def test_a_solution_is_closed_and_its_code_can_be_copied_from_there(built, store
         assert len(closed) == len(solutions)
 
 
+def test_pages_name_nothing_that_only_jupyterlab_has(built, stored):
+    prose = "".join(cell.source for cell in stored["00_start_here"].cells)
+    named = re.compile("three (?:buttons|dots)|三个按钮|三个点|and no buttons|也没有按钮|lab-only")
+    assert len(set(named.findall(prose))) == 7, "JupyterLab itself has them"
+    for lessons in built.values():
+        for page in lessons.values():
+            assert named.findall("".join(cell.source for cell in page.cells)) == []
+
+
 def test_sections_keep_the_numbers_that_the_text_refers_to(built, stored):
     for name, notebook in stored.items():
         numbers = [

@@ -366,6 +366,8 @@ def test_every_notebook_is_a_page_with_its_outputs_and_folded_solutions(lesson, 
     folded = "".join(re.findall(r"<details.*?</details>", page, re.S))
     assert page.count("BEGIN SOLUTION") == folded.count("BEGIN SOLUTION")
     assert "interactive(children" not in page, "a slider without a kernel"
+    words = text_of(page)
+    assert not re.search("three (?:buttons|dots)|三个按钮|三个点|也没有按钮|and no buttons", words)
 
 
 @pytest.mark.parametrize(

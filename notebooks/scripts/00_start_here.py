@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# The three buttons above choose the language of every page of text and every table; they work without running anything. So do the figures: each comes in both.
+# <span class="lab-only">The three buttons above choose the language of the text, the tables and the figures. They work without running anything.</span>
 #
 # **In this lesson** (30 minutes): a look at your machine, how a lesson works, a first technique that saves memory, and which route to take.
 #
@@ -41,7 +41,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图也随之切换：每张图都有中英文两个版本。
+# <span class="lab-only">上面的三个按钮用来切换正文、表格和图的语言，不运行代码也能用。</span>
 #
 # **本课内容**（30 分钟）：看看你的机器，了解每一课怎么上，试用第一种省内存的技术，再选一条路线。
 #
@@ -90,18 +90,18 @@ about_this_machine()
 #
 # Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines of code. Then we check that the gradients are **equal**, because a technique that changes the result saves nothing. Only then do we **measure**, and compare the measurement with your prediction. Near the end of a lesson, a table tests **claims** that you may have read elsewhere.
 #
-# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell. Its last line checks the answer, and says what is wrong with it. The solution is folded under it: click on the three dots.
+# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell. Its last line checks the answer, and says what is wrong with it. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
 #
-# The notebooks are stored with their results. To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one. You learn most where your guess was wrong.
+# The notebooks are stored with their results. <span class="lab-only">To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one.</span> You learn most where your guess was wrong.
 #
 # </div>
 # <div lang="zh">
 #
 # 每一课只问一个问题，都按同样的顺序回答。先**预测**一个数，再用几行代码把想法**实现**出来，然后验证梯度**相等**，因为改变了结果的节省不算节省。之后才**测量**，看看与你的预测差多少。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
 #
-# **练习**就是一个写着 `None` 或 `0` 的单元格。把它换成你的答案再运行，最后一行会检查答案，并告诉你错在哪里。答案折叠在它下方，点那三个点就能展开。
+# **练习**就是一个写着 `None` 或 `0` 的单元格。把它换成你的答案再运行，最后一行会检查答案，并告诉你错在哪里。答案折叠在它下方，点一下<span class="lab-only">那三个点</span>就能展开。
 #
-# notebook 里存着运行结果。想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。猜错的地方，正是能学到东西的地方。
+# notebook 里存着运行结果。<span class="lab-only">想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。</span>猜错的地方，正是能学到东西的地方。
 #
 # </div>
 
@@ -366,21 +366,21 @@ ledger("00", "plain", before)
 #
 # <div lang="en">
 #
-# - **`NameError`.** A cell above has not run. Choose *Run → Run All Above Selected Cell*.
+# - **`NameError`.** A cell above has not run. Run all cells above it<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
 # - **You have no GPU.** You need not do anything. Cells about GPUs show figures that were recorded on a GPU, or say that there are none.
 # - **You have little memory.** Every lesson stays under 4 GB. Close other notebooks, because each one runs its own Python process.
 # - **PyTorch does not find your GPU.** If `torch.version.cuda` is `None`, you have the CPU build. Install the build for your driver, as shown on the PyTorch website, and run `make lab` again.
-# - **You see both languages and no buttons.** The notebook is not trusted. `make lab` trusts the course's notebooks. Elsewhere, choose "Trust Notebook" in the command palette.
+# - <span class="lab-only">**You see both languages and no buttons.** The notebook is not trusted. `make lab` trusts the course's notebooks. Elsewhere, choose "Trust Notebook" in the command palette.</span>
 # - **A figure shows empty boxes.** The course ships its own font, so this should not happen. Run `make test`, which looks for such boxes.
 #
 # </div>
 # <div lang="zh">
 #
-# - **出现 `NameError`。** 说明上面有单元格还没有运行。请选菜单 *Run → Run All Above Selected Cell*。
+# - **出现 `NameError`。** 说明上面有单元格还没有运行。请把上面的单元格全部运行一遍<span class="lab-only">（菜单 *Run → Run All Above Selected Cell*）</span>。
 # - **没有 GPU。** 什么都不用做。涉及 GPU 的单元格会显示在 GPU 上记录好的数据，没有记录的会注明。
 # - **内存小。** 每一课都不超过 4 GB。请关掉其他 notebook，因为每开一个，就多运行一个 Python 进程。
 # - **PyTorch 找不到 GPU。** 如果 `torch.version.cuda` 是 `None`，装的就是 CPU 版。请按 PyTorch 网站给出的命令装上与驱动匹配的版本，再运行一次 `make lab`。
-# - **两种语言同时出现，也没有按钮。** 说明这个 notebook 未被信任。`make lab` 会信任本课程的 notebook。在别处，请在命令面板里选 “Trust Notebook”。
+# - <span class="lab-only">**两种语言同时出现，也没有按钮。** 说明这个 notebook 未被信任。`make lab` 会信任本课程的 notebook。在别处，请在命令面板里选 “Trust Notebook”。</span>
 # - **图里有空方框。** 课程自带字体，不应出现这种情况。请运行 `make test`，它会检查有没有这样的方框。
 #
 # </div>
