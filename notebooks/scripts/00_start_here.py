@@ -11,7 +11,7 @@
 #
 # <div lang="en">
 #
-# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. On a GPU that is too small, that moment ends in `CUDA out of memory`.
+# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. On a GPU that is too small, that moment ends in `CUDA out of memory` (OOM).
 #
 # Wrap each layer in one function call, and the gradients stay the same, to the last bit. How much of the 277.7 MB can go, and what does it cost? You will guess, and see, before this page ends, on your own machine, with or without a GPU.
 #
