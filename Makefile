@@ -32,6 +32,7 @@ CPU_TORCH := $(VENV)/.course-torch-cpu
 TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 FILE_LIST := $(VENV)/etc/jupyter/jupyter_server_config.json
+KERNEL    := $(VENV)/etc/ipython/ipython_kernel_config.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 # Compares every notebook with its stored outputs, with two workers. --dist=loadscope lets one worker run all cells of a
 # notebook in order, because they share a kernel. Only a kernel that hangs can exceed the timeouts (tests/patience.py).
@@ -50,10 +51,10 @@ help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 # The server's root is the whole folder, so that links from lessons to docs/ work.
-lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
+lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
-install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
+install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
 
 test: $(COMPLETE) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
 	$(BIN)/ruff check .
@@ -163,6 +164,13 @@ $(OVERRIDES): publish/jupyterlab/overrides.json $(INSTALLED)
 # This configuration hides notebooks/scripts from the file list, where its files would look like lessons, and keeps
 # jupytext from writing a reader's answers into them.
 $(FILE_LIST): publish/jupyterlab/server.json $(INSTALLED)
+	@mkdir -p $(@D)
+	@cp $< $@
+
+# When JupyterLab opens a notebook, it stores the kernel's description of its language, and marks the notebook as changed
+# if the stored one differs. With this configuration the kernel says "3" instead of the exact version of Python, as the
+# stored lessons do, so they are equal on every machine.
+$(KERNEL): publish/jupyterlab/ipython_kernel_config.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 

@@ -80,7 +80,7 @@ def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
             nbformat.write(edition, folder / f"{name}.ipynb")
         copy_files(notebooks, folder, "GLOSSARY.md")
         copy_pages(notebooks, folder / "docs", "../")
-        copy_files(JUPYTERLAB, folder, "overrides.json")
+        copy_files(JUPYTERLAB, folder, "overrides.json", "ipython_kernel_config.json")
         copy_files(ASSETS, folder, "README.md", "README.zh.md", "Makefile")
         copy_files(LIBRARY, folder, "constraints.txt", "LICENSE", "examples/*.py")
         pack_library(folder)

@@ -278,6 +278,7 @@ def test_make_and_the_cloud_put_jupyters_settings_where_it_looks_for_them(tmp_pa
     places = {
         "overrides.json": "share/jupyter/lab/settings/overrides.json",
         "server.json": "etc/jupyter/jupyter_server_config.json",
+        "ipython_kernel_config.json": "etc/ipython/ipython_kernel_config.json",
     }
     said = commands(tmp_path, *(f"{tmp_path}/{place}" for place in places.values()), "install")
     for name, place in places.items():

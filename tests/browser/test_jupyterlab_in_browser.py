@@ -55,6 +55,8 @@ def lab(browser, tmp_path_factory):
     shutil.copy(JUPYTERLAB / "overrides.json", settings)
     (place / "config").mkdir()
     shutil.copy(JUPYTERLAB / "server.json", place / "config/jupyter_server_config.json")
+    (place / "ipython/profile_default").mkdir(parents=True)
+    shutil.copy(JUPYTERLAB / "ipython_kernel_config.json", place / "ipython/profile_default")
 
     folders = {"DATA": "data", "CONFIG": "config", "RUNTIME": "runtime"}
     environment = {f"JUPYTER_{name}_DIR": str(place / folder) for name, folder in folders.items()}
@@ -134,10 +136,17 @@ def command(page, name, **arguments):
     )
 
 
+KERNEL = "jupyterapp.shell.currentWidget.sessionContext.session?.kernel"
+
+
+def wait_for_kernel(page):
+    """Wait until the notebook in front has a kernel that can run cells."""
+    page.wait_for_function(f"{KERNEL}?.status === 'idle'")
+
+
 def run_all(page):
     """All cells of the notebook that is in front, once its kernel is there."""
-    kernel = "jupyterapp.shell.currentWidget.sessionContext.session?.kernel"
-    page.wait_for_function(f"{kernel}?.status === 'idle'")
+    wait_for_kernel(page)
     command(page, "notebook:run-all-cells")
 
 
@@ -173,6 +182,18 @@ def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_th
     right.locator(".course-language").wait_for()
     right.locator("input[value=en]").check()
     assert (left.locator("input[value=zh]").is_checked(), visible(left)) == (True, ["zh"])
+
+
+def test_an_opened_lesson_is_not_marked_as_changed(open_lesson):
+    stored = json.loads((ROOT / f"notebooks/{LESSON}.ipynb").read_text("utf-8"))["metadata"]
+    page = open_lesson(LESSON)
+    wait_for_kernel(page)
+    context = "jupyterapp.shell.currentWidget.context"
+    metadata = f"JSON.stringify({context}.model.sharedModel.metadata)"
+    # JupyterLab stores what the kernel says of itself, in another order of keys, when it is there
+    page.evaluate(f"{KERNEL}.info.then(() => new Promise(requestAnimationFrame))")
+    assert json.loads(page.evaluate(metadata)) == stored
+    assert page.evaluate(f"{context}.model.dirty") is False
 
 
 def test_the_file_list_shows_lessons_glossary_and_guide(open_lesson):
