@@ -1103,14 +1103,16 @@ def test_a_lane_has_its_place_and_its_colour_in_every_picture(drawing):
     lanes = lanes_of(device.plot())
     assert {lane: colours for lane, (colours, _) in lanes.items()} == {
         "compute": {LANE_COLORS["compute"]},
-        "copies up": {LANE_COLORS["up"]},
+        "to the GPU (H2D)": {LANE_COLORS["up"]},
         "gradients": {LANE_COLORS["down"]},
         "host": {LANE_COLORS["host"]},
         "mine": {LANE_COLORS["up"]},
     }
     *_, end = (span.end for span in device.spans if span.stream == "up")
     later = lanes_of(device.plot(since=end - 1e-5))
-    assert [*later] == ["compute", "copies up"] and later["copies up"][1] == [(0.0, 1e-5)]
+    assert [*later] == ["compute", "to the GPU (H2D)"] and later["to the GPU (H2D)"][1] == [
+        (0.0, 1e-5)
+    ]
 
 
 def test_colours_of_lanes_are_those_of_no_category():
@@ -1158,7 +1160,7 @@ def test_the_picture_has_a_lane_for_each_stream(drawing):
     with SimulatedDevice(**RATES) as device:
         device.copy(device.pinned((10,), torch.float32), torch.zeros(10).neg(), "down")
     ax = device.plot()
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "copies down"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "to the host (D2H)"]
 
 
 def test_offload_gives_the_simulated_device_on_request_and_does_not_import_it():

@@ -77,7 +77,14 @@ def whole_ledger() -> Table:
 
 def _table(rows: Sequence[Row]) -> Table:
     plain = rows[0]
-    columns = ["lesson", "technique", "peak (MB)", "of plain", "FLOPs of plain", "bytes moved (MB)"]
+    columns = [
+        "lesson",
+        "technique",
+        "peak (MB)",
+        "peak (× baseline)",
+        "FLOPs (× baseline)",
+        "bytes moved (MB)",
+    ]
     shown = [
         (
             row.lesson,

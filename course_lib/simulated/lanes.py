@@ -16,8 +16,8 @@ LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host":
 #: Stream -> label, in the order in which the lanes are drawn.
 LANE_NAMES = {
     "compute": text("compute"),
-    "down": text("copies down"),
-    "up": text("copies up"),
+    "down": text("to the host (D2H)"),
+    "up": text("to the GPU (H2D)"),
     "gradients": text("gradients"),
     "parameters": text("parameters"),
     "batches": text("batches"),

@@ -294,7 +294,7 @@ arms["tapered"], rows = tapered(100), []
 for name, cuts in arms.items():
     peak, flops = lesson_03.peak_and_flops(in_segments, hundred, cuts)
     rows.append((name, predicted_peak(cuts) // B, round(peak / B, 1), round(flops / once, 3)))
-table(["cut", "predicted, B", "measured, B", "FLOPs of plain"], rows)
+table(["cut", "predicted, B", "measured, B", "FLOPs (× baseline)"], rows)
 
 # %% slide="result"
 lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapered")})
@@ -1171,7 +1171,7 @@ for budget in (1, 0.75, 0.5, 0.25, 0):
 for name, cuts in (("4 segments", balanced(16, 4)), ("tapered", tapered(16))):
     peak, flops = lesson_03.peak_and_flops(in_segments, layers16, cuts)
     rows.append((name, "–", "–", round(peak / B, 1), round(flops / plain, 2)))
-table(["budget", "saved, B", "peak, holding", "peak, releasing", "FLOPs of plain"], rows)
+table(["budget", "saved, B", "peak, holding", "peak, releasing", "FLOPs (× baseline)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1206,7 +1206,7 @@ saved, flops = saved_tensors(evenly, x).total_bytes / B, flops_of_graphs(evenly,
 peak = lesson_03.peak_and_flops(run_compiled, layers16, evenly)[0] / B
 row = ("`0.25`, seven spread evenly", round(saved, 1), round(peak, 1), round(flops, 2))
 print(*chosen)
-table(["budget", "saved, B", "peak, releasing", "FLOPs of plain"], [row])
+table(["budget", "saved, B", "peak, releasing", "FLOPs (× baseline)"], [row])
 
 # %% [markdown]
 # <div lang="en">

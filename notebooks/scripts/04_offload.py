@@ -117,14 +117,14 @@ links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLi
 #
 # <div lang="en">
 #
-# A `SimulatedDevice` has what GPUs have: a stream for compute, and engines for copies down and up. Operators run here; its clock counts FLOPs, and bytes on the links. (GELU has no product, so it takes no time.)
+# A `SimulatedDevice` has what GPUs have: a stream for compute, an engine for copies to the host (D2H, device to host, as profilers call it), and one for copies to the GPU (H2D). Operators run here; its clock counts FLOPs, and bytes on the links. (GELU has no product, so it takes no time.)
 #
 # Sixteen times Linear and GELU, 2000 rows, 256 wide, at $10^{12}$ FLOP/s. A layer's forward takes $f$ seconds, its backward $g = 2 f$. It saves two storages of $B$ = 2.048 MB, the Linear's input and GELU's. The link is exactly at the threshold: two copies of $c$ seconds take one $f$. In backward, $p$ storages are fetched ahead (`prefetch`).
 #
 # </div>
 # <div lang="zh">
 #
-# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加写出（向下的拷贝）、读回（向上的拷贝）各一个引擎。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
+# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加两个拷贝引擎，一个管换出（D2H，从设备到主机，性能分析工具里就这样写），一个管换入（H2D）。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
 #
 # 网络是十六层 Linear 加 GELU，2000 行，宽 256，算力 $10^{12}$ FLOP/s。一层的前向要 $f$ 秒，反向 $g = 2 f$ 秒。它保存两份存储区（storage），各 $B$ = 2.048 MB：一份是 Linear 的输入，一份是 GELU 的输入。链路正好在阈值上：两次拷贝，每次 $c$ 秒，合起来就是一个 $f$。反向时提前取回 $p$ 份（`prefetch`，预取）。
 #
@@ -169,18 +169,18 @@ lesson_04.draw_lanes(runs, plain=47 * f)  # 16 f + 16 g, less the gradient of th
 # %% [markdown]
 # <div lang="en">
 #
-# Forward is the same in all three: copies down run beside it. In backward with $p$ = 0, the lanes take turns: a fetch starts when its operator is next, and compute waits. With $p$ = 2 the copies are still there, all of them, and gone from the clock.
+# Forward is the same in all three runs: the copies to the host run at the same time. In backward with $p$ = 0, the lanes take turns: a fetch starts when its operator is next, and compute waits. With $p$ = 2 all of the copies are still made, but they add almost no time.
 #
-# What orders backward: a layer needs GELU's storage first (no time), then the Linear's, for the products ($g$). A storage's fetch starts when the operator that uses the storage $p$ places before it begins; $p$ = 0: when its own is next. Copies on one lane take turns.
+# In backward, a layer first needs GELU's storage (which takes no time to use), then the Linear's, for the products ($g$). Number the storages in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p$ = 0, a storage is fetched only when it is needed. Copies on one lane run one after the other.
 #
-# **Exercise 1.** Type the seconds of forward and backward for $L$ layers, for $p$ = 0, 1, 2, from $f$, $g$ and $c$, any of which may be the longest. The check compares with the clock on four links, and forgives 8 %: the ends of the step are a little other than its middle.
+# **Exercise 1.** Type the seconds of forward and backward for $L$ layers, for $p$ = 0, 1, 2, from $f$, $g$ and $c$, any of which may be the longest. The check compares with the clock on four links, and allows an error of 8%, because the ends of the step differ a little from its middle.
 #
 # </div>
 # <div lang="zh">
 #
-# 三种情形的前向都一样：写出与它并行。反向里，$p$ = 0 时两条泳道轮流忙：轮到某个算子了，才开始取它要的那份，计算只好等。$p$ = 2 时，拷贝一次也没少，却从时钟上消失了。
+# 三种情形的前向都一样，换出与它并行。反向里，$p$ = 0 时两条泳道轮流忙：轮到某个算子了，才开始取它要的那份，计算只好等。$p$ = 2 时，拷贝一次也没少，却几乎不再多花时间。
 #
-# 反向的顺序是：一层先要 GELU 的存储区（不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。某份存储区的取回，从使用它前面第 $p$ 份的那个算子开始时启动；$p$ = 0 就是轮到它自己时。同一条泳道上的拷贝一个接一个。
+# 反向时，一层先要 GELU 的存储区（用它不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。把存储区按反向使用的顺序编号，轮到第 $i$ 份被使用时，就启动第 $i + p$ 份的取回。$p$ = 0 表示用到它自己时才去取。同一条泳道上的拷贝一个接一个。
 #
 # **练习 1。** 用 $f$、$g$、$c$ 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对；三者之中谁最长都有可能。检查会在四条链路上与时钟比较，容许 8% 的误差：一步的首尾与中间略有不同。
 #
@@ -211,19 +211,19 @@ lesson_04.check_step_time(step_time)
 clock = {(c, p): lesson_04.clock(16, c, p) for c in (0.25, 0.5, 1, 2) for p in (0, 1, 2)}
 lesson_04.draw_times(step_time, clock)
 
-# %% [markdown] slide={"en": "A formula of three lines meets a clock within 8 %.\n\n$p$ hides the way up. What hides the way down?", "zh": "三行的公式与时钟相差不到 8%。\n\n$p$ 掩盖取回。那么写出呢？"}
+# %% [markdown] slide={"en": "A formula of three lines agrees with the clock to within 8%.\n\n$p$ hides the copies to the GPU. What hides the copies to the host?", "zh": "三行代码的公式，与模拟时钟相差不到 8%。\n\n$p$ 掩盖换入。那么换出呢？"}
 # <div lang="en">
 #
 # The same network, sixteen layers (small ones, since only the ratio of $c$ to $f$ counts). The points lie on your lines, or a little below: nothing is copied before the first layer, and the last ones never leave.
 #
-# And the way down? How many copies may be under way at once is `in_flight`: 2 on CUDA, 1 on a CPU, unless you say so. At the threshold, against the step without copies, and bytes above what was there:
+# And the copies to the host? The option `in_flight` says how many of them may be in flight at once. Its default is 2 on CUDA and 1 on a CPU. The table shows, at the threshold, the time relative to the step without copies, and the peak above the bytes that were live before the step:
 #
 # </div>
 # <div lang="zh">
 #
 # 网络还是十六层（取得小，因为只有 $c$ 与 $f$ 之比起作用）。点落在你的线上，或略低一点：第一层之前没有拷贝，最后几份从不离开。
 #
-# 那么写出呢？同时可以有几次拷贝在途，由 `in_flight` 决定：不另外指定时，CUDA 上是 2，CPU 上是 1。在阈值上，与不拷贝的一步相比的时间，以及比原先多占的字节：
+# 那么换出呢？同时可以有几次换出在途（in flight），由选项 `in_flight` 决定，默认值在 CUDA 上是 2，在 CPU 上是 1。下表列出在阈值上与不拷贝的一步相比的时间，以及峰值比这一步开始时多占的字节：
 #
 # </div>
 
@@ -235,21 +235,29 @@ for ahead, in_flight in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)):
     times[ahead, in_flight] = (device.seconds - began) / plain
     above = (device.peak_bytes - held) / B
     rows.append((in_flight, ahead, round(times[ahead, in_flight], 3), round(above, 2)))
-table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], rows)
+table(
+    [
+        "copies in flight",
+        "fetched ahead, p",
+        "time (× baseline)",
+        "peak above the start (in units of B)",
+    ],
+    rows,
+)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Two hide the way up, two hide the way down, and it takes both: with one copy in flight forward alone takes 1.5 times its time, since each layer saves two storages and the second must wait for the first. Each storage fetched ahead costs one $B$, whatever the depth: that is what hiding is paid with. From three layers on, depth costs nothing: the peak is $(p + 4)\,B$ here, with three layers as with sixteen.
+# Two storages fetched ahead hide the copies to the GPU, and two copies in flight hide the copies to the host. Both are needed: with one copy in flight, forward alone takes 1.5 times as long, since each layer saves two storages and the second must wait for the first. Hiding is paid for with memory: each storage fetched ahead costs one $B$, whatever the depth. From three layers on, more layers cost nothing: the peak here is $(p + 4)\,B$, with three layers as with sixteen.
 #
 # </div>
 # <div lang="zh">
 #
-# 提前取回两份，读回就被掩盖；允许两次写出同时在途，写出就被掩盖；缺一不可。只许一次拷贝在途时，光前向就要 1.5 倍的时间：每层保存两份存储区，第二份得等第一份。每多提前一份，多占一个 $B$，与深度无关：掩盖就是用这个换来的。从三层起，层数再多也不多占，三层和十六层一样，峰值都是 $(p + 4)\,B$。
+# 提前取回两份，换入就被掩盖。允许两次换出同时在途，换出就被掩盖。两者缺一不可。只许一次换出在途时，光前向就要 1.5 倍的时间，因为每层保存两份存储区，第二份得等第一份。掩盖是用内存换来的：每多提前取回一份，就多占一个 $B$，与深度无关。从三层起，层数再多也不多占，三层和十六层一样，峰值都是 $(p + 4)\,B$。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Two hooks: **pack** sends a storage down, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it released?", "zh": "两个钩子：**pack** 把存储区送下去，**unpack** 取回来。\n\n什么不该搬？什么只搬一次？什么时候释放？"}
+# %% [markdown] slide={"en": "Two hooks: **pack** copies a storage out, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it released?", "zh": "两个钩子：**pack** 把存储区换出，**unpack** 取回来。\n\n什么不该搬？什么只搬一次？什么时候释放？"}
 # ## 4.3 From nothing / 从零写起
 #
 # <div lang="en">
@@ -283,7 +291,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # </div>
 # <div lang="zh">
 #
-# `store` 代表下一级存储。`whole(tensor)` 把张量的整份存储区排成一行数。`room = store.put(row)` 把一行数写到下一级存储，`room.get()()` 把它读回来，得到新的一行。`room` 不再被引用时，它在下一级存储里占的字节就空出来了。`rooms` 记录每份存储区的版本和它的 `room`，存储区释放之后，对应的记录会自动消失。（不能用地址作键，因为分配器会把释放了的地址再分给下一个张量。）`stay` 是不许搬走的存储区的集合。
+# `store` 代表下一级存储。`whole(tensor)` 把张量的整份存储区排成一行数。`room = store.put(row)` 把一行数换出到下一级存储，`room.get()()` 把它取回来，得到新的一行。`room` 不再被引用时，它在下一级存储里占的字节就空出来了。`rooms` 记录每份存储区的版本和它的 `room`，存储区释放之后，对应的记录会自动消失。（不能用地址作键，因为分配器会把释放了的地址再分给下一个张量。）`stay` 是不许搬走的存储区的集合。
 #
 # **练习 2。** 写出两个钩子。`pack` 接到一个张量，返回计算图要改存的东西；`unpack` 接到这个东西，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回。
 #
@@ -379,12 +387,12 @@ ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 #
 # <div lang="en">
 #
-# The host gives orders and goes on without waiting for results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for it, and `device.finish(event)` makes the host wait. Below, `copy` starts a copy. `_start_copy` and `read` return a function that makes the current stream wait for that copy, and the library calls it before the copied numbers are used. Before `read` copies up, it waits for the copy down:
+# The host gives orders and goes on without waiting for results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for it, and `device.finish(event)` makes the host wait. Below, `copy` starts a copy. `_start_copy` and `read` return a function that makes the current stream wait for that copy, and the library calls it before the copied numbers are used. Before `read` copies a storage back, it waits until the copy to the host is complete:
 #
 # </div>
 # <div lang="zh">
 #
-# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。在下面的代码里，`copy` 启动一次拷贝。`_start_copy` 和 `read` 返回一个函数，它让当前的流等待这次拷贝完成，库在使用拷来的数之前调用它。而 `read` 读回一份存储区之前，要先等写出完成：
+# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。在下面的代码里，`copy` 启动一次拷贝。`_start_copy` 和 `read` 返回一个函数，它让当前的流等待这次拷贝完成，库在使用拷来的数之前调用它。而 `read` 取回一份存储区之前，要先等换出完成：
 #
 # </div>
 
@@ -403,10 +411,10 @@ lesson_04.draw_order()
 #
 # Each of these waits has a reason:
 #
-# - **Made**, then copied down: the copy must not read a storage before it has been computed.
-# - Copied down, then **released**: the allocator gives released memory to the next tensor at once, so the copy must have read the storage by then.
-# - Copied down, then read by the **host**: the host must not read numbers that have not arrived yet.
-# - Copied up, then **used**: no operator may use a storage before its copy has finished.
+# - **Made**, then copied to the host: the copy must not read a storage before it has been computed.
+# - Copied to the host, then **released**: the allocator gives released memory to the next tensor at once, so the copy must have read the storage by then.
+# - Copied to the host, then read by the **host**: the host must not read numbers that have not arrived yet.
+# - Copied to the GPU, then **used**: no operator may use a storage before its copy has finished.
 #
 # (Two more are not shown. In the lower tier, `release` waits before it gives memory to another storage. On CUDA, `record_stream` tells the allocator which stream still uses a tensor.)
 #
@@ -415,10 +423,10 @@ lesson_04.draw_order()
 #
 # 每一处等待都有原因：
 #
-# - 先**算好**，再写出：一份存储区还没有算好，拷贝就不能去读它。
-# - 先写出，再**释放**：拷贝还没有读完，这份存储区的内存就不能释放，因为分配器会立刻把它分给下一个张量。
-# - 先写出，**主机**再读：数还没有到，主机就不能去读。
-# - 先读回，再**使用**：拷贝还没有完成，任何算子都不能使用这份存储区。
+# - 先**算好**，再换出：一份存储区还没有算好，拷贝就不能去读它。
+# - 先换出，再**释放**：拷贝还没有读完，这份存储区的内存就不能释放，因为分配器会立刻把它分给下一个张量。
+# - 先换出，**主机**再读：数还没有到，主机就不能去读。
+# - 先换入，再**使用**：拷贝还没有完成，任何算子都不能使用这份存储区。
 #
 # （还有两处没有画出来。在下一级存储里，`release` 要先等待，才把一份存储区的内存让给另一份。在 CUDA 上，`record_stream` 告诉分配器，哪条流还在使用一个张量。）
 #
@@ -438,7 +446,7 @@ lesson_04.draw_order()
 
 
 # %%
-class Hasty(HostStore):  # what uses a copy down, or up, does not wait for it
+class Hasty(HostStore):  # whatever uses a copy in one direction does not wait for it
     missing = None  # "down" or "up"
 
     def _start_copy(self, reservation, target, source, device, name):
@@ -459,18 +467,18 @@ lesson_04.without_waits(Hasty, Unordered)
 # %% [markdown]
 # <div lang="en">
 #
-# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on another machine PyTorch's CUDA sanitizer named the race. (`lesson_04.without_waits` runs five layers with `offload_activations`.) Three programs, each with one wait missing:
+# In the normal mode the gradient is right in every row. That is how such a mistake gets into a release. diffusers' pull request 13502 is an example: a `wait_stream` was missing where weights are copied to the GPU. Reduced to pure PyTorch, about 98% of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on another machine PyTorch's CUDA sanitizer named the race. (`lesson_04.without_waits` runs five layers with `offload_activations`.) Three programs, each with one wait missing:
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对：这类错误就是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在另一台机器上，PyTorch 的 CUDA sanitizer 也指出了这处竞争。（`lesson_04.without_waits` 用 `offload_activations` 跑一个五层的网络。）下面三个程序，各少一处等待：
+# 照常运行时，每一行的梯度都对，这类错误就是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重换入 GPU 的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在另一台机器上，PyTorch 的 CUDA sanitizer 也指出了这处竞争。（`lesson_04.without_waits` 用 `offload_activations` 跑一个五层的网络。）下面三个程序，各少一处等待：
 #
 # </div>
 
 
 # %%
-def started_down(device, y):  # a copy to the host that is under way, and the event of its end
+def started_down(device, y):  # a copy to the host that is in flight, and the event of its end
     host = device.pinned(y.shape, y.dtype)
     return host, device.copy(host, y, "down")
 
@@ -567,14 +575,14 @@ numbers_read
 #
 # A layer of the course's decoder saves 20,987,904 bytes: 20 times the 1,048,576 of its input, and 16,384 of the norms' statistics, too small to be moved. Behind the layers come two storages as large as an input, the last norm's and the head's, and last the log-probabilities, 8,388,608. With a checkpoint around each layer, a layer saves its input alone.
 #
-# **Exercise 4.** How many bytes go down in a step, with $p$ = 0, 1, 2 fetched ahead? The last $p + 1$ storages stay. (`checkpointed` is True or False.)
+# **Exercise 4.** How many bytes does a step copy to the lower tier, with $p$ = 0, 1, 2 storages fetched ahead? The last $p + 1$ storages stay. (`checkpointed` is True or False.)
 #
 # </div>
 # <div lang="zh">
 #
 # 课程解码器的一层保存 20,987,904 字节：是它的输入 1,048,576 字节的 20 倍，外加归一化的统计量 16,384 字节（太小，不搬）。各层之后，还有两份与输入一样大，一份属于最后一个归一化，一份属于输出头；最后保存的是对数概率，8,388,608 字节。每层加一个检查点，则每层只保存它的输入。
 #
-# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里要写出多少字节？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
+# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里要换出多少字节？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
 #
 # </div>
 
@@ -640,11 +648,11 @@ predictions(rows, unit="bytes")
 arms = {"plain": (False, None), "offload": (False, 1)}
 arms |= {"checkpoint": (True, None), "checkpoints and offload": (True, 1)}
 rows = [(name, f"{steps[arm][0].peak_bytes:,}", steps[arm][1]) for name, arm in arms.items()]
-table(["step", "peak (bytes)", "bytes down"], rows)
+table(["step", "peak (bytes)", "copied to the file (bytes)"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
 two = {name: steps[arms[name]][0] for name in ("offload", "checkpoints and offload")}
-title = "A whole layer comes back at once: 9 MB higher than single tensors"
+title = "With checkpoints a whole layer is in memory at once, and the peak is 9 MB higher"
 timelines(two, title=title, panel_height=1.9)
 
 # %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB：再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
@@ -695,7 +703,7 @@ lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in
 # </div>
 # <div lang="zh">
 #
-# Adam 为每个参数保存 8 字节的状态，每步只用一次，所以最适合搬走。`OffloadedOptimizer` 把状态放到下一级存储，每一步的结果都与 `torch.optim.AdamW` 相等（4.15 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写出上一页。步与步之间少占 55.0 MB。可是在 `step()` 当中，有几页在内存里，它的峰值就包括这几页。
+# Adam 为每个参数保存 8 字节的状态，每步只用一次，所以最适合搬走。`OffloadedOptimizer` 把状态放到下一级存储，每一步的结果都与 `torch.optim.AdamW` 相等（4.15 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写回上一页。步与步之间少占 55.0 MB。可是在 `step()` 当中，有几页在内存里，它的峰值就包括这几页。
 #
 # **练习 5。** 状态全部卸载之后，`step()` 的峰值是多少字节？权重和梯度也在内存里。（允许有 6% 的误差，因为一个参数张量的状态不会拆到两页。）
 #
@@ -786,7 +794,7 @@ parts = {
     "parameters": sum(tensor.nbytes for tensor in saved if tensor.untyped_storage() in stay),
     "by the four rules": sum(storage.nbytes() for storage in storages - stay),
 }
-table(["bytes to carry", "MB"], [(name, round(count / 1e6, 1)) for name, count in parts.items()])
+table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in parts.items()])
 
 # %% [markdown]
 # <div lang="en">
@@ -812,7 +820,7 @@ table(["bytes to carry", "MB"], [(name, round(count / 1e6, 1)) for name, count i
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
 # | torchao, DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`; `"offload_optimizer": {"device": "cpu"}` |
 #
-# TRL's stash is section 4.2's `in_flight`: how many copies down may hold their memory.
+# TRL's stash is section 4.2's `in_flight`: how many copies to the host may still hold their GPU memory.
 #
 # </div>
 # <div lang="zh">
@@ -826,7 +834,7 @@ table(["bytes to carry", "MB"], [(name, round(count / 1e6, 1)) for name, count i
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
 # | torchao、DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`；`"offload_optimizer": {"device": "cpu"}` |
 #
-# TRL 的 stash 就是 4.2 节的 `in_flight`：同时最多有几次写出可以占着内存。
+# TRL 的 stash 就是 4.2 节的 `in_flight`：同时最多有几次换出可以占着显存。
 #
 # </div>
 
@@ -865,12 +873,12 @@ what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_
 meter, down = steps[False, 1]
 ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_bytes=2 * down)
 
-# %% [markdown] slide={"en": "A copy costs nothing if products run beside it, if it was asked for early, and if somebody waits.", "zh": "拷贝没有代价，要满足三条：旁边有计算，提前取回，并且该等的等了。"}
+# %% [markdown] slide={"en": "A copy costs nothing if products run at the same time, if it starts early enough, and if whatever uses it waits for it.", "zh": "拷贝没有代价，要满足三条：同时有矩阵乘法可做，开始得够早，并且用它的一方等它完成。"}
 # ## 4.10 Summary / 小结
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold. It does hide if it starts early enough: two storages fetched ahead hide the copies up, and two copies in flight hide the copies down. Each of them costs the memory of one storage.
+# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold. It does hide if it starts early enough: two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide the copies to the host (D2H). Each of them costs the memory of one storage.
 # - An activation is freed when nothing refers to it any more. The hooks move each version of a storage once, never move a parameter, and return views.
 # - Only waits determine the order of two streams. Without one, the result is right only by luck.
 # - At the peak, offload has single tensors of a layer in memory, and a checkpoint the whole layer. Both together move far fewer bytes, but here they peak higher than offload alone.
@@ -881,7 +889,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 # <div lang="zh">
 #
-# - 如果网络每个字节所配的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，拷贝还得开始得够早。提前取回两份，可以掩盖读回；允许两次拷贝同时在途（都还没有完成），可以掩盖写出。每多提前一份，或者每多一次在途的拷贝，就要多占一份存储区的内存。
+# - 如果网络每个字节所配的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，拷贝还得开始得够早。提前取回两份，可以掩盖换入（H2D）；允许两次拷贝同时在途（都还没有完成），可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的拷贝，就要多占一份存储区的内存。
 # - 只有当一个激活值不再被任何地方引用时，它的内存才会释放。两个钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。
 # - 流与流之间，只有等待才规定先后。少了一处等待，结果对只是碰巧。
 # - 峰值那一刻，用卸载时内存里只有一层的单个张量，用检查点时则有整整一层。合用时搬的字节少得多，但在这里峰值高于只用卸载。
@@ -922,14 +930,14 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Sequences of $s = 4096$, in 16 bits. Per token a layer's forward does about $24 h^2 + 2 s h$ FLOPs (a fused causal attention computes half of the scores) and saves $34 h$ bytes (lesson 01, without what it does not keep); a checkpointed one $2 h$. The copy up has backward beside it, with twice the FLOPs, so down decides.
+# Sequences of $s = 4096$, in 16 bits. Per token a layer's forward does about $24 h^2 + 2 s h$ FLOPs (a fused causal attention computes half of the scores) and saves $34 h$ bytes (lesson 01, without what it does not keep); a checkpointed one $2 h$. The copy to the GPU runs at the same time as backward, which has twice the FLOPs, so the copy to the host decides.
 #
-# Solved for $h$, for moving all or inputs alone: by the data sheets, and by what is reached, say half of the FLOPs and 80 % of the link.
+# Solved for $h$, for moving all or inputs alone: by the data sheets, and by what is reached, say half of the FLOPs and 80% of the link.
 #
 # </div>
 # <div lang="zh">
 #
-# 序列长 $s = 4096$，16 位精度。每个 token，一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs（融合的因果注意力只算一半的分数），保存 $34 h$ 字节（第 01 课，减去融合注意力不保存的部分）；加了检查点则是 $2 h$。读回与反向并行，而反向的 FLOPs 是前向的两倍，所以关键在写出。
+# 序列长 $s = 4096$，16 位精度。每个 token，一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs（融合的因果注意力只算一半的分数），保存 $34 h$ 字节（第 01 课，减去融合注意力不保存的部分）；加了检查点则是 $2 h$。换入与反向并行，而反向的 FLOPs 是前向的两倍，所以关键在换出。
 #
 # 解出 $h$，分全部搬走和只搬输入两种：先按数据手册，再按实际能达到的水平，设为算力的一半、链路的 80%。
 #
@@ -946,8 +954,8 @@ for name, bandwidth in links.items():
     thresholds = [share * rate / bandwidth for share in (1, 0.5 / 0.8)]  # data sheet, reached
     least = [(at * saved - 2 * 4096) / 24 for saved in (34, 2) for at in thresholds]
     rows.append((name, *(max(1, math.ceil(h)) for h in least)))
-columns = ["34 h, data sheet", "34 h, reached", "2 h, data sheet", "2 h, reached"]
-table(["least h that hides", *columns], rows)
+columns = ["34 h (data sheet)", "34 h (reached)", "2 h (data sheet)", "2 h (reached)"]
+table(["smallest h at which copies hide", *columns], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -975,7 +983,7 @@ table(["least h that hides", *columns], rows)
 # </div>
 # <div lang="zh">
 #
-# 你也许见过类似的写法：拿到激活值，在下一级存储里留一份拷贝，反向时再读回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
+# 你也许见过类似的写法：拿到激活值，在下一级存储里留一份拷贝，反向时再取回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
 #
 # </div>
 
@@ -1039,14 +1047,14 @@ ratio, kept
 #
 # Yours moves everything, also the storage that backward needs next, and fetches nothing ahead. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The library refuses if a tensor changes before its copy is complete; here `y` has not gone yet. After that a change does no harm.
 #
-# On a file, with one copy in flight, the peak is $(p + 3)\,B$ and a weight's gradient, from two layers on; down go all others, $2 L - (p + 1)$ storages. (The first is the batch, which you hold anyway: `keep=[batch]` would spare that copy.)
+# On a file, with one copy in flight, the peak is $(p + 3)\,B$ and a weight's gradient, from two layers on. All other storages are copied to the file, $2 L - (p + 1)$ in number. (The first is the batch, which you hold anyway: `keep=[batch]` would spare that copy.)
 #
 # </div>
 # <div lang="zh">
 #
 # 你那个版本什么都搬，连反向马上要用的存储区也搬，而且从不提前取回。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。库会在张量的拷贝完成之前发生改动时拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
 #
-# 用文件、只许一次拷贝在途时，从两层起，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的都写出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
+# 用文件、只许一次拷贝在途时，从两层起，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的存储区都要换出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
 #
 # </div>
 
@@ -1081,7 +1089,7 @@ for depth in (8, 32):
         found, below = peak(depth, p)
         case = f"L = {depth}, p = {p}"
         rows.append((text("{case}: peak", case=case), (p + 3) * B + weight, found))
-        rows.append((text("{case}: down", case=case), (2 * depth - p - 1) * B, below))
+        rows.append((text("{case}: copied to the file", case=case), (2 * depth - p - 1) * B, below))
 predictions(rows)
 
 # %% [markdown]
@@ -1138,14 +1146,14 @@ table(["", "seconds"], rows)
 #
 # `OffloadedOptimizer` keeps the state of a **fraction** of the elements on the lower tier, as Megatron-LM's hybrid optimizer does; here the largest parameters go first, there they go in their given order. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
 #
-# Weights first: five steps, clipped, against plain AdamW.
+# The weights first, after five steps with clipped gradients, compared with `torch.optim.AdamW`.
 #
 # </div>
 # <div lang="zh">
 #
 # `OffloadedOptimizer` 按一定的**比例**（fraction），把一部分元素的状态放到下一级存储，与 Megatron-LM 的混合优化器一样；这里最大的参数优先，Megatron-LM 则按给定的顺序。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态在文件与内存之间分页换入换出。
 #
-# 先看权重：五步，带梯度裁剪，与普通的 AdamW 比较。
+# 先看权重：做五步，带梯度裁剪，再与基线 `torch.optim.AdamW` 比较。
 #
 # </div>
 
@@ -1182,7 +1190,7 @@ table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 # </div>
 # <div lang="zh">
 #
-# 如果卸载一半状态，每页 16 MiB，就一点也不省，因为三页就把这一半全部放进了内存。下表统计一个八层 Linear 的网络在三步里写到下一级存储和读回的字节。每一步都为每个参数写 8 字节，从第二步起还要为每个参数读 8 字节。如果参数是 bf16 或 fp16，另有 fp32 的主权重，那么读和写各是 12 字节。（一个张量只能整个搬走。八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时要搬走三个。）
+# 如果卸载一半状态，每页 16 MiB，就一点也不省，因为三页就把这一半全部放进了内存。下表统计一个八层 Linear 的网络在三步里换出到下一级存储和换入的字节。每一步都为每个参数写 8 字节，从第二步起还要为每个参数读 8 字节。如果参数是 bf16 或 fp16，另有 fp32 的主权重，那么读和写各是 12 字节。（一个张量只能整个搬走。八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时要搬走三个。）
 #
 # </div>
 
@@ -1198,8 +1206,16 @@ for fraction in fractions[1:]:
             parameter.grad = torch.ones_like(parameter)
         adam.step()
     stats = adam.store.stats
-    rows.append((text("{f}: down, three steps", f=fraction), 3 * 8 * below, stats.bytes_down))
-    rows.append((text("{f}: up, three steps", f=fraction), 2 * 8 * below, stats.bytes_up))
+    rows.append(
+        (
+            text("{f}: copied to the file in three steps", f=fraction),
+            3 * 8 * below,
+            stats.bytes_down,
+        )
+    )
+    rows.append(
+        (text("{f}: copied back in three steps", f=fraction), 2 * 8 * below, stats.bytes_up)
+    )
 predictions(rows, unit="bytes")
 
 # %% [markdown]
@@ -1207,14 +1223,30 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# A decoder with a vocabulary of 2048, a hidden size of 128, 8 heads, 4 layers, 8 sequences of 64 tokens; 1.06 million parameters (small, for many CPUs compute slowly in bf16). What training scripts promise, all of it done here: batches prefetched (on a GPU from pinned memory, which the system may not move, so that copies need not wait), TF32 allowed, autocast with a GradScaler (lesson 05 explains it), gradients clipped after unscaling, the optimizer's state on the lower tier. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
+# This script trains a decoder with a vocabulary of 2048, a hidden size of 128, 8 heads and 4 layers, on 8 sequences of 64 tokens. It has 1.06 million parameters; it is small because many CPUs compute slowly in bf16. The script uses five techniques together:
+#
+# - It prefetches batches. On a GPU they come from pinned memory, which the system may not move, so a copy need not make the host wait.
+# - It allows TF32.
+# - It uses autocast with a GradScaler (lesson 05 explains it).
+# - It clips the gradients after unscaling them.
+# - It keeps the optimizer's state on the lower tier.
+#
+# On a CPU three of them have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.
 #
 # **Guess first:** by how many bytes does the peak of the step fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放（unscale）再裁剪梯度，优化器状态放在下一级存储。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。用 autocast 时，参数仍是 fp32。）
+# 这个脚本训练一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数。规模取得小，因为许多 CPU 算 bf16 很慢。脚本同时用了五种技术：
+#
+# - 预取批次。在 GPU 上，批次从锁页内存拷贝，系统不能挪动锁页内存，所以拷贝时主机不必等待。
+# - 允许 TF32。
+# - 使用 autocast 和 GradScaler（第 05 课解释）。
+# - 先还原缩放（unscale），再裁剪梯度。
+# - 把优化器状态放在下一级存储。
+#
+# 在 CPU 上，其中三种几乎不起作用：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。用 autocast 时，参数仍是 fp32。
 #
 # **先猜**：一步的峰值会降低多少字节？
 #
@@ -1296,7 +1328,7 @@ def loop(make, use, prefetch):
 # %% tags=["nbval-ignore-output", "shows-seconds"]
 cases = {"both wait 20 ms": (wait, wait)}
 cases["both compute in Python"] = (busy, busy)
-cases["made at once"] = (lambda: None, wait)
+cases["a batch takes no time to make"] = (lambda: None, wait)
 rows = [(name, loop(*case, False), loop(*case, True)) for name, case in cases.items()]
 table(["", "plain (s)", "prefetched (s)"], rows)
 

@@ -911,7 +911,7 @@ for name, options in {
     times = f"{1e6 * cost.flops / 312e12:.0f}; {1e6 * cost.moved_bytes / 2e12:.0f}"
     moved = round(cost.moved_bytes / 1e6, 1)
     rows.append((name, round(cost.flops / 1e9, 1), moved, round(cost.arithmetic_intensity), times))
-headings = ["N = 4096, d = 64, bf16", "GFLOPs", "moved (MB)", "FLOPs a byte"]
+headings = ["N = 4096, d = 64, bf16", "GFLOPs", "moved (MB)", "FLOPs per byte"]
 table([*headings, "time (µs): compute; memory"], rows)
 
 # %% [markdown]

@@ -443,7 +443,7 @@ laptop, rows = RATES["laptop"], []
 for name, each in found.items():
     ratio, moved = f"{each.flops / plain.flops:.2f}", f"{each.moved_bytes / 1e6:.1f}"
     rows.append((name, f"{each.peak_bytes / 1e6:.1f}", ratio, moved, f"{laptop.seconds(each):.2f}"))
-table(["step", "peak (MB)", "FLOPs of plain", "moved (MB)", "time on the laptop (s)"], rows)
+table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the laptop (s)"], rows)
 
 # %% [markdown]
 # <div lang="en">

@@ -190,7 +190,10 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
     title = "The lower left is best, and empty; here groups lose on both axes"
     drawn, ax = figure(title, height=3.2, alt=text("{points}.", points=listed(alt, "; ")))
     ax.set(
-        xlim=(70, 320), ylim=(0.96, 1.36), xlabel=text("peak (MB)"), ylabel=text("FLOPs of plain")
+        xlim=(70, 320),
+        ylim=(0.96, 1.36),
+        xlabel=text("peak (MB)"),
+        ylabel=text("FLOPs (× baseline)"),
     )
     ax.grid(True, axis="x")
     for name, point in points.items():

@@ -138,7 +138,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
         }
         words = "{name}: cuts reach {least} MB, the frontier {line} MB at {times} times the time"
         description.append(text(words, name=text(name), **values))
-    axes[0].set_ylabel(text("time of plain"))
+    axes[0].set_ylabel(text("time (× baseline)"))
     axes[0].legend()
     drawn.course_alt = text("{points}.", points=listed(description, "; "))
     return shown_once(drawn)
@@ -188,7 +188,9 @@ def draw_frontier(
                     fontsize=8,
                     color=color,
                 )
-    ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak (MB)"), ylabel=text("FLOPs of plain"))
+    ax.set(
+        xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak (MB)"), ylabel=text("FLOPs (× baseline)")
+    )
     ax.legend()
     return shown_once(drawn)
 

@@ -91,43 +91,43 @@ def _with_backward(wrong: Mapping[int, Callable[[float, float], float]]) -> Call
 
 
 _TIMES: Thoughts = {
-    "That is the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
-    "The longer of all products and all copies: so it is if everything is ready at once."
-    " Backward waits for copies.": lambda layers, f, g, c, p: max(layers * (f + g), 4 * layers * c),
-    "So it is for p = 2. With p = 0 or 1, backward waits for copies, however fast the link is.": (
-        lambda layers, f, g, c, p: _step_time(layers, f, g, c, 2)
+    "You gave the time of the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
+    "You took the longer of all products and all copies. That holds only if every copy is"
+    " ready at once. In backward, the products wait for copies.": lambda layers, f, g, c, p: max(
+        layers * (f + g), 4 * layers * c
     ),
-    "So it is for p = 0. With p = 2 both copies for the next product run beside this one.": (
+    "You used the time of p = 2 for every p. With p = 0 or 1, backward waits for copies,"
+    " however fast the link is.": (lambda layers, f, g, c, p: _step_time(layers, f, g, c, 2)),
+    "You used the time of p = 0 for every p. With p = 2, both copies for the next product run"
+    " at the same time as this product.": (
         lambda layers, f, g, c, p: _step_time(layers, f, g, c, 0)
     ),
-    "A layer saves two storages: the Linear's input and GELU's. Each goes down, and comes up.": (
-        _one_copy
-    ),
-    "Forward does not wait for copies down: they run beside its products, and the longer counts.": (
+    "You counted one storage per layer. A layer saves two, the inputs of Linear and of GELU,"
+    " and each is copied to the host and back.": _one_copy,
+    "In forward you added the copies to the products. They run at the same time, so take the"
+    " longer of the two.": (
         lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) + layers * min(f, 2 * c)
     ),
-    "Backward has a time of its own, g a layer.": lambda layers, f, g, c, p: _step_time(
-        layers, f, f, c, p
+    "You took f for a layer's backward. It has its own time, g.": lambda layers, f, g, c, p: (
+        _step_time(layers, f, f, c, p)
     ),
-    "Backward need not take twice as long as forward: it takes g.": (
-        lambda layers, f, g, c, p: _step_time(layers, f, 2 * f, c, p)
-    ),
-    "That is backward alone.": (
+    "You took 2 f for a layer's backward. Use g, because backward does not always take twice"
+    " as long as forward.": (lambda layers, f, g, c, p: _step_time(layers, f, 2 * f, c, p)),
+    "You gave the time of backward alone. Add that of forward.": (
         lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) - layers * max(f, 2 * c)
     ),
-    "With p = 1 one copy runs next to the product. Whichever of the two takes longer counts, and"
-    " that may be the copy.": _with_backward({1: lambda g, c: g + c}),
-    "With p = 1 only one of the two copies runs next to the product. Backward waits for the other"
-    " one.": _with_backward({1: lambda g, c: max(g, 2 * c)}),
-    "With p = 1 one of the two copies runs next to the product. Backward waits for the other one"
-    " alone.": _with_backward({1: lambda g, c: g + 2 * c}),
-    "With p = 0 nothing is fetched ahead, so backward waits for both copies.": _with_backward(
-        {0: lambda g, c: c + max(g, c)}
-    ),
-    "In forward a layer has two copies down, too.": lambda layers, f, g, c, p: (
+    "With p = 1 one copy runs next to the product, so take the longer of the two. You always"
+    " took the product, but that may be the shorter one.": _with_backward({1: lambda g, c: g + c}),
+    "With p = 1 you let both copies run next to the product. Only one of them does, and"
+    " backward waits for the other one.": _with_backward({1: lambda g, c: max(g, 2 * c)}),
+    "With p = 1 you let backward wait for both copies. One of them runs next to the product,"
+    " so backward waits only for the other one.": _with_backward({1: lambda g, c: g + 2 * c}),
+    "With p = 0 you let one copy run next to the product. Nothing is fetched ahead, so"
+    " backward waits for both copies.": _with_backward({0: lambda g, c: c + max(g, c)}),
+    "In forward you counted one copy per layer. There are two.": lambda layers, f, g, c, p: (
         _step_time(layers, f, g, c, p) + layers * (max(f, c) - max(f, 2 * c))
     ),
-    "That is the time of one layer. The step has L of them.": lambda layers, f, g, c, p: (
+    "You gave the time of one layer. The step has L layers.": lambda layers, f, g, c, p: (
         _step_time(layers, f, g, c, p) / layers
     ),
     "That is in milliseconds. Give seconds.": lambda layers, f, g, c, p: (
@@ -143,12 +143,13 @@ def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
 @exercise(
     hint=(
         (
-            "Forward and backward apart, a layer at a time: what runs side by side, and what is"
-            " waited for?"
+            "Look at one layer's forward, then at its backward. What runs at the same time,"
+            " and what must wait?"
         ),
         (
-            "Forward: `max(f, 2 * c)` a layer. Backward: with p = 0 two copies are waited for, then"
-            " g; with p = 1 one of the two runs beside the product; with p = 2 both do."
+            "A layer's forward takes `max(f, 2 * c)`. In backward with p = 0, the product"
+            " starts after both copies. With p = 1 one of the two copies runs next to the"
+            " product, and with p = 2 both do."
         ),
     )
 )
@@ -172,7 +173,8 @@ def check_step_time(function: Any) -> Verdict:
     worst = max(abs(float(given[case]) / seconds - 1) for case, seconds in on_the_clock.items())
     return right(
         text(
-            "Right: at most {worst:.1%} from the clock, on four links, for p = 0, 1 and 2.",
+            "Right: for p = 0, 1 and 2, on four links, your times differ from the clock by at"
+            " most {worst:.1%}.",
             worst=worst,
         )
     )
@@ -203,13 +205,14 @@ class _Below(Store):
 @exercise(
     hint=(
         (
-            "`pack` gives a room and how the tensor lies in its storage; `unpack` makes that view"
-            " of what comes up."
+            "`pack` returns a room and the position of the tensor in its storage. `unpack`"
+            " copies the storage back and restores that view of it."
         ),
         (
-            "`rooms[storage] = tensor._version, store.put(whole(tensor))` where `rooms` does not"
-            " have this version of `storage` yet; return the room with the shape, the stride and"
-            " the offset. Back: `room.get()().as_strided(shape, stride, offset)`."
+            "If `rooms` does not have this version of `storage` yet, set `rooms[storage] ="
+            " tensor._version, store.put(whole(tensor))`. Return the room with the shape, the"
+            " stride and the offset. `unpack` then returns `room.get()().as_strided(shape,"
+            " stride, offset)`."
         ),
     )
 )
@@ -239,10 +242,10 @@ def check_offloading(function: Any) -> Verdict:
     if not moved and held == len(seen):  # the cell is unchanged
         return not_answered()
     if not moved:
-        return wrong("Nothing has moved into the store.")
+        return wrong("Your hooks moved nothing into the store.")
     if parameters & set(store.addresses):
         return wrong(
-            "A parameter has moved. It stays with the model anyway, so that moving it frees"
+            "Your hooks moved a parameter. The model keeps it in any case, so moving it frees"
             " nothing.",
             exact=True,
         )
@@ -256,17 +259,20 @@ def check_offloading(function: Any) -> Verdict:
     equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     if not equal and store.stats.bytes_down < least:
         raise Refused(
-            "Gradients are wrong, and too little has moved. Once a storage is gone, its address is"
-            " given to another one, which you took for the first. Use the storage itself as the"
-            " key.",
+            "The gradients are wrong, and too few bytes were moved. After a storage is freed,"
+            " its address is given to another one, and you took the second for the first. Use"
+            " the storage itself as the key.",
             exact=True,
         )
     if not equal:
-        raise Refused("Gradients are wrong. A view has a shape, a stride and an offset of its own.")
+        raise Refused(
+            "The gradients are wrong. `unpack` must restore the view that was saved, with its"
+            " own shape, stride and offset."
+        )
     if store.stats.bytes_down > least + 64:
         message = (
-            "Right gradients, but {moved} copies went down of {large} storages: one that is saved"
-            " twice moves once."
+            "The gradients are right, but you made {moved} copies of {large} storages. Move"
+            " each storage once, even if it is saved twice."
         )
         return wrong(text(message, moved=moved, large=large), exact=True)
     del out
@@ -274,19 +280,21 @@ def check_offloading(function: Any) -> Verdict:
         gc.collect()
     if store.used_bytes:
         message = (
-            "After backward {count:,} bytes are still below: the rooms are held by something of"
-            " yours."
+            "After backward, {count:,} bytes are still in the store, because one of your"
+            " objects still refers to their rooms."
         )
         return wrong(text(message, count=store.used_bytes), exact=True)
     if not _equal_after_a_change(function):
         return wrong(
-            "A tensor was changed in place after its storage had gone down, and your hooks bring"
-            " back what it was before. Move a storage again where `tensor._version` has changed.",
+            "A tensor was changed in place after its storage had been moved, and your hooks"
+            " bring back the old values. Move the storage again if `tensor._version` has"
+            " changed.",
             exact=True,
         )
     return right(
         text(
-            "Right: {large} storages moved, once each; equal gradients; all was let go.",
+            "Right: {large} storages were moved, each once. The gradients are equal, and all"
+            " copies were released.",
             large=large,
         )
     )
@@ -376,8 +384,8 @@ def _equal_after_a_change(function: Callable) -> bool:
 
 
 _RETURN_THE_ROOM = (
-    "What `pack` returns stays in the graph: return the room and three things about the view, and"
-    " keep the tensor, or its storage, nowhere else."
+    "The graph keeps what `pack` returns. Return the room and the view's shape, stride and"
+    " offset, and do not keep the tensor or its storage anywhere."
 )
 
 
@@ -403,8 +411,8 @@ class _Watched(SimulatedDevice):
 
 #: Program -> its error without the wait, and how often the host may wait, `tolist` included.
 _PROGRAMS = {
-    "read": ("The host reads while the copy is still on its way.", 2),
-    "use": ("The product reads memory that the copy has not reached yet.", 0),
+    "read": ("The host reads before the copy is complete.", 2),
+    "use": ("The product reads memory that the copy has not written yet.", 0),
     "let_go": ("The memory is used again while the copy still reads it.", 2),
 }
 
@@ -412,12 +420,12 @@ _PROGRAMS = {
 @exercise(
     hint=(
         (
-            "Who uses something before it is complete: the host, the compute stream, or what gets"
-            " the memory next?"
+            "Which one must not go on before the copy is complete: the host, the compute"
+            " stream, or the tensor that gets the memory next?"
         ),
         (
-            "The host waits by `device.finish(copied)`, the current stream by"
-            " `device.wait(copied)`. Before which line?"
+            "`device.finish(copied)` makes the host wait, and `device.wait(copied)` makes the"
+            " current stream wait. Before which line must one of them stand?"
         ),
     )
 )
@@ -427,7 +435,7 @@ def check_waits(functions: Any) -> Verdict:
     There must be no race, numbers must be right, and the host must not wait more often than needed.
     """
     if not isinstance(functions, tuple | list) or len(functions) != len(_PROGRAMS):
-        return wrong("Give the three functions: `(read, use, let_go)`.", exact=True)
+        return wrong("Pass the three functions as a tuple, `(read, use, let_go)`.", exact=True)
     found = {
         name: _in_all_modes(name, each) for name, each in zip(_PROGRAMS, functions, strict=True)
     }
@@ -441,8 +449,8 @@ def check_waits(functions: Any) -> Verdict:
             message = text("{name}: {problem}", name=f"`{name}`", problem=problem)
             return wrong(message, exact=problem == _HOST_WAITS)
     return right(
-        "Right: no race and right numbers, whatever runs late or early; and the host waits only to"
-        " read."
+        "Right: in every mode there is no race and the numbers are right, and the host waits"
+        " only before it reads."
     )
 
 
@@ -452,7 +460,8 @@ def _in_all_modes(name: str, function: Any) -> str | None:
 
 
 _HOST_WAITS = (
-    "Right numbers, but the host waits, and can give no more work meanwhile. Let the stream wait."
+    "The numbers are right, but the host waits and cannot queue more work meanwhile. Make the"
+    " stream wait instead."
 )
 
 
@@ -483,7 +492,10 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
     if not copied:
         return "nothing is copied."
     if name == "let_go" and (made < 2 or above >= 2 * numbers.nbytes):
-        return "y goes, and what comes next takes its memory: so it was, and so it stays."
+        return (
+            "keep the order of the original: first `y` is freed, then the next tensor reuses"
+            " its memory."
+        )
     if races:
         return unordered
     if not isinstance(found, list) or found != (numbers * 2).tolist():
@@ -502,41 +514,43 @@ def _moved(p: int, checkpointed: bool, more: int = 2) -> int:
 
 
 _MOVED: Thoughts = {
-    "The more is fetched ahead, the more stays: p + 1 storages, not one.": lambda p, k: _moved(
-        0, k
+    "You kept one storage for every p. The last p + 1 storages stay, so more stay if more are"
+    " fetched ahead.": lambda p, k: _moved(0, k),
+    "You moved every storage. The last p + 1 stay: backward needs them first.": lambda p, k: _moved(
+        0, k, 10
     ),
-    "The last p + 1 storages stay: backward needs them first.": lambda p, k: _moved(0, k, 10),
-    "The log-probabilities are saved last, so they are the first to stay.": lambda p, k: _moved(
-        p, k, 10
+    "You moved the log-probabilities. They are saved last, so they always stay.": lambda p, k: (
+        _moved(p, k, 10)
     ),
-    "Storages stay, not megabytes: the log-probabilities are one of the p + 1.": lambda p, k: (
-        _moved(p, k, 9)
-    ),
-    "p + 1 stay, and the log-probabilities are one of them.": lambda p, k: _moved(p, k, 1),
-    "Two storages behind the layers are saved too, and p of them stay.": lambda p, k: _moved(
-        0, k, 0
-    ),
-    "Behind the layers two are saved too: the last norm's and the head's.": lambda p, k: _moved(
-        p, k, 0
-    ),
-    "Downward only: what comes up is the same once more.": lambda p, k: 2 * _moved(p, k),
-    "A checkpoint keeps its layer's input alone: 1 in place of 20.": lambda p, k: _moved(p, False),
-    "Without checkpoints a layer has 20 such storages' bytes.": lambda p, k: _moved(p, True),
-    "The statistics of the two norms, 16,384 bytes a layer, are too small to be moved.": (
-        lambda p, k: _moved(p, k) + (0 if k else 8 * 16_384)
-    ),
+    "You let the bytes of p + 1 layer inputs stay. The last p + 1 storages stay, whatever"
+    " their size, and the log-probabilities are one of them.": lambda p, k: _moved(p, k, 9),
+    "You let p + 1 storages stay in addition to the log-probabilities. The log-probabilities"
+    " are one of the p + 1.": lambda p, k: _moved(p, k, 1),
+    "You left out the two storages that are saved after the layers. Of these, p stay and the"
+    " others move.": lambda p, k: _moved(0, k, 0),
+    "You left out two storages that are saved after the layers, the inputs of the last norm"
+    " and of the output head.": lambda p, k: _moved(p, k, 0),
+    "You counted both directions. Count only the bytes that are copied out, not those that"
+    " are copied back.": lambda p, k: 2 * _moved(p, k),
+    "With checkpoints you counted all that a layer saves. A checkpoint keeps only the layer's"
+    " input, which is 1/20 of that.": lambda p, k: _moved(p, False),
+    "You counted only the layer's input even without checkpoints. A layer then saves 20 times"
+    " the bytes of its input.": lambda p, k: _moved(p, True),
+    "You counted the statistics of the two norms, 16,384 bytes per layer. They are too small"
+    " to be moved.": (lambda p, k: _moved(p, k) + (0 if k else 8 * 16_384)),
 }
 
 
 @exercise(
     hint=(
         (
-            "Count in storages of the size of a layer's input. Which of them are there when forward"
-            " ends?"
+            "Take the bytes of one layer's input as the unit. How many units have been saved"
+            " when forward ends, and which storages stay?"
         ),
         (
-            "Plain: 8 · 20 and two behind the layers, and the log-probabilities; the last p + 1"
-            " storages stay. With checkpoints: 8 in place of 8 · 20."
+            "Without checkpoints the layers save 8 · 20 units. After them come two units, and"
+            " last the log-probabilities. The last p + 1 storages stay. With checkpoints the"
+            " layers save 8 units."
         ),
     )
 )
@@ -570,34 +584,34 @@ def check_moved(function: Any) -> Verdict:
 #: Page in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
 _PAGES: Thoughts = {
-    "One page is updated; meanwhile the next one is read and the last one written.": (
-        lambda n, page: 8 * n + page
+    "You counted one page. While it is updated, the next one is read and the previous one is"
+    " written.": (lambda n, page: 8 * n + page),
+    "You counted two pages. One is read, one is updated and one is written.": lambda n, page: (
+        8 * n + 2 * page
     ),
-    "Three pages: one is read, one updated, one written.": lambda n, page: 8 * n + 2 * page,
-    "There is no more state than 8 bytes a parameter, however large the page.": lambda n, page: (
-        8 * n + 3 * page
-    ),
-    "The gradients are there too: 4 bytes a parameter.": lambda n, page: (
-        4 * n + min(3 * page, 8 * n)
-    ),
-    "Weights and gradients are there, 8 bytes a parameter.": lambda n, page: min(3 * page, 8 * n),
-    "The state is below, but for its pages.": lambda n, page: 16 * n,
-    "Not one of the two moments comes back at a time: pages hold both.": lambda n, page: (
-        8 * n + min(3 * page, 4 * n)
-    ),
-    "State comes back to be updated, in pages.": lambda n, page: 8 * n,
+    "For large pages you counted more than all of the state. Its size is 8 bytes per"
+    " parameter, however large a page is.": lambda n, page: 8 * n + 3 * page,
+    "Besides the pages you counted 4 bytes per parameter. Both the weights and the gradients"
+    " are in memory, with 4 bytes each.": lambda n, page: 4 * n + min(3 * page, 8 * n),
+    "You counted the state alone. Weights and gradients are in memory, too, with 8 bytes per"
+    " parameter.": lambda n, page: min(3 * page, 8 * n),
+    "You counted all of the state. Only a few of its pages are in memory.": lambda n, page: 16 * n,
+    "You counted only one of Adam's two moments. A page holds both, so all of the state is 8"
+    " bytes per parameter.": lambda n, page: 8 * n + min(3 * page, 4 * n),
+    "You left out the state. It comes back, page by page, to be updated.": lambda n, page: 8 * n,
 }
 
 
 @exercise(
     hint=(
         (
-            "What is there whatever the page is? And how many pages are there at once, in a step"
-            " that reads ahead?"
+            "Which bytes are in memory whatever the page size? And how many pages are in"
+            " memory at once, if the step reads ahead and writes back?"
         ),
         (
-            "4 bytes of weight and 4 of gradient a parameter; three pages, one read, one updated,"
-            " one written; and there is no more state than 8 bytes a parameter."
+            "Each parameter has 4 bytes of weight and 4 bytes of gradient. Add three pages:"
+            " one is read, one is updated, one is written. All pages together hold at most 8"
+            " bytes per parameter."
         ),
     )
 )
@@ -614,5 +628,5 @@ def check_peak_in_step(function: Any) -> Verdict:
     if problem is not None:
         return problem
     return right(
-        "Right: weights, gradients and three pages, or all the state where pages are large."
+        "Right: weights, gradients, and three pages, or all of the state if the pages are large."
     )

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 #: Name, bytes, and bandwidth to the next tier, for an H100 and its server.
 _TIERS = (
     ("on the chip", "50 MB", "3350 GB/s"),
-    ("device memory", "80 GB", "63 GB/s, PCIe 5"),
-    ("host memory", "some 1000 GB", "7 GB/s, one NVMe drive"),
-    ("disk", "some 10,000 GB", ""),
+    ("device memory", "80 GB", "63 GB/s (PCIe 5)"),
+    ("host memory", "about 1000 GB", "7 GB/s (one NVMe drive)"),
+    ("disk", "about 10,000 GB", ""),
 )
 
 
@@ -30,7 +30,7 @@ def draw_tiers() -> "Figure":
     alt = text("Four tiers: {tiers}. Between them {links}.", tiers=listed(description, "; "),
                links=listed([text(link) for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
     drawn, ax = figure(
-        "Each tier below holds more, and is reached more slowly", height=3.1, alt=alt
+        "Each lower tier holds more, and access to it is slower", height=3.1, alt=alt
     )
     for i, (name, size, link) in enumerate(_TIERS):
         half, top = 1.0 + 0.55 * i, -1.3 * i
@@ -57,10 +57,10 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: fl
     description = [
         text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()
     ]
-    title = "Two ahead, and the copies are gone from the clock"
+    title = "With two storages fetched ahead, the copies add almost no time"
     alt = text(
-        "Lanes of compute, copies down and copies up, with live bytes below: {runs}. Without"
-        " copies: {ms} ms.",
+        "Three lanes per run: compute, copies to the host, copies to the GPU. Under them, the"
+        " live bytes. {runs}. Without copies: {ms} ms.",
         runs=listed(description),
         ms=f"{1000 * plain:.2f}",
     )
@@ -111,8 +111,12 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
     description = [
         text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / 47:.2f}") for (c, p), t in clock.items()
     ]
-    alt = text("Times over the step without copies: {points}.", points=listed(description, "; "))
-    title = "Up to c = f/2, the threshold, two ahead cost next to nothing; none ahead always costs"
+    alt = text(
+        "Times relative to the step without copies: {points}.", points=listed(description, "; ")
+    )
+    title = (
+        "Up to the threshold c = f/2, fetching two ahead is almost free, but fetching none is not"
+    )
     drawn, ax = figure(title, height=3.6, alt=alt)
     across = [i / 50 for i in range(1, 106)]
     for p, style, marker in zip((0, 1, 2), _STYLES, _MARKERS, strict=True):
@@ -132,19 +136,19 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
     ax.set(
         xlim=(0, 2.1),
         ylim=(0, 3.6),
-        xlabel=text("time of a copy, in times of f"),
-        ylabel=text("time of plain"),
+        xlabel=text("time of a copy (in units of f)"),
+        ylabel=text("time (× baseline)"),
     )
-    ax.legend(loc="lower right", title=text("line: typed; points: clock"))
+    ax.legend(loc="lower right", title=text("line: your formula; points: clock"))
     return shown_once(drawn)
 
 
 #: (lane, start, length, label) of the operations on one storage.
 _BOXES = (
     (0, 0.0, 1.6, "make"),
-    (1, 1.9, 2.6, "copy down"),
+    (1, 1.9, 2.6, "copy to the host (D2H)"),
     (0, 4.8, 1.9, "release"),
-    (2, 7.0, 2.6, "copy up"),
+    (2, 7.0, 2.6, "copy to the GPU (H2D)"),
     (0, 9.9, 1.6, "use"),
 )
 _HOST = (3, 4.8, 1.9, "host reads")
@@ -153,11 +157,14 @@ _HOST = (3, 4.8, 1.9, "host reads")
 def draw_order() -> "Figure":
     """Draw what happens to one storage on the three streams, with an arrow for each wait."""
     alt = text(
-        "Make, copy down, release; copy up, use: an arrow from each to the next, and one from the"
-        " copy down to the host that reads it."
+        "Arrows between operations on one storage. From make to the copy to the host. From"
+        " this copy to release, to host reads, and to the copy to the GPU. From the copy to"
+        " the GPU to use."
     )
     drawn, ax = figure(
-        "Each arrow is a wait; take one away, and nothing else orders the two", height=2.7, alt=alt
+        "Each arrow is a wait. Without it, nothing determines which of the two comes first",
+        height=2.7,
+        alt=alt,
     )
     kinds = ("compute", "down", "up", "host")
     for lane, start, length, label in (*_BOXES, _HOST):
@@ -179,7 +186,8 @@ def draw_order() -> "Figure":
         arrow = {"arrowstyle": "->", "color": "#222222", "linewidth": 1.3}
         ax.annotate("", (begin, -to), xytext=(start + length, -lane), arrowprops=arrow)
     ax.set_yticks(
-        [0, -1, -2, -3], [text(name) for name in ("compute", "copies down", "copies up", "host")]
+        [0, -1, -2, -3],
+        [text(name) for name in ("compute", "to the host (D2H)", "to the GPU (H2D)", "host")],
     )
     ax.set(xlim=(-0.2, 11.7), ylim=(-3.6, 0.6), xticks=[], xlabel=text("time"))
     return shown_once(drawn)
@@ -200,23 +208,30 @@ def draw_pages(
         for mib, peak in peaks.items()
     ]
     alt = text(
-        "Peaks of the step by page: {peaks}. State above: {plain} MB.",
+        "Peak of the optimizer step for each page size: {peaks}. With all the state in"
+        " memory: {plain} MB.",
         peaks=listed(description, "; "),
         plain=f"{plain / 1e6:.1f}",
     )
-    title = "Pages decide: at 32 MiB all the state is back, and nothing is saved"
+    title = (
+        "The page size decides: with 32 MiB all the state is in memory at once, and nothing"
+        " is saved"
+    )
     drawn, ax = figure(title, height=3.2, alt=alt)
     across = [i / 4 for i in range(4, 141)]
     line = [typed(6_875_648, int(mib * 2**20)) for mib in across]
     if None not in line:  # otherwise the formula is not written yet
         ax.plot(
-            across, [peak / 1e6 for peak in line], color=COLORS["predicted"], label=text("typed")
+            across,
+            [peak / 1e6 for peak in line],
+            color=COLORS["predicted"],
+            label=text("your formula"),
         )
     heights = [peak / 1e6 for peak in peaks.values()]
     ax.plot(list(peaks), heights, "o", color=COLORS["measured"], label=text("measured"))
     lines = (
         (55.0, 35, "right", "weights and gradients"),
-        (plain / 1e6, 0.4, "left", "all the state above"),
+        (plain / 1e6, 0.4, "left", "all the state in memory"),
     )
     for height, x, side, name in lines:
         ax.axhline(height, color="#888888", linewidth=0.9, linestyle="--")
@@ -224,7 +239,7 @@ def draw_pages(
     ax.set(
         xlim=(0, 35.5),
         ylim=(0, 130),
-        xlabel=text("page, MiB"),
+        xlabel=text("page size (MiB)"),
         ylabel=text("peak of the step (MB)"),
     )
     ax.legend(loc="lower right")
@@ -241,14 +256,16 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
         links: Name -> bytes per second, one way.
     """
     widths = [512 * 2 ** (i / 4) for i in range(27)]
-    title = "Where a line is above a link, copies can hide: checkpointed inputs long before all"
+    title = (
+        "Copies can hide where a curve is above a link's line: checkpointed inputs at a smaller h"
+    )
     drawn, ax = figure(title, height=3.8)
     ticks = [1024, 4096, 16384]
     ax.set(
         xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h")
     )
-    ax.set(ylabel=text("FLOPs a byte"), xticks=ticks, xticklabels=[str(tick) for tick in ticks])
-    variants = {"all that is saved, 34 h": (34, "-"), "checkpointed inputs, 2 h": (2, "--")}
+    ax.set(ylabel=text("FLOPs per byte"), xticks=ticks, xticklabels=[str(tick) for tick in ticks])
+    variants = {"everything saved, 34 h": (34, "-"), "checkpointed inputs, 2 h": (2, "--")}
     for name, (factor, style) in variants.items():
         intensity = [(24 * h + 2 * 4096) / factor for h in widths]
         ax.plot(widths, intensity, style, color=COLORS["predicted"], label=text(name))

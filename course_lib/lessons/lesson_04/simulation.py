@@ -113,7 +113,7 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
         run = "now" if tuple(key) in live else "recorded"
         above = f"{found.above_bytes / 1e6:.1f}"
         rows.append((name, link, NumberText(times), NumberText(above), run))
-    return table(["step", "link", "time of plain", "peak above (MB)", "run"], rows)
+    return table(["step", "link", "time (× baseline)", "peak above the start (MB)", "run"], rows)
 
 
 def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> Table:
@@ -125,10 +125,10 @@ def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> T
         hasty: A store that leaves out the wait for copies of the name `missing`, "down" or "up".
         unordered: A device whose copies do not wait until their source is computed.
     """
-    mistakes = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
+    mistakes = {"nothing": (SimulatedDevice, None), "made → copied to the host": (unordered, None)}
     mistakes |= {
-        "copy down → release": (SimulatedDevice, "down"),
-        "copy up → use": (SimulatedDevice, "up"),
+        "copied to the host → release": (SimulatedDevice, "down"),
+        "copied to the GPU → use": (SimulatedDevice, "up"),
     }
     right, rows = _first_gradient(SimulatedDevice, HostStore())[0], []
     for name, (kind, missing) in mistakes.items():
@@ -139,7 +139,7 @@ def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> T
             gradient, races = _first_gradient(kind, store, **mode)
             marks.append("✓" if torch.equal(gradient, right) else "✗")
         rows.append((name, races, *marks))
-    return table(["wait taken away", "races", "gradient, as it runs", "late", "early"], rows)
+    return table(["missing wait", "races", "gradient (normal mode)", "late", "early"], rows)
 
 
 def _first_gradient(

@@ -235,7 +235,7 @@ def draw_roofline(
         yscale="log",
         xlim=(8, 1500),
         ylim=(10, 2000),
-        xlabel=text("FLOPs a byte"),
+        xlabel=text("FLOPs per byte"),
         ylabel="TFLOP/s",
     )
     return shown_once(drawn)

@@ -194,7 +194,7 @@ def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> 
         xlim=(10, 700),
         ylim=(0, 5),
         xlabel=text("FLOP per byte (rate / link)"),
-        ylabel=text("time of plain"),
+        ylabel=text("time (× baseline)"),
     )
     ax.set_xticks([10, 30, 100, 300], ["10", "30", "100", "300"])
     ax.xaxis.set_minor_formatter("")
