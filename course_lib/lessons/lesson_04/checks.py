@@ -20,14 +20,14 @@ from course_lib.teaching.exercises import Refused, exercise, not_answered, right
 
 from .simulation import clock
 
-# explanation of a mistake -> the formula with that mistake
-Thoughts = Mapping[str, Callable[..., float]]
+#: Verdict on a mistake -> the formula with that mistake.
+Mistakes = Mapping[str, Callable[..., float]]
 
 
 def _differs(
     function: Any,
     wanted: Mapping[tuple, tuple[float, float]],
-    thoughts: Thoughts,
+    mistakes: Mistakes,
     close: float,
     case_is: Callable[..., str],
     in_bytes: bool = False,
@@ -37,9 +37,9 @@ def _differs(
     Args:
         function: The reader's function.
         wanted: Case -> right value, and a relative tolerance.
-        thoughts: Mistakes; the first one whose formula gives the same for all cases, within
-            `close`, is named.
-        close: Relative tolerance for `thoughts`.
+        mistakes: Mistakes to look for. The verdict is that of the first one whose formula gives the
+            reader's results in all cases, within `close`.
+        close: Relative tolerance for `mistakes`.
         case_is: Function that describes a case.
         in_bytes: Whether bytes are expected, so that other units are named.
 
@@ -54,7 +54,7 @@ def _differs(
         if verdict.exact and not verdict:
             return verdict, given
         if not verdict:
-            for message, formula in thoughts.items():
+            for message, formula in mistakes.items():
                 if all(
                     expect_number(each, formula(*at), tolerance=close) for at, each in given.items()
                 ):
@@ -70,27 +70,44 @@ def _differs(
 # --------------------------------------------------------------------------------------------------
 
 
+def _backward(g: float, c: float, p: int) -> float:
+    """Return the time of a layer's backward: its products take g, its two copies c each.
+
+    With p = 0 both copies come before the products, with p = 1 one of them runs next to the
+    products, and with p = 2 both do.
+    """
+    return {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
+
+
 def _step_time(layers: int, f: float, g: float, c: float, p: int) -> float:
-    backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
-    return layers * max(f, 2 * c) + layers * backward - f
+    """Return the time of forward and backward.
+
+    In forward both copies run next to the product. The first layer computes no gradient of its
+    input, which saves the time of one product, f.
+    """
+    return layers * max(f, 2 * c) + layers * _backward(g, c, p) - f
 
 
 def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
+    """Return the time of forward and backward of layers that save only one storage."""
     return layers * max(f, c) + layers * (g + c if p == 0 else max(g, c))
 
 
-def _with_backward(wrong: Mapping[int, Callable[[float, float], float]]) -> Callable[..., float]:
-    """Return the step's time, with a wrong time (g, c) -> time of backward for some p."""
+def _with_backward(times: Mapping[int, Callable[[float, float], float]]) -> Callable[..., float]:
+    """Return the formula of the step's time with a mistake in the time of a layer's backward.
+
+    Args:
+        times: p -> the wrong time, a function of g and c.
+    """
 
     def time(layers: int, f: float, g: float, c: float, p: int) -> float:
-        backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
-        here = wrong[p](g, c) if p in wrong else backward
-        return _step_time(layers, f, g, c, p) + layers * (here - backward)
+        extra = times[p](g, c) - _backward(g, c, p) if p in times else 0.0
+        return _step_time(layers, f, g, c, p) + layers * extra
 
     return time
 
 
-_TIMES: Thoughts = {
+_TIMES: Mistakes = {
     "You gave the time of the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
     "You took the longer of all products and all copies. That holds only if every copy is"
     " ready at once. In backward, the products wait for copies.": lambda layers, f, g, c, p: max(
@@ -506,14 +523,24 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
 # The decoder
 # --------------------------------------------------------------------------------------------------
 
-INPUT = 1_048_576  # bytes, 8 * 128 * 256 numbers
+INPUT = 1_048_576  # bytes of a layer's input: 8 * 128 * 256 numbers of 4 bytes
 
 
-def _moved(p: int, checkpointed: bool, more: int = 2) -> int:
-    return ((8 if checkpointed else 160) + more - p) * INPUT
+def _moved(p: int, checkpointed: bool, after_the_layers: int = 2) -> int:
+    """Return the bytes that the decoder copies to the lower tier.
+
+    The log-probabilities and p storages of the size of an input stay.
+
+    Args:
+        p: Number of storages that are fetched ahead.
+        checkpointed: Whether a layer saves 1 input, or 20 times as much.
+        after_the_layers: Bytes that are saved after the layers and counted, as a multiple of an
+            input's. Right is 2: the inputs of the last norm and of the output head.
+    """
+    return ((8 if checkpointed else 8 * 20) + after_the_layers - p) * INPUT
 
 
-_MOVED: Thoughts = {
+_MOVED: Mistakes = {
     "You kept one storage for every p. The last p + 1 storages stay, so more stay if more are"
     " fetched ahead.": lambda p, k: _moved(0, k),
     "You moved every storage. The last p + 1 stay: backward needs them first.": lambda p, k: _moved(
@@ -581,9 +608,10 @@ def check_moved(function: Any) -> Verdict:
 # Pages of the optimizer's state
 # ---------------------------------------------------------------------------------------
 
-#: Page in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
+PARAMETERS = 6_875_648  # of the course's decoder
+#: Page size in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
-_PAGES: Thoughts = {
+_PAGES: Mistakes = {
     "You counted one page. While it is updated, the next one is read and the previous one is"
     " written.": (lambda n, page: 8 * n + page),
     "You counted two pages. One is read, one is updated and one is written.": lambda n, page: (
@@ -619,7 +647,7 @@ def check_peak_in_step(function: Any) -> Verdict:
     """Check `peak_in_step(parameters, page_bytes)` with all state offloaded; it may be 6% off."""
     pages = ((50_000_000, 16 << 20), (50_000_000, 1 << 30), (7_000_000_000, 1 << 30))
     wanted = {(n, page): (8 * n + min(3 * page, 8 * n), 0.001) for n, page in pages}
-    wanted |= {(6_875_648, mib << 20): (peak, 0.06) for mib, peak in STEP_PEAKS.items()}
+    wanted |= {(PARAMETERS, mib << 20): (peak, 0.06) for mib, peak in STEP_PEAKS.items()}
 
     def case_is(n: int, page: int) -> str:
         return text("{n:,} parameters, pages of {page:,} bytes", n=n, page=page)

@@ -9,6 +9,8 @@ from course_lib.simulated.lanes import LANE_COLORS
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
 
+from .checks import PARAMETERS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -99,6 +101,8 @@ def _above(ax: "Axes", held: int, top: float) -> None:
 
 _STYLES = ("-", "--", ":")
 _MARKERS = ("o", "s", "D")
+#: Time without copies of 16 layers with f = 1 and g = 2: 16 f + 16 g - f.
+_BASE = 47
 
 
 def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], float]) -> "Figure":
@@ -109,7 +113,8 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
         clock: (c, p) -> simulated time; both in units of f.
     """
     description = [
-        text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / 47:.2f}") for (c, p), t in clock.items()
+        text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / _BASE:.2f}")
+        for (c, p), t in clock.items()
     ]
     alt = text(
         "Times relative to the step without copies: {points}.", points=listed(description, "; ")
@@ -122,8 +127,13 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
     for p, style, marker in zip((0, 1, 2), _STYLES, _MARKERS, strict=True):
         line = [typed(16, 1.0, 2.0, c, p) for c in across]
         if None not in line:  # otherwise the formula is not written yet
-            ax.plot(across, [seconds / 47 for seconds in line], style, color=COLORS["predicted"])
-        points = {c: t / 47 for (c, ahead), t in clock.items() if ahead == p}
+            ax.plot(
+                across,
+                [seconds / _BASE for seconds in line],
+                style,
+                color=COLORS["predicted"],
+            )
+        points = {c: t / _BASE for (c, ahead), t in clock.items() if ahead == p}
         ax.plot(
             list(points),
             list(points.values()),
@@ -219,7 +229,7 @@ def draw_pages(
     )
     drawn, ax = figure(title, height=3.2, alt=alt)
     across = [i / 4 for i in range(4, 141)]
-    line = [typed(6_875_648, int(mib * 2**20)) for mib in across]
+    line = [typed(PARAMETERS, int(mib * 2**20)) for mib in across]
     if None not in line:  # otherwise the formula is not written yet
         ax.plot(
             across,
