@@ -20,6 +20,13 @@ from torch.overrides import TorchFunctionMode
 from ._check import kind, shown
 from ._torch import tensors_in
 
+#: Ways to give a loss with a known weight, for error messages of functions and of commands.
+GIVE_LOSS_SUM = (
+    "give the model a method loss_sum(batch) that returns (sum of losses, weight), or pass a"
+    " function loss_sum(model, batch) that does (to a command, as the attribute loss_sum of the"
+    " function that --model names)"
+)
+
 
 def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
     """Return the sum of losses of one of `micro_batches` micro-batches, and its weight.
@@ -199,13 +206,13 @@ def hugging_face_loss(
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(
             f"batch must contain what {name} needs to return a loss, such as labels, got"
-            f" {shown(batch)} of {', '.join(map(str, batch))}; or pass a loss_sum(model, batch)"
+            f" {shown(batch)} of {', '.join(map(str, batch))}; or {GIVE_LOSS_SUM}"
         )
     labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
     if not labels and micro_batches > 1:
         raise ValueError(
             f"micro_batches must be 1, because the loss of {name} is not a mean over labels, got"
-            f" {micro_batches}; or pass a loss_sum(model, batch) -> (sum of losses, weight)"
+            f" {micro_batches}; or {GIVE_LOSS_SUM}"
         )
     if not labels:
         return loss * samples_in(batch), samples_in(batch)

@@ -28,7 +28,11 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--model": {
         "metavar": "PACKAGE:FUNCTION",
-        "help": "function that returns a model in fp32; its .make_batch returns a batch",
+        "help": (
+            "function that returns a model in fp32. Two attributes of this function are functions"
+            " as well: make_batch() returns a batch, and loss_sum(model, batch), if the model has"
+            " no loss, returns (sum of losses, weight)"
+        ),
     },
     "--sequence": {"help": "tokens of a sample; not with --model"},
     "--batch": {"help": "samples of a step, on all ranks together; not with --model"},

@@ -36,6 +36,7 @@ from course_lib.budget.show import steps_to
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
 from course_lib.memory import CachingAllocator, symbolic
+from course_lib.memory.show import bytes_text
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore
 from course_lib.simulated import SimulatedDevice
@@ -478,6 +479,9 @@ REFUSED = [
 ]
 
 
+WITHOUT_LOSS = "model 必须有损失，而 a Linear 没有。请给模型加一个方法 loss_sum(batch)"
+
+
 @pytest.mark.parametrize(("given", "told"), REFUSED)
 def test_an_error_of_the_ranks_command_is_said_in_chinese(given, told, capsys, monkeypatch, fresh):
     monkeypatch.setenv("COURSE_LANG", "zh")
@@ -493,7 +497,7 @@ def test_an_error_of_the_ranks_command_is_said_in_chinese(given, told, capsys, m
 
 
 def test_every_sentence_of_an_error_in_the_catalog_is_one_that_a_command_says():
-    told = [chinese for _, chinese in (*ERRORS, *REFUSED)]
+    told = [chinese for _, chinese in (*ERRORS, *REFUSED)] + [WITHOUT_LOSS]
     pieces = {
         zh: [piece[:5] for piece in re.split(r"\{\w+\}", zh)][:2]
         for zh in labels.sentences().values()
@@ -657,10 +661,10 @@ def test_the_command_speaks_the_language_that_is_asked_for(config, capsys, monke
         said[spoken] = capsys.readouterr().out
     assert (
         "the way there:" in said["en"]
-        and "1 of 1 fit into" in said["en"]
+        and "1 recipe fits into" in said["en"]
         and not re.search("[一-鿿]", said["en"])
     )
-    assert "从基线走到这里：" in said["zh"] and "个配方里有 1 个装得进" in said["zh"]
+    assert "从基线走到这里：" in said["zh"] and "1 种配方装得进" in said["zh"]
     numbers = [re.findall(r"\d[\d,.]*\d", text) for text in said.values()]
     assert sorted(numbers[0]) == sorted(numbers[1])
 
@@ -697,6 +701,14 @@ def with_batch():
     return Regression()
 
 with_batch.make_batch = batch
+
+def without_loss():
+    return nn.Linear(8, 8)
+
+def with_loss():
+    return nn.Linear(8, 8)
+
+with_loss.loss_sum = lambda model, batch: (model(batch).sum(), len(batch))
 value = 3
 """
 
@@ -719,6 +731,19 @@ def test_a_function_of_the_users_says_what_the_model_is(own_module, which, capsy
     )
     printed = capsys.readouterr().out
     assert "9 parameters; 6 samples" in printed and "the cheapest: Recipe()" in printed
+
+
+def test_a_model_without_a_loss_is_refused_and_the_advice_can_be_followed(
+    own_module, capfd, monkeypatch, fresh
+):
+    more = ["--batch-from", f"{own_module}:batch", "--budget", "1GB"]
+    status, [line] = refused(capfd, "--model", f"{own_module}:without_loss", *more)
+    assert status == 2 and "as the attribute loss_sum of the function that --model names" in line
+    assert command.main(["--model", f"{own_module}:with_loss", *more]) == 0
+    assert "72 parameters; 6 samples" in capfd.readouterr().out
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    _, [line] = refused(capfd, "--model", f"{own_module}:without_loss", *more)
+    assert line.startswith(f"错误：{WITHOUT_LOSS}") and "--model 所指函数的属性 loss_sum" in line
 
 
 FAILING = """
@@ -1057,6 +1082,23 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
     assert command.main([*size, "--device", "laptop", "--budget", "1GB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["kind"], told["on_device"]) == ("cpu", None)
+
+
+@pytest.mark.parametrize(("budget", "status"), [("1GB", 0), (f"{kept_bytes('A100') + 99}B", 1)])
+def test_memory_that_cuda_keeps_is_named_where_the_budget_is_less_by_it(budget, status, capsys):
+    asked = [*ONE_LAYER.split(), "--device", "A100", "--budget", budget]
+    assert command.main(asked) == status
+    memory = options.byte_count(budget)
+    counts = [kept_bytes("A100"), memory, memory - kept_bytes("A100")]
+    kept, whole, room = map(bytes_text, counts)
+    printed = "".join(capsys.readouterr())
+    sentence = f"CUDA's context and cuBLAS keep {kept} of the {whole}, so {room} are left"
+    assert printed.count(sentence) == 1 and re.search(rf"fits? into {re.escape(room)}", printed)
+    if status == 0:
+        assert command.main([*asked, "--count", "tensors"]) == 0
+        printed = capsys.readouterr().out
+        assert "cuBLAS keep" not in printed.partition("the way there")[0]
+        assert re.search(rf"fits? into {re.escape(whole)}; \d+ were estimated", printed)
 
 
 def test_the_search_goes_by_what_is_reserved_where_that_is_asked_for(capsys):

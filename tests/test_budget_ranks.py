@@ -213,7 +213,7 @@ def test_what_cannot_be_estimated_or_run_is_refused_in_one_sentence():
 
     with pytest.raises(
         ValueError,
-        match=r"ranks must be 1 for a \w+, got 2: its loss .* Pass a loss_sum",
+        match=r"ranks must be 1 for a \w+, got 2: its loss .* give the model a method loss_sum",
     ):
         estimate(lambda: Mean(2, 2), lambda: nn.Linear(2, 4).weight.detach(), of("ddp", 2))
 

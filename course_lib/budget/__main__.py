@@ -7,9 +7,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,8 +53,9 @@ HELP = """Find the recipes that train a model within a byte budget, the cheapest
 is allocated or run, except with --check. The model comes from a Hugging Face
 config.json, from a function, or is the course's decoder (course_lib.models.Decoder)
 of the size that --parameters gives, or --hidden and --layers."""
-EXAMPLE = """example:
+EXAMPLE = """examples:
   python -m course_lib.budget --config config.json --sequence 4096 --batch 8 --budget 80GiB
+  python -m course_lib.budget --model mine:make_model --batch-from mine:make_batch --budget 24GB
 
 exit status:
   0   at least one recipe fits
@@ -72,7 +74,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-from",
         metavar="PACKAGE:FUNCTION",
-        help="function that returns a batch; only with --model (default its .make_batch)",
+        help=(
+            "function that returns a batch; only with --model (default: the attribute make_batch of"
+            " that function)"
+        ),
     )
     parser.add_argument(
         "--parameters",
@@ -203,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
             told |= {"recipes": [], "error": str(error), "least_bytes": error.least_bytes}
             print(json.dumps(told, indent=1))
         else:
-            print(_nothing_fits(error, model), file=sys.stderr)
+            print(_nothing_fits(error, model, told), file=sys.stderr)
         return 1
     except Exception as error:
         sentence = say(text("error: {sentence}", sentence=translated_error(message(error))))
@@ -219,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
         told["on_device"] = gpu and asdict(gpu)
         print(json.dumps(told, indent=1, allow_nan=False))
     else:
-        _print(given, model, rates, found, leaner, way, gpu)
+        _print(given, model, rates, found, leaner, way, gpu, _set_aside(told))
         if checked:
             print(f"\n{checked}")
     if given.plot:
@@ -269,7 +274,22 @@ def _lines_of_progress() -> Callable[[Recipe], None]:
     return watch
 
 
-def _nothing_fits(error: InfeasibleBudget, model: Workload) -> str:
+def _set_aside(told: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on the part of the budget that CUDA keeps, as a list of at most one."""
+    memory, room = told["budget_bytes"], told["room_bytes"]
+    if room == memory:
+        return []
+    values = {"kept": memory - room, "memory": memory, "room": room}
+    return [
+        text(
+            "CUDA's context and cuBLAS keep {kept} of the {memory}, so {room} are left for the"
+            " step",
+            **{name: bytes_text(value) for name, value in values.items()},
+        )
+    ]
+
+
+def _nothing_fits(error: InfeasibleBudget, model: Workload, told: Mapping[str, Any]) -> str:
     """Return the message of a search without a result.
 
     It shows the recipe with the lowest peak, the bytes that are live at this peak by category, and
@@ -287,6 +307,7 @@ def _nothing_fits(error: InfeasibleBudget, model: Workload) -> str:
             least=bytes_text(error.least_bytes),
             recipe=str(least.recipe),
         ),
+        *_set_aside(told),
         text("what is live at its peak, in {operator}:", operator=verbatim(least.operator)),
         least,
         _advice(least),
@@ -404,6 +425,7 @@ def _print(
     leaner: Sequence[Estimate],
     way: Way,
     gpu: OnDevice | None,
+    set_aside: Sequence[str],
 ) -> None:
     best = found[0]
     name = given.device or "H100"
@@ -423,6 +445,7 @@ def _print(
     parts = [
         _heading(model),
         table(found, found.title),
+        *set_aside,
         text(
             "seconds at the rates of {device}, {flops:.0%} of the FLOPs and {link:.0%} of the link"
             " ({source})",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from course_lib._check import function, shown
 from course_lib._hugging_face_losses import (
+    GIVE_LOSS_SUM,
     has_loss_sum,
     has_method,
     is_hugging_face,
@@ -73,9 +74,6 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         TypeError: The model has no loss, or `loss_sum` is not a function of (model, batch).
         ValueError: Recipe and loss cannot be combined.
     """
-    advice = (
-        "pass a loss_sum(model, batch) -> (sum of losses, weight), or give the model such a method"
-    )
     name = type(wrapped_in(model)).__name__
     pieces = recipe.micro_batches
     if loss_sum is not None:
@@ -88,11 +86,11 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
                 " model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
-        raise TypeError(f"model must have a loss, got {shown(model)} without one; {advice}")
+        raise TypeError(f"model must have a loss, got {shown(model)} without one; {GIVE_LOSS_SUM}")
     elif not has_loss_sum(model) and pieces > 1:
         raise ValueError(
             f"micro_batches must be 1 for a {name}, got {pieces}: its loss is a mean, and the"
-            f" number of tokens or samples in that mean is not known; {advice}"
+            f" number of tokens or samples in that mean is not known; {GIVE_LOSS_SUM}"
         )
     if (
         recipe.offload_activations

@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from course_lib._check import any_of
+from course_lib._hugging_face_losses import GIVE_LOSS_SUM
 from course_lib.accumulation import split
 from course_lib.budget.growth import Irregular
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
@@ -96,9 +97,8 @@ def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(
             f"ranks must be 1 for a {type(model).__name__}, got {recipe.ranks}: its loss is a mean,"
-            " and the number of tokens or samples in that mean is not known. Pass a"
-            " loss_sum(model, batch) -> (sum of losses, weight), or define a loss_sum method on"
-            " the model"
+            " and the number of tokens or samples in that mean is not known;"
+            f" {GIVE_LOSS_SUM}"
         )
 
 

@@ -27,6 +27,28 @@ def check_count(count: str, kind: str) -> None:
         )
 
 
+def title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
+    """Return the caption of a search's result, whichever bytes it counts.
+
+    Args:
+        count: Number of recipes that fit.
+        known: Number of recipes that were estimated.
+    """
+    title = text(
+        (
+            "{count} recipe fits into {budget}; {known} were estimated"
+            if count == 1
+            else "{count} recipes fit into {budget}; {known} were estimated"
+        ),
+        count=count,
+        budget=bytes_text(budget_bytes),
+        known=known,
+    )
+    if quick:
+        title = text("{found}, by a quick search, which may miss cheaper ones", found=title)
+    return title
+
+
 def that_reserve(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
     """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
 
@@ -67,13 +89,6 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any], quick: bool = 
         least, each = min(taken.values(), key=lambda pair: pair[0])
         told = f"the least that is reserved is {bytes_text(least)}, for {each.recipe!r}"
         raise InfeasibleBudget(budget_bytes, least, told, each)
-    values = {"count": len(kept), "budget": bytes_text(budget_bytes), "known": len(taken)}
-    found.title = text(
-        "{count} of {known} fit into {budget} by what the allocator's rules reserve", **values
-    )
-    if quick:
-        found.title = text(
-            "{found}, by a quick search, which may miss cheaper ones", found=found.title
-        )
+    found.title = title_of(len(kept), budget_bytes, found.known, quick)
     found[:] = sorted(kept, key=found.rates.seconds)
     return found

@@ -19,7 +19,7 @@ from torch import nn
 
 from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
-from course_lib.labels import say, text
+from course_lib.labels import say
 from course_lib.memory.show import Table, bytes_text
 from course_lib.symbolic import symbolic
 
@@ -33,7 +33,7 @@ from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
 from .refine import fewest_blocks, fewest_pieces, least_schedule, refine
-from .reservation import COUNTS, check_count, that_reserve
+from .reservation import COUNTS, check_count, that_reserve, title_of
 from .show import Way, steps_to
 from .step import model_of
 from .techniques import BY_FIELD
@@ -50,6 +50,7 @@ class Estimates(Table, list):
             (see `Technique`). All other estimates were composed from steps with few blocks.
         estimate: Function that returns the estimate of a recipe, and reuses those of the search.
         within: Function that returns the `Estimates` that fit another budget in bytes.
+        known: Number of recipes that the search has estimated.
     """
 
     columns = ("peak (MB)", "TFLOPs", "GB moved", "seconds", "recipe")
@@ -62,10 +63,11 @@ class Estimates(Table, list):
         estimate: Callable | None = None,
         within: Callable[[int], Estimates] | None = None,
         whole: int = 0,
+        known: int = 0,
     ):
         list.__init__(self, found)
         self.rates, self.title, self.estimate, self.within = rates, title, estimate, within
-        self.whole = whole
+        self.whole, self.known = whole, known
 
     def way(self) -> Way:
         """Return estimates from the baseline to the cheapest recipe, one per technique added."""
@@ -245,19 +247,11 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
         if least:
             told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, told, least)
-    title = text(
-        (
-            "{count} recipe fits into {budget}; {known} were estimated"
-            if len(found) == 1
-            else "{count} recipes fit into {budget}; {known} were estimated"
-        ),
-        count=len(found),
-        budget=bytes_text(search.budget),
-        known=len(known.estimates),
+    count = len(known.estimates)
+    title = title_of(len(found), search.budget, count, search.quick)
+    return Estimates(
+        found, search.rates, title, known.estimate, whole=len(known.whole), known=count
     )
-    if search.quick:
-        title = text("{found}, by a quick search, which may miss cheaper ones", found=title)
-    return Estimates(found, search.rates, title, known.estimate, whole=len(known.whole))
 
 
 # ---- Which recipes are tried
