@@ -227,6 +227,15 @@ def is_symbolic(*tensors: Any) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
+def counted_kind() -> str:
+    """Return the kind of device whose tensors are counted, "cpu" or "cuda".
+
+    It is "cuda" in a symbolic mode of this kind, whose tensors are all on the CPU. There, what a
+    step on CUDA keeps on the host must not be counted.
+    """
+    return getattr(torch._guards.detect_fake_mode(), "kind", "cpu")
+
+
 @contextmanager
 def not_collecting() -> Iterator[None]:
     """Disable garbage collection inside the block.
@@ -316,6 +325,7 @@ class RandomState:
         if devices is None:
             count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
             devices = [torch.device("cuda", index) for index in range(count)]
+        counted = counted and counted_kind() == "cpu"
         self.cpu = torch.get_rng_state() if counted else torch.default_generator.get_state()
         self.devices = {}
         for device in set(devices):

@@ -31,7 +31,7 @@ from course_lib.budget import (
 )
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
-from course_lib.budget.device import CONTEXT_BYTES, kept_bytes, workspace_bytes
+from course_lib.budget.device import CONTEXT_HOPPER_BYTES, kept_bytes, workspace_bytes
 from course_lib.budget.show import steps_to
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
@@ -340,7 +340,7 @@ def test_names_are_taken_as_people_type_them(option, typed, meant):
         ("--budget 1GB config.json", "config.json; did you mean --config config.json?"),
         ("--budget 1GB --device H10", "got 'H10'; did you mean 'H100'?"),
         ("--budget 1GB --precision fp16", "got 'fp16'; fp16 needs loss scaling"),
-        ("--budget 1MB --device t4", "--budget must be more than the 455,213,056 bytes"),
+        ("--budget 1MB --device t4", "--budget must be more than the 463,732,736 bytes"),
         ("--budget 1GB --layers 0", "must be a whole number between 1 and 10,000,000, got '0'"),
         ("--budget 1GB --heads 3", "divisor of hidden"),
         ("--budget 1GB --plot way.foo", "the file's extension must be one of"),
@@ -442,7 +442,7 @@ ERRORS = [
     ),
     (
         "--device t4 --budget 1MB",
-        "--budget 必须大于 CUDA 和 cuBLAS 在 GPU（T4）上占用的 455,213,056",
+        "--budget 必须大于 CUDA 和 cuBLAS 在 GPU（T4）上占用的 463,732,736",
     ),
     ("--hidden 64", "缺少 --budget，请给出 80GiB 这样的字节数"),
 ]
@@ -1045,9 +1045,9 @@ def test_a_device_has_the_budget_where_none_is_given(capsys):
     assert told["device"] == "RTX 4090" and told["kind"] == "cuda"
 
 
-def test_cublas_keeps_8_mib_and_four_times_that_on_hopper():
-    assert workspace_bytes("A100") == workspace_bytes("this") == 8320 * 1024
-    assert workspace_bytes("H100") == workspace_bytes("H200") == 32 << 20
+def test_cublas_keeps_8_mib_a_thread_and_four_times_that_on_hopper():
+    assert workspace_bytes("A100") == workspace_bytes("this") == 2 * 8320 * 1024
+    assert workspace_bytes("H100") == workspace_bytes("H200") == 2 * 32 << 20
     assert kept_bytes("MI300X") == 0  # without CUDA
 
 
@@ -1066,15 +1066,15 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
     allocator = CachingAllocator()
     allocator.replay(best.trace())
     reserved = allocator.memory_stats()["reserved_bytes.all.peak"]
-    left = 10**9 - reserved - (32 << 20) - CONTEXT_BYTES
-    first, table = printed.split("what one step of the cheapest holds on a GPU;")
+    left = 10**9 - reserved - (64 << 20) - CONTEXT_HOPPER_BYTES
+    first, table = printed.split("what one step of the cheapest holds on a GPU:")
     [row] = [line for line in first.splitlines() if line.endswith(str(best.recipe))][:1]
     assert f"{best.peak_bytes / 1e6:,.1f}  " in row and f"  {left / 1e6:,.1f}  " in row
     for line, count in (
         ("tensors at the peak", best.peak_bytes),
         ("reserved, by the allocator's rules", reserved),
-        ("workspace that cuBLAS keeps", 32 << 20),
-        ("the context of CUDA", CONTEXT_BYTES),
+        ("workspace that cuBLAS keeps", 64 << 20),
+        ("the context of CUDA", CONTEXT_HOPPER_BYTES),
         ("of 1,000.0 MB that leaves", left),
     ):
         [row] = [row for row in table.splitlines() if row.startswith(line)]

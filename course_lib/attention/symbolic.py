@@ -5,6 +5,9 @@ it allocates the bytes that they take at their peak, and it counts their FLOPs. 
 once for all calls with the same shapes, by running a few tiles that the caller's meter does not
 see. One group of heads represents all groups, because they use the same memory one after another,
 and the last tiles of the group represent its earlier ones.
+
+In a symbolic mode of kind "cuda" the tiles are inside the kernels of `launch`, so they take no
+bytes. Backward allocates two numbers in fp32 per row of scores, for a padded number of rows.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
+from course_lib._torch import counted_kind
 from course_lib.memory import MemoryMeter
 
 from . import tiled
@@ -29,6 +33,8 @@ _library.impl(
     lambda like, nbytes, *_: like.new_empty(nbytes, dtype=torch.uint8),
     "CompositeExplicitAutograd",
 )
+# Rows of scores are padded to a multiple of this number (`launch.LARGEST_BLOCK`).
+PADDED_ROWS = 128
 # (function, options, shapes, strides, dtypes, devices) -> bytes at the peak, operator at the peak
 _peaks: dict[tuple, tuple[int, str]] = {}
 
@@ -60,6 +66,10 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return symbolic results like those of `tiled.backward`, with its memory and FLOPs."""
+    held = []
+    if _in_kernels(q, v):
+        rows = math.ceil(q.shape[2] / PADDED_ROWS) * PADDED_ROWS
+        held.append(lse.new_empty((2, *q.shape[:2], rows)))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     options = tiled.with_blocks(options, q, k)
     scores = q.shape[0] * q.shape[1] * _area_by_columns(q.shape[2], k.shape[2], options)
@@ -75,6 +85,9 @@ def _replace_tiles(
 ) -> None:
     """Run one operator that has the peak memory and the FLOPs of all tiles."""
     q, lse = queries[0], queries[2]
+    if _in_kernels(q, keys[1]):
+        torch.ops.course_lib.tiles(lse, 0, flops, "")
+        return
     key = (
         run_last_tiles,
         options,
@@ -88,6 +101,12 @@ def _replace_tiles(
     nbytes, operator = _peaks[key]
     # `lse` is an argument, so that a meter sees that this operator uses the saved tensor.
     torch.ops.course_lib.tiles(lse, nbytes, flops, operator)
+
+
+def _in_kernels(q: Tensor, v: Tensor) -> bool:
+    """Return whether Triton's kernels would run on tensors like these on a GPU."""
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    return counted_kind() == "cuda" and q.dtype in dtypes and 16 <= q.shape[3] == v.shape[3] <= 256
 
 
 def _run_last_tiles_forward(queries: tuple, keys: tuple, options: Options) -> None:

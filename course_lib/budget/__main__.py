@@ -467,11 +467,7 @@ def _print(
         )
         parts += [told, table(leaner, "")]
     if gpu:
-        told = text(
-            "what one step of the cheapest holds on a GPU; `course_lib/budget/kinds.py` lists the"
-            " operators that keep other tensors on CUDA than on a CPU:"
-        )
-        parts += [told, gpu]
+        parts += [text("what one step of the cheapest holds on a GPU:"), gpu]
     print(_paragraphs(parts))
 
 

@@ -220,8 +220,11 @@ def estimate(
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
     exception: in a model with dropout, an "optimal" schedule also keeps states of random generators
     (5,056 bytes each). Two things are not counted on any device: memory that operators allocate
-    internally (`course_lib.memory.measure` reports it), and the rounding of the allocator. On a
-    GPU, flash attention runs as a kernel and needs no tensors for its tiles.
+    internally (`course_lib.memory.measure` reports it), and the rounding of the allocator.
+
+    **Accuracy on a GPU.** With the kind "cuda", the peak equals that of the step's tensors on an
+    H200 for every model and recipe that was measured there, except for models that make tensors on
+    the CPU themselves. `course_lib.budget.kinds` has the details.
 
     **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because the fused
     operator of an LSTM on a CPU keeps a workspace. Without oneDNN it is not fused and can be
@@ -247,9 +250,7 @@ def estimate(
         max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimate includes
             the memory of clipping.
         tier: Lower tier: "file", as on a CPU, or "host", as on a GPU.
-        kind: Kind of device, "cpu" or "cuda". On CUDA, most optimizers update all parameters at
-            once unless the recipe sets `update`. `course_lib.budget.kinds` lists the other
-            differences.
+        kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.kinds`.
 
     Raises:
         ValueError: The step reads values of tensors, which symbolic tensors do not have; it uses

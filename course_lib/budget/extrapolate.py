@@ -29,7 +29,7 @@ from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
-from course_lib.symbolic import symbolic
+from course_lib.symbolic import Symbolic, symbolic
 
 from .alike import groups_of
 from .blocks import equal_blocks, shortened
@@ -95,7 +95,7 @@ class Composer:
     ):
         check_arguments(make_model, make_batch, base)
         self.loss_sum, self.tier, self.max_norm, self.kind = loss_sum, tier, max_norm, kind
-        with symbolic() as self.mode:
+        with symbolic(Symbolic(kind)) as self.mode:
             self.model = model_of(make_model, base)
             with default_dtype(base.dtype):
                 self.batch = make_batch()

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from course_lib._torch import look_of, not_collecting, tensors_in
+from course_lib._torch import counted_kind, look_of, not_collecting, tensors_in
 from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 from course_lib.schedule.executor import forwards_run_by
-from course_lib.symbolic import symbolic
+from course_lib.symbolic import Symbolic, symbolic
 from course_lib.symbolic.cpu_kernels import INEXACT
 
 from .alike import groups_of
@@ -71,7 +71,7 @@ def process_trace(
             the step take about 1.5 times as long.
     """
     recipe = on_kind(recipe, kind)
-    with symbolic():
+    with symbolic(Symbolic(kind)):
         store = SymbolicStore()
         model = model_of(make_model, recipe)
         check_loss(model, recipe, loss_sum)
@@ -163,7 +163,7 @@ def watched(
 
     with (
         not_collecting(),
-        StepMeter(model, optimizer, module_paths=places, source_lines=places) as meter,
+        StepMeter(model, optimizer, recipe, module_paths=places, source_lines=places) as meter,
         meter.repeating() if repeats else nullcontext(),
     ):
         run_pieces(model, optimizer, sampled(), recipe, kept_loss, store, max_norm)
@@ -181,7 +181,21 @@ _TILES = torch.ops.course_lib.tiles.default
 
 
 class StepMeter(UnguardedMeter):
-    """Meter that raises ValueError for operators that cannot be measured symbolically."""
+    """Meter that raises ValueError for operators that cannot be measured symbolically.
+
+    On CUDA, optimizers keep the number of steps on the host unless their update is fused, so these
+    numbers are not counted there.
+    """
+
+    def __init__(self, model, optimizer, recipe: Recipe, **options: Any):
+        super().__init__(model, optimizer, **options)
+        self.recipe = recipe
+
+    def _belongings(self) -> Iterator[tuple[Tensor, str]]:
+        steps_on_host = counted_kind() == "cuda" and self.recipe.update != "fused"
+        for tensor, category in super()._belongings():
+            if not (steps_on_host and category == "optimizer" and tensor.dim() == 0):
+                yield tensor, category
 
     def repeating(self) -> AbstractContextManager[None]:
         """Run only one of several equal stages of a schedule inside the `with` block."""

@@ -133,7 +133,7 @@ class Updates:
         try:
             for p in parameters:
                 p.grad = torch.empty_like(p)
-            with StepMeter(part, optimizer, source_lines=False) as meter:
+            with StepMeter(part, optimizer, recipe, source_lines=False) as meter:
                 optimizer.step()
         finally:
             for p in parameters:

@@ -64,8 +64,9 @@ class CategoryTracker:
         # Autograd numbers the nodes that each thread makes. The last operator made the nodes from
         # number `_oldest` on, and the next one will make those from `_next[thread]` on. An
         # `autograd.Function` makes its node before it runs, with the number `_oldest_of_node` at
-        # the earliest.
-        self._oldest = self._oldest_of_node = 0
+        # the earliest. A node of another thread may have any number, so `_newest` excludes most of
+        # them: on a GPU, backward runs in a thread of its own.
+        self._oldest = self._oldest_of_node = self._newest = 0
         self._next: dict[int, int] = {}
         self.buffers = BuffersForBackward()
 
@@ -162,6 +163,8 @@ class CategoryTracker:
         if watched and tensors[0]._is_view() and hasattr(func, "_schema"):
             watched = not func._schema.is_mutable
         self._output = weakref.ref(tensors[0]) if watched else None
+        # Autograd makes a few nodes after the operator, such as that of an in-place change.
+        self._newest = torch.autograd._get_sequence_nr() + 8
 
     def _is_a_shape_alone(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a fake tensor of a mode that was entered inside the block.
@@ -187,7 +190,8 @@ class CategoryTracker:
         """Return whether the last operator made the node. An older node, such as that of a saved
         result, may have been made under saved-tensor hooks."""
         function = isinstance(node, torch.autograd.function.BackwardCFunction)
-        return node._sequence_nr() >= (self._oldest_of_node if function else self._oldest)
+        oldest = self._oldest_of_node if function else self._oldest
+        return oldest <= node._sequence_nr() < self._newest
 
     def finish(self) -> None:
         """Complete the records after the last operator."""

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from inspect import unwrap
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -300,7 +300,7 @@ class MemoryMeter(Figures, ObserverMode):
                 f"this MemoryMeter has been entered already ({self._state}); make a new one per"
                 " block"
             )
-        self._ledger.add_all(belongings(self.model, self.optimizers))
+        self._ledger.add_all(self._belongings())
         if self.budget_bytes is not None and self.entry_bytes > self.budget_bytes:
             raise MemoryBudgetExceeded(
                 "what model and optimizer hold on entry", 0, self.entry_bytes, self.budget_bytes
@@ -322,6 +322,9 @@ class MemoryMeter(Figures, ObserverMode):
         self._state = "active"
         return self
 
+    def _belongings(self) -> Iterator[tuple[Tensor, str]]:
+        return belongings(self.model, self.optimizers)
+
     def __exit__(self, kind, error, traceback) -> None:
         super().__exit__(kind, error, traceback)
         try:
@@ -329,7 +332,7 @@ class MemoryMeter(Figures, ObserverMode):
             with self._ledger.lock:
                 self._usage.finish()
                 # This includes tensors that `.to()` put into the model inside the block.
-                self._ledger.close(belongings(self.model, self.optimizers))
+                self._ledger.close(self._belongings())
         except Exception as own:
             if error is None:
                 raise

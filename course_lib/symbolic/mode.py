@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .._torch import AllRandomState, map_tensors, tensors_among, tensors_in, written_arguments
-from . import cpu_kernels, shape_cache
+from . import cpu_kernels, cuda_kernels, shape_cache
 from .conversion import apply_to_module
 
 # Largest size of a real storage in bytes, so that a symbolic model takes no memory. It is enough
@@ -66,14 +66,19 @@ class Symbolic(FakeTensorMode):
     - The result of `torch.ones`, `torch.zeros` or `torch.full`, and a triangle of it, until it is
       written to. Comparing such tensors with each other or with numbers, or converting them to
       integers, gives real tensors.
+
+    Args:
+        kind: Kind of device, "cpu" or "cuda". All tensors are on the CPU; with "cuda" operators
+            save what they save there (see `cuda_kernels`).
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self):
+    def __init__(self, kind: str = "cpu"):
         super().__init__()
+        self.kind = kind
         # Attributes that all symbolic tensors on a device share.
         self.attributes: dict[torch.device, dict[str, Any]] = {}
         self.looks = 0  # number of times that the values of a real tensor were read
@@ -95,7 +100,10 @@ class Symbolic(FakeTensorMode):
             return shape_cache.fake(self, func, types, args, kwargs or {})
         self._inside = True
         try:
-            return self._dispatch(func, types, args, kwargs or {})
+            result = self._dispatch(func, types, args, kwargs or {})
+            if self.kind == "cuda" and (rule := cuda_kernels.RULES.get(func)):
+                return rule(self._cached, result)
+            return result
         finally:
             self._inside = False
 
@@ -274,7 +282,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
     Args:
         mode: The mode that an earlier `with symbolic() as mode` returned, to continue with its
-            tensors.
+            tensors; or a new one, such as `Symbolic(kind="cuda")`.
 
     PyTorch's own counterpart of a meter in this context is
     `torch.distributed._tools.mem_tracker.MemTracker`.
@@ -304,6 +312,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
             patch.object(nn.Module, "_apply", apply_to_module),
             _compiled_code_set_aside(),
             mode or Symbolic() as mode,
+            cuda_kernels.chosen_as_on_cuda() if mode.kind == "cuda" else nullcontext(),
         ):
             yield mode
     finally:

@@ -60,9 +60,8 @@ def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator
             * (sizes["vocabulary"] * sizes["hidden"] + 12 * sizes["layers"] * sizes["hidden"] ** 2)
         )
     for name, recipe in RECIPES.items():
-        predicted = estimate(
-            lambda: Decoder(**sizes), make_batch, recipe, tier="host" if on_gpu else "file"
-        )
+        tier, kind = ("host", "cuda") if on_gpu else ("file", "cpu")
+        predicted = estimate(lambda: Decoder(**sizes), make_batch, recipe, tier=tier, kind=kind)
         yield {f"{name}_predicted_bytes": predicted.peak_bytes}
         allocator = Allocator(device)
         model, optimizer = build(make_model, recipe)

@@ -1,0 +1,178 @@
+"""Peaks of training steps on a GPU, for `test_cuda_estimates`.
+
+python tests/cuda_steps.py h200_steps.csv [PART OF]    # writes the rows of one part of the cases
+"""
+
+import csv
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import foreign_models as foreign
+import torch
+from measured import feasible
+from test_estimate_equals_run import CASES
+from torch import Tensor, nn
+
+from course_lib._torch import not_collecting
+from course_lib.budget import Estimate, Recipe, build
+from course_lib.budget.step import default_dtype, make_state, pieces_of, run_pieces
+from course_lib.memory import MemoryMeter
+from course_lib.models import Decoder, random_tokens
+
+FIELDS = "case", "schedule_bytes", "peak", "backward", "optimizer", "flops"
+
+# ---- larger models, as people train them: no size is rounded there
+
+TOKENS = {"decoder": partial(random_tokens, 4, 1024, 8192)}
+
+
+def decoder():
+    return Decoder(vocabulary=8192, hidden=512, heads=8, layers=4, sequence=1024)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).train()
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=3, use_cache=False)).train()
+
+
+def text():
+    tokens = random_tokens(2, 1023, 8192)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+class Convolutions(nn.Module):
+    """Convolutions with batch norm, which cuDNN computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(c, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+                for c in (3, 16, 16)
+            )
+        )
+
+    def loss_sum(self, x):
+        return self.layers(x).square().mean((1, 2, 3)).sum(), len(x)
+
+
+PLAIN, FAST = {"attention": None}, {"attention": "sdpa"}
+LARGE = {
+    "decoder": (
+        *(decoder, TOKENS["decoder"]),
+        [
+            *(Recipe(), Recipe("bf16"), Recipe("bf16", attention="flash", checkpoint="layers")),
+            Recipe("bf16", attention="flash", checkpoint="segments", segments=3),
+            Recipe("bf16", attention="flash", checkpoint="optimal", schedule_bytes=1),
+            Recipe("bf16", attention="flash", offload_activations=True),
+            Recipe("bf16", attention="flash", head_chunk=512, micro_batches=2),
+        ],
+    ),
+    "Llama": (
+        *(llama, text),
+        [
+            *(Recipe(**PLAIN), Recipe("bf16", **PLAIN), Recipe(attention="eager")),
+            *(Recipe("bf16", checkpoint="layers", update=how, **FAST) for how in (None, "fused")),
+            Recipe("bf16", checkpoint="selective", micro_batches=2, **FAST),
+            Recipe("bf16", checkpoint="layers", head_chunk=512, **FAST),
+            Recipe("bf16", checkpoint="layers", offload_optimizer=1.0, in_backward=True, **FAST),
+            Recipe(None, "sgd", in_backward=True, **FAST),
+        ],
+    ),
+    # dropout, in attention as well
+    "GPT-2": (
+        *(gpt2, text),
+        [
+            *(
+                Recipe(**PLAIN),
+                Recipe("bf16", **PLAIN),
+                Recipe("bf16", checkpoint="layers", **FAST),
+            ),
+            Recipe("bf16", checkpoint="selective", micro_batches=2, **FAST),
+        ],
+    ),
+    "convolutions": (
+        *(Convolutions, partial(torch.randn, 4, 3, 64, 64)),
+        [Recipe(**PLAIN), Recipe("bf16", **PLAIN)],
+    ),
+}
+STEPS = {f"{name}: {recipe!r}": (make, batch, recipe) for name, make, batch, recipe in CASES}
+STEPS |= {
+    f"large {name}: {recipe!r}": (make, batch, recipe)
+    for name, (make, batch, recipes) in LARGE.items()
+    for recipe in recipes
+}
+
+
+def options_of(make_batch) -> dict:
+    return {"loss_sum": foreign.cube} if make_batch is foreign.point else {}
+
+
+def on_gpu(given):
+    """The tensors of a batch, on the GPU."""
+    if isinstance(given, Tensor):
+        return given.cuda()
+    if isinstance(given, Mapping):
+        return {name: on_gpu(value) for name, value in given.items()}
+    return type(given)(map(on_gpu, given)) if isinstance(given, list | tuple) else given
+
+
+def measured(make_model, make_batch, recipe) -> dict[str, int]:
+    """What the second step takes on a GPU, by the meter. The first one tunes kernels."""
+    recipe = feasible(make_model, make_batch, recipe)
+    torch.manual_seed(0)
+    model, optimizer = build(lambda: make_model().cuda(), recipe)
+    with default_dtype(recipe.dtype):
+        batch = on_gpu(make_batch())
+    make_state(model, optimizer)
+    loss_sum = options_of(make_batch).get("loss_sum")
+    for _ in range(2):
+        pieces = pieces_of(batch, recipe.micro_batches)
+        with not_collecting(), MemoryMeter(model, optimizer) as meter:
+            run_pieces(model, optimizer, pieces, recipe, loss_sum, None, None)
+    trace = meter.trace()
+    # only a run stacks the losses of micro-batches to read them
+    return {"schedule_bytes": recipe.schedule_bytes or ""} | row_of(
+        Estimate.of(trace, recipe, "host")
+    )
+
+
+def row_of(found: Estimate) -> dict[str, int]:
+    phases = {name: found.phase_peaks.get(name, 0) for name in ("backward", "optimizer")}
+    return {"peak": found.peak_bytes, **phases, "flops": found.flops}
+
+
+def with_schedule(recipe: Recipe, row: Mapping[str, str]) -> Recipe:
+    if not row["schedule_bytes"]:
+        return recipe
+    return replace(recipe, schedule_bytes=int(row["schedule_bytes"]))
+
+
+def main(path: str, part: str = "0", of: str = "1") -> None:
+    with Path(path).open("w", encoding="utf-8", newline="") as file:
+        rows = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        rows.writeheader()
+        for name in list(STEPS)[int(part) :: int(of)]:
+            try:
+                rows.writerow({"case": name, **measured(*STEPS[name])})
+            except Exception as error:  # the others are measured all the same
+                print(name, f"{type(error).__name__}: {error}", file=sys.stderr)
+            file.flush()
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
