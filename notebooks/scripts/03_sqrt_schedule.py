@@ -234,7 +234,7 @@ lesson_03.check_best_count(best_count)
 #
 # <div lang="en">
 #
-# While the **last** segment is worked on, all inputs are kept. While the **first** is, all the others are gone: it may be longer. So give every segment the same room $R$, the gradient aside. The one with $j$ inputs before its own has $R - (j + 1) B$ left for its layers.
+# While the **last** segment is worked on, all inputs are kept. While the **first** is, all the others are gone: it may be longer. So give every segment the same $R$ bytes, not counting the gradient. The one with $j$ inputs before its own has $R - (j + 1) B$ left for its layers.
 #
 # Sizes fall by $B / A$ from segment to segment, as the side of a triangle does: $R / B$ segments long, $R / A$ layers high. Its area is the number of layers:
 #
@@ -294,7 +294,7 @@ arms["tapered"], rows = tapered(100), []
 for name, cuts in arms.items():
     peak, flops = lesson_03.peak_and_flops(in_segments, hundred, cuts)
     rows.append((name, predicted_peak(cuts) // B, round(peak / B, 1), round(flops / once, 3)))
-table(["cut", "predicted, B", "measured, B", "FLOPs (× baseline)"], rows)
+table(["cut", "predicted (units of B)", "measured (units of B)", "FLOPs (× baseline)"], rows)
 
 # %% slide="result"
 lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapered")})
@@ -372,7 +372,7 @@ from course_lib.schedule.rules import segmented
 
 sixteen = Chain.uniform(16, saved_bytes=2)
 plans = {"4 segments": segmented([0, 4, 8, 12, 16]), "tapered": segmented(tapered(16))}
-title = "Equal segments peak once, at the last; tapered ones are nearly all as high"
+title = "Only the last of the equal segments reaches the peak. Nearly all tapered ones do"
 lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 
 # %% [markdown] slide={"en": "No rule fits an uneven chain. Keep **all** of the first stage, or **run on**, keep a later input, and come back.\n\nWrite it.", "zh": "参差不齐的链，没有现成的法则。**全部保留**第一级；或者**往前跑**，留住后面的输入，再回头。\n\n写出来。"}
@@ -380,7 +380,7 @@ lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 #
 # <div lang="en">
 #
-# Real chains are uneven, and no rule fits them. Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, from the input of $i$, which others keep, with $R$ bytes beyond it, and never giving up early what is kept. Stage $i$ takes $f_i$ forward and $g_i$ backward. There are two ways:
+# Real chains are uneven, and no rule fits them. Let $T_{i..n}(R)$ be the least time to run stages $i$ to $n$, given the input of stage $i$ (which is counted elsewhere) and $R$ more bytes, among schedules that never discard early what they keep. Stage $i$ takes $f_i$ forward and $g_i$ backward. There are two ways:
 #
 # - **keep all** of stage $i$, if that and the gradient that comes in fit, $A_i + B_i \le R$; do the others with $A_i$ less; then its backward: $f_i + T_{i+1..n}(R - A_i) + g_i$;
 # - **run on** to a later stage $e$, keep its input, and come back to $i$ when $e$ to $n$ are done. Which forwards does that take, which two parts are then to be done, and with how many bytes each?
@@ -395,14 +395,14 @@ lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 # - **全部保留**第 $i$ 级，只要它和传进来的梯度放得下，即 $A_i + B_i \le R$；其余各级少用 $A_i$；最后做它的反向：$f_i + T_{i+1..n}(R - A_i) + g_i$；
 # - **往前跑**到后面的某一级 $e$，留住它的输入；第 $e$ 到第 $n$ 级做完之后，再回到第 $i$ 级。这要做哪些前向？接下来要做的是哪两部分，各有多少字节可用？
 #
-# 两种做法、每一个 $e$ 都试过，其中最小的就是 $T_{i..n}(R)$。（在这些链里，往前跑所需的地方不超过随后的反向，所以不必另外检查。）
+# 两种做法、每一个 $e$ 都试过，其中最小的就是 $T_{i..n}(R)$。（在这些链里，往前跑所需的字节不超过随后的反向，所以不必另外检查。）
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** Write it, in about ten lines, in place of `return None`. `stages` is a tuple: `stages[1:]` are the others, `stages[:e]` those that were passed. A stage has `forward_time`, `backward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$; its output is the next one's input). Where nothing fits, the time is `inf`. The check tries four chains, with every room, against all schedules of this kind, and names the slip that it finds.
+# **Exercise 4.** Write it, in about ten lines, in place of `return None`. `stages` is a tuple: `stages[1:]` are the others, `stages[:e]` those that were passed. A stage has `forward_time`, `backward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$; its output is the next one's input). Where nothing fits, the time is `inf`. The check tries four chains, with every room, against all schedules of this kind, and names the mistake that it finds.
 #
 # </div>
 # <div lang="zh">
@@ -512,7 +512,7 @@ plans = {"store all": store_all(chain)}
 plans |= {"half": optimal(chain, full // 2), "a quarter": optimal(chain, full // 4)}
 
 # %% jupyter={"source_hidden": true} slide="result"
-title = "At half the bytes attention is forgotten first: as many bytes, fewer FLOPs"
+title = "With half the bytes, attention is recomputed first: it frees as many bytes for fewer FLOPs"
 lesson_03.schedule_pictures(plans, chain, title=title, panel_height=2.0, rows="e" + 8 * "af" + "h")
 
 # %% [markdown] slide={"en": "Half the bytes for 17% more time.\n\nA promise. Lesson 02 keeps it: a `no_grad` forward first, one with a graph later.", "zh": "字节减半，时间多 17%。\n\n这只是承诺。用第 02 课的办法兑现：先是 `no_grad` 的前向，以后再来一次带计算图的。"}
@@ -559,7 +559,7 @@ predictions([("half", simulate(plans["half"], chain).peak_bytes, half[0])], unit
 # </div>
 # <div lang="zh">
 #
-# 与承诺一致，只差损失的 8 字节。所有预算一起看，就是**帕累托前沿**：在“留下的东西不提前丢掉”的调度里，它收录的每一点，都找不到另一点在字节和时间上都与它持平或更优。
+# 与承诺一致，只差损失的 8 字节。所有预算一起看，就是**帕累托前沿**：在“留下的东西不提前丢掉”的调度里，前沿上的每一点都不被支配，也就是说，找不到别的调度在字节和时间上都不比它差。
 #
 # 分段用不着程序。除最后一段外，各段都跑两遍，所以时间只取决于最后一段从哪里开始；每一个起点，都有一个最好的切法。**先猜**：它们比前沿高出多少？解码器如何，金字塔又如何？
 #
@@ -590,17 +590,17 @@ each_stage = cost_of(in_segments, range(19))
 products = [2 * 1024 * 256 * 256, 2 * 1024 * 1024 * 256]  # FLOPs: attention's last, feed-forward's
 finer = lesson_03.frontier_with_early_stop(chain, [0, *products * 8, 0])
 lines = {"frontier": frontier(chain), "frontier with early stop": finer}
-arms = {"optimal, run": ({"half": half}, "o", "#228833")}
-arms["checkpoints, run"] = ({"each layer": each_layer, "each stage": each_stage}, "D", "#AA3377")
+arms = {"optimal (run)": ({"half": half}, "o", "#228833")}
+arms["checkpoints (run)"] = ({"each layer": each_layer, "each stage": each_stage}, "D", "#AA3377")
 
 # %% jupyter={"source_hidden": true} slide="result"
-title = "Lesson 02's checkpoints lie below the frontier; with early stop it comes down"
+title = "Lesson 02's checkpoints lie below the frontier, unless it includes early stop"
 lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 
-# %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nEarly stop leaves out a product. Cut finer, and the frontier moves.", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n提前停省去一次乘法。切得更细，前沿就会移动。"}
+# %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nEarly stop leaves out a product. Cut finer, and the frontier moves.", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n提前终止省去一次乘法。切得更细，前沿就会移动。"}
 # <div lang="en">
 #
-# Far below: 36.7 MB for 1.21, where whole stages take 1.31. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. **A proof of optimality is a proof about a model**, and this model had no half stages. Tell it: in your recurrence the last stage of `stages[:e]` is the shorter one, and nothing else changes. Cut finer, and the frontier moves: the second line.
+# Far below: at a peak of 36.7 MB it takes 1.21 times the baseline's FLOPs, where whole stages take 1.31 times. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. **A proof of optimality is a proof about a model**, and this model had no half stages. Tell it: in your recurrence the last stage of `stages[:e]` is the shorter one, and nothing else changes. Cut finer, and the frontier moves: the second line.
 #
 # And a surprise: a checkpoint around each *stage*, twice as many, costs fewer FLOPs, 1.19, since each of them leaves out a product; for 44.1 MB it lies on the new line.
 #
@@ -609,7 +609,7 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 # </div>
 # <div lang="zh">
 #
-# 远在下方：36.7 MB 时是 1.21，而以整级为单位要 1.31。检查点的第二遍会提前停（第 02 课）：一段的最后一次乘法和它的输出都省了。**证明了最优，只是证明了在某个模型之下最优**，而这个模型里没有半个级。那就告诉它：在你的递推式里，`stages[:e]` 的最后一级换成较短的那个，其余不变。切得更细，前沿就会移动：这就是第二条线。
+# 远在下方。峰值 36.7 MB 时，FLOPs 是基线的 1.21 倍，而以整级为单位要 1.31 倍。检查点的第二遍会提前终止（第 02 课）：一段的最后一次乘法和它的输出都省了。**证明了最优，只是证明了在某个模型之下最优**，而这个模型里没有半个级。那就告诉它：在你的递推式里，`stages[:e]` 的最后一级换成较短的那个，其余不变。切得更细，前沿就会移动：这就是第二条线。
 #
 # 还有一个意外：给每一*级*都加检查点，数目多了一倍，FLOPs 反而更少，只要 1.19，因为每个检查点都省去一次乘法；44.1 MB，正好落在新的线上。
 #
@@ -704,7 +704,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 # <div lang="zh">
 #
-# 激活值 97.6 MB，权重和优化器状态 82.5 MB。为什么取一半，而不是第 02 课的 134.0 MB？取一半只要 1.17，比第 02 课的 1.21 便宜。若也花 1.21，以整级为单位要留 73.4 MB，是会提前停的检查点（36.7 MB）的两倍：在那个价位上，第 02 课的那一行更好。
+# 激活值 97.6 MB，权重和优化器状态 82.5 MB。为什么取一半，而不是第 02 课的 134.0 MB？取一半只要 1.17，比第 02 课的 1.21 便宜。若也花 1.21，以整级为单位要留 73.4 MB，是会提前终止的检查点（36.7 MB）的两倍：在那个价位上，第 02 课的那一行更好。
 #
 # </div>
 
@@ -728,7 +728,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # - 让段越往后越短，随着 $L$ 增大，峰值趋近上述值的 $1 / \sqrt 2$，仍然只多做一次前向。没有别的切法更低；对 100 个相同的层，只要留下的东西不提前丢掉，以整层为单位的调度也没有更低的。
 # - 对参差不齐的链，十行的递推式就能在“留下的东西不提前丢掉”的调度里找出最快的，运行起来与预测一致。（别的调度有可能更快：3.13 节。）
 # - 各级相近时，好的切法就够了；参差不齐时，程序才划算。
-# - 哪个调度最优，取决于允许忘掉什么。第二遍提前停，就能降到整级的前沿以下。以单个算子为单位来忘掉会怎样，见 3.16 节。
+# - 哪个调度最优，取决于允许忘掉什么。第二遍提前终止，就能降到整级的前沿以下。以单个算子为单位来忘掉会怎样，见 3.16 节。
 #
 # **下一步**：[第 04 课](04_offload.ipynb)不忘掉字节，而是把它们搬到别处。
 #
@@ -792,7 +792,15 @@ rows = []
 for k in (10, 14, 17, 20):
     peak = round(measured_peak(balanced(100, k)) / B, 1)
     rows.append((k, round(k + 200 / k + 1, 1), round(sweep[k] / B, 1), peak))
-table(["segments k", "rule, B", "`checkpoint_sequential`, B", "balanced, B"], rows)
+table(
+    [
+        "segments k",
+        "the rule (units of B)",
+        "`checkpoint_sequential` (units of B)",
+        "balanced (units of B)",
+    ],
+    rows,
+)
 
 # %% [markdown]
 # <div lang="en">
@@ -818,7 +826,7 @@ for depth in (16, 36, 50, 64):
     for name, cuts in ways.items():
         measured = round(measured_peak(cuts) / B, 1)
         rows.append((depth, name, len(cuts) - 1, predicted_peak(cuts) // B, measured))
-table(["L", "cut", "segments k", "predicted, B", "measured, B"], rows)
+table(["L", "cut", "segments k", "predicted (units of B)", "measured (units of B)"], rows)
 
 # %% [markdown]
 # ## 3.13 Giving up early / 提前丢掉
@@ -844,7 +852,7 @@ rows = []
 for room in (7, 9, 11, 15, 19):
     searched = min(cost.time for cost in costs if cost.peak_bytes <= six.input_bytes + room)
     rows.append((room, fastest(six.stages, room), int(searched)))
-table(["room beyond the input", "`fastest`", "best of 394"], rows)
+table(["bytes besides the input", "`fastest`", "fastest of 394"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1008,7 +1016,7 @@ for power in (4, 6, 8, 10):
     peaks = [simulate(way, links).peak_bytes for way in ways]
     forwards = simulate(ways[-1], links).forward_steps
     rows.append((depth, *peaks, round(forwards / depth, 2), 1 + power / 2))
-table(["L", "store all", "√L segments", "recursive", "forwards a stage", "predicted"], rows)
+table(["L", "store all", "√L segments", "recursive", "forwards per stage", "predicted"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1083,7 +1091,7 @@ round(extra_steps(1000, 32) / 1000, 2)
 # %%
 plans = {"recursive": recursive(sixteen), "binomial, 4 slots": binomial(16, 4)}
 plans["optimal"] = optimal(sixteen, 8)
-title = "The same peak in less time: single inputs high up, whole stretches further down"
+title = "The same peak in less time: late stages keep single inputs, early ones are kept whole"
 lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 
 # %%
@@ -1171,7 +1179,16 @@ for budget in (1, 0.75, 0.5, 0.25, 0):
 for name, cuts in (("4 segments", balanced(16, 4)), ("tapered", tapered(16))):
     peak, flops = lesson_03.peak_and_flops(in_segments, layers16, cuts)
     rows.append((name, "–", "–", round(peak / B, 1), round(flops / plain, 2)))
-table(["budget", "saved, B", "peak, holding", "peak, releasing", "FLOPs (× baseline)"], rows)
+table(
+    [
+        "budget",
+        "saved (units of B)",
+        "peak, caller holds values (units of B)",
+        "peak, caller releases values (units of B)",
+        "FLOPs (× baseline)",
+    ],
+    rows,
+)
 
 # %% [markdown]
 # <div lang="en">
@@ -1206,7 +1223,15 @@ saved, flops = saved_tensors(evenly, x).total_bytes / B, flops_of_graphs(evenly,
 peak = lesson_03.peak_and_flops(run_compiled, layers16, evenly)[0] / B
 row = ("`0.25`, seven spread evenly", round(saved, 1), round(peak, 1), round(flops, 2))
 print(*chosen)
-table(["budget", "saved, B", "peak, releasing", "FLOPs (× baseline)"], [row])
+table(
+    [
+        "budget",
+        "saved (units of B)",
+        "peak, caller releases values (units of B)",
+        "FLOPs (× baseline)",
+    ],
+    [row],
+)
 
 # %% [markdown]
 # <div lang="en">
@@ -1235,11 +1260,11 @@ for budget in (0.75, 0.5, 0.25):
     costs[f"{budget}"] = meter.peak_bytes + inputs.nbytes, flops_of_graphs(graphs, inputs)
 checkpointed = cost_of(in_segments, [0, 1, 3, 5, 6], layers=2, tied=False)
 arms = {"compiler's budget": (costs, "^", "#4477AA")}
-arms["checkpoints, run"] = ({"each layer": checkpointed}, "D", "#AA3377")
+arms["checkpoints (run)"] = ({"each layer": checkpointed}, "D", "#AA3377")
 lines = {"frontier": frontier(Chain.profile(small, inputs))}
 
 # %% jupyter={"source_hidden": true}
-title = "Forgetting single operators goes below the frontier of whole stages"
+title = "Recomputing single operators gets below the frontier of whole stages"
 lesson_03.draw_frontier(title, lines, arms, xlim=(20, 75))
 
 # %% [markdown]
@@ -1274,7 +1299,7 @@ import warnings
 chain6 = hundred[:6]
 linears = [layer[0] for layer in chain6]
 same = torch.allclose(framework(linears, 3, x), chain6(x))
-rows = [("a list of the Linears: the same output", f"`{same}`")]
+rows = [("a list of the Linears: is the output the same?", f"`{same}`")]
 
 # %%
 modes = {

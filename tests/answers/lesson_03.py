@@ -227,25 +227,25 @@ def without_end(stages, room, first=0, last=0):
 
 
 RECURRENCE_SLIPS = {
-    "never back": "`backward_time` is missing",
-    "greedy": "compare both",
+    "never back": "left out the `backward_time`",
+    "greedy": "compare both ways",
     "a step": "one stage only",
-    "of one": "need not be 1",
+    "of one": "1 byte",
     "its own": "the output of the stage before it",
-    "all of it": "not `saved_bytes`",
+    "all of it": "took `saved_bytes`",
     "no gradient": "gradient that comes in",
-    "all fits": "never runs out of room",
-    "all is free": "`saved_bytes` less",
-    "input is free": "takes room",
-    "stays": "is gone",
-    "no time": "takes the forward times",
-    **dict.fromkeys(("past e", "from the next", "to the next"), "are `stages[:e]`"),
-    "to the byte": "`<=`, not `<`",
-    "gradient stays": "only in that backward",
-    "never forward": "`forward_time` is missing",
-    "the last way": "take the least",
-    "left out": "still to be done",
-    "keeps only": "only ever keeps everything",
+    "all fits": "never compares bytes",
+    "all is free": "the other stages all of `room`",
+    "input is free": "the later stages all of `room`",
+    "stays": "the earlier stages too little",
+    "no time": "time of running on",
+    **dict.fromkeys(("past e", "from the next", "to the next"), "exactly `stages[:e]`"),
+    "to the byte": "You wrote `<`",
+    "gradient stays": "subtracted the gradient",
+    "never forward": "left out the `forward_time`",
+    "the last way": "the last way that you tried",
+    "left out": "These stages still have",
+    "keeps only": "only tried to keep everything",
     "one alone": "last one left",
 }
 
@@ -255,35 +255,38 @@ ANSWERS = {
     "predicted_peak": (
         [segment_peak, lambda cuts: float(segment_peak(cuts)), peak_with_a_loop],
         [
-            (lambda cuts: segment_peak(cuts) / 100_000, "Give bytes"),
+            (lambda cuts: segment_peak(cuts) / 100_000, "Return bytes"),
             (lambda cuts: segment_peak(cuts) - 100_000, "One B is missing"),
-            (lambda cuts: (len(cuts) + 2 * max_layers(cuts)) * 100_000, "the later ones are gone"),
+            (
+                lambda cuts: (len(cuts) + 2 * max_layers(cuts)) * 100_000,
+                "inputs of the later ones have been released",
+            ),
             (lambda cuts: (len(cuts) + 2 * (cuts[-1] - cuts[-2])) * 100_000, "Any segment"),
             (
                 lambda cuts: (len(cuts) + 2 * cuts[-1] / (len(cuts) - 1)) * 100_000,
-                "Segments differ",
+                "mean number of layers",
             ),
             (
                 lambda cuts: 3_100_000,
-                "for the cuts [0, 40, 70, 90, 100] it is 8,200,000, not 3,100,000",
+                "for the cuts [0, 40, 70, 90, 100] the peak is 8,200,000 bytes, but you return 3,100,000",
             ),
             (
                 lambda cuts: 2 * len(cuts) * 100_000 + 2 * cuts[-1] * 100_000,
-                "for the cuts [0, 40, 70, 90, 100] it is",
+                "for the cuts [0, 40, 70, 90, 100] the peak is",
             ),
             (
                 lambda cuts: (
                     100_000 * (sum(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts))) + 1)
                 ),
-                "not the sum",
+                "added up the segments",
             ),
             (
                 lambda cuts: (
                     100_000 * (1 + max(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts)[::-1])))
                 ),
-                "other way",
+                "wrong order",
             ),
-            (lambda cuts: segment_peak(cuts) + 8, "The 8 bytes"),
+            (lambda cuts: segment_peak(cuts) + 8, "the 8 bytes"),
             (peak_of_the_largest, "the largest segment only"),
             (lambda cuts: peak_of(cuts, 0, -1), "the first segment and the last"),
             *((lambda cuts: [3_100_000], "got a `list`"), (lambda cuts: None, "Not answered"), 31),
@@ -303,14 +306,14 @@ ANSWERS = {
         [
             *((lambda L, A, B: L**0.5, "√L"), (lambda L, A, B: L * A / B, "square root")),
             (lambda L, A, B: round(L**0.5), "√L"),
-            (lambda L, A, B: (L * B / A) ** 0.5, "wrong way round"),
+            (lambda L, A, B: (L * B / A) ** 0.5, "swapped A and B"),
             (
                 lambda L, A, B: 14,
-                "with L = 64, A = 4 and B = 1 it gives 14; the sum is least at 16",
+                "with L = 64, A = 4 and B = 1 you return 14, but the sum is smallest for k = 16",
             ),
             (
                 lambda L, A, B: 14.14,
-                "with L = 64, A = 4 and B = 1 it gives 14.14; the sum is least at 16",
+                "with L = 64, A = 4 and B = 1 you return 14.14, but the sum is smallest for k = 16",
             ),
             (lambda L, A, B: (2 * L) ** 0.5, "any A and B"),
             (
@@ -323,16 +326,16 @@ ANSWERS = {
                 lambda L, A, B: min(
                     (k for k in range(1, L + 1) if L % k == 0), key=lambda k: k * B + L / k * A
                 ),
-                "it gives 10; the sum is least at 14.14",
+                "you return 10, but the sum is smallest for k = 14.14",
             ),
             (
                 lambda L, A, B: min(range(1, L + 1), key=lambda k: k * B + -(-L // k) * A),
                 "whole layers",
             ),
-            (lambda L, A, B: 2 * (L * A * B) ** 0.5 + B, "the peak there"),
+            (lambda L, A, B: 2 * (L * A * B) ** 0.5 + B, "the peak for the best k"),
             *((lambda L, A, B: "14", "got a `str`"), (lambda L, A, B: [14], "got a `list`")),
             *(
-                (lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak there"),
+                (lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak for the best k"),
                 (lambda L, A, B: None, "Not answered"),
             ),
             (14, "Expected a function, got a `int`"),
@@ -349,16 +352,16 @@ ANSWERS = {
             lambda depth: [float(cut) for cut in taper(depth)],
         ],
         [
-            (equal_cuts, "Equal segments reach the peak only at the last"),
-            (lambda depth: list(range(depth + 1)), "Equal segments"),
-            (turned, "The other way round"),
+            (equal_cuts, "only the last one reaches the peak"),
+            (lambda depth: list(range(depth + 1)), "Your segments are equal"),
+            (turned, "the wrong way round"),
             (lambda depth: sizes_of(taper(depth)), "sizes of the segments"),
-            (lambda depth: taper(depth)[1:], "begin with 0 and end with 2"),
-            (lambda depth: taper(depth)[:-1], "begin with 0"),
+            (lambda depth: taper(depth)[1:], "must begin with 0 and end with 2"),
+            (lambda depth: taper(depth)[:-1], "must begin with 0"),
             (lambda depth: [0, depth / 3, depth], "whole number"),
-            (lambda depth: sorted([*taper(depth), depth]), "so cuts increase"),
-            (lambda depth: [0, depth - 1, depth], "layers cut at"),
-            (lambda depth: 22, "is a `int`"),
+            (lambda depth: sorted([*taper(depth), depth]), "so the cuts must increase"),
+            (lambda depth: [0, depth - 1, depth], "layers with the cuts"),
+            (lambda depth: 22, "got a `int`"),
             *(
                 (lambda depth: [0, depth], "Not answered"),
                 (lambda depth: None, "Not answered"),
@@ -378,7 +381,7 @@ ANSWERS = {
                 for slip, reason in RECURRENCE_SLIPS.items()
             ),
             *(
-                (functools.partial(shortened, slip=slip), "4 stages with room" if e else "5 stages")
+                (functools.partial(shortened, slip=slip), "for 4 stages" if e else "5 stages")
                 for slip, e in {
                     "halves": 1,
                     "later kept": 1,
@@ -389,14 +392,14 @@ ANSWERS = {
             (lambda stages, room: None, "Not answered"),
             (
                 lambda stages, room: sum(s.forward_time + s.backward_time for s in stages),
-                "never runs out",
+                "never compares bytes",
             ),
-            (functools.partial(without_end), "e begin at 1"),
-            (functools.partial(without_end, first=1, last=1), "e begin at 1"),
-            (lambda stages, room: 12, "4 stages with room 1"),
+            (functools.partial(without_end), "e must begin at 1"),
+            (functools.partial(without_end, first=1, last=1), "e must begin at 1"),
+            (lambda stages, room: 12, "4 stages and room = 1"),
             (
                 lambda stages, room: recurrence(stages, room) + (len(stages) == 5),
-                "5 stages with room 8",
+                "5 stages and room = 8",
             ),
         ],
     ),
@@ -405,22 +408,22 @@ ANSWERS = {
         [
             *(([], "Not answered"), ([Forward(0, "input"), ...], "Not answered")),
             *(
-                (schedule, "too much")
+                (schedule, "exceeds a limit")
                 for schedule in (store_all(six), segments(six, 3), segments(six, 5))
             ),
-            ([Backward(5)], "nothing of stage 5 is kept for it"),
-            ([Backward(4)], "`Backward(5)` is due"),
+            ([Backward(5)], "nothing that it needs of stage 5 is kept"),
+            ([Backward(4)], "`Backward(5)` must come next"),
             (
                 [Forward(1, "all")],
-                "refuses action 0 of the list (from 0), `Forward` 1: its input x_1 is not there",
+                "refuses `Forward` 1, action 0 of the list, counted from 0: its input x_1 is not in memory",
             ),
             (
                 [Forward(0, "nothing"), Forward(1, "all"), Forward(0, "all")],
-                "its input x_0 is not there",
+                "its input x_0 is not in memory",
             ),
-            (list(segments(six, 4))[:-1], "the list ends, and `Backward(0)` has not run"),
-            ([*[*store_all(six)][:7], Forward(5, "all")], "has had its backward"),
-            *(([Forward(9, "all")], "The referee says"), [3]),
+            (list(segments(six, 4))[:-1], "the list ends before `Backward(0)`"),
+            ([*[*store_all(six)][:7], Forward(5, "all")], "the backward of its stage is done"),
+            *(([Forward(9, "all")], "`simulate` refuses"), [3]),
         ],
     ),
     "gives_up_early": (
@@ -431,7 +434,7 @@ ANSWERS = {
             (LATE, "takes 90"),
             (EARLY[:6] + EARLY[7:], "x_2"),
             *(
-                (EARLY[:-1], "`Backward(0)` has not run"),
+                (EARLY[:-1], "the list ends before `Backward(0)`"),
                 ([], "Not answered"),
                 (3, "cannot be simulated"),
             ),
@@ -443,7 +446,7 @@ ANSWERS = {
             *((sqrt_segments(pyramid), "not lower"), (optimal(pyramid, 131_000_000), "longer")),
             *(
                 store_all(pyramid),
-                (store_all(six), "`Backward(11)` is due"),
+                (store_all(six), "`Backward(11)` must come next"),
                 (3, "cannot be simulated"),
             ),
         ],

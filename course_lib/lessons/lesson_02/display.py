@@ -111,7 +111,7 @@ def draw_order(heard: Sequence[str]) -> "Figure":
             bbox=box,
         )
     ax.text(
-        len(events) / 2, 0.12, text("its input is kept"), ha="center", va="bottom", fontsize=8.5
+        len(events) / 2, 0.12, text("the input is kept"), ha="center", va="bottom", fontsize=8.5
     )
     ax.set(xlim=(0, len(events)), ylim=(-0.5, len(names) - 0.5), xticks=[], xlabel=text("time"))
     ax.set_yticks(range(len(names)), names)

@@ -67,21 +67,23 @@ CLAIMS = (
     Claim(
         "O(√n) memory for n layers costs one extra forward pass.",
         "tapered segments, 25 and 100 layers",
-        "Yes: four times the layers, less than twice the peak.",
+        "Holds: the number of layers grows by a factor of 4, but the peak by a factor below 2.",
         outcome="holds",
         source="arXiv:1604.06174",
     ),
     Claim(
         "Marking every √n-th node as a checkpoint is optimal.",
         "100 layers: 10 segments, then tapered",
-        "Partly: the order is right; A/B matters, and equal is not best.",
+        "Partly: the order of growth is right. But the best number depends on A/B, and equal"
+        " segments are not the best ones.",
         outcome="partly",
         source="`gradient-checkpointing`",
     ),
     Claim(
         "Larger groups (`--recompute-num-layers`) need less memory.",
         "the decoder's activations at the peak, groups of 1 and 2",
-        "Partly: a group comes back whole. Pairs pay where L is above 2·A/B.",
+        "Partly: a group is recomputed as a whole. Groups of two layers pay off only if L is"
+        " above 2·A/B.",
         outcome="partly",
         source="`Megatron-LM`",
     ),
@@ -91,25 +93,26 @@ OLDER_CLAIMS = (
     Claim(
         "√L segments save 1 − √L/L of the memory: 90% for 100 layers.",
         "100 × (Linear + Tanh), 10 segments",
-        "No: it forgets the segment that is being worked on. 1 − 2/√L with equal ones.",
+        "No: the formula leaves out the segment that is being recomputed. With equal"
+        " segments, 1 − 2/√L is saved.",
         outcome="fails",
     ),
     Claim(
         "They cost 2√L/L of extra compute: 20%.",
-        "FLOPs of the same",
-        "No: all but the last segment runs forward again, nearly a third of a step.",
+        "FLOPs of the same network",
+        "No: all segments except the last run forward again, which is nearly a third of a step.",
         outcome="fails",
     ),
     Claim(
         "Recomputing doubles the compute.",
         "FLOPs of a step, tapered segments",
-        "No: one forward more, and backward is twice a forward.",
+        "No: it adds one forward, and a backward costs as much as two forwards.",
         outcome="fails",
     ),
     Claim(
         "Detach each segment's output and set `requires_grad`.",
         "four segments: layers that get gradients",
-        "It cuts the graph: only the last segment trains.",
+        "No: this cuts the graph, so only the last segment trains.",
         outcome="fails",
     ),
 )

@@ -120,52 +120,58 @@ def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
 
 
 _PASSED = (
-    "The stages that are passed on the way to `e` are `stages[:e]`: all of their forwards, and no"
-    " other."
+    "You added the forward times of the wrong stages. On the way to `e`, exactly `stages[:e]`"
+    " are passed."
 )
 _MISTAKES = {
     "gradient": (
-        "A backward needs room for the gradient that comes in, too: `saved_bytes + output_bytes`."
+        "You left out the gradient that comes in. Backward needs `saved_bytes + output_bytes`."
     ),
-    "fits": "It never runs out of room: does what the first stage keeps fit?",
-    "strictly": "What fits to the byte fits: `<=`, not `<`.",
+    "fits": "Your function never compares bytes with `room`. Check whether what the first stage"
+    " keeps fits.",
+    "strictly": "You wrote `<`. Use `<=`, because bytes that fill `room` exactly fit.",
     "kept": (
-        "What the first stage keeps is there while the others are done: they have `saved_bytes`"
-        " less."
+        "You gave the other stages all of `room`. What the first stage keeps stays in memory,"
+        " so they have `saved_bytes` less."
     ),
     "gradient kept": (
-        "The gradient that comes in is there only in that backward: the others have `saved_bytes`"
-        " less."
+        "You subtracted the gradient for the other stages, too. It is in memory only during"
+        " the first stage's backward, so they have only `saved_bytes` less."
     ),
-    "backward": "A stage whose all is kept runs backward, too: its `backward_time` is missing.",
-    "forward": "A stage whose all is kept runs forward, too: its `forward_time` is missing.",
-    "input": "The input that is kept takes room while the later stages are done.",
+    "backward": "You left out the `backward_time` of the stage that is kept whole.",
+    "forward": "You left out the `forward_time` of the stage that is kept whole.",
+    "input": "You gave the later stages all of `room`. The input that is kept takes some of it.",
     "one byte": (
-        "The input that is kept takes `output_bytes` of the stage before it, which need not be 1."
+        "You took 1 byte for the input that is kept. It takes the `output_bytes` of the stage"
+        " before it."
     ),
-    "next": "The input of `stages[e]` is the output of the stage before it, `stages[e - 1]`.",
+    "next": "You took the output of `stages[e]`. Its input is the output of the stage before it,"
+    " `stages[e - 1]`.",
     "saved": (
-        "Of the stages that are passed only an input is kept: `output_bytes`, not `saved_bytes`."
+        "You took `saved_bytes` for the input that is kept. An input takes the `output_bytes`"
+        " of the stage before it."
     ),
     "gone": (
-        "When the earlier stages are done, the input that was kept is gone: they have all of the"
-        " room."
+        "You gave the earlier stages too little. By then the input that was kept has been"
+        " released, so they have all of `room`."
     ),
-    "time": "Running on takes the forward times of the stages that are passed.",
+    "time": "You left out the time of running on, which is the forward times of the stages that"
+    " are passed.",
     "too far": _PASSED,
     "not the first": _PASSED,
     "only the first": _PASSED,
-    "last way": "The way that was tried last goes before all others: take the least of them.",
-    "earlier": "The stages that were passed are still to be done.",
-    "never runs on": "It only ever keeps everything. Let it also run on and keep a later input.",
+    "last way": "You returned the time of the last way that you tried. Return the least of all of"
+    " them.",
+    "earlier": "You left out `stages[:e]`. These stages still have to be done.",
+    "never runs on": "You only tried to keep everything. Also run on and keep a later input.",
     "greedy": (
-        "It runs on only where keeping all does not fit. Running on may be faster in the end:"
-        " compare both."
+        "You run on only if keeping all does not fit. Running on may still be faster, so"
+        " compare both ways."
     ),
-    "one step": "It runs on by one stage only. Try every later stage.",
+    "one step": "You run on by one stage only. Try every later stage.",
     "one at a time": (
-        "It keeps all of a stage only where it is the last one left. Keeping more than one may be"
-        " faster."
+        "You keep all of a stage only if it is the last one left. Keeping several stages"
+        " whole at once may be faster."
     ),
 }
 
@@ -173,13 +179,14 @@ _MISTAKES = {
 @exercise(
     hint=(
         (
-            "Two ways: keep all of the first stage and do the rest; or run on to a later input,"
-            " keep it, do both parts."
+            "There are two ways. Keep all of the first stage and then do the others. Or run"
+            " on to a later stage, keep its input, and then do both parts."
         ),
         (
-            "First way: if `saved_bytes + output_bytes <= room`. Second way, for e from 1 to the"
-            " last: forward times of `stages[:e]`, then `stages[e:]` with less room, then"
-            " `stages[:e]` with all of it."
+            "The first way is possible if `saved_bytes + output_bytes <= room`. The second"
+            " way, for each e from 1 on, takes the forward times of `stages[:e]`, then the"
+            " time of `stages[e:]` with less room, then that of `stages[:e]` with all of"
+            " `room`."
         ),
     )
 )
@@ -196,8 +203,8 @@ def check_recurrence(answer: Any) -> Verdict:
         ]
     except RecursionError:
         message = (
-            "It calls itself without end: each call must have fewer stages. Does e begin at 1, and"
-            " stop at the last?"
+            "Your function calls itself without end. Each call must have fewer stages, so e"
+            " must begin at 1 and be at most the last index."
         )
         return wrong(message, exact=True)
     if any(one is None for times in given for one in times):
@@ -206,7 +213,8 @@ def check_recurrence(answer: Any) -> Verdict:
         number = sum(len(times) for times in wanted)
         return right(
             text(
-                "Right: {number} cases, each as fast as the fastest schedule of its kind.",
+                "Right: in all {number} cases your time is that of the fastest schedule of"
+                " this kind.",
                 number=number,
             )
         )
@@ -242,7 +250,8 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
                 }
                 return wrong(
                     text(
-                        "Not yet: {length} stages with room {room} take {best}, not {given}.",
+                        "Not yet: for {length} stages and room = {room}, the least time is"
+                        " {best}, but you return {given}.",
                         **values,
                     )
                 )
@@ -256,12 +265,12 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
 @exercise(
     hint=(
         (
-            "Segments whose sizes get shorter: keep what enters each, then work from the last to"
-            " the first."
+            "Use segments that get shorter. Keep the input of each segment, then work from"
+            " the last segment to the first."
         ),
         (
-            'Four segments, of 2, 2, 1 and 1 stages: `Forward(0, "input")`, `Forward(1,'
-            ' "nothing")`, and so on.'
+            'Use four segments of 2, 2, 1 and 1 stages. Begin with `Forward(0, "input")` and'
+            ' `Forward(1, "nothing")`.'
         ),
     )
 )
@@ -275,8 +284,14 @@ def check_drawn_schedule(actions: Any) -> Verdict:
     cost = _simulated(actions, Chain.uniform(6, saved_bytes=2))
     found = {"peak": cost.peak_bytes, "forwards": cost.forward_steps}
     if cost.peak_bytes <= 7 and cost.forward_steps <= 11:
-        return right(text("Right: a peak of {peak} and {forwards} forwards.", **found))
-    return wrong(text("Legal, but too much: a peak of {peak} and {forwards} forwards.", **found))
+        return right(text("Right: the peak is {peak}, with {forwards} forwards.", **found))
+    return wrong(
+        text(
+            "Your schedule is legal, but it exceeds a limit: its peak is {peak}, and it has"
+            " {forwards} forwards.",
+            **found,
+        )
+    )
 
 
 def five_stages() -> Chain:
@@ -289,12 +304,12 @@ def five_stages() -> Chain:
 @exercise(
     hint=(
         (
-            "Keep the inputs of stages 0 and 1 on the way. Which of them will be run from only once"
-            " more?"
+            "On the way, keep the inputs of stages 0 and 1. From which of them will you run"
+            " forward only once more?"
         ),
         (
-            'After stage 4 go from x_1 to x_2 with `Forward(1, "nothing")`: then there is room to'
-            " keep all of 2 and 3."
+            'After the backward of stage 4, go from x_1 to x_2 with `Forward(1, "nothing")`.'
+            " This releases x_1, so all of stages 2 and 3 fit."
         ),
     )
 )
@@ -305,12 +320,20 @@ def check_gives_up_early(actions: Any) -> Verdict:
     cost = _simulated(actions, five_stages())
     found = {"peak": cost.peak_bytes, "time": f"{cost.time:g}"}
     if cost.peak_bytes > 13:
-        return wrong(text("That peaks at {peak}, above 13.", peak=cost.peak_bytes))
+        return wrong(text("The peak of your schedule is {peak}, above 13.", peak=cost.peak_bytes))
     if cost.time >= 80:
         return wrong(
-            text("Within 13, but it takes {time}; `optimal` takes 80.", time=found["time"])
+            text(
+                "The peak is at most 13, but your schedule takes {time}. `optimal` takes 80.",
+                time=found["time"],
+            )
         )
-    return right(text("Right: {time} within {peak} bytes. `optimal` takes 80.", **found))
+    return right(
+        text(
+            "Right: your schedule takes {time} within {peak} bytes, and `optimal` takes 80.",
+            **found,
+        )
+    )
 
 
 def pyramid() -> Chain:
@@ -322,12 +345,12 @@ def pyramid() -> Chain:
 @exercise(
     hint=(
         (
-            "Where are the bytes, and where is the time? Keep late stages whole, and forget early"
-            " ones one by one."
+            "Which stages have the bytes, and which take the time? Keep the late stages"
+            " whole, and recompute the early ones one by one."
         ),
         (
-            "Draw `optimal(lesson_03.pyramid(), 150_000_000)`: what does it keep that the segments"
-            " forget?"
+            "Draw `optimal(lesson_03.pyramid(), 150_000_000)`. What does it keep that the"
+            " segments do not keep?"
         ),
     )
 )
@@ -338,36 +361,37 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
     found = {"peak": f"{cost.peak_bytes / 1e6:g}", "time": f"{cost.time:g}"}
     found |= {"rule_peak": f"{rule.peak_bytes / 1e6:g}", "rule_time": f"{rule.time:g}"}
     compared = text(
-        "{peak} MB in time {time}, the rule {rule_peak} MB in time {rule_time}", **found
+        "your schedule has {peak} MB and time {time}, the rule {rule_peak} MB and time {rule_time}",
+        **found,
     )
     if cost.peak_bytes >= rule.peak_bytes:
-        return wrong(text("The peak is not lower: {compared}.", compared=compared))
+        return wrong(text("Your peak is not lower: {compared}.", compared=compared))
     if cost.time > rule.time:
-        return wrong(text("It takes longer: {compared}.", compared=compared))
+        return wrong(text("Your schedule takes longer: {compared}.", compared=compared))
     return right(text("Right: {compared}.", compared=compared))
 
 
 #: A place for the reader's sentence on exercise 7.
 reason_of_the_pyramid = in_words(
-    "The segments peak where stages 0 and 1, 64 MB each, are kept whole at once. Stage 0 runs once"
-    " more instead, so that only one of them is; stage 4, kept whole from the start, saves the run"
-    " that this costs."
+    "The segments reach their peak when stages 0 and 1, with 64 MB each, are both kept whole."
+    " Here stage 0 runs once more, so only one of them is kept whole at a time. Stage 4 is"
+    " kept whole from the start, which saves as much time as the extra run costs."
 )
 
 # Messages for the rules of `simulate`, whose own errors are in English only.
 _REFUSALS = {
-    r"runs only if its input is live, and (x_\d+) is not": "its input {what} is not there.",
+    r"runs only if its input is live, and (x_\d+) is not": "its input {what} is not in memory.",
     r"its stage's input is live, and (x_\d+) is not": (
-        "it needs the stage's input, and {what} is not there."
+        "it needs the stage's input, but {what} is not in memory."
     ),
     r"and S_(\d+) is not; run": (
-        'nothing of stage {what} is kept for it: run it with `"all"` first.'
+        'nothing that it needs of stage {what} is kept. Run that stage with `"all"` first.'
     ),
     r"first, and (Backward\(\d+\)) is next": (
-        "`{what}` is due: backwards run from the last stage to the first."
+        "`{what}` must come next, because backwards run from the last stage to the first."
     ),
-    r"(again) after its backward": "its stage has had its backward and does not run again.",
-    r"and (Backward\(\d+\)) has not run": "the list ends, and `{what}` has not run.",
+    r"(again) after its backward": "the backward of its stage is done, so it must not run again.",
+    r"and (Backward\(\d+\)) has not run": "the list ends before `{what}`.",
 }
 
 
@@ -379,13 +403,14 @@ def _refusal(refused: IllegalSchedule) -> str:
         if found := re.search(pattern, said):
             reason = text(words, what=found[1]) if "{what}" in words else text(words)
             if number is None:
-                return text("The referee refuses: {reason}", reason=reason)
+                return text("`simulate` refuses: {reason}", reason=reason)
             values = {"number": number[1], "action": f"`{number[2]}` {number[3]}", "reason": reason}
             return text(
-                "The referee refuses action {number} of the list (from 0), {action}: {reason}",
+                "`simulate` refuses {action}, action {number} of the list, counted from 0:"
+                " {reason}",
                 **values,
             )
-    return text("The referee says: {problem}.", problem=f"`{said}`")
+    return text("`simulate` refuses: {problem}.", problem=f"`{said}`")
 
 
 def _simulated(actions: Any, chain: Chain) -> Cost:
@@ -394,4 +419,6 @@ def _simulated(actions: Any, chain: Chain) -> Cost:
     except IllegalSchedule as refused:
         raise Refused(_refusal(refused)) from None
     except Exception as error:
-        raise Refused(text("It cannot be simulated: {error}.", error=f"`{error!r}`")) from None
+        raise Refused(
+            text("Your schedule cannot be simulated: {error}.", error=f"`{error!r}`")
+        ) from None

@@ -35,30 +35,31 @@ def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
 
 
 _PEAK_MISTAKES = {
-    "units": "Those are activations. Give bytes.",
+    "units": "You counted in units of B. Return bytes.",
     "gradient": (
-        "One B is missing: the chain's own input counts, and so does the gradient that is"
-        " handed on."
+        "One B is missing. Count the chain's own input, and also the gradient that is passed back."
     ),
-    "all boundaries": "While an early segment is worked on, the inputs of the later ones are gone.",
-    "last": "Any segment may be the largest: take the greatest of all.",
+    "all boundaries": "You counted all inputs for every segment. By the time an early segment runs"
+    " backward, the inputs of the later ones have been released.",
+    "last": "You looked at the last segment only. Any segment may have the largest sum.",
     "largest": (
-        "You looked at the largest segment only. A later one that is a little shorter has more"
-        " inputs next to it: take the greatest of all sums."
+        "You looked at the largest segment only. A later one may be a little shorter, but"
+        " more inputs are kept next to it. Take the largest sum of all segments."
     ),
     "ends": (
-        "You looked at the first segment and the last. One between them may be the highest: take"
-        " the greatest of all sums."
+        "You looked at the first segment and the last. One between them may be the highest."
+        " Take the largest sum of all segments."
     ),
-    "mean": "Segments differ: take each one's own number of layers.",
-    "sum": "Only one segment is worked on at a time: take the greatest, not the sum.",
+    "mean": "You took the mean number of layers for every segment. Take each segment's own number.",
+    "sum": "You added up the segments. Only one of them runs backward at a time, so take the"
+    " largest.",
     "reversed": (
-        "The first segment has only its own input, the last has all of them: yours is the other way"
-        " round."
+        "You counted the inputs in the wrong order. While the first segment runs backward,"
+        " only its own input is kept. While the last one does, all of them are kept."
     ),
     "loss": (
-        "The 8 bytes of the loss and its gradient are not asked for: inputs, layers and one"
-        " gradient are."
+        "You counted the 8 bytes of the loss and its gradient. Count only the inputs, the"
+        " layers and one gradient of B bytes."
     ),
 }
 
@@ -66,12 +67,12 @@ _PEAK_MISTAKES = {
 @exercise(
     hint=(
         (
-            "Segment j, counted from 0: how many inputs are kept then, its own among them, and how"
-            " many layers has it?"
+            "Take segment j, counted from 0. While it runs backward, how many inputs are"
+            " kept, including its own? How many layers does it have?"
         ),
         (
-            "(j + 1)·B of inputs, A for each of its layers, and one gradient, B: the greatest over"
-            " all segments."
+            "For segment j, add (j + 1)·B for the inputs, A for each of its layers, and B for"
+            " one gradient. The peak is the largest of these sums."
         ),
     )
 )
@@ -87,7 +88,7 @@ def check_predicted_peak(answer: Any) -> Verdict:
     if not any(given):
         return not_answered()
     if all(map(_same, given, map(_peak, tried))):
-        return right("Right, for equal segments and for others.")
+        return right("Right, for equal segments and for unequal ones.")
     for mistake, reason in _PEAK_MISTAKES.items():
         if all(_same(one, _peak(cuts, mistake)) for one, cuts in zip(given, tried, strict=True)):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
@@ -95,7 +96,12 @@ def check_predicted_peak(answer: Any) -> Verdict:
         (one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts))
     )
     values = {"cuts": _shown(cuts), "wanted": f"{_peak(cuts):,}", "given": f"{float(one):,.0f}"}
-    return wrong(text("Not yet: for the cuts {cuts} it is {wanted}, not {given}.", **values))
+    return wrong(
+        text(
+            "Not yet: for the cuts {cuts} the peak is {wanted} bytes, but you return {given}.",
+            **values,
+        )
+    )
 
 
 def _shown(cuts: Sequence[int]) -> str:
@@ -122,33 +128,37 @@ def _whole_layers(layers: int, kept: int, boundary: int) -> int:
 # Reason -> result of a function with that mistake.
 _COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
     (
-        "That is √L, right only where a layer keeps as much as one boundary.",
+        "You returned √L. This is right only if a layer keeps as much as one boundary, that"
+        " is if A = B.",
         lambda n, a, b: math.sqrt(n),
     ),
-    ("Take the square root.", lambda n, a, b: n * a / b),
+    ("You returned L·A/B. Take its square root.", lambda n, a, b: n * a / b),
     (
-        "A and B are the wrong way round: so many layers has a segment.",
+        "You swapped A and B. Your formula gives the layers of one segment.",
         lambda n, a, b: math.sqrt(n * b / a),
     ),
     (
-        "That is the peak there, not the number of segments.",
+        "You returned the peak for the best k. Return k, the number of segments.",
         lambda n, a, b: 2 * math.sqrt(n * a * b),
     ),
     (
-        "That is the peak there, not the number of segments.",
+        "You returned the peak for the best k. Return k, the number of segments.",
         lambda n, a, b: 2 * math.sqrt(n * a * b) + b,
     ),
-    ("A is 2 B in this chain only; write it for any A and B.", lambda n, a, b: math.sqrt(2 * n)),
     (
-        "That is best where each segment has whole layers. Here L/k may be any number.",
+        "You used A = 2 B, which is true of this chain only. Write the formula for any A and B.",
+        lambda n, a, b: math.sqrt(2 * n),
+    ),
+    (
+        "You looked for the best k with whole layers in each segment. Here L/k may be any number.",
         _whole_layers,
     ),
     (
-        "You rounded down. Leave the number as it is, or take the whole number with the least sum.",
+        "You rounded down. Do not round, or take the whole number with the smallest sum.",
         lambda n, a, b: math.floor(math.sqrt(n * a / b)),
     ),
     (
-        "You rounded up. Leave the number as it is, or take the whole number with the least sum.",
+        "You rounded up. Do not round, or take the whole number with the smallest sum.",
         lambda n, a, b: math.ceil(math.sqrt(n * a / b)),
     ),
     (
@@ -160,8 +170,9 @@ _COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
 
 @exercise(
     hint=(
-        "The peak is k·B + (L/k)·A + B. One part grows with k, one falls: where are they equal?",
-        "k·B = L·A/k. Solve it for k.",
+        "The peak is k·B + (L/k)·A + B. One term grows with k and one falls. For which k are"
+        " they equal?",
+        "Solve k·B = L·A/k for k.",
     )
 )
 def check_best_count(answer: Any) -> Verdict:
@@ -178,7 +189,10 @@ def check_best_count(answer: Any) -> Verdict:
         for one, k, sizes in zip(given, wanted, _SIZES, strict=True)
     ]
     if all(fit):
-        return right("Right: both parts are √(L·A·B) there. 100 layers that keep 2 B each: 14.")
+        return right(
+            "Right: with this k both terms are √(L·A·B). For 100 layers that keep 2 B each, k"
+            " is 14."
+        )
     for reason, mistake in _COUNT_MISTAKES:
         theirs = [mistake(*sizes) for sizes in _SIZES]
         if all(_same(one, k) or one == round(k) for one, k in zip(given, theirs, strict=True)):
@@ -187,8 +201,8 @@ def check_best_count(answer: Any) -> Verdict:
     values = dict(zip(("layers", "kept", "boundary"), _SIZES[first], strict=True))
     values |= {"given": f"{float(given[first]):.4g}", "wanted": f"{wanted[first]:.4g}"}
     message = (
-        "Not yet: with L = {layers}, A = {kept} and B = {boundary} it gives {given}; the sum is"
-        " least at {wanted}."
+        "Not yet: with L = {layers}, A = {kept} and B = {boundary} you return {given}, but"
+        " the sum is smallest for k = {wanted}."
     )
     return wrong(text(message, **values))
 
@@ -225,27 +239,35 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
         kind = type(given).__name__
         raise Refused(
             text(
-                "A list of cuts is wanted, such as `[0, 40, 70, 100]`; this is a `{kind}`.",
+                "Expected a list of cuts, such as `[0, 40, 70, 100]`, got a `{kind}`.",
                 kind=kind,
             )
         )
     cuts = [float(cut) for cut in given]
     if sum(cuts) == depth and cuts[:1] != [0]:
         raise Refused(
-            text("Those are the sizes of the segments; give the cuts: {cuts}.", cuts=shown),
+            text("You returned the sizes of the segments, {cuts}. Return the cuts.", cuts=shown),
             exact=True,
         )
     if any(cut != int(cut) for cut in cuts):
         raise Refused(
-            text("A cut falls between two layers, so it is a whole number: {cuts}.", cuts=shown),
+            text(
+                "A cut lies between two layers, so it must be a whole number. Yours are {cuts}.",
+                cuts=shown,
+            ),
             exact=True,
         )
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != depth:
-        message = "The cuts of {depth} layers begin with 0 and end with {depth}: {cuts}."
+        message = (
+            "The cuts of {depth} layers must begin with 0 and end with {depth}. Yours are {cuts}."
+        )
         raise Refused(text(message, depth=depth, cuts=shown), exact=True)
     if any(end <= start for start, end in pairwise(cuts)):
         raise Refused(
-            text("Each segment has a layer at least, so cuts increase: {cuts}.", cuts=shown),
+            text(
+                "Each segment has at least one layer, so the cuts must increase. Yours are {cuts}.",
+                cuts=shown,
+            ),
             exact=True,
         )
     return [int(cut) for cut in cuts]
@@ -254,12 +276,12 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
 @exercise(
     hint=(
         (
-            "Give all segments the same room R. With segment j there are j + 1 inputs: how many"
-            " layers fit beside them?"
+            "Give every segment the same R bytes. While segment j runs backward, j + 1 inputs"
+            " are kept. How many layers fit next to them?"
         ),
         (
-            "Try R = A + B, then a B more, and so on, until all layers fit: segment j, from 0, has"
-            " (R - (j + 1)·B) // A."
+            "Start with R = A + B, and add B until all layers fit. Segment j, counted from 0,"
+            " has (R - (j + 1)·B) // A layers."
         ),
     )
 )
@@ -281,7 +303,7 @@ def check_tapered(answer: Any) -> Verdict:
         count = f"{peaks[-1] / B:g}"
         return right(
             text(
-                "Right: of all the cuts there are, none peaks lower. 100 layers: {count} B.",
+                "Right: no other cuts have a lower peak. With 100 layers it is {count} B.",
                 count=count,
             )
         )
@@ -289,21 +311,23 @@ def check_tapered(answer: Any) -> Verdict:
     turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
     if [*map(_peak, turned)] == least:
         message = (
-            "The other way round: with the first segment only its own input is there, so it may be"
-            " the longest."
+            "Your cuts are the wrong way round. While the first segment runs backward, only"
+            " its own input is kept, so it may be the longest."
         )
         return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
     sizes = [[end - start for start, end in pairwise(cuts)] for cuts in given]
     if all(max(each) - min(each) <= 1 for each in sizes):
         message = (
-            "Equal segments reach the peak only at the last one: let the early ones be longer."
+            "Your segments are equal, so only the last one reaches the peak. Make the early"
+            " ones longer."
         )
         return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
     values = {"depth": depths[first], "cuts": _shown(given[first])}
     values |= {"peak": f"{peaks[first] / B:g}", "least": f"{least[first] / B:g}"}
     return wrong(
         text(
-            "Not yet: {depth} layers cut at {cuts} peak at {peak} B; other cuts at {least} B.",
+            "Not yet: {depth} layers with the cuts {cuts} have a peak of {peak} B, but other"
+            " cuts have one of {least} B.",
             **values,
         )
     )

@@ -73,7 +73,7 @@ def draw_sweeps(
     sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]
 ) -> "Figure":
     """Draw the same for several depths, with the reader's prediction for each k as a dot."""
-    title = "The same zigzag at every depth, as predicted"
+    title = "The zigzag is the same at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
         ks = range(1, depth + 1)
@@ -89,7 +89,7 @@ def draw_sweeps(
         )
         _points(ax, measured)
         ax.set(title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None), xlabel=text("segments k"))
-    axes[0].set_ylabel(text("peak, in units of B"))
+    axes[0].set_ylabel(text("peak (units of B)"))
     axes[0].legend()
     return shown_once(drawn)
 
@@ -105,7 +105,7 @@ def _sweep(ax: "Axes", depth: int, measured: Mapping[int, int]) -> None:
         xlim=(0, depth + 1),
         ylim=(0, 2.1 * depth),
         xlabel=text("segments k"),
-        ylabel=text("peak, in units of B"),
+        ylabel=text("peak (units of B)"),
     )
 
 
@@ -139,7 +139,7 @@ def stages_of_a_decoder(chain: Chain) -> Table:
             )
         )
     return table(
-        ["stage", "output B (MB)", "keeps A (MB)", "its backward takes (MB)", "GFLOPs"], rows
+        ["stage", "output B (MB)", "keeps A (MB)", "extra in backward (MB)", "GFLOPs"], rows
     )
 
 
@@ -194,7 +194,10 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     Args:
         cuts: Label -> cuts of equal layers that save A bytes each, with B bytes at a boundary.
     """
-    title = "Each segment has one input more: with fewer layers each time, all fill the same room"
+    title = (
+        "Each later segment has one more input next to it, so with fewer layers it reaches"
+        " the same height"
+    )
     drawn, axes = figure(title, columns=len(cuts), height=3.4, sharey=True)
     description = []
     for ax, (name, places) in zip(axes, cuts.items(), strict=True):
@@ -217,18 +220,18 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
                 color=COLORS["activation"],
                 edgecolor="white",
                 linewidth=0.6,
-                label=text("a layer") if j == 0 else None,
+                label=text("one layer") if j == 0 else None,
             )
         ax.axhline(peak, color=COLORS["predicted"], linewidth=1, linestyle="--")
         head = text("{name}: peak {peak} B", name=text(name), peak=peak)
         description.append(head)
         ax.set_title(head)
-        ax.set(xticks=[], xlabel=text("segments, the first to the last"))
-    axes[0].set_ylabel(text("live, in units of B"))
+        ax.set(xticks=[], xlabel=text("segments, from first to last"))
+    axes[0].set_ylabel(text("live (units of B)"))
     axes[-1].legend(loc="upper right")
     drawn.course_larger = 1.15  # the legend is above the columns
     drawn.course_alt = text(
-        "A column a segment, a box a layer. {peaks}.", peaks=listed(description, "; ")
+        "One column per segment, one box per layer. {peaks}.", peaks=listed(description, "; ")
     )
     return shown_once(drawn)
 
@@ -291,14 +294,14 @@ def schedule_pictures(
         if rows is not None:
             above.set_yticks(range(len(chain)), rows, fontsize=7)
         _draw_bytes(below, schedule, chain, most, scale)
-        below.set_xlabel(text("time, in steps that store all"), fontsize=8.5)
+        below.set_xlabel(text("time (units of a step that stores all)"), fontsize=8.5)
     axes[count].set_ylabel(unit)
     ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
     axes[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
     _legend(drawn)
     drawn.course_alt = text(
-        "What runs and what is kept, over time and stages; below, the bytes that are live. Peak and"
-        " time: {costs}.",
+        "The actions of each schedule, with time on the x axis and stages on the y axis, and"
+        " what is kept meanwhile. Under each of them, the live bytes. Peak and time: {costs}.",
         costs=listed(description, "; "),
     )
     return shown_once(drawn)
@@ -321,8 +324,8 @@ def _legend(drawn: "Figure") -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=KEEP_COLORS[kind], label=text(words)) for kind, words in _NAMES.items()]
-    handles += [Patch(color=KEEP_COLORS["all"], alpha=0.25, label=text("all of it is kept"))]
-    handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("its input is kept"))]
+    handles += [Patch(color=KEEP_COLORS["all"], alpha=0.25, label=text("all is kept"))]
+    handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("the input is kept"))]
     handles += [
         Patch(
             color=_over(KEEP_COLORS["input"], 0.35, _over(KEEP_COLORS["all"], 0.25)),
@@ -354,7 +357,9 @@ def draw_schedule(budget: int = 200) -> "Figure":
     except InfeasibleBudget as refused:
         schedule, least = optimal(chain, refused.least_bytes), refused.least_bytes / 1e6
         title = text(
-            "{budget} MB is too little: it takes {least} MB", budget=budget, least=f"{least:g}"
+            "{budget} MB is too little: at least {least} MB are needed",
+            budget=budget,
+            least=f"{least:g}",
         )
     else:
         extra = simulate(schedule, chain).time / frontier(chain)[-1].time - 1

@@ -114,7 +114,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
     Args:
         chains: Label -> chain.
     """
-    title = "Nearly equal stages: good cuts reach the frontier. Uneven ones: the frontier goes on"
+    title = "With nearly equal stages, good cuts reach the frontier. With uneven ones it goes lower"
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
     description = []
     for ax, (name, chain) in zip(axes, chains.items(), strict=True):

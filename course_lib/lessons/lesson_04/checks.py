@@ -533,7 +533,7 @@ def _moved(p: int, checkpointed: bool, after_the_layers: int = 2) -> int:
 
     Args:
         p: Number of storages that are fetched ahead.
-        checkpointed: Whether a layer saves 1 input, or 20 times as much.
+        checkpointed: Whether a layer saves its input alone, or 20 times the bytes of its input.
         after_the_layers: Bytes that are saved after the layers and counted, as a multiple of an
             input's. Right is 2: the inputs of the last norm and of the output head.
     """
