@@ -47,9 +47,8 @@ def _uneven(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chai
     return Chain(tuple(Stage(*each) for each in sizes), input_bytes)
 
 
-# Chains with boundaries of one byte, and others. In each chain, running ahead fits wherever the
-# backward that follows fits, as the lesson says. Otherwise the recurrence would need an extra
-# check.
+# Chains with boundaries of one byte, and others. In each chain, running on fits whenever the backward
+# that follows fits, as the lesson says. Otherwise the recurrence would need an extra check.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
     _uneven((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
@@ -60,7 +59,7 @@ _CHAINS = (
 
 @cache
 def _least_times() -> list[list[float]]:
-    """Return the least times of each chain with 1, 2, ... bytes beyond its input.
+    """Return the least times of each chain with 1, 2, ... bytes besides its input.
 
     They are found by simulating every schedule.
     """
@@ -79,7 +78,13 @@ def _least_times() -> list[list[float]]:
 
 
 def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
-    """Compute the recurrence with one mistake in it."""
+    """Return the least time of the stages by the recurrence, with one mistake in it.
+
+    Args:
+        stages: The stages that are left to do.
+        room: Bytes besides the input of the first stage.
+        mistake: A key of `_MISTAKES`, which says what the mistake is.
+    """
     if not stages:
         return 0
     first, best = stages[0], math.inf
@@ -119,10 +124,12 @@ def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
     return best
 
 
+#: One message for three mistakes.
 _PASSED = (
     "You added the forward times of the wrong stages. On the way to `e`, exactly `stages[:e]`"
     " are passed."
 )
+#: Mistake in the recurrence -> verdict.
 _MISTAKES = {
     "gradient": (
         "You left out the gradient that comes in. Backward needs `saved_bytes + output_bytes`."
@@ -235,10 +242,12 @@ def _times_with(mistake: str) -> list[list[float]]:
 
 
 def _table_of(fastest: Callable, chain: Chain, count: int) -> list:
+    """Return the times that `fastest` gives for 1, 2, ..., `count` bytes besides the input."""
     return [fastest(chain.stages, room) for room in range(1, count + 1)]
 
 
 def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
+    """Return the verdict on the first chain and number of bytes with a wrong time."""
     for chain, (times, least) in enumerate(zip(given, wanted, strict=True)):
         for room, (one, best) in enumerate(zip(times, least, strict=True), start=1):
             if one != best:
@@ -378,7 +387,7 @@ reason_of_the_pyramid = in_words(
     " kept whole from the start, which saves as much time as the extra run costs."
 )
 
-# Messages for the rules of `simulate`, whose own errors are in English only.
+#: Pattern of an error of `simulate` -> message. The errors themselves are in English only.
 _REFUSALS = {
     r"runs only if its input is live, and (x_\d+) is not": "its input {what} is not in memory.",
     r"its stage's input is live, and (x_\d+) is not": (
@@ -414,6 +423,7 @@ def _refusal(refused: IllegalSchedule) -> str:
 
 
 def _simulated(actions: Any, chain: Chain) -> Cost:
+    """Return the cost of the reader's schedule, or refuse it with the reason."""
     try:
         return simulate(Schedule(actions), chain)
     except IllegalSchedule as refused:

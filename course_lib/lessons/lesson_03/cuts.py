@@ -13,7 +13,14 @@ B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in
 
 
 def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
-    """Return the peak of segments, or the result of a given mistake."""
+    """Return the peak of segments in bytes.
+
+    While segment j runs backward, j + 1 inputs, its own layers and one gradient are live.
+
+    Args:
+        cuts: First layer of each segment, and the number of layers.
+        mistake: A key of `_PEAK_MISTAKES` for the result of that mistake, or None.
+    """
     sizes = [end - start for start, end in pairwise(cuts)]
     inputs = [*range(1, len(sizes) + 1)]
     if mistake == "mean":
@@ -34,6 +41,7 @@ def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
     return {"units": peak / B, "loss": peak + 8}.get(mistake, peak)
 
 
+#: Mistake in the peak -> verdict.
 _PEAK_MISTAKES = {
     "units": "You counted in units of B. Return bytes.",
     "gradient": (
@@ -105,6 +113,7 @@ def check_predicted_peak(answer: Any) -> Verdict:
 
 
 def _shown(cuts: Sequence[int]) -> str:
+    """Return the cuts as they appear in a verdict, shortened if they are many."""
     return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
 
 
@@ -113,10 +122,12 @@ _SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 
 
 
 def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:
+    """Return the two terms of the peak that depend on the number of segments, k."""
     return k * boundary + layers / k * kept
 
 
 def _best_whole(layers: int, kept: int, boundary: int) -> int:
+    """Return the whole number of segments with the smallest sum."""
     return min(range(1, layers + 1), key=lambda k: _sum_of_parts(k, layers, kept, boundary))
 
 
@@ -125,7 +136,7 @@ def _whole_layers(layers: int, kept: int, boundary: int) -> int:
     return min(range(1, layers + 1), key=lambda k: k * boundary + math.ceil(layers / k) * kept)
 
 
-# Reason -> result of a function with that mistake.
+#: Verdicts, each with the result of a function with that mistake.
 _COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
     (
         "You returned √L. This is right only if a layer keeps as much as one boundary, that"
@@ -208,6 +219,7 @@ def check_best_count(answer: Any) -> Verdict:
 
 
 def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
+    """Return whether a number is the right one, or refuse what is not a number."""
     try:
         return math.isclose(given + 0.0, wanted, rel_tol=tolerance)
     except TypeError:
