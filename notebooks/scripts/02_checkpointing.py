@@ -329,7 +329,7 @@ for name, option in options.items():
     trained = sum(parameter.grad is not None for parameter in block.parameters())
     said[name] = [f"{each.message}" for each in heard]
     rows.append((name, trained, len(heard)))
-table(["`use_reentrant`", "parameters with a gradient, of 12", "warnings"], rows)
+table(["`use_reentrant`", "parameters with a gradient (of 12)", "warnings"], rows)
 
 # %%
 print(*said["left out"], sep="\n")
@@ -391,7 +391,9 @@ meters = {"plain": metered_step(plain), "checkpointed": metered_step(forgetful)}
 all(map(torch.equal, plain.parameters(), forgetful.parameters()))  # weights after the step
 
 # %% slide="result"
-timelines(meters, title="The mountain becomes eight teeth; the peak moves to the end of backward")
+timelines(
+    meters, title="One mountain becomes eight teeth, and the peak moves to the end of backward"
+)
 
 # %% [markdown] slide={"en": "A layer keeps 20,987,904 bytes; a checkpoint keeps its input and 5,056.\n\n**Guess first.** From 277,682,584 bytes, with $k$ checkpoints?", "zh": "一层保存 20,987,904 字节；一个检查点留下这一层的输入和 5,056 字节。\n\n**先猜**：原来 277,682,584 字节，加 $k$ 个检查点呢？"}
 # <div lang="en">
@@ -539,7 +541,7 @@ def decoder_with(group=1, decoder=None, **options):
 products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 measured = lesson_02.measured_step  # symbolic: its peak, and the FLOPs of forward and backward
 ways = {"each layer": {}, "products kept": {"policy": products}}
-ways |= {"two layers as one": {"group": 2}, "eight layers as one": {"group": 8}}
+ways |= {"two layers per checkpoint": {"group": 2}, "eight layers per checkpoint": {"group": 8}}
 arms = {"plain": measured(make_decoder)}
 arms |= {name: measured(decoder_with, **options) for name, options in ways.items()}
 lesson_02.draw_policies(arms)
@@ -549,14 +551,14 @@ lesson_02.draw_policies(arms)
 #
 # One more forward pass is about a third of a step if all weights are trained: a little more where the first layer has no gradient to hand on; freeze weights and backward shrinks, and the extra pass can be half a step. It is 1.21 here: the head is not done again, and recomputation stops when the last saved tensor is back (**early stop**), so that each checkpoint skips its last product.
 #
-# (Leave out the last layer's checkpoint, as section 2.4 did: 4 MB more, for an eighth less of the extra work.) Keeping the products saves 84 MB and costs almost no FLOPs. Wrap all eight as one and they all come back at once: the highest price, for 19 MB. And in seconds?
+# (Leave out the last layer's checkpoint, as section 2.4 did: 4 MB more, for an eighth less of the extra work.) Keeping the products saves 84 MB and costs almost no FLOPs. With one checkpoint around all eight layers, all of them are recomputed at once: this costs the most FLOPs and saves only 19 MB. And in seconds?
 #
 # </div>
 # <div lang="zh">
 #
 # 全部权重都训练时，多一次前向约是一步的三分之一：第一层不必往前传梯度时略多一点；冻结一部分权重，反向变短，多出的这一遍最多可到二分之一。这里是 1.21 倍：输出头不用重做；而且重计算一算出最后一个要保存的张量就停下（**提前终止**），每个检查点都省去最后一次乘法。
 #
-# （像 2.4 节那样不给最后一层加：只多 4 MB，额外的计算少八分之一。）保留乘积：省下 84 MB，几乎不多花 FLOPs。八层合成一个：全部同时重新出现，代价最高，只省 19 MB。那么秒数呢？
+# （像 2.4 节那样不给最后一层加：只多 4 MB，额外的计算少八分之一。）保留乘积省下 84 MB，几乎不多花 FLOPs。八层合用一个检查点时，八层要同时重新算出来，FLOPs 最多，却只省 19 MB。那么秒数呢？
 #
 # </div>
 
@@ -577,17 +579,17 @@ lesson_02.seconds_beside_flops(decoders, arms)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Pairs of layers lost. Is that a rule?\n\n**Guess first.** Gradients there already, a layer is 20 inputs: from which depth do pairs win?", "zh": "两层合成一个，输了。总是如此吗？\n\n**先猜**：梯度一开始就在，一层的激活值相当于 20 份输入，多深以后成对更省？"}
-# ## 2.7 Groups, and gradients that are there / 分组，以及一开始就在的梯度
+# %% [markdown] slide={"en": "Two layers per checkpoint were worse on both axes. Is that a rule?\n\n**Guess first.** Gradients exist from the start, and a layer is 20 inputs: from which depth on do pairs save more?", "zh": "两层合用一个检查点，两项都更差。总是这样吗？\n\n**先猜**：梯度一开始就在，一层的激活值相当于 20 份输入，多深以后两层合用更省？"}
+# ## 2.7 Groups, if gradients exist from the start / 梯度一开始就在时的分组
 #
 # <div lang="en">
 #
-# Two layers as one lost on both axes. Is that a rule? With gradients there from the start, as in the later micro-batches of accumulation (lesson 05), the peak stays at the last layers, and the sum is simple: a pair brings back one layer more, and saves the inputs of half the layers. 20 inputs are one layer. **Guess first:** from which depth on do pairs win? (So that 48 layers run in a moment, all is a quarter as large here: 512 words, hidden size 64, 32 tokens.)
+# Two layers per checkpoint were worse on both axes. Is that a rule? If gradients exist from the start, as in the later micro-batches of accumulation (lesson 05), the peak stays at the last layers, and the calculation is simple: a pair recomputes one more layer at a time, and saves the inputs of half the layers. 20 inputs are one layer. **Guess first:** from which depth on do pairs save more? (So that 48 layers run in a moment, all is a quarter as large here: 512 words, hidden size 64, 32 tokens.)
 #
 # </div>
 # <div lang="zh">
 #
-# 两层合成一个，内存、计算量两样都输。这是规律吗？如果梯度从一开始就在，例如累积梯度时后面的微批次（第 05 课），峰值就一直留在最后几层，账也简单：成对时多恢复一层，但少存一半的输入。一层相当于 20 份输入。**先猜**：从多深开始，成对更省？（为了让 48 层很快跑完，这里一切都缩到四分之一：词表 512，隐藏维度 64，32 个 token。）
+# 两层合用一个检查点，内存和计算量两项都更差。这是规律吗？如果梯度从一开始就在，例如累积梯度时后面的微批次（第 05 课），峰值就一直留在最后几层，账也很好算：两层合用时，同时多恢复一层，但少存一半的输入。一层相当于 20 份输入。**先猜**：从多深开始，两层合用更省？（为了让 48 层很快跑完，这里一切都缩到四分之一：词表 512，隐藏维度 64，32 个 token。）
 #
 # </div>
 
@@ -600,7 +602,7 @@ def peak_of_groups(layers, group):
 
 
 rows = [(layers, peak_of_groups(layers, 1), peak_of_groups(layers, 2)) for layers in (8, 48)]
-table(["layers", "each layer", "two layers as one"], rows)  # peaks, MB
+table(["layers", "each layer", "two layers per checkpoint"], rows)  # peaks, MB
 
 # %% [markdown]
 # <div lang="en">
@@ -700,7 +702,9 @@ def head_peak(run, chunk):
 ways = one_backward, backward_by_chunk
 sizes = (1024, 256, 128, 32) if lesson_02.check_loss_in_pieces.accepted else ()
 rows = [(n, *(round(head_peak(way, n), 2) for way in ways)) for n in sizes]
-table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks, of the matrix
+table(
+    ["tokens in a chunk", "one backward for the whole loss", "a backward per chunk"], rows
+)  # peaks, of the matrix
 
 # %% [markdown]
 # <div lang="en">
@@ -961,7 +965,7 @@ except torch.utils.checkpoint.CheckpointError as error:
 
 # %%
 answers = lesson_02.modes(readable)
-table(["does it work", "reentrant", "non-reentrant"], answers)
+table(["case", "reentrant", "non-reentrant"], answers)
 
 # %%
 all(a == b for a, b in zip(answers, lesson_02.modes(checkpoint), strict=True))
@@ -1103,13 +1107,13 @@ def with_remedy(norm, images):
 
 # %%
 rows = []
-ways = {"plain": plainly, "checkpointed": checkpointed, "with the remedy": with_remedy}
+ways = {"plain": plainly, "checkpointed": checkpointed, "with the fix": with_remedy}
 for name, run in ways.items():
     norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()
     run(norm, images).exp().sum().backward()
     mean = norm.running_mean / images.detach().mean(0)
     rows.append((name, round(float(mean.mean()), 3), int(norm.num_batches_tracked)))
-table(["", "running mean, in means of the batch", "batches counted"], rows)
+table(["", "running mean (in units of the batch's mean)", "batches counted"], rows)
 
 # %% [markdown]
 # ## 2.17 Attention over longer sequences / 更长序列上的注意力
@@ -1202,12 +1206,12 @@ losses == without, [f"{loss:.3f}" for loss in losses]
 #
 # <div lang="en">
 #
-# For a plain `nn.Sequential` there is `checkpoint_sequential`. It cuts the network into segments, all but the last one checkpointed. How many are best is the question of lesson 03.
+# For an `nn.Sequential`, PyTorch has `checkpoint_sequential`. It cuts the network into segments and puts a checkpoint around each of them except the last. How many segments are best is the question of lesson 03.
 #
 # </div>
 # <div lang="zh">
 #
-# 对普通的 `nn.Sequential`，有 `checkpoint_sequential`。它把网络切成几段，除最后一段外各加一个检查点。切几段最好，是第 03 课的问题。
+# 对 `nn.Sequential`，PyTorch 有现成的 `checkpoint_sequential`。它把网络切成几段，除最后一段外各加一个检查点。切几段最好，是第 03 课的问题。
 #
 # </div>
 

@@ -59,22 +59,22 @@ __all__ = [
 CLAIMS = (
     Claim(
         "Training will be about 20% slower.",
-        "FLOPs of the step, a checkpoint a layer",
+        "FLOPs of the step with a checkpoint per layer",
         "Partly: 21% more FLOPs here. Seconds were not compared.",
         outcome="partly",
         source="Hugging Face Transformers documentation, Gradient checkpointing, before 5.17",
     ),
     Claim(
         "Full recomputation makes a layer 30% dearer, since its whole forward runs again.",
-        "what eight layers compute, with and without",
-        "Partly: 23% here. Early stop leaves out the last product of each layer; without it, a"
-        " third.",
+        "FLOPs of eight layers, with checkpoints and without",
+        "Partly: 23% here, because early stop leaves out the last product of each layer."
+        " Without early stop it is a third.",
         outcome="partly",
         source="NVIDIA Megatron Bridge documentation, Activation Recomputation, before 0.5",
     ),
     Claim(
         "Selective recomputation takes away over 90% of the overhead.",
-        "FLOPs done again, selective against each layer",
+        "recomputed FLOPs, selective compared with a checkpoint per layer",
         "Holds in FLOPs: 92%, and 89% against recomputation that stops early. Seconds were not"
         " compared.",
         outcome="partly",
@@ -82,8 +82,9 @@ CLAIMS = (
     ),
     Claim(
         "A checkpoint around one layer saves memory.",
-        "peak of eight layers alone, and of one",
-        "Partly: it depends on which. Around the last, or the only one, it saves nothing.",
+        "peak of eight layers alone, with no checkpoint, around the first, around the last",
+        "Partly: it depends on the layer. Around the last layer, or around the only one, a"
+        " checkpoint saves nothing.",
         outcome="partly",
     ),
 )
@@ -91,32 +92,33 @@ CLAIMS = (
 OLDER_CLAIMS = (
     Claim(
         "Non-reentrant checkpointing brings memory from O(N) to O(1).",
-        "bytes saved by the decoder, a checkpoint a layer",
-        "No: one input a layer stays. O(N) with a smaller slope.",
+        "bytes that the decoder saves with a checkpoint per layer",
+        "No: one input per layer stays. It is still O(N), with a smaller slope.",
         outcome="fails",
     ),
     Claim(
         "The non-reentrant mode analyses a static graph.",
-        "a function that takes another branch each step",
-        "No: it hooks saved tensors. Gradients are equal.",
+        "a function that takes a different branch in each step",
+        "No: it only puts hooks on saved tensors. The gradients are equal in every step.",
         outcome="fails",
     ),
     Claim(
         "The reentrant mode is more compatible.",
-        "rows that work, reentrant : non-reentrant",
-        "The other way round, but for functions that forbid hooks.",
+        "cases that work, reentrant : non-reentrant",
+        "Partly: only for functions that forbid hooks. Otherwise the non-reentrant mode is"
+        " more compatible.",
         outcome="partly",
     ),
     Claim(
         "`checkpoint_sequential` on the list of Linear layers equals the network.",
         "outputs compared",
-        "No: the activation functions between them are gone.",
+        "No: the activation functions between the Linear layers are left out.",
         outcome="fails",
     ),
     Claim(
         "With `checkpoint_sequential` in its old mode, the network still trains.",
         "three segments, an input that needs no gradient: layers with gradients",
-        "Only the last segment does: there is a warning, but no error.",
+        "Partly: only the last segment trains. There is a warning, but no error.",
         outcome="partly",
     ),
 )

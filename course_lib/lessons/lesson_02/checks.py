@@ -30,12 +30,13 @@ PLAIN, LAYER, INPUT, RNG = 277_682_584, 20_987_904, 1_048_576, 5_056
 @exercise(
     hint=(
         (
-            "Forward: run the block, keep x. Backward: run it again with a graph, on an input of"
-            " its own."
+            "In forward, run the block and keep x. In backward, give the block its own input"
+            " and run it again with a graph."
         ),
         (
-            "`again = x.detach().requires_grad_()`; the block under `torch.enable_grad()`; then "
-            "`torch.autograd.backward(output, gradient)`, and `again.grad` is what x gets."
+            "Let `again = x.detach().requires_grad_()`. Run the block on it under"
+            " `torch.enable_grad()`, and call `torch.autograd.backward(output, gradient)`."
+            " The gradient of x is then `again.grad`."
         ),
     )
 )
@@ -47,20 +48,22 @@ def check_checkpoint(function: Any) -> Verdict:
     function = getattr(function, "apply", function)
     _keeps_its_input_only(function)
     _works_in_a_network(function)
-    return right("Right: equal gradients, two runs, nothing kept but the input.")
+    return right(
+        "Right: the gradients are equal, the block runs twice, and only the input is kept."
+    )
 
 
 @exercise(
     hint=(
         (
-            "`forget` gives the next number. `bring_back` runs the block if `found` is empty, then"
-            " looks the number up."
+            "`forget` returns the next number. `bring_back` runs the block if `found` is"
+            " empty, and then returns the tensor with that number."
         ),
         (
-            "`numbers = count()` stands outside, and `forget` returns `next(numbers)`. In"
-            " `bring_back`: `with torch.enable_grad(), saved_tensors_hooks(collect, bring_back)`,"
-            " run the block on `x.detach().requires_grad_(x.requires_grad)`; return"
-            " `found[number]`."
+            "Write `numbers = count()` outside, and let `forget` return `next(numbers)`. In"
+            " `bring_back`, under `with torch.enable_grad(), saved_tensors_hooks(collect,"
+            " bring_back)`, run the block on `x.detach().requires_grad_(x.requires_grad)`."
+            " Then return `found[number]`."
         ),
     )
 )
@@ -74,16 +77,16 @@ def check_hooks(function: Any) -> Verdict:
         _works_in_a_network(function)
     except IndexError:
         return wrong(
-            "`found` is shorter than the numbers. The second run must save what the first one"
-            " saved: with a graph, under hooks that collect, on an input that requires a gradient"
-            " if `x` does.",
+            "`found` has fewer tensors than were numbered. The second run must save the same"
+            " tensors as the first. For this it needs a graph, hooks that collect, and an"
+            " input that requires a gradient if `x` does.",
             exact=True,
         )
     except RuntimeError as error:
         if "shapes cannot be multiplied" in f"{error}" or "must match the size" in f"{error}":
             return wrong(
-                "You brought back another tensor than the one that was saved. Number n stands for"
-                " the n-th tensor that the second run saves: return `found[number]`.",
+                "You did not bring back the tensor that was saved. Number n stands for the"
+                " n-th tensor that the second run saves, so return `found[number]`.",
                 exact=True,
             )
         raise
@@ -100,17 +103,20 @@ def check_hooks(function: Any) -> Verdict:
     (expected,) = torch.autograd.grad((data @ weight).exp(), weight, _uneven(data))
     if weight.grad is None:
         return wrong(
-            "Where the input needs no gradient, the block's weight still needs its own.", exact=True
+            "The block's weight got no gradient when the input needed none. It still needs"
+            " its own gradient.",
+            exact=True,
         )
     if not torch.allclose(weight.grad, expected):
         return wrong(
-            "Your second run saves other tensors than the first where `x` needs no gradient. Its"
-            " input may require one only if `x` does:"
+            "If `x` needs no gradient, your second run saves different tensors than the first"
+            " one. Its input may require a gradient only if `x` does:"
             " `x.detach().requires_grad_(x.requires_grad)`.",
             exact=True,
         )
     return right(
-        "Right: equal gradients, two runs, nothing kept but the input, which may need no gradient."
+        "Right: the gradients are equal, the block runs twice, and only the input is kept. It"
+        " also works if the input needs no gradient."
     )
 
 
@@ -120,13 +126,14 @@ def _uneven(like: Tensor) -> Tensor:
 
 
 _RETURNED = (
-    "Backward returns a gradient for each argument of forward: `None` for the block, then that of"
-    " `x`."
+    "Your backward returns the wrong gradients. It must return one for each argument of"
+    " forward: `None` for the block, then the gradient of `x`."
 )
 # PyTorch's messages for some mistakes, and what they mean here.
 _MISTAKES = {
     "does not require grad": (
-        "In backward there are no graphs: run the block again under `torch.enable_grad()`."
+        "Your second run has no graph, because backward records none. Run the block again"
+        " under `torch.enable_grad()`."
     ),
     "backward through the graph a second time": (
         "Your backward went on through the graph in front of the block. Run the block again on an"
@@ -135,10 +142,11 @@ _MISTAKES = {
     "incorrect number of gradients": _RETURNED,
     "returned a gradient different than None": _RETURNED,
     "only for scalar outputs": (
-        "Hand the gradient that has arrived to `torch.autograd.backward`, after the output."
+        "You called `torch.autograd.backward` with the output alone. Pass it the gradient"
+        " that has arrived, too."
     ),
     "unpack_hook expected to be a Tensor": (
-        "`bring_back` must return a tensor: the one that the number stands for."
+        "`bring_back` must return a tensor, namely the one that was saved under this number."
     ),
 }
 
@@ -163,7 +171,7 @@ def _keeps_its_input_only(function: Callable) -> None:
     with MemoryMeter() as meter:
         output = function(block, x)
         if output is None and runs:
-            _refuse("It runs the block and returns nothing: the block's output is wanted.")
+            _refuse("Your function runs the block and returns nothing. Return the block's output.")
         if output is None or output is ...:
             raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
@@ -175,41 +183,42 @@ def _keeps_its_input_only(function: Callable) -> None:
     except (RuntimeError, TypeError) as error:
         if "does not require grad" in f"{error}" and len(runs) == 2 and runs[1]:
             _refuse(
-                "Your second run has a graph, but what you go backward from has none. Compute it"
-                " under `torch.enable_grad()` too, or hand the output and the gradient to"
-                " `torch.autograd.backward`."
+                "Your second run has a graph, but the tensor from which you go backward has"
+                " none. Compute this tensor under `torch.enable_grad()`, too, or pass the"
+                " output and the gradient to `torch.autograd.backward`."
             )
         _name_the_mistake(error)
         raise
     if (before, len(runs)) == (1, 1) and kept <= 1.5 * x.nbytes:
-        _refuse("Backward has computed nothing again: it must run the block a second time.")
+        _refuse("Your backward recomputed nothing. It must run the block a second time.")
     _two_runs(before, len(runs))
     if weight.grad is None:
         _refuse(
-            "The block's weight has no gradient: `torch.autograd.grad` gives only what it is asked"
-            " for."
+            "The block's weight got no gradient, because `torch.autograd.grad` returns only"
+            " the gradients that you ask for. Use `torch.autograd.backward`."
         )
     if x.grad is None:
         _refuse(
-            "The input gets no gradient: the second run's must require one, and its `.grad` is what"
-            " goes back."
+            "The input got no gradient. The input of the second run must require a gradient,"
+            " and backward must return its `.grad`."
         )
     found = (x.grad, weight.grad)
     if torch.allclose(x.grad, 2 * expected[0]):
         _refuse(
-            "The gradient of the input is counted twice: the second run needs an input of its own,"
-            " detached."
+            "The gradient of the input is counted twice. Give the second run its own input,"
+            " detached from the graph."
         )
     if all(map(torch.allclose, found, all_ones)):
         _refuse(
-            "The gradient that arrives is not all ones. Go backward from it, not from the output's"
-            " sum."
+            "You went backward from the output's sum, as if the gradient that arrives were"
+            " all ones. Go backward from that gradient."
         )
     if not all(map(torch.allclose, found, expected)):
-        raise Refused("The gradients differ from autograd's.")
+        raise Refused("Your gradients differ from autograd's.")
     if kept > 1.5 * x.nbytes:  # one copy of the input is allowed
         message = (
-            "Between forward and backward {kept:,} bytes more are live; the input has {input:,}."
+            "Between forward and backward you keep {kept:,} bytes, but the input has only"
+            " {input:,}."
         )
         raise Refused(text(message, kept=kept, input=x.nbytes))
 
@@ -239,8 +248,9 @@ def _works_in_a_network(function: Callable) -> None:
     gradient = _uneven(start)
     wanted = torch.autograd.grad(network(lambda block, x: block(x)), (start, *weights), gradient)
     message = (
-        "For one block it is right, for two in a row the gradients differ from autograd's. Keep"
-        " nothing outside of the call: each block has its own input, and its own tensors."
+        "Your checkpoint is right for one block, but for two in a row the gradients differ"
+        " from autograd's. Keep nothing outside the call, because each block has its own"
+        " input and its own tensors."
     )
     try:
         network(function).backward(gradient)
@@ -260,7 +270,7 @@ def _refuse(message: str) -> None:
 
 def _two_runs(before: float, after: float) -> None:
     if (before, after) == (1, 1):
-        _refuse("The block ran once: everything was kept, and nothing is computed again.")
+        _refuse("The block ran only once. Everything was kept, and nothing was recomputed.")
     if (before, after) != (1, 2):
         raise Refused(
             text(
@@ -275,12 +285,12 @@ def _two_runs(before: float, after: float) -> None:
 @exercise(
     hint=(
         (
-            "Start from the plain peak. What does a checkpointed layer no longer keep, and what"
-            " does it still keep?"
+            "Start from the baseline's peak. What does a checkpointed layer no longer keep,"
+            " and what does it still keep?"
         ),
         (
-            "Each checkpoint takes a layer's bytes away and leaves b · s · h numbers and the"
-            " generator's state."
+            "Each checkpoint removes the bytes of a layer. In their place it keeps b · s · h"
+            " numbers and the state of the random number generator."
         ),
     )
 )
@@ -294,25 +304,46 @@ def check_peak_formula(answer: Any) -> Verdict:
             given,
             PLAIN - k * (LAYER - INPUT - RNG),
             wrong_answers={
-                PLAIN - k * LAYER: "Each checkpoint keeps its layer's input.",
+                PLAIN
+                - k
+                * LAYER: "You left out the inputs. Each checkpoint keeps the input of its layer.",
                 PLAIN
                 - k
                 * (
                     LAYER - INPUT
-                ): "Each checkpoint keeps the state of the random number generator, too.",
+                ): "You left out the state of the random number generator. Each checkpoint"
+                " keeps it, too.",
                 PLAIN
-                - k * (LAYER - RNG): "Each checkpoint keeps its layer's input, b · s · h numbers.",
-                PLAIN - k * (LAYER - INPUT // 4 - RNG): "The input's elements take 4 bytes each.",
+                - k
+                * (
+                    LAYER - RNG
+                ): "You left out the inputs. Each checkpoint keeps the input of its layer, b"
+                " · s · h numbers.",
+                PLAIN
+                - k
+                * (
+                    LAYER - INPUT // 4 - RNG
+                ): "You counted the elements of the input. Each of them takes 4 bytes.",
                 PLAIN - k * (LAYER - INPUT) + RNG: (
-                    "You counted the generator's state once. Each checkpoint keeps its own."
+                    "You counted the generator's state only once. Each checkpoint keeps its own."
                 ),
-                PLAIN - 8 * (LAYER - INPUT - RNG): "Only k of the eight layers have a checkpoint.",
-                PLAIN + k * (LAYER - INPUT - RNG): "A checkpoint takes bytes away.",
+                PLAIN
+                - 8
+                * (
+                    LAYER - INPUT - RNG
+                ): "You counted a checkpoint around all eight layers. Only k of them have one.",
+                PLAIN
+                + k * (LAYER - INPUT - RNG): "Your peak grows with k. Each checkpoint reduces it.",
                 PLAIN
                 - k * (LAYER - INPUT - RNG)
-                + LAYER: "At that moment no layer has come back yet.",
+                + LAYER: "You counted one layer that has been recomputed. At the peak, no layer"
+                " has been recomputed yet.",
                 PLAIN
-                - (k - 1) * (LAYER - INPUT - RNG): "At that moment no layer has come back yet.",
+                - (k - 1)
+                * (
+                    LAYER - INPUT - RNG
+                ): "You counted one layer that has been recomputed. At the peak, no layer"
+                " has been recomputed yet.",
             },
         )
         if not verdict:
@@ -320,20 +351,20 @@ def check_peak_formula(answer: Any) -> Verdict:
                 verdict, message=text("For k = {k}: {message}", k=k, message=verdict.message)
             )
     return right(
-        "Right for k = 0, 1, 4 and 7: each checkpoint takes away a layer's bytes and leaves its"
-        " input."
+        "Right for k = 0, 1, 4 and 7: each checkpoint removes the bytes of a layer, and keeps"
+        " its input and the generator's state."
     )
 
 
 @exercise(
     hint=(
         (
-            "A function for the summed loss of a chunk; a checkpoint around each call; add up,"
-            " divide at the end."
+            "Write a function that returns the summed loss of a chunk, and put a checkpoint"
+            " around each call. Add the results up, and divide once, at the end."
         ),
         (
-            '`hidden.split(chunk)` and `targets.split(chunk)`; `reduction="sum"`; divide by'
-            " `(targets != -100).sum()`."
+            'Use `hidden.split(chunk)`, `targets.split(chunk)` and `reduction="sum"`. Divide'
+            " by `(targets != -100).sum()`."
         ),
     )
 )
@@ -355,7 +386,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         if loss is None or loss is ...:
             return not_answered()
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return wrong("A tensor with a graph is wanted.")
+            return wrong("Return a tensor with a graph.")
         kept = meter.live_bytes
         if not torch.allclose(loss, losses.mean(), rtol=1e-4):
             return _another_loss(float(loss.detach()), losses.detach())
@@ -365,8 +396,8 @@ def check_loss_in_pieces(function: Any) -> Verdict:
             if "batch_size" not in f"{error}":
                 raise
             said = (
-                "Backward calls each chunk's function again, when the loop is over: hand it the"
-                " chunk's targets too."
+                "Backward calls the function of each chunk again, after the loop has ended."
+                " Pass the chunk's targets to it as an argument."
             )
             return wrong(said, exact=True)
     for name, tensor, gradient in zip(
@@ -374,25 +405,27 @@ def check_loss_in_pieces(function: Any) -> Verdict:
     ):
         if tensor.grad is not None and _close(tensor.grad, gradient):
             return wrong(
-                "You return the gradient of an unscaled loss. Multiply it by the gradient that"
-                " arrives in backward: here the loss was tripled.",
+                "You return the gradient of an unscaled loss. Multiply it by the gradient"
+                " that arrives in backward. Here the loss was multiplied by 3.",
                 exact=True,
             )
         if tensor.grad is None or not _close(tensor.grad, 3 * gradient):
             return wrong(
                 text(
-                    "The gradient of {name} differs from that of the plain loss.", name=f"`{name}`"
+                    "Your gradient of {name} differs from that of the whole loss computed at once.",
+                    name=f"`{name}`",
                 )
             )
     sizes = {"kept": kept, "peak": meter.peak_bytes, "logits": logits}
     if kept > logits // 2:
         message = (
-            "Between forward and backward {kept:,} bytes are live: each chunk keeps its logits or"
-            " log-softmax."
+            "Between forward and backward you keep {kept:,} bytes. Each chunk still keeps its"
+            " logits or log-softmax."
         )
         return wrong(
             text(message, kept=kept),
-            hint="Put a checkpoint around each chunk, its product included.",
+            hint="Put a checkpoint around each chunk, and include the product that computes"
+            " its logits.",
         )
     with MemoryMeter() as whole:
         function(hidden, weight, targets, 240).backward()
@@ -400,23 +433,25 @@ def check_loss_in_pieces(function: Any) -> Verdict:
     if whole.peak_bytes < 2 * logits:
         if abs(whole.peak_bytes - meter.peak_bytes) < 0.1 * meter.peak_bytes:
             return wrong(
-                "With all tokens as one `chunk` the peak is the same: is `chunk` used?", exact=True
+                "The peak is the same if all tokens are in one chunk. Does your code use `chunk`?",
+                exact=True,
             )
         return wrong(
-            "With `chunk` = 240 there are many: it is a number of tokens, not of chunks.",
+            "You took `chunk` for the number of chunks. It is the number of tokens in a"
+            " chunk, so `chunk` = 240 must give one chunk here.",
             exact=True,
         )
     _leaves_out_ignored_targets(function, hidden.detach(), weight.detach(), targets)
     if meter.peak_bytes > 1.5 * logits:
         message = (
-            "At the peak {peak:,} bytes are live. All the logits have {logits:,}: they exist whole"
-            " somewhere."
+            "At the peak {peak:,} bytes are live, and all the logits have {logits:,}. Your"
+            " code still has all of them in memory at some moment."
         )
         return wrong(text(message, peak=sizes["peak"], logits=logits))
     return right(
         text(
-            "Right: {kept:,} bytes are kept and {peak:,} live at the peak, where all the logits"
-            " have {logits:,}.",
+            "Right: you keep {kept:,} bytes, and the peak is {peak:,} bytes. All the logits"
+            " would take {logits:,}.",
             **sizes,
         )
     )
@@ -444,13 +479,13 @@ def _leaves_out_ignored_targets(
         )
     if torch.allclose(loss * len(targets), wanted * (ignored != -100).sum(), rtol=1e-4):
         _refuse(
-            "You divide by the number of all targets, but those of −100 don't count. Divide by"
-            " `(targets != -100).sum()`."
+            "You divide by the number of all targets, but targets of −100 do not count."
+            " Divide by `(targets != -100).sum()`."
         )
     if not torch.allclose(loss, wanted, rtol=1e-4) or not _close(rows.grad, expected):
         _refuse(
-            "Your loss differs where some targets are −100. Leave them out of the sum and out of"
-            " the number that you divide by, as `F.cross_entropy` does."
+            "Your loss is wrong if some targets are −100. Leave them out of the sum and out"
+            " of the number that you divide by, as `F.cross_entropy` does."
         )
 
 
@@ -459,21 +494,26 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
     reasons = {
         float(
             torch.stack([part.mean() for part in parts]).mean()
-        ): "It is a mean of means: the last chunk is shorter, and would count for more.",
-        float(losses.sum()): "It is the sum of the losses; the mean is wanted.",
+        ): "You took the mean of the chunks' means. The last chunk is shorter, so its tokens"
+        " count for more.",
+        float(losses.sum()): "You returned the sum of the losses. Return the mean.",
         sum(float(part.mean()) for part in parts)
-        / 240: 'Each chunk gives its mean: take the sum, `reduction="sum"`.',
-        float(losses.sum()) / 64: "Divide by the number of all tokens, `len(targets)`.",
-        float(losses.sum()) / 4: "Divide by the number of all tokens, `len(targets)`.",
-        float(losses[:192].mean()): "The last chunk is missing.",
-        float(losses[:192].sum() / 240): "The last chunk is missing.",
+        / 240: 'You added up the chunks\' means. Add up their sums, with `reduction="sum"`.',
+        float(losses.sum())
+        / 64: "You divided by the size or by the number of the chunks. Divide by the number of"
+        " all tokens, `len(targets)`.",
+        float(losses.sum())
+        / 4: "You divided by the size or by the number of the chunks. Divide by the number of"
+        " all tokens, `len(targets)`.",
+        float(losses[:192].mean()): "You left out the last chunk.",
+        float(losses[:192].sum() / 240): "You left out the last chunk.",
     }
     for mistaken, reason in reasons.items():
         if abs(loss - mistaken) < 1e-4 * abs(mistaken):
-            return wrong(text("The loss differs: {reason}", reason=text(reason)))
+            return wrong(text("Your loss is wrong. {reason}", reason=text(reason)))
     return wrong(
         text(
-            "The loss is {found}, but it must be {wanted}.",
+            "Your loss is {found}, but it must be {wanted}.",
             found=f"{loss:.4f}",
             wanted=f"{float(losses.mean()):.4f}",
         )
@@ -484,8 +524,8 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
     hint=(
         "See `torch.get_rng_state` and `torch.random.fork_rng`.",
         (
-            "Forward keeps `torch.get_rng_state()`; backward sets it inside"
-            " `torch.random.fork_rng()`, for the second run."
+            "In forward, keep `torch.get_rng_state()`. In backward, set this state inside"
+            " `torch.random.fork_rng()`, before the second run."
         ),
     )
 )
@@ -521,42 +561,45 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
     _two_runs(*(count / 2 for count in counts))
     for x, output in blocks:
         if not torch.equal(output == 0, x.grad == 0):
-            return wrong("The second run drew another mask.", hint=_ANOTHER_MASK)
+            return wrong("Your second run drew a different mask.", hint=_ANOTHER_MASK)
         upstream = torch.where(output == 0, 0.0, 2 * (_uneven(x) + 3))
         if not torch.allclose(x.grad, upstream):
             return wrong(
-                "The gradient that arrives is not all ones. Go backward from it, not from the"
-                " output's sum.",
+                "You went backward from the output's sum, as if the gradient that arrives"
+                " were all ones. Go backward from that gradient.",
                 exact=True,
             )
     if torch.equal(blocks[0][1], blocks[1][1]):
         return wrong(
-            "You gave two blocks in a row the same mask. Keep the generator's state as it is when"
-            " each block begins, and set no seed of your own.",
+            "You gave two blocks in a row the same mask. Keep the state that the generator"
+            " has when each block begins, and do not set a seed.",
             exact=True,
         )
     if not torch.equal(found, undisturbed):
         return wrong(
-            "The random numbers afterwards have changed: your second run draws from the generator"
-            " and does not put its state back. Run it inside `torch.random.fork_rng()`.",
+            "The random numbers afterwards have changed, because your second run draws from"
+            " the generator and does not restore its state. Run it inside"
+            " `torch.random.fork_rng()`.",
             exact=True,
         )
-    return right("Right: the same mask, and undisturbed random numbers.")
+    return right(
+        "Right: the second run draws the same mask, and later random numbers do not change."
+    )
 
 
 _ANOTHER_MASK = (
-    "The generator's state when this block begins decides the mask: keep `torch.get_rng_state()`"
-    " from before the first run, one for each call. A seed is not enough, since other layers have"
-    " drawn in between."
+    "The mask depends on the generator's state when this block begins. Keep"
+    " `torch.get_rng_state()` from before the first run, one state for each call. A seed is"
+    " not enough, because other layers have drawn numbers in between."
 )
 
 
 @exercise(
     hint=(
-        "Each kept result adds its bytes, times eight layers. Which results save most FLOPs for"
-        " their bytes?"
+        "Each result that you keep adds its bytes eight times, once per layer. Which results"
+        " save the most FLOPs per byte?"
     ),
-    raised="The policy cannot be used: {error}.",
+    raised="Your policy cannot be used: {error}.",
 )
 def check_policy(operators: Any) -> Verdict:
     """Check operators whose outputs a selective policy keeps.
@@ -564,10 +607,10 @@ def check_policy(operators: Any) -> Verdict:
     The limits are 110 MB for forward and backward, and 1.2 times the FLOPs.
     """
     if not isinstance(operators, list | tuple | set):
-        return wrong("Give a list of operators.")
+        return wrong("Return a list of operators.")
     if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
         return wrong(
-            "Name each operator as the example does: `torch.ops.aten.gelu.default`.", exact=True
+            "Write each operator as in the example, `torch.ops.aten.gelu.default`.", exact=True
         )
 
     with symbolic():
@@ -583,30 +626,44 @@ def check_policy(operators: Any) -> Verdict:
             decoder.loss(tokens).backward()
     if any("policy keeps" in f"{each.message}" for each in heard):
         return wrong(
-            "You keep an operator that these layers never call, so everything is computed again."
-            " `nn.Linear` calls `addmm` if it has a bias, and the products of attention are `bmm`.",
+            "You keep an operator that these layers never call, so everything is recomputed."
+            " `nn.Linear` calls `addmm` if it has a bias, and the products of attention are"
+            " `bmm`.",
             exact=True,
         )
     peak, flops = meter.peak_bytes, counter.get_total_flops()
     ratio = flops / 45_097_156_608
-    took = {"peak": f"{peak / 1e6:.1f} MB", "times": f"{ratio:.3f} ×"}
+    took = {"peak": f"{peak / 1e6:.1f} MB", "times": f"{ratio:.3f}"}
     if peak > 110e6:
-        return wrong(text("It keeps too much: {peak}, {times}.", **took))
+        return wrong(
+            text(
+                "You keep too much: the peak is {peak}, and the FLOPs are {times} times the"
+                " baseline's.",
+                **took,
+            )
+        )
     if ratio > 1.2:
-        return wrong(text("It computes too much again: {peak}, {times}.", **took))
+        return wrong(
+            text(
+                "You recompute too much: the peak is {peak}, and the FLOPs are {times} times"
+                " the baseline's.",
+                **took,
+            )
+        )
     # S has a·s²·b numbers, and the context has s·b·h
     layer = f"{4 * (8 * 8 * 128**2 + 8 * 128 * 256) / 1e6:.1f} MB"
     message = (
-        "Right: {peak}, {times}. Attention's two products, the scores and the context, take {layer}"
-        " a layer; the scores grow with s²."
+        "Right: the peak is {peak}, and the FLOPs are {times} times the baseline's. The"
+        " results of attention's two products, the scores and the context, take {layer} per"
+        " layer. The scores grow with s²."
     )
     return right(text(message, **took, layer=layer))
 
 
 @exercise(
     hint=(
-        "Add up what is there in a chunk's backward: three tensors of its logits' size, and"
-        " gradients."
+        "Add up what is in memory during a chunk's backward: three tensors of the size of its"
+        " logits, and the gradients."
     )
 )
 def check_head_chunk(answer: Any) -> Verdict:
@@ -621,6 +678,6 @@ def check_head_chunk(answer: Any) -> Verdict:
                 checkpointed_loss(hidden, vocabulary, targets, chunk=chunk).backward()
         return meter.peak_bytes
 
-    wanted = "A power of two from 1 to 1024 is wanted."
+    wanted = "Return a power of two from 1 to 1024."
     _, here, _ = largest_that_fits(answer, [2**i for i in range(11)], peak, 150_000_000, wanted)
-    return right(text("Right: {here:,} bytes.", here=here))
+    return right(text("Right: the peak is {here:,} bytes.", here=here))

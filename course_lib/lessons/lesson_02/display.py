@@ -75,7 +75,7 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     """
     events = [tuple(event.split()[:2]) for event in heard]
     names = list(dict.fromkeys(name for _, name in events))
-    title = "Three forwards; then backward runs each block again, just before its own turn"
+    title = "After three forwards, backward runs each block again just before it needs it"
     drawn, ax = figure(title, height=0.6 * len(names) + 0.9)
     drawn.course_larger = 1.0  # larger words would not fit into their boxes
     started, alt = {}, []
@@ -146,7 +146,10 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         )
         for name, peaks in networks.items()
     ]
-    title = "Of eight layers alone the last saves nothing; what counts is the moment of the peak"
+    title = (
+        "A checkpoint around the last of eight layers saves nothing, because of when the peak"
+        " occurs"
+    )
     drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=listed(alt, " "))
     for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
         layers = [layer for layer in peaks if layer is not None]
@@ -164,15 +167,18 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
             ax.text(layer, -2.1, f"{layer}", ha="center", va="center", bbox=box)
         ax.set(xticks=[], xlabel=text("layer with the checkpoint"), ylim=(-4, 24), xlim=(-0.6, 7.6))
         ax.set_title(text("{name}: {peak} MB", name=text(name), peak=_mb(peaks[None])))
-    panels[0].set_ylabel(text("saved of the peak (MB)"))
+    panels[0].set_ylabel(text("reduction of the peak (MB)"))
     drawn.supxlabel(
-        text("dotted: away when the plain step peaks; hatched: there again by then"), fontsize=9
+        text(
+            "dotted: not in memory when the baseline reaches its peak; hatched: recomputed by then"
+        ),
+        fontsize=9,
     )
     return shown_once(drawn)
 
 
 #: Name of a policy -> position of the name relative to its point, in points, and its alignment.
-_PLACES = {"each layer": (-8, 2, "right")}
+_PLACES = {"each layer": (-8, 2, "right"), "eight layers per checkpoint": (-8, 2, "right")}
 
 
 def draw_policies(variants: Mapping[str, Any]) -> "Figure":
@@ -187,7 +193,9 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
         text(description, name=text(name), peak=f"{x:.1f}", times=f"{y:.3f}")
         for name, (x, y) in points.items()
     ]
-    title = "The lower left is best, and empty; here groups lose on both axes"
+    title = (
+        "The lower left would be best, but is empty. Here groups of layers are worse on both axes"
+    )
     drawn, ax = figure(title, height=3.2, alt=text("{points}.", points=listed(alt, "; ")))
     ax.set(
         xlim=(70, 320),
@@ -242,7 +250,7 @@ def _draw_bars(
         )
         for name, f, m, r in zip(names, flops, middle, ratios, strict=True)
     ]
-    title = "FLOPs count matrix products only; the seconds are those of this machine"
+    title = "FLOPs count matrix products only. The seconds are those of this machine"
     drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(alt, "; ")))
     places = range(len(names))
     spread = [
@@ -253,13 +261,13 @@ def _draw_bars(
     ax.bar(
         [x + 0.2 for x in places], middle, 0.38, color=COLORS["measured"], yerr=spread,
         error_kw={"ecolor": "#444444", "capsize": 3, "elinewidth": 1},
-        label=text("CPU seconds: median, range of ten turns"),
+        label=text("CPU seconds (median and range of ten rounds)"),
     )  # fmt: skip
     for x, f, m in zip(places, flops, middle, strict=True):
         ax.text(x - 0.2, f / 2, f"{f:.2f}", ha="center", va="center", color="white")
         ax.text(x + 0.2, m / 2, f"{m:.2f}", ha="center", va="center", color="white")
     ax.set_xticks(list(places), [text(name) for name in names])
-    ax.set(ylabel=text("of the plain step"), ylim=(0, None))
+    ax.set(ylabel=text("ratio to the baseline"), ylim=(0, None))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return shown_once(drawn)
 

@@ -20,19 +20,21 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 def gaps(runs: Mapping[str, Run]) -> Table:
     """Show each checkpoint's memory at the peak of a block of four layers, and its test results."""
     experiments = {
-        "draws the same dropout mask": _same_mask,
-        "repeats under the same autocast": _same_autocast,
-        "`autograd.grad` touches nothing else": _only_the_gradient_asked_for,
+        "draws the same dropout mask again": _same_mask,
+        "runs again under the same autocast": _same_autocast,
+        "`autograd.grad` changes no other gradient": _only_the_gradient_asked_for,
         "notices an input that was changed in place": _notices_a_changed_input,
-        "notices another output shape": partial(_notices, lambda x: x.exp(), lambda x: x[:2].exp()),
-        "notices another saved shape": partial(
+        "notices a different output shape": partial(
+            _notices, lambda x: x.exp(), lambda x: x[:2].exp()
+        ),
+        "notices a different shape of a saved tensor": partial(
             _notices, lambda x: x.exp().sum(), lambda x: x[:1].exp().sum()
         ),
-        "notices other values": partial(_notices, lambda x: x.exp(), lambda x: (3 * x).exp()),
+        "notices different values": partial(_notices, lambda x: x.exp(), lambda x: (3 * x).exp()),
     }
     rows = [
         (
-            "peak of a block of four layers (MB)",
+            "peak of one block of four layers (MB)",
             *(f"{_peak(run) / 1e6:.2f}" for run in runs.values()),
         )
     ]

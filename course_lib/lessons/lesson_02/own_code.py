@@ -67,7 +67,7 @@ def measured_lines(**names: Any) -> Table:
         said = " ".join(f"`{kind}`" for kind in dict.fromkeys(kinds))
         peak, flops = round(meter.peak_bytes / 1e6, 1), round(meter.flops / first[0], 2)
         rows.append((f"`{line}`" if line else "no checkpoint", peak, flops, said))
-    return table(["the line", "peak (MB)", "FLOPs (ratio)", "its warning"], rows)
+    return table(["line", "peak (MB)", "FLOPs (ratio)", "warning"], rows)
 
 
 def _refuse_other_gradients(line: str, found: list, expected: list) -> None:

@@ -47,8 +47,9 @@ def _uneven(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chai
     return Chain(tuple(Stage(*each) for each in sizes), input_bytes)
 
 
-# Chains with boundaries of one byte, and others. In each chain, running on fits whenever the backward
-# that follows fits, as the lesson says. Otherwise the recurrence would need an extra check.
+# Chains with boundaries of one byte, and others. In each chain, running on fits whenever the
+# backward that follows fits, as the lesson says. Otherwise the recurrence would need one more
+# check.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
     _uneven((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
