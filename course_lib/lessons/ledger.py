@@ -46,6 +46,9 @@ ROWS = (
     ),
     Row("08", "FSDP2, one rank of four", 75_627_440, 11_274_289_152, 80_277_504),
 )
+#: The step without any technique.
+BASELINE = ROWS[0]
+PARAMETERS = 6_875_648  # of the decoder
 
 
 def ledger(
@@ -76,7 +79,7 @@ def whole_ledger() -> Table:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    plain = rows[0]
+    plain = BASELINE
     columns = [
         "lesson",
         "technique",

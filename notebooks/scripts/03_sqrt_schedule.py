@@ -920,7 +920,7 @@ equal = all(map(torch.equal, plain5, gradients(scheduled, layers5, early, x)))
 promised = simulate(early, Chain.profile(layers5, x)).peak_bytes
 ran, _ = lesson_03.peak_and_flops(scheduled, layers5, early)
 print("equal gradients:", equal)
-predictions([("given up early", promised, ran)], unit="bytes")
+predictions([("discarded early", promised, ran)], unit="bytes")
 
 # %% [markdown]
 # ## 3.14 The executor in a dozen lines / 十几行的执行器

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
+from course_lib.lessons.ledger import BASELINE
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
@@ -23,8 +24,10 @@ from course_lib.teaching.exercises import (
     wrong,
 )
 
-# figures of the course's decoder, in bytes
-PLAIN, LAYER, INPUT, RNG = 277_682_584, 20_987_904, 1_048_576, 5_056
+# The course's decoder, in bytes: what a layer saves, its input, and the state of the random number
+# generator.
+LAYER, INPUT, RNG = 20_987_904, 1_048_576, 5_056
+KEPT = INPUT + RNG  # bytes that a checkpoint keeps
 
 
 @exercise(
@@ -282,6 +285,16 @@ def _two_runs(before: float, after: float) -> None:
         )
 
 
+def _peak(checkpoints: int, kept: int) -> int:
+    """Return the step's peak if each checkpoint keeps `kept` bytes instead of its layer's."""
+    return BASELINE.peak_bytes - checkpoints * (LAYER - kept)
+
+
+_RECOMPUTED = (
+    "You counted one layer that has been recomputed. At the peak, no layer has been recomputed yet."
+)
+
+
 @exercise(
     hint=(
         (
@@ -302,48 +315,31 @@ def check_peak_formula(answer: Any) -> Verdict:
             return not_answered()
         verdict = expect_number(
             given,
-            PLAIN - k * (LAYER - INPUT - RNG),
+            _peak(k, KEPT),
             wrong_answers={
-                PLAIN
-                - k
-                * LAYER: "You left out the inputs. Each checkpoint keeps the input of its layer.",
-                PLAIN
-                - k
-                * (
-                    LAYER - INPUT
-                ): "You left out the state of the random number generator. Each checkpoint"
-                " keeps it, too.",
-                PLAIN
-                - k
-                * (
-                    LAYER - RNG
-                ): "You left out the inputs. Each checkpoint keeps the input of its layer, b"
-                " · s · h numbers.",
-                PLAIN
-                - k
-                * (
-                    LAYER - INPUT // 4 - RNG
-                ): "You counted the elements of the input. Each of them takes 4 bytes.",
-                PLAIN - k * (LAYER - INPUT) + RNG: (
+                _peak(
+                    k, 0
+                ): "You left out the inputs. Each checkpoint keeps the input of its layer.",
+                _peak(k, INPUT): (
+                    "You left out the state of the random number generator. Each checkpoint keeps"
+                    " it, too."
+                ),
+                _peak(k, RNG): (
+                    "You left out the inputs. Each checkpoint keeps the input of its layer,"
+                    " b · s · h numbers."
+                ),
+                _peak(k, INPUT // 4 + RNG): (
+                    "You counted the elements of the input. Each of them takes 4 bytes."
+                ),
+                _peak(k, INPUT) + RNG: (
                     "You counted the generator's state only once. Each checkpoint keeps its own."
                 ),
-                PLAIN
-                - 8
-                * (
-                    LAYER - INPUT - RNG
-                ): "You counted a checkpoint around all eight layers. Only k of them have one.",
-                PLAIN
-                + k * (LAYER - INPUT - RNG): "Your peak grows with k. Each checkpoint reduces it.",
-                PLAIN
-                - k * (LAYER - INPUT - RNG)
-                + LAYER: "You counted one layer that has been recomputed. At the peak, no layer"
-                " has been recomputed yet.",
-                PLAIN
-                - (k - 1)
-                * (
-                    LAYER - INPUT - RNG
-                ): "You counted one layer that has been recomputed. At the peak, no layer"
-                " has been recomputed yet.",
+                _peak(8, KEPT): (
+                    "You counted a checkpoint around all eight layers. Only k of them have one."
+                ),
+                _peak(-k, KEPT): "Your peak grows with k. Each checkpoint reduces it.",
+                _peak(k, KEPT) + LAYER: _RECOMPUTED,
+                _peak(k - 1, KEPT): _RECOMPUTED,
             },
         )
         if not verdict:
@@ -632,7 +628,7 @@ def check_policy(operators: Any) -> Verdict:
             exact=True,
         )
     peak, flops = meter.peak_bytes, counter.get_total_flops()
-    ratio = flops / 45_097_156_608
+    ratio = flops / BASELINE.flops
     took = {"peak": f"{peak / 1e6:.1f} MB", "times": f"{ratio:.3f}"}
     if peak > 110e6:
         return wrong(

@@ -98,7 +98,7 @@ OLDER_CLAIMS = (
         outcome="fails",
     ),
     Claim(
-        "They cost 2√L/L of extra compute: 20%.",
+        "√L segments cost 2√L/L of extra compute: 20%.",
         "FLOPs of the same network",
         "No: all segments except the last run forward again, which is nearly a third of a step.",
         outcome="fails",

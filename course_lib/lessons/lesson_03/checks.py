@@ -221,8 +221,8 @@ def check_recurrence(answer: Any) -> Verdict:
         number = sum(len(times) for times in wanted)
         return right(
             text(
-                "Right: in all {number} cases your time is that of the fastest schedule of"
-                " this kind.",
+                "Right: in all {number} cases, your time is that of the fastest schedule that"
+                " discards nothing early.",
                 number=number,
             )
         )

@@ -139,7 +139,7 @@ def stages_of_a_decoder(chain: Chain) -> Table:
             )
         )
     return table(
-        ["stage", "output B (MB)", "keeps A (MB)", "extra in backward (MB)", "GFLOPs"], rows
+        ["stage", "output B (MB)", "saves A (MB)", "extra in backward (MB)", "GFLOPs"], rows
     )
 
 
@@ -294,7 +294,7 @@ def schedule_pictures(
         if rows is not None:
             above.set_yticks(range(len(chain)), rows, fontsize=7)
         _draw_bytes(below, schedule, chain, most, scale)
-        below.set_xlabel(text("time (units of a step that stores all)"), fontsize=8.5)
+        below.set_xlabel(text("time (a step that stores all = 1)"), fontsize=8.5)
     axes[count].set_ylabel(unit)
     ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
     axes[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from course_lib.lessons.ledger import PARAMETERS
 from course_lib.offload import Store
 from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import Verdict, expect_number, text
@@ -602,13 +603,12 @@ def check_moved(function: Any) -> Verdict:
     problem, _ = _differs(function, wanted, _MOVED, 0.0, case_is, in_bytes=True)
     if problem is not None:
         return problem
-    return right("Right, for p = 0, 1 and 2, with checkpoints and without.")
+    return right("Right for p = 0, 1 and 2, with checkpoints and without.")
 
 
 # Pages of the optimizer's state
 # ---------------------------------------------------------------------------------------
 
-PARAMETERS = 6_875_648  # of the course's decoder
 #: Page size in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
 _PAGES: Mistakes = {

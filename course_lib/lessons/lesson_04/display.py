@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from course_lib.labels import listed
+from course_lib.lessons.ledger import PARAMETERS
 from course_lib.simulated import SimulatedDevice
 from course_lib.simulated.lanes import LANE_COLORS
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
-
-from .checks import PARAMETERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,9 +166,9 @@ _HOST = (3, 4.8, 1.9, "host reads")
 def draw_order() -> "Figure":
     """Draw what happens to one storage on the three streams, with an arrow for each wait."""
     alt = text(
-        "Arrows between operations on one storage. From make to the copy to the host. From"
-        " this copy to release, to host reads, and to the copy to the GPU. From the copy to"
-        " the GPU to use."
+        'The operations on one storage, with arrows. "Make" points to the copy to the host.'
+        ' This copy points to "release", "host reads" and the copy to the GPU. The copy to'
+        ' the GPU points to "use".'
     )
     drawn, ax = figure(
         "Each arrow is a wait. Without it, nothing determines which of the two comes first",

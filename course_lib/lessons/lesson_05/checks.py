@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.labels import listed
+from course_lib.lessons.ledger import BASELINE
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
@@ -56,7 +57,7 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
                 "You started at the peak for m = 2. The line starts at m = 0, and the"
                 " difference between the two runs is for two sequences."
             ),
-            277_682_584 * m / 8: (
+            BASELINE.peak_bytes * m / 8: (
                 "The peak does not fall in proportion to m, because part of it is not activations."
             ),
             # lines through m = 8, where the peak has no gradients
