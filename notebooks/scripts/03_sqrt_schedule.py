@@ -594,7 +594,7 @@ arms = {"optimal (run)": ({"half": half}, "o", "#228833")}
 arms["checkpoints (run)"] = ({"each layer": each_layer, "each stage": each_stage}, "D", "#AA3377")
 
 # %% jupyter={"source_hidden": true} slide="result"
-title = "Lesson 02's checkpoints lie below the frontier, unless it includes early stop"
+title = "Lesson 02's checkpoints lie below the frontier, unless the frontier includes early stop"
 lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 
 # %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nEarly stop leaves out a product. Cut finer, and the frontier moves.", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n提前终止省去一次乘法。切得更细，前沿就会移动。"}

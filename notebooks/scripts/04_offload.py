@@ -1208,13 +1208,17 @@ for fraction in fractions[1:]:
     stats = adam.store.stats
     rows.append(
         (
-            text("{f}: copied to the file in three steps", f=fraction),
+            text("fraction {f}: copied to the file in three steps", f=fraction),
             3 * 8 * below,
             stats.bytes_down,
         )
     )
     rows.append(
-        (text("{f}: copied back in three steps", f=fraction), 2 * 8 * below, stats.bytes_up)
+        (
+            text("fraction {f}: copied back in three steps", f=fraction),
+            2 * 8 * below,
+            stats.bytes_up,
+        )
     )
 predictions(rows, unit="bytes")
 

@@ -415,7 +415,7 @@ ANSWERS = {
             ([Backward(4)], "`Backward(5)` must come next"),
             (
                 [Forward(1, "all")],
-                "refuses `Forward` 1, action 0 of the list, counted from 0: its input x_1 is not in memory",
+                "refuses `Forward(stage=1, keep='all')`, action 0 of the list, counted from 0: its input x_1 is not in memory",
             ),
             (
                 [Forward(0, "nothing"), Forward(1, "all"), Forward(0, "all")],

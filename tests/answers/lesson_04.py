@@ -202,7 +202,7 @@ ANSWERS = {
             with_the_ends,
         ],
         [
-            (lambda L, f, g, c, p: L * (f + g), "without copies"),
+            (lambda L, f, g, c, p: L * (f + g), "left out the copies"),
             (lambda L, f, g, c, p: max(L * (f + g), 4 * L * c), "ready at once"),
             (lambda L, f, g, c, p: L * max(f, 2 * c) + L * max(g, 2 * c), "the time of p = 2"),
             (lambda L, f, g, c, p: L * max(f, 2 * c) + L * (g + 2 * c), "the time of p = 0"),

@@ -65,7 +65,7 @@ CLAIMS = (
         source="Hugging Face Transformers documentation, Gradient checkpointing, before 5.17",
     ),
     Claim(
-        "Full recomputation makes a layer 30% dearer, since its whole forward runs again.",
+        "Full recomputation makes a layer 30% more expensive, since its whole forward runs again.",
         "FLOPs of eight layers, with checkpoints and without",
         "Partly: 23% here, because early stop leaves out the last product of each layer."
         " Without early stop it is a third.",

@@ -408,13 +408,13 @@ _REFUSALS = {
 def _refusal(refused: IllegalSchedule) -> str:
     """Return the message of an illegal schedule in the reader's language, if its rule is above."""
     said = f"{refused}"
-    number = re.search(r"action (\d+), (\w+)\(.*?(\d+)", said)
+    number = re.search(r"action (\d+), (\w+\(.*?\))", said)
     for pattern, words in _REFUSALS.items():
         if found := re.search(pattern, said):
             reason = text(words, what=found[1]) if "{what}" in words else text(words)
             if number is None:
                 return text("`simulate` refuses: {reason}", reason=reason)
-            values = {"number": number[1], "action": f"`{number[2]}` {number[3]}", "reason": reason}
+            values = {"number": number[1], "action": f"`{number[2]}`", "reason": reason}
             return text(
                 "`simulate` refuses {action}, action {number} of the list, counted from 0:"
                 " {reason}",

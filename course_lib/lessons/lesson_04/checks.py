@@ -109,7 +109,7 @@ def _with_backward(times: Mapping[int, Callable[[float, float], float]]) -> Call
 
 
 _TIMES: Mistakes = {
-    "You gave the time of the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
+    "You left out the copies.": lambda layers, f, g, c, p: layers * (f + g),
     "You took the longer of all products and all copies. That holds only if every copy is"
     " ready at once. In backward, the products wait for copies.": lambda layers, f, g, c, p: max(
         layers * (f + g), 4 * layers * c
@@ -148,7 +148,7 @@ _TIMES: Mistakes = {
     "You gave the time of one layer. The step has L layers.": lambda layers, f, g, c, p: (
         _step_time(layers, f, g, c, p) / layers
     ),
-    "That is in milliseconds. Give seconds.": lambda layers, f, g, c, p: (
+    "You gave milliseconds. Give seconds.": lambda layers, f, g, c, p: (
         1000 * _step_time(layers, f, g, c, p)
     ),
 }
@@ -626,7 +626,7 @@ _PAGES: Mistakes = {
     "You counted all of the state. Only a few of its pages are in memory.": lambda n, page: 16 * n,
     "You counted only one of Adam's two moments. A page holds both, so all of the state is 8"
     " bytes per parameter.": lambda n, page: 8 * n + min(3 * page, 4 * n),
-    "You left out the state. It comes back, page by page, to be updated.": lambda n, page: 8 * n,
+    "You left out the state. It returns to memory, page by page.": lambda n, page: 8 * n,
 }
 
 

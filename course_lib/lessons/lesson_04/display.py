@@ -265,9 +265,7 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
         links: Name -> bytes per second, one way.
     """
     widths = [512 * 2 ** (i / 4) for i in range(27)]
-    title = (
-        "Copies can hide where a curve is above a link's line: checkpointed inputs at a smaller h"
-    )
+    title = "Above a link's line, copies can hide. Checkpointed inputs get there at a smaller h"
     drawn, ax = figure(title, height=3.8)
     ticks = [1024, 4096, 16384]
     ax.set(
