@@ -101,7 +101,7 @@ def check_hooks(function: Any) -> Verdict:
     try:
         if output.requires_grad:
             output.backward(_uneven(data))
-    except RuntimeError:  # a gradient of a single number meets a tensor of another shape
+    except RuntimeError:  # the second run saved other tensors, so that shapes do not match
         weight.grad = torch.full_like(weight, torch.nan)
     (expected,) = torch.autograd.grad((data @ weight).exp(), weight, _uneven(data))
     if weight.grad is None:
@@ -132,7 +132,7 @@ _RETURNED = (
     "Your backward returns the wrong gradients. It must return one for each argument of"
     " forward: `None` for the block, then the gradient of `x`."
 )
-# PyTorch's messages for some mistakes, and what they mean here.
+#: Part of an error of PyTorch -> the verdict on the mistake that causes it.
 _MISTAKES = {
     "does not require grad": (
         "Your second run has no graph, because backward records none. Run the block again"
@@ -157,7 +157,7 @@ _MISTAKES = {
 def _keeps_its_input_only(function: Callable) -> None:
     """Refuse a checkpoint with wrong gradients, runs, or bytes between forward and backward."""
     weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
-    # far larger than the state of a random generator
+    # x is far larger than the state of the random number generator, which may be kept, too.
     x = torch.linspace(0, 1, 2**15).view(-1, 8).requires_grad_()
     runs = []
 
@@ -268,10 +268,17 @@ def _works_in_a_network(function: Callable) -> None:
 
 
 def _refuse(message: str) -> None:
+    """Refuse the answer because of one mistake that the message names exactly."""
     raise Refused(message, exact=True)
 
 
 def _two_runs(before: float, after: float) -> None:
+    """Refuse a checkpoint unless it runs a block once in forward and once more in backward.
+
+    Args:
+        before: Number of runs before backward.
+        after: Number of runs in all.
+    """
     if (before, after) == (1, 1):
         _refuse("The block ran only once. Everything was kept, and nothing was recomputed.")
     if (before, after) != (1, 2):
@@ -425,7 +432,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         )
     with MemoryMeter() as whole:
         function(hidden, weight, targets, 240).backward()
-    # one chunk of all tokens must have three tensors of this size
+    # With all tokens in one chunk, backward has three tensors of this size in memory at once.
     if whole.peak_bytes < 2 * logits:
         if abs(whole.peak_bytes - meter.peak_bytes) < 0.1 * meter.peak_bytes:
             return wrong(
@@ -454,6 +461,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
+    """Return whether gradients are equal up to the rounding of sums in another order."""
     return torch.allclose(one, other, rtol=1e-3, atol=1e-6)
 
 
@@ -486,6 +494,12 @@ def _leaves_out_ignored_targets(
 
 
 def _another_loss(loss: float, losses: Tensor) -> Verdict:
+    """Return the verdict on a wrong loss of chunks of 64 tokens, with its mistake if it is known.
+
+    Args:
+        loss: The reader's loss.
+        losses: Loss of each of the 240 tokens.
+    """
     parts = losses.split(64)
     reasons = {
         float(
@@ -646,7 +660,7 @@ def check_policy(operators: Any) -> Verdict:
                 **took,
             )
         )
-    # S has a·s²·b numbers, and the context has s·b·h
+    # The scores are a·s²·b numbers of 4 bytes, and the context is s·b·h numbers.
     layer = f"{4 * (8 * 8 * 128**2 + 8 * 128 * 256) / 1e6:.1f} MB"
     message = (
         "Right: the peak is {peak}, and the FLOPs are {times} times the baseline's. The"
@@ -663,7 +677,7 @@ def check_policy(operators: Any) -> Verdict:
     )
 )
 def check_head_chunk(answer: Any) -> Verdict:
-    """Check the largest power of two as the loss head's chunk for a peak of at most 150 MB."""
+    """Check the largest chunk of the head's loss, a power of two, with a peak of at most 150 MB."""
 
     def peak(chunk: int) -> int:
         with symbolic():

@@ -34,7 +34,7 @@ def llama() -> nn.Module:
 
 
 def llama_batch() -> dict[str, Tensor]:
-    """8 sequences of 128 tokens; the first 32 labels of each are -100, as for a prompt."""
+    """Return 8 sequences of 128 tokens; the first 32 labels of each are -100, as for a prompt."""
     tokens = random_tokens(8, 127, 2048)
     return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(128) < 32, -100)}
 
@@ -71,6 +71,7 @@ def measured_lines(**names: Any) -> Table:
 
 
 def _refuse_other_gradients(line: str, found: list, expected: list) -> None:
+    """Raise an error if a line changes the gradients by more than rounding."""
     for one, other in zip(found, expected, strict=True):
         if (one - other).norm() > 1e-5 * other.norm():
             raise ValueError(f"lines must leave the gradients equal up to rounding, got {line!r}")
