@@ -67,7 +67,7 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
         "open('left', 'w').close()\nanswer = no_such_name\nlesson_01.check_adapter_bytes(answer)",
         "import os\nassert os.listdir() == ['left'] and os.environ['OMP_NUM_THREADS'] == '1'\n"
         "answer = 'many'\nlesson_01.check_largest_batch(answer)",
-        "print('✓ Right') or lesson_01.check_swiglu_bytes(1)",
+        "print('✓ Right') or lesson_01.check_whole_peak(1)",
     )
     path = tmp_path / "Ada\nL.ipynb"
     path.write_text(nbformat.writes(notebook), "utf-8")
@@ -78,7 +78,7 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
     assert told["adapter_bytes"] == ("✗", "NameError: name 'no_such_name' is not defined")
     verdict, message = told["largest_batch"]
     assert verdict == "✗" and "Error" not in message and "Hint" not in message
-    assert told["swiglu_bytes"] == ("!", "The line that calls its check was edited.")
+    assert told["whole_peak"] == ("!", "The line that calls its check was edited.")
     assert told["meter"] == ("!", "Its check cell is missing.")
     assert {row.exercise: row.sentence for row in rows}["training_state"].endswith(
         "Adam keeps two."

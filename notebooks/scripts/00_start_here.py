@@ -401,7 +401,8 @@ ledger("00", "plain", before)
 # | $k$ | layers with a checkpoint (02); segments (03) | 02, 03 |
 # | $A$, $B$ | bytes that a stage keeps, bytes at a boundary between stages (03); $B$: bytes of one storage (04) | 03, 04 |
 # | $R$ | bytes that a schedule may use | 03 |
-# | $f$, $g$ | time of a layer's forward pass, of its backward pass (03, 04); $f$: FLOPs that are computed during a copy (08) | 03, 04, 08 |
+# | $n$ | heads of keys and values | 01 |
+# | $f$, $g$ | $f$: inner width of a feed-forward network (01); time of a layer's forward pass, of its backward pass (03, 04); $f$: FLOPs that are computed during a copy (08) | 01, 03, 04, 08 |
 # | $c$ | slots (03); seconds of a copy (04); ranks that share a sequence (08) | 03, 04, 08 |
 # | $p$ | storages that are fetched ahead (04); one probability (06); ranks that share the layers (08) | 04, 06, 08 |
 # | $e$ | the stage up to which a schedule runs next (03); ranks that share the experts (08) | 03, 08 |
@@ -427,7 +428,8 @@ ledger("00", "plain", before)
 # | $k$ | 加了检查点的层数（02），段数（03） | 02、03 |
 # | $A$、$B$ | 一级保存的字节、边界上的字节（03），$B$ 还指一份存储区的字节（04） | 03、04 |
 # | $R$ | 调度可用的字节 | 03 |
-# | $f$、$g$ | 一层前向、反向的时间（03、04），$f$ 还指与拷贝同时进行的计算的 FLOPs（08） | 03、04、08 |
+# | $n$ | 键值头的个数 | 01 |
+# | $f$、$g$ | $f$ 指前馈网络的内部宽度（01），一层前向、反向的时间（03、04），$f$ 还指与拷贝同时进行的计算的 FLOPs（08） | 01、03、04、08 |
 # | $c$ | 槽数（03），一次拷贝的秒数（04），分担一条序列的进程数（08） | 03、04、08 |
 # | $p$ | 提前取回几份存储区（04），一个概率（06），分担各层的进程数（08） | 04、06、08 |
 # | $e$ | 调度接下来要前向算到的级（03），分担各专家的进程数（08） | 03、08 |

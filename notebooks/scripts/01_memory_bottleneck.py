@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "27.5 MB of weights. How many bytes does a step take at its peak, and for what?\n\nToday you work that out by hand.", "zh": "权重 27.5 MB。训练一步，峰值是多少字节？都用在哪里？\n\n今天，你要亲手把它算出来。"}
-# # 1 Where do the bytes of a training step go? (memory analysis) / 训练步的字节去了哪里？（内存分析）
+# %% [markdown] slide={"en": "27.5 MB of weights. How many bytes does a training step take at its peak, and for what?\n\nToday you work that out by hand.", "zh": "权重 27.5 MB。一个训练步的峰值是多少字节？都用在哪里？\n\n今天，你要亲手把它算出来。"}
+# # 1 Where does the memory of a training step go? (memory analysis) / 一个训练步的显存用在了哪里？（显存占用分析）
 #
 # <div lang="en">
 #
-# The weights of lesson 00's decoder take 27.5 MB. A training step of it needs far more memory than that, and it wastes none of it. Which bytes are these? When is each of them in memory? How many are there at the worst moment?
+# If a training step ends in `CUDA out of memory` (OOM), the first question is what fills the memory. The weights of lesson 00's decoder take 27.5 MB, and a training step of it needs far more. Which bytes are these? When is each of them in memory? How many are there at the worst moment?
 #
-# By the end of this page you will have worked out the peak of this step by hand, to within a few bytes of the measurement.
+# On this page you work out the peak of this step by hand, to within a few bytes of the measurement. Then you do the same for a layer of Llama.
 #
 # </div>
 # <div lang="zh">
 #
-# 第 00 课的解码器，权重占 27.5 MB。它的一个训练步要用的内存远不止这些，而且没有哪个字节是浪费的。这些字节是什么？各自什么时候在内存里？最吃紧的那一刻，一共有多少？
+# 训练时遇到 `CUDA out of memory`（显存不足，OOM），首先要弄清显存被什么占满了。第 00 课的解码器，权重只占 27.5 MB，一个训练步要用的内存却远不止这些。这些字节是什么？各自什么时候在内存里？最吃紧的那一刻，一共有多少？
 #
-# 学完这一页，你会亲手算出这一步的峰值，与实测只差几个字节。
+# 在这一课里，你会亲手算出这个训练步的峰值，与实测只差几个字节。然后，再为 Llama 的一层做同样的计算。
 #
 # </div>
 
@@ -32,16 +32,16 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Name the kinds of bytes in a training step and say when each lives. Write the heart of a memory meter. Ask an operator what its derivative needs, predict from that what a decoder layer saves for backward, and with it the peak of a whole step. Count the step of a model that this machine could never run.
+# **Goals** (100 minutes). You name the kinds of bytes in a training step, and say when each is in memory. You complete a memory meter. You predict what a decoder layer like GPT's or Llama's saves for backward, and from this the peak of a whole step.
 #
-# **What to know before**: how to train a network in PyTorch. Lesson 00 shows how a lesson works, and its table says what each letter means. MB is $10^6$ bytes.
+# **What to know before**: how to train a network in PyTorch. Lesson 00 shows how a lesson works, and has a table of all letters. MB is $10^6$ bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：说出训练步里有哪几类字节、各自何时存活；写出内存计量器最关键的几行；逐个问算子“求导时要用什么”，由此预测一个解码器层为反向保存多少字节，进而算出整个训练步的峰值；给这台机器根本跑不动的模型算一笔账。
+# **目标**（100 分钟）：说出训练步里有哪几类字节、各自何时在内存里；补全一个内存计量器；预测 GPT 和 Llama 那样的解码器层为反向保存多少字节，由此算出整个训练步的峰值。
 #
-# **预备知识**：会用 PyTorch 训练网络。第 00 课讲了每一课怎么上，各个字母的含义见那里的符号表。MB 指 $10^6$ 字节。
+# **预备知识**：会用 PyTorch 训练网络。第 00 课讲了每一课怎么上，还有一张符号表。MB 指 $10^6$ 字节。
 #
 # </div>
 
@@ -52,7 +52,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from course_lib.lessons import lesson_01
 from course_lib.lessons.ledger import ledger
@@ -60,41 +59,41 @@ from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import category_label, predictions, table, timelines
 
-# %% [markdown] slide={"en": "Parameters, gradients, optimizer state; activations; temporaries.\n\n**Guess first.** Adam, fp32: how many bytes does each of the first three take?", "zh": "参数、梯度、优化器状态；激活值；临时张量。\n\n**先猜**：用 Adam 和 fp32，前三类各占多少字节？"}
+# %% [markdown] slide={"en": "Parameters, gradients, optimizer state; activations; temporaries.\n\n**Guess first.** With Adam in fp32, how many bytes does each of the first three take?", "zh": "参数、梯度、优化器状态、激活值、临时张量。\n\n**先猜**：用 Adam 和 fp32，前三类各占多少字节？"}
 # ## 1.1 Five kinds of bytes / 五类字节
 #
 # <div lang="en">
 #
-# | kind | made by | gone when |
+# | kind | created by | released when |
 # |---|---|---|
-# | parameters | building the model | the model goes |
-# | gradients | backward | `zero_grad()` |
-# | optimizer state | the first `step()` | the optimizer goes |
-# | activations: kept for backward | forward | backward has used them |
-# | temporaries: all other tensors | any operator | nothing needs them any more |
+# | parameters | building the model | the model is deleted |
+# | gradients | backward | `zero_grad()` runs |
+# | optimizer state | the first `step()` | the optimizer is deleted |
+# | activations: tensors kept for backward | forward | backward has used them |
+# | temporaries: all other tensors | any operator | nothing refers to them any more |
 #
-# The first three don't depend on the data. Adam keeps two numbers for each weight, its two **moments**: running means of its gradient and of the gradient's square. Everything is fp32, 4 bytes a number.
+# The first three kinds don't depend on the data. Adam keeps two numbers per weight, called its two **moments**: running means of the gradient and of its square. All numbers here are fp32, which takes 4 bytes each.
 #
-# So count the weights. A layer has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Beside the 8 layers there are the embedding of 2048 words, which the head uses too (the two are **tied**: one tensor), that of 128 positions, and a last LayerNorm. $h$ is 256.
+# First count the weights, with $h = 256$. Each of the 8 layers has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Outside of the layers, the decoder has an embedding of 2048 words, an embedding of 128 positions, and a last LayerNorm. The head uses the embedding of the words as its matrix: the two are **tied**, they are one tensor.
 #
-# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers in the next cell (the weights as a count, the rest in bytes), and run it.
+# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers (the weights as a count, the rest in bytes).
 #
 # </div>
 # <div lang="zh">
 #
-# | 种类 | 由谁产生 | 何时消失 |
+# | 种类 | 由谁产生 | 何时释放 |
 # |---|---|---|
-# | 参数 | 建立模型 | 释放模型时 |
-# | 梯度 | 反向 | `zero_grad()` |
-# | 优化器状态 | 第一次 `step()` | 释放优化器时 |
-# | 激活值：为反向而保存 | 前向 | 反向用完它时 |
+# | 参数 | 建立模型 | 删除模型时 |
+# | 梯度 | 反向 | 运行 `zero_grad()` 时 |
+# | 优化器状态 | 第一次 `step()` | 删除优化器时 |
+# | 激活值：为反向而保存的张量 | 前向 | 反向用完它时 |
 # | 临时张量：其余的张量 | 任何算子 | 不再被引用时 |
 #
-# 前三类与数据无关。Adam 为每个权重存两个数，即两个**矩**：梯度的滑动平均，以及梯度平方的滑动平均。全部用 fp32，每个数 4 字节。
+# 前三类与数据无关。Adam 为每个权重保存两个数，叫做它的两个**矩**，即梯度的滑动平均和梯度平方的滑动平均。这里的数全部用 fp32，每个占 4 字节。
 #
-# 那就先数权重。每层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，各带一个与输出等长的偏置；还有两个 LayerNorm，各 $2h$ 个数。8 层之外，有 2048 个词的嵌入（输出头也用它，两者**共享**同一个张量，英文叫 tied）、128 个位置的嵌入，以及最后一个 LayerNorm。$h$ 是 256。
+# 先数权重，$h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各 $2h$ 个数。8 层之外，有 2048 个词的嵌入、128 个位置的嵌入，以及最后一个 LayerNorm。输出头直接拿词的嵌入当作矩阵，也就是说，两者**绑定**（tied）为同一个张量。
 #
-# **练习 1。** 这个解码器有多少个权重？三类各占多少字节？在下一个单元格里填四个数（权重填个数，其余填字节数），再运行它。
+# **练习 1。** 这个解码器有多少个权重？三类各占多少字节？填四个数（权重填个数，其余填字节数）。
 #
 # </div>
 
@@ -117,12 +116,12 @@ lesson_01.check_training_state(mine)
 # %% [markdown]
 # <div lang="en">
 #
-# Now measure. Two steps, because the first one makes the optimizer's state; the second is metered, and we look at what is left when it ends.
+# Now we measure. Adam creates its state in the first step, so we meter the second one. The table shows the bytes that are left when it has ended.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在来测量。跑两步：优化器状态在第一步里才建立，所以计量第二步，看它结束时留下了什么。
+# 现在来测量。Adam 的状态在第一步里才建立，所以我们跑两步，用计量器看第二步。表中是这一步结束时留下的字节。
 #
 # </div>
 
@@ -148,149 +147,165 @@ adam = torch.optim.Adam(decoder.parameters())
 meter = metered_step(decoder, tokens, adam)
 left = meter.timeline[-1].bytes  # when the step has ended
 states = ("parameter", "gradient", "optimizer")
-rows = [(category_label(kind), mine[kind], left[kind]) for kind in states]
-predictions(rows, unit="bytes")
+predictions([(category_label(kind), mine[kind], left[kind]) for kind in states], unit="bytes")
 
-# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
+# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes per parameter, in fp32.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
 # <div lang="en">
 #
-# The 400 bytes: Adam also counts the steps, in 4 bytes for each of the 100 tensors.
+# The other 400 bytes: Adam also counts its steps, in 4 bytes for each of the 100 tensors.
 #
-# That is $4 + 4 + 8 = 16$ bytes a parameter. For mixed precision you will meet three accountings:
+# Together this is $4 + 4 + 8 = 16$ bytes per parameter. For mixed precision, three accountings are in use:
 #
-# | bytes a parameter | weights, gradients, the rest | whose |
+# | bytes per parameter | weights, gradients, the rest | used by |
 # |---|---|---|
-# | 16 | $2 + 2 + 12$: bf16 weight and gradient; fp32 **master weight** and two moments | ZeRO |
+# | 16 | $2 + 2 + 12$: bf16 weight and gradient; fp32 copy of the weight (**master weight**) and two moments | ZeRO |
 # | 18 | $6 + 4 + 8$: weights in both precisions, fp32 gradient, two moments | Hugging Face; Megatron, with its fp32 gradients |
 # | 20 | $2 + 2 + 16$: as 16, and an fp32 copy of the gradient | Ultra-Scale Playbook |
 #
-# So 7 billion parameters, 14 GB of bf16 weights, need 112, 126 or 140 GB before the first activation: ask which recipe is meant. Sections 1.12 and 1.13 have some that go lower.
+# So 7 billion parameters need 112, 126 or 140 GB before the first activation, although their bf16 weights take only 14 GB. Ask which accounting a figure uses.
 #
 # </div>
 # <div lang="zh">
 #
-# 多出的 400 字节：Adam 还为 100 个张量各记一个步数，每个 4 字节。
+# 实测多出 400 字节，因为 Adam 还为 100 个张量各记一个步数，每个 4 字节。
 #
-# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度则有三种算账的办法，你都会遇到：
+# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度有三种常见的算法：
 #
-# | 每个参数的字节 | 权重、梯度、其余 | 出自 |
+# | 每个参数的字节 | 权重、梯度、其余 | 使用者 |
 # |---|---|---|
-# | 16 | $2 + 2 + 12$：bf16 的权重和梯度；fp32 的**主权重**和两个矩 | ZeRO |
+# | 16 | $2 + 2 + 12$：bf16 的权重和梯度；fp32 的权重副本（**主权重**）和两个矩 | ZeRO |
 # | 18 | $6 + 4 + 8$：两种精度的权重、fp32 的梯度、两个矩 | Hugging Face；Megatron（梯度用 fp32 时） |
 # | 20 | $2 + 2 + 16$：同 16，另加一份 fp32 的梯度 | Ultra-Scale Playbook |
 #
-# 因此一个 70 亿参数的模型，bf16 权重只有 14 GB，还没算激活值就要占 112、126 或 140 GB：先问清楚说的是哪种配方。1.12 节和 1.13 节有几种更低的。
+# 因此一个 70 亿参数的模型，bf16 权重虽然只有 14 GB，还没算激活值就要占 112、126 或 140 GB。看到这样的数字，先弄清用的是哪种算法。
 #
 # </div>
 
-# %% [markdown] slide={"en": "How would you count the bytes that are alive?\n\nBytes lie in **storages**, and views share them. So watch every operator for new storages.", "zh": "怎么数出存活的字节？\n\n字节在**存储区**里，各个视图共用一份。所以守在每个算子后面，看有没有新的存储区。"}
+# %% [markdown] slide={"en": "How would you count the live bytes?\n\nThe bytes are in **storages**, and views share them. So look for new storages at every operator.", "zh": "怎样统计存活的字节？\n\n字节在**存储区**里，各个视图共用一份。所以在每个算子处，看有没有新的存储区。"}
 # ## 1.2 A meter from nothing / 从零做一个计量器
 #
 # <div lang="en">
 #
-# How does the meter know? A tensor's bytes lie in its **storage**, and views share it. So stand behind every operator, look at the storages that came out and had not gone in, add their bytes, and subtract them when they die.
+# How does a meter know what is in memory? The bytes of a tensor are in its **storage**, and a view shares the storage of its base. A storage is new if an operator returns it and did not get it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
 #
-# Three tools do it. A `TorchDispatchMode` stands at the dispatcher, which every operator of PyTorch passes. `tree_leaves` takes lists, tuples and dictionaries apart. `weakref.finalize(object, function, argument)` calls `function(argument)` when the object dies. (`_cdata` is the storage's address, the same for every view; as long as the storage lives, PyTorch hands out the same object for it.)
+# In PyTorch, every operator passes through the **dispatcher**. A `TorchDispatchMode` is called there in place of the operator, so that it sees the arguments and the result. `lesson_01.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
 #
-# **Exercise 2.** Write the heart of it: between the operator's call and `return result`, count what is new, and see to it that it is taken off again. The check tries views, operators in place, `out=`, results that share a storage or do not fill it, and tensors that die: in each of them a meter that looks plausible goes wrong.
+# **Exercise 2.** One condition is missing in this meter. Replace `None`, so that it counts the new storages and no others. The check tries views, operators that work in place, operators that write into `out=`, and tensors that are released.
 #
 # </div>
 # <div lang="zh">
 #
-# 计量器是怎么知道的？张量的字节在它的**存储区**（storage）里，各个视图共用一份。所以只要守在每个算子后面：凡是出来时有、进去时没有的存储区，就加上它的字节；等它释放，再减掉。
+# 计量器怎么知道内存里有什么？张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。如果一个存储区由算子返回，却不在传给它的参数里，就是新的。计量器遇到新的存储区，就加上它的字节，等它释放，再减掉。
 #
-# 这要用到三样工具：`TorchDispatchMode` 守在**分发器**（dispatcher）处，PyTorch 的每个算子都要经过那里；`tree_leaves` 把列表、元组和字典拆开；`weakref.finalize(object, function, argument)` 在对象被回收时调用 `function(argument)`。（`_cdata` 是存储区的地址，各个视图都一样；存储区还在，PyTorch 给出的就是同一个对象。）
+# PyTorch 的每个算子都要经过**分发器**（dispatcher）。`TorchDispatchMode` 在那里代替算子被调用，因此能看到参数和结果。`lesson_01.storages(values)` 返回 `values` 中全部张量的存储区，是一个从地址到存储区的字典。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
 #
-# **练习 2。** 写出最关键的几行：在调用算子之后、`return result` 之前，数出新的存储区，并安排好在它释放时减掉。检查会试这些情形：视图、原地算子、写入 `out=` 的算子、几个结果共用一个存储区或没有占满存储区，以及会释放的张量。看起来没错的计量器，往往就错在其中一种上。
+# **练习 2。** 下面的计量器缺一个条件。请把 `None` 换掉，让它统计新的存储区，而且只统计新的。检查会试这些情形：视图、原地算子、写入 `out=` 的算子，以及会释放的张量。
 #
 # </div>
 
 
-# %% minutes=8
-def storages(values):
-    return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
-
-
+# %% minutes=3
 class TinyMeter(TorchDispatchMode):
     live = peak = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
+        given = lesson_01.storages((args, kwargs))
+        for address, storage in lesson_01.storages(result).items():
+            if None:  # the condition: is this storage new?
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.release, storage.nbytes())
         return result
 
-    def count(self, change):
-        self.live += change
-        self.peak = max(self.peak, self.live)
+    def release(self, nbytes):
+        self.live -= nbytes
 
 
-lesson_01.check_meter(TinyMeter)
+lesson_01.check_new_storages(TinyMeter)
 
 
-# %% jupyter={"source_hidden": true} slide="code"
+# %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_meter.accepted:
+if not lesson_01.check_new_storages.accepted:
 
     class TinyMeter(TorchDispatchMode):
         live = peak = 0
 
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             result = operator(*args, **(kwargs or {}))
-            known = {storage._cdata for storage in storages((args, kwargs))}
-            for storage in storages(result):
-                if storage._cdata not in known:
-                    known.add(storage._cdata)  # several results may share it
-                    self.count(storage.nbytes())
-                    weakref.finalize(storage, self.count, -storage.nbytes())
+            given = lesson_01.storages((args, kwargs))
+            for address, storage in lesson_01.storages(result).items():
+                if address not in given:
+                    self.live += storage.nbytes()
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self.release, storage.nbytes())
             return result
 
-        def count(self, change):
-            self.live += change
-            self.peak = max(self.peak, self.live)
+        def release(self, nbytes):
+            self.live -= nbytes
 
 
-lesson_01.check_meter(TinyMeter)
+lesson_01.check_new_storages(TinyMeter)
 ### END SOLUTION
 
+# %% slide="both"
+decoder.zero_grad()
+with TinyMeter() as tiny:
+    decoder.loss(tokens).backward()
+decoder.zero_grad()
+with MemoryMeter() as full:
+    decoder.loss(tokens).backward()
+tiny.peak - full.peak_bytes
 
-# %% slide="result"
-def peak_of(meter):
-    decoder.zero_grad()
-    with meter:
-        decoder.loss(tokens).backward()
-    return meter
+# %% [markdown] slide={"en": "A mean squared error is one number, 4 bytes.\n\n**Guess first.** Its input has 4,194,304 bytes. How many bytes does the loss keep in memory?", "zh": "均方误差是一个数，4 字节。\n\n**先猜**：它的输入有 4,194,304 字节。这个损失在内存里占多少字节？"}
+# <div lang="en">
+#
+# The two meters agree to the byte. The library's `MemoryMeter` works in the same way, and also knows the kinds of bytes, the phases of a step and the operators. (In section 1.12 you can write the whole meter.)
+#
+# A storage can be larger than its tensor. The loss below is one number, and its input has 4,194,304 bytes. **Guess first**: how many bytes does the loss keep in memory?
+#
+# </div>
+# <div lang="zh">
+#
+# 两个计量器一字节不差。课程库的 `MemoryMeter` 也是这样工作的，另外还能区分字节的种类和训练步的阶段，并给出算子的名字。（在 1.12 节，你可以自己写出整个计量器。）
+#
+# 存储区可以比张量大。下面的损失是一个数，它的输入有 4,194,304 字节。**先猜**：这个损失在内存里占多少字节？
+#
+# </div>
 
-
-tiny, full = peak_of(TinyMeter()), peak_of(MemoryMeter())
-difference = tiny.peak - full.peak_bytes
-table(["difference of the peaks", "bytes"], [("`TinyMeter` − `MemoryMeter`", difference)])
+# %% slide="both"
+x, target = torch.randn(1024, 1024, requires_grad=True), torch.zeros(1024, 1024)
+error = F.mse_loss(x, target)
+error.numel(), error.untyped_storage().nbytes()
 
 # %% [markdown]
 # <div lang="en">
 #
-# The two meters agree to the byte. (They were started after the weights and the optimizer's state had been made, and count neither.) The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads, and tensors that pass no operator, as those of `torch.tensor([...])` do. A meter that watches every operator disturbs a little what it watches: section 1.20 shows where that matters.
+# This number keeps as many bytes as its input, because PyTorch writes all squared differences into the storage of the result before it takes their mean. If a training loop collects such losses in a list, each step adds 4.2 MB here. Collect `loss.item()` instead. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` behave in the same way, and `cross_entropy` does not.
 #
 # </div>
 # <div lang="zh">
 #
-# 两个计量器一字节不差。（启动它们时，权重和优化器状态早已建立，所以都没有数进去。）课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程，还有不经过算子就出现的张量，例如 `torch.tensor([...])` 建立的。守在每个算子后面的计量器，多少会扰动它所观察的东西：1.20 节会说明什么时候要当心。
+# 这一个数占的字节与它的输入一样多。因为 PyTorch 先把全部差的平方写进结果的存储区，再求它们的平均。如果训练循环把这样的损失收进一个列表，这里每一步都要多占 4.2 MB，应当改为收集 `loss.item()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也是这样，`cross_entropy` 则不是。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Weights, gradients, state: 110.0 MB. Activations: 178.4 MB at most.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "权重、梯度、优化器状态：110.0 MB。激活值：最多 178.4 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
+# %% [markdown] slide={"en": "Weights, gradients, optimizer state: 110.0 MB. Activations: at most 178.4 MB.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "权重、梯度、优化器状态：110.0 MB。激活值：最多 178.4 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
 # ## 1.3 The timeline of a step / 一个训练步的时间线
 #
 # <div lang="en">
 #
-# Calculators add up: weights, gradients, optimizer state, activations. You know the first three, 110.0 MB. The activations of this step come to 178.4 MB at most.
+# Many calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB.
 #
-# **Guess first**, in MB: what will the peak be, and how many MB of gradients are there at that moment? In which phase is it: forward, backward, or the optimizer's step? (Lesson 00 has shown this step. Work it out without looking back.)
+# **Guess first**, in MB: what will the peak be, and how many MB of gradients are in memory at that moment? In which phase is the peak: forward, backward, or the optimizer's step? (Don't look back at lesson 00.)
 #
 # </div>
 # <div lang="zh">
 #
-# 网上的显存计算器都是做加法：权重、梯度、优化器状态、激活值。前三项你已经知道，共 110.0 MB；这一步的激活值最多 178.4 MB。
+# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。前三项你已经知道，共 110.0 MB，这一步的激活值最多 178.4 MB。
 #
-# **先猜**，以 MB 计：峰值是多少？那一刻有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？（这一步在第 00 课里见过，请不要回头看，自己推算。）
+# **先猜**，以 MB 计：峰值是多少？那一刻内存里有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？（请不要回头看第 00 课，自己推算。）
 #
 # </div>
 
@@ -298,7 +313,7 @@ table(["difference of the peaks", "bytes"], [("`TinyMeter` − `MemoryMeter`", d
 my_peak, my_gradients = None, None
 
 # %% jupyter={"source_hidden": true} slide="result"
-timelines({"one step": meter}, title="Gradients come as activations go: they never meet in full")
+timelines({"one step": meter}, title="Activations are released before the gradients are complete")
 
 # %%
 guesses = [my_peak and my_peak * 1e6, my_gradients and my_gradients * 1e6]
@@ -308,12 +323,12 @@ predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
 # %% [markdown]
 # <div lang="en">
 #
-# At the peak not one parameter has its gradient. Here are the eight operators around it that move 1 MB or more. Weights, state, and the activations that all eight hold are left out:
+# At the peak, no parameter has its gradient yet. The next figure shows the eight operators around the peak that change the live bytes by 1 MB or more, without the bytes that are in memory at all eight.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值那一刻，还没有一个参数得到梯度。下面是峰值前后、使字节变化 1 MB 以上的八个算子。权重、优化器状态，以及八个算子时都在的激活值没有画出来：
+# 峰值那一刻，还没有一个参数得到梯度。下图是峰值前后，使存活字节变化 1 MB 以上的八个算子，一直都在内存里的字节没有画出来。
 #
 # </div>
 
@@ -323,41 +338,41 @@ lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak lies at the very start of backward. The result of the log-softmax is kept; its gradient is made, a temporary; and from that, a second one, the gradient of the logits: three tensors of one size, while all activations are still there. From then on each layer gives back its activations and gets its gradients.
+# The peak is at the very start of backward. At this moment three tensors of the logits' size are in memory. The result of the log-softmax is an activation (yellow until autograd has saved it, then green). Backward has computed its gradient, and from this the gradient of the logits: these two are temporaries. All other activations are still in memory. From now on, backward releases the activations of one layer after the other, and creates the gradients of its parameters.
 #
-# So the sum of all kinds, 288.4 MB, is not the peak. With a single sequence:
+# So the sum of all kinds, 288.4 MB, is not the peak. With a single sequence, the timeline looks different:
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值就在反向刚开始的时候。log-softmax 的结果是保存着的；它的梯度刚求出来，是一个临时张量；再由它求出 logits 的梯度，又是一个：三个一样大的张量，而激活值全都还在。此后每一层交还自己的激活值，换来自己的梯度。
+# 峰值就在反向刚开始的时候。这一刻，内存里有三个与 logits 一样大的张量。一个是 log-softmax 的结果，它是激活值（刚算出时是黄色，autograd 保存之后变成绿色）。反向先求出它的梯度，再由此求出 logits 的梯度，这两个是临时张量。其余的激活值也都还在。此后，反向一层接一层地释放激活值，同时产生参数的梯度。
 #
-# 所以把各类相加得到的 288.4 MB 并不是峰值。只有一条序列时：
+# 所以把各类相加得到的 288.4 MB 并不是峰值。如果只有一条序列，时间线就不一样了：
 #
 # </div>
 
 # %% slide="result"
 alone = make_decoder()
 single = metered_step(alone, random_tokens(1, 128, 2048), torch.optim.Adam(alone.parameters()))
-timelines({"1 sequence": single}, title="With one sequence the peak stands at the end of backward")
+timelines({"1 sequence": single}, title="With one sequence, the peak is at the end of backward")
 
 # %%
 peak = max(single.timeline, key=lambda sample: sample.live_bytes)
 peak.phase, peak.operator, single.peak_bytes, single.at_peak()["activation"]
 
-# %% [markdown] slide={"en": "Where the peak is decides what helps against it.\n\nThis one lies at the end of backward, without any activation: checkpointing could not lower it.", "zh": "峰值在哪里，决定了什么办法管用。\n\n后一种峰值在反向的末尾，激活值一个也不剩：检查点帮不上忙。"}
+# %% [markdown] slide={"en": "The place of the peak decides which technique helps.\n\nThis peak is at the end of backward and has no activations, so checkpointing cannot lower it.", "zh": "峰值在哪里，决定了什么技术管用。\n\n这个峰值在反向的末尾，激活值一个也不剩，检查点帮不上忙。"}
 # <div lang="en">
 #
-# Not one activation is left, and what runs is an `add`. What is added? The tied weight has two gradients: the head's came first, the embedding's comes last. Both are as large as the weight, 2.1 MB, and so is their sum: three tensors, where all other gradients are there already. Untied, this step would peak in the optimizer.
+# At this peak there are no activations, and the operator is an `add`. It adds the two gradients of the tied weight: backward computes the one of the head first and the one of the embedding last. Each is as large as the weight, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
 #
-# Where the peak is decides what helps against it: checkpointing could not lower this one at all.
+# The place of the peak decides which technique helps. Checkpointing cannot lower this one at all.
 #
 # </div>
 # <div lang="zh">
 #
-# 激活值一个也不剩，正在运行的是 `add`。加的是什么？共享的权重有两份梯度：输出头的那份最先到，嵌入的那份最后到。两份都与权重一样大，2.1 MB，它们的和也是：其余的梯度已经全在，又多出三个张量。如果不共享，这一步的峰值就会在优化器里。
+# 这个峰值里没有激活值，正在运行的算子是 `add`。它把绑定的权重的两份梯度相加，反向最先算出输出头的那份，最后算出嵌入的那份。两份都与权重一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
 #
-# 峰值在哪里，决定了什么办法管用：对这一种峰值，检查点一点忙也帮不上。
+# 峰值在哪里，决定了什么技术管用。对这个峰值，检查点一点忙也帮不上。
 #
 # </div>
 
@@ -366,18 +381,18 @@ peak.phase, peak.operator, single.peak_bytes, single.at_peak()["activation"]
 #
 # <div lang="en">
 #
-# The activations are the tall part. Which tensors are they? Autograd tells, through two **hooks**: functions of yours, the first called for each tensor that it saves for backward, the second when backward wants it again. Leave out the weights, which are there anyway, and count each storage once:
+# Which tensors are the activations? Autograd reports them through two **hooks**, which are functions that you write. It calls the first one for each tensor that it saves for backward, and the second one when backward needs this tensor. We leave out the weights, which are in memory anyway, and count each storage once:
 #
 # </div>
 # <div lang="zh">
 #
-# 图中最高的一块是激活值。它们是哪些张量？去问 autograd，用两个**钩子**（hook）：由你写的函数，autograd 每为反向保存一个张量，就调用第一个；反向要用它时，调用第二个。略去本来就在的权重，每个存储区只数一次：
+# 激活值是哪些张量？可以用两个**钩子**（hook）向 autograd 打听，钩子就是由你写的函数。autograd 每为反向保存一个张量，就调用第一个钩子，反向要用这个张量时，再调用第二个。权重本来就在内存里，所以略去不算，每个存储区也只数一次：
 #
 # </div>
 
 # %% slide="both"
 weights = {parameter.untyped_storage()._cdata for parameter in decoder.parameters()}
-kept = {}  # storage -> bytes
+kept = {}  # address of a storage -> bytes
 
 
 def pack(tensor):
@@ -388,19 +403,19 @@ def pack(tensor):
 
 
 with saved_tensors_hooks(pack, lambda tensor: tensor):
-    loss = decoder.loss(tokens)  # while it lives, so does all that is kept
+    loss = decoder.loss(tokens)  # as long as the loss exists, so does all that is kept
 len(kept), sum(kept.values())
 
 # %% [markdown] slide={"en": "Why does an operator keep a tensor? **Ask what its derivative needs.**\n\n$y = x W$: $dW = x^\\top dy$ needs $x$.\n\n$P = \\mathrm{softmax}(S)$: $dS = P \\odot (dP - \\ldots)$ needs $P$, not $S$.\n\n$y = x + z$: needs nothing.", "zh": "算子为什么要保存一个张量？**看它求导时要用什么。**\n\n$y = x W$：$dW = x^\\top dy$，要用 $x$。\n\n$P = \\mathrm{softmax}(S)$：$dS = P \\odot (dP - \\ldots)$，要用 $P$，不用 $S$。\n\n$y = x + z$：什么也不用。"}
 # <div lang="en">
 #
-# 178,413,636 bytes: the activations of the timeline. Now *why* these? Ask each operator what its derivative needs:
+# These are 178,413,636 bytes, as in the timeline. *Why* does autograd keep these tensors? Ask each operator what its derivative needs:
 #
-# - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight, not $y$.
-# - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, not $S$.
-# - $y = x + z$ passes its gradient on and needs nothing. GELU's derivative needs its input; LayerNorm's its input, and for each token the mean and the reciprocal deviation.
+# - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight, but not $y$.
+# - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, but not $S$.
+# - $y = x + z$ passes its gradient on and needs nothing. The derivative of GELU needs GELU's input. LayerNorm needs its input and two numbers per token, the mean and the reciprocal of the standard deviation.
 #
-# A layer is these eight lines, for $b$ sequences of $s$ tokens; $S$ and $P$ are $s \times s$ for each of the $a$ heads:
+# A layer consists of these eight lines, for $b$ sequences of $s$ tokens. $S$ and $P$ have $s \times s$ numbers for each of the $a$ heads:
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -413,18 +428,18 @@ len(kept), sum(kept.values())
 # x = x + down(gelu(u))    # Linear: 4h → h
 # ```
 #
-# **Exercise 3.** Write what it keeps, in bytes, for any $b$, $s$, $h$ and $a$. Rows: `norms`, the LayerNorms' inputs; `statistics`, their means and deviations; `attention`, all from `y` to the input of `out` but P; `probabilities`, P; `feed-forward`, all from `z` on. Weights don't count. The check tells which row is wrong.
+# **Exercise 3.** How many bytes does a layer keep? Complete the function, for any $b$, $s$, $h$ and $a$. The first two rows are done: `norms` are the inputs of the two LayerNorms, and `statistics` their means and deviations. `attention` has everything from `y` to the input of `out` except P, `probabilities` has P, and `feed-forward` has everything from `z` on. Weights don't count.
 #
 # </div>
 # <div lang="zh">
 #
-# 178,413,636 字节，正是时间线上的激活值。可**为什么**是这些？逐个问算子，求导时要用什么：
+# 共 178,413,636 字节，与时间线上的激活值一致。可**为什么**是这些张量？逐个问算子，求导时要用什么：
 #
 # - $y = x W$：$dW = x^\top dy$，$dx = dy\, W^\top$，要用 $x$ 和权重，不用 $y$。
 # - $P = \mathrm{softmax}(S)$：$dS = P \odot (dP - \ldots)$，要用 $P$，不用 $S$。
-# - $y = x + z$ 只把梯度传下去，什么也不用。GELU 要用它的输入；LayerNorm 要用它的输入，外加每个 token 的均值和标准差倒数。
+# - $y = x + z$ 只把梯度传下去，什么也不用。GELU 要用它的输入。LayerNorm 要用它的输入，外加每个 token 的两个数，即均值和标准差的倒数。
 #
-# 一层就是下面八行，$b$ 条序列，各 $s$ 个 token；$a$ 个头里，每个头的 $S$ 和 $P$ 都是 $s \times s$：
+# 一层就是下面八行，$b$ 条序列，各 $s$ 个 token。$a$ 个头里，每个头的 $S$ 和 $P$ 都有 $s \times s$ 个数（$S$ 还要加上因果掩码）：
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -437,14 +452,20 @@ len(kept), sum(kept.values())
 # x = x + down(gelu(u))    # Linear: 4h → h
 # ```
 #
-# **练习 3。** 对任意的 $b$、$s$、$h$、$a$，写出这一层保存的字节数。各行是：`norms`，两个 LayerNorm 的输入；`statistics`，它们的均值和标准差倒数；`attention`，从 `y` 到 `out` 的输入，P 除外；`probabilities`，即 P；`feed-forward`，从 `z` 往后的全部。权重不算。检查会指出哪一行错了。
+# **练习 3。** 这样的一层保存多少字节？请补全这个函数，让它对任意的 $b$、$s$、$h$、$a$ 都成立。前两行已经写好：`norms` 是两个 LayerNorm 的输入，`statistics` 是它们的均值和标准差倒数。其余三行由你来写：`attention` 是从 `y` 到 `out` 的输入，P 除外；`probabilities` 就是 P；`feed-forward` 是从 `z` 往后的全部。权重不算。
 #
 # </div>
 
 
-# %% minutes=16
+# %% minutes=10
 def saved_by_one_layer(b, s, h, a):
-    return dict.fromkeys(["norms", "statistics", "attention", "probabilities", "feed-forward"], 0)
+    return {
+        "norms": 4 * 2 * b * s * h,  # 4 bytes for each of two inputs (b, s, h)
+        "statistics": 4 * 2 * 2 * b * s,  # two norms, two numbers per token
+        "attention": 0,
+        "probabilities": 0,
+        "feed-forward": 0,
+    }
 
 
 lesson_01.check_layer_formula(saved_by_one_layer)
@@ -456,11 +477,11 @@ if not lesson_01.check_layer_formula.accepted:
 
     def saved_by_one_layer(b, s, h, a):
         return {
-            "norms": 4 * 2 * s * b * h,  # what the two LayerNorms get
-            "statistics": 4 * 2 * 2 * s * b,
-            "attention": 4 * 5 * s * b * h,  # y; q, k and v; P @ v
+            "norms": 4 * 2 * b * s * h,
+            "statistics": 4 * 2 * 2 * b * s,
+            "attention": 4 * 5 * b * s * h,  # y; q, k and v; P @ v
             "probabilities": 4 * a * s * s * b,
-            "feed-forward": 4 * 9 * s * b * h,  # z; u and gelu(u), 4h wide each
+            "feed-forward": 4 * 9 * b * s * h,  # z; u and gelu(u), 4h wide each
         }
 
 
@@ -470,12 +491,12 @@ lesson_01.check_layer_formula(saved_by_one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# Now the list, from `saved_tensors`: it runs a function and lists what its graph holds for backward, your two hooks with names. The last columns say which tensor of the eight lines it is, and in which row of yours. (`Addmm` is a Linear layer, `mat1` its input. `Bmm` is a product for each sequence and head: 64 of them.)
+# Compare your rows with the list of `saved_tensors`. It runs a function and lists the tensors that its graph keeps for backward, with your two hooks. The last columns say which tensor of the eight lines this is, and to which of your rows it belongs. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one product per sequence and head, 64 in all.)
 #
 # </div>
 # <div lang="zh">
 #
-# 现在看清单。`saved_tensors` 运行一个函数，列出它的计算图为反向保存的张量：就是你那两个钩子，再加上名字。最后两列指出它是那八行里的哪个张量、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入；`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
+# 把你的各行与 `saved_tensors` 的清单对照。它运行一个函数，用你那两个钩子列出计算图为反向保存的张量。最后两列指出它是那八行里的哪个张量、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入。`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
 #
 # </div>
 
@@ -487,103 +508,203 @@ lesson_01.rows_of_the_formula(listed)
 one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
 predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, it gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$"}
+# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, the same count gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$"}
 # <div lang="en">
 #
-# Not a byte off. One row is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. Add up tensors instead of storages, as many scripts do, and you count 20% too much. (The causal mask keeps nothing, since it is added; filled in with `masked_fill` it keeps $s \times s$ booleans.)
+# Your formula is exact. One row of the list is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. If you add up tensors instead of storages, as many scripts do, you count 20% too much.
 #
-# In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, one for each element of three masks, and two more for P after its dropout. A formula holds for the operators it was counted for, and for no others (section 1.14).
+# In elements, your formula is $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout, the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes, which many calculators use. It has 2 bytes per element, one byte per element of three dropout masks, and two more per element of P after dropout.
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差。有一行标着“已见过”：softmax 保存了注意力概率 P，与 V 相乘时保存的是同一份存储区。许多脚本把张量逐个相加，而不按存储区来数，这里就会多算 20%。（因果掩码什么也不保存，因为它是加上去的；若用 `masked_fill` 填入，就要保存 $s \times s$ 个布尔值。）
+# 你的公式一字节不差。清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。许多脚本把张量逐个相加，而不按存储区统计，这里就会多算 20%。
 #
-# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法就得到 Korthikanti 等人的公式：$s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节：每个元素两字节，三个掩码每个元素一字节，dropout 之后的 P 再占两字节。公式只对它所数的算子成立，换了算子就不成立（见 1.14 节）。
+# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节，许多计算器用的就是它。其中每个元素 2 字节，三个 dropout 掩码每个元素一字节，dropout 之后的 P 每个元素再占两字节。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Each layer keeps its own: bytes grow with depth as a line.\n\n**Guess first.** What is its slope, and what its intercept?", "zh": "每一层各存各的：字节数随深度线性增长。\n\n**先猜**：斜率是什么？截距又是什么？"}
-# ## 1.5 Depth is a line, length a parabola / 深度是直线，长度是抛物线
+# %% [markdown] slide={"en": "P has $s^2$ elements per head, everything else grows with $s$.\n\n**Guess first.** From which length on is P larger than the rest of the layer?", "zh": "P 在每个头上有 $s^2$ 个元素，其余的都与 $s$ 成正比。\n\n**先猜**：从多长开始，P 超过这一层的其余部分？"}
+# ## 1.5 Long sequences / 序列变长
 #
 # <div lang="en">
 #
-# Each layer keeps its own, so bytes grow with depth as a line. The slope is your sum. The intercept is what is kept with no layer at all: the last LayerNorm's input and statistics, the head's input, the log-softmax; and three small things, the token numbers that the embedding keeps (8,256 bytes), the targets (8,192), and one number of the loss (4). With symbolic tensors, which have shapes and no data, such a sweep takes a moment.
+# P has $s^2$ elements per head, and everything else in your formula grows with $s$. **Guess first**, in tokens: for this layer, with $h = 256$ and 8 heads, from which length on is P larger than all the rest together? (Set $a s^2 b$ equal to $16 s b h$.) The figure shows your formula as lines, and measurements as points. They were made under `symbolic()`, where tensors have shapes and no data, so that they take no memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一层各存各的，所以字节数随深度线性增长。斜率就是你算出的总和；截距则是一层都没有时所保存的：最后一个 LayerNorm 的输入和统计量、输出头的输入、log-softmax 的结果；还有三样小的：嵌入保存的 token 编号（8,256 字节）、目标（8,192），以及损失的一个数（4）。符号张量只有形状、没有数据，用它扫一遍只要一会儿。
+# P 在每个头上有 $s^2$ 个元素，公式里的其余各项都与序列长度 $s$ 成正比。**先猜**（以 token 计）：这一层 $h = 256$、8 个头，从多长开始，P 超过其余各项之和？（令 $a s^2 b$ 等于 $16 s b h$。）图中的线是你的公式，点是实测。实测是在 `symbolic()` 里做的，那里的张量只有形状、没有数据，不占内存。
 #
 # </div>
 
 # %% slide="result"
-depths, saved = [2, 4, 8, 16], []
-with symbolic():
-    for layers in depths:
-        deeper, batch = make_decoder(layers=layers), random_tokens(8, 128, 2048)
-        saved.append(saved_tensors(deeper.loss, batch).total_bytes)
-slope = (saved[-1] - saved[0]) // (depths[-1] - depths[0])
-head = 4 * 8 * 128 * (2 * 256 + 2 + 2048)  # inputs of norm and head, statistics, log-softmax
-rows = [("slope: one layer", sum(one_layer.values()), slope)]
-rows.append(("intercept", head + 8_256 + 8_192 + 4, saved[0] - depths[0] * slope))
-predictions(rows, unit="bytes")
-
-# %% [markdown]
-# <div lang="en">
-#
-# Length is another matter: P has $s^2$ elements a head. **Guess first**, in tokens: for this layer, $h = 256$ with 8 heads, from which length on does P outweigh all the rest together? (Set $a s^2 b$ equal to $16 s b h$.)
-#
-# </div>
-# <div lang="zh">
-#
-# 长度就不同了：P 在每个头上有 $s^2$ 个元素。**先猜**（以 token 计）：这一层 $h = 256$、8 个头，从多长开始，P 超过其余各项之和？（令 $a s^2 b$ 等于 $16 s b h$。）
-#
-# </div>
-
-# %%
 my_length = None
-lengths, layer_mb, p_mb = [128, 256, 512, 768, 1024], [], []
-with symbolic():
-    for s in lengths:
-        rows = saved_tensors(DecoderLayer(256, 8), torch.randn(8, s, 256))
-        layer_mb.append(rows.total_bytes / 1e6)
-        p_mb.append(max(row.bytes for row in rows if row.operator == "SoftmaxBackward0") / 1e6)
-
-# %% slide="result"
-lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer, my_length)
+lesson_01.draw_lengths(saved_by_one_layer, my_length)
 
 # %% [markdown]
 # <div lang="en">
 #
-# They cross at $s = 16 h / a = 512$: sixteen times the size of a head, here 32. Heads of 128, as in many large models, move the crossing to 2048 tokens. Beyond it attention is the memory problem, as long as P is kept. Most libraries' default, fused attention, no longer keeps it: lesson 06 shows how.
+# The curves cross at $s = 16 h / a = 512$. This is sixteen times the size of a head, here 32. With heads of size 128, as in many large models, it is 2048 tokens. At longer sequences, most of a layer's activations are P, if P is kept. Lesson 06 shows how fused attention avoids this.
 #
 # </div>
 # <div lang="zh">
 #
-# 两者在 $s = 16 h / a = 512$ 处相交：头维度（这里是 32）的十六倍。大模型的头维度多为 128，交点就移到 2048 个 token。过了交点，只要还保存 P，内存问题就是注意力问题。如今多数库默认用融合注意力，已经不保存 P 了：怎么做到的，见第 06 课。
+# 两条曲线在 $s = 16 h / a = 512$ 处相交，也就是头维度（这里是 32）的十六倍。许多大模型的头维度是 128，交点就在 2048 个 token。序列更长时，只要保存 P，一层的激活值大部分就是 P。融合注意力怎样避免保存它，见第 06 课。
 #
 # </div>
 
-# %% [markdown] slide={"en": "The head holds **three tensors** of the logits' size: one kept, two temporary.\n\n**Guess first.** Which parts make up the whole peak?", "zh": "输出头占着**三个**与 logits 一样大的张量：一个是保存的，两个是临时的。\n\n**先猜**：整个峰值由哪些部分相加而成？"}
-# ## 1.6 The logits, and the whole peak / logits，以及整个峰值
+# %% [markdown] slide={"en": "Llama's layer has RMSNorm, grouped-query attention, a fused attention operator and SwiGLU.\n\n**Guess first.** How far off is your formula for it, at 128 and at 2048 tokens?", "zh": "Llama 的层用 RMSNorm、分组查询注意力、融合的注意力算子和 SwiGLU。\n\n**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？"}
+# ## 1.6 A layer of Llama / Llama 的一层
 #
 # <div lang="en">
 #
-# Now the whole peak. The picture in section 1.3 shows its last part: **three tensors of the logits' size**, one kept and two temporary. (Where a head upcasts bf16 logits to fp32, there are more.) The token numbers don't count here, since the meter takes the batch as given; and the loss has let go of its targets before the peak.
+# Many recent models have a layer like that of Llama. It differs in four points:
 #
-# **Exercise 4.** Which bytes are there at the peak? Fill in four parts, in bytes: `state`, what was there before the step began; `layers`, all eight; `norm and head`, what the last LayerNorm and the head keep, the logits aside; `logits`, everything of their size. You have every part.
+# - **RMSNorm** divides each token by its root mean square and multiplies the result by a weight. It has no mean and no bias.
+# - **Grouped-query attention** (GQA) has fewer heads for K and V than for Q: $a$ heads of queries share $n$ heads of keys and values.
+# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output, but not P. Instead of P it keeps one fp32 number per query and head, called log-sum-exp (LSE).
+# - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of inner width $f$.
+#
+# Here is the layer of Hugging Face's `transformers`, with the proportions of Llama 3 8B: $h = 256$, 8 heads of queries, 2 of keys and values, $f = 896$. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
 #
 # </div>
 # <div lang="zh">
 #
-# 现在算整个峰值。1.3 节的图给出了最后一部分：**三个与 logits 一样大的张量**，一个是保存的，两个是临时的。（如果输出头把 bf16 的 logits 转成 fp32，还会更多。）token 编号在这里不算，因为计量器把批次当作早就有的；目标在峰值之前已被损失释放。
+# 许多新模型用的是 Llama 那样的层，它有四点不同：
 #
-# **练习 4。** 峰值那一刻有哪些字节？填四个部分，以字节计：`state`，这一步开始之前就有的；`layers`，八层合计；`norm and head`，最后一个 LayerNorm 和输出头所保存的，logits 除外；`logits`，与它一样大的全部张量。各部分你手上都有了。
+# - **RMSNorm** 把每个 token 除以它的均方根，再乘以一个权重，没有均值，也没有偏置。
+# - **分组查询注意力**（GQA）里，K 和 V 的头比 Q 少，$a$ 个查询头共用 $n$ 个键值头。
+# - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力。它保存 Q、K、V 和输出，但不保存 P，而是每个头、每个查询保存一个 fp32 数，叫做 LSE（log-sum-exp，指数和的对数）。
+# - **SwiGLU** 是有三个矩阵的前馈（feed-forward）网络，它把两个内部宽度为 $f$ 的投影相乘。
+#
+# 下面就是 Hugging Face 的 `transformers` 里的这一层，各部分的比例与 Llama 3 8B 相同：$h = 256$，8 个查询头，2 个键值头，$f = 896$。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
 #
 # </div>
+
+# %% slide="result"
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+config = LlamaConfig(hidden_size=256, intermediate_size=896, **heads, attn_implementation="sdpa")
+
+
+def kept_by_llama(s):
+    with symbolic():
+        layer, x = LlamaDecoderLayer(config, 0), torch.randn(8, s, 256, requires_grad=True)
+        angles = LlamaRotaryEmbedding(config)(x, torch.arange(s)[None])  # cos and sin
+        return saved_tensors(layer, x, position_embeddings=angles).total_bytes
+
+
+measured = {128: kept_by_llama(128), 2048: kept_by_llama(2048)}
+gpt = {s: sum(saved_by_one_layer(8, s, 256, 8).values()) for s in measured}
+predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Your formula is too low for short sequences and more than three times too high for long ones. Each operator of these lines keeps what its derivative needs:
+#
+# ```python
+# m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
+# y = m * weight1               # the weight's gradient needs m
+# q, k, v = q_proj(y), k_proj(y), v_proj(y)   # h → a·d, n·d, n·d
+# q, k = rotate(q), rotate(k)   # by the position; keeps only cos and sin
+# x = x + out(sdpa(q, k, v))    # Linear: h → h
+# m = x * rsqrt(mean(x**2))
+# z = m * weight2
+# x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
+# ```
+#
+# **Exercise 4.** Write the same five rows for this layer. `norms` has `x` and `m`, for both norms, and `statistics` the results of `rsqrt`. `probabilities` has what SDPA keeps instead of P. Leave out cos and sin.
+#
+# </div>
+# <div lang="zh">
+#
+# 序列短时，你的公式偏低，序列长时，又是实测的三倍多。这一层由下面几行组成，每个算子都保存求导时要用的张量：
+#
+# ```python
+# m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
+# y = m * weight1               # the weight's gradient needs m
+# q, k, v = q_proj(y), k_proj(y), v_proj(y)   # h → a·d, n·d, n·d
+# q, k = rotate(q), rotate(k)   # by the position; keeps only cos and sin
+# x = x + out(sdpa(q, k, v))    # Linear: h → h
+# m = x * rsqrt(mean(x**2))
+# z = m * weight2
+# x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
+# ```
+#
+# **练习 4。** 为这一层写出同样的五行。`norms` 是两个归一化各自的 `x` 和 `m`，`statistics` 是两次 `rsqrt` 的结果，`probabilities` 是 SDPA 代替 P 保存的数。cos 和 sin 不算。
+#
+# </div>
+
 
 # %% minutes=8
+def saved_by_llama_layer(b, s, h, a, n, f):
+    rows = saved_by_one_layer(b, s, h, a)  # replace each row: rows["norms"] = ...
+    return rows
+
+
+lesson_01.check_llama_formula(saved_by_llama_layer)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_01.check_llama_formula.accepted:
+
+    def saved_by_llama_layer(b, s, h, a, n, f):
+        return {
+            "norms": 4 * 2 * 2 * b * s * h,  # x and m, twice
+            "statistics": 4 * 2 * b * s,
+            "attention": 4 * b * s * (3 * h + 2 * n * h // a),  # y, q, the output; k and v
+            "probabilities": 4 * a * s * b,  # one number per query and head
+            "feed-forward": 4 * b * s * (h + 4 * f),  # z; gate(z), its silu, up(z), their product
+        }
+
+
+lesson_01.check_llama_formula(saved_by_llama_layer)
+### END SOLUTION
+
+# %% slide="result"
+llama = {s: sum(saved_by_llama_layer(8, s, 256, 8, 2, 896).values()) for s in measured}
+predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes")
+
+# %% [markdown] slide={"en": "The rest are cos and sin: one table of $s \\times d$ numbers each, shared by all layers.\n\nThis layer keeps no $s^2$. A formula holds for its operators.", "zh": "余下的是 cos 和 sin，各一张 $s \\times d$ 的表，所有层共用。\n\n这一层没有 $s^2$ 的项。公式只对它所数的算子成立。"}
+# <div lang="en">
+#
+# The difference is cos and sin: two tables of $s \times d$ numbers, which are made once per step and shared by all layers. So your formula is exact for a layer, and it has no $s^2$ any more.
+#
+# Here RMSNorm keeps more than LayerNorm, although it computes less, because it consists of several operators that each keep their inputs. And a formula holds only for the operators that it was made for: before you trust a calculator, ask which layer it assumes.
+#
+# </div>
+# <div lang="zh">
+#
+# 差的就是 cos 和 sin，即两张 $s \times d$ 的表，它们每步只建立一次，所有层共用。所以对一层来说，你的公式一字节不差，而且不再有 $s^2$ 的项。
+#
+# RMSNorm 的计算比 LayerNorm 少，在这里保存的却更多，因为它由几个算子组成，每个算子都要保存自己的输入。公式只对推导它的那些算子成立，相信一个计算器之前，先弄清它假定的是哪一种层。
+#
+# </div>
+
+# %% [markdown] slide={"en": "At the peak, **three tensors** have the logits' size: one activation and two temporaries.\n\n**Guess first.** Which parts make up the whole peak?", "zh": "峰值时有**三个**与 logits 一样大的张量，一个是激活值，两个是临时张量。\n\n**先猜**：整个峰值由哪些部分相加而成？"}
+# ## 1.7 The logits, and the whole peak / logits，以及整个峰值
+#
+# <div lang="en">
+#
+# Back to lesson 00's decoder. Section 1.3 has shown one part of it: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets don't count: the batch existed before the meter started, and the loss has released its targets before the peak.
+#
+# **Exercise 5.** Which bytes are in memory at the peak? Fill in four parts, in bytes. `state` was in memory before the step began. `layers` is kept by all eight layers. `norm and head` is kept by the last LayerNorm and the head, apart from the logits. `logits` is everything of the logits' size.
+#
+# </div>
+# <div lang="zh">
+#
+# 回到第 00 课的解码器，计算整个峰值。1.3 节的图给出了其中一部分：**三个与 logits 一样大的张量**，一个是激活值，两个是临时张量。token 编号和目标都不算，因为批次在计量器启动之前就有了，而损失在峰值之前已经释放了它的目标。
+#
+# **练习 5。** 峰值那一刻，内存里有哪些字节？填四个部分，以字节计。`state` 是这一步开始之前就有的，`layers` 是八层一共保存的，`norm and head` 是最后一个 LayerNorm 和输出头保存的（logits 除外），`logits` 是与 logits 一样大的全部张量。
+#
+# </div>
+
+# %% minutes=7
 my_parts = {"state": None, "layers": None, "norm and head": None, "logits": None}
 lesson_01.check_whole_peak(my_parts)
 
@@ -605,15 +726,15 @@ lesson_01.check_whole_peak(my_parts)
 my_sum = sum(part or 0 for part in my_parts.values())
 predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nA vocabulary of 2048: logits make 9% of the peak. And a real one?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 时，logits 占峰值的 9%。真实的词表呢？"}
+# %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nWith a vocabulary of 2048 words, the logits make up 9% of the peak. And with a real vocabulary?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 个词时，logits 占峰值的 9%。真实的词表呢？"}
 # <div lang="en">
 #
-# The 8 bytes are the loss and its gradient: two numbers. With a vocabulary of 2048, 9% of this peak belongs to the logits. Real ones are larger. Beside the peak stands what a calculator would say, weights, gradients, state and activations added up:
+# The missing 8 bytes are the loss and its gradient. With 2048 words, the logits make up 9% of this peak. Real vocabularies are larger. The last column adds up weights, gradients, optimizer state and activations, as a calculator does:
 #
 # </div>
 # <div lang="zh">
 #
-# 这 8 个字节是损失和它的梯度：两个数。词表只有 2048 时，logits 占峰值的 9%。真实的词表要大得多。峰值旁边列出计算器的答案，即权重、梯度、优化器状态和激活值相加：
+# 差的 8 个字节是两个数，即损失和它的梯度。词表只有 2048 个词时，logits 占这个峰值的 9%。真实的词表要大得多。最后一列照计算器的算法，把权重、梯度、优化器状态和激活值加起来：
 #
 # </div>
 
@@ -623,87 +744,18 @@ for vocabulary in (2048, 8192, 32768):
     with symbolic():
         model, batch = make_decoder(vocabulary=vocabulary), random_tokens(8, 128, vocabulary)
         found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
-    ended, most = found.timeline[-1].bytes, int(found.series()["activation"].max())
-    added = sum(ended[kind] for kind in states) + most
-    share = 3 * 4 * 8 * 128 * vocabulary / found.peak_bytes
-    rows.append((vocabulary, found.peak_bytes / 1e6, f"{share:.0%}", added / 1e6))
-headings = ["vocabulary", "peak (MB)", "three times the logits, of it", "kinds added up (MB)"]
-table(headings, [(v, round(peak, 1), share, round(added, 1)) for v, peak, share, added in rows])
+    rows.append((vocabulary, *lesson_01.peak_and_sum(found, 3 * 4 * 8 * 128 * vocabulary)))
+table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# With 32768 words more than half of the peak belongs to one matrix product and its loss. And adding up the kinds, 4% too much with the small vocabulary, is 28% too low with the large one: it counts gradients and activations that never meet, and leaves out the temporaries. Lesson 02 computes this loss in pieces, so that the logits never exist whole.
+# With 32768 words, more than half of the peak belongs to one matrix product and its loss. The sum of the kinds is 4% too high with the small vocabulary, and 28% too low with the large one. It adds gradients and activations that are never in memory together, and leaves out the temporaries. Lesson 02 computes this loss in chunks, so that the logits are never in memory as a whole.
 #
 # </div>
 # <div lang="zh">
 #
-# 词表为 32768 时，峰值的一半以上属于一次矩阵乘法和它的损失。把各类相加，词表小时多算 4%，词表大时却少算 28%：它把从不同时存在的梯度和激活值加在一起，又漏掉了临时张量。第 02 课会把这个损失分段计算，让完整的 logits 从不出现。
-#
-# </div>
-
-# %% [markdown] slide={"en": "Shapes without data: no memory is taken.\n\n**Guess first.** 7 B: 105.3 GB at 16 bytes a parameter. How much do activations add?", "zh": "只有形状、没有数据：内存也不占用。\n\n**先猜**：7 B 模型，每个参数 16 字节，共 105.3 GB。激活值会让峰值再增加多少？"}
-# ## 1.7 Seven billion parameters on this laptop / 在这台电脑上算 70 亿参数
-#
-# <div lang="en">
-#
-# `symbolic()` is PyTorch's `FakeTensorMode` with storages that the meter can count. Nothing is computed, no memory is taken, and every operator of the real step goes by. The recipe: bf16, Adam with fp32 master weights (one parameter after the other), one sequence of 2048 tokens, fused attention, which keeps one fp32 number a row of each head in place of P.
-#
-# Your formula serves again: without P, and at 2 bytes a number. **Guess first**, in GB: the model of 6.6 billion parameters ($h$ 4096, 32 heads, 32 layers) takes 105.3 GB at 16 bytes each. What is its peak, and in which phase?
-#
-# </div>
-# <div lang="zh">
-#
-# `symbolic()` 就是 PyTorch 的 `FakeTensorMode`，只是计量器能数出其中的存储区。什么都不计算，内存也不占用，而真实训练步的每个算子都会走一遍。配方是：bf16，Adam 带 fp32 主权重（逐个参数更新），一条 2048 个 token 的序列，融合注意力：它不保存 P，每个头的每一行只保存一个 fp32 数。
-#
-# 你的公式还能再用：去掉 P，每个数 2 字节。**先猜**，以 GB 计：66 亿参数的模型（$h$ 为 4096、32 个头、32 层）按每个 16 字节占 105.3 GB。峰值是多少？在哪个阶段？
-#
-# </div>
-
-# %%
-my_giant_peak = None
-
-
-def my_activations(h, a, layers):
-    rows = saved_by_one_layer(b=1, s=2048, h=h, a=a)
-    layer = (sum(rows.values()) - rows["probabilities"]) // 2 + 4 * a * 2048
-    return layers * layer + 2 * 2048 * (2 * h + 2 + 32_000)  # the head, as in section 1.5
-
-
-# %% slide="code"
-def giant_step(hidden, heads, layers, batch=1):
-    sizes = {"vocabulary": 32_000, "hidden": hidden, "heads": heads, "layers": layers}
-    with symbolic(), MemoryMeter() as meter:
-        model = Decoder(**sizes, sequence=2048, fused=True).bfloat16()
-        adam = lesson_01.MixedAdam(model)  # fp32 master weights and moments
-        tokens = random_tokens(batch, 2048, 32_000)
-        model.loss(tokens).backward()
-        adam.step()
-    return meter
-
-
-# %% slide="result"
-rows = [("7 B, your guess", "–", "–", my_giant_peak or "–", "–")]
-for name, shape in {"1 B": (2048, 16, 18), "7 B": (4096, 32, 32), "70 B": (8192, 64, 80)}.items():
-    giant = giant_step(*shape)
-    peak = max(giant.timeline, key=lambda sample: sample.live_bytes)
-    counts = (my_activations(*shape), giant.series()["activation"].max(), giant.peak_bytes)
-    rows.append((name, *(f"{count / 1e9:,.3f}" for count in counts), peak.phase))
-table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak in"], rows)
-
-# %% [markdown] slide={"en": "The activations of the 7 B model add nothing to this peak.\n\nSo it is for a loop over parameters, and one sequence.", "zh": "7 B 模型的激活值，对这个峰值毫无影响。\n\n这是逐个参数循环更新、只有一条序列时的结论。"}
-# <div lang="en">
-#
-# Your formula, written for a model of 7 million parameters, gives the 8.8 GB of the model of 7 billion. And they add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
-#
-# This holds for this recipe, a loop over parameters, and one sequence (try `batch=8`). No step of the largest model has ever run on this machine, and yet its bytes are counted operator by operator.
-#
-# </div>
-# <div lang="zh">
-#
-# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB。而激活值对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
-#
-# 这只是这个配方（逐个参数循环更新）、一条序列时的结论（可以试试 `batch=8`）。最大的模型从未在这台机器上真正跑过一步，它的字节却逐个算子数清了。
+# 词表为 32768 时，峰值的一半以上属于一次矩阵乘法和它的损失。各类之和在词表小时多算 4%，词表大时却少算 28%，因为它把从不同时在内存里的梯度和激活值加在一起，又漏掉了临时张量。第 02 课会把这个损失分成小段计算，完整的 logits 就不会出现。
 #
 # </div>
 
@@ -712,12 +764,12 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 #
 # <div lang="en">
 #
-# The same questions, asked with PyTorch alone. PyTorch has a meter of its own, too, and the hooks of section 1.4; `torch.profiler` runs on any CPU (`measure` takes the allocator's figure from it); the others need a GPU and are not run here.
+# These lines need PyTorch alone. `MemTracker` is PyTorch's own meter and runs on a CPU, as do `torch.profiler` and the hooks of section 1.4. The functions of `torch.cuda` need a GPU and are not run here.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的问题，只用 PyTorch 来问。PyTorch 自己也有一个计量器，还有 1.4 节用过的钩子；`torch.profiler` 在任何 CPU 上都能跑（`measure` 里分配器的数就取自它）；其余的需要 GPU，这里没有运行。
+# 同样的问题，只用 PyTorch 也能回答。`MemTracker` 是 PyTorch 自带的计量器，它和 `torch.profiler`、1.4 节的钩子一样，在 CPU 上就能运行。`torch.cuda` 的函数需要 GPU，这里没有运行。
 #
 # </div>
 
@@ -735,7 +787,7 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 # %% [markdown]
 # <div lang="en">
 #
-# | question | you type |
+# | question | your code |
 # |---|---|
 # | what autograd keeps | `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` |
 # | bytes by operator, on any device | `torch.profiler.profile(profile_memory=True)` |
@@ -751,7 +803,7 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 # | autograd 保存了什么 | `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` |
 # | 按算子统计的字节，任何设备 | `torch.profiler.profile(profile_memory=True)` |
 # | 自 `torch.cuda.reset_peak_memory_stats()` 以来最多分配了多少字节 | `torch.cuda.max_memory_allocated()` |
-# | 向驱动要来多少字节（含空闲块） | `torch.cuda.memory_reserved()` |
+# | 向驱动申请了多少字节（含空闲块） | `torch.cuda.memory_reserved()` |
 # | 谁分配了什么，连同调用栈 | `torch.cuda.memory._record_memory_history()`，运行这一步，`torch.cuda.memory._dump_snapshot("step.pickle")`，再用 pytorch.org/memory_viz 查看 |
 #
 # </div>
@@ -761,49 +813,32 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 #
 # <div lang="en">
 #
-# Three sentences that people meet, each tried on this step. The second and the third are tried with `torch.autocast`: bf16 operators, fp32 weights (section 1.13 has all in bf16). We count it symbolically, because many CPUs are slow in bf16.
+# We test three common claims on this step. For the second and the third, it runs under `torch.autocast`, with bf16 operators and fp32 weights (symbolically).
 #
 # </div>
 # <div lang="zh">
 #
-# 三句常见的说法，都拿这一步来检验。后两句用 `torch.autocast`：算子用 bf16，权重仍是 fp32（全用 bf16 的见 1.13 节）；这里用符号张量来数，因为许多 CPU 算 bf16 很慢。
+# 用这个训练步检验三句常见的说法。后两句用 `torch.autocast`，也就是算子用 bf16，权重仍是 fp32。后两句用符号张量统计。
 #
 # </div>
 
-# %%
-from course_lib.lessons import what_you_may_have_read
-from course_lib.memory import measure
-
-with symbolic():
-    mixed, batch = make_decoder(), random_tokens(8, 128, 2048)
-    mixed_adam = torch.optim.Adam(mixed.parameters())
-
-    def autocast_step():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = mixed.loss(batch)
-        loss.backward()
-        mixed_adam.step()
-
-    autocast = measure(autocast_step, model=mixed, optimizer=mixed_adam)
-    with MemoryMeter(mixed, mixed_adam) as mixed_meter:
-        autocast_step()
-
 # %% slide="result"
-stays = sum(mixed_meter.timeline[-1].bytes[kind] for kind in states)
-added = sum(left[kind] for kind in states) + int(meter.series()["activation"].max())
-what_you_may_have_read("01", *lesson_01.figures_of_claims(meter, added, autocast, stays))
+from course_lib.lessons import what_you_may_have_read
 
-# %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nWhich of the parts would you attack first?", "zh": "同一个解码器的同一步，一种技术一行。\n\n这些部分，你先对付哪一个？"}
+autocast, stays = lesson_01.under_autocast(make_decoder)
+what_you_may_have_read("01", *lesson_01.figures_of_claims(meter, autocast, stays))
+
+# %% [markdown] slide={"en": "The same step of the same decoder, one technique per row.\n\nWhich of the parts would you reduce first?", "zh": "同一个解码器的同一步，每种技术占一行。\n\n这些部分，你会先减少哪一个？"}
 # ## 1.10 The ledger / 账本
 #
 # <div lang="en">
 #
-# Every lesson ends with its row: the same step of the same decoder, with one technique alone. And here is the peak of the plain step once more, cut into the parts that you have predicted, with the lesson that goes for each.
+# Every lesson adds its row to the ledger: the same step with one technique. The second table takes the baseline's peak apart, and names the lessons that reduce each part.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一课都以一行账结束：同一个解码器的同一步，只用一种技术。下面再把基线的峰值拆成你预测过的各个部分，并写明哪一课来对付它。
+# 每一课最后都往账本里添一行，记下同一个解码器的同一步只用一种技术时的结果。第二张表再把基线的峰值拆成各个部分，并写明哪几课来减少它。
 #
 # </div>
 
@@ -813,41 +848,29 @@ ledger("01", "autocast, bf16", autocast)
 # %% jupyter={"source_hidden": true} slide="result"
 lesson_01.parts_of_the_peak(meter, one_layer)
 
-# %% [markdown] slide={"en": "Count storages. Gradients come as activations go.\n\nA layer keeps $16 s b h + a s^2 b$ elements; the head holds three tensors of the logits' size.", "zh": "要数存储区。激活值释放，梯度才到来。\n\n一层保存 $16 s b h + a s^2 b$ 个元素，输出头占着三个与 logits 一样大的张量。"}
+# %% [markdown] slide={"en": "Count storages. Activations are released as gradients are created.\n\nAsk each operator what its derivative needs, in your model.", "zh": "要按存储区统计。激活值逐渐释放，梯度才逐渐产生。\n\n对你自己的模型，也逐个问算子求导时要用什么。"}
 # ## 1.11 Summary / 小结
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch: 16 bytes a parameter with Adam in fp32; in mixed precision 16, 18 or 20, by the recipe. Activations do.
-# - The kinds are not all there at once. Gradients come as activations go, so the peak lies where one of them is still whole: here at the start of backward, for a large model with one sequence in the optimizer.
-# - Ask an operator what its derivative needs: that is what it keeps. Count storages, not tensors.
-# - One layer of this decoder keeps $16 s b h + a s^2 b$ elements and its statistics. From $s = 16 h / a$ on P outweighs the rest together.
-# - The head holds three tensors of the logits' size at the peak.
+# - Parameters, gradients and optimizer state don't depend on the batch. Adam takes 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
+# - The kinds are not in memory all at once: backward releases activations while it creates gradients. Here the peak is at the start of backward. With one sequence, it is at the end of backward.
+# - An operator keeps what its derivative needs. Count storages, not tensors.
+# - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. From $s = 16 h / a$ on, P is larger than the rest. Llama's layer with fused attention keeps no P.
+# - At the peak, three tensors have the logits' size.
 #
-# **Next:** [lesson 02](02_checkpointing.ipynb) forgets activations and computes them again.
-#
-# </div>
-# <div lang="zh">
-#
-# - 参数、梯度和优化器状态与批次无关：用 Adam 和 fp32 时每个参数 16 字节；混合精度按配方不同，是 16、18 或 20 字节。激活值则随批次变化。
-# - 各类字节并非同时都在。激活值释放，梯度才陆续到来，所以峰值出现在其中一方还完整的时候：这里是反向刚开始时，而只有一条序列的大模型则是在优化器里。
-# - 看一个算子求导时要用什么，它就保存什么。要数存储区，不要数张量。
-# - 这个解码器的一层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余各项之和还大。
-# - 峰值时，输出头占着三个与 logits 一样大的张量。
-#
-# **下一步**：[第 02 课](02_checkpointing.ipynb)忘掉激活值，再重新算出来。
-#
-# </div>
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Sources.** Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (the formula). Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Hugging Face documentation, *GPU memory usage* (18); Hugging Face, *The Ultra-Scale Playbook*, 2025 (20). PyTorch documentation, *Understanding CUDA Memory Usage*, and its *Performance Tuning Guide*. All measurements: `course_lib.memory`, in this notebook.
+# **Next:** in [lesson 02](02_checkpointing.ipynb), activations are not kept but computed again.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（公式）。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Hugging Face 文档 *GPU memory usage*（18）；Hugging Face，*The Ultra-Scale Playbook*，2025（20）。PyTorch 文档 *Understanding CUDA Memory Usage* 和 *Performance Tuning Guide*。全部测量都由本 notebook 用 `course_lib.memory` 完成。
+# - 参数、梯度和优化器状态与批次无关。Adam 在 fp32 下每个参数占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
+# - 各类字节并不同时在内存里，因为反向一边释放激活值，一边产生梯度。这里的峰值在反向刚开始时，如果只有一条序列，峰值就在反向的末尾。
+# - 一个算子求导时要用什么，它就保存什么。要按存储区统计，不要按张量。
+# - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余各项之和还大。Llama 的层用融合注意力，不保存 P。
+# - 峰值时，有三个与 logits 一样大的张量。
+#
+# **下一步**：在[第 02 课](02_checkpointing.ipynb)里，激活值不再保存，而是重新计算。
 #
 # </div>
 
@@ -856,7 +879,7 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that the sections above have defined.
+# The other lessons don't need anything from here on. Each section can be read alone, and uses only names that are defined above.
 #
 # </div>
 # <div lang="zh">
@@ -866,16 +889,159 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # </div>
 
 # %% [markdown]
-# ## 1.12 Recipes of Adam / Adam 的几种配方
+# ## 1.12 The whole meter / 完整的计量器
 #
 # <div lang="en">
 #
-# A loop over parameters needs two temporaries, each as large as the parameter at hand. `foreach=True`, the default of `torch.optim.Adam` on CUDA, treats all parameters at once and makes a temporary as large as all of them: in fp32 4 bytes a parameter more, 28 GB for 7 billion. `fused=True` needs none (Hugging Face's `Trainer` defaults to it). Here is the most that is live during `step()`:
+# **Exercise 6.** Write the whole meter of section 1.2, without `lesson_01.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is its address, which is the same for every view. The check also tries results that share a storage or don't fill it.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐个参数循环更新时，需要两个临时张量，各与手头的那个参数张量一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它一次处理全部参数，要有一份与全部参数一样大的临时张量：fp32 时每个参数多 4 字节，70 亿个参数就是 28 GB。`fused=True` 一份也不需要（Hugging Face 的 `Trainer` 默认用它）。下面是 `step()` 期间最多存活的字节：
+# **练习 6。** 不用 `lesson_01.storages`，写出 1.2 节的整个计量器。`tree_leaves(values)` 把嵌套的列表、元组和字典里的东西列出来，`tensor.untyped_storage()` 是张量的存储区，`_cdata` 是它的地址，各个视图都一样。检查还会试几个结果共用一个存储区，或没有占满存储区的情形。
+#
+# </div>
+
+# %% minutes=9
+from torch.utils._pytree import tree_leaves
+
+
+class WholeMeter(TorchDispatchMode):
+    live = peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        return result
+
+
+lesson_01.check_meter(WholeMeter)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_01.check_meter.accepted:
+
+    class WholeMeter(TorchDispatchMode):
+        live = peak = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            known = {x.untyped_storage()._cdata for x in tensors}
+            for x in tree_leaves(result):
+                storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+                if storage is not None and storage._cdata not in known:
+                    known.add(storage._cdata)  # several results may share it
+                    self.count(storage.nbytes())
+                    weakref.finalize(storage, self.count, -storage.nbytes())
+            return result
+
+        def count(self, change):
+            self.live += change
+            self.peak = max(self.peak, self.live)
+
+
+lesson_01.check_meter(WholeMeter)
+### END SOLUTION
+
+# %% [markdown]
+# ## 1.13 Depth is a line / 深度是直线
+#
+# <div lang="en">
+#
+# Each layer keeps its own tensors, so the bytes grow with the number of layers as a line. Its slope is your sum for one layer. Its intercept is what remains without any layer: the inputs of the last norm and the head, the statistics, the log-softmax, and 16,452 bytes for token numbers, targets and one number of the loss.
+#
+# </div>
+# <div lang="zh">
+#
+# 每一层各存各的张量，所以字节数随层数线性增长。斜率是你为一层算出的总和，截距是一层都没有时还保存的：最后一个归一化和输出头的输入、统计量、log-softmax 的结果，以及 token 编号、目标和损失的一个数，共 16,452 字节。
+#
+# </div>
+
+# %%
+depths, saved = [2, 4, 8, 16], []
+for layers in depths:
+    with symbolic():
+        deeper, batch = make_decoder(layers=layers), random_tokens(8, 128, 2048)
+        saved.append(saved_tensors(deeper.loss, batch).total_bytes)
+head = 4 * 8 * 128 * (2 * 256 + 2 + 2048) + 16_452
+lines = [head + layers * sum(one_layer.values()) for layers in depths]
+predictions(zip([f"L = {layers}" for layers in depths], lines, saved, strict=True), unit="bytes")
+
+# %% [markdown]
+# ## 1.14 Seven billion parameters on this laptop / 在这台电脑上算 70 亿参数
+#
+# <div lang="en">
+#
+# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts their bytes. So this laptop can count the step of a model with 7 billion parameters. We take the same kind of decoder in bf16, Adam with fp32 master weights that updates one parameter after the other, one sequence of 2048 tokens, and fused attention.
+#
+# Your formula still works if you leave out P, add one fp32 number per query and head, and take 2 bytes per number. **Guess first**, in GB: the model of 6.6 billion parameters ($h$ is 4096, 32 heads, 32 layers) takes 105.3 GB at 16 bytes per parameter. What is its peak, and in which phase?
+#
+# </div>
+# <div lang="zh">
+#
+# 在 `symbolic()` 里，训练步的全部算子都照常运行，只是张量没有数据（用的是 PyTorch 的 `FakeTensorMode`），计量器统计它们的字节。因此这台电脑也能算出 70 亿参数的模型一步要用多少内存。我们用同一种解码器，精度为 bf16，Adam 带 fp32 主权重、逐个参数更新，一条 2048 个 token 的序列，注意力是融合的。
+#
+# 你的公式仍然可用，只要去掉 P，为每个头、每个查询加一个 fp32 数，其余每个数按 2 字节算。**先猜**，以 GB 计：66 亿参数的模型（$h$ 为 4096、32 个头、32 层）按每个参数 16 字节占 105.3 GB。它的峰值是多少？在哪个阶段？
+#
+# </div>
+
+# %%
+my_giant_peak = None
+
+
+def my_activations(h, a, layers):
+    rows = saved_by_one_layer(b=1, s=2048, h=h, a=a)
+    layer = (sum(rows.values()) - rows["probabilities"]) // 2 + 4 * a * 2048
+    return layers * layer + 2 * 2048 * (2 * h + 2 + 32_000)  # the norm, the head and the logits
+
+
+# %%
+def giant_step(hidden, heads, layers, batch=1):
+    sizes = {"vocabulary": 32_000, "hidden": hidden, "heads": heads, "layers": layers}
+    with symbolic(), MemoryMeter() as meter:
+        model = Decoder(**sizes, sequence=2048, fused=True).bfloat16()
+        adam = lesson_01.MixedAdam(model)  # fp32 master weights and moments
+        model.loss(random_tokens(batch, 2048, 32_000)).backward()
+        adam.step()
+    return meter
+
+
+# %%
+rows = [("7 B, your guess", "–", "–", my_giant_peak or "–", "–")]
+for name, shape in {"1 B": (2048, 16, 18), "7 B": (4096, 32, 32), "70 B": (8192, 64, 80)}.items():
+    giant = giant_step(*shape)
+    peak = max(giant.timeline, key=lambda sample: sample.live_bytes)
+    counts = (my_activations(*shape), giant.series()["activation"].max(), giant.peak_bytes)
+    rows.append((name, *(f"{count / 1e9:,.3f}" for count in counts), peak.phase))
+table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak in"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# You made your formula for a model of 7 million parameters, and it gives the 8.8 GB of activations of a model with 7 billion. But these add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer. It exceeds 16 bytes per parameter only by three fp32 temporaries of the largest parameter. In the smaller model, activations make the peak.
+#
+# This result holds for these conditions: one sequence, and Adam in a loop over the parameters. Try `batch=8`. The largest model has never run on this machine, and yet you know its bytes operator by operator.
+#
+# </div>
+# <div lang="zh">
+#
+# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但它们没有增加峰值，因为最后几个梯度还没算出来，它们就已释放，而峰值要到优化器更新时才出现。这个峰值只比每个参数 16 字节多三个 fp32 临时张量，大小与最大的参数相同。小一些的那个模型，峰值则由激活值造成。
+#
+# 这个结论只适用于这里的条件，即一条序列、Adam 逐个参数更新。可以试试 `batch=8`。最大的模型从未在这台机器上真正运行过，它的字节却逐个算子统计清楚了。
+#
+# </div>
+
+# %% [markdown]
+# ## 1.15 Ways to update / Adam 的几种更新方式
+#
+# <div lang="en">
+#
+# A loop over the parameters needs two temporaries, each as large as the current parameter. `foreach=True`, the default of `torch.optim.Adam` on CUDA, treats all parameters at once, with a temporary as large as all of them together: 28 GB for 7 billion parameters in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs none.
+#
+# </div>
+# <div lang="zh">
+#
+# 逐个参数循环更新时，需要两个临时张量，各与当前的参数一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它一次处理全部参数，要有一个与全部参数合起来一样大的临时张量，70 亿个 fp32 参数就是 28 GB。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
 #
 # </div>
 
@@ -883,37 +1049,35 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 rows = []
 for name in ("loop", "foreach", "fused"):
     model = make_decoder()
-    chosen = {} if name == "loop" else {name: True}
-    update = torch.optim.Adam(model.parameters(), **chosen)
+    update = torch.optim.Adam(model.parameters(), **({} if name == "loop" else {name: True}))
     found = metered_step(model, random_tokens(1, 128, 2048), update)
     in_step = max(sample.live_bytes for sample in found.timeline if sample.phase == "optimizer")
     rows.append((name, in_step, round(in_step / (4 * 6_875_648), 2), found.peak_bytes))
-headings = ["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequence"]
-table(headings, rows)
+table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequence"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# With one sequence, `foreach` alone moves the peak into the optimizer and raises it by a fifth. Four ways lead below 16 bytes a parameter: 8-bit optimizer states (2 bytes a parameter in place of 8), an update inside backward (no gradients kept, lesson 05), adapters (next section), and sharding (lesson 08).
+# With one sequence, `foreach` moves the peak into the optimizer and raises it by a fifth. Four techniques need less than 16 bytes per parameter: 8-bit optimizer state (2 bytes per parameter instead of 8), updates inside backward (lesson 05), adapters (next section), and sharding (lesson 08).
 #
 # </div>
 # <div lang="zh">
 #
-# 只有一条序列时，单是 `foreach` 就把峰值移到了优化器里，还抬高了五分之一。也有每个参数不到 16 字节的做法：8 位优化器状态（每个参数 2 字节，而不是 8 字节）、在反向中就更新（不保留梯度，第 05 课）、适配器（下一节），以及分片（第 08 课）。
+# 只有一条序列时，`foreach` 把峰值移到了优化器更新时，还抬高了五分之一。有四种技术能让每个参数不到 16 字节：8 位优化器状态（每个参数 2 字节，而不是 8 字节）、在反向中就更新（第 05 课）、适配器（下一节），以及分片（第 08 课）。
 #
 # </div>
 
 # %% [markdown]
-# ## 1.13 Half precision, and adapters / 半精度与适配器
+# ## 1.16 Half precision, and adapters / 半精度与适配器
 #
 # <div lang="en">
 #
-# `torch.autocast` leaves weights, gradients and states in fp32 and makes bf16 copies of the weights in forward; only activations shrink, and not all: LayerNorm and the loss keep fp32 (on a GPU softmax does, too). Weights in bf16 halve everything, but without fp32 master weights small updates are lost to rounding. LoRA (Hu et al. 2021, arXiv:2106.09685) trains two thin matrices beside each frozen one: gradients and states all but vanish. Of the activations only one part goes: the inputs a frozen matrix would have needed for its own gradient.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. Weights in bf16 halve everything, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay: only the inputs that a frozen matrix needs for its own gradient go.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.autocast` 让权重、梯度和状态留在 fp32，前向时另造一份 bf16 的权重；变小的只有激活值，而且不是全部：LayerNorm 和损失的仍是 fp32（在 GPU 上，softmax 的也是）。权重也用 bf16，一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）在每个冻结的矩阵旁训练两个很窄的矩阵：梯度和状态几乎消失。激活值只省下一部分：冻结的矩阵求自己的梯度时才要用的那些输入。
+# `torch.autocast` 让权重、梯度和优化器状态留在 fp32，前向时另造一份 bf16 的权重，变小的只有激活值。如果权重也用 bf16，一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结每个矩阵，在旁边训练两个很窄的矩阵，梯度和优化器状态就所剩无几。激活值大多还在，省下的只是冻结的矩阵求自己的梯度时才要用的那些输入。
 #
 # </div>
 
@@ -926,20 +1090,19 @@ with symbolic():  # many CPUs are slow in bf16
 model = lesson_01.with_adapters(make_decoder(), rank=8)
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 adapters = metered_step(model, tokens, torch.optim.Adam(trained))
-arms = {"plain": meter, "autocast, bf16": autocast, "all bf16, no master weights": all_bf16}
-arms["LoRA, rank 8, on attention"] = adapters
-rows = [(name, round(arm.peak_bytes / 1e6, 1)) for name, arm in arms.items()]
-table(["recipe", "peak (MB)"], rows)
+variants = {"plain": meter, "autocast, bf16": autocast, "all bf16, no master weights": all_bf16}
+variants["LoRA, rank 8, on attention"] = adapters
+table(["variant", "peak (MB)"], [(k, round(v.peak_bytes / 1e6, 1)) for k, v in variants.items()])
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 5.** A model of 7 billion parameters is frozen in bf16, and adapters of 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and state take together? (`answer`, in bytes.)
+# **Exercise 7.** A model of 7 billion parameters is frozen in bf16. Adapters with 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and optimizer state take together? (`answer`, in bytes.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 一个 70 亿参数的模型以 bf16 冻结，另用 Adam 训练 2000 万个参数的适配器，适配器全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
+# **练习 7。** 一个 70 亿参数的模型以 bf16 冻结，另用 Adam 训练 2000 万个参数的适配器，适配器全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
 #
 # </div>
 
@@ -957,16 +1120,16 @@ lesson_01.check_adapter_bytes(answer)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 1.14 A formula holds for its operators / 公式只对它所数的算子成立
+# ## 1.17 A formula holds for its operators / 公式只对它所数的算子成立
 #
 # <div lang="en">
 #
-# The formula of Korthikanti et al. against a layer with dropout, in bf16 and fp32, with the norms before (pre-norm) and after (post-norm). They leave out the LayerNorm statistics; with them it is exact. The statistics are bf16 on this CPU for a bf16 layer, and fp32 on a GPU.
+# The formula of Korthikanti et al. is exact for a layer with dropout, in both precisions and with the norms before (pre-norm) or after (post-norm), if the LayerNorm statistics are added. Its dropout masks take one byte per element, as on GPUs. `F.dropout` on a CPU keeps factors in the activations' own dtype instead, which changes the result:
 #
 # </div>
 # <div lang="zh">
 #
-# 拿 Korthikanti 等人的公式，对照带 dropout 的一层：bf16 和 fp32，归一化在前（pre-norm）和在后（post-norm）。他们略去了 LayerNorm 的统计量，补上之后分毫不差。bf16 的层，统计量在这里的 CPU 上是 bf16，在 GPU 上是 fp32。
+# 补上 LayerNorm 的统计量之后，Korthikanti 等人的公式对带 dropout 的一层分毫不差，两种精度都对，归一化在前（pre-norm）、在后（post-norm）也都对。公式里的 dropout 掩码每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 则保存系数，dtype 与激活值相同，结果就变了：
 #
 # </div>
 
@@ -974,55 +1137,29 @@ lesson_01.check_adapter_bytes(answer)
 from course_lib.memory import transformer_activation_bytes
 
 sizes, rows = {"sequence": 512, "batch": 1, "hidden": 512, "heads": 8}, []
-arms = {"pre-norm, `bfloat16`": True, "post-norm, `bfloat16`": False, "pre-norm, `float32`": True}
-for name, norm_first in arms.items():
+cases = {"pre-norm, `bfloat16`": True, "post-norm, `bfloat16`": False, "pre-norm, `float32`": True}
+for name, norm_first in cases.items():
     dtype = torch.float32 if "float32" in name else torch.bfloat16
     layer = DecoderLayer(512, 8, dropout=0.1, norm_first=norm_first).to(dtype)
+    kinds = {"dtype_bytes": dtype.itemsize, "statistic_bytes": dtype.itemsize}
     measured = saved_tensors(layer, torch.randn(1, 512, 512, dtype=dtype)).total_bytes
-    width = dtype.itemsize
-    predicted = transformer_activation_bytes(**sizes, dtype_bytes=width, statistic_bytes=width)
-    rows.append((name, predicted, measured))
-predictions(rows, unit="bytes")
-
-# %% [markdown]
-# <div lang="en">
-#
-# This layer's dropout is `native_dropout`, whose mask takes one byte an element, as on GPUs. On a CPU `F.dropout` keeps ready-made factors instead, in the activations' own dtype:
-#
-# </div>
-# <div lang="zh">
-#
-# 这一层的 dropout 用的是 `native_dropout`，掩码每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 则保存算好的系数，dtype 与激活值相同：
-#
-# </div>
-
-
-# %%
-class FactorDropout(torch.nn.Module):
-    def forward(self, x):
-        return F.dropout(x, 0.1)
-
-
-layer = DecoderLayer(512, 8, dropout=0.1).to(torch.bfloat16)
-attention = layer.attention
-attention.drop_probabilities = attention.drop_output = layer.feedforward[3] = FactorDropout()
+    rows.append((name, transformer_activation_bytes(**sizes, **kinds), measured))
+layer = lesson_01.with_factor_dropout(DecoderLayer(512, 8, dropout=0.1).to(torch.bfloat16))
 factors = saved_tensors(layer, torch.randn(1, 512, 512, dtype=torch.bfloat16)).total_bytes
-booleans = transformer_activation_bytes(**sizes, statistic_bytes=2)
-predicted = transformer_activation_bytes(**sizes, mask_bytes=2, statistic_bytes=2)
-rows = [("one byte a mask's element", booleans, factors), ("two bytes", predicted, factors)]
+rows.append(("`F.dropout`, `bfloat16`", rows[0][1], factors))
 predictions(rows, unit="bytes")
 
 # %% [markdown]
-# ## 1.15 What attention keeps / 注意力保存了什么
+# ## 1.18 What attention keeps / 注意力保存了什么
 #
 # <div lang="en">
 #
-# Attention alone, 12 heads of 64, over sequence lengths. The attention scores S are not kept: softmax needs only P for its gradient. And P is seen twice, so adding up tensors counts it twice. The fused kernel keeps Q, K, V, the output and one number a row.
+# Here is attention alone, with 12 heads of size 64. It does not keep the attention scores S, because the gradient of softmax needs only P. The fused operator keeps Q, K, V, the output and one number per query and head.
 #
 # </div>
 # <div lang="zh">
 #
-# 只看注意力：12 个头，头维度 64，改变序列长度。注意力分数 S 并不保存：softmax 求梯度只用到 P。P 会出现两次，逐个张量相加就会把它算两遍。融合核函数保存的是 Q、K、V、输出，以及每行一个数。
+# 只看注意力：12 个头，头维度 64。它不保存注意力分数 S，因为 softmax 求梯度只用 P。融合核函数（融合算子）保存的是 Q、K、V、输出，以及每个头、每个查询一个数。
 #
 # </div>
 
@@ -1043,16 +1180,16 @@ for s in (512, 1024, 2048, 4096):
 table(["tokens", "standard (MB)", "if S were kept (MB)", "fused (MB)"], rows)
 
 # %% [markdown]
-# ## 1.16 A memory monitor / 内存监视器
+# ## 1.19 A memory monitor / 内存监视器
 #
 # <div lang="en">
 #
-# Monitors in training scripts print a figure after each phase. The meter's `live_bytes` does it on any machine; its `moments` say where in the trace that was.
+# Training scripts often print the memory after each phase. The meter's `live_bytes` shows it on any machine.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练脚本里的监视器会在每个阶段之后打印一个数。用计量器的 `live_bytes`，在任何机器上都能做到；`moments` 则记下那是轨迹里的哪一刻。
+# 训练脚本常在每个阶段之后打印内存。用计量器的 `live_bytes`，在任何机器上都能做到。
 #
 # </div>
 
@@ -1062,9 +1199,9 @@ optimizer = torch.optim.Adam(model.parameters())
 
 
 def reading(meter):
-    torch.empty(0)  # an operator of no bytes: what has died by now is off the books
+    torch.empty(0)  # an operator of no bytes, at which the meter notices what was released
     marks.append(meter.moments)
-    return meter.live_bytes / 1e6
+    return round(meter.live_bytes / 1e6, 1)
 
 
 # %%
@@ -1079,55 +1216,38 @@ with MemoryMeter(model, optimizer) as monitor:
         readings.append(reading(monitor))
         optimizer.zero_grad()
         rows.append([*readings, reading(monitor)])
-
-# %%
-rounded = [[round(reading, 1) for reading in row] for row in rows]
-headings = ["step", "before (MB)", "forward (MB)", "backward (MB)", "step(), MB", "zero_grad(), MB"]
-table(headings, rounded)
+headings = ["before (MB)", "forward (MB)", "backward (MB)", "step() (MB)", "zero_grad() (MB)"]
+table(["step", *headings], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The same forward pass reads 55.0 MB less in the first step than ever after: Adam's state is made at the end of step 1. And no reading between phases sees the peak, which lies inside backward.
+# After forward, the first step has 55.0 MB less than all later ones, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it.
+#
+# On a GPU there are two more figures. **Allocated memory** is the live bytes, rounded up. **Reserved memory** is what the caching allocator has taken from the driver and keeps. The rules of this allocator are public, so the library can apply them to the meter's trace without a GPU. All figures of reserved memory in this section and the next are **simulated**.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的前向，第一步的读数比以后少 55.0 MB：Adam 的状态在第 1 步末尾才建立。峰值在反向之中，只在阶段之间读数，就永远看不到它。
+# 前向之后，第一步比以后各步少 55.0 MB，因为 Adam 的状态在第 1 步末尾才建立。峰值在反向之中，只在阶段之间读数，就永远看不到它。
 #
-# </div>
-
-# %% [markdown]
-# <div lang="en">
-#
-# On a GPU such a monitor prints two more figures: **allocated memory** (live bytes, rounded up) and **reserved memory**, which the caching allocator has taken from the driver and keeps for later. Its rules are public, so they can be followed on the meter's trace without a GPU: `trace.allocated()` does it. All figures of this section and the next are **simulated**; section 1.21 has a GPU's own.
-#
-# </div>
-# <div lang="zh">
-#
-# 在 GPU 上，这样的监视器还会多打印两个数：**已分配显存**（存活的字节，向上取整）和**已预留显存**，即缓存分配器向驱动要来、留着以后用的字节。它的规则是公开的，没有 GPU 也能拿计量器的轨迹照着走一遍：`trace.allocated()` 做的就是这件事。本节和下一节的数都是**模拟**的；GPU 自己的数见 1.21 节。
+# 在 GPU 上还有两个数。**已分配显存**是存活的字节，向上取整。**已预留显存**是缓存分配器向驱动申请来、一直留着的字节。这个分配器的规则是公开的，所以没有 GPU，课程库也能按规则处理计量器的轨迹。本节和下一节的已预留显存都是**模拟**的。
 #
 # </div>
 
 # %%
-trace, rows = monitor.trace(), []
-phases = ["before", "forward", "backward", "step()", "zero_grad()"]
-for i, mark in enumerate(marks[:10]):
-    simulated = trace[:mark].allocated().memory_stats()
-    counts = [simulated[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")]
-    live = int(trace[:mark].live_bytes[-1])
-    rows.append((1 + i // 5, f"`{phases[i % 5]}`", *(round(n / 1e6, 1) for n in (live, *counts))))
-table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
+trace = monitor.trace()
+lesson_01.reserved_after(trace, marks[:10])
 
 # %% [markdown]
 # <div lang="en">
 #
-# Allocated follows the live bytes. Reserved only rises: what `zero_grad` lets go stays with the allocator. The second step takes it from there, and asks for 44 MB more, since Adam's state now lies in between; the third asks for none. And here is a step as PyTorch's memory viewer gets it. `save_snapshot` writes what `torch.cuda.memory._dump_snapshot` writes on a GPU, with module and source line of each block: open it at pytorch.org/memory_viz. (Drawn here from the file; the page itself was not opened.)
+# Allocated memory follows the live bytes, but reserved memory only rises: the allocator keeps what `zero_grad` has released. The second step reuses it and takes 44 MB more, because Adam's state now lies in between. The next figure shows one step as PyTorch's memory viewer gets it. `save_snapshot` writes the same file as `torch.cuda.memory._dump_snapshot` on a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 已分配跟着存活的字节走。已预留只升不降：`zero_grad` 放掉的，仍留在分配器手里。第二步就从那里取，另外又要了 44 MB，因为中间已经放进了 Adam 的状态；第三步一点也不再要。下面是 PyTorch 的显存查看器会拿到的一步。`save_snapshot` 写出的文件，与 GPU 上 `torch.cuda.memory._dump_snapshot` 写的一样，每块都带着模块和源代码行：可以用 pytorch.org/memory_viz 打开。（下图按这个文件画出，那个网页本身我们没有打开过。）
+# 已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的，分配器都留着。第二步再用它，又多申请了 44 MB，因为中间已经放进了 Adam 的状态。下图是 PyTorch 的显存查看器会拿到的一步。`save_snapshot` 写出的文件，与 GPU 上 `torch.cuda.memory._dump_snapshot` 写的一样。
 #
 # </div>
 
@@ -1135,105 +1255,59 @@ table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 
 # %% [markdown]
-# ## 1.17 The same bytes, in another order / 同样的字节，换个顺序
+# ## 1.20 Fragmentation: the same bytes, in another order / 显存碎片：同样的字节，换个顺序
 #
 # <div lang="en">
 #
-# PyTorch's *Performance Tuning Guide* warns of training on batches of different lengths: a short batch that is followed by a longer one "causes fragmentation in the caching allocator, which may result in out-of-memory errors". Its remedy is to run the longest batch once before training, forward and backward, without the optimizer. Here are two batches for our decoder, A of 2 × 384 tokens and B of 2 × 512, each trained on twice, and a (simulated) device of 388 MiB. **Guess first**: the bytes at the peak are the same in either order. Does the order matter?
+# PyTorch's *Performance Tuning Guide* warns that a short batch followed by a longer one "causes fragmentation in the caching allocator, which may result in out-of-memory errors". It recommends to run the longest batch once before training, forward and backward, without the optimizer. Here we train twice each on two batches, A of 2 × 384 tokens and B of 2 × 512, on a simulated device of 388 MiB. **Guess first**: both orders have the same peak in live bytes. Does the order matter?
 #
 # </div>
 # <div lang="zh">
 #
-# PyTorch 的《Performance Tuning Guide》提醒过，用长短不一的批次训练时，短批次之后若来一个更长的批次，就会让缓存分配器产生显存碎片，可能导致显存不足。它的办法是在训练之前，先用最长的批次做一次前向和反向，不运行优化器。这里给我们的解码器准备两个批次：A 是 2 × 384 个 token，B 是 2 × 512 个，各训练两次；（模拟的）设备有 388 MiB。**先猜**：两种顺序的峰值字节数相同，那么顺序还要紧吗？
+# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。它建议在训练之前，先用最长的批次做一次前向和反向，不运行优化器。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：两种顺序的存活字节峰值相同，那么顺序还要紧吗？
 #
 # </div>
 
+# %%
+scenes, ends = lesson_01.four_orders(make_decoder)
+lesson_01.orders_on(scenes, 388 << 20)
 
 # %%
-from course_lib.budget.step import make_state
-
-
-def trained_on(*lengths, first=lambda model, optimizer: None):
-    with symbolic(), MemoryMeter() as watched:
-        model, ends = make_decoder(sequence=512), []
-        optimizer = torch.optim.Adam(model.parameters())
-        first(model, optimizer)
-        for length in lengths:
-            model.loss(random_tokens(2, length, 2048)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.empty(0)
-            ends.append(watched.moments)
-    return watched.trace(), ends
-
-
-# %%
-def rehearse(model, optimizer):  # the guide's remedy
-    model.loss(random_tokens(2, 512, 2048)).backward()
-    optimizer.zero_grad()
-
-
-# %%
-short_first, ends = trained_on(384, 512, 384, 512)
-long_first, _ = trained_on(512, 384, 512, 384)
-state_first, _ = trained_on(384, 512, 384, 512, first=make_state)
-rehearsed, _ = trained_on(384, 512, 384, 512, first=rehearse)
-scenes, rows = {"A, B, A, B": short_first, "B, A, B, A": long_first}, []
-scenes |= {"A, B, A, B, Adam's state first": state_first, "B once, then A, B, A, B": rehearsed}
-for name, scene in scenes.items():
-    for settings in ("", "expandable_segments:True"):
-        device, said = lesson_01.replayed(scene, 388 << 20, settings)
-        verdict = "out of memory" if said else "fits"
-        rows.append((name, f"`{settings}`" if settings else "–", scene.peak_bytes, verdict))
-table(["order", "settings", "most live (bytes)", "388 MiB"], rows)
-
-# %%
-print(lesson_01.replayed(short_first, 388 << 20)[1].partition(" If reserved")[0])
+print(lesson_01.replayed(scenes["A, B, A, B"], 388 << 20)[1].partition(" If reserved")[0])
 
 # %% [markdown]
 # <div lang="en">
 #
-# A tensor of 8 MiB was wanted. 18 MiB are free, but PyTorch asks for a segment of 20; 16 are reserved and unallocated, but in holes too small for it. Whose are they? Adam's state, made at the end of the first step, was laid into segments that were cut for A, and it stays: what is left of them can be neither used whole nor given back. Made before the first batch, it lies by itself, and the order no longer matters. The guide's remedy works here as well, because the segments are cut for B from the start. And `expandable_segments` keeps one long segment per pool, which grows page by page. (None of these is a law. Without a limit, `expandable_segments` may reserve more. Without an optimizer, these two batches need the larger device when the long one comes first.)
+# The tensor has 8 MiB. PyTorch asks for a segment of 20 MiB, but only 18 are free. Another 16 MiB are reserved and unallocated, in holes that are too small. Adam's state makes these holes: it was created at the end of the first step, inside segments that were cut for A, and it stays there. If the state is created first, or if B runs once first, the step fits in this order, too. `expandable_segments` avoids the problem with one long segment per pool. (These are results for these batches and this limit, not laws.)
 #
 # </div>
 # <div lang="zh">
 #
-# 当时要放的张量是 8 MiB。空闲的有 18 MiB，可 PyTorch 要的是 20 MiB 的一整段；已预留但未分配的有 16 MiB，却是些零碎的空当，放不下它。空当是怎么来的？Adam 的状态在第一步末尾建立，放进了为 A 切开的内存段里，此后一直占着，所以段里剩下的部分既不能整块用，也还不回去。在第一个批次之前就把状态建好，它自成一处，顺序也就不再要紧。那份指南的办法在这里也管用，因为各段从一开始就是为 B 切的。而 `expandable_segments` 让每个池只有一个长的内存段，一页一页地长。（这些都不是定律。不设上限时，`expandable_segments` 也可能多预留一些。如果没有优化器，这两个批次反而是长的在前时需要更大的设备。）
+# 要放的张量是 8 MiB。PyTorch 申请一个 20 MiB 的内存段，而空闲的只有 18 MiB。另有 16 MiB 已预留但未分配，却是些零碎的空当，放不下它。空当是 Adam 的状态造成的：它在第一步末尾建立，放进了为 A 切开的内存段里，此后一直占着。如果先建立状态，或者先用 B 跑一遍，这个顺序也装得下。`expandable_segments` 让每个池只有一个长的内存段，也避免了这个问题。（这只是这两个批次、这个上限的结果，不是定律。）
 #
 # </div>
 
 # %%
 stats = [trace[: marks[i]].allocated().memory_stats() for i in (9, 14)]
 after_steps = [each["reserved_bytes.all.current"] for each in stats]
-lesson_01.allocator_claims(short_first, 388 << 20, ends, after_steps)
+lesson_01.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends, after_steps)
 
 # %% [markdown]
+# ## 1.21 How to compare fairly / 怎样公平地比较
+#
 # <div lang="en">
 #
-# `nvidia-smi` shows more than is reserved: CUDA's context comes on top, 426 MiB for a process that had done nothing else (unsloth-zoo, pull request 1053, on an RTX 6000 Ada). And of what is reserved cuBLAS keeps a workspace for itself, 8 MiB a stream, 32 on Hopper (PyTorch's documentation, *CUDA semantics*), which no tensor shows and which is not simulated here.
+# A common method is "run plain first, then the other, and compare the growth". Here it compares a network with itself, a deep MLP with 84 MB of weights and a batch of 32. A fair method finds no difference.
 #
 # </div>
 # <div lang="zh">
 #
-# `nvidia-smi` 显示的比已预留的还多：要加上 CUDA 上下文，一个别的什么也没做的进程是 426 MiB（unsloth-zoo 的第 1053 号合并请求，RTX 6000 Ada）。已预留的里面，cuBLAS 还占着一份工作区，每条流 8 MiB，Hopper 上 32 MiB（PyTorch 文档 *CUDA semantics*）；它不是张量，这里也没有模拟。
-#
-# </div>
-
-# %% [markdown]
-# ## 1.18 How to compare fairly / 怎样公平地比较
-#
-# <div lang="en">
-#
-# "Run plain first, then the other, and compare the growth." Compare a network with itself in this way; a method that can be trusted finds no difference. The network: a deep MLP, 84 MB of weights, a batch of 32.
-#
-# </div>
-# <div lang="zh">
-#
-# “先跑基线，再跑另一个，比较增量。”用这个办法拿一个网络与它自己比较；靠得住的方法不该看出差别。网络是一个深层 MLP：权重 84 MB，批次大小 32。
+# “先跑基线，再跑另一个，比较增量”是常见的做法。这里用它拿一个网络与它自己比较，网络是一个深层 MLP，权重 84 MB，批次大小 32。公平的方法不该看出差别。
 #
 # </div>
 
 # %%
+from course_lib.memory import measure
 from course_lib.models import deep_mlp
 
 mlp, x = deep_mlp(depth=20, width=1024), torch.randn(32, 1024)
@@ -1245,27 +1319,29 @@ def mlp_step():
     optimizer.step()
 
 
-# %%
-growth = []
-for _ in range(2):
+def growth():
     mlp.zero_grad()
     with MemoryMeter(mlp, optimizer) as found:
         before = found.live_bytes
         mlp_step()
-    growth.append(found.peak_bytes - before)
+    return found.peak_bytes - before
+
+
+# %%
+grown = [growth(), growth()]
 fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=1).peak_bytes for _ in range(2)]
-rows = [("growth", *growth), ("`measure`", *fair)]
+rows = [("growth", *grown), ("`measure`", *fair)]
 table(["method", "first run (bytes)", "second run (bytes)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Doing nothing "saves" 65%: the first run pays for Adam's state. Where the peak lies in backward, as the decoder's does, the same mistake goes unnoticed, which makes it worse. `measure` brings every arm into the same state before it counts. (The 20 pairs of Linear and GELU keep 40 activations, not 20: each keeps its own input.)
+# Doing nothing seems to save 65%, because the first run creates Adam's state. `measure` brings every variant into the same state before it counts.
 #
 # </div>
 # <div lang="zh">
 #
-# 什么都没做，就“省”了 65%：建立 Adam 状态的开销全算在了第一次头上。如果峰值像解码器那样在反向里，同样的错误就露不了馅，这才更糟。`measure` 先让各方处于同样的状态再计数。（20 对 Linear 和 GELU 保存 40 个激活值，不是 20 个：两者各存自己的输入。）
+# 什么都没做，却好像省了 65%，因为 Adam 的状态是在第一次运行时建立的。`measure` 先让各方处于同样的状态，再统计。
 #
 # </div>
 
@@ -1274,26 +1350,27 @@ qkv = [torch.randn(1, 12, 512, 64, requires_grad=True) for _ in range(3)]
 attention, activations = saved_tensors(standard, *qkv), saved_tensors(mlp, x)
 forward = meter.timeline[meter.phases().index("backward") - 1].live_bytes
 counts = (attention.total_bytes, activations.total_bytes / x.nbytes)
-lesson_01.older_claims(growth, *counts, forward, meter.peak_bytes)
+lesson_01.older_claims(grown, *counts, forward, meter.peak_bytes)
 
 # %% [markdown]
-# ## 1.19 What the meter leaves out / 计量器没有数的部分
+# ## 1.22 What the meter leaves out / 计量器没有统计的部分
 #
 # <div lang="en">
 #
-# The meter counts tensors. An operator may also take **workspace**, used and freed inside itself. For the decoder there is next to none. For convolutions there is a lot, and fused attention takes some (lesson 06 comes back to it); how much depends on the machine, as seconds do. `measure` always reports both, and stored outputs of this course compare tensors only.
+# The meter counts tensors. An operator may also take **workspace**, which it uses and releases inside itself. The decoder needs hardly any, convolutions need a lot, and the amount depends on the machine.
 #
 # </div>
 # <div lang="zh">
 #
-# 计量器数的是张量。算子还可能申请**工作区**，在自己内部用完就释放。解码器几乎没有工作区；卷积的工作区很大，融合注意力也有一些（第 06 课还会谈到）；大小因机器而异，与秒数一样。`measure` 总是两者都报告，而本课程对照已存的输出时只比较张量。
+# 计量器统计的是张量。算子还可能申请**工作区**，在自己内部用完就释放。解码器几乎不用工作区，卷积却要用很多，大小因机器而异。
 #
 # </div>
 
-# %%
-images = torch.randn(8, 3, 64, 64)
-layers = [torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, stride=2)]
-convolutions = torch.nn.Sequential(*layers)
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+from course_lib.teaching import compare
+
+images, first = torch.randn(8, 3, 64, 64), torch.nn.Conv2d(3, 16, 3)
+convolutions = torch.nn.Sequential(first, torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, stride=2))
 
 
 def decoder_step():
@@ -1305,72 +1382,45 @@ def convolution_step():
     convolutions(images).square().mean().backward()
 
 
-arms = {
-    "decoder": measure(decoder_step, model=decoder, optimizer=adam),
-    "convolutions": measure(convolution_step, model=convolutions),
-}
-
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-from course_lib.teaching import compare
-
-compare(arms, seconds=True, workspace=True)
+variants = {"decoder": measure(decoder_step, model=decoder, optimizer=adam)}
+variants["convolutions"] = measure(convolution_step, model=convolutions)
+compare(variants, seconds=True, workspace=True)
 
 # %% [markdown]
-# ## 1.20 Who measures, changes / 测量会改变被测者
+# ## 1.23 Measuring changes the result / 测量会扰动被测对象
 #
 # <div lang="en">
 #
-# Where two gradients of one tensor meet, autograd adds the second into the first in place, if nothing else looks at the first. While any dispatch mode is active it makes a new tensor for the sum. `MemoryMeter` knows this, as it knows the formulas of `max`, `gather` and indexing, and counts as autograd alone would have done; the lines of section 1.2 don't. A Linear's weight gradient is a transposed view, and its sum is a new tensor in any case, as at the second peak of section 1.3. A weight used four times:
+# If a tensor has several gradients, autograd adds each new one to the first in place. While a dispatch mode is active, it makes a new tensor for the sum instead. `MemoryMeter` knows this and counts as autograd does without a mode. `TinyMeter` does not. Here a weight is used four times:
 #
 # </div>
 # <div lang="zh">
 #
-# 同一个张量的两份梯度相遇时，只要没有别处还在用前一份，autograd 就把后一份原地加进去。而只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，也知道 `max`、`gather` 和索引的求导公式，按没有模式时的情形来数；1.2 节的几行则不知道。Linear 的权重梯度是转置的视图，求和时无论如何都要新建，1.3 节的第二个峰值就是这样。一个权重用四次：
+# 一个张量有几份梯度时，autograd 把后来的原地加到第一份上。但只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按未启用分发模式时的情形来统计，`TinyMeter` 则不知道。下面的权重用了四次：
 #
 # </div>
 
 # %%
-from functools import partial
-
 x, upstream = torch.randn(64, 512), torch.randn(64, 1024)
-products = {"`x @ W`": (torch.matmul, torch.randn(512, 1024))}
-products["`nn.Linear`"] = (F.linear, torch.randn(1024, 512))
+weight = torch.randn(512, 1024, requires_grad=True)
 
 
-def used_four_times(multiply, weight):
+def used_four_times():
     weight.grad = None
-    sum((multiply(x, weight) * upstream).sum() for _ in range(4)).backward()
+    sum((x @ weight * upstream).sum() for _ in range(4)).backward()
 
 
-# %%
-rows = []
-for name, (multiply, weight) in products.items():
-    weight.requires_grad_()
-    with TinyMeter() as tiny:
-        used_four_times(multiply, weight)
-    weight.grad = None
-    with MemoryMeter() as full:
-        used_four_times(multiply, weight)
-    bare = measure(partial(used_four_times, multiply, weight), repeats=1)
-    rows.append((name, tiny.peak, full.peak_bytes, bare.allocator_peak_bytes))
-table(
-    ["four times", "TinyMeter (bytes)", "MemoryMeter (bytes)", "allocator, no mode (bytes)"], rows
-)
+with TinyMeter() as tiny:
+    used_four_times()
+weight.grad = None
+with MemoryMeter() as full:
+    used_four_times()
+allocator = measure(used_four_times, repeats=1).allocator_peak_bytes
+headings = ["TinyMeter (bytes)", "MemoryMeter (bytes)", "allocator, no mode (bytes)"]
+table(headings, [(tiny.peak, full.peak_bytes, allocator)])
 
 # %% [markdown]
-# <div lang="en">
-#
-# The meter and the allocator agree to the byte.
-#
-# </div>
-# <div lang="zh">
-#
-# 计量器与分配器一字节不差。
-#
-# </div>
-
-# %% [markdown]
-# ## 1.21 On a GPU / 在 GPU 上
+# ## 1.24 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
@@ -1389,16 +1439,16 @@ from course_lib.lessons import on_gpu
 on_gpu("01")
 
 # %% [markdown]
-# ## 1.22 Play / 玩一玩
+# ## 1.25 Play / 玩一玩
 #
 # <div lang="en">
 #
-# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes per layer: 32 layers, hidden size 4096, 32 heads, bf16, one sequence. Run the second cell below and move its sliders: at what length does the parabola hold half of the bytes? With dropout P counts more: it is not $16 h / a$ but $34 h / 5 a$, here 870 tokens.
+# With dropout, a layer keeps $34 s b h + 5 a s^2 b$ bytes. Here are 32 layers with hidden size 4096 and 32 heads, in bf16, for one sequence. Run the second cell and move its sliders: at what length do the terms in $s^2$ hold half of the bytes? The formula says $34 h / 5 a$, which is 870 tokens here.
 #
 # </div>
 # <div lang="zh">
 #
-# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、32 个头、bf16、一条序列。运行下面第二个单元格，拖动滑块：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$，而是 $34 h / 5 a$，这里是 870 个 token。
+# 带 dropout 时，一层保存 $34 s b h + 5 a s^2 b$ 字节。这里有 32 层，隐藏维度 4096、32 个头，bf16，一条序列。运行第二个单元格，拖动滑块：序列多长时，含 $s^2$ 的项占到一半？按公式是 $34 h / 5 a$，这里是 870 个 token。
 #
 # </div>
 
@@ -1409,16 +1459,16 @@ lesson_01.draw_activation_bytes()
 lesson_01.activation_playground()
 
 # %% [markdown]
-# ## 1.23 More exercises / 更多练习
+# ## 1.26 One more exercise / 再做一道练习
 #
 # <div lang="en">
 #
-# **Exercise 6.** The decoder, trained with Adam, may use 500 MB. What is the largest batch of 128-token sequences? Two measurements make a line, if both peaks stand at the same place (section 1.3). (`answer`: the number of sequences.)
+# **Exercise 8.** The decoder is trained with Adam and may use 500 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: the number of sequences.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 这个解码器用 Adam 训练，限用 500 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值在同一个地方（1.3 节）。（`answer`：序列条数。）
+# **练习 8。** 这个解码器用 Adam 训练，限用 500 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值在训练步的同一个地方（1.3 节）。（`answer`：序列条数。）
 #
 # </div>
 
@@ -1444,27 +1494,11 @@ lesson_01.check_largest_batch(answer)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 7.** Many recent models use a SwiGLU feed-forward network: `down(F.silu(gate(x)) * up(x))`. Predict the bytes that it saves for 512 tokens, 256 features and 1024 inside, in fp32. Then build it and let `saved_tensors` decide. (`answer`, in bytes.)
+# **Sources.** Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (the formula). Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Hugging Face documentation, *GPU memory usage* (18); Hugging Face, *The Ultra-Scale Playbook*, 2025 (20). PyTorch documentation, *Understanding CUDA Memory Usage*, and its *Performance Tuning Guide*. All measurements were made with `course_lib.memory` in this notebook.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 7。** 许多新模型使用 SwiGLU 前馈（feed-forward）网络：`down(F.silu(gate(x)) * up(x))`。输入为 512 个 token、隐藏维度 256，内部宽度为 1024，dtype 为 fp32，请预测它保存多少字节。然后把它搭出来，让 `saved_tensors` 判定。（`answer`，以字节计。）
+# **出处。** Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（公式）。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Hugging Face 文档 *GPU memory usage*（18）；Hugging Face，*The Ultra-Scale Playbook*，2025（20）。PyTorch 文档 *Understanding CUDA Memory Usage* 和 *Performance Tuning Guide*。全部测量都由本 notebook 用 `course_lib.memory` 完成。
 #
 # </div>
-
-# %% minutes=6
-answer = None
-lesson_01.check_swiglu_bytes(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-if not lesson_01.check_swiglu_bytes.accepted:
-    # x once; and, 1024 wide: SiLU's input, the product's two factors, the last projection's input.
-    answer = 4 * 512 * (256 + 4 * 1024)
-    gate, up, down = (torch.nn.Linear(*shape) for shape in ((256, 1024), (256, 1024), (1024, 256)))
-    swiglu = saved_tensors(lambda x: down(F.silu(gate(x)) * up(x)), torch.randn(512, 256))
-    assert swiglu.total_bytes == answer
-
-lesson_01.check_swiglu_bytes(answer)
-### END SOLUTION

@@ -2,14 +2,16 @@
 
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from course_lib.memory import CATEGORIES, CachingAllocator, Trace
-from course_lib.teaching import Claim, Table, category_label, figure, text
+from course_lib.budget.step import make_state
+from course_lib.memory import CATEGORIES, CachingAllocator, MemoryMeter, Trace, symbolic
+from course_lib.models import Decoder, random_tokens
+from course_lib.teaching import Claim, Table, category_label, figure, table, text
 from course_lib.teaching.claims import what_you_may_have_read
 from course_lib.teaching.figures import category_look, phase_label, shown_once
 
@@ -22,26 +24,27 @@ MIB = 1 << 20
 ALLOCATOR_CLAIMS = (
     Claim(
         "Emptying the cache frees memory for my model.",
-        "A, B, A, B on 388 MiB: emptied when memory ran out, and after each batch",
-        "Partly. When memory runs out, PyTorch has just emptied it itself. Emptied after each"
-        " batch it helps here, as anything may that lays blocks elsewhere.",
+        "A, B, A, B on 388 MiB: cache emptied when memory ran out, or after each batch",
+        "Partly: before it reports the error, PyTorch has already emptied its cache. Emptying it"
+        " after each batch helps here, because blocks are then placed elsewhere.",
         outcome="partly",
         source="PyTorch documentation, torch.cuda.empty_cache: no, but it may reduce fragmentation",
     ),
     Claim(
         "Reserved memory is leaked.",
-        "the monitor's steps, reserved after steps 2 and 3",
-        "No. The next step takes it again, and a full device gives it back before it says no.",
+        "the monitor's steps: memory reserved after steps 2 and 3",
+        "No. The next step uses it again, and PyTorch returns it to the driver before it reports"
+        " an error.",
         outcome="fails",
         source="discuss.pytorch.org, How to delete PyTorch objects correctly from memory",
     ),
     Claim(
         "“Tried to allocate 20.00 MiB”: that is the tensor's size.",
-        "the tensor that was wanted when A, B, A, B ran out of memory",
-        "No. It is the segment that was asked of CUDA: 20 MiB for any tensor above 1 MiB and below"
-        " 10.",
+        "the tensor for which A, B, A, B ran out of memory",
+        "No. It is the segment that PyTorch asked CUDA for: 20 MiB for any tensor between 1 and 10"
+        " MiB.",
         outcome="fails",
-        source="the message as it reads; the rule is in c10/cuda/CUDACachingAllocator.cpp",
+        source="wording of the message; the rule is in c10/cuda/CUDACachingAllocator.cpp",
     ),
 )
 
@@ -71,6 +74,79 @@ def replayed(
     except torch.OutOfMemoryError as error:
         return allocator, str(error)
     return allocator, ""
+
+
+def reserved_after(trace: Trace, marks: Sequence[int]) -> Table:
+    """Show live, allocated and reserved memory after each of five phases per step.
+
+    Args:
+        marks: Moments of the trace, five per step.
+    """
+    rows, phases = [], ("before", "forward", "backward", "step()", "zero_grad()")
+    for number, mark in enumerate(marks):
+        stats = trace[:mark].allocated().memory_stats()
+        counts = [stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")]
+        shown = [round(count / 1e6, 1) for count in (int(trace[:mark].live_bytes[-1]), *counts)]
+        rows.append((1 + number // 5, f"`{phases[number % 5]}`", *shown))
+    return table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
+
+
+_Prepare = Callable[[Decoder, torch.optim.Optimizer], object]
+
+
+def _trained_on(
+    make_decoder: Callable[..., Decoder], lengths: Sequence[int], prepare: _Prepare | None = None
+) -> tuple[Trace, list[int]]:
+    """Train on two sequences of each length; return the trace and the moments after batches."""
+    with symbolic(), MemoryMeter() as meter:
+        model, ends = make_decoder(sequence=512), []
+        optimizer = torch.optim.Adam(model.parameters())
+        if prepare is not None:
+            prepare(model, optimizer)
+        for length in lengths:
+            model.loss(random_tokens(2, length, 2048)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.empty(0)  # an operator, at which the meter notices what was released
+            ends.append(meter.moments)
+    return meter.trace(), ends
+
+
+def _longest_first(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Apply the remedy of PyTorch's tuning guide: run the longest batch once, without a step."""
+    model.loss(random_tokens(2, 512, 2048)).backward()
+    optimizer.zero_grad()
+
+
+def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace], list[int]]:
+    """Train on batches A (384 tokens) and B (512 tokens) in several orders.
+
+    Returns:
+        Order -> trace, and the moments after the batches of the first one.
+    """
+    short_first, ends = _trained_on(make_decoder, (384, 512, 384, 512))
+    scenes = {
+        "A, B, A, B": short_first,
+        "B, A, B, A": _trained_on(make_decoder, (512, 384, 512, 384))[0],
+    }
+    for name, prepare in (
+        ("A, B, A, B, Adam's state first", make_state),
+        ("B once, then A, B, A, B", _longest_first),
+    ):
+        scenes[name] = _trained_on(make_decoder, (384, 512, 384, 512), prepare)[0]
+    return scenes, ends
+
+
+def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
+    """Show which orders fit into a device, with and without expandable segments."""
+    rows = []
+    for name, scene in scenes.items():
+        for settings in ("", "expandable_segments:True"):
+            message = replayed(scene, capacity_bytes, settings)[1]
+            result = "out of memory" if message else "fits"
+            rows.append((name, f"`{settings}`" if settings else "–", scene.peak_bytes, result))
+    size = text("{capacity} MiB", capacity=capacity_bytes // MIB)
+    return table(["order", "settings", "most live (bytes)", size], rows)
 
 
 def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
@@ -114,12 +190,20 @@ def allocator_claims(
     return what_you_may_have_read(
         ALLOCATOR_CLAIMS,
         text(
-            "{freed:,} bytes freed when it ran out; {fits}",
+            "{freed:,} bytes freed when memory ran out; {fits}",
             freed=before - after,
-            fits=text("emptied after each batch, it fits" if mended else "nor does it fit after"),
+            fits=text(
+                "emptied after each batch, it fits"
+                if mended
+                else "emptied after each batch, it does not fit either"
+            ),
         ),
         f"{reserved[0] / MIB:.1f} MiB → {reserved[1] / MIB:.1f} MiB",
-        text("{tensor} MiB wanted, {tried} tried", tensor=f"{tensor / MIB:.2f}", tried=tried),
+        text(
+            "{tensor} MiB for the tensor, {tried} requested",
+            tensor=f"{tensor / MIB:.2f}",
+            tried=tried,
+        ),
     )
 
 
@@ -133,7 +217,9 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
         trace.save_snapshot(Path(folder, "step.pickle"))
         snapshot = pickle.loads(Path(folder, "step.pickle").read_bytes())
     drawn, (above, below) = figure(
-        "Live bytes, and where the same storages lie in the device's segments", rows=2, height=5.6
+        "The live bytes of one step, and the places of the same storages in the segments",
+        rows=2,
+        height=5.6,
     )
     series = {name: trace.series()[name] / 1e6 for name in CATEGORIES}
     bottom = 0
@@ -148,7 +234,7 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
                 **category_look(name),
             )
         bottom = bottom + values
-    above.set(xlabel=text("operators"), ylabel=text("live MB"), xlim=(0, len(trace)))
+    above.set(xlabel=text("operators"), ylabel=text("live (MB)"), xlim=(0, len(trace)))
     on_entry = sum(1 for span in trace.spans or () if span.start == 0 and span.bytes)
     _draw_blocks(below, snapshot["device_traces"][0], on_entry)
     for ax in (above, below):
@@ -190,7 +276,7 @@ def _draw_blocks(ax, entries: Sequence[dict], on_entry: int) -> None:
     name = text("reserved, free")
     ax.add_collection(PolyCollection(reserved, facecolors="#DDDDDD", label=name, **look))
     names = {
-        "held": text("there on entry"),
+        "held": text("live before the step"),
         **{phase: phase_label(phase) for phase in boxes if phase != "held"},
     }
     for phase, found in boxes.items():

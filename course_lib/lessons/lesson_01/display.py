@@ -1,14 +1,22 @@
 """Tables and figures of lesson 01, an optimizer, adapters and a playground."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from course_lib.memory import MemoryMeter, SavedTensors, transformer_activation_bytes
-from course_lib.models import Decoder
+from course_lib.memory import (
+    Measurement,
+    MemoryMeter,
+    SavedTensors,
+    measure,
+    saved_tensors,
+    symbolic,
+    transformer_activation_bytes,
+)
+from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import (
     COLORS,
     Table,
@@ -76,8 +84,8 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
         ("optimizer state", peak["optimizer"], "04, 08"),
         ("eight layers without P", layers - 8 * p, "02, 03, 04, 05"),
         ("P of eight layers", 8 * p, "02, 05, 06"),
-        ("logits, three times", 3 * logits, "02, 05"),
-        ("norm, and the head's input", peak["activation"] - layers - logits, "02, 05"),
+        ("three tensors of the logits' size", 3 * logits, "02, 05"),
+        ("last norm, and the head's input", peak["activation"] - layers - logits, "02, 05"),
         ("loss and its gradient", peak["temporary"] - 2 * logits, "–"),
     ]
     return table(
@@ -107,7 +115,7 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8
     first = max(0, moved.index(peak) - operators // 2)
     chosen = [steps[i] for i in moved[first : first + operators]]
 
-    drawn, ax = figure("Three tensors of the logits' size: one kept, two temporary", height=3.0)
+    drawn, ax = figure("At the peak, three tensors have the logits' size", height=3.0)
     bottom = [0.0] * len(chosen)
     floors = {"activation": min(step.bytes["activation"] for step in chosen), "temporary": 0}
     for kind, floor in floors.items():
@@ -130,32 +138,35 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8
     ax.annotate(size, (at, bottom[at]), (0, 4), textcoords="offset points", ha="center", fontsize=9)
     names = [step.operator.rpartition(".")[0] for step in chosen]
     ax.set_xticks(range(len(chosen)), names, rotation=28, ha="right", fontsize=8)
-    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("beside what stays (MB)"))
+    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("other live bytes (MB)"))
     ax.legend(loc="upper left")
     return shown_once(drawn)
 
 
-def draw_lengths(
-    lengths: Sequence[int],
-    layer_mb: Sequence[float],
-    p_mb: Sequence[float],
-    formula: Callable[..., Mapping[str, int]],
-    guess: float | None = None,
-) -> "Figure":
+def _saved_at(length: int) -> tuple[float, float]:
+    """Measure the MB that a layer of the course's decoder saves, and those of P among them."""
+    with symbolic():
+        kept = saved_tensors(DecoderLayer(256, 8), torch.randn(8, length, 256))
+    p = max(row.bytes for row in kept if row.operator == "SoftmaxBackward0")
+    return kept.total_bytes / 1e6, p / 1e6
+
+
+def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None = None) -> "Figure":
     """Draw the bytes that a layer saves over the sequence length.
 
     The reader's formula is drawn as lines, measurements as points.
 
     Args:
-        lengths, layer_mb, p_mb: Measurements: tokens, MB of the layer, MB of P.
         formula: Function of b, s, h and a that returns the bytes of each row.
         guess: The reader's guess of the length from which on P is larger than the rest.
     """
-    drawn, ax = figure("P outweighs all the rest from 512 tokens on", height=3.2)
+    lengths = (128, 256, 512, 768, 1024)
+    layer_mb, p_mb = zip(*map(_saved_at, lengths), strict=True)
+    drawn, ax = figure("From 512 tokens on, P is larger than all the rest", height=3.2)
     ax.set(
         xlim=(0, 1.17 * lengths[-1]),
         ylim=(0, 1.08 * layer_mb[-1]),
-        xlabel=text("sequence length s, tokens"),
+        xlabel=text("sequence length s (tokens)"),
     )
     ax.set_ylabel(text("saved by one layer (MB)"))
     marks = {512: "16 h / a"} if guess is None else {512: "16 h / a", guess: "your guess"}
@@ -189,6 +200,57 @@ def draw_lengths(
             ax, lengths, partial(predicted, p=p, rest=rest), measured, name, color=color
         )
     return shown_once(drawn)
+
+
+def peak_and_sum(meter: MemoryMeter, logits_bytes: int) -> tuple[float, str, float]:
+    """Return the peak in MB, the share of the logits in it, and the sum of all kinds in MB."""
+    share = f"{logits_bytes / meter.peak_bytes:.0%}"
+    return round(meter.peak_bytes / 1e6, 1), share, round(sum_of_kinds(meter) / 1e6, 1)
+
+
+def sum_of_kinds(meter: MemoryMeter) -> int:
+    """Add up weights, gradients and optimizer state after a step, and its most activations."""
+    return _left(meter) + int(meter.series()["activation"].max())
+
+
+def _left(meter: MemoryMeter) -> int:
+    """Return the bytes of weights, gradients and optimizer state after a step."""
+    return sum(meter.timeline[-1].bytes[kind] for kind in ("parameter", "gradient", "optimizer"))
+
+
+def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, int]:
+    """Count a step under autocast in bf16, symbolically, because many CPUs are slow in bf16.
+
+    Returns:
+        The measurement, and the bytes of weights, gradients and optimizer state after the step.
+    """
+    with symbolic():
+        decoder, tokens = make_decoder(), random_tokens(8, 128, 2048)
+        adam = torch.optim.Adam(decoder.parameters())
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = decoder.loss(tokens)
+            loss.backward()
+            adam.step()
+
+        measured = measure(step, model=decoder, optimizer=adam)
+        with MemoryMeter(decoder, adam) as meter:
+            step()
+    return measured, _left(meter)
+
+
+class _FactorDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.1)
+
+
+def with_factor_dropout(layer: DecoderLayer) -> DecoderLayer:
+    """Let a layer use `F.dropout`, which keeps factors on a CPU, not masks of one byte."""
+    attention: Any = layer.attention
+    attention.drop_probabilities = attention.drop_output = _FactorDropout()
+    layer.feedforward[3] = _FactorDropout()
+    return layer
 
 
 class MixedAdam:
@@ -275,7 +337,7 @@ def draw_activation_bytes(
     ax.plot(lengths, everything, color=COLORS["predicted"])
     ax.plot(sequence, total, "o", color=COLORS["predicted"])
     ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations (GB)"))
-    ax.set_xlabel(text("sequence length s, tokens"))
+    ax.set_xlabel(text("sequence length s (tokens)"))
     ax.legend(loc="upper left", reverse=True)
     return shown_once(drawn)
 
