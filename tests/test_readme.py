@@ -91,7 +91,7 @@ def test_both_languages_have_the_same_headings_code_numbers_and_links(page):
         ("277.7 MB at", "277.8 MB at", "numbers"),
         ("\n## Understand", "\nUnderstand", "headings"),
         ("make lab TORCH=cpu\n", "", "blocks"),
-        ("17,858.6", "17,858.7", "blocks"),
+        ("17,859.0", "17,859.1", "blocks"),
         ("(CONTRIBUTING.md)", "(LICENSE)", "links"),
         ("`make test`", "`make tests`", "code"),
         ("| [06](", "| (", "rows"),
@@ -234,6 +234,18 @@ def test_the_readme_shows_the_table_that_its_command_prints(estimated, language,
     monkeypatch.setattr(labels, "_chosen", None)  # another test may have chosen a language
     monkeypatch.setenv("COURSE_LANG", language)
     assert f"```\n{estimated}\n```\n" in README[language]
+
+
+@each_language
+def test_lesson_00_shows_the_command_and_the_table_of_the_readme(language):
+    lesson = (ROOT / "notebooks/scripts/00_start_here.py").read_text("utf-8")
+    rows = re.findall(
+        r"^(\S.*?) {2,}([\d,]+\.\d) +([\d.]+) +([\d.]+)$", README[language], re.MULTILINE
+    )
+    assert len(rows) == 3
+    assert [row for row in rows if f"# | {' | '.join(row)} |" not in lesson] == []
+    command = re.search(r"-m (course_lib\.budget .*?)\n```", README[language], re.DOTALL)[1]
+    assert lesson.count(command.replace("\n", "\n# ")) == 2
 
 
 # --- where the project is hosted ---

@@ -321,9 +321,9 @@ ledger("00", "plain", before)
 #
 # | step | peak (MB) | × FLOPs | GB moved |
 # |---|---:|---:|---:|
-# | bf16, adam | 65,334.3 | 1.00 | 0.000 |
-# | + 4 micro-batches | 54,459.1 | 1.00 | 0.000 |
-# | + optimizer offloaded | 17,858.6 | 1.00 | 12.200 |
+# | bf16, adam | 65,336.0 | 1.00 | 0.000 |
+# | + 4 micro-batches | 54,459.5 | 1.00 | 0.000 |
+# | + optimizer offloaded | 17,859.0 | 1.00 | 12.200 |
 #
 # With `--config config.json` it reads a model's configuration from Hugging Face. Lesson 09 does the same for a model in your own code.
 #
@@ -351,9 +351,9 @@ ledger("00", "plain", before)
 #
 # | 步 | 峰值（MB） | FLOPs（基线的倍数） | 搬运（GB） |
 # |---|---:|---:|---:|
-# | bf16、adam | 65,334.3 | 1.00 | 0.000 |
-# | + 4 个微批次 | 54,459.1 | 1.00 | 0.000 |
-# | + 优化器卸载 | 17,858.6 | 1.00 | 12.200 |
+# | bf16、adam | 65,336.0 | 1.00 | 0.000 |
+# | + 4 个微批次 | 54,459.5 | 1.00 | 0.000 |
+# | + 优化器卸载 | 17,859.0 | 1.00 | 12.200 |
 #
 # 加上 `--config config.json`，它就读取 Hugging Face 的模型配置。如果模型是你自己写的代码，第 09 课会对它做同样的事。
 #
