@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,6 +69,8 @@ LOCALES = {"en": "en", "zh": "zh_CN"}  # names of Sphinx's catalogs
 MATHJAX_PACKAGE = "sphinx-mathjax-offline"
 #: Pages that the sidebar lists before the lessons.
 FIRST_PAGES = ("docs/out_of_memory",)
+#: Page -> Chinese words by which the search finds it, also where the page itself is in English.
+SEARCH_WORDS = {"docs/out_of_memory": ("显存不足", "爆显存", "显存优化", "显存碎片")}
 # In the order of the lessons.
 MODULES = (
     *(
@@ -320,8 +323,9 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson], langua
     for page in sorted(root.glob("docs/*.md")):
         if page.suffixes == [".md"]:
             translated = page if language == "en" else page.with_suffix(".zh.md")
-            _write_page(translated, source / "docs" / page.name, root, source)
-            pages.append(f"docs/{page.stem}")
+            name = f"docs/{page.stem}"
+            _write_page(translated, source / "docs" / page.name, root, source, head=_keywords(name))
+            pages.append(name)
     pages.append("api/index")
     pages.sort(key=FIRST_PAGES.__contains__, reverse=True)
     contents = "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
@@ -335,11 +339,27 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson], langua
     shutil.copy(LICENCE, static / "mathjax")  # Apache-2.0, as the course's code is
 
 
-def _write_page(page: Path, copy: Path, root: Path, source: Path, more: str = "") -> None:
+def _keywords(name: str) -> str:
+    """Return the front matter with a page's search words, or "".
+
+    Sphinx does not split keywords. The search splits a query into pairs of characters, so the words
+    are followed by their pairs.
+    """
+    if name not in SEARCH_WORDS:
+        return ""
+    words = SEARCH_WORDS[name]
+    pairs = ("".join(pair) for word in words for pair in pairwise(word))
+    keywords = ", ".join(dict.fromkeys([*words, *pairs]))
+    return f"---\nmyst:\n  html_meta:\n    keywords: {keywords}\n---\n\n"
+
+
+def _write_page(
+    page: Path, copy: Path, root: Path, source: Path, more: str = "", head: str = ""
+) -> None:
     """Write a README or a page of docs/ for the site, with the files that it links to."""
     written = _for_the_site(page.read_text(encoding="utf-8"))
     copy.parent.mkdir(exist_ok=True)
-    copy.write_text(written + more, encoding="utf-8")
+    copy.write_text(head + written + more, encoding="utf-8")
     _copy_linked_files(written, root, source, page.parent.relative_to(root))
 
 
