@@ -18,12 +18,12 @@ from test_estimate_equals_run import CASES
 from torch import Tensor, nn
 
 from course_lib._torch import not_collecting
-from course_lib.budget import Estimate, Recipe, build
+from course_lib.budget import Recipe, build
 from course_lib.budget.step import default_dtype, make_state, pieces_of, run_pieces
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 
-FIELDS = "case", "schedule_bytes", "peak", "backward", "optimizer", "flops"
+FIELDS = "case", "schedule_bytes", "peak", "backward"
 
 # ---- larger models, as people train them: no size is rounded there
 
@@ -145,14 +145,12 @@ def measured(make_model, make_batch, recipe) -> dict[str, int]:
             run_pieces(model, optimizer, pieces, recipe, loss_sum, None, None)
     trace = meter.trace()
     # only a run stacks the losses of micro-batches to read them
-    return {"schedule_bytes": recipe.schedule_bytes or ""} | row_of(
-        Estimate.of(trace, recipe, "host")
-    )
-
-
-def row_of(found: Estimate) -> dict[str, int]:
-    phases = {name: found.phase_peaks.get(name, 0) for name in ("backward", "optimizer")}
-    return {"peak": found.peak_bytes, **phases, "flops": found.flops}
+    phases = trace.phase_peaks()
+    return {
+        "schedule_bytes": recipe.schedule_bytes or "",
+        "peak": trace.peak_bytes,
+        "backward": phases["backward"],
+    }
 
 
 def with_schedule(recipe: Recipe, row: Mapping[str, str]) -> Recipe:

@@ -1,6 +1,7 @@
-"""An estimate for "cuda" equals the step on a GPU: the peak, the peaks of two phases, and FLOPs.
+"""An estimate for "cuda" equals the step on a GPU: its peak, and the peak of its backward pass.
 
-`h200_steps.csv` has what an H200 took, measured by `cuda_steps.py` with torch 2.11."""
+`h200_steps.csv` has what an H200 took, measured by `cuda_steps.py` with torch 2.11 and transformers
+5.17. FLOPs are not compared, because the meter sees none inside a Triton kernel."""
 
 import csv
 from functools import partial
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_steps import STEPS, measured, options_of, row_of, with_schedule
+from cuda_steps import STEPS, measured, options_of, with_schedule
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,34 +19,46 @@ from course_lib.symbolic import Symbolic
 
 with (Path(__file__).with_name("h200_steps.csv")).open(encoding="utf-8", newline="") as file:
     RECORDED = {row["case"]: row for row in csv.DictReader(file)}
-# Here the model itself asks for a device, or makes tensors on the CPU, whatever its own is.
-ON_THE_HOST = ("encoder: ", "dropout modules: ", "speech: ", "experts, batched, and a shared one: ")
+# Bytes by which an estimate may be too high, and why.
+TOO_HIGH = {
+    # a mask that the model makes on the CPU, whatever its own device is
+    **dict.fromkeys(("encoder: ", "dropout modules: "), 24 * 24),
+    "speech: ": 4,  # a number that the model makes on the CPU
+    # attention whose mask needs a gradient, which no fused kernel takes
+    "encoder and decoder, relative positions: ": 3 * 4096,
+}
+# Other versions of transformers make other tensors in these models.
+OF_A_VERSION = ("experts, ", "encoder and decoder, relative positions: ")
 
 
-def estimated(make_model, make_batch, recipe):
-    options = options_of(make_batch)
-    return row_of(estimate(make_model, make_batch, recipe, kind="cuda", tier="host", **options))
+def assert_equal(case, row):
+    make_model, make_batch, recipe = STEPS[case]
+    recipe, options = with_schedule(recipe, row), options_of(make_batch)
+    found = estimate(make_model, make_batch, recipe, kind="cuda", tier="host", **options)
+    most = next((count for name, count in TOO_HIGH.items() if case.startswith(name)), 0)
+    for mine, real in (
+        (found.peak_bytes, row["peak"]),
+        (found.phase_peaks["backward"], row["backward"]),
+    ):
+        assert 0 <= mine - int(real) <= most
 
 
 @pytest.mark.parametrize(
-    "case", [name for i, name in enumerate(RECORDED) if i % 2 or "large" in name]
+    "case",
+    [
+        name
+        for i, name in enumerate(RECORDED)
+        if (i % 3 == 0 or "large" in name) and not name.startswith(OF_A_VERSION)
+    ],
 )
 def test_an_estimate_equals_the_step_of_an_h200(case):
-    make_model, make_batch, recipe = STEPS[case]
-    row = RECORDED[case]
-    found = estimated(make_model, make_batch, with_schedule(recipe, row))
-    close = case.startswith(ON_THE_HOST)
-    for name, count in found.items():
-        assert count == (pytest.approx(int(row[name]), abs=2048) if close else int(row[name])), name
+    assert_equal(case, RECORDED[case])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [name for name in STEPS if not name.startswith(ON_THE_HOST)])
+@pytest.mark.parametrize("case", STEPS)
 def test_an_estimate_equals_the_step_of_this_gpu(case):
-    make_model, make_batch, recipe = STEPS[case]
-    row = measured(*STEPS[case])
-    found = estimated(make_model, make_batch, with_schedule(recipe, row))
-    assert found == {name: row[name] for name in found}
+    assert_equal(case, measured(*STEPS[case]))
 
 
 # ---- single operators, as an H200 ran them: bytes saved for backward, and at the peak

@@ -216,7 +216,9 @@ def symbolic_chain(
     inside = mode is not None  # inside an estimate, which raises its own error instead
     with _disable_current_modes():
         if mode is None:
-            mode = Symbolic()
+            modules = (each for each in tree_leaves(probe) if isinstance(each, nn.Module))
+            on_gpu = any(p.is_cuda for module in modules for p in module.parameters())
+            mode = Symbolic("cuda" if on_gpu else "cpu")
             generators = copies_of_generators(probe)
             with FakeCopyMode(mode):
                 probe = copy.deepcopy(probe, generators)
