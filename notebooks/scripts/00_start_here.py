@@ -11,16 +11,16 @@
 #
 # <div lang="en">
 #
-# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. On a GPU that is too small, that moment ends in `CUDA out of memory` (OOM).
+# If your training ends in `CUDA out of memory` (OOM), one moment of the training step needed more memory than the GPU has. For the small decoder of this page, eight layers with 27.5 MB of weights, that moment takes 277.7 MB.
 #
-# Wrap each layer in one function call, and the gradients stay the same, to the last bit. How much of the 277.7 MB can go, and what does it cost? You will guess, and see, before this page ends, on your own machine, with or without a GPU.
+# If you wrap each layer in one function call, the gradients stay the same, to the last bit, and the worst moment takes less memory. How much less, and at what price? First you guess. Then you measure it on this page, on your own machine, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。GPU 的显存不够时，训练就会在这一刻以 `CUDA out of memory`（显存不足，俗称爆显存、OOM）告终。
+# 训练时遇到 `CUDA out of memory`（显存不足，俗称爆显存、OOM），说明训练步在某一刻需要的显存超过了 GPU 的容量。本页的小解码器有八层，权重共 27.5 MB，它的训练步在最吃紧的那一刻要占 277.7 MB。
 #
-# 给每一层套上一个函数调用，梯度逐比特不变。277.7 MB 里能省下多少？代价又是什么？你先猜；读完这一页，就能在自己的机器上看到答案，有没有 GPU 都行。
+# 只要给每一层套上一个函数调用，最吃紧的那一刻占的内存就会变少，梯度却逐比特不变。能少多少？代价又是什么？你先猜，然后就在这一页、在自己的机器上测出来，有没有 GPU 都行。
 #
 # </div>
 
@@ -88,9 +88,9 @@ about_this_machine()
 #
 # <div lang="en">
 #
-# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines of code. Then we check that the gradients are **equal**, because a technique that changes the result saves nothing. Only then do we **measure**, and compare the measurement with your prediction. Near the end of a lesson, a table tests **claims** that you may have read elsewhere.
+# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines. Then we check that the gradients are **equal**, because a technique that changes the result saves nothing. Only then do we **measure**, and compare the measurement with your prediction. Near the end of a lesson, a table tests **claims** that you may have read elsewhere.
 #
-# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell. Its last line checks the answer, and says what is wrong with it. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
+# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell. Its last line checks the answer. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
 #
 # The notebooks are stored with their results. <span class="lab-only">To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one.</span> You learn most where your guess was wrong.
 #
@@ -99,7 +99,7 @@ about_this_machine()
 #
 # 每一课只问一个问题，都按同样的顺序回答。先**预测**一个数，再用几行代码把想法**实现**出来，然后验证梯度**相等**，因为改变了结果的节省不算节省。之后才**测量**，看看与你的预测差多少。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
 #
-# **练习**就是一个写着 `None` 或 `0` 的单元格。把它换成你的答案再运行，最后一行会检查答案，并告诉你错在哪里。答案折叠在它下方，点一下<span class="lab-only">那三个点</span>就能展开。
+# **练习**就是一个写着 `None` 或 `0` 的单元格。把它换成你的答案再运行，最后一行会检查答案。答案折叠在它下方，点一下<span class="lab-only">那三个点</span>就能展开。
 #
 # notebook 里存着运行结果。<span class="lab-only">想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。</span>猜错的地方，正是能学到东西的地方。
 #
@@ -143,7 +143,7 @@ class Checkpointed(nn.Module):
 forgetful = copy.deepcopy(plain)
 forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.layers)
 
-# %% [markdown] slide={"en": "**Guess first.** Baseline: a peak of 277.7 MB, and 82.5 MB of it are weights and optimizer state.\n\nHow high is the peak with checkpoints? How many times the FLOPs?", "zh": "**先猜**：基线的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？FLOPs 是基线的几倍？"}
+# %% [markdown] slide={"en": "**Guess first.** The baseline peaks at 277.7 MB, 82.5 MB of it weights and optimizer state.\n\nPeak with checkpoints? How many times the FLOPs?", "zh": "**先猜**：基线的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？FLOPs 是基线的几倍？"}
 # <div lang="en">
 #
 # **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Of these, 82.5 MB are weights and optimizer state, and checkpoints cannot reduce these. What will the peak be with checkpoints, in MB? Each layer now runs its forward pass twice: how many times the FLOPs of the baseline will the step take? (You could write 200 and 2.0, for example.)

@@ -360,7 +360,7 @@ timelines({"1 sequence": single}, title="With one sequence, the peak is at the e
 peak = max(single.timeline, key=lambda sample: sample.live_bytes)
 peak.phase, peak.operator, single.peak_bytes, single.at_peak()["activation"]
 
-# %% [markdown] slide={"en": "The place of the peak decides which technique helps.\n\nThis peak is at the end of backward and has no activations, so checkpointing cannot lower it.", "zh": "峰值在哪里，决定了什么技术管用。\n\n这个峰值在反向的末尾，激活值一个也不剩，检查点帮不上忙。"}
+# %% [markdown] slide={"en": "The place of the peak decides which technique helps.\n\nThis peak has no activations, so checkpointing cannot lower it.", "zh": "峰值在哪里，决定了什么技术管用。\n\n这个峰值里激活值一个也不剩，检查点帮不上忙。"}
 # <div lang="en">
 #
 # At this peak there are no activations, and the operator is an `add`. It adds the two gradients of the tied weight: backward computes the one of the head first and the one of the embedding last. Each is as large as the weight, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
@@ -670,7 +670,7 @@ lesson_01.check_llama_formula(saved_by_llama_layer)
 llama = {s: sum(saved_by_llama_layer(8, s, 256, 8, 2, 896).values()) for s in measured}
 predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes")
 
-# %% [markdown] slide={"en": "The rest are cos and sin: one table of $s \\times d$ numbers each, shared by all layers.\n\nThis layer keeps no $s^2$. A formula holds for its operators.", "zh": "余下的是 cos 和 sin，各一张 $s \\times d$ 的表，所有层共用。\n\n这一层没有 $s^2$ 的项。公式只对它所数的算子成立。"}
+# %% [markdown]
 # <div lang="en">
 #
 # The difference is cos and sin: two tables of $s \times d$ numbers, which are made once per step and shared by all layers. So your formula is exact for a layer, and it has no $s^2$ any more.
