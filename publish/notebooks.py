@@ -43,8 +43,8 @@ MADE_FROM = "outputs_made_from"  # the key of the hashes in a stored notebook's 
 VARYING_TAGS = {"shows-seconds", "shows-device"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    # What the kernel says of itself. JupyterLab marks a notebook that stores something else as
-    # changed when it opens it. `publish/jupyterlab/ipython_kernel_config.json` makes the version 3.
+    # The kernel reports these values. When JupyterLab opens a notebook that stores others, it marks
+    # it as changed. `publish/jupyterlab/ipython_kernel_config.json` sets the version to 3.
     "language_info": {
         "codemirror_mode": {"name": "ipython", "version": 3},
         "file_extension": ".py",
