@@ -9,7 +9,7 @@ from test_notebooks import FOLDER, load, output_texts
 # (lesson, words of the cell that asks, numbers that answer it)
 GUESSES = [
     ("00", "how many times the FLOPs of the baseline", ("134.0", "1.21")),
-    ("01", "what will the peak be", ("277.7", "277,682,584", "195.2", "195,174,408")),
+    ("01", "what will the peak be", ("114.2", "114,205,080", "25.4", "25,405,440")),
     ("04", "How long does it take with $p$", ("1.34", "1.340", "1.01", "1.011")),
     ("04", "and the peak, with offload", ("124.8", "134.0", "124,824,984", "134,006,104")),
     ("05", "Type what the line predicts", ("134.8", "134,800,792")),
@@ -31,7 +31,22 @@ def answers_shown(notebook, question, numbers):
         slide = cell.metadata.get("slide")
         seen += slide.values() if isinstance(slide, dict) else ()
         seen += output_texts(cell) if cell.cell_type == "code" else ()
-    text = "\n".join(seen)
+    return numbers_in("\n".join(seen), numbers)
+
+
+README = [FOLDER.parent / name for name in ("README.md", "README.zh.md")]
+
+
+def shown_before(number):
+    """The text of what a reader sees on the way to a lesson: both READMEs and lesson 00."""
+    text = [path.read_text("utf-8") for path in README]
+    if number != "00":
+        for cell in lesson("00").cells:
+            text += [cell.source, *(output_texts(cell) if cell.cell_type == "code" else ())]
+    return "\n".join(text)
+
+
+def numbers_in(text, numbers):
     return [n for n in numbers if re.search(rf"(?<![\d.,]){re.escape(n)}(?![\d])", text)]
 
 
@@ -43,6 +58,11 @@ def lesson(number):
 @pytest.mark.parametrize(("number", "question", "numbers"), GUESSES)
 def test_guess_is_asked_before_its_answer_is_shown(number, question, numbers):
     assert answers_shown(lesson(number), question, numbers) == []
+
+
+@pytest.mark.parametrize(("number", "question", "numbers"), GUESSES[:2])
+def test_readme_and_lesson_00_show_no_answer_to_the_first_guesses(number, question, numbers):
+    assert numbers_in(shown_before(number), numbers) == []
 
 
 @pytest.mark.parametrize(("number", "question", "numbers"), GUESSES)

@@ -291,34 +291,22 @@ error.numel(), error.untyped_storage().nbytes()
 #
 # </div>
 
-# %% [markdown] slide={"en": "Weights, gradients, optimizer state: 110.0 MB. Activations: at most 178.4 MB.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "权重、梯度、优化器状态：110.0 MB。激活值：最多 178.4 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
+# %% [markdown] slide={"en": "Weights, gradients, optimizer state: 110.0 MB. Activations: at most 178.4 MB.\n\nThe sum is 288.4 MB. Why is the measured peak 277.7 MB?", "zh": "权重、梯度、优化器状态：110.0 MB。激活值：最多 178.4 MB。\n\n加起来是 288.4 MB，实测的峰值为什么是 277.7 MB？"}
 # ## 1.3 The timeline of a step / 一个训练步的时间线
 #
 # <div lang="en">
 #
-# Many calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB.
-#
-# **Guess first**, in MB: what will the peak be, and how many MB of gradients are in memory at that moment? In which phase is the peak: forward, backward, or the optimizer's step? (Don't look back at lesson 00.)
+# Many calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB, so the sum is 288.4 MB. But lesson 00 has measured a peak of 277.7 MB. The timeline shows why:
 #
 # </div>
 # <div lang="zh">
 #
-# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。前三项你已经知道，共 110.0 MB，这一步的激活值最多 178.4 MB。
-#
-# **先猜**，以 MB 计：峰值是多少？那一刻内存里有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？（请不要回头看第 00 课，自己推算。）
+# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。前三项你已经知道，共 110.0 MB，这一步的激活值最多 178.4 MB，所以总和是 288.4 MB。可是第 00 课测得的峰值是 277.7 MB。原因可以从时间线上看出来：
 #
 # </div>
 
-# %%
-my_peak, my_gradients = None, None
-
-# %% jupyter={"source_hidden": true} slide="result"
+# %% slide="result"
 timelines({"one step": meter}, title="Activations are released before the gradients are complete")
-
-# %%
-guesses = [my_peak and my_peak * 1e6, my_gradients and my_gradients * 1e6]
-found = [meter.peak_bytes, meter.at_peak()["gradient"]]
-predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
 
 # %% [markdown]
 # <div lang="en">
@@ -340,37 +328,57 @@ lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 #
 # The peak is at the very start of backward. At this moment three tensors of the logits' size are in memory. The result of the log-softmax is an activation (yellow until autograd has saved it, then green). Backward has computed its gradient, and from this the gradient of the logits: these two are temporaries. All other activations are still in memory. From now on, backward releases the activations of one layer after the other, and creates the gradients of its parameters.
 #
-# So the sum of all kinds, 288.4 MB, is not the peak. With a single sequence, the timeline looks different:
-#
 # </div>
 # <div lang="zh">
 #
 # 峰值就在反向刚开始的时候。这一刻，内存里有三个与 logits 一样大的张量。一个是 log-softmax 的结果，它是激活值（刚算出时是黄色，autograd 保存之后变成绿色）。反向先求出它的梯度，再由此求出 logits 的梯度，这两个是临时张量。其余的激活值也都还在。此后，反向一层接一层地释放激活值，同时产生参数的梯度。
 #
-# 所以把各类相加得到的 288.4 MB 并不是峰值。如果只有一条序列，时间线就不一样了：
+# </div>
+
+# %% [markdown] slide={"en": "The same step with one sequence instead of eight.\n\nWeights, gradients, optimizer state: 110.0 MB. Activations: at most 22.3 MB.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "同样的一步，八条序列换成一条。\n\n权重、梯度、优化器状态：110.0 MB。激活值：最多 22.3 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
+# <div lang="en">
+#
+# Now take the same step with one sequence instead of eight. Weights, gradients and optimizer state still take 110.0 MB, and the activations at most 22.3 MB.
+#
+# **Guess first**, in MB: what will the peak be, and how many MB of gradients are in memory at that moment? In which phase is the peak: forward, backward, or the optimizer's step?
+#
+# </div>
+# <div lang="zh">
+#
+# 再来看同样的一步，不过把八条序列换成一条。权重、梯度和优化器状态仍然占 110.0 MB，激活值最多 22.3 MB。
+#
+# **先猜**，以 MB 计：峰值是多少？那一刻内存里有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？
 #
 # </div>
 
-# %% slide="result"
+# %%
+my_peak, my_gradients = None, None
+
+# %% jupyter={"source_hidden": true} slide="result"
 alone = make_decoder()
 single = metered_step(alone, random_tokens(1, 128, 2048), torch.optim.Adam(alone.parameters()))
 timelines({"1 sequence": single}, title="With one sequence, the peak is at the end of backward")
 
 # %%
+guesses = [my_peak and my_peak * 1e6, my_gradients and my_gradients * 1e6]
+found = [single.peak_bytes, single.at_peak()["gradient"]]
+predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
+
+# %%
 peak = max(single.timeline, key=lambda sample: sample.live_bytes)
-peak.phase, peak.operator, single.peak_bytes, single.at_peak()["activation"]
+peak.phase, peak.operator, single.at_peak()["activation"]
 
 # %% [markdown] slide={"en": "The place of the peak decides which technique helps.\n\nThis peak has no activations, so checkpointing cannot lower it.", "zh": "峰值在哪里，决定了什么技术管用。\n\n这个峰值里激活值一个也不剩，检查点帮不上忙。"}
 # <div lang="en">
 #
-# At this peak there are no activations, and the operator is an `add`. It adds the two gradients of the tied weight: backward computes the one of the head first and the one of the embedding last. Each is as large as the weight, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
+# At this peak there are no activations, so the sum of all kinds, 132.3 MB, is 16% too high. The operator is an `add`. It adds the two gradients of the tied weight: backward computes the one of the head first and the one of the embedding last. Each is as large as the weight, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
 #
 # The place of the peak decides which technique helps. Checkpointing cannot lower this one at all.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个峰值里没有激活值，正在运行的算子是 `add`。它把绑定的权重的两份梯度相加，反向最先算出输出头的那份，最后算出嵌入的那份。两份都与权重一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
+# 这个峰值里没有激活值，所以把各类相加得到的 132.3 MB 偏高 16%。正在运行的算子是 `add`。它把绑定的权重的两份梯度相加，反向最先算出输出头的那份，最后算出嵌入的那份。两份都与权重一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
 #
 # 峰值在哪里，决定了什么技术管用。对这个峰值，检查点一点忙也帮不上。
 #
