@@ -192,7 +192,7 @@ def test_an_estimate_says_how_many_parameters_the_host_updates(fraction):
 
 def test_every_device_has_a_source_and_its_memory_in_the_bytes_that_it_has():
     assert all(rates.source for rates in RATES.values())
-    assert RATES["H200"].memory_bytes == 150_754_820_096 and RATES["laptop"].memory_bytes is None
+    assert RATES["H200"].memory_bytes == 150_109_880_320 and RATES["laptop"].memory_bytes is None
     sizes = {"RTX 4090": 24, "A100": 80, "A100 40GB": 40, "H100": 80, "H200": 141}
     for name, gigabytes in sizes.items():
         assert 1 < RATES[name].memory_bytes / (gigabytes * 10**9) < 1.08

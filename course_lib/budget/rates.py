@@ -168,6 +168,7 @@ _PCIE3 = text("PCIe 3.0 x16, at the share of its rate that PCIe 4.0 reaches")
 _PCIE4 = text("PCIe 4.0 x16, 24.8 of 31.5 GB/s as nvbandwidth measures on an A100")
 _PCIE5 = text("PCIe 5.0 x16, 55.6 of 63 GB/s as in NVIDIA's article on nvbandwidth")
 _SIZE = text("memory as nvidia-smi shows it")
+_USABLE = text("memory as torch reports it on one, less than nvidia-smi shows")
 _DESKTOP = text("host memory of a desktop, 2 channels of DDR5-5600")
 _EPYC = text("host memory of one EPYC 7742, 8 channels of DDR4-3200")
 _XEON = text("host memory of one Xeon 8480C, 8 channels of DDR5-4800")
@@ -192,6 +193,7 @@ def _gpu(
     host: str,
     peer_bytes: float | None = None,
     network_bytes: float = 12.5e9,
+    usable_bytes: int | None = None,
 ) -> Rates:
     """Return the rates of a GPU.
 
@@ -199,11 +201,13 @@ def _gpu(
         teraflops: TFLOPs per second of dense matrix products in fp32 and in bf16, with sums in
             fp32.
         sheet: Source of `teraflops`.
-        mebibytes: Memory in MiB.
+        mebibytes: Memory in MiB, as nvidia-smi shows it.
         link, host: Keys of `_LINKS` and `_HOST_BYTES`.
         peer_bytes: Bytes per second to another GPU of the machine, in one direction; by default the
             rate of the link.
         network_bytes: Bytes per second to another machine. The default is a round figure, 100 Gb/s.
+        usable_bytes: Bytes that torch reports as the device's memory, where this was measured. The
+            driver keeps the rest of `mebibytes`.
     """
     link_bytes, link_share = _LINKS[link]
     dense = text(
@@ -214,9 +218,9 @@ def _gpu(
         teraflops[0] * 1e12,
         teraflops[1] * 1e12,
         link_bytes,
-        listed([dense, link, host, _SIZE], "; "),
+        listed([dense, link, host, _USABLE if usable_bytes else _SIZE], "; "),
         host_bytes=_HOST_BYTES[host],
-        memory_bytes=mebibytes * MIB,
+        memory_bytes=usable_bytes or mebibytes * MIB,
         flops_share=_FLOPS_SHARE,
         link_share=link_share,
         peer_bytes=peer_bytes or link_bytes,
@@ -270,7 +274,13 @@ RATES = {
     "A100": _gpu((19.5, 312), _A100, 81_920, **_DGX_A100),
     "A100 40GB": _gpu((19.5, 312), _A100, 40_960, **_DGX_A100),
     "H100": _gpu((67, 989), text("NVIDIA H100 SXM datasheet"), 81_559, **_DGX_H100),
-    "H200": _gpu((67, 989), text("NVIDIA H200 SXM datasheet"), 143_771, **_DGX_H100),
+    "H200": _gpu(
+        (67, 989),
+        text("NVIDIA H200 SXM datasheet"),
+        143_771,
+        **_DGX_H100,
+        usable_bytes=150_109_880_320,
+    ),
     "MI300X": _gpu(
         (163.4, 1307.4),
         text("AMD MI300X data sheet"),

@@ -1282,12 +1282,12 @@ lesson_02.older_claims(kept, (dynamic, 2), score, (equal_numbers, skipped.numel(
 #
 # <div lang="en">
 #
-# The same code runs on CUDA, where the random number generators of the current device and of the inputs' devices are kept as well. With a GPU this cell measures now; otherwise it shows a recording, or says that there is none.
+# The same code runs on CUDA, where the random number generators of the current device and of the inputs' devices are kept as well. If you have a GPU, this cell measures on it. Otherwise it shows what an H200 measured: with a checkpoint around each layer the peak falls from 8,790 to 2,548 MB, and forward and backward take 24% longer.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的代码可以在 CUDA 上运行，还会保存当前设备和各输入所在设备的随机数发生器状态。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示预先记录的数据；连记录也没有，会注明。
+# 同样的代码可以在 CUDA 上运行，还会保存当前设备和各输入所在设备的随机数发生器状态。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据：每层都设检查点，峰值从 8,790 MB 降到 2,548 MB，前向加反向多花 24% 的时间。
 #
 # </div>
 

@@ -1370,12 +1370,12 @@ lesson_03.schedule_playground()
 #
 # <div lang="en">
 #
-# Schedules know nothing of devices, and `ScheduledSequential` runs on CUDA as it is, here with a clock in seconds. With a GPU this cell measures now; otherwise it shows a recording, or says that there is none.
+# A schedule does not depend on the device, and `ScheduledSequential` runs on CUDA without a change. Here the cost of each stage is measured in seconds. If you have a GPU, this cell measures on it. Otherwise it shows what an H200 measured. All gradients exist from the start of the step and count in both columns. Both predictions hold up to the 8 bytes of the loss and its gradient. The schedule for half of the chain's peak takes 15% longer than the one that keeps everything, and the schedule for a quarter takes 27% longer.
 #
 # </div>
 # <div lang="zh">
 #
-# 调度与设备无关，`ScheduledSequential` 可以直接在 CUDA 上运行，这里的时钟以秒计。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示预先记录的数据；连记录也没有，会注明。
+# 调度与设备无关，`ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。所有梯度从这一步开始时就在，预测和实测都把它们算在内。两个预测都成立，只差损失和它的梯度那 8 字节。把这条链的峰值降到一半的调度，比全部保留多花 15% 的时间；降到四分之一的，多花 27%。
 #
 # </div>
 

@@ -1061,12 +1061,12 @@ lesson_06.older_claims(
 #
 # <div lang="en">
 #
-# There `backend="auto"` takes the Triton kernels, with block sizes tuned at the first call. If you have a GPU, this cell measures them beside the framework's flash kernel.
+# On a GPU `backend="auto"` selects the Triton kernels of this course. If you have a GPU, this cell measures them beside the kernels of PyTorch. Otherwise it shows what an H200 measured, forward and backward with a causal mask and 4096 tokens. The course's kernels take 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's allocator peak is twice its tensors' peak: its backward pass takes a workspace as large as all its tensors, partly to sum the gradient of the queries in fp32. The course's kernels need no such workspace. They add nothing up in memory, and compute 7 products in the backward pass instead of 5.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，`backend="auto"` 会选用 Triton 核函数，并在第一次调用时调优分块的大小。如果你有 GPU，这个单元格会实测它们，并与框架的 flash 核函数对照。
+# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数。有 GPU 时，这个单元格会现场测量，并与 PyTorch 的几种核函数对照；没有 GPU，就显示在一块 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token。本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的分配器峰值是张量峰值的两倍：它的反向要占一块与全部张量一样大的工作区，其中一部分用来以 fp32 累加查询的梯度。本课程的核函数不需要这样的工作区：它不在显存里累加任何东西，代价是反向要算 7 次乘积，而不是 5 次。
 #
 # </div>
 

@@ -433,9 +433,9 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # |---|---|---|---|---|---|
 # | Llama 3 8B | H100, 85.5 | state offloaded | 49.0 | 50.3 | 32.1 |
 # | Llama 3 8B | RTX 4090, 25.8 | state and activations offloaded, steps in backward | 22.4 | 24.4 | 85.1 |
-# | Mixtral 8x7B | H200, 150.8 | state offloaded, steps in backward | 144.1 | 149.3 | 186.8 |
+# | Mixtral 8x7B | H200, 150.1 | state offloaded, checkpoints, steps in backward | 98.7 | 102.9 | 186.8 |
 #
-# The first column of bytes counts tensors alone. It is exact for the CPU's operators; on CUDA some operators keep other tensors, and `course_lib/budget/kinds.py` lists them. The second column is what PyTorch's allocator would reserve for these tensors by its rules (lesson 01, in depth). It has to fit, together with what CUDA keeps for itself. Mixtral fits with 1.0 GB to spare. Where less than 5% remains, the command shows another recipe: with a checkpoint around every layer 102.9 GB are reserved, for 3% more seconds. (No GPU has run these yet.)
+# The first column of bytes counts the tensors. The second column is what PyTorch's allocator would reserve for them by its rules (lesson 01, in depth). It has to fit, together with what CUDA keeps for itself. On the RTX 4090 only 0.8 GB are left. Where less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. How far can you trust these columns? These steps themselves were run on no GPU. Of 165 smaller steps on an H200, 153 took the tensors that were estimated for them, to the byte, and the other estimates were at most 12 kB too high, but for one. The allocator reserved up to 9% more than predicted (`docs/gpus.md`).
 #
 # </div>
 # <div lang="zh">
@@ -446,9 +446,9 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # |---|---|---|---|---|---|
 # | Llama 3 8B | H100，85.5 | 状态卸载 | 49.0 | 50.3 | 32.1 |
 # | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，在反向中更新 | 22.4 | 24.4 | 85.1 |
-# | Mixtral 8x7B | H200，150.8 | 状态卸载，在反向中更新 | 144.1 | 149.3 | 186.8 |
+# | Mixtral 8x7B | H200，150.1 | 状态卸载，检查点，在反向中更新 | 98.7 | 102.9 | 186.8 |
 #
-# 前一列字节只统计张量，对 CPU 的算子是精确的；在 CUDA 上，有些算子保存的张量不同，列在 `course_lib/budget/kinds.py` 里。后一列是 PyTorch 的分配器按它的规则要为它们预留多少（第 01 课，深入）。要装得下的是后一列，再加上 CUDA 自己占用的部分。Mixtral 装得下，还剩 1.0 GB。剩下的不到 5% 时，命令会再给出一种配方：每层都设检查点，预留 102.9 GB，秒数只多 3%。（这些还没有在 GPU 上运行过。）
+# 前一列字节统计的是张量。后一列是 PyTorch 的分配器按它的规则要为它们预留多少（第 01 课，深入）。要装得下的是后一列，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。剩下的不到 5% 时，命令会再给出一种配方：输出头按 512 个 token 一块来算，就剩 4.1 GB。这两列有多可信？表里的这些训练步没有在 GPU 上运行过。在一块 H200 上运行过 165 个较小的训练步，其中 153 个的张量与估计逐字节相等，其余的估计除一个以外最多偏高 12 kB；分配器预留的最多比预测多 9%（`docs/gpus.md`）。
 #
 # </div>
 
