@@ -90,7 +90,7 @@ about_this_machine()
 #
 # Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines. Then we check that the gradients are **equal**, because a technique that changes the result saves nothing. Only then do we **measure**, and compare the measurement with your prediction. Near the end of a lesson, a table tests **claims** that you may have read elsewhere.
 #
-# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell. Its last line checks the answer. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
+# An **exercise** is a cell in which something is missing, such as a number that is `None` or `0`. Fill it in and run the cell. Its last line checks the answer. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
 #
 # The notebooks are stored with their results. <span class="lab-only">To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one.</span> You learn most where your guess was wrong.
 #
@@ -99,7 +99,7 @@ about_this_machine()
 #
 # 每一课只问一个问题，都按同样的顺序回答。先**预测**一个数，再用几行代码把想法**实现**出来，然后验证梯度**相等**，因为改变了结果的节省不算节省。之后才**测量**，看看与你的预测差多少。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
 #
-# **练习**就是一个写着 `None` 或 `0` 的单元格。把它换成你的答案再运行，最后一行会检查答案。答案折叠在它下方，点一下<span class="lab-only">那三个点</span>就能展开。
+# **练习**就是一个有空缺的单元格，例如写着 `None` 或 `0` 的地方。填上你的答案再运行，最后一行会检查答案。答案折叠在它下方，点一下<span class="lab-only">那三个点</span>就能展开。
 #
 # notebook 里存着运行结果。<span class="lab-only">想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。</span>猜错的地方，正是能学到东西的地方。
 #
@@ -325,7 +325,7 @@ ledger("00", "plain", before)
 # | + 4 micro-batches | 54,459.5 | 1.00 | 0.000 |
 # | + optimizer offloaded | 17,859.0 | 1.00 | 12.200 |
 #
-# With `--config config.json` it reads a model's configuration from Hugging Face. Lesson 09 does the same for a model in your own code.
+# With `--config config.json` it reads the configuration file of a Hugging Face model instead. Lesson 09 does the same for a model in your own code.
 #
 # If you teach: after lesson 01, most lessons can be taught alone. Lesson 03 builds on 02, lessons 04 and 06 each use one section of 02, and 07 needs all lessons before it.
 #
@@ -355,7 +355,7 @@ ledger("00", "plain", before)
 # | + 4 个微批次 | 54,459.5 | 1.00 | 0.000 |
 # | + 优化器卸载 | 17,859.0 | 1.00 | 12.200 |
 #
-# 加上 `--config config.json`，它就读取 Hugging Face 的模型配置。如果模型是你自己写的代码，第 09 课会对它做同样的事。
+# 加上 `--config config.json`，它就改为读取 Hugging Face 模型的配置文件。如果模型是你自己写的，第 09 课会教你对它做同样的估算。
 #
 # 如果你是教师：学过第 01 课之后，各课大多可以单独讲。第 03 课以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。
 #

@@ -188,7 +188,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # How does a meter know what is in memory? The bytes of a tensor are in its **storage**, and a view shares the storage of its base. A storage is new if an operator returns it and did not get it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
 #
-# In PyTorch, every operator passes through the **dispatcher**. A `TorchDispatchMode` is called there in place of the operator, so that it sees the arguments and the result. `lesson_01.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
+# In PyTorch, every operator passes through the **dispatcher**. A `TorchDispatchMode` is called there instead of the operator, so it sees the arguments and the result. `lesson_01.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
 #
 # **Exercise 2.** One condition is missing in this meter. Replace `None`, so that it counts the new storages and no others. The check tries views, operators that work in place, operators that write into `out=`, and tensors that are released.
 #
@@ -394,7 +394,7 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # </div>
 # <div lang="zh">
 #
-# 激活值是哪些张量？可以用两个**钩子**（hook）向 autograd 打听，钩子就是由你写的函数。autograd 每为反向保存一个张量，就调用第一个钩子，反向要用这个张量时，再调用第二个。权重本来就在内存里，所以略去不算，每个存储区也只数一次：
+# 激活值是哪些张量？autograd 可以通过两个**钩子**（hook）告诉我们，钩子就是由你写的函数。autograd 每为反向保存一个张量，就调用第一个钩子，反向要用这个张量时，再调用第二个。权重本来就在内存里，所以略去不算，每个存储区也只数一次：
 #
 # </div>
 
@@ -521,14 +521,14 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 #
 # Your formula is exact. One row of the list is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. If you add up tensors instead of storages, as many scripts do, you count 20% too much.
 #
-# In elements, your formula is $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout, the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes, which many calculators use. It has 2 bytes per element, one byte per element of three dropout masks, and two more per element of P after dropout.
+# In elements, your formula is $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout, the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes. It counts 2 bytes per element, one byte per element of three dropout masks, and 2 more bytes per element of P for P after dropout.
 #
 # </div>
 # <div lang="zh">
 #
 # 你的公式一字节不差。清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。许多脚本把张量逐个相加，而不按存储区统计，这里就会多算 20%。
 #
-# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节，许多计算器用的就是它。其中每个元素 2 字节，三个 dropout 掩码每个元素一字节，dropout 之后的 P 每个元素再占两字节。
+# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。其中每个元素 2 字节，三个 dropout 掩码每个元素一字节，dropout 之后的 P 每个元素再占两字节。
 #
 # </div>
 
@@ -553,7 +553,7 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 # %% [markdown]
 # <div lang="en">
 #
-# The curves cross at $s = 16 h / a = 512$. This is sixteen times the size of a head, here 32. With heads of size 128, as in many large models, it is 2048 tokens. At longer sequences, most of a layer's activations are P, if P is kept. Lesson 06 shows how fused attention avoids this.
+# The curves cross at $s = 16 h / a = 512$. This is sixteen times the size of a head, here 32. With heads of size 128, as in many large models, it is 2048 tokens. For longer sequences, most of a layer's activations are P, if P is kept. Lesson 06 shows how fused attention avoids this.
 #
 # </div>
 # <div lang="zh">
@@ -982,14 +982,14 @@ predictions(zip([f"L = {layers}" for layers in depths], lines, saved, strict=Tru
 #
 # In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts their bytes. So this laptop can count the step of a model with 7 billion parameters. We take the same kind of decoder in bf16, Adam with fp32 master weights that updates one parameter after the other, one sequence of 2048 tokens, and fused attention.
 #
-# Your formula still works if you leave out P, add one fp32 number per query and head, and take 2 bytes per number. **Guess first**, in GB: the model of 6.6 billion parameters ($h$ is 4096, 32 heads, 32 layers) takes 105.3 GB at 16 bytes per parameter. What is its peak, and in which phase?
+# Your formula still works if you leave out P, take 2 bytes per number, and add one fp32 number per query and head. **Guess first**, in GB: the model of 6.6 billion parameters (hidden size $h$ 4096, 32 heads, 32 layers) takes 105.3 GB at 16 bytes per parameter. What is its peak, and in which phase?
 #
 # </div>
 # <div lang="zh">
 #
 # 在 `symbolic()` 里，训练步的全部算子都照常运行，只是张量没有数据（用的是 PyTorch 的 `FakeTensorMode`），计量器统计它们的字节。因此这台电脑也能算出 70 亿参数的模型一步要用多少内存。我们用同一种解码器，精度为 bf16，Adam 带 fp32 主权重、逐个参数更新，一条 2048 个 token 的序列，注意力是融合的。
 #
-# 你的公式仍然可用，只要去掉 P，为每个头、每个查询加一个 fp32 数，其余每个数按 2 字节算。**先猜**，以 GB 计：66 亿参数的模型（$h$ 为 4096、32 个头、32 层）按每个参数 16 字节占 105.3 GB。它的峰值是多少？在哪个阶段？
+# 你的公式仍然可用，只要去掉 P，每个数按 2 字节算，再为每个头、每个查询加一个 fp32 数。**先猜**，以 GB 计：66 亿参数的模型（隐藏维度 $h$ 为 4096、32 个头、32 层）按每个参数 16 字节占 105.3 GB。它的峰值是多少？在哪个阶段？
 #
 # </div>
 
@@ -1026,14 +1026,14 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 # %% [markdown]
 # <div lang="en">
 #
-# You made your formula for a model of 7 million parameters, and it gives the 8.8 GB of activations of a model with 7 billion. But these add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer. It exceeds 16 bytes per parameter only by three fp32 temporaries of the largest parameter. In the smaller model, activations make the peak.
+# You made your formula for a model of 7 million parameters, and it gives the 8.8 GB of activations of a model with 7 billion. But these add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer. Apart from 16 bytes per parameter, it has only three fp32 temporaries as large as the largest parameter. In the 1 B model, the peak is made of activations.
 #
 # This result holds for these conditions: one sequence, and Adam in a loop over the parameters. Try `batch=8`. The largest model has never run on this machine, and yet you know its bytes operator by operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但它们没有增加峰值，因为最后几个梯度还没算出来，它们就已释放，而峰值要到优化器更新时才出现。这个峰值只比每个参数 16 字节多三个 fp32 临时张量，大小与最大的参数相同。小一些的那个模型，峰值则由激活值造成。
+# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但它们没有增加峰值，因为最后几个梯度还没算出来，它们就已释放，而峰值要到优化器更新时才出现。按每个参数 16 字节算出的总数之外，峰值只多了三个 fp32 临时张量，每个都与最大的参数一样大。至于 1 B 的模型，峰值则由激活值造成。
 #
 # 这个结论只适用于这里的条件，即一条序列、Adam 逐个参数更新。可以试试 `batch=8`。最大的模型从未在这台机器上真正运行过，它的字节却逐个算子统计清楚了。
 #
@@ -1044,12 +1044,12 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 #
 # <div lang="en">
 #
-# A loop over the parameters needs two temporaries, each as large as the current parameter. `foreach=True`, the default of `torch.optim.Adam` on CUDA, treats all parameters at once, with a temporary as large as all of them together: 28 GB for 7 billion parameters in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs none.
+# A loop over the parameters needs two temporaries as large as the current parameter. `foreach=True`, the default of `torch.optim.Adam` on CUDA, needs one as large as all parameters together: 28 GB for 7 billion in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs none.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐个参数循环更新时，需要两个临时张量，各与当前的参数一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它一次处理全部参数，要有一个与全部参数合起来一样大的临时张量，70 亿个 fp32 参数就是 28 GB。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
+# 逐个参数循环更新时，需要两个临时张量，各与当前的参数一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它要有一个与全部参数合起来一样大的临时张量，70 亿个 fp32 参数就是 28 GB。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
 #
 # </div>
 
@@ -1080,7 +1080,7 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # <div lang="en">
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. Weights in bf16 halve everything, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay: only the inputs that a frozen matrix needs for its own gradient go.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. Weights in bf16 halve everything, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay, except the inputs that only a frozen matrix's gradient needs.
 #
 # </div>
 # <div lang="zh">
@@ -1137,7 +1137,7 @@ lesson_01.check_adapter_bytes(answer)
 # </div>
 # <div lang="zh">
 #
-# 补上 LayerNorm 的统计量之后，Korthikanti 等人的公式对带 dropout 的一层分毫不差，两种精度都对，归一化在前（pre-norm）、在后（post-norm）也都对。公式里的 dropout 掩码每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 则保存系数，dtype 与激活值相同，结果就变了：
+# 补上 LayerNorm 的统计量之后，Korthikanti 等人的公式对带 dropout 的一层分毫不差，两种精度都对，归一化在前（pre-norm）、在后（post-norm）也都对。公式里的 dropout 掩码每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 保存的却是系数，dtype 与激活值相同，所以结果不同：
 #
 # </div>
 
@@ -1183,8 +1183,7 @@ for s in (512, 1024, 2048, 4096):
         qkv = [torch.randn(1, 12, s, 64, requires_grad=True) for _ in range(3)]
         plain = saved_tensors(standard, *qkv).total_bytes
         fused = saved_tensors(F.scaled_dot_product_attention, *qkv).total_bytes
-    with_scores = plain + 4 * 12 * s * s
-    rows.append((s, *(round(count / 1e6, 1) for count in (plain, with_scores, fused))))
+    rows.append((s, *(round(n / 1e6, 1) for n in (plain, plain + 4 * 12 * s * s, fused))))
 table(["tokens", "standard (MB)", "if S were kept (MB)", "fused (MB)"], rows)
 
 # %% [markdown]
@@ -1192,12 +1191,12 @@ table(["tokens", "standard (MB)", "if S were kept (MB)", "fused (MB)"], rows)
 #
 # <div lang="en">
 #
-# Training scripts often print the memory after each phase. The meter's `live_bytes` shows it on any machine.
+# Training scripts often print the memory after each phase. The meter has it as `live_bytes`.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练脚本常在每个阶段之后打印内存。用计量器的 `live_bytes`，在任何机器上都能做到。
+# 训练脚本常在每个阶段之后打印内存。计量器的 `live_bytes` 就是这个数。
 #
 # </div>
 
@@ -1232,14 +1231,14 @@ table(["step", *headings], rows)
 #
 # After forward, the first step has 55.0 MB less than all later ones, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it.
 #
-# On a GPU there are two more figures. **Allocated memory** is the live bytes, rounded up. **Reserved memory** is what the caching allocator has taken from the driver and keeps. The rules of this allocator are public, so the library can apply them to the meter's trace without a GPU. All figures of reserved memory in this section and the next are **simulated**.
+# On a GPU, **allocated memory** is the live bytes, rounded up, and **reserved memory** is what the caching allocator has taken from the driver. Its rules are public, so the library applies them to the meter's trace without a GPU: reserved memory in this section and the next is **simulated**.
 #
 # </div>
 # <div lang="zh">
 #
 # 前向之后，第一步比以后各步少 55.0 MB，因为 Adam 的状态在第 1 步末尾才建立。峰值在反向之中，只在阶段之间读数，就永远看不到它。
 #
-# 在 GPU 上还有两个数。**已分配显存**是存活的字节，向上取整。**已预留显存**是缓存分配器向驱动申请来、一直留着的字节。这个分配器的规则是公开的，所以没有 GPU，课程库也能按规则处理计量器的轨迹。本节和下一节的已预留显存都是**模拟**的。
+# 在 GPU 上，**已分配显存**是存活的字节，向上取整，**已预留显存**是缓存分配器向驱动申请来的字节。分配器的规则是公开的，所以没有 GPU，课程库也能按规则处理计量器的轨迹。也就是说，本节和下一节的已预留显存都是**模拟**的。
 #
 # </div>
 
@@ -1250,12 +1249,12 @@ lesson_01.reserved_after(trace, marks[:10])
 # %% [markdown]
 # <div lang="en">
 #
-# Allocated memory follows the live bytes, but reserved memory only rises: the allocator keeps what `zero_grad` has released. The second step reuses it and takes 44 MB more, because Adam's state now lies in between. The next figure shows one step as PyTorch's memory viewer gets it. `save_snapshot` writes the same file as `torch.cuda.memory._dump_snapshot` on a GPU.
+# Allocated memory follows the live bytes, but reserved memory only rises: the allocator keeps what `zero_grad` has released. The second step reuses it and takes 44 MB more, because Adam's state now lies in between. `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
 #
 # </div>
 # <div lang="zh">
 #
-# 已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的，分配器都留着。第二步再用它，又多申请了 44 MB，因为中间已经放进了 Adam 的状态。下图是 PyTorch 的显存查看器会拿到的一步。`save_snapshot` 写出的文件，与 GPU 上 `torch.cuda.memory._dump_snapshot` 写的一样。
+# 已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的，分配器都留着。第二步再用它，又多申请了 44 MB，因为中间已经放进了 Adam 的状态。`save_snapshot` 可以把一步写成 PyTorch 的显存查看器能打开的文件，与 GPU 上的 `torch.cuda.memory._dump_snapshot` 一样：
 #
 # </div>
 
@@ -1267,12 +1266,12 @@ lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 #
 # <div lang="en">
 #
-# PyTorch's *Performance Tuning Guide* warns that a short batch followed by a longer one "causes fragmentation in the caching allocator, which may result in out-of-memory errors". It recommends to run the longest batch once before training, forward and backward, without the optimizer. Here we train twice each on two batches, A of 2 × 384 tokens and B of 2 × 512, on a simulated device of 388 MiB. **Guess first**: both orders have the same peak in live bytes. Does the order matter?
+# PyTorch's *Performance Tuning Guide* warns that a short batch followed by a longer one "causes fragmentation in the caching allocator, which may result in out-of-memory errors". Its remedy is to run the longest batch once before training, forward and backward. Here we train on two batches, A of 2 × 384 tokens and B of 2 × 512, twice each, on a simulated device of 388 MiB. **Guess first**: both orders have the same peak in live bytes. Does the order matter?
 #
 # </div>
 # <div lang="zh">
 #
-# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。它建议在训练之前，先用最长的批次做一次前向和反向，不运行优化器。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：两种顺序的存活字节峰值相同，那么顺序还要紧吗？
+# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。它的办法是在训练之前，先用最长的批次做一次前向和反向。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：两种顺序的存活字节峰值相同，那么顺序还要紧吗？
 #
 # </div>
 
@@ -1286,12 +1285,12 @@ print(lesson_01.replayed(scenes["A, B, A, B"], 388 << 20)[1].partition(" If rese
 # %% [markdown]
 # <div lang="en">
 #
-# The tensor has 8 MiB. PyTorch asks for a segment of 20 MiB, but only 18 are free. Another 16 MiB are reserved and unallocated, in holes that are too small. Adam's state makes these holes: it was created at the end of the first step, inside segments that were cut for A, and it stays there. If the state is created first, or if B runs once first, the step fits in this order, too. `expandable_segments` avoids the problem with one long segment per pool. (These are results for these batches and this limit, not laws.)
+# PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but only 18 are free. Another 16 MiB are reserved, in holes that are too small. Adam's state makes these holes: it was created inside segments that were cut for A, and stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
 #
 # </div>
 # <div lang="zh">
 #
-# 要放的张量是 8 MiB。PyTorch 申请一个 20 MiB 的内存段，而空闲的只有 18 MiB。另有 16 MiB 已预留但未分配，却是些零碎的空当，放不下它。空当是 Adam 的状态造成的：它在第一步末尾建立，放进了为 A 切开的内存段里，此后一直占着。如果先建立状态，或者先用 B 跑一遍，这个顺序也装得下。`expandable_segments` 让每个池只有一个长的内存段，也避免了这个问题。（这只是这两个批次、这个上限的结果，不是定律。）
+# 要放的张量是 8 MiB，PyTorch 为它申请一个 20 MiB 的内存段，而空闲的只有 18 MiB。另有 16 MiB 已预留，却是些零碎的空当，放不下它。空当是 Adam 的状态造成的，它放进了为 A 切开的内存段里，此后一直占着。如果先建立状态，或者先用 B 跑一遍，就装得下。`expandable_segments` 让每个池只有一个长的内存段，也避免了这个问题。（这只是这两个批次、这个上限的结果。）
 #
 # </div>
 
@@ -1305,12 +1304,12 @@ lesson_01.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends, after_steps)
 #
 # <div lang="en">
 #
-# A common method is "run plain first, then the other, and compare the growth". Here it compares a network with itself, a deep MLP with 84 MB of weights and a batch of 32. A fair method finds no difference.
+# A common method is "run plain first, then the other, and compare the growth". Here it compares a deep MLP with itself. A fair method finds no difference.
 #
 # </div>
 # <div lang="zh">
 #
-# “先跑基线，再跑另一个，比较增量”是常见的做法。这里用它拿一个网络与它自己比较，网络是一个深层 MLP，权重 84 MB，批次大小 32。公平的方法不该看出差别。
+# “先跑基线，再跑另一个，比较增量”是常见的做法。这里用它拿一个深层 MLP 与它自己比较，公平的方法不该看出差别。
 #
 # </div>
 
@@ -1327,19 +1326,17 @@ def mlp_step():
     optimizer.step()
 
 
-def growth():
+# %%
+grown = []
+for _ in range(2):
     mlp.zero_grad()
     with MemoryMeter(mlp, optimizer) as found:
         before = found.live_bytes
         mlp_step()
-    return found.peak_bytes - before
-
-
-# %%
-grown = [growth(), growth()]
+    grown.append(found.peak_bytes - before)
 fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=1).peak_bytes for _ in range(2)]
-rows = [("growth", *grown), ("`measure`", *fair)]
-table(["method", "first run (bytes)", "second run (bytes)"], rows)
+headings = ["method", "first run (bytes)", "second run (bytes)"]
+table(headings, [("growth", *grown), ("`measure`", *fair)])
 
 # %% [markdown]
 # <div lang="en">
@@ -1451,12 +1448,12 @@ on_gpu("01")
 #
 # <div lang="en">
 #
-# With dropout, a layer keeps $34 s b h + 5 a s^2 b$ bytes. Here are 32 layers with hidden size 4096 and 32 heads, in bf16, for one sequence. Run the second cell and move its sliders: at what length do the terms in $s^2$ hold half of the bytes? The formula says $34 h / 5 a$, which is 870 tokens here.
+# With dropout, a layer keeps $34 s b h + 5 a s^2 b$ bytes in bf16. Run the second cell and move its sliders: at what length do the terms in $s^2$ hold half of the bytes? (Compare with $34 h / 5 a$.)
 #
 # </div>
 # <div lang="zh">
 #
-# 带 dropout 时，一层保存 $34 s b h + 5 a s^2 b$ 字节。这里有 32 层，隐藏维度 4096、32 个头，bf16，一条序列。运行第二个单元格，拖动滑块：序列多长时，含 $s^2$ 的项占到一半？按公式是 $34 h / 5 a$，这里是 870 个 token。
+# 带 dropout、用 bf16 时，一层保存 $34 s b h + 5 a s^2 b$ 字节。运行第二个单元格，拖动滑块：序列多长时，含 $s^2$ 的项占到一半？（与 $34 h / 5 a$ 对照。）
 #
 # </div>
 
