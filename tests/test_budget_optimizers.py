@@ -1,5 +1,6 @@
 """course_lib.budget.optimizers: the table agrees with the classes that it lists."""
 
+import inspect
 from dataclasses import fields, replace
 from functools import partial
 
@@ -97,10 +98,15 @@ def test_no_alias_is_the_name_of_an_optimizer_or_names_two():
     assert len(names) == len(set(names))
 
 
-# ---- Lion
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_docstring_of_a_recipe_names_every_optimizer(name):
+    assert f'"{name}"' in inspect.getdoc(Recipe)
 
 
-def lion_by_the_formula(weights, gradients, lr, betas, weight_decay):
+# ---- formulas
+
+
+def lion_by_the_formula(weights, gradients, lr, betas=(0.9, 0.99), weight_decay=0.0):
     """Algorithm 2 of arXiv:2302.06675 in float64, number by number for one tensor."""
     momentum = torch.zeros_like(weights)
     for gradient in gradients:
@@ -108,6 +114,35 @@ def lion_by_the_formula(weights, gradients, lr, betas, weight_decay):
         weights = weights - lr * (direction + weight_decay * weights)
         momentum = betas[1] * momentum + (1 - betas[1]) * gradient
     return weights, momentum
+
+
+# Optimizer -> function (weights, gradients, lr) that returns the weights after the steps first.
+FORMULAS = {"lion": lion_by_the_formula}
+
+
+@ROWS
+def test_an_optimizer_that_the_course_wrote_has_a_formula(row):
+    """Other classes run the update of PyTorch or, as "adam8bit", that of another package."""
+    in_library = row.base.__module__ == Lion.__module__ and row.load_base is None
+    written_here = in_library and row.base.__bases__ == (torch.optim.Optimizer,)
+    named = [name for name in FORMULAS if OPTIMIZERS[name] is row]
+    assert bool(named) == written_here, "add its formula to FORMULAS"
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_optimizer_steps_as_its_formula_says(name):
+    draw = partial(torch.randn, 7, 5, dtype=torch.float64)
+    start, gradients = draw(), [draw() for _ in range(4)]
+    weight, row = nn.Parameter(start.clone()), OPTIMIZERS[name]
+    optimizer = row.base([weight], lr=0.02, **row.settings)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    expected, *_ = FORMULAS[name](start, gradients, lr=0.02, **row.settings)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-13, atol=1e-13)
+
+
+# ---- Lion
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
