@@ -76,7 +76,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 #
 # First count the weights, with $h = 256$. Each of the 8 layers has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Outside of the layers, the decoder has an embedding of 2048 words, an embedding of 128 positions, and a last LayerNorm. The head uses the embedding of the words as its matrix: the two are **tied**, they are one tensor.
 #
-# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers (the weights as a count, the rest in bytes).
+# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers (the weights as a count, the rest in bytes). If this gives a `NameError`, the imports at the top of this page have not run yet. Run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
 #
 # </div>
 # <div lang="zh">
@@ -93,7 +93,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 #
 # 先数权重，$h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各 $2h$ 个数。8 层之外，有 2048 个词的嵌入、128 个位置的嵌入，以及最后一个 LayerNorm。输出头直接拿词的嵌入当作矩阵，也就是说，两者**绑定**（tied）为同一个张量。
 #
-# **练习 1。** 这个解码器有多少个权重？三类各占多少字节？填四个数（权重填个数，其余填字节数）。
+# **练习 1。** 这个解码器有多少个权重？三类各占多少字节？填四个数（权重填个数，其余填字节数）。如果报出 `NameError`，说明本页开头的导入还没有运行，请先把上面的单元格全部运行一遍<span class="lab-only">（菜单 *Run → Run All Above Selected Cell*）</span>。
 #
 # </div>
 
