@@ -579,7 +579,7 @@ lesson_02.seconds_beside_flops(decoders, arms)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Two layers per checkpoint were worse on both axes. Is that a rule?\n\n**Guess first.** Gradients exist from the start, and a layer is 20 inputs: from which depth on do pairs save more?", "zh": "两层合用一个检查点，两项都更差。总是这样吗？\n\n**先猜**：梯度一开始就在，一层的激活值相当于 20 份输入，多深以后两层合用更省？"}
+# %% [markdown] slide={"en": "Two layers per checkpoint were worse on both axes. A rule?\n\n**Guess first.** With gradients from the start, from which depth do pairs save more?", "zh": "两层合用一个检查点，两项都更差。总是这样吗？\n\n**先猜**：如果梯度一开始就在，多深以后两层合用更省？"}
 # ## 2.7 Groups, if gradients exist from the start / 梯度一开始就在时的分组
 #
 # <div lang="en">

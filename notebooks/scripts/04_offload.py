@@ -117,14 +117,14 @@ links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLi
 #
 # <div lang="en">
 #
-# A `SimulatedDevice` has what GPUs have: a stream for compute, an engine for copies to the host (D2H, device to host, as profilers call it), and one for copies to the GPU (H2D). Operators run here; its clock counts FLOPs, and bytes on the links. (GELU has no product, so it takes no time.)
+# A `SimulatedDevice` has what GPUs have: a stream for compute, and one engine each for copies to the host (D2H, as profilers write) and to the GPU (H2D). Operators run here; its clock counts FLOPs, and bytes on the links. (GELU has no product, so it takes no time.)
 #
 # Sixteen times Linear and GELU, 2000 rows, 256 wide, at $10^{12}$ FLOP/s. A layer's forward takes $f$ seconds, its backward $g = 2 f$. It saves two storages of $B$ = 2.048 MB, the Linear's input and GELU's. The link is exactly at the threshold: two copies of $c$ seconds take one $f$. In backward, $p$ storages are fetched ahead (`prefetch`).
 #
 # </div>
 # <div lang="zh">
 #
-# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加两个拷贝引擎，一个管换出（D2H，从设备到主机，性能分析工具里就这样写），一个管换入（H2D）。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
+# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加两个拷贝引擎，一个管换出（D2H，性能分析工具里就这样写），一个管换入（H2D）。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
 #
 # 网络是十六层 Linear 加 GELU，2000 行，宽 256，算力 $10^{12}$ FLOP/s。一层的前向要 $f$ 秒，反向 $g = 2 f$ 秒。它保存两份存储区（storage），各 $B$ = 2.048 MB：一份是 Linear 的输入，一份是 GELU 的输入。链路正好在阈值上：两次拷贝，每次 $c$ 秒，合起来就是一个 $f$。反向时提前取回 $p$ 份（`prefetch`，预取）。
 #
@@ -169,11 +169,11 @@ lesson_04.draw_lanes(runs, plain=47 * f)  # 16 f + 16 g, less the gradient of th
 # %% [markdown]
 # <div lang="en">
 #
-# Forward is the same in all three runs: the copies to the host run at the same time. In backward with $p$ = 0, the lanes take turns: a fetch starts when its operator is next, and compute waits. With $p$ = 2 all of the copies are still made, but they add almost no time.
+# Forward is the same in all three runs: copies to the host run next to it. In backward with $p$ = 0, the lanes take turns: a fetch starts when its operator is next, and compute waits. With $p$ = 2 all copies are still made, but add almost no time.
 #
-# In backward, a layer first needs GELU's storage (which takes no time to use), then the Linear's, for the products ($g$). Number the storages in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p$ = 0, a storage is fetched only when it is needed. Copies on one lane run one after the other.
+# In backward, a layer first needs GELU's storage, which takes no time, then the Linear's, for the products ($g$). When backward begins to use its $i$-th storage, the fetch of number $i + p$ starts. With $p$ = 0, a storage is fetched only when it is needed. Copies on one lane take turns.
 #
-# **Exercise 1.** Type the seconds of forward and backward for $L$ layers, for $p$ = 0, 1, 2, from $f$, $g$ and $c$, any of which may be the longest. The check compares with the clock on four links, and allows an error of 8%, because the ends of the step differ a little from its middle.
+# **Exercise 1.** Type the seconds of forward and backward for $L$ layers, for $p$ = 0, 1, 2, from $f$, $g$ and $c$. Any of these may be the longest. The check compares with the clock on four links, and allows an error of 8%, because a step's ends differ from its middle.
 #
 # </div>
 # <div lang="zh">
@@ -211,19 +211,19 @@ lesson_04.check_step_time(step_time)
 clock = {(c, p): lesson_04.clock(16, c, p) for c in (0.25, 0.5, 1, 2) for p in (0, 1, 2)}
 lesson_04.draw_times(step_time, clock)
 
-# %% [markdown] slide={"en": "A formula of three lines agrees with the clock to within 8%.\n\n$p$ hides the copies to the GPU. What hides the copies to the host?", "zh": "三行代码的公式，与模拟时钟相差不到 8%。\n\n$p$ 掩盖换入。那么换出呢？"}
+# %% [markdown] slide={"en": "A formula of three lines agrees with the clock to within 8%.\n\n$p$ hides the copies to the GPU. What hides those to the host?", "zh": "三行代码的公式，与模拟时钟相差不到 8%。\n\n$p$ 掩盖换入。那么换出呢？"}
 # <div lang="en">
 #
 # The same network, sixteen layers (small ones, since only the ratio of $c$ to $f$ counts). The points lie on your lines, or a little below: nothing is copied before the first layer, and the last ones never leave.
 #
-# And the copies to the host? The option `in_flight` says how many of them may be in flight at once. Its default is 2 on CUDA and 1 on a CPU. The table shows, at the threshold, the time relative to the step without copies, and the peak above the bytes that were live before the step:
+# And the copies to the host? `in_flight` says how many of them may be in flight at once, by default 2 on CUDA and 1 on a CPU. At the threshold, the time relative to the step without copies, and the peak above the start of the step:
 #
 # </div>
 # <div lang="zh">
 #
 # 网络还是十六层（取得小，因为只有 $c$ 与 $f$ 之比起作用）。点落在你的线上，或略低一点：第一层之前没有拷贝，最后几份从不离开。
 #
-# 那么换出呢？同时可以有几次换出在途（in flight），由选项 `in_flight` 决定，默认值在 CUDA 上是 2，在 CPU 上是 1。下表列出在阈值上与不拷贝的一步相比的时间，以及峰值比这一步开始时多占的字节：
+# 那么换出呢？同时可以有几次换出在途（in flight），由 `in_flight` 决定，默认值在 CUDA 上是 2，在 CPU 上是 1。下表是在阈值上的结果，列出与不拷贝的一步相比的时间，以及峰值比这一步开始时多占的字节：
 #
 # </div>
 
@@ -235,25 +235,18 @@ for ahead, in_flight in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)):
     times[ahead, in_flight] = (device.seconds - began) / plain
     above = (device.peak_bytes - held) / B
     rows.append((in_flight, ahead, round(times[ahead, in_flight], 3), round(above, 2)))
-table(
-    [
-        "copies in flight",
-        "fetched ahead, p",
-        "time (× baseline)",
-        "peak above the start (in units of B)",
-    ],
-    rows,
-)
+columns = ["copies in flight", "fetched ahead, p", "time (× baseline)"]
+table([*columns, "peak above the start (in units of B)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Two storages fetched ahead hide the copies to the GPU, and two copies in flight hide the copies to the host. Both are needed: with one copy in flight, forward alone takes 1.5 times as long, since each layer saves two storages and the second must wait for the first. Hiding is paid for with memory: each storage fetched ahead costs one $B$, whatever the depth. From three layers on, more layers cost nothing: the peak here is $(p + 4)\,B$, with three layers as with sixteen.
+# Two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host. Both are needed: with one copy in flight, forward alone takes 1.5 times as long, since the second of a layer's two storages must wait for the first. Hiding costs memory: one $B$ per storage fetched ahead. The depth does not matter: the peak here is $(p + 4)\,B$, with three layers as with sixteen.
 #
 # </div>
 # <div lang="zh">
 #
-# 提前取回两份，换入就被掩盖。允许两次换出同时在途，换出就被掩盖。两者缺一不可。只许一次换出在途时，光前向就要 1.5 倍的时间，因为每层保存两份存储区，第二份得等第一份。掩盖是用内存换来的：每多提前取回一份，就多占一个 $B$，与深度无关。从三层起，层数再多也不多占，三层和十六层一样，峰值都是 $(p + 4)\,B$。
+# 提前取回两份，换入就被掩盖。允许两次换出同时在途，换出就被掩盖。两者缺一不可。只许一次换出在途时，光前向就要 1.5 倍的时间，因为每层保存两份存储区，第二份得等第一份。掩盖是用内存换来的：每多提前取回一份，就多占一个 $B$。这与深度无关，三层和十六层一样，峰值都是 $(p + 4)\,B$。
 #
 # </div>
 
@@ -582,7 +575,7 @@ numbers_read
 #
 # 课程解码器的一层保存 20,987,904 字节：是它的输入 1,048,576 字节的 20 倍，外加归一化的统计量 16,384 字节（太小，不搬）。各层之后，还有两份与输入一样大，一份属于最后一个归一化，一份属于输出头；最后保存的是对数概率，8,388,608 字节。每层加一个检查点，则每层只保存它的输入。
 #
-# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里要换出多少字节？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
+# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里要把多少字节换出到下一级存储？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
 #
 # </div>
 
@@ -878,8 +871,8 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold. It does hide if it starts early enough: two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide the copies to the host (D2H). Each of them costs the memory of one storage.
-# - An activation is freed when nothing refers to it any more. The hooks move each version of a storage once, never move a parameter, and return views.
+# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold. It does hide if it starts early enough: two storages fetched ahead hide copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each of them costs the memory of one storage.
+# - An activation is freed when nothing refers to it. The hooks move each version of a storage once, never move a parameter, and return views.
 # - Only waits determine the order of two streams. Without one, the result is right only by luck.
 # - At the peak, offload has single tensors of a layer in memory, and a checkpoint the whole layer. Both together move far fewer bytes, but here they peak higher than offload alone.
 # - Offloaded state returns to memory in `step()`, up to three pages at a time.
@@ -1227,9 +1220,9 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# This script trains a decoder with a vocabulary of 2048, a hidden size of 128, 8 heads and 4 layers, on 8 sequences of 64 tokens. It has 1.06 million parameters; it is small because many CPUs compute slowly in bf16. The script uses five techniques together:
+# This script trains a decoder with a vocabulary of 2048, a hidden size of 128, 8 heads and 4 layers, on 8 sequences of 64 tokens. It has 1.06 million parameters (few, because many CPUs are slow in bf16). It uses five techniques:
 #
-# - It prefetches batches. On a GPU they come from pinned memory, which the system may not move, so a copy need not make the host wait.
+# - It prefetches batches. On a GPU they come from pinned memory, which the system may not move, so copies need not wait.
 # - It allows TF32.
 # - It uses autocast with a GradScaler (lesson 05 explains it).
 # - It clips the gradients after unscaling them.
@@ -1242,9 +1235,9 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 这个脚本训练一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数。规模取得小，因为许多 CPU 算 bf16 很慢。脚本同时用了五种技术：
+# 这个脚本训练一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。它同时用了五种技术：
 #
-# - 预取批次。在 GPU 上，批次从锁页内存拷贝，系统不能挪动锁页内存，所以拷贝时主机不必等待。
+# - 预取批次。在 GPU 上，批次从锁页内存拷贝，系统不能挪动锁页内存，所以拷贝不必等待。
 # - 允许 TF32。
 # - 使用 autocast 和 GradScaler（第 05 课解释）。
 # - 先还原缩放（unscale），再裁剪梯度。

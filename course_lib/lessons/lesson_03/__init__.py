@@ -67,7 +67,7 @@ CLAIMS = (
     Claim(
         "O(√n) memory for n layers costs one extra forward pass.",
         "tapered segments, 25 and 100 layers",
-        "Holds: the number of layers grows by a factor of 4, but the peak by a factor below 2.",
+        "Holds: with the number of layers quadrupled, the peak does not even double.",
         outcome="holds",
         source="arXiv:1604.06174",
     ),

@@ -88,8 +88,8 @@ CLAIMS = (
         "`non_blocking=True` makes a copy asynchronous, so it is safe to use everywhere.",
         "run on the simulated device: the host reads at once / after it has waited; pageable"
         " memory: not run",
-        "No: after a copy to the host has started, the host must wait before it reads. And"
-        " only copies from or to pinned memory are asynchronous.",
+        "No: after a copy to the host (D2H) has started, the host must wait before it reads."
+        " And only copies from or to pinned memory are asynchronous.",
         outcome="fails",
         source="the mistake that PyTorch's guide to non_blocking and pin_memory warns of",
     ),
