@@ -76,8 +76,6 @@ from course_lib.teaching import category_label, predictions, table, timelines
 #
 # First count the weights, with $h = 256$. Each of the 8 layers has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Outside of the layers, the decoder has an embedding of 2048 words, an embedding of 128 positions, and a last LayerNorm. The head uses the embedding of the words as its matrix: the two are **tied**, they are one tensor.
 #
-# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers (the weights as a count, the rest in bytes). If this gives a `NameError`, the imports at the top of this page have not run yet. Run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
-#
 # </div>
 # <div lang="zh">
 #
@@ -92,6 +90,16 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # 前三类与数据无关。Adam 为每个权重保存两个数，叫做它的两个**矩**，即梯度的滑动平均和梯度平方的滑动平均。这里的数全部用 fp32，每个占 4 字节。
 #
 # 先数权重，$h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各 $2h$ 个数。8 层之外，有 2048 个词的嵌入、128 个位置的嵌入，以及最后一个 LayerNorm。输出头直接拿词的嵌入当作矩阵，也就是说，两者**绑定**（tied）为同一个张量。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers (the weights as a count, the rest in bytes). If this gives a `NameError`, the imports at the top of this page have not run yet. Run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
+#
+# </div>
+# <div lang="zh">
 #
 # **练习 1。** 这个解码器有多少个权重？三类各占多少字节？填四个数（权重填个数，其余填字节数）。如果报出 `NameError`，说明本页开头的导入还没有运行，请先把上面的单元格全部运行一遍<span class="lab-only">（菜单 *Run → Run All Above Selected Cell*）</span>。
 #
@@ -335,7 +343,7 @@ lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 #
 # </div>
 
-# %% [markdown] slide={"en": "The same step with one sequence instead of eight.\n\nWeights, gradients, optimizer state: 110.0 MB. Activations: at most 22.3 MB.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "同样的一步，八条序列换成一条。\n\n权重、梯度、优化器状态：110.0 MB。激活值：最多 22.3 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
+# %% [markdown] slide={"en": "One sequence instead of eight: 110.0 MB without activations, at most 22.3 MB of activations.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "八条序列换成一条：激活值以外共 110.0 MB，激活值最多 22.3 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
 # <div lang="en">
 #
 # Now take the same step with one sequence instead of eight. Weights, gradients and optimizer state still take 110.0 MB, and the activations at most 22.3 MB.
@@ -359,7 +367,7 @@ alone = make_decoder()
 single = metered_step(alone, random_tokens(1, 128, 2048), torch.optim.Adam(alone.parameters()))
 timelines({"1 sequence": single}, title="With one sequence, the peak is at the end of backward")
 
-# %%
+# %% slide="result"
 guesses = [my_peak and my_peak * 1e6, my_gradients and my_gradients * 1e6]
 found = [single.peak_bytes, single.at_peak()["gradient"]]
 predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
@@ -368,7 +376,7 @@ predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
 peak = max(single.timeline, key=lambda sample: sample.live_bytes)
 peak.phase, peak.operator, single.at_peak()["activation"]
 
-# %% [markdown] slide={"en": "The place of the peak decides which technique helps.\n\nThis peak has no activations, so checkpointing cannot lower it.", "zh": "峰值在哪里，决定了什么技术管用。\n\n这个峰值里激活值一个也不剩，检查点帮不上忙。"}
+# %% [markdown]
 # <div lang="en">
 #
 # At this peak there are no activations, so the sum of all kinds, 132.3 MB, is 16% too high. The operator is an `add`. It adds the two gradients of the tied weight: backward computes the one of the head first and the one of the embedding last. Each is as large as the weight, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
@@ -1431,12 +1439,20 @@ table(headings, [(tiny.peak, full.peak_bytes, allocator)])
 #
 # On a GPU the caching allocator manages the memory and counts for itself. `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes (a large block may be up to 1 MB too big), and workspace. `memory_reserved` counts what the allocator has taken from the driver, free blocks included. `nvidia-smi` shows this and the CUDA context. Call `torch.cuda.reset_peak_memory_stats()` before the code whose peak you want to know.
 #
-# If you have a GPU, this cell measures on it. Otherwise it shows what an H200 measured. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for products with a bias. The context took 806 MB on that GPU after a few steps of training. What a layer saves in bf16 equals the formula of section 1.17, byte for byte.
-#
 # </div>
 # <div lang="zh">
 #
 # 在 GPU 上，显存由缓存分配器管理，它另有一本账。`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB）和工作区；`memory_reserved` 是它向驱动要来的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。要看哪一段的峰值，就在它之前调用 `torch.cuda.reset_peak_memory_stats()`。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# If you have a GPU, this cell measures on it. Otherwise it shows what an H200 measured. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for products with a bias. The context took 806 MB on that GPU after a few steps of training. What a layer saves in bf16 equals the formula of section 1.17, byte for byte.
+#
+# </div>
+# <div lang="zh">
 #
 # 有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。训练步的峰值，计量器是 3,931.7 MB，分配器高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程 32 MiB，反向的线程 32 MiB，带偏置的乘积再加 1 MiB。训练几步以后，这块 GPU 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，与 1.17 节的公式逐字节相等。
 #
