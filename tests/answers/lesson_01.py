@@ -324,6 +324,13 @@ ANSWERS = {
                 lambda b, s, h, a, n, f: layer()(b=b, s=s, h=h, a=a),
                 "Not answered yet",
             ),
+            (
+                lambda b, s, h, a, n, f: {
+                    **layer()(b=b, s=s, h=h, a=a),
+                    **dict.fromkeys(("attention", "probabilities", "feed-forward"), 0),
+                },
+                "Not answered yet",
+            ),
             (lambda b, s, h, a, n, f: 1, "a dictionary with the keys"),
         ],
     ),

@@ -82,7 +82,8 @@ def check_llama_formula(answer: Any) -> Verdict:
     sizes = _LLAMA_SIZES[1]
     given = answer(**sizes)
     gpt = {row: f(**{k: sizes[k] for k in "bsha"}) for row, f in _gpt_rows().items()}
-    if isinstance(given, Mapping) and (dict(given) == gpt or not any(given.values())):
+    # Rows of exercise 3 that are still 0 are passed on by the stub.
+    if isinstance(given, Mapping) and all(given.get(row, 1) in (0, gpt[row]) for row in gpt):
         return not_answered()
     return _verdict(
         answer,
