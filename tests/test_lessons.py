@@ -137,7 +137,7 @@ def test_figures_of_the_lessons_have_words_in_both_languages():
         lesson_03.schedule_pictures(
             {"store all": store_all(chain)},
             chain,
-            title="At half the bytes attention is forgotten first: as many bytes, fewer FLOPs",
+            title="Recomputing single operators gets below the frontier of whole stages",
         ),
     ):
         en, zh = pictures.description(drawn)
@@ -272,7 +272,10 @@ def test_there_are_as_many_schedules_as_schroeder_numbers_and_the_referee_admits
 def test_the_schedule_under_a_slider_keeps_its_budget_or_says_what_it_takes():
     language("en")
     assert lesson_03.draw_schedule(360).get_suptitle() == "A budget of 360 MB costs 0% more time"
-    assert lesson_03.draw_schedule(100).get_suptitle() == "100 MB is too little: it takes 131 MB"
+    assert (
+        lesson_03.draw_schedule(100).get_suptitle()
+        == "100 MB is too little: at least 131 MB are needed"
+    )
     title = lesson_03.draw_schedule(200).axes[0].get_title(loc="left")
     assert float(title.split(" · ")[1].removesuffix(" MB")) <= 200
 

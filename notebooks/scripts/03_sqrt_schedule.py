@@ -1076,7 +1076,7 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Four slots and three runs ahead reverse $\binom{7}{4} = 35$ stages. A thousand stages with 32 slots take 2.4 more forwards a stage. And with stages that keep two: three schedules of 16 that all peak at 8.
+# Four slots and three runs ahead reverse $\binom{7}{4} = 35$ stages. A thousand stages with 32 slots take 2.4 more forwards per stage. And with stages that keep two: three schedules of 16 that all peak at 8.
 #
 # </div>
 # <div lang="zh">
