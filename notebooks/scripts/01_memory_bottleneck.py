@@ -177,7 +177,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # 实测多出 400 字节，因为 Adam 还为 100 个张量各记一个步数，每个 4 字节。
 #
-# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度有三种常见的算法：
+# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度有三种常见的计法：
 #
 # | 每个参数的字节 | 权重、梯度、其余 | 使用者 |
 # |---|---|---|
@@ -185,7 +185,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 # | 18 | $6 + 4 + 8$：两种精度的权重、fp32 的梯度、两个矩 | Hugging Face；Megatron（梯度用 fp32 时） |
 # | 20 | $2 + 2 + 16$：同 16，另加一份 fp32 的梯度 | Ultra-Scale Playbook |
 #
-# 因此一个 70 亿参数的模型，bf16 权重虽然只有 14 GB，还没算激活值就要占 112、126 或 140 GB。看到这样的数字，先弄清用的是哪种算法。
+# 因此一个 70 亿参数的模型，bf16 权重虽然只有 14 GB，还没算激活值就要占 112、126 或 140 GB。看到这样的数字，先弄清用的是哪种计法。
 #
 # </div>
 
@@ -295,7 +295,7 @@ error.numel(), error.untyped_storage().nbytes()
 # </div>
 # <div lang="zh">
 #
-# 这一个数占的字节与它的输入一样多。因为 PyTorch 先把全部差的平方写进结果的存储区，再求它们的平均。如果训练循环把这样的损失收进一个列表，这里每一步都要多占 4.2 MB，应当改为收集 `loss.item()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也是这样，`cross_entropy` 则不是。
+# 这一个数占的字节与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求它们的平均。如果训练循环把这样的损失收进一个列表，这里每一步都要多占 4.2 MB，应当改为收集 `loss.item()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也是这样，`cross_entropy` 则不是。
 #
 # </div>
 
@@ -561,7 +561,7 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 # %% [markdown]
 # <div lang="en">
 #
-# The curves cross at $s = 16 h / a = 512$. This is sixteen times the size of a head, here 32. With heads of size 128, as in many large models, it is 2048 tokens. For longer sequences, most of a layer's activations are P, if P is kept. Lesson 06 shows how fused attention avoids this.
+# The curves cross at $s = 16 h / a = 512$. This is sixteen times the size of a head, here 32. With heads of size 128, as in many large models, they cross at 2048 tokens. For longer sequences, most of a layer's activations are P, if P is kept. Lesson 06 shows how fused attention avoids this.
 #
 # </div>
 # <div lang="zh">
@@ -579,10 +579,10 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 #
 # - **RMSNorm** divides each token by its root mean square and multiplies the result by a weight. It has no mean and no bias.
 # - **Grouped-query attention** (GQA) has fewer heads for K and V than for Q: $a$ heads of queries share $n$ heads of keys and values.
-# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output, but not P. Instead of P it keeps one fp32 number per query and head, called log-sum-exp (LSE).
+# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output, but not P. Instead of P, it keeps one fp32 number per query and head, the log-sum-exp (LSE).
 # - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of inner width $f$.
 #
-# Here is the layer of Hugging Face's `transformers`, with the proportions of Llama 3 8B: $h = 256$, 8 heads of queries, 2 of keys and values, $f = 896$. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
+# Here is this layer from Hugging Face's `transformers`, smaller than in Llama 3 8B but with its ratios: $f = 3.5 h$, $a = 4 n$, $h = 256$, 8 heads of queries. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
 #
 # </div>
 # <div lang="zh">
@@ -594,7 +594,7 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 # - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力。它保存 Q、K、V 和输出，但不保存 P，而是每个头、每个查询保存一个 fp32 数，叫做 LSE（log-sum-exp，指数和的对数）。
 # - **SwiGLU** 是有三个矩阵的前馈（feed-forward）网络，它把两个内部宽度为 $f$ 的投影相乘。
 #
-# 下面就是 Hugging Face 的 `transformers` 里的这一层，各部分的比例与 Llama 3 8B 相同：$h = 256$，8 个查询头，2 个键值头，$f = 896$。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
+# 下面就是 Hugging Face 的 `transformers` 里的这一层。它比 Llama 3 8B 的小，但 $f = 3.5 h$、$a = 4 n$ 这两个比例相同，其中 $h = 256$，有 8 个查询头。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
 #
 # </div>
 
@@ -869,7 +869,7 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch. Adam takes 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
+# - Parameters, gradients and optimizer state don't depend on the batch. With Adam, they take 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
 # - The kinds are not in memory all at once: backward releases activations while it creates gradients. Here the peak is at the start of backward. With one sequence, it is at the end of backward.
 # - An operator keeps what its derivative needs. Count storages, not tensors.
 # - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. From $s = 16 h / a$ on, P is larger than the rest. Llama's layer with fused attention keeps no P.
@@ -880,7 +880,7 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # </div>
 # <div lang="zh">
 #
-# - 参数、梯度和优化器状态与批次无关。Adam 在 fp32 下每个参数占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
+# - 参数、梯度和优化器状态与批次无关。用 Adam 时，三者在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
 # - 各类字节并不同时在内存里，因为反向一边释放激活值，一边产生梯度。这里的峰值在反向刚开始时，如果只有一条序列，峰值就在反向的末尾。
 # - 一个算子求导时要用什么，它就保存什么。要按存储区统计，不要按张量。
 # - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余各项之和还大。Llama 的层用融合注意力，不保存 P。
