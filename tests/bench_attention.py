@@ -307,7 +307,7 @@ def main() -> None:
         "--seconds",
         type=int,
         default=GPU_SECONDS,
-        help="on a GPU, begin no further row after so many seconds",
+        help="on a GPU, begin no further row after this number of seconds",
     )
     options = parser.parse_args()
     if options.compile:

@@ -131,7 +131,7 @@ def on_gpu(given):
 
 
 def measured(make_model, make_batch, recipe) -> dict[str, int]:
-    """What the second step takes on a GPU, by the meter. The first one tunes kernels."""
+    """Return what the meter counts in the second step. The first one tunes kernels."""
     recipe = feasible(make_model, make_batch, recipe)
     torch.manual_seed(0)
     model, optimizer = build(lambda: make_model().cuda(), recipe)

@@ -55,6 +55,8 @@ ROOMS = {
     "distributed": ("distributed",),
     "models": ("models", "configs", "refusals"),
     "labels": ("labels",),
+    "symbolic": ("cuda_estimates",),
+    "budget/process.py": ("cuda_estimates",),
 }
 
 
@@ -79,8 +81,38 @@ MUTANTS = [
         (
             "memory",
             "memory/meter.py",
-            "self._ledger.close(belongings(self.model, self.optimizers))",
+            "self._ledger.close(self._belongings())",
             "self._ledger.close(())",
+        ),
+        (
+            "symbolic",
+            "symbolic/cuda_kernels.py",
+            "if inplace or not training or not 0 < p < 1",
+            "if not inplace or not training or not 0 < p < 1",
+        ),
+        (
+            "symbolic",
+            "symbolic/cuda_kernels.py",
+            "if d % 8 == 0 and d <= 128:",
+            "if d % 8 == 0 and d <= 16:",
+        ),
+        (
+            "symbolic",
+            "symbolic/cuda_kernels.py",
+            "grouped or not aligned or",
+            "not aligned or",
+        ),
+        (
+            "symbolic",
+            "symbolic/cuda_kernels.py",
+            "_aten.native_layer_norm.default: _fp32_statistics,",
+            "",
+        ),
+        (
+            "budget",
+            "budget/process.py",
+            'steps_on_host = counted_kind() == "cuda" and',
+            'steps_on_host = counted_kind() == "cpu" and',
         ),
         (
             "memory",

@@ -321,7 +321,7 @@ def test_dropout_masks_are_equal_in_forward_pass_and_recomputation_unless_told(
 
 
 class GroupedAttention(nn.Module):
-    """Attention of 4 heads, two of which share their keys and values."""
+    """Attention of 4 heads; each pair of them shares its keys and values."""
 
     def __init__(self):
         super().__init__()
