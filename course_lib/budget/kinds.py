@@ -17,8 +17,8 @@ On an H200 with torch 2.11 all steps of `tests/h200_steps.csv` took what is esti
 except for models that make some tensors on the CPU, or ask for their device, themselves. On a GPU
 without cuDNN's attention, such as an A100, FlashAttention saves 8 bytes more per call.
 
-An operator may allocate more while it runs. This workspace is not a tensor and is not included. On the
-same H200:
+An operator may allocate more while it runs. This workspace is not a tensor and is not included. On
+the same H200:
 
 ======================================  =========================================================
 operator                                workspace
