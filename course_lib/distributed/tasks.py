@@ -179,7 +179,7 @@ def _by_function(name: str) -> Task:
             raise ValueError(
                 "--model must have a loss that is a sum with a known weight, got"
                 f" {name!r}; give the function an attribute loss_sum(model, batch), or the model"
-                " such a method"
+                " a method loss_sum(batch), that returns (sum of losses, weight)"
             )
     return Task(
         partial(_without_cache, make_model),
