@@ -17,7 +17,8 @@ Its states (`_State`):
 
 `pack` and `unpack` are autograd's saved-tensor hooks. `pack` creates a storage as PARTIAL. If the
 first saved tensor covers the whole storage, it becomes ON_DEVICE in the same call. The attribute
-`held` refers to the device memory until the copy down is complete, and `fetched` does in COMING_UP.
+`held` refers to the device memory until the copy to the host is complete, and `fetched` does in
+COMING_UP.
 The `reservation` in the store exists from GOING_DOWN on. Only an OFFLOADED storage takes no device
 memory, which is the purpose of this module. If a graph is retained, its storages can go back and
 forth between OFFLOADED and COMING_UP.
@@ -173,7 +174,7 @@ class _ForwardPass:
             storage was not too small.
         storages: All storages that may be offloaded, in the order in which they were saved.
         on_device: Latest of them, which are not yet being copied down.
-        going_down: Storages whose copy down may be in flight.
+        going_down: Storages whose copy to the host may be in flight.
         running_node, unpacked: Node of backward that is unpacking now, and the storages that it has
             unpacked.
     """
@@ -261,7 +262,7 @@ class _ForwardPass:
             return packed.restore()
 
     def finish_copies(self, in_flight: int) -> None:
-        """Wait for all copies down except the latest `in_flight`, and release their memory."""
+        """Wait for all copies to the host except the latest `in_flight`; release their memory."""
         while len(self.going_down) > in_flight:
             self.going_down.popleft().arrive()
 
@@ -330,7 +331,7 @@ class _SavedStorage:
         reservation: Its reservation in the store, from GOING_DOWN on.
         fetched: Function that waits and returns the fetched tensor, in COMING_UP.
         index: Position among the storages of the forward pass; None while PARTIAL.
-        copied_at: Number of nodes in autograd's graph when the copy down began.
+        copied_at: Number of nodes in autograd's graph when the copy to the host began.
         handles: Key -> (offset, bytes) of each saved tensor that still exists.
         unread: Keys of the handles that backward has not read since the storage came up.
     """
@@ -364,7 +365,7 @@ class _SavedStorage:
         self.state = _State.GOING_DOWN
 
     def arrive(self) -> None:
-        """Wait until the copy down is complete and release the device memory.
+        """Wait until the copy to the host is complete and release the device memory.
 
         If the copy failed, the storage stays on the device.
         """

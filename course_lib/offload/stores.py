@@ -288,7 +288,7 @@ class HostStore(Store):
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
         device = Device.of(data)
-        # Wait explicitly, because the copy down may have started from another stream.
+        # Wait explicitly, because the copy to the host may have started from another stream.
         device.wait(reservation.last["down"][2])
         return self._start_copy(reservation, data, reservation.place, device, "up")
 

@@ -99,7 +99,7 @@ f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step
 #
 # In the forward pass, in the second layer of eight, where queries meet keys. 27.5 MB are weights; the first layer has kept 21 MB. Nothing is half done: no gradient is there, no weight has changed.
 #
-# From the second step on it is worse. Weights and Adam's state are there before the first operator, 12 bytes a parameter: 82.5 MB. No checkpoint helps against that.
+# From the second step on it is worse. Weights and Adam's state are there before the first operator, 12 bytes per parameter: 82.5 MB. No checkpoint helps against that.
 #
 # </div>
 # <div lang="zh">
@@ -274,7 +274,7 @@ lesson_07.what_fills(found, found.values())
 # Each step saves what fills the peak **then**:
 #
 # - Checkpoints: 144 MB, nearly all activations.
-# - Eight micro-batches: 17. What is left is 16 bytes a parameter, 110 MB, and no micro-batch makes that smaller.
+# - Eight micro-batches: 17. What is left is 16 bytes per parameter, 110 MB, and no micro-batch makes that smaller.
 # - State below: 14, not 55. The peak has moved into the optimizer's step, where 46.6 of the 55 MB are back: three pages of 16 MiB, one that comes, one that is updated, one that goes.
 # - Small pages: 40. What comes back is the state of the largest parameter, itself 2.1 MB.
 #
@@ -451,7 +451,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # What the table does not show:
 #
 # - **Steps in backward** know no norm of all gradients: no clipping by it, no scaler that skips a step, no micro-batches.
-# - **State below**: with a host in place of the file, the host's processor does the update, and reads and writes 28 bytes a parameter in its own memory. `RATES` counts that for real devices.
+# - **State below**: with a host in place of the file, the host's processor does the update, and reads and writes 28 bytes per parameter in its own memory. `RATES` counts that for real devices.
 # - **Pieces**: a product over one sequence may run at a lower rate than one over eight. The seconds here assume the same.
 # - **Flash** has not been used: at 128 tokens it saves 25 MB of 278 alone, 3 under checkpoints. At 4096 it comes first (lesson 06).
 #
@@ -721,7 +721,7 @@ ledger(
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%: Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
+# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%: Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
 #
 # </div>
 # <div lang="zh">
@@ -841,7 +841,7 @@ lesson_07.what_fills(["1", "2"], pieces)
 #
 # <div lang="en">
 #
-# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 master weights, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory, and the host does the update (lesson 04): in each step the gradients go down and the parameters come up, 4 bytes a parameter; the state itself stays on the host.
+# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 master weights, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory, and the host does the update (lesson 04): in each step the gradients go down and the parameters come up, 4 bytes per parameter; the state itself stays on the host.
 #
 # **Guess first:** what is the smallest device that trains the smaller one? And the larger?
 #
@@ -897,7 +897,7 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 #
 # 7 billion parameters train on a device of 24 GB, with 79 GB of state in the host's memory and 26 GB moved in every step. 70 billion, 129 GB of parameters alone, train on one of 141 GB: 137 GB at the peak, and 777 GB of state on the host.
 #
-# Can, not should: practice would first train fewer parameters (LoRA) or keep a smaller state (8 bits, Adafactor). The seconds are at stated rates: 40% of the datasheet's FLOPs, four fifths of the link or more, and 28 bytes a parameter through the memory of one host processor. On the H200, two thirds of the large model's step are copies and the host's update. Nothing here counts CUDA's context, workspace, rounding or fragmentation: 137 of the device's 150.8 GB leave them 9%. A larger batch spreads the copies over more tokens; lesson 08 the bytes over more devices.
+# Can, not should: practice would first train fewer parameters (LoRA) or keep a smaller state (8 bits, Adafactor). The seconds are at stated rates: 40% of the datasheet's FLOPs, four fifths of the link or more, and 28 bytes per parameter through the memory of one host processor. On the H200, two thirds of the large model's step are copies and the host's update. Nothing here counts CUDA's context, workspace, rounding or fragmentation: 137 of the device's 150.8 GB leave them 9%. A larger batch spreads the copies over more tokens; lesson 08 the bytes over more devices.
 #
 # </div>
 # <div lang="zh">

@@ -107,7 +107,7 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 #
 # <div lang="en">
 #
-# With DDP, $N$ ranks hold the same 16 bytes a parameter $N$ times. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020; also ZeRO-1, ZeRO-2, ZeRO-3) cuts them into $N$ parts, which is called **sharding**, in three steps: first Adam's state, then gradients, then weights. ZeRO 3 is, in PyTorch, FSDP2.
+# With DDP, $N$ ranks hold the same 16 bytes per parameter $N$ times. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020; also ZeRO-1, ZeRO-2, ZeRO-3) cuts them into $N$ parts, which is called **sharding**, in three steps: first Adam's state, then gradients, then weights. ZeRO 3 is, in PyTorch, FSDP2.
 #
 # </div>
 # <div lang="zh">
@@ -122,7 +122,7 @@ lesson_08.draw_stages()
 # %% [markdown] slide={"en": "Whole or cut: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the four formulas.**", "zh": "完整，还是切开：权重 4 字节，梯度 4，Adam 的状态 8。\n\n**写出四个公式。**"}
 # <div lang="en">
 #
-# The paper's formulas are for mixed precision as Megatron-LM and DeepSpeed have it (section 8.20): $16\Psi$, $4\Psi + 12\Psi/N$, $2\Psi + 14\Psi/N$ and $16\Psi/N$ bytes. Our decoder is fp32 throughout: 4, 4 and 8 bytes a parameter.
+# The paper's formulas are for mixed precision as Megatron-LM and DeepSpeed have it (section 8.20): $16\Psi$, $4\Psi + 12\Psi/N$, $2\Psi + 14\Psi/N$ and $16\Psi/N$ bytes. Our decoder is fp32 throughout: 4, 4 and 8 bytes per parameter.
 #
 # **Exercise 1.** Type the bytes of a rank in fp32, for any `psi` and `n`.
 #
@@ -655,7 +655,7 @@ table(["t", "one layer: tensor parallel (MB)", "tensor and sequence parallel (MB
 #
 # <div lang="en">
 #
-# Lesson 04's rule: a copy of $m$ bytes over a link of $w$ bytes a second hides behind $f$ FLOPs at $r$ a second if $m/w \le f/r$. Now the link lies between ranks. FSDP2 gives some 12 bytes a parameter (two gathers and a scatter in fp32; forget the root, and the ring's $63/64$). A step computes some 6 FLOPs for each parameter and token: 2 forward, 4 backward.
+# Lesson 04's rule: a copy of $m$ bytes over a link of $w$ bytes a second hides behind $f$ FLOPs at $r$ a second if $m/w \le f/r$. Now the link lies between ranks. FSDP2 gives some 12 bytes per parameter (two gathers and a scatter in fp32; forget the root, and the ring's $63/64$). A step computes some 6 FLOPs for each parameter and token: 2 forward, 4 backward.
 #
 # **Exercise 5.** From how many tokens of a rank on does the traffic take no longer than the compute? `rate` is in FLOPs, `link` in bytes a second.
 #

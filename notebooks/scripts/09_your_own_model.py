@@ -393,12 +393,12 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Llama 3 8B: 128 GB at 16 bytes a parameter.\n\n**Guess first.** A step of 4096 tokens in 80 GB? In 24?", "zh": "Llama 3 8B：每个参数 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 装得下吗？24 GB 呢？"}
+# %% [markdown] slide={"en": "Llama 3 8B: 128 GB at 16 bytes per parameter.\n\n**Guess first.** A step of 4096 tokens in 80 GB? In 24?", "zh": "Llama 3 8B：每个参数 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 装得下吗？24 GB 呢？"}
 # ## 9.6 Larger, by configuration alone / 更大的模型，只凭配置
 #
 # <div lang="en">
 #
-# Nothing above took the size of the model into account. Here is Llama 3 8B, from its published configuration: 4096 tokens, bf16 with fp32 master weights, Adam. 16 bytes a parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, with the host's memory below? On one of 24?
+# Nothing above took the size of the model into account. Here is Llama 3 8B, from its published configuration: 4096 tokens, bf16 with fp32 master weights, Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, with the host's memory below? On one of 24?
 #
 # In a shell it is one line:
 #

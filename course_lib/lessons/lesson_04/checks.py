@@ -583,7 +583,7 @@ _MOVED: Mistakes = {
     )
 )
 def check_moved(function: Any) -> Verdict:
-    """Check `moved(p, checkpointed)`: bytes that the course's decoder copies down per step.
+    """Check `moved(p, checkpointed)`: bytes that the course's decoder copies to the host per step.
 
     It is checked for p = 0, 1, 2.
     """

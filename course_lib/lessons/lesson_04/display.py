@@ -48,7 +48,7 @@ def draw_tiers() -> "Figure":
 
 
 def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: float) -> "Figure":
-    """Draw, for each p, the lanes of compute, copies down and copies up, with live bytes below.
+    """Draw, for each p, the lanes of compute and of copies both ways, with live bytes below.
 
     Args:
         runs: p -> the device after its block, when the step began, and live bytes at that time.

@@ -82,7 +82,7 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     },
     small=TINY,
     variants={"plain": "on the device", "offloaded": "in host memory"},
-    labels={"state_bytes": "8 bytes a parameter"},
+    labels={"state_bytes": "8 bytes per parameter"},
 )
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure AdamW with its state in host memory.
@@ -106,7 +106,7 @@ def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
 
 
 @experiment(
-    title="A non-blocking copy up, from pinned and from pageable memory",
+    title="A non-blocking copy to the GPU (H2D), from pinned and from pageable memory",
     sizes={"megabytes": 256},
     small={"megabytes": 1},
     labels={

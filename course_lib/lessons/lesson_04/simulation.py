@@ -25,7 +25,7 @@ def clock(layers: int, copy: float, p: int) -> float:
     Args:
         layers: L.
         copy: Time of a copy, in the same unit.
-        p: Number of storages that are fetched ahead. Two copies down may be in flight.
+        p: Number of storages that are fetched ahead. Two copies to the host may be in flight.
     """
     rows, width = 32, 16
     forward = 2 * rows * width**2 / 1e12

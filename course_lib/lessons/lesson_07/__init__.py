@@ -60,7 +60,7 @@ CLAIMS = (
         source="torchtune documentation, Memory Optimization Overview, 0.3",
     ),
     Claim(
-        "Training takes 16 bytes a parameter, before any activation.",
+        "Training takes 16 bytes per parameter, before any activation.",
         "bytes per parameter at the peak: baseline; this lesson's last recipe",
         (
             "Partly: this holds for the baseline. With the state offloaded and steps in backward,"
@@ -101,7 +101,7 @@ OLDER_CLAIMS = (
         outcome="fails",
     ),
     Claim(
-        "Training 7 billion parameters with Adam takes 112 GB, 16 bytes a parameter.",
+        "Training 7 billion parameters with Adam takes 112 GB, 16 bytes per parameter.",
         "peak on the device, with the state on the host and steps in backward",
         (
             "Partly: this holds if one device keeps everything. The state can be kept elsewhere,"
