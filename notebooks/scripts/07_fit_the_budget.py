@@ -232,12 +232,12 @@ table(["recipe", "difference of the weights"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Forgetting and moving change no bit. Pieces, flash and a head in chunks add up in another order: less than a two-thousandth of the update, on this CPU. What is equal may be compared.
+# Recomputation and offloading change no bit. Micro-batches, flash attention and a head in chunks add up in another order. On this CPU that changes the update by less than a two-thousandth. All recipes compute the same update, so their memory may be compared.
 #
 # </div>
 # <div lang="zh">
 #
-# 忘掉再算、搬走再取回，一个比特也不变。微批次、flash、把输出头分成小段，求和的顺序不同：差不到更新量的两千分之一（在这个 CPU 上）。结果相等，才谈得上比较。
+# 重计算和卸载一个比特也不变。微批次、flash 注意力和输出头分块，求和的顺序不同，在这个 CPU 上，更新量的变化不到两千分之一。所有配方算出的更新相同，它们的内存才能放在一起比较。
 #
 # </div>
 
@@ -271,14 +271,14 @@ lesson_07.what_fills(found, found.values())
 # %% [markdown]
 # <div lang="en">
 #
-# Each step saves what fills the peak **then**:
+# Each technique saves a part of what fills the peak **at that moment**:
 #
-# - Checkpoints: 144 MB, nearly all activations.
-# - Eight micro-batches: 17. What is left is 16 bytes per parameter, 110 MB, and no micro-batch makes that smaller.
-# - State below: 14, not 55. The peak has moved into the optimizer's step, where 46.6 of the 55 MB are back: three pages of 16 MiB, one that comes, one that is updated, one that goes.
-# - Small pages: 40. What comes back is the state of the largest parameter, itself 2.1 MB.
+# - Checkpoints: 144 MB, nearly all of the activations.
+# - Eight micro-batches: 17 MB. What is left is mostly 16 bytes per parameter, 110 MB, which micro-batches do not reduce.
+# - Optimizer state in the lower tier: 14 MB, not 55. The peak has moved into the optimizer's step, where 46.6 of the 55 MB are in memory again. These are three pages of 16 MiB: one is being read, one is being updated, and one is being written back.
+# - Small pages: 40 MB. Only the state of the largest parameter, which has 2.1 MB itself, is in memory at once.
 #
-# 63.7 MB. 3.7 too many.
+# That leaves 63.7 MB, which is 3.7 MB too much.
 #
 # </div>
 # <div lang="zh">
@@ -297,7 +297,7 @@ lesson_07.what_fills(found, found.values())
 # %% [markdown] slide={"en": "63.7 MB; 55 of it weights and gradients.\n\n**Guess first.** Steps in backward, no micro-batches: gradients gone. 36 MB?", "zh": "63.7 MB，其中 55 MB 是权重和梯度。\n\n**先猜**：在反向之中更新，不用微批次：梯度没有了。36 MB？"}
 # <div lang="en">
 #
-# 55 of them are weights and gradients, and weights must stay. So a full set of gradients must never exist: let the optimizer step **inside** backward (lesson 05). Then micro-batches must go, since they add up before the step. **Guess first:** with the gradients' 27.5 MB gone, is it 36 MB?
+# 55 of the 63.7 MB are weights and gradients, and the weights must stay. So a full set of gradients must never exist: let the optimizer step **inside** backward (lesson 05). Then micro-batches are impossible, because they add up gradients before the step. **Guess first:** with the gradients' 27.5 MB gone, is it 36 MB?
 #
 # </div>
 # <div lang="zh">
@@ -450,10 +450,10 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # What the table does not show:
 #
-# - **Steps in backward** know no norm of all gradients: no clipping by it, no scaler that skips a step, no micro-batches.
-# - **State below**: with a host in place of the file, the host's processor does the update, and reads and writes 28 bytes per parameter in its own memory. `RATES` counts that for real devices.
-# - **Pieces**: a product over one sequence may run at a lower rate than one over eight. The seconds here assume the same.
-# - **Flash** has not been used: at 128 tokens it saves 25 MB of 278 alone, 3 under checkpoints. At 4096 it comes first (lesson 06).
+# - **Steps in backward** never know the norm of all gradients. So they allow no clipping by that norm, no scaler that skips a step, and no micro-batches.
+# - **Optimizer state in the lower tier**: if the lower tier is a host instead of a file, the host's processor does the update, and reads and writes 28 bytes per parameter in its own memory. `RATES` includes this for real devices.
+# - **Micro-batches**: a product over one sequence may run at a lower rate than one over eight. The seconds here assume the same rate.
+# - **Flash attention** has not been used. At 128 tokens it saves 25 of 278 MB alone, and 3 MB under checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
 #
 # </div>
 # <div lang="zh">
@@ -821,18 +821,18 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 # %%
 way = {**flash, **checkpoints}
 cut = [Recipe(**way, micro_batches=m) for m in (1, 2)]
-pieces = [estimate(lambda: large_model(6), two_sequences, each) for each in cut]
-lesson_07.what_fills(["1", "2"], pieces)
+halves = [estimate(lambda: large_model(6), two_sequences, each) for each in cut]
+lesson_07.what_fills(["1", "2"], halves)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Both peak at the very end of backward, when no activation is left and the last gradient is made, the embedding's, 21 MB. With one micro-batch the other gradients are there, 119 MB. With two, the first one's lie there, all 140, and the second one's embedding gradient comes beside them. Pieces save where activations fill the peak, as on the decoder of this lesson.
+# Both peak at the very end of backward, when no activation is left and the last gradient is computed, that of the embedding, 21 MB. With one micro-batch, all other gradients are in memory, 119 MB. With two micro-batches, all gradients of the first one are in memory, 140 MB, and the embedding's gradient of the second one is added to them. Micro-batches save memory where activations fill the peak, as on the decoder of this lesson.
 #
 # </div>
 # <div lang="zh">
 #
-# 两种情况的峰值都在反向的最后：激活值一个不剩，正在算最后一个梯度，即嵌入的梯度，21 MB。只有一个微批次时，在场的是其余的梯度，119 MB。有两个微批次时，第一个的梯度已经全在那里，共 140 MB，第二个的嵌入梯度又添在旁边。撑起峰值的若是激活值，拆份就能省：本课的解码器正是这样。
+# 两种情况的峰值都在反向的最后：激活值一个不剩，正在算最后一个梯度，即嵌入的梯度，21 MB。只有一个微批次时，在场的是其余的梯度，119 MB。有两个微批次时，第一个的梯度已经全在那里，共 140 MB，第二个的嵌入梯度又添在旁边。占满峰值的若是激活值，微批次就能省内存，本课的解码器正是这样。
 #
 # </div>
 
@@ -841,7 +841,7 @@ lesson_07.what_fills(["1", "2"], pieces)
 #
 # <div lang="en">
 #
-# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 master weights, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory, and the host does the update (lesson 04): in each step the gradients go down and the parameters come up, 4 bytes per parameter; the state itself stays on the host.
+# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 master weights, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory, and the host does the update (lesson 04): in each step the gradients are copied to the host and the parameters to the GPU, 4 bytes per parameter in total. The state itself stays on the host.
 #
 # **Guess first:** what is the smallest device that trains the smaller one? And the larger?
 #
@@ -934,7 +934,7 @@ short_flash = estimate(lambda: large_model(6), two_sequences, Recipe(**flash))
 seven = giants["7 B", "+ steps in backward"]
 peak, moved = f"{seven.peak_bytes / 1e9:.1f} GB", f"{seven.moved_bytes / 1e9:.0f} GB"
 lesson_07.older_claims(
-    f"{pieces[0].peak_bytes / 1e6:,.0f} → {pieces[1].peak_bytes / 1e6:,.0f} MB",
+    f"{halves[0].peak_bytes / 1e6:,.0f} → {halves[1].peak_bytes / 1e6:,.0f} MB",
     text("{peak}, {moved} moved", peak=peak, moved=moved),
     f"{short_flash.flops / short.flops:.3f} / {long[1].flops / long[0].flops:.3f}",
 )
