@@ -343,7 +343,7 @@ lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 #
 # </div>
 
-# %% [markdown] slide={"en": "One sequence instead of eight: 110.0 MB without activations, at most 22.3 MB of activations.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "八条序列换成一条：激活值以外共 110.0 MB，激活值最多 22.3 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
+# %% [markdown] slide={"en": "One sequence: 110.0 MB without activations, at most 22.3 MB of activations.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "只有一条序列：激活值以外共 110.0 MB，激活值最多 22.3 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
 # <div lang="en">
 #
 # Now take the same step with one sequence instead of eight. Weights, gradients and optimizer state still take 110.0 MB, and the activations at most 22.3 MB.
