@@ -362,9 +362,11 @@ lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 # %%
 my_peak, my_gradients = None, None
 
-# %% jupyter={"source_hidden": true} slide="result"
+# %%
 alone = make_decoder()
 single = metered_step(alone, random_tokens(1, 128, 2048), torch.optim.Adam(alone.parameters()))
+
+# %% jupyter={"source_hidden": true} slide="result"
 timelines({"1 sequence": single}, title="With one sequence, the peak is at the end of backward")
 
 # %% slide="result"

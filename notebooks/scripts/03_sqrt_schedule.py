@@ -1219,6 +1219,8 @@ def spread(sizes, flops, most):
 
 with mock.patch("torch._functorch.partitioners.dp_knapsack", spread):  # the compiler's solver
     evenly = compiled(layers16, x, 0.25)
+
+# %%
 saved, flops = saved_tensors(evenly, x).total_bytes / B, flops_of_graphs(evenly, x) / plain
 peak = lesson_03.peak_and_flops(run_compiled, layers16, evenly)[0] / B
 row = ("`0.25`, seven spread evenly", round(saved, 1), round(peak, 1), round(flops, 2))

@@ -1188,7 +1188,7 @@ table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 # </div>
 
 # %%
-model, rows = deep_mlp(depth=8, width=256), []
+model, found = deep_mlp(depth=8, width=256), {}
 counts = sorted((parameter.numel() for parameter in model.parameters()), reverse=True)
 for fraction in fractions[1:]:
     adam, below = OffloadedOptimizer(model.parameters(), fraction=fraction), 0
@@ -1198,21 +1198,14 @@ for fraction in fractions[1:]:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         adam.step()
-    stats = adam.store.stats
-    rows.append(
-        (
-            text("fraction {f}: copied to the file in three steps", f=fraction),
-            3 * 8 * below,
-            stats.bytes_down,
-        )
-    )
-    rows.append(
-        (
-            text("fraction {f}: copied back in three steps", f=fraction),
-            2 * 8 * below,
-            stats.bytes_up,
-        )
-    )
+    found[fraction] = 8 * below, adam.store.stats
+
+# %%
+down = "fraction {f}: copied to the file in three steps"
+up, rows = "fraction {f}: copied back in three steps", []
+for fraction, (state, stats) in found.items():
+    rows.append((text(down, f=fraction), 3 * state, stats.bytes_down))
+    rows.append((text(up, f=fraction), 2 * state, stats.bytes_up))
 predictions(rows, unit="bytes")
 
 # %% [markdown]
