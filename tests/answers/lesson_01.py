@@ -213,6 +213,7 @@ ANSWERS = {
             (layer(probabilities=lambda b, s, h, a: 4 * a * s * s), "one sequence"),
             (layer(probabilities=lambda b, s, h, a: 4 * s * s * b), "Each head"),
             (layer(probabilities=lambda b, s, h, a: 8 * a * s * s * b), "needs no S"),
+            (layer(probabilities=lambda b, s, h, a: 4 * h * s * s * b), "multiplied by h"),
             (layer(attention=lambda b, s, h, a: 16 * s * b * h), "one of five"),
             (layer(attention=lambda b, s, h, a: 28 * s * b * h), "one product"),
             (layer(attention=lambda b, s, h, a: 12 * s * b * h), "Q, K and V"),

@@ -158,6 +158,9 @@ def _gpt_mistakes(row: str, count: int, *, b: int, s: int, h: int, a: int) -> di
         mistakes[count // a] = mistakes[count // a // b] = (
             "You counted one s × s matrix. Each head has its own."
         )
+        mistakes[4 * h * s * s * b] = (
+            "You multiplied by h. P has one s × s matrix for each of the a heads."
+        )
         mistakes[2 * count] = (
             "You counted two matrices. Only P is kept: the derivative of softmax needs no S,"
             " and the"
