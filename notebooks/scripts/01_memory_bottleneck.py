@@ -53,7 +53,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.lessons import lesson_01
+from course_lib.lessons import lesson_01, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.models import Decoder, DecoderLayer, random_tokens
@@ -124,12 +124,12 @@ lesson_01.check_training_state(mine)
 # %% [markdown]
 # <div lang="en">
 #
-# Now we measure. Adam creates its state in the first step, so we meter the second one. The table shows the bytes that are left when it has ended.
+# Adam creates its state in the first step, so we meter the second one. The table shows the bytes that are left when it has ended.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在来测量。Adam 的状态在第一步里才建立，所以我们跑两步，用计量器看第二步。表中是这一步结束时留下的字节。
+# Adam 的状态在第一步里才建立，所以我们跑两步，用计量器看第二步。表中是这一步结束时留下的字节。
 #
 # </div>
 
@@ -529,14 +529,14 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 # %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, the same count gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$"}
 # <div lang="en">
 #
-# Your formula is exact. One row of the list is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. If you add up tensors instead of storages, as many scripts do, you count 20% too much.
+# Your formula is exact. One row of the list is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. If you add up tensors instead of storages, you count 20% too much.
 #
 # In elements, your formula is $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout, the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes. It counts 2 bytes per element, one byte per element of three dropout masks, and 2 more bytes per element of P for P after dropout.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式一字节不差。清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。许多脚本把张量逐个相加，而不按存储区统计，这里就会多算 20%。
+# 你的公式一字节不差。清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。如果把张量逐个相加，而不按存储区统计，这里就会多算 20%。
 #
 # 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。其中每个元素 2 字节，三个 dropout 掩码每个元素一字节，dropout 之后的 P 每个元素再占两字节。
 #
@@ -693,14 +693,14 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 #
 # The difference is cos and sin: two tables of $s \times d$ numbers, which are made once per step and shared by all layers. So your formula is exact for a layer, and it has no $s^2$ any more.
 #
-# Here RMSNorm keeps more than LayerNorm, although it computes less, because it consists of several operators that each keep their inputs. And a formula holds only for the operators that it was made for: before you trust a calculator, ask which layer it assumes.
+# Here RMSNorm keeps more than LayerNorm, although it computes less, because it consists of several operators that each keep their inputs. A formula holds only for its operators: before you trust a calculator, ask which layer it assumes.
 #
 # </div>
 # <div lang="zh">
 #
 # 差的就是 cos 和 sin，即两张 $s \times d$ 的表，它们每步只建立一次，所有层共用。所以对一层来说，你的公式一字节不差，而且不再有 $s^2$ 的项。
 #
-# RMSNorm 的计算比 LayerNorm 少，在这里保存的却更多，因为它由几个算子组成，每个算子都要保存自己的输入。公式只对推导它的那些算子成立，相信一个计算器之前，先弄清它假定的是哪一种层。
+# RMSNorm 的计算比 LayerNorm 少，在这里保存的却更多，因为它由几个算子组成，每个算子都要保存自己的输入。公式只对推导它的那些算子成立，所以相信一个计算器之前，先弄清它假定的是哪一种层。
 #
 # </div>
 
@@ -831,7 +831,7 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 #
 # <div lang="en">
 #
-# We test three common claims on this step. For the second and the third, it runs under `torch.autocast`, with bf16 operators and fp32 weights (symbolically).
+# We test three common claims. For the second and the third, the step runs under `torch.autocast`, with bf16 operators and fp32 weights (symbolically).
 #
 # </div>
 # <div lang="zh">
@@ -841,8 +841,6 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 # </div>
 
 # %% slide="result"
-from course_lib.lessons import what_you_may_have_read
-
 autocast, stays = lesson_01.under_autocast(make_decoder)
 what_you_may_have_read("01", *lesson_01.figures_of_claims(meter, autocast, stays))
 
