@@ -1404,12 +1404,12 @@ compare(variants, seconds=True, workspace=True)
 #
 # <div lang="en">
 #
-# If a tensor has several gradients, autograd adds each new one to the first in place. While a dispatch mode is active, it makes a new tensor for the sum instead. `MemoryMeter` knows this and counts as autograd does without a mode. `TinyMeter` does not. Here a weight is used four times:
+# If a tensor has several gradients, autograd adds each new one to the first in place. While a dispatch mode is active, it makes a new tensor for the sum instead. `MemoryMeter` knows this and counts as autograd does without a mode. `TinyMeter` does not. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.) Here a weight is used four times:
 #
 # </div>
 # <div lang="zh">
 #
-# 一个张量有几份梯度时，autograd 把后来的原地加到第一份上。但只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按未启用分发模式时的情形来统计，`TinyMeter` 则不知道。下面的权重用了四次：
+# 一个张量有几份梯度时，autograd 把后来的原地加到第一份上。但只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按未启用分发模式时的情形来统计，`TinyMeter` 则不知道。（Linear 的权重梯度是转置的视图，求和时无论如何都要新建张量，1.3 节就是这样。）下面的权重用了四次：
 #
 # </div>
 
