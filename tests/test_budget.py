@@ -573,8 +573,8 @@ def test_micro_batches_of_a_mean_whose_weight_is_not_known_are_refused_and_not_s
     assert train_step(model, optimizer, padded(), Recipe()).stepped
     with pytest.raises(
         ValueError,
-        match=r"^micro_batches must be 1 for a Tagger, got 8: .*; pass a"
-        r" loss_sum\(model, batch\)",
+        match=r"^micro_batches must be 1 for a Tagger, got 8: .*; give the model a method"
+        r" loss_sum\(batch\)",
     ):
         train_step(model, optimizer, padded(), Recipe(micro_batches=8))
     plain = estimate(Tagger, padded, Recipe()).peak_bytes

@@ -532,6 +532,17 @@ def test_strides_of_results_follow_the_operands():
     assert (images + images).stride() == images.stride()
 
 
+@door("torch.ops.aten._scaled_dot_product_efficient_attention.default")
+def test_memory_efficient_attention_returns_its_output_the_log_sum_exp_and_two_numbers():
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    with FakeTensorMode():
+        q = torch.ones(2, 3, 40, 8)
+        output, log_sum_exp, *numbers = kernel(q, q, q, None, True)
+    assert kernel.default.overloadpacket is kernel
+    assert (output.shape, log_sum_exp.shape) == (q.shape, (2, 3, 64))  # multiples of 32 rows
+    assert [(x.shape, x.dtype) for x in numbers] == 2 * [((), torch.int64)]
+
+
 @door(
     "torch.ops.aten._scaled_dot_product_flash_attention",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward",
