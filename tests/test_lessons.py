@@ -486,11 +486,11 @@ def test_each_wait_is_found_missing_in_its_mode_alone():
 
 
 # a mean of means: each rank divides by its own tokens
-def no_division_over_ranks(model, loss_sum, pieces, each):
+def no_division_over_ranks(model, loss_sum, micro_batches, each):
     total = 0
-    for number, piece in enumerate(pieces, start=1):
-        with nullcontext() if each or number == len(pieces) else model.no_sync():
-            loss, count = loss_sum(model, piece)
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        with nullcontext() if each or number == len(micro_batches) else model.no_sync():
+            loss, count = loss_sum(model, micro_batch)
             loss.backward()
         total += count
     for parameter in model.parameters():
@@ -504,9 +504,9 @@ def test_two_processes_reduce_the_gradients_once_or_for_every_micro_batch_and_se
     assert 0.05 < found["error"] < 1
 
 
-STEP = """def step(model, loss_sum, pieces, each):
-    for piece in pieces:
-        loss_sum(model, piece)[0].backward()
+STEP = """def step(model, loss_sum, micro_batches, each):
+    for micro_batch in micro_batches:
+        loss_sum(model, micro_batch)[0].backward()
 """
 
 
@@ -572,12 +572,12 @@ def test_what_the_lesson_says_of_the_recorded_seeds_is_what_they_show():
 
 
 def test_the_mean_of_means_is_wrong_on_the_text_and_right_on_equal_counts():
-    def gradient(pieces, mean_of_means):
+    def gradient(micro_batches, mean_of_means):
         model = lesson_05.small_decoder()
-        total = sum(int((piece[:, 1:] != 0).sum()) for piece in pieces)
-        for piece in pieces:
-            loss, count = lesson_05.loss_sum(model, piece)
-            (loss / (count * len(pieces) if mean_of_means else total)).backward()
+        total = sum(int((micro_batch[:, 1:] != 0).sum()) for micro_batch in micro_batches)
+        for micro_batch in micro_batches:
+            loss, count = lesson_05.loss_sum(model, micro_batch)
+            (loss / (count * len(micro_batches) if mean_of_means else total)).backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     def error(batch):

@@ -11,9 +11,9 @@ def peak(m):
     return FLOOR + m * SLOPE - (m == 8) * WEIGHTS
 
 
-def as_it_came(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
-    for number, piece in enumerate(pieces, start=1):
-        loss, count = loss_sum(model, piece)
+def as_it_came(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        loss, count = loss_sum(model, micro_batch)
         scaler.scale(loss / count / every).backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         scheduler.step()
@@ -25,27 +25,32 @@ def as_it_came(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max
 
 def loop(
     *,
-    divide=lambda loss, total, samples, pieces: loss / total,
-    per_piece=(),
+    divide=lambda loss, total, samples, micro_batches: loss / total,
+    per_micro_batch=(),
     left_out=(),
     first=(),
     every=0,
 ):
     """Return a loop that is right except for the faults that its arguments name."""
 
-    def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, group_of, max_norm):
+    def train_epoch(
+        model, loss_sum, micro_batches, optimizer, scheduler, scaler, group_of, max_norm
+    ):
         group_of += every
-        for start in range(0, len(pieces), group_of):
-            group = pieces[start : start + group_of]
-            total, samples = sum(loss_sum(model, piece)[1] for piece in group), sum(map(len, group))
+        for start in range(0, len(micro_batches), group_of):
+            group = micro_batches[start : start + group_of]
+            total, samples = (
+                sum(loss_sum(model, micro_batch)[1] for micro_batch in group),
+                sum(map(len, group)),
+            )
             if "schedule" in first:
                 scheduler.step()
-            for piece in group:
-                loss = divide(loss_sum(model, piece)[0], total, samples, len(group))
+            for micro_batch in group:
+                loss = divide(loss_sum(model, micro_batch)[0], total, samples, len(group))
                 (loss if "scale" in left_out else scaler.scale(loss)).backward()
-                if "unscale" in per_piece:
+                if "unscale" in per_micro_batch:
                     scaler.unscale_(optimizer)
-            if not {"unscale", "scale"} & {*per_piece, *left_out}:
+            if not {"unscale", "scale"} & {*per_micro_batch, *left_out}:
                 scaler.unscale_(optimizer)
             if "clip" not in left_out:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -63,13 +68,15 @@ def loop(
     return train_epoch
 
 
-def sums_then_divided(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+def sums_then_divided(
+    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
+):
     total = 0
-    for number, piece in enumerate(pieces, start=1):
-        loss, count = loss_sum(model, piece)
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        loss, count = loss_sum(model, micro_batch)
         scaler.scale(loss).backward()
         total += count
-        if number % every == 0 or number == len(pieces):
+        if number % every == 0 or number == len(micro_batches):
             scaler.unscale_(optimizer)
             for parameter in model.parameters():
                 parameter.grad /= total
@@ -85,13 +92,13 @@ def sums_then_divided(model, loss_sum, pieces, optimizer, scheduler, scaler, eve
 def counted_first(without_graphs):
     """Tokens are counted before the first backward pass, without graphs."""
 
-    def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
-        for start in range(0, len(pieces), every):
-            group = pieces[start : start + every]
+    def train_epoch(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
+        for start in range(0, len(micro_batches), every):
+            group = micro_batches[start : start + every]
             with without_graphs():
-                total = sum(loss_sum(model, piece)[1] for piece in group)
-            for piece in group:
-                scaler.scale(loss_sum(model, piece)[0] / total).backward()
+                total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
+            for micro_batch in group:
+                scaler.scale(loss_sum(model, micro_batch)[0] / total).backward()
             finish(model, optimizer, scheduler, scaler, max_norm)
 
     return train_epoch
@@ -107,13 +114,15 @@ def finish(model, optimizer, scheduler, scaler, max_norm, clip=nn.utils.clip_gra
     optimizer.zero_grad()
 
 
-def clips_each_parameter(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+def clips_each_parameter(
+    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
+):
     """The bound holds for each parameter's gradient, so that the direction changes."""
-    for start in range(0, len(pieces), every):
-        group = pieces[start : start + every]
-        total = sum(loss_sum(model, piece)[1] for piece in group)
-        for piece in group:
-            scaler.scale(loss_sum(model, piece)[0] / total).backward()
+    for start in range(0, len(micro_batches), every):
+        group = micro_batches[start : start + every]
+        total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
+        for micro_batch in group:
+            scaler.scale(loss_sum(model, micro_batch)[0] / total).backward()
         finish(model, optimizer, scheduler, scaler, max_norm, clip=clip_alone)
 
 
@@ -122,44 +131,49 @@ def clip_alone(parameters, max_norm):
         nn.utils.clip_grad_norm_(parameter, max_norm)
 
 
-def scales_the_last(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+def scales_the_last(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
     """Only the last micro-batch's loss goes through the scaler."""
-    for start in range(0, len(pieces), every):
-        group = pieces[start : start + every]
-        total = sum(loss_sum(model, piece)[1] for piece in group)
-        for piece in group:
-            loss = loss_sum(model, piece)[0] / total
-            (scaler.scale(loss) if piece is group[-1] else loss).backward()
+    for start in range(0, len(micro_batches), every):
+        group = micro_batches[start : start + every]
+        total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
+        for micro_batch in group:
+            loss = loss_sum(model, micro_batch)[0] / total
+            (scaler.scale(loss) if micro_batch is group[-1] else loss).backward()
         finish(model, optimizer, scheduler, scaler, max_norm)
 
 
-def one_backward(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+def one_backward(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
     """All micro-batches of a step are in one graph."""
-    for start in range(0, len(pieces), every):
+    for start in range(0, len(micro_batches), every):
         losses, counts = zip(
-            *(loss_sum(model, piece) for piece in pieces[start : start + every]), strict=True
+            *(loss_sum(model, micro_batch) for micro_batch in micro_batches[start : start + every]),
+            strict=True,
         )
         scaler.scale(sum(losses) / sum(counts)).backward()
         finish(model, optimizer, scheduler, scaler, max_norm)
 
 
-def forward_of_all_first(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+def forward_of_all_first(
+    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
+):
     """A backward pass for each micro-batch, after the last one's forward."""
-    for start in range(0, len(pieces), every):
-        found = [loss_sum(model, piece) for piece in pieces[start : start + every]]
+    for start in range(0, len(micro_batches), every):
+        found = [
+            loss_sum(model, micro_batch) for micro_batch in micro_batches[start : start + every]
+        ]
         total = sum(count for _, count in found)
         for loss, _ in found:
             scaler.scale(loss / total).backward()
         finish(model, optimizer, scheduler, scaler, max_norm)
 
 
-def gradients_kept(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+def gradients_kept(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
     """A set of gradients for each micro-batch, added up after the last one."""
     parameters = list(model.parameters())
-    for start in range(0, len(pieces), every):
+    for start in range(0, len(micro_batches), every):
         sets, total = [], 0
-        for piece in pieces[start : start + every]:
-            loss, count = loss_sum(model, piece)
+        for micro_batch in micro_batches[start : start + every]:
+            loss, count = loss_sum(model, micro_batch)
             sets.append(torch.autograd.grad(scaler.scale(loss), parameters))
             total += count
         for parameter, *each in zip(parameters, *sets, strict=True):
@@ -167,21 +181,21 @@ def gradients_kept(model, loss_sum, pieces, optimizer, scheduler, scaler, every,
         finish(model, optimizer, scheduler, scaler, max_norm)
 
 
-def never_set_back(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+def never_set_back(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
     """The count of tokens goes on from step to step."""
     total = 0
-    for number, piece in enumerate(pieces, start=1):
-        loss, count = loss_sum(model, piece)
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        loss, count = loss_sum(model, micro_batch)
         scaler.scale(loss).backward()
         total += count
-        if number % every == 0 or number == len(pieces):
+        if number % every == 0 or number == len(micro_batches):
             for parameter in model.parameters():
                 parameter.grad /= total
             finish(model, optimizer, scheduler, scaler, max_norm)
 
 
-def of_every_piece(loss, total, samples, pieces):
-    return loss / total if pieces == 2 else loss / total / 2
+def of_every_micro_batch(loss, total, samples, micro_batches):
+    return loss / total if micro_batches == 2 else loss / total / 2
 
 
 def fp32_sums(parameters):
@@ -259,7 +273,7 @@ def first_parameter_alone(parameters):
 
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
-    "peak_of_pieces": (
+    "peaks": (
         [peak],
         [
             (lambda m: FLOOR + m * SLOPE, "no gradient exists yet"),
@@ -284,9 +298,9 @@ ANSWERS = {
         [
             (as_it_came, "0 of 5"),
             *((each, "4 of 5") for each in PLANTED.values()),
-            (loop(divide=lambda loss, total, samples, pieces: loss / samples), "by samples"),
-            (loop(divide=of_every_piece), "last group"),
-            (loop(per_piece=["unscale"]), "more than once"),
+            (loop(divide=lambda loss, total, samples, micro_batches: loss / samples), "by samples"),
+            (loop(divide=of_every_micro_batch), "last group"),
+            (loop(per_micro_batch=["unscale"]), "more than once"),
             (loop(left_out=["update"]), "scaler.update()"),
             (loop(left_out=["clip"]), "as long as the bound"),
             (loop(left_out=["scale"]), "not always go through the scaler"),
@@ -299,7 +313,7 @@ ANSWERS = {
             (forward_of_all_first, "of all micro-batches are live at once"),
             (gradients_kept, "Keep nothing of a micro-batch"),
             (never_set_back, "counted again in the second step"),
-            (loop(divide=lambda loss, total, samples, pieces: loss), "not divided"),
+            (loop(divide=lambda loss, total, samples, micro_batches: loss), "not divided"),
             (loop(first=["schedule"]), "before the optimizer"),
             (loop(every=1), "steps"),
         ],
@@ -318,11 +332,11 @@ ANSWERS = {
             (lambda parameters: [0 for _ in parameters], "dict"),
         ],
     ),
-    "largest_piece": (
+    "largest_micro_batch": (
         [32],
         [(64, "1.64 GB"), (36, "divide"), (40, "floor"), (16, "twice as many")],
     ),
-    "fast_piece": (
+    "fast_micro_batch": (
         [16],
         [(8, "66%"), (32, "16 is enough"), (64, "reaches 100%"), ("16", "one number")],
     ),

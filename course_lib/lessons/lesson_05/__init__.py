@@ -6,50 +6,64 @@ from course_lib.teaching import Claim, Table, text
 from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
-    check_fast_piece,
+    check_fast_micro_batch,
     check_fp32_sums,
-    check_largest_piece,
+    check_largest_micro_batch,
     check_loop,
-    check_peak_of_pieces,
+    check_peaks,
 )
 from .display import (
     draw_order,
     draw_peaks,
     draw_say,
-    draw_spread,
     draw_sums,
     draw_training,
     five_bugs,
 )
 from .gpu import pieces_of_a_batch
 from .mean_of_means import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
+from .measured import (
+    bytes_reduced,
+    error,
+    errors_of_sums,
+    gradient_of,
+    peak_moments,
+    same_weights_as_library,
+    training_parts,
+)
 from .ranks import on_ranks
 
 __all__ = [
     "CLAIMS",
     "OLDER_CLAIMS",
     "batch",
-    "check_fast_piece",
+    "bytes_reduced",
+    "check_fast_micro_batch",
     "check_fp32_sums",
-    "check_largest_piece",
+    "check_largest_micro_batch",
     "check_loop",
-    "check_peak_of_pieces",
+    "check_peaks",
     "draw_order",
     "draw_peaks",
     "draw_say",
-    "draw_spread",
     "draw_sums",
     "draw_training",
+    "error",
+    "errors_of_sums",
     "figures_of_claims",
     "five_bugs",
+    "gradient_of",
     "judged",
     "loss_sum",
     "older_claims",
     "on_ranks",
+    "peak_moments",
     "pieces_of_a_batch",
     "recorded",
     "rounded_decoder",
+    "same_weights_as_library",
     "small_decoder",
+    "training_parts",
 ]
 
 #: Claims that learners may have read.

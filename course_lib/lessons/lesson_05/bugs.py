@@ -10,20 +10,20 @@ def _loop(bug: str | None) -> Callable[..., None]:
     def train_epoch(
         model: Any,
         loss_sum: Any,
-        pieces: Any,
+        micro_batches: Any,
         optimizer: Any,
         scheduler: Any,
         scaler: Any,
         every: int,
         max_norm: float,
     ) -> None:
-        for start in range(0, len(pieces), every):
-            group = pieces[start : start + every]
+        for start in range(0, len(micro_batches), every):
+            group = micro_batches[start : start + every]
             if bug == "remainder dropped" and len(group) < every:
                 break
-            total = sum(loss_sum(model, piece)[1] for piece in group)
-            for piece in group:
-                loss, count = loss_sum(model, piece)
+            total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
+            for micro_batch in group:
+                loss, count = loss_sum(model, micro_batch)
                 divisor = count * len(group) if bug == "mean of means" else total
                 scaler.scale(loss / divisor).backward()
                 # The bound is multiplied by the loss scale, because the gradients are still scaled.

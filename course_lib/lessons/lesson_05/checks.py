@@ -31,7 +31,7 @@ WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
         ),
     )
 )
-def check_peak_of_pieces(answer: Any) -> Verdict:
+def check_peaks(answer: Any) -> Verdict:
     """Check a function of m, the sequences in a micro-batch: the peak of a step over eight.
 
     It is checked for m = 1, 2, 4 and 8.
@@ -172,7 +172,7 @@ _MISTAKES = {
 
 def _epoch(
     loop: Callable,
-    pieces: list[Tensor],
+    micro_batches: list[Tensor],
     every: int,
     max_norm: float = math.inf,
     scale: float = 1.0,
@@ -182,22 +182,22 @@ def _epoch(
 
     The loss is linear in the features, unless another `model` is given.
     """
-    model = _TwoWeights(pieces[0].shape[-1]) if model is None else model
+    model = _TwoWeights(micro_batches[0].shape[-1]) if model is None else model
     optimizer = _Recorder(model)
     scheduler = optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
-    def loss_sum(model: nn.Module, piece: Tensor) -> tuple[Tensor, int]:
-        loss = model(piece).sum()
+    def loss_sum(model: nn.Module, micro_batch: Tensor) -> tuple[Tensor, int]:
+        loss = model(micro_batch).sum()
         if loss.requires_grad:  # false if the loop only counts tokens
             loss.register_hook(lambda gradient: optimizer.record.arriving.append(float(gradient)))
-        return loss, piece.shape[0] * piece.shape[1]
+        return loss, micro_batch.shape[0] * micro_batch.shape[1]
 
     with warnings.catch_warnings():
         # PyTorch warns if a scheduler steps before its optimizer; the check itself reports that
         warnings.simplefilter("ignore")
         try:
-            loop(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)
+            loop(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm)
         except RuntimeError as error:
             for message, meant in _MISTAKES.items():
                 if message in str(error):
@@ -208,15 +208,15 @@ def _epoch(
     return optimizer.record._replace(scheduled=scheduler.last_epoch)
 
 
-def _pieces(*tokens: int, seed: int = 0) -> list[Tensor]:
+def _micro_batches(*tokens: int, seed: int = 0) -> list[Tensor]:
     """Return micro-batches of two samples with the given numbers of tokens, (2, tokens, 8)."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, each, 8, generator=generator) for each in tokens]
 
 
-def _mean(pieces: list[Tensor]) -> Tensor:
+def _mean(micro_batches: list[Tensor]) -> Tensor:
     """Return the gradient of the mean over the tokens of these micro-batches."""
-    return torch.cat([piece.flatten(0, 1) for piece in pieces]).mean(0)
+    return torch.cat([micro_batch.flatten(0, 1) for micro_batch in micro_batches]).mean(0)
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -226,10 +226,13 @@ def _relative_error(found: Tensor, wanted: Tensor) -> float:
 
 def divisor(loop: Callable) -> str | None:
     """Test micro-batches with unequal token counts, without clipping, scale and schedule."""
-    pieces = _pieces(1, 6, 2, 9, 3)
-    found = _epoch(loop, pieces, 2).gradients
-    groups = (pieces[:2], pieces[2:4], pieces[4:])
-    counts = [sum(piece.shape[0] * piece.shape[1] for piece in group) for group in groups]
+    micro_batches = _micro_batches(1, 6, 2, 9, 3)
+    found = _epoch(loop, micro_batches, 2).gradients
+    groups = (micro_batches[:2], micro_batches[2:4], micro_batches[4:])
+    counts = [
+        sum(micro_batch.shape[0] * micro_batch.shape[1] for micro_batch in group)
+        for group in groups
+    ]
     # a dropped remainder is left to another check
     for step, (gradient, group) in enumerate(zip(found, groups, strict=False)):
         if (off := _relative_error(gradient, _mean(group))) < 1e-4:
@@ -270,8 +273,8 @@ def clipping(loop: Callable) -> str | None:
 
     The loss scale is 1. Only the direction of the update is compared.
     """
-    pieces = _pieces(4, 4, 4, 4, seed=1)
-    found, wanted = _epoch(loop, pieces, 4, max_norm=0.01).gradients[0], _mean(pieces)
+    micro_batches = _micro_batches(4, 4, 4, 4, seed=1)
+    found, wanted = _epoch(loop, micro_batches, 4, max_norm=0.01).gradients[0], _mean(micro_batches)
     off = _relative_error(found / found.norm(), wanted / wanted.norm())
     return (
         text(
@@ -285,7 +288,7 @@ def clipping(loop: Callable) -> str | None:
 
 def schedule(loop: Callable) -> str | None:
     """Test equal counts in full groups: how often the scheduler steps, and when."""
-    record = _epoch(loop, _pieces(4, 4, 4, 4), 2)
+    record = _epoch(loop, _micro_batches(4, 4, 4, 4), 2)
     steps = len(record.gradients)
     if record.scheduled != steps:
         counted = {"n": record.scheduled, "steps": steps}
@@ -297,8 +300,8 @@ def schedule(loop: Callable) -> str | None:
 
 def remainder(loop: Callable) -> str | None:
     """Test five micro-batches in groups of two, each with its own feature: which reach a step."""
-    pieces = [torch.eye(5)[i].expand(2, 4, 5).contiguous() for i in range(5)]
-    found = _epoch(loop, pieces, 2).gradients
+    micro_batches = [torch.eye(5)[i].expand(2, 4, 5).contiguous() for i in range(5)]
+    found = _epoch(loop, micro_batches, 2).gradients
     used = int(sum(gradient != 0 for gradient in found).bool().sum())
     if used < 5 or len(found) != 3:
         return text(
@@ -312,7 +315,7 @@ def remainder(loop: Callable) -> str | None:
 
 def unscaling(loop: Callable) -> str | None:
     """Test the length of the update by two micro-batches, scaled by 1024 and clipped."""
-    record = _epoch(loop, _pieces(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
+    record = _epoch(loop, _micro_batches(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
     if min(record.arriving, default=0.0) < 2:
         return "scale: the loss does not always go through the scaler"
     times = float(record.gradients[0].norm()) / 0.01
@@ -337,9 +340,12 @@ def _grows_by(loop: Callable) -> int:
     """
     peaks = []
     for count in (2, 8):
-        model, pieces = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1)), _pieces(*[16] * count)
+        model, micro_batches = (
+            nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1)),
+            _micro_batches(*[16] * count),
+        )
         with MemoryMeter(model) as meter:
-            _epoch(loop, pieces, count, model=model)
+            _epoch(loop, micro_batches, count, model=model)
         peaks.append(meter.peak_bytes)
     return peaks[1] - peaks[0]
 
@@ -366,15 +372,16 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
         (
             "You can count the tokens during the loop and divide the gradients by the total at"
             " the end. Clipping must see this mean gradient, without the loss scale. The slice"
-            " `pieces[start : start + every]` may be shorter than `every`, but it is a group,"
-            " too."
+            " `micro_batches[start : start + every]` may be shorter than `every`, but it is a"
+            " group, too."
         ),
     )
 )
 def check_loop(function: Any) -> Verdict:
-    """Check `train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)`.
+    """Check `train_epoch`, a training loop over one epoch, in five ways and with a meter.
 
-    It is tested in five ways, and with a meter.
+    Its parameters are model, loss_sum, micro_batches, optimizer, scheduler, scaler, every and
+    max_norm.
     """
     found = [
         symptom for symptom in (check(function) for check in FIVE.values()) if symptom is not None
@@ -520,7 +527,7 @@ def _all_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
         " below 10^9 bytes?"
     )
 )
-def check_largest_piece(answer: Any) -> Verdict:
+def check_largest_micro_batch(answer: Any) -> Verdict:
     """Check the largest micro-batch of a batch of 64 under 1 GB, among those that divide 64."""
     return expect_number(
         answer,
@@ -542,7 +549,7 @@ def check_largest_piece(answer: Any) -> Verdict:
 
 
 @exercise(hint="The rate is m / (5 + m) samples per millisecond.")
-def check_fast_piece(answer: Any) -> Verdict:
+def check_fast_micro_batch(answer: Any) -> Verdict:
     """Check the smallest power of two that reaches 80% of the largest's rate, at 5 + m ms each."""
     return expect_number(
         answer,

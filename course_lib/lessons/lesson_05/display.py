@@ -132,19 +132,18 @@ def draw_order() -> "Figure":
     words = listed([text(name) for name in _ONCE])
     drawn, ax = figure(title, height=2.6, alt=text(alt, once=words))
     at = 0.0
-    for pieces in (4, 3):
-        for _ in range(pieces):
-            ax.add_patch(_box(at, 1.0, "#EEEEEE"))
+    for count in (4, 3):
+        for _ in range(count):
+            ax.add_patch(_box(at, 1.25, "#EEEEEE"))
             ax.text(
-                at + 0.45,
+                at + 0.575,
                 0.5,
                 text("forward\nbackward"),
                 ha="center",
                 va="center",
                 fontsize=8,
-                rotation=90,
             )
-            at += 1
+            at += 1.25
         ax.add_patch(_box(at, 2.5, "#FBE0CC"))
         for place, name in enumerate(_ONCE):
             ax.text(
@@ -232,8 +231,8 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     drawn, ax = figure(title, height=3.2, alt=alt)
     for kind, each in errors.items():
         color, style, name = looks[kind]
-        pieces, means = list(each), [100 * mean(found) for found in each.values()]
-        ax.plot(pieces, means, style, color=color)
+        counts, means = list(each), [100 * mean(found) for found in each.values()]
+        ax.plot(counts, means, style, color=color)
         for n, found in each.items():
             ax.plot(
                 [n] * len(found),
@@ -245,7 +244,7 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
             )
         ax.annotate(
             text(name),
-            (pieces[-1], means[-1]),
+            (counts[-1], means[-1]),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
@@ -260,23 +259,6 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     )
     ax.set_xticks(list(errors["bf16"]), [str(n) for n in errors["bf16"]])
     ax.minorticks_off()
-    return shown_once(drawn)
-
-
-def draw_spread(deltas: Sequence[float], errors: Sequence[float]) -> "Figure":
-    """Draw errors of the mean of means over the spread of token counts."""
-    shown = listed(
-        [f"δ = {delta}: {error:.0%}" for delta, error in zip(deltas, errors, strict=True)], "; "
-    )
-    title = "The more the token counts differ, the larger the error of the mean of means"
-    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=shown))
-    ax.plot(deltas, [100 * error for error in errors], "o-", color=COLORS["measured"])
-    ax.set(
-        xlabel=text("spread of token counts δ"),
-        ylabel=text("gradient error (%)"),
-        ylim=(0, None),
-        xlim=(0, 1),
-    )
     return shown_once(drawn)
 
 

@@ -103,8 +103,8 @@ def train(
     for step in range(steps):
         samples = batch(1000 * seed + step)
         total = int((samples[:, 1:] != 0).sum())
-        for piece in samples.split(1):
-            loss, count = loss_sum(model, piece)
+        for micro_batch in samples.split(1):
+            loss, count = loss_sum(model, micro_batch)
             (loss / total if kind == "token mean" else loss / count / len(samples)).backward()
         optimizer.step()
         optimizer.zero_grad()

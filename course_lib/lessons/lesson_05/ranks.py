@@ -36,9 +36,9 @@ def on_ranks(
     """Run a function of the reader's in several processes with DDP over gloo, on CPUs.
 
     Args:
-        step: `step(model, loss_sum, pieces, each)` leaves the gradient of the mean over all ranks'
-            tokens in `.grad`. `each` says whether every backward pass reduces, or only the last
-            one. Its source is run, with `torch`, `dist` and `nullcontext`.
+        step: `step(model, loss_sum, micro_batches, each)` leaves the gradient of the mean over the
+            tokens of all ranks in `.grad`. `each` says whether every backward pass reduces, or only
+            the last one. Its source is run, with `torch`, `dist` and `nullcontext`.
 
     Returns:
         A dict: bytes of the "parameters"; bytes that one rank gives to all-reduce, "each" time or
@@ -107,14 +107,14 @@ def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: i
         return hooks.allreduce_hook(None, bucket)
 
     model.register_comm_hook(None, counting)
-    pieces = _batch(micro_batches, rank).split(1)
+    own = _batch(micro_batches, rank).split(1)
     figures: dict[str, float] = {
         "parameters": sum(parameter.nbytes for parameter in model.parameters())
     }
     for how in ("each", "last"):
         sent.clear()
         model.zero_grad()
-        names[name](model, loss_sum, pieces, how == "each")
+        names[name](model, loss_sum, own, how == "each")
         figures[how] = sum(sent)
     found = _gradient(model)
     alone = _decoder()
@@ -125,7 +125,7 @@ def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: i
     figures["error"] = float((found - _gradient(alone)).norm() / _gradient(alone).norm())
     sent.clear()
     AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum)(
-        split(torch.cat(pieces), 1)
+        split(torch.cat(own), 1)
     )
     figures["library"] = sum(sent)
     if rank == 0:

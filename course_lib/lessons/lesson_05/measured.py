@@ -1,0 +1,100 @@
+"""Measurements that lesson 05 shows but does not write out."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.accumulation import AccumulatedStep, split
+from course_lib.models import Decoder
+from course_lib.teaching import Table, predictions, table
+
+from .mean_of_means import batch, loss_sum, small_decoder
+
+COUNTS = (1, 4, 16, 64, 256)  # numbers of micro-batches in `errors_of_sums`
+
+
+def peak_moments(meters: Mapping[int, Any]) -> Table:
+    """Show the operator at the peak, and the activations and temporary tensors live there.
+
+    Args:
+        meters: Sequences in a micro-batch -> a meter of the step.
+    """
+    rows = []
+    for m, meter in meters.items():
+        peak = max(meter.timeline, key=lambda sample: sum(sample.bytes.values()))
+        rows.append((m, peak.operator, peak.bytes["activation"], peak.bytes["temporary"]))
+    columns = ["sequences per micro-batch", "operator at the peak"]
+    return table([*columns, "activations (bytes)", "temporary tensors (bytes)"], rows)
+
+
+def training_parts(seed: int) -> tuple[Decoder, Any, Any, torch.amp.GradScaler]:
+    """Return a decoder, its SGD, a scheduler that halves the rate, and a scaler at 1024."""
+    decoder = small_decoder(seed)
+    sgd = torch.optim.SGD(decoder.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    return decoder, sgd, scheduler, torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
+def same_weights_as_library(train_epoch: Callable[..., None]) -> bool:
+    """Return whether a loop leaves the same weights as `AccumulatedStep`, up to rounding.
+
+    An epoch has 15 micro-batches of 2 samples, and a step after every 4 of them.
+    """
+    samples = batch(0, samples=30)
+    model, *parts = training_parts(1)
+    train_epoch(model, loss_sum, samples.split(2), *parts, every=4, max_norm=0.5)
+    library, sgd, scheduler, scaler = training_parts(1)
+    step = AccumulatedStep(library, sgd, loss_sum, scaler=scaler, max_norm=0.5)
+    for group in samples.split(8):
+        step(split(group, 2))
+        scheduler.step()
+    both = zip(model.parameters(), library.parameters(), strict=True)
+    return all(torch.allclose(one, other, atol=1e-5) for one, other in both)
+
+
+def gradient_of(model: torch.nn.Module) -> Tensor:
+    """Return all gradients of a model, as one vector in float64."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference, relative to the norm of the right gradient."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def errors_of_sums(gradient_in: Callable[..., Tensor]) -> dict[str, dict[int, list[float]]]:
+    """Return the errors of bf16 gradients against float64, for sums in bf16 and in fp32.
+
+    Args:
+        gradient_in: Function (number of micro-batches, dtype, seed, in_fp32) -> the gradient.
+
+    Returns:
+        "bf16" and "fp32" -> number of micro-batches -> relative errors, one for each of four seeds.
+    """
+    errors: dict[str, dict[int, list[float]]] = {
+        kind: {n: [] for n in COUNTS} for kind in ("bf16", "fp32")
+    }
+    for seed in range(4):
+        wanted = gradient_in(1, torch.float64, seed)
+        for kind, each in errors.items():
+            for n, found in each.items():
+                found.append(error(gradient_in(n, torch.bfloat16, seed, kind == "fp32"), wanted))
+    return errors
+
+
+def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
+    """Show the bytes that a rank gives to all-reduce, next to the prediction.
+
+    Args:
+        figures: Result of `on_ranks`.
+        micro_batches: Number of micro-batches per rank.
+    """
+    once = figures["parameters"]
+    rows = [
+        ("the last micro-batch only", once, figures["last"]),
+        ("each micro-batch", micro_batches * once, figures["each"]),
+        ("`AccumulatedStep`", once, figures["library"]),
+    ]
+    return predictions(rows, unit="bytes")
