@@ -550,6 +550,11 @@ def test_each_planted_bug_is_seen_by_its_own_check_and_by_no_other():
     assert [name for name, check in FIVE.items() if check(correct_loop)] == []
 
 
+def test_a_loop_leaves_the_librarys_weights_only_without_a_bug():
+    assert lesson_05.same_weights_as_library(correct_loop)
+    assert [bug for bug, loop in PLANTED.items() if lesson_05.same_weights_as_library(loop)] == []
+
+
 def test_a_recorded_run_is_made_again_by_its_script():
     runs = lesson_05.recorded()["runs"]
     found = mean_of_means.train("mean of means", seed=2, steps=20)

@@ -13,14 +13,14 @@
 #
 # Eight sequences at once peak at 277.7 MB. The step can also compute them one at a time and add up their gradients. Then its peak is lower, and it needs no more FLOPs. This is **gradient accumulation**, and each part of the batch is a **micro-batch**.
 #
-# Is it the same gradient? In October 2024 Unsloth and Hugging Face wrote that the gradient of their trainers was a different one. And with bf16 parameters the gradient may be off even if the loop is right. Section 5.5 measures by how much.
+# Is it the same gradient? Late in 2024, Unsloth and Hugging Face wrote that the gradient of their trainers was a different one. And with bf16 parameters the gradient may be off even if the loop is right. Section 5.5 measures by how much.
 #
 # </div>
 # <div lang="zh">
 #
 # 八条序列一起算，峰值是 277.7 MB。也可以一次只算一条，再把梯度加起来，这样峰值更低，FLOPs 一个也不多。这就是**梯度累积**（gradient accumulation），批次拆出来的每一部分叫**微批次**（micro-batch）。
 #
-# 梯度还一样吗？2024 年 10 月，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出的梯度不一样。另外，如果参数是 bf16，循环写对了，梯度也可能有偏差。5.5 节会测出偏差有多大。
+# 梯度还一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出的梯度不一样。另外，如果参数是 bf16，循环写对了，梯度也可能有偏差。5.5 节会测出偏差有多大。
 #
 # </div>
 
@@ -39,7 +39,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（100 分钟）：学完本课，你只需运行两次，就能预测任意大小的微批次的峰值；能说出除数应当是什么，除数不对时训练的又是什么；能修好一个有五处错误的训练循环；参数是 bf16 时会用 fp32 求和，并说出代价；能读懂多个进程一起运行的循环。
+# **目标**（100 分钟）：学完本课，你只需运行两次，就能预测任意大小的微批次的峰值；能说出除数应当是什么，除数不对时训练的又是什么；能修好一个有五处错误的训练循环；会用 fp32 对 bf16 的梯度求和，并说出代价；能读懂多个进程一起运行的循环。
 #
 # **预备知识**：第 01 课。
 #
@@ -112,10 +112,10 @@ def metered_step(m):
 columns = ["sequences per micro-batch", "peak (bytes)"]
 table(columns, [(m, metered_step(m).peak_bytes) for m in (4, 2)])
 
-# %% [markdown] slide={"en": "$m = 4$: 207,597,976 bytes. $m = 2$: 158,804,376 bytes.\n\n**Guess first.** The peak for $m = 1$? And for a single micro-batch?", "zh": "$m = 4$ 时峰值是 207,597,976 字节，$m = 2$ 时是 158,804,376 字节。\n\n**先猜**：$m = 1$ 时呢？$m = 8$，只有一个微批次时呢？"}
+# %% [markdown] slide={"en": "$m = 4$: 207,597,976 bytes. $m = 2$: 158,804,376 bytes.\n\n**Guess first.** The peak for $m = 1$? For $m = 8$, a single micro-batch?", "zh": "$m = 4$：207,597,976 字节。$m = 2$：158,804,376 字节。\n\n**先猜**：$m = 1$ 时的峰值是多少？$m = 8$，只有一个微批次时呢？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Type the peak in bytes that this line predicts for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its gradients are created while its activations are released, and at the peak, where backward begins, no gradient exists yet. One set of gradients is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its gradients are created while its activations are released, and at the peak, where backward begins, no gradient exists yet. One set of gradients is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
@@ -150,7 +150,7 @@ lesson_05.check_peaks(predicted_peak)
 meters = {m: metered_step(m) for m in (8, 4, 2, 1)}
 predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in meters], unit="bytes")
 
-# %% [markdown] slide={"en": "For $m = 8$ the prediction is exact: 277,682,584 bytes.\n\nFor $m = 1$ it is 393,216 bytes too low. Which tensors are missing?", "zh": "$m = 8$ 时预测一字节不差：277,682,584 字节。\n\n$m = 1$ 时少了 393,216 字节。少的是哪些张量？"}
+# %% [markdown]
 # <div lang="en">
 #
 # The line predicts the peak of lesson 00 exactly, from two other runs. Its constant, 110,010,776 bytes, is the **floor**. It consists of **16 bytes per parameter** (weights, gradients, two moments) and 408 bytes: Adam's 100 step counts, a loss and its gradient. The floor does not depend on the split.
@@ -198,7 +198,7 @@ lesson_05.draw_peaks(meters, predicted_peak)
 #
 # 5.1 节的随机 token 长度都一样，文本却不是。课程自带一份文本，按字符处理，其中有代码行，也有成段的文字，每条最长取 128 个字符，一个批次 16 条。（`lesson_05.loss_sum` 与上面的函数相同，只是不计填充。）
 #
-# 许多循环先求每个微批次的**平均**损失，再除以微批次数。另一种做法是把总和加起来，最后除一次，除以全部 token 数。**先猜**：每个微批次 1 条样本时，两种梯度差多少？8 条时呢？
+# 许多循环先求每个微批次的**平均**损失，再除以微批次数。另一种做法是把总和加起来，最后除一次，除以全部 token 数。**先猜**：每个微批次一条样本时，两种梯度差多少？八条时呢？
 #
 # </div>
 
@@ -246,7 +246,7 @@ lesson_05.draw_say(lengths, off)
 # </div>
 # <div lang="zh">
 #
-# 求总和的做法，不论怎样拆，都只差舍入误差。平均的平均，在每个微批次 1 条样本时差 15% 到 25%；8 条时长短混在一起，差 0.1% 到 10%。原因是每个微批次权重相同，不论其中有多少 token。一行 14 个字符的代码里，一个字符的权重将近应有的七倍，而长段落里的一个字符只有应有的四分之三。token 数相等时两种循环结果一致，所以用相等的 token 数做测试，一直没有发现这个错误。
+# 求总和的做法，不论怎样拆，都只差舍入误差。平均的平均，在每个微批次一条样本时差 15% 到 25%；八条时长短混在一起，差 0.1% 到 10%。原因是每个微批次权重相同，不论其中有多少 token。一行 14 个字符的代码里，一个字符的权重将近应有的七倍，而长段落里的一个字符只有应有的四分之三。token 数相等时两种循环结果一致，所以用相等的 token 数做测试，一直没有发现这个错误。
 #
 # 这也可以是一种**选择**：有些强化学习微调先对每个回答取平均，再对各个回答取平均。即使如此，结果也不应当取决于怎样拆批次。
 #
@@ -315,7 +315,7 @@ print("with num_items_in_batch: below 1e-6:", error(counted, whole) < 1e-6)
 # </div>
 # <div lang="zh">
 #
-# 用 AdamW 训练一个小解码器，每个微批次 1 条样本。同一个种子的两次训练只有除数不同。评判用的是两者都没见过的代码行和段落，看每个字符的损失。**先猜**：哪一种在哪类文本上更好？
+# 用 AdamW 训练一个小解码器，每个微批次一条样本。同一个种子的两次训练只有除数不同。评判用的是两者都没见过的代码行和段落，看每个字符的损失。**先猜**：哪一种在哪类文本上更好？
 #
 # 八个种子的训练是事先做好并记录下来的。用 `python -m course_lib.lessons.lesson_05.mean_of_means` 可以重做一遍，要几分钟。
 #
@@ -502,7 +502,7 @@ def gradient_in(n, dtype, seed, in_fp32=False):  # in n micro-batches
 errors = lesson_05.errors_of_sums(gradient_in)  # four seeds, compared with float64
 lesson_05.draw_sums(errors)
 
-# %% [markdown] slide={"en": "A small gradient loses its last bits in a large bf16 sum.\n\nWith fp32 sums a parameter takes 18 bytes instead of 16.", "zh": "很小的梯度加到很大的 bf16 总和上，末尾几位就丢了。\n\n用 fp32 求和，每个参数占 18 字节，而不是 16。"}
+# %% [markdown]
 # <div lang="en">
 #
 # The error rises with the number of micro-batches. With one micro-batch you see the error of the bf16 pass itself. With more of them, each addition in bf16 rounds as well, to 8 bits of a sum that is large compared with the gradient that is added. In the end this error dominates. In fp32 the curve stays flat. So with 256 micro-batches the error is more than three times that of fp32 sums, because of the accumulator alone.
@@ -625,7 +625,7 @@ lesson_05.bytes_reduced(ranks, micro_batches=8)
 # %% slide="result"
 what_you_may_have_read("05", *lesson_05.figures_of_claims(off, errors, exact))
 
-# %% [markdown] slide={"en": "The ledger: how far do eight micro-batches lower the peak, compared with checkpoints?\n\nWhich bytes are left in both?", "zh": "账本：与检查点相比，八个微批次能把峰值降到多少？\n\n两者剩下的是哪些字节？"}
+# %% [markdown]
 # ## 5.9 The ledger / 账本
 #
 # <div lang="en">
@@ -748,7 +748,7 @@ cases["bf16"] = torch.bfloat16, 1
 # </div>
 # <div lang="zh">
 #
-# 对 token 求总和则可能溢出，超过 65,504。所以 `AccumulatedStep` 先把每个总和除以一个 2 的幂（这样除没有舍入误差），最后再校正回来。
+# 对 token 求总和则可能溢出，超过 65,504。所以 `AccumulatedStep` 先把每个总和除以一个二的幂（这样除没有舍入误差），最后再校正回来。
 #
 # </div>
 
@@ -860,7 +860,7 @@ for norm in (nn.BatchNorm1d, nn.LayerNorm):
 # </div>
 # <div lang="zh">
 #
-# 对比损失要把每一对与批次里所有其他的对相比，而一个微批次里，其他的对变少了。**GradCache** 先不建计算图，逐个微批次算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后带着计算图，把每个微批次重算一次，从这些梯度出发做反向。代价是多一次前向：
+# 对比损失要把每一对与批次里所有其他的对相比，而一个微批次里，其他的对变少了。**GradCache** 先不建计算图，逐个微批次算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后带着计算图，把每个微批次重计算一次，从这些梯度出发做反向。代价是多一次前向：
 #
 # </div>
 
@@ -907,7 +907,7 @@ print("grad_cache: equal to 1e-9:", error(found[2], found[0]) < 1e-9)
 # </div>
 # <div lang="zh">
 #
-# DDP 的每个进程本来就留着全部梯度。FSDP 的每个进程只留自己的那一份（第 08 课），但用了 `no_sync` 或 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一个微批次。以我们的解码器、8 个进程为例，按公式计算，这样要留 27.5 MB，每步归约 1 次；否则只留 3.4 MB，每步归约 8 次。PyTorch 的 126166 号合并请求说这是“两种”（two flavors）梯度累积。在 `AccumulatedStep` 里写成 `sync="last"` 和 `sync="each"`。
+# DDP 的每个进程本来就留着全部梯度。FSDP 的每个进程只留自己的那一份（第 08 课），但用了 `no_sync` 或 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一个微批次。以我们的解码器、8 个进程为例，按公式计算，这样要留 27.5 MB，每步归约一次；否则只留 3.4 MB，每步归约八次。PyTorch 的 126166 号合并请求说这是“两种”（two flavors）梯度累积。在 `AccumulatedStep` 里写成 `sync="last"` 和 `sync="each"`。
 #
 # </div>
 

@@ -22,7 +22,8 @@ from .display import (
 )
 from .gpu import pieces_of_a_batch
 from .mean_of_means import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
-from .measured import (
+from .ranks import on_ranks
+from .results import (
     bytes_reduced,
     error,
     errors_of_sums,
@@ -31,7 +32,6 @@ from .measured import (
     same_weights_as_library,
     training_parts,
 )
-from .ranks import on_ranks
 
 __all__ = [
     "CLAIMS",
