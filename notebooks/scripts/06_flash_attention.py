@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "8192 tokens, 12 heads: 3.2 GB of probabilities; or the output, 25 MB, and one number a row.\n\nHow can that be enough?", "zh": "8192 个 token，12 个头：3.2 GB 的概率；或者 25 MB 的输出，外加每行一个数。\n\n这怎么够？"}
+# %% [markdown] slide={"en": "8192 tokens, 12 heads: 3.2 GB of probabilities; or the output, 25 MB, and one number per row.\n\nHow can that be enough?", "zh": "8192 个 token，12 个头：要么保存 3.2 GB 的概率，要么保存 25 MB 的输出，外加每行一个数。\n\n这怎么够？"}
 # # 6 What if the operator itself forgets? (FlashAttention) / 让算子自己忘掉呢？（FlashAttention）
 #
 # <div lang="en">
 #
-# One attention layer, 8192 tokens, 12 heads of 64: standard attention keeps its probabilities for backward, 3.2 GB of them in fp32. In their place FlashAttention keeps its output, 25 MB, and 0.4 MB more: one number for each row. (Both also keep Q, K and V, 75 MB: together 3,297 MB against 101.)
+# Take one attention layer with 8192 tokens and 12 heads of 64 features. Standard attention keeps its probabilities for the backward pass, which are 3.2 GB in fp32. FlashAttention keeps its output instead, which is 25 MB, and one number per row, which is another 0.4 MB. Both also keep Q, K and V, 75 MB. The totals are 3,297 MB and 101 MB.
 #
-# What is that number, and how can it be enough for dQ, dK and dV? You will write the running sum that it comes from, and the backward pass.
+# What is that number, and how can it be enough for dQ, dK and dV? In this lesson you write both passes, and three lines of a GPU kernel.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个注意力层，8192 个 token，12 个 64 维的头：标准注意力要为反向留下概率，fp32 下是 3.2 GB。FlashAttention 不留概率，只留下它的输出，25 MB，外加 0.4 MB，也就是每行一个数。（两者都还要留下 Q、K、V，共 75 MB，所以合计是 3,297 MB 对 101 MB。）
+# 设一个注意力层有 8192 个 token、12 个头，每个头 64 维。标准注意力要为反向保存概率，fp32 下是 3.2 GB。FlashAttention 不保存概率，而是保存输出和每行一个数，前者 25 MB，后者 0.4 MB。两者都还要保存 Q、K、V，共 75 MB，所以合计分别是 3,297 MB 和 101 MB。
 #
-# 这个数是什么？凭它怎么就能算出 dQ、dK 和 dV？算出这个数的分块求和，以及反向，都由你来写。
+# 这个数是什么？凭它怎么就能算出 dQ、dK 和 dV？这一课里，前向和反向都由你来写，最后再写 GPU 核函数里的三行。
 #
 # </div>
 
@@ -30,7 +30,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # for section 6.7; Triton reads it when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # for section 6.8; Triton reads it when it is imported
 from course_lib.teaching import language
 
 language()
@@ -38,47 +38,44 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Write softmax in one pass, and attention's backward pass without any N × N matrix. Predict what each kind keeps, computes and moves. Say what a checkpoint around attention cannot do. Write three lines of a Triton kernel.
+# **Goals** (100 minutes). Write both passes of attention in tiles, without any N × N matrix. Predict what attention keeps, computes and moves, also with grouped queries. Find out which call of PyTorch's attention falls back to keeping the scores.
 #
 # **What to know before**: lesson 01; lesson 02 for recomputation.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：写出只过一遍的 softmax，以及不出现任何 N × N 矩阵的注意力反向；预测两种注意力各保存、计算、搬运多少；说出给注意力加检查点做不到什么；写出 Triton 核函数里的三行。
+# **目标**（100 分钟）：分块写出注意力的前向和反向，不出现任何 N × N 矩阵；预测注意力保存、计算和搬运多少，包括分组查询的情形；查出 PyTorch 的注意力在哪些调用里会退回去保存分数。
 #
 # **预备知识**：第 01 课；第 02 课中的重计算。
 #
 # </div>
 
 # %%
-import time
 from functools import partial
 
 from torch.nn import functional as F
 
-from course_lib.attention import attention_cost, flash_attention, standard_attention
-from course_lib.lessons import lesson_06, what_you_may_have_read
-from course_lib.lessons.ledger import ledger
-from course_lib.memory import MemoryMeter, attention_saved_bytes, saved_tensors, symbolic
+from course_lib.attention import flash_attention, standard_attention
+from course_lib.lessons import lesson_06
+from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.memory.measurement import flop_counter
-from course_lib.teaching import predictions, say, table, text
 
-# %% [markdown] slide={"en": "Softmax of a row that you see block by block.\n\n**Write it**: what do you carry from block to block?", "zh": "一行分数，一块一块地看，怎样求 softmax？\n\n**自己写**：从一块到下一块，要带着什么走？"}
-# ## 6.1 Softmax in one pass / 只过一遍的 softmax
+# %% [markdown] slide={"en": "Softmax of a row that you see block by block.\n\n**Write it**: what do you carry from block to block?", "zh": "一行分数只能一块一块地读，怎样求 softmax？\n\n**自己写**：从一块到下一块，要记住什么？"}
+# ## 6.1 Softmax in one pass / 只遍历一次的 softmax
 #
 # <div lang="en">
 #
-# Softmax needs the largest score of a row, lest `exp` overflow, and the sum. Both seem to need the whole row first. They don't: take a block of columns, keep the largest so far, $m$, and the sum so far, $\ell$, of exponentials **relative to** $m$. When a later block has a larger score, the old sum is worth less by a known factor: **online softmax**. In the end one number says it all, the **log-sum-exp** $\text{lse} = m + \log \ell$.
+# Softmax needs the largest score of a row, because `exp` would overflow otherwise, and it needs a sum. Both seem to need the whole row first, but they do not. Take one block of columns after the other. Keep the largest score so far, $m$, and the sum so far, $\ell$, of the exponentials **relative to** $m$. If a later block has a larger score, multiply the old sum by a known factor that is smaller than 1. This is **online softmax**. In the end one number per row holds all that is needed, the **log-sum-exp** $\text{lse} = m + \log \ell$.
 #
-# **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)` for scores of shape (rows, n): one pass over blocks of columns. The check uses scores whose `exp` overflows, and watches which blocks you read.
+# **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)` for scores of shape (rows, n), in one pass over blocks of columns. The check uses scores whose `exp` overflows, and records which blocks you read.
 #
 # </div>
 # <div lang="zh">
 #
-# softmax 需要一行里最大的分数（否则 `exp` 会溢出）和总和，看来都得先有整行。其实不必：每次取一块列，记住迄今最大的分数 $m$，以及迄今各指数项之和 $\ell$，指数项都**相对于** $m$ 来算。后面的块若有更大的分数，原来的总和就乘上一个已知的缩小因子：这就是**在线 softmax**（online softmax）。到最后，一切归结为一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
+# softmax 要用到一行里最大的分数（否则 `exp` 会溢出），还要用到总和，看来都得先有整行，其实不必。每次取一块列，记住迄今最大的分数 $m$，以及迄今各指数项之和 $\ell$，指数项都**相对于** $m$ 来算。后面的块如果有更大的分数，就把原来的总和乘上一个已知的、小于 1 的因子。这就是**在线 softmax**（online softmax）。最后每行只需要一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
 #
-# **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，分数的形状是 (rows, n)：对列分块，只过一遍。检查所用的分数，直接取 `exp` 会溢出；检查还会看你读了哪些块。
+# **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，分数的形状是 (rows, n)，对列分块，只遍历一次。检查所用的分数，直接取 `exp` 会溢出；检查还会记录你读了哪些块。
 #
 # </div>
 
@@ -108,6 +105,12 @@ lesson_06.check_log_sum_exp(log_sum_exp_in_blocks)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
+from course_lib.attention import attention_cost
+from course_lib.lessons import what_you_may_have_read
+from course_lib.lessons.ledger import ledger
+from course_lib.memory import attention_saved_bytes
+from course_lib.teaching import predictions, table, text
+
 torch.manual_seed(0)
 scores = torch.randn(512) + torch.linspace(-2, 2, 512)
 maxima = [scores[: 32 * n].max().item() for n in range(1, 17)]
@@ -117,77 +120,101 @@ lesson_06.draw_running(maxima, sums)
 # %% [markdown]
 # <div lang="en">
 #
-# With the log-sum-exp any probability can be had again from its score: $p = e^{s - \text{lse}}$. Remember this line.
+# With the log-sum-exp, any probability can be computed from its score: $p = e^{s - \text{lse}}$. Remember this formula.
 #
 # </div>
 # <div lang="zh">
 #
-# 有了 LSE，任何一个概率都可以由它的分数重新得到：$p = e^{s - \text{lse}}$。请记住这个式子。
+# 有了 LSE，任何一个概率都可以由它的分数算出来：$p = e^{s - \text{lse}}$。请记住这个式子。
 #
 # </div>
 
-# %% [markdown] slide={"en": "The output, too, can be carried along.\n\nWhich line of the code shrinks it?", "zh": "输出也可以边走边累积。\n\n代码里哪一行把它缩小？"}
-# ## 6.2 Forward, panel by panel / 前向：一块一块地走
+# %% [markdown] slide={"en": "The chip holds a block of queries, a block of keys, and their scores: a tile.\n\n**Write it**: two loops. Which one is outside?", "zh": "片上只放得下一个查询块、一个键块和它们之间的分数，也就是一个分块（tile）。\n\n**自己写**：两层循环，哪一层在外面？"}
+# ## 6.2 Forward in tiles / 分块计算前向
 #
 # <div lang="en">
 #
-# The output is a weighted sum of values, and can be carried along like $\ell$: shrink what there is, add the panel's part. (A panel is a block of keys with their values.) No score outlives its panel.
+# The output is a sum of values with weights, so it is updated like $\ell$: multiply the old output by the same factor, then add the part of the new block. At the end, divide it by $\ell$. No score has to outlive its block.
+#
+# A GPU computes in a small, fast memory on the chip, into which (n, block) scores of a long sequence do not fit. Therefore the queries are cut into blocks too. A block of queries and a **key block** (keys with their values) give one **tile** of scores. Its size does not depend on the length.
+#
+# **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. All inputs are (n, d), but there may be more keys than queries, and blocks need not divide the lengths. Return the output, (n, d), and the log-sum-exps, (n,). Divide the scores by $\sqrt d$.
 #
 # </div>
 # <div lang="zh">
 #
-# 输出是 V 的加权和，可以像 $\ell$ 一样边走边累积：先把已有的缩小，再加上这一块的贡献。（这里的一块，是一组键连同它们的值。）这一块算完，里面的分数就都不必留着了。
+# 输出是各个 V 的加权和，所以可以像 $\ell$ 一样更新：先把旧的输出乘上同一个因子，再加上新的一块的贡献，最后除以 $\ell$。一块算完，其中的分数就不必保留了。
+#
+# GPU 在片上一小块快速存储里计算，序列长了，(n, block) 的分数就放不下，因此查询也要分块。一个查询块和一个**键块**（键连同它们的值）之间的分数，构成一个**分块**（tile），它的大小与序列长度无关。
+#
+# **练习 2。** 为一个头写出 `forward(q, k, v, block_q, block_k)`。输入都是 (n, d)，但键可能比查询多，块的大小也不一定整除长度。返回输出 (n, d) 和各行的 LSE (n,)。分数要除以 $\sqrt d$。
 #
 # </div>
 
 
-# %% slide="code"
-def tiled_forward(q, k, v, block=64):  # (n, d) each: one head
-    scale, o, total = q.shape[1] ** -0.5, torch.zeros_like(q), q.new_zeros(len(q), 1)
-    largest = q.new_full((len(q), 1), float("-inf"))
-    for start in range(0, len(k), block):
-        key, value = k[start : start + block], v[start : start + block]
-        scores = q @ key.T * scale  # (n, block)
-        new = torch.maximum(largest, scores.amax(1, keepdim=True))
-        weights, shrink = (scores - new).exp(), (largest - new).exp()
-        total = total * shrink + weights.sum(1, keepdim=True)
-        o = o * shrink + weights @ value
-        largest = new
-    return o / total, (largest + total.log())[:, 0]  # (n, d), (n,)
+# %% minutes=9
+def forward(q, k, v, block_q, block_k):
+    return None
 
+
+lesson_06.check_forward(forward)
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_06.check_forward.accepted:
+
+    def forward(q, k, v, block_q, block_k):
+        outputs, log_sums = [], []
+        for query in q.split(block_q):
+            o, total = torch.zeros_like(query), query.new_zeros(len(query), 1)
+            largest = query.new_full((len(query), 1), float("-inf"))
+            for key, value in zip(k.split(block_k), v.split(block_k), strict=True):
+                scores = query @ key.T * q.shape[1] ** -0.5  # (block_q, block_k): a tile
+                new = torch.maximum(largest, scores.amax(1, keepdim=True))
+                weights, shrink = (scores - new).exp(), (largest - new).exp()
+                total = total * shrink + weights.sum(1, keepdim=True)
+                o = o * shrink + weights @ value
+                largest = new
+            outputs.append(o / total)
+            log_sums.append((largest + total.log())[:, 0])
+        return torch.cat(outputs), torch.cat(log_sums)
+
+
+lesson_06.check_forward(forward)
+### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
 lesson_06.draw_passes()
 
-# %% [markdown] slide={"en": "Backward needs P. It was forgotten.\n\n**Write it**: dQ, dK, dV from Q, K, V, O and one number a row.", "zh": "反向要用 P，而 P 已经忘掉了。\n\n**自己写**：由 Q、K、V、O 和每行一个数，求 dQ、dK、dV。"}
+# %% [markdown] slide={"en": "Backward needs P, which was not kept.\n\n**Write it**: dQ, dK, dV from Q, K, V, O and one number per row.", "zh": "反向要用 P，而 P 没有保存。\n\n**自己写**：由 Q、K、V、O 和每行一个数，求 dQ、dK、dV。"}
 # ## 6.3 Backward: dQ, dK, dV / 反向：dQ、dK、dV
 #
 # <div lang="en">
 #
-# Backward needs P again. It has Q, K and the log-sum-exp, so it makes P panel by panel. Then four products, as ever:
+# The backward pass needs P. It has Q, K and the log-sum-exp, so it computes P again, tile by tile. Four products follow, as in standard attention:
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# and softmax's own gradient between them. Its Jacobian is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$: a sum over the **whole** row, which no panel has. But $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$, known before the walk. That is what O is kept for.
+# Between them comes the gradient of softmax. Its Jacobian is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. This sum runs over the **whole** row, but a tile has only a part of it. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. This is why O is kept.
 #
-# **Exercise 2.** Write it for one head: `backward(q, k, v, o, lse, grad_o, block)` returns dQ, dK, dV, all (n, d), `lse` is (n,). Mind the scale $1/\sqrt d$. The check compares with float64, counts FLOPs, and looks for anything N × N.
+# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head, again in tiles. It returns dQ, dK and dV, with the shapes of q, k and v. The scores contain the factor $1/\sqrt d$, so dS must contain it, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 反向还要用到 P。它手里有 Q、K 和 LSE，就一块一块地重新算出 P。然后照旧是四次矩阵乘法：
+# 反向要用 P。它有 Q、K 和 LSE，所以可以逐个分块重新算出 P。接下来与标准注意力一样，是四次矩阵乘法：
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# 中间夹着 softmax 自己的梯度。它的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$：要对**整行**求和，而哪一块手里都没有整行。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，于是 $D_i = dO_i \cdot O_i$，开始走之前就知道。保存 O 就是为了它。
+# 其间要用到 softmax 的梯度。它的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。这个和要对**整行**求，而一个分块只看得到这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就能算出来。保存 O 就是为了它。
 #
-# **练习 2。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block)`，返回 dQ、dK、dV，形状都是 (n, d)，`lse` 是 (n,)。别忘了缩放因子 $1/\sqrt d$。检查会与 float64 比较，数 FLOPs，并查有没有 N × N 的张量。
+# **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，同样逐个分块计算，返回 dQ、dK、dV，形状与 q、k、v 相同。分数里有因子 $1/\sqrt d$，所以 dS 里也要有。
 #
 # </div>
 
 
-# %% minutes=18
-def backward(q, k, v, o, lse, grad_o, block):
+# %% minutes=15
+def backward(q, k, v, o, lse, grad_o, block_q, block_k):
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
@@ -197,16 +224,18 @@ lesson_06.check_backward(backward)
 ### BEGIN SOLUTION
 if not lesson_06.check_backward.accepted:
 
-    def backward(q, k, v, o, lse, grad_o, block):
+    def backward(q, k, v, o, lse, grad_o, block_q, block_k):
         scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)  # D
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for start in range(0, len(k), block):
-            panel = slice(start, start + block)
-            p = (q @ k[panel].T * scale - lse[:, None]).exp()  # (n, block): P, once more
-            dv[panel] = p.T @ grad_o
-            ds = p * (grad_o @ v[panel].T - dots) * scale
-            dq += ds @ k[panel]
-            dk[panel] = ds.T @ q
+        for i in range(0, len(q), block_q):
+            rows = slice(i, i + block_q)
+            for j in range(0, len(k), block_k):
+                keys = slice(j, j + block_k)
+                p = (q[rows] @ k[keys].T * scale - lse[rows, None]).exp()  # P, once more
+                dv[keys] += p.T @ grad_o[rows]
+                ds = p * (grad_o[rows] @ v[keys].T - dots[rows]) * scale
+                dq[rows] += ds @ k[keys]
+                dk[keys] += ds.T @ q[rows]
         return dq, dk, dv
 
 
@@ -216,16 +245,16 @@ lesson_06.check_backward(backward)
 # %% [markdown]
 # <div lang="en">
 #
-# How exact is it? Errors against float64, beside standard attention's in fp32 (drawn, since the last digits differ between CPUs):
+# How exact are both passes? The figure shows the errors against float64 of your code, of the library and of standard attention, all in fp32.
 #
 # </div>
 # <div lang="zh">
 #
-# 有多精确？以 float64 为准的误差，与标准注意力在 fp32 下的误差画在一起（用图，因为末几位随 CPU 而不同）：
+# 两者有多精确？下图以 float64 为准，画出你的代码、库里的版本和标准注意力在 fp32 下的误差。
 #
 # </div>
 
-# %%
+# %% jupyter={"source_hidden": true} slide="result"
 q, k, v, grad_o = torch.randn(4, 1, 1, 300, 64)  # (batch, heads, n, d) each
 
 
@@ -236,11 +265,11 @@ def by_autograd(function, dtype):
 
 
 def yours():
-    o, lse = tiled_forward(q[0, 0], k[0, 0], v[0, 0])
-    return [o, *backward(q[0, 0], k[0, 0], v[0, 0], o, lse, grad_o[0, 0], 64)]
+    head = q[0, 0], k[0, 0], v[0, 0]
+    o, lse = forward(*head, 64, 64)
+    return [o, *backward(*head, o, lse, grad_o[0, 0], 64, 64)]
 
 
-# %% slide="result"
 exact = by_autograd(standard_attention, torch.float64)
 ways = {"standard": by_autograd(standard_attention, torch.float32), "yours": yours()}
 ways["the library"] = by_autograd(flash_attention, torch.float32)
@@ -253,30 +282,30 @@ lesson_06.draw_errors(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# All near 4e-7. Here the gradients by panels, yours and the library's, are off by 0.9 to 1.2 times what standard attention's are. The order of the sums is another one, so the last digits are too: "exact" attention is exact as a formula, not to the bit.
+# All errors are near 4e-7. The tiles add in another order than standard attention does, so the last digits differ. "Exact" attention is exact as a formula, not bit by bit.
 #
 # </div>
 # <div lang="zh">
 #
-# 都在 4e-7 上下。在这里，你写的和库里的都分块来算，梯度的误差是标准注意力的 0.9 到 1.2 倍。求和的顺序不同，末几位数字也就不同：所谓“精确”注意力，是公式上精确，并非逐位相同。
+# 误差都在 4e-7 上下。分块计算时求和的顺序与标准注意力不同，因此末几位数字也不同。所谓“精确”注意力，是公式上精确，并不是逐比特相同。
 #
 # </div>
 
-# %% [markdown] slide={"en": "**Guess first.** Twice the tokens: how much more does each kind keep?", "zh": "**先猜**：token 数加倍，两种注意力各多留多少？"}
-# ## 6.4 What is saved / 保存了什么
+# %% [markdown] slide={"en": "**Guess first.** Twice the tokens: how much more does each kind keep?", "zh": "**先猜**：token 数加倍，两种注意力各要多保存多少？"}
+# ## 6.4 What is saved, also with grouped queries / 保存了什么（包括分组查询）
 #
 # <div lang="en">
 #
-# What does autograd hold after the forward pass? Lesson 01's list, for the library's version:
+# Lesson 01's list shows what autograd holds after the forward pass of the library's version.
 #
-# **Guess first:** with twice the tokens, how much more does each kind keep?
+# **Guess first:** if the number of tokens doubles, how much more does each kind keep?
 #
 # </div>
 # <div lang="zh">
 #
-# 前向之后，autograd 手里有什么？用第 01 课的表来看库里的版本：
+# 前向之后，autograd 保存了什么？下面用第 01 课的表来看库里的版本。
 #
-# **先猜**：token 数加倍，两种注意力各要多留多少？
+# **先猜**：token 数加倍，两种注意力各要多保存多少？
 #
 # </div>
 
@@ -291,10 +320,13 @@ def kept(function, sequence, dtype=torch.float32, heads=12):
 
 kept(flash_attention, 512)
 
-# %%
+# %% jupyter={"source_hidden": true} slide="result"
 kinds = {"standard": standard_attention, "flash": flash_attention}
 lengths = (512, 1024, 2048, 4096, 8192)
 saved = {name: [kept(way, n).total_bytes for n in lengths] for name, way in kinds.items()}
+lesson_06.draw_saved(lengths, saved)
+
+# %% jupyter={"source_hidden": true}
 rows = []
 for name in kinds:
     for n, found in zip(lengths, saved[name], strict=True):
@@ -304,114 +336,139 @@ for name in kinds:
         rows.append((label, sum(formula.values()), found))
 predictions([rows[i] for i in (0, 4, 5, 9)], unit="bytes")
 
-# %% slide="result"
-lesson_06.draw_saved(lengths, saved)
-
-# %% [markdown] slide={"en": "FLOPs in $N^2 d$: forward, your backward, and one in two walks.\n\nWhy would anyone walk twice?", "zh": "以 $N^2 d$ 计的 FLOPs：前向、你的反向、分两趟走的反向。\n\n为什么会有人愿意走两趟？"}
-# ## 6.5 What is computed, and what is moved / 计算了什么，搬运了什么
-#
+# %% [markdown]
 # <div lang="en">
 #
-# Computing P again is not free. **Exercise 3.** FLOPs in units of $N^2 d$, for one head: of forward; of your backward; and of a backward in **two walks**, where one walk makes dK and dV, the other dQ, and both make S and dP for themselves.
+# Most models today use **grouped-query attention** (GQA), in which several query heads share one head of keys and values. In PyTorch it is `enable_gqa=True`. Fewer heads of K and V are kept, and each is read by several query heads.
+#
+# **Exercise 4.** A layer has 32 query heads and 8 key and value heads, $d = 128$, 4096 tokens, batch size 1, in bf16. How many bytes does FlashAttention keep?
 #
 # </div>
 # <div lang="zh">
 #
-# 重新算 P 并非没有代价。**练习 3。** 一个头的 FLOPs，以 $N^2 d$ 为单位：前向；你写的反向；以及分**两趟**走的反向：一趟算 dK 和 dV，另一趟算 dQ，S 和 dP 两趟各算各的。
+# 现在的模型大多用**分组查询注意力**（GQA），即几个查询头共用一个键值头，在 PyTorch 里写作 `enable_gqa=True`。这样要保存的 K 和 V 的头数就少了，每个键值头由几个查询头读取。
+#
+# **练习 4。** 一层有 32 个查询头、8 个键值头，$d = 128$，4096 个 token，批次大小为 1，bf16。FlashAttention 保存多少字节？
 #
 # </div>
 
-# %% minutes=5
-flops = {"forward": None, "backward": None, "two walks": None}  # N² d
+# %% minutes=3
+answer = None  # bytes
+lesson_06.check_grouped_bytes(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+one_head = 4096 * 128 * 2
+lesson_06.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
+### END SOLUTION
+
+# %% [markdown] slide={"en": "FLOPs in $N^2 d$: forward, your backward, and a backward in two passes.\n\nWhy would anyone pass over the tiles twice?", "zh": "以 $N^2 d$ 计的 FLOPs：前向、你的反向、遍历两次的反向。\n\n为什么会有人愿意把分块遍历两次？"}
+# ## 6.5 What is computed / 计算了什么
+#
+# <div lang="en">
+#
+# Computing P again has a cost. **Exercise 5.** Give the FLOPs for one head in units of $N^2 d$: of the forward pass, of your backward pass, and of a backward in **two passes** over the tiles. There, one pass computes dK and dV, the other computes dQ, and each computes S and dP for itself.
+#
+# </div>
+# <div lang="zh">
+#
+# 重新计算 P 是有代价的。**练习 5。** 以 $N^2 d$ 为单位，写出一个头的 FLOPs：前向、你写的反向，以及把所有分块**遍历两次**的反向。后者用一次遍历算 dK 和 dV，另一次算 dQ，S 和 dP 在两次遍历里各算一遍。
+#
+# </div>
+
+# %% minutes=4
+flops = {"forward": None, "backward": None, "two passes": None}  # N² d
 lesson_06.check_flops(flops)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 if not lesson_06.check_flops.accepted:
-    flops = {"forward": 4, "backward": 10, "two walks": 14}
+    flops = {"forward": 4, "backward": 10, "two passes": 14}
 lesson_06.check_flops(flops)
 ### END SOLUTION
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 one, n, d = [x[0, 0] for x in (q, k, v)], 300, 64
-with flop_counter() as forward:
-    o, lse = tiled_forward(*one)
-with flop_counter() as back:
-    backward(*one, o, lse, grad_o[0, 0], 64)
+with flop_counter() as first:
+    o, lse = forward(*one, 60, 60)
+with flop_counter() as second:
+    backward(*one, o, lse, grad_o[0, 0], 60, 60)
 two = attention_cost(sequence=n, head_dim=d, kind="flash", pass_="backward", walks=2)
-counts = [forward.get_total_flops(), back.get_total_flops(), two.flops]
+counts = [first.get_total_flops(), second.get_total_flops(), two.flops]
 [count / (n * n * d) for count in counts]
 
 # %% [markdown]
 # <div lang="en">
 #
-# Two walks cost 40% more FLOPs in backward, and buy this: no two instances write to one place. With one walk many add to the same dQ at once, by atomic adds, in an order that changes from run to run. FlashAttention's authors: "not deterministic because we use atomic adds" (issue 414); only dQ is concerned (issue 988). One walk can be deterministic too, where instances wait for their turn to add. That is their `deterministic=True`: on an H100, head size 128, 8192 tokens, causal, backward takes 21% longer since pull request 1893 (in the order before it, 59%). The kernels of this library take two walks.
+# Two passes cost 40% more FLOPs in backward. In exchange, no two instances of a kernel write to the same place, so the result is **deterministic**. With one pass, many instances add to the same dQ by atomic adds, in an order that changes from run to run ("not deterministic because we use atomic adds", FlashAttention's issue 414). Only dQ is affected (issue 988).
+#
+# One pass can be deterministic too, if the instances add in a fixed order and wait for each other. This is FlashAttention's `deterministic=True`. Its pull request 1893 measured an H100 with head size 128, 8192 tokens and a causal mask. Backward takes 21% longer with it, and took 59% longer before that pull request. The kernels of this library use two passes.
 #
 # </div>
 # <div lang="zh">
 #
-# 走两趟，反向多 40% 的 FLOPs，换来的是：没有两个实例会写同一个地方。只走一趟时，许多实例同时往同一个 dQ 上加，用的是原子加，顺序每次运行都不同。FlashAttention 的作者说：“反向传播不是确定性的，因为我们用了原子加”（issue 414）；受影响的只有 dQ（issue 988）。只走一趟也可以是确定性的，只要各个实例按顺序等着相加。他们的 `deterministic=True` 就是这样，在 H100 上，头维度 128，8192 个 token，因果，自合并请求 1893 起反向多花 21% 的时间（用此前的顺序则多花 59%）。本库的核函数走两趟。
+# 遍历两次，反向要多 40% 的 FLOPs，换来的是任何两个核函数实例都不会写同一个地方，因此结果是**确定性的**（deterministic）。只遍历一次时，许多实例同时用原子加往同一个 dQ 上累加，每次运行的顺序都不同（“反向传播不是确定性的，因为我们用了原子加”，FlashAttention 的 issue 414）。受影响的只有 dQ（issue 988）。
+#
+# 只遍历一次也可以是确定性的，只要各个实例按固定的顺序累加，并互相等待。FlashAttention 的 `deterministic=True` 就是这样做的。它的合并请求 1893 在 H100 上测过，头维度 128，8192 个 token，因果掩码：打开这个选项，反向多花 21% 的时间，在这个请求之前则多花 59%。本库的核函数遍历两次。
 #
 # </div>
 
-# %% [markdown] slide={"en": "More FLOPs, and yet faster?\n\n**Guess first.** Bytes moved, beside standard attention?", "zh": "FLOPs 更多，反而更快？\n\n**先猜**：搬运的字节，与标准注意力相比？"}
+# %% [markdown] slide={"en": "More FLOPs than standard attention, and yet faster?\n\n**Guess first.** How many bytes does it move in comparison?", "zh": "FLOPs 比标准注意力多，反而更快？\n\n**先猜**：与标准注意力相比，搬运的字节是多是少？"}
+# ## 6.6 What is moved / 搬运了什么
+#
 # <div lang="en">
 #
-# More FLOPs than standard attention, and yet faster? On a GPU what counts is often bytes moved. Standard attention moves $\Theta(N d + N^2)$ numbers; flash reads K and V once for each block of queries, $\Theta(N^2 d^2 / M)$ where $M$ numbers fit on the chip. FLOPs over bytes is the **arithmetic intensity**; the **roofline** is the smaller of the compute rate and intensity times bandwidth. Counted, not measured, for blocks of 64 and 128 queries, as kernels take them:
+# Flash attention computes more, and can still be faster, because on a GPU the limit is often the number of bytes moved. Standard attention moves $\Theta(N d + N^2)$ numbers. Flash attention reads K and V once per block of queries, which makes $\Theta(N^2 d^2 / M)$ if $M$ numbers fit on the chip. FLOPs divided by bytes is the **arithmetic intensity**. The **roofline** is the smaller of the compute rate and intensity times bandwidth. The figure shows counts, not measurements, for blocks of 64 and 128 queries.
 #
 # </div>
 # <div lang="zh">
 #
-# FLOPs 比标准注意力多，反而更快？在 GPU 上，要紧的往往是搬运的字节。标准注意力搬运 $\Theta(N d + N^2)$ 个数；flash 每处理一块查询就把 K 和 V 读一遍，共 $\Theta(N^2 d^2 / M)$，$M$ 是片上存储放得下的元素个数。FLOPs 除以字节是**算术强度**；**屋顶线**（roofline）取算力与“强度乘带宽”两者中较小的。下面是数出来的，不是测出来的，查询块取核函数常用的 64 和 128：
+# flash 注意力算得更多，却可能更快，因为在 GPU 上，限制往往来自搬运的字节数。标准注意力搬运 $\Theta(N d + N^2)$ 个数。flash 注意力每处理一个查询块，就把 K 和 V 读一遍，如果片上放得下 $M$ 个数，一共是 $\Theta(N^2 d^2 / M)$ 个。FLOPs 除以字节是**算术强度**，**屋顶线**（roofline）取算力与“强度乘带宽”两者中较小的。下图是数出来的，不是测出来的，查询块取 64 和 128。
 #
 # </div>
 
-# %%
+# %% jupyter={"source_hidden": true} slide="result"
 sizes = {"sequence": 4096, "head_dim": 64}
 reached = {"standard": attention_cost(**sizes, kind="standard").arithmetic_intensity}
-for count in (64, 128):  # queries in a block: M / (4 d), 2 bytes a number
+for count in (64, 128):  # queries per block: M / (4 d), 2 bytes per number
     cost = attention_cost(**sizes, kind="flash", sram_bytes=count * 4 * 64 * 2)
     reached[text("flash, {count} queries", count=count)] = cost.arithmetic_intensity
 devices = {"A100: 312 TFLOP/s, 2.0 TB/s": (312e12, 2.0e12)}
 devices["H100: 989 TFLOP/s, 3.35 TB/s"] = 989e12, 3.35e12
+lesson_06.draw_roofline(devices, reached)
+
+# %% jupyter={"source_hidden": true}
 ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 [round(x) for x in reached.values()], ridges
-
-# %% jupyter={"source_hidden": true} slide="result"
-lesson_06.draw_roofline(devices, reached)
 
 # %% [markdown]
 # <div lang="en">
 #
-# 63 and 124 FLOPs a byte lie left of both ridges, 156 and 295: by this count memory would still be the limit. What helps is the L2 cache, 40 MB on an A100: a head's K and V, 1 MB here, stay in it. If they came from memory once a head only, it would be 2,032. The truth lies between; FlashAttention-2 reports 50 to 73% of an A100's peak.
+# Flash attention reaches 63 and 124 FLOPs per byte. Both lie to the left of the ridges of an A100 and an H100, 156 and 295, so by this count memory would still be the limit. In reality the L2 cache helps. It has 40 MB on an A100, and K and V of one head, 1 MB here, stay in it. If each head read them from memory only once, the intensity would be 2,032. FlashAttention-2 reports 50% to 73% of an A100's peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 每字节 63 和 124 FLOPs，都在两个拐点 156 和 295 的左边：照这样数，瓶颈仍是显存带宽。帮上忙的是 L2 缓存，A100 上有 40 MB：一个头的 K 和 V，这里共 1 MB，能一直留在里面。假如每个头只从显存读它们一次，就是 2,032。实际介于两者之间；FlashAttention-2 报告达到 A100 峰值算力的 50% 到 73%。
+# flash 注意力每字节做 63 次和 124 次 FLOPs，都在 A100 与 H100 的拐点 156 和 295 的左边，照这样数，瓶颈仍是显存带宽。实际上 L2 缓存会帮忙：A100 的 L2 缓存有 40 MB，一个头的 K 和 V 在这里共 1 MB，能一直留在里面。假如每个头只从显存读它们一次，强度就是 2,032。FlashAttention-2 报告达到 A100 峰值算力的 50% 到 73%。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Standard attention behind a checkpoint forgets P as well.\n\n**Guess first.** Peak and FLOPs, beside flash?", "zh": "给标准注意力加检查点，也会忘掉 P。\n\n**先猜**：与 flash 相比，峰值和 FLOPs 如何？"}
-# ## 6.6 The general tool beside the special one / 通用工具与专用工具
+# %% [markdown] slide={"en": "Standard attention behind a checkpoint forgets P as well.\n\n**Guess first.** Peak and FLOPs, compared with flash?", "zh": "给标准注意力加检查点，也会忘掉 P。\n\n**先猜**：与 flash 相比，峰值和 FLOPs 如何？"}
+# ## 6.7 The general tool and the special one / 通用工具与专用工具
 #
 # <div lang="en">
 #
-# Lesson 02 has another way not to keep P: standard attention behind a checkpoint. 1024 tokens, 8 heads, three layers in a row. **Guess first:** which of the two peaks higher, and which does more FLOPs?
+# Lesson 02 has another way not to keep P, which is a checkpoint around standard attention. The comparison uses 1024 tokens, 8 heads and three layers in a row. **Guess first:** which of the two has the higher peak, and which does more FLOPs?
 #
 # </div>
 # <div lang="zh">
 #
-# 第 02 课有另一种不保存 P 的办法：给标准注意力加检查点。1024 个 token，8 个头，三层相接。**先猜**：两者哪个峰值更高，哪个 FLOPs 更多？
+# 第 02 课有另一种不保存 P 的办法，就是给标准注意力加检查点。下面用 1024 个 token、8 个头、相连的三层来比较。**先猜**：两者哪个峰值更高，哪个 FLOPs 更多？
 #
 # </div>
 
 # %%
 from course_lib.checkpoint import checkpoint
-
-
-def checkpointed(q, k, v):
-    return checkpoint(standard_attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
 
 
 def costs_of(layer, depth=3):
@@ -427,65 +484,51 @@ def costs_of(layer, depth=3):
 
 
 # %% slide="result"
+no_random = {"use_reentrant": False, "preserve_rng_state": False}
+checkpointed = partial(checkpoint, standard_attention, **no_random)
 layers = {"standard": standard_attention, "checkpointed": checkpointed, "flash": flash_attention}
-costs = {name: costs_of(layer) for name, layer in layers.items()}
-lesson_06.draw_peaks(costs)
+lesson_06.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 
 # %% [markdown]
 # <div lang="en">
 #
-# Both forget P, and both compute one product again, $Q K^T$ (the checkpoint stops early): the same FLOPs. But when backward reaches a checkpointed layer, P is back whole, with its gradient and that of the scores beside it: three matrices of $N^2$ numbers a head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, 101 of the 109 MB. Flash never has them. The general tool forgets between layers, the special one inside the operator.
+# Both forget P and compute one product again, $Q K^T$, because the recomputation stops early. So their FLOPs are equal. But when backward reaches a checkpointed layer, the whole of P exists again, together with its gradient and the gradient of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention never has such a matrix. The general tool forgets between layers, and the special one forgets inside the operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 两者都忘掉 P，也都重做一次乘法 $Q K^T$（检查点提前停下了）：FLOPs 相同。但反向走到加了检查点的一层时，完整的 P 回来了，旁边还有它的梯度和分数的梯度：每个头三个 $N^2$ 个数的矩阵，$3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 从来没有这样的矩阵。通用工具在层与层之间忘，专用工具在算子里面忘。
+# 两者都忘掉 P，也都只重做一次乘法 $Q K^T$，因为重计算会提前终止，所以 FLOPs 相同。但反向走到加了检查点的一层时，完整的 P 又出现了，同时还有它的梯度和分数的梯度。这是每个头三个 $N^2$ 个数的矩阵，共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 注意力里从来没有这样的矩阵。通用工具在层与层之间忘，专用工具在算子里面忘。
 #
 # </div>
 
-# %% [markdown] slide={"en": "The same walk as a kernel: an instance a block of queries.\n\n**Three lines are yours**: `new`, `shrink`, `o`.", "zh": "同样的走法，写成核函数：一个实例负责一块查询。\n\n**三行由你写**：`new`、`shrink`、`o`。"}
-# ## 6.7 From torch to Triton / 从 torch 走到 Triton 核函数
+# %% [markdown] slide={"en": "Your forward as a kernel: one instance per block of queries.\n\n**Three lines are yours**: `new`, `shrink`, `o`.", "zh": "把你的前向写成核函数：每个查询块一个实例。\n\n**三行由你写**：`new`、`shrink`、`o`。"}
+# ## 6.8 From torch to Triton / 从 torch 到 Triton 核函数
 #
 # <div lang="en">
 #
-# On a GPU the walk is a **kernel**: a program that runs many times at once, each **instance** with its own block of queries; `tl.program_id(0)` says which. Pointers are added to numbers of rows and columns; `tl.load` takes a block of them. On a CPU Triton's interpreter runs the instances one after the other. This kernel has no masks, so 16, the block, must divide the number of tokens.
+# On a GPU your outer loop becomes a **kernel**, a program that runs many times at once. Each **instance** takes one block of queries, and `tl.program_id(0)` tells it which one. `tl.load` reads a block of rows at computed addresses. On a CPU, Triton's interpreter runs the instances one after the other.
 #
-# Below is `tiled_forward` as a kernel, line by line; what it does with a panel stands in `fold`. **Exercise 4.** Three lines of `fold` are missing: `new`, `shrink` and `o`. (`tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot`; `x[:, None]` as in torch.)
+# Any number of tokens is allowed. Rows past the end are **masked**: `tl.load` returns 0 for them, `tl.store` skips them, and keys past the end get the score −∞, so their weight is 0. `tl.constexpr` marks numbers that are fixed when the kernel is compiled.
+#
+# **Exercise 6.** In `fold`, which processes one tile, the lines of `new`, `shrink` and `o` are missing. They are the lines of your `forward`, with `tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot` and `x[:, None]`.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，这样走一遍的程序是一个**核函数**（kernel）：它同时运行许多份，每个**实例**负责自己的那块查询，由 `tl.program_id(0)` 说明是哪一块。指针加上行号和列号，`tl.load` 就取来一块。在 CPU 上，由 Triton 的解释器一个接一个地运行这些实例。这个核函数没有掩码，所以 token 数必须能被块的大小 16 整除。
+# 在 GPU 上，你的外层循环变成一个**核函数**（kernel），即同时运行许多份的程序。每个**实例**负责一个查询块，由 `tl.program_id(0)` 得知是哪一块。`tl.load` 按算好的地址读入若干行。在 CPU 上，Triton 的解释器把这些实例一个接一个地运行。
 #
-# 下面就是写成核函数的 `tiled_forward`，逐行对应；对一块做的事写在 `fold` 里。**练习 4。** `fold` 缺三行：`new`、`shrink` 和 `o`。（`tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot`；`x[:, None]` 与 torch 相同。）
+# token 数可以是任意的，超出末尾的行用**掩码**处理：`tl.load` 对它们返回 0，`tl.store` 跳过它们，超出末尾的键得到分数 −∞，因此权重是 0。`tl.constexpr` 标出编译核函数时就固定下来的数。
+#
+# **练习 6。** `fold` 处理一个分块，其中缺 `new`、`shrink` 和 `o` 三行。它们就是你写的 `forward` 里的三行，要用 `tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot` 和 `x[:, None]`。
 #
 # </div>
 
 # %%
-from types import SimpleNamespace
-
-try:
-    import triton
-    import triton.language as tl
-
-    jit = triton.jit
-except ImportError:
-    triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda function: function
-    missing = (
-        "Triton is not installed here (it runs on Linux only), so you can read this section's"
-        " kernels but not run them."
-    )
-    print(say(missing))
-
-
-# %%
-@jit
-def tile(x, rows, D: tl.constexpr):  # where these rows of a matrix (n, D) stand
-    return x + rows[:, None] * D + tl.arange(0, D)[None, :]
+triton, tl, jit = lesson_06.triton_here()
 
 
 @jit
-def fold(o, total, largest, scores, value):  # one panel, folded into what is carried along
+def fold(o, total, largest, scores, value):  # one tile, added to the output and the sum
     new = largest  # yours
     shrink = new  # yours
     weights = tl.exp(scores - new[:, None])
@@ -496,25 +539,26 @@ def fold(o, total, largest, scores, value):  # one panel, folded into what is ca
 # %% slide="code"
 @jit
 def kernel(q, k, v, out, lse, n, D: tl.constexpr, BLOCK: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # the queries of this instance
-    query = tl.load(tile(q, rows, D))  # (BLOCK, D)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]  # the queries of this instance
+    d = tl.arange(0, D)[None, :]
+    query = tl.load(q + rows * D + d, mask=rows < n, other=0.0)  # (BLOCK, D)
     o, total = tl.zeros((BLOCK, D), tl.float32), tl.zeros((BLOCK,), tl.float32)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, n, BLOCK):
-        keys = start + tl.arange(0, BLOCK)
-        scores = tl.dot(query, tl.trans(tl.load(tile(k, keys, D)))) * D**-0.5  # (BLOCK, BLOCK)
-        o, total, largest = fold(o, total, largest, scores, tl.load(tile(v, keys, D)))
-    tl.store(tile(out, rows, D), o / total[:, None])
-    tl.store(lse + rows, largest + tl.log(total))
+        keys = start + tl.arange(0, BLOCK)[:, None]
+        key = tl.load(k + keys * D + d, mask=keys < n, other=0.0)
+        value = tl.load(v + keys * D + d, mask=keys < n, other=0.0)
+        scores = tl.where(tl.trans(keys) < n, tl.dot(query, tl.trans(key)) * D**-0.5, float("-inf"))
+        o, total, largest = fold(o, total, largest, scores, value)
+    tl.store(out + rows * D + d, o / total[:, None], mask=rows < n)
+    tl.store(lse + rows, (largest + tl.log(total))[:, None], mask=rows < n)
 
 
-# %% minutes=9
+# %% minutes=5
 def run(q, k, v):
-    if not triton:
-        return None
-    assert len(q) % 16 == 0, "every block must be whole"
     o, lse = torch.empty_like(q), q.new_empty(len(q))
-    kernel[(len(q) // 16,)](q, k, v, o, lse, len(q), D=q.shape[1], BLOCK=16)
+    if triton:
+        kernel[(-(-len(q) // 16),)](q, k, v, o, lse, len(q), D=q.shape[1], BLOCK=16)
     return o, lse
 
 
@@ -536,71 +580,179 @@ if not lesson_06.check_kernel.accepted:
 lesson_06.check_kernel(run)
 ### END SOLUTION
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Six calls of PyTorch's attention.\n\n**Guess first.** Which one keeps the scores on this CPU? Which ones on an H200?", "zh": "六种调用 PyTorch 注意力的写法。\n\n**先猜**：哪一种在这个 CPU 上会保存分数？哪几种在 H200 上会？"}
+# ## 6.9 Why is my attention not flash? / 我的注意力为什么不是 flash？
+#
 # <div lang="en">
 #
-# The library's kernel is the same walk, with masks for edges, a causal diagonal, and `exp2` in place of `exp`. Its loop, as it stands in `course_lib.attention.kernels`:
+# `F.scaled_dot_product_attention` chooses one of several implementations, its **backends**. Most of them are fused kernels, which keep one number per row. The last one, `MATH`, runs separate operators and keeps the scores. PyTorch changes to it without a warning. The choice depends on the mask, dropout, dtype, head size and numbers of heads.
+#
+# Below are six calls with 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU, and which ones on an H200?
 #
 # </div>
 # <div lang="zh">
 #
-# 库里的核函数是同样的走法，只是多了边缘的掩码、因果对角线，并用 `exp2` 代替 `exp`。它的循环，照 `course_lib.attention.kernels` 中的原样：
+# `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用选其中一种。多数后端是融合算子，每行只保存一个数。最后一种叫 `MATH`，它运行一连串单独的算子，并保存分数。换成它时，PyTorch 并不警告。选哪一种，取决于掩码、dropout、dtype、头的维度和头数。
+#
+# 下面是六种调用，都有 8 个查询头和 1024 个 token。**先猜**：哪一种在这个 CPU 上会保存分数？哪几种在 H200 上会？
 #
 # </div>
 
-# %%
-from course_lib.attention import kernels
 
-lesson_06.loop_of(kernels.forward_kernel, "for first_k in", "largest = new_largest")
+# %%
+def call(d=64, kv_heads=8, dtype=torch.float32, mask=None, **options):
+    shapes = [(1, heads, 1024, d) for heads in (8, kv_heads, kv_heads)]
+    inputs = [torch.rand(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return inputs, options | ({"attn_mask": mask(dtype)} if mask else {})
+
+
+calls = {
+    "causal flag": partial(call, is_causal=True),
+    "mask": partial(call, mask=lambda dtype: torch.zeros(1024, 1024, dtype=dtype)),
+    "mask, transposed": partial(call, mask=lambda dtype: torch.zeros(1024, 1024, dtype=dtype).T),
+    "dropout 0.1": partial(call, is_causal=True, dropout_p=0.1),
+    "head size 63": partial(call, is_causal=True, d=63),
+    "grouped queries": partial(call, is_causal=True, kv_heads=2, enable_gqa=True),
+}
+
+
+# %%
+from course_lib.symbolic import Symbolic
+
+
+def kept_by(call, **dtype):
+    inputs, options = call(**dtype)
+    attend = partial(F.scaled_dot_product_attention, **options)
+    return round(saved_tensors(attend, *inputs).total_bytes / 1e6, 1)
+
+
+with symbolic(Symbolic(kind="cuda")):  # operators and bytes as on an H200, without a GPU
+    on_cuda = {name: kept_by(call) for name, call in calls.items()}
+
+# %% jupyter={"source_hidden": true} slide="result"
+from torch.nn.attention import SDPBackend
+
+rows = []
+for name, each in calls.items():
+    inputs, options = each()
+    backend = SDPBackend(torch._fused_sdp_choice(*inputs, **options)).name  # PyTorch's own choice
+    with symbolic(Symbolic(kind="cuda")):
+        in_bf16 = kept_by(each, dtype=torch.bfloat16)
+    rows.append((name, f"`{backend}`", kept_by(each), on_cuda[name], in_bf16))
+headings = ["CPU: backend", "CPU: kept (MB)", "H200, fp32 (MB)", "H200, bf16 (MB)"]
+table(["call", *headings], rows)
 
 # %% [markdown]
-# ## 6.8 In your own code / 实际怎么写
+# <div lang="en">
+#
+# - A **mask** costs $4N^2$ bytes in fp32, because the mask itself is kept. On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
+# - **Dropout** is inside the kernels on CUDA. This CPU falls back to `MATH` and keeps 107 MB instead of 8.4.
+# - **Head sizes** must be a multiple of 4 in fp32 and of 8 in bf16 on CUDA.
+# - **Grouped queries** get no fused kernel in fp32 on CUDA. A Llama's step there peaked at 8,509 MB, where a fused kernel would have given 6,230 MB. In bf16 they do.
+#
+# The H200 columns follow PyTorch 2.11. For the flag, the mask and dropout, the bytes were compared with an H200; for the transposed mask and grouped queries, the choice of kernel was. The head size follows PyTorch's source.
+#
+# </div>
+# <div lang="zh">
+#
+# - **掩码**在 fp32 下要占 $4N^2$ 字节，因为掩码本身要保存。在 CUDA 上，最后一维步长不是 1 的掩码（T5 就是这样）用不上融合算子。
+# - **dropout** 在 CUDA 上由核函数内部完成。这个 CPU 则退回 `MATH`，保存 107 MB，而不是 8.4 MB。
+# - **头的维度**在 CUDA 上，fp32 时要是 4 的倍数，bf16 时要是 8 的倍数。
+# - **分组查询**在 CUDA 上、fp32 时用不上融合算子。一个 Llama 的训练步在那里峰值是 8,509 MB，用融合算子本来只要 6,230 MB。bf16 时可以用。
+#
+# H200 的两列按 PyTorch 2.11 的规则得出。因果标志、掩码和 dropout 的字节数与 H200 核对过，转置的掩码和分组查询核对过所选的核函数，头的维度则依据 PyTorch 的源码。
+#
+# </div>
+
+# %% [markdown]
+# ## 6.10 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
-# PyTorch has it all in one call. `sdpa_kernel` makes a choice loud: where that kernel cannot run, it raises.
+# The causal flag replaces a causal mask. Other masks are a task for `flex_attention`, which compiles a function into a kernel. Padding is best avoided: pack the sequences one after the other, and pass where each begins (`cu_seqlens`).
 #
 # | line | here |
 # |---|---|
 # | `F.scaled_dot_product_attention(q, k, v, is_causal=True)` | run below |
-# | `with sdpa_kernel(SDPBackend.FLASH_ATTENTION): ...` | run below |
-# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True` says why a kernel is not taken | not run |
-# | Hugging Face: `from_pretrained(..., attn_implementation="sdpa")`, or `"flash_attention_2"` | not run |
+# | `with sdpa_kernel(SDPBackend.FLASH_ATTENTION): ...` raises an error instead of falling back | run below |
+# | `flex_attention(q, k, v, block_mask=create_block_mask(same_document, ...))` | run below; no backward pass on a CPU |
+# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True` gives the reasons in warnings | not run: the warnings differ by version |
+# | Hugging Face: `from_pretrained(..., attn_implementation="sdpa")`, or `"flash_attention_2"` | not run: needs weights |
+# | `varlen_attn(q, k, v, cu_seqlens, ...)`, or `flash_attn_varlen_func` | not run: needs a GPU |
 # | `flash_attn_func(q, k, v, causal=True, deterministic=True)` | not run: needs a GPU |
 #
 # </div>
 # <div lang="zh">
 #
-# 在 PyTorch 里，一次调用就全有了。`sdpa_kernel` 让选择变得明确：选中的核函数不能运行时，它会报错。
+# 因果标志可以代替因果掩码。别的掩码可以用 `flex_attention`，它把一个函数编译成核函数。填充最好避免，办法是把各条序列首尾相接地打包，再传入每条序列从哪里开始（`cu_seqlens`）。
 #
 # | 写法 | 本课是否运行 |
 # |---|---|
 # | `F.scaled_dot_product_attention(q, k, v, is_causal=True)` | 下面运行 |
-# | `with sdpa_kernel(SDPBackend.FLASH_ATTENTION): ...` | 下面运行 |
-# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True`，说出某个核函数为何没被选用 | 未运行 |
-# | Hugging Face：`from_pretrained(..., attn_implementation="sdpa")`，或 `"flash_attention_2"` | 未运行 |
+# | `with sdpa_kernel(SDPBackend.FLASH_ATTENTION): ...`，不能运行时报错，而不是退回 | 下面运行 |
+# | `flex_attention(q, k, v, block_mask=create_block_mask(same_document, ...))` | 下面运行；在 CPU 上没有反向 |
+# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True`，用警告说明原因 | 未运行：警告随版本而不同 |
+# | Hugging Face：`from_pretrained(..., attn_implementation="sdpa")`，或 `"flash_attention_2"` | 未运行：需要权重 |
+# | `varlen_attn(q, k, v, cu_seqlens, ...)`，或 `flash_attn_varlen_func` | 未运行：需要 GPU |
 # | `flash_attn_func(q, k, v, causal=True, deterministic=True)` | 未运行：需要 GPU |
 #
 # </div>
 
 # %%
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 
+q, k, v = torch.randn(3, 1, 4, 512, 64)
 with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-torch.allclose(flash_attention(q, k, v, causal=True), theirs, atol=1e-5)
+document = torch.arange(512) // 200  # three documents, packed into one sequence
+
+
+def same_document(batch, head, query, key):
+    return (document[query] == document[key]) & (query >= key)
+
+
+block_mask = create_block_mask(same_document, None, None, 512, 512, device="cpu")
+
+# %% jupyter={"source_hidden": true}
+import warnings
+
+from torch.nn.attention.flex_attention import flex_attention
+
+with warnings.catch_warnings(record=True) as said:
+    packed = flex_attention(q, k, v, block_mask=block_mask)
+ends = [(0, 200), (200, 400), (400, 512)]  # cu_seqlens is [0, 200, 400, 512]
+alone = [
+    F.scaled_dot_product_attention(*(x[..., a:b, :] for x in (q, k, v)), is_causal=True)
+    for a, b in ends
+]
+flags = torch.allclose(flash_attention(q, k, v, causal=True), theirs, atol=1e-5)
+print(*(str(each.message).splitlines()[0] for each in said))
+flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.sparsity():.0f}%"
 
 # %% [markdown]
-# ## 6.9 Claims and measurements / 说法与实测
-#
 # <div lang="en">
 #
-# Three sentences that people meet.
+# The flag equals the library, and the block mask equals attention on each document alone. It skips half of the tiles. The warning matters: without `torch.compile`, `flex_attention` computes the whole matrix of scores.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句常见的说法。
+# 因果标志的结果与库里的版本一致，块掩码的结果与逐篇文档单独计算一致，而且跳过了一半的分块。要留意那条警告：不用 `torch.compile` 时，`flex_attention` 会算出完整的分数矩阵。
+#
+# </div>
+
+# %% [markdown]
+# ## 6.11 Claims and measurements / 说法与实测
+#
+# <div lang="en">
+#
+# Readers often meet these three sentences.
+#
+# </div>
+# <div lang="zh">
+#
+# 下面三句话很常见。
 #
 # </div>
 
@@ -616,21 +768,21 @@ what_you_may_have_read(
     " / ".join(f"{back / one:.2f} ×" for back in backs),
 )
 
-# %% [markdown] slide={"en": "The course's step, flash alone. 128 tokens.\n\n**Guess first.** How much of 277.7 MB?", "zh": "这门课的那一步，只用 flash，128 个 token。\n\n**先猜**：277.7 MB 里能省多少？"}
-# ## 6.10 The ledger / 账本
+# %% [markdown] slide={"en": "The step of lesson 00 with flash attention alone, 128 tokens.\n\n**Guess first.** How much of 277.7 MB does it save?", "zh": "第 00 课的训练步，只换成 flash 注意力，128 个 token。\n\n**先猜**：277.7 MB 里能省多少？"}
+# ## 6.12 The ledger / 账本
 #
 # <div lang="en">
 #
-# The course's step, with flash attention alone:
+# This is the training step of lesson 00 with flash attention as its only change. The second result estimates one sequence of 4096 tokens, with standard and with flash attention.
 #
 # </div>
 # <div lang="zh">
 #
-# 这门课的那一步，只用 flash 注意力：
+# 这是第 00 课的那个训练步，只换成了 flash 注意力。第二个结果是一条 4096 个 token 的序列的估计峰值，分别用标准注意力和 flash 注意力。
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 from course_lib.budget import Recipe, estimate
 from course_lib.models import Decoder, random_tokens
 
@@ -643,57 +795,56 @@ def step(attention, sequence, batch):
 
 ledger("06", "flash attention", step("flash", 128, 8))
 
-# %% slide="result"
-long = {kind: step(kind, 4096, 1).peak_bytes / 1e9 for kind in kinds}
-[f"{name}: {peak:.2f} GB" for name, peak in long.items()]
+# %% jupyter={"source_hidden": true} slide="result"
+[f"{kind}: {step(kind, 4096, 1).peak_bytes / 1e9:.2f} GB" for kind in ("standard", "flash")]
 
 # %% [markdown]
 # <div lang="en">
 #
-# The honest row: at 128 tokens P is a small part of a layer, and flash saves 9% of the peak. One sequence of 4096 tokens, by estimate: 5.97 GB and 0.78. The length decides which technique is the main one.
+# At 128 tokens P is a small part of a layer, so flash attention saves only 9% of the peak. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. Which technique saves the most depends on the sequence length.
 #
 # </div>
 # <div lang="zh">
 #
-# 这一行我们照实记下：128 个 token 时，P 只占一层的一小部分，flash 只省下峰值的 9%。换成一条 4096 个 token 的序列，估计峰值从 5.97 GB 降到 0.78 GB。哪一样是主力，由长度决定。
+# 128 个 token 时，P 只占一层的一小部分，所以 flash 注意力只省下峰值的 9%。换成一条 4096 个 token 的序列，估计峰值就从 5.97 GB 降到 0.78 GB。哪一种技术省得最多，取决于序列长度。
 #
 # </div>
 
-# %% [markdown] slide={"en": "One number a row gives every probability back.\n\nThe checkpoint forgets between layers, flash inside the operator.", "zh": "每行一个数，就能还原每一个概率。\n\n检查点在层与层之间忘，flash 在算子里面忘。"}
-# ## 6.11 Summary / 小结
+# %% [markdown] slide={"en": "One number per row gives every probability back.\n\nThe checkpoint forgets between layers, flash inside the operator.", "zh": "每行一个数，就能还原每一个概率。\n\n检查点在层与层之间忘，flash 在算子里面忘。"}
+# ## 6.13 Summary / 小结
 #
 # <div lang="en">
 #
-# - Softmax can be had in one pass over blocks; one number a row, the log-sum-exp, gives every probability back.
-# - dQ, dK, dV need Q, K, V, O and that number: bytes grow with $N$, FLOPs stay quadratic.
-# - Backward is five products; in two walks seven, and then no two instances write to one place.
-# - A checkpoint around attention forgets P as well, for the same FLOPs, but P is back whole at the peak.
-# - Flash is about long sequences.
+# - Softmax can be computed in one pass over blocks. One number per row, the log-sum-exp, gives every probability back.
+# - dQ, dK and dV need Q, K, V, O and that number. The saved bytes grow with $N$, and the FLOPs grow with $N^2$.
+# - Backward is five products. Two passes need seven, and then no two instances write to the same place.
+# - A checkpoint around attention also forgets P, for the same FLOPs, but the whole of P exists again at the peak.
+# - PyTorch falls back to keeping the scores without a warning. `sdpa_kernel` makes it raise an error instead.
 #
-# **Next:** [lesson 07](07_fit_the_budget.ipynb) fits all of this into a budget.
+# **Next:** [lesson 07](07_fit_the_budget.ipynb) fits all techniques into a budget.
 #
 # </div>
 # <div lang="zh">
 #
-# - softmax 可以分块一遍算完；每行一个数，即 LSE，就能还原每一个概率。
-# - dQ、dK、dV 只需要 Q、K、V、O 和这个数：字节与 $N$ 成正比，FLOPs 仍是平方级。
-# - 反向是五次乘法；分两趟走是七次，那样没有两个实例会写同一个地方。
-# - 给注意力加检查点，也忘掉 P，FLOPs 相同，但峰值时完整的 P 又回来了。
-# - flash 的用处在长序列。
+# - softmax 可以分块计算，只遍历一次。每行一个数，即 LSE，就能还原每一个概率。
+# - dQ、dK、dV 只需要 Q、K、V、O 和这个数。保存的字节与 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
+# - 反向是五次乘法。遍历两次则是七次，那样任何两个实例都不会写同一个地方。
+# - 给注意力加检查点，也忘掉 P，FLOPs 相同，但峰值时完整的 P 又出现了。
+# - PyTorch 会不声不响地退回到保存分数的实现，用 `sdpa_kernel` 可以让它报错。
 #
-# **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这一切装进一个预算。
+# **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这些技术一起装进一个预算。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Milakov and Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv:1805.02867. Dao et al. 2022, *FlashAttention*, arXiv:2205.14135. Dao 2023, *FlashAttention-2*, arXiv:2307.08691. Williams et al. 2009, *Roofline*, CACM 52(4). NVIDIA's data sheets of A100 and H100, and its CUDA programming guide (163 KiB a block). FlashAttention's repository, issues 414 and 988, pull request 1893.
+# **Sources.** Milakov and Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv:1805.02867. Dao et al. 2022, *FlashAttention*, arXiv:2205.14135. Dao 2023, *FlashAttention-2*, arXiv:2307.08691. Ainslie et al. 2023, *GQA*, arXiv:2305.13245. Dong et al. 2024, *Flex Attention*, arXiv:2412.05496. Williams et al. 2009, *Roofline*, CACM 52(4). NVIDIA's data sheets of A100 and H100. FlashAttention's repository, issues 414 and 988, pull request 1893.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Milakov 和 Gimelshein 2018，*Online normalizer calculation for softmax*，arXiv:1805.02867。Dao et al. 2022，*FlashAttention*，arXiv:2205.14135。Dao 2023，*FlashAttention-2*，arXiv:2307.08691。Williams et al. 2009，*Roofline*，CACM 52(4)。NVIDIA 的 A100 与 H100 数据手册，以及 CUDA 编程指南（每个线程块 163 KiB）。FlashAttention 代码仓库的 issue 414、988 与 pull request 1893。
+# **出处。** Milakov 和 Gimelshein 2018，*Online normalizer calculation for softmax*，arXiv:1805.02867。Dao et al. 2022，*FlashAttention*，arXiv:2205.14135。Dao 2023，*FlashAttention-2*，arXiv:2307.08691。Ainslie et al. 2023，*GQA*，arXiv:2305.13245。Dong et al. 2024，*Flex Attention*，arXiv:2412.05496。Williams et al. 2009，*Roofline*，CACM 52(4)。NVIDIA 的 A100 与 H100 数据手册。FlashAttention 代码仓库的 issue 414、988 与 pull request 1893。
 #
 # </div>
 
@@ -702,7 +853,7 @@ long = {kind: step(kind, 4096, 1).peak_bytes / 1e9 for kind in kinds}
 #
 # <div lang="en">
 #
-# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that were defined above.
+# The other lessons need nothing from here on. Each section can be read alone, and uses names that were defined above.
 #
 # </div>
 # <div lang="zh">
@@ -712,16 +863,16 @@ long = {kind: step(kind, 4096, 1).peak_bytes / 1e9 for kind in kinds}
 # </div>
 
 # %% [markdown]
-# ## 6.12 Which tiles / 要算哪些分块
+# ## 6.14 Which tiles a causal mask needs / 因果掩码要算哪些分块
 #
 # <div lang="en">
 #
-# The library walks over blocks of queries too, and skips what nobody sees: with a causal mask, the tiles above the diagonal. Eight blocks of queries, eight of keys; the numbers are the order of the walk in forward:
+# The library skips the tiles above the diagonal of a causal mask. The numbers are the order in forward.
 #
 # </div>
 # <div lang="zh">
 #
-# 库里的版本对查询也分块，并跳过谁也看不见的部分：有因果掩码时，就是对角线以上的分块。查询分八块，键分八块，数字是前向时的计算顺序：
+# 有因果掩码时，库里的版本跳过对角线以上的分块。图中的数字是前向时的计算顺序。
 #
 # </div>
 
@@ -731,12 +882,12 @@ lesson_06.draw_causal_tiles()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 5.** `tiles(queries, keys, block_q, block_k)`: how many tiles does a causal walk compute? The mask is aligned at the bottom right: the last query sees all keys. Blocks need not divide the lengths.
+# **Exercise 7.** How many tiles does `tiles(queries, keys, block_q, block_k)` have to compute with a causal mask? The mask is aligned at the bottom right, so the last query sees all keys, and with fewer keys than queries the first queries see none. (`is_causal=True` in PyTorch aligns at the top left.) Blocks need not divide the lengths.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** `tiles(queries, keys, block_q, block_k)`：因果的走法要算多少个分块？掩码在右下角对齐：最后一个查询看见所有的键。块的大小不一定整除长度。
+# **练习 7。** 带因果掩码时，`tiles(queries, keys, block_q, block_k)` 一共要算多少个分块？掩码在右下角对齐，所以最后一个查询看得见所有的键；键比查询少时，最前面的查询一个键也看不见。（PyTorch 的 `is_causal=True` 在左上角对齐。）块的大小不一定整除长度。
 #
 # </div>
 
@@ -763,41 +914,26 @@ if not lesson_06.check_causal_tiles.accepted:
 lesson_06.check_causal_tiles(tiles)
 ### END SOLUTION
 
-
-# %%
-def flops_of(function, n=512, **options):
-    inputs = [torch.randn(1, 1, n, 64, requires_grad=True) for _ in range(3)]
-    with flop_counter() as forward:
-        o = function(*inputs, **options)
-    with flop_counter() as back:
-        o.sum().backward()
-    return forward.get_total_flops(), back.get_total_flops()
-
-
-blocks = {"block_q": 64, "block_k": 64}
-whole, lower = (flops_of(flash_attention, causal=causal, **blocks) for causal in (False, True))
-[part / total for part, total in zip(lower, whole, strict=True)], 36 / 64
-
 # %% [markdown]
-# ## 6.13 Saved bytes, part by part / 保存的字节，逐项
+# ## 6.15 Saved bytes, part by part / 逐项列出保存的字节
 #
 # <div lang="en">
 #
-# Saved bytes at N = 2048, part by part, of both kinds, and of the framework's own fused kernel:
+# This table lists the saved bytes at N = 2048. The last line compares the totals with those of PyTorch's fused kernel.
 #
 # </div>
 # <div lang="zh">
 #
-# N = 2048 时保存的字节，逐项列出：两种注意力，以及框架自带的融合算子：
+# 下表逐项列出 N = 2048 时保存的字节。最后一行与 PyTorch 融合算子的总数比较。
 #
 # </div>
 
-# %%
+# %% jupyter={"source_hidden": true}
 rows = []
-for name in ("standard", "flash"):
+for name, function in kinds.items():
     formula = attention_saved_bytes(sequence=2048, batch=1, heads=12, head_dim=64, kind=name)
     found = {}
-    for row in kept(kinds[name], 2048):
+    for row in kept(function, 2048):
         if row.shared_with is None:
             found.setdefault(row.bytes, []).append(row)
     for part, count in formula.items():
@@ -806,18 +942,18 @@ for name in ("standard", "flash"):
 predictions(rows, unit="bytes")
 
 # %%
-fused = [kept(F.scaled_dot_product_attention, n).total_bytes for n in lengths]
-fused == saved["flash"], [f"{count / 1e6:.1f} MB" for count in saved["flash"]]
+fused, ours = (kept(f, 2048).total_bytes for f in (F.scaled_dot_product_attention, flash_attention))
+fused == ours, f"{ours / 1e6:.1f} MB"
 
 # %% [markdown]
 # <div lang="en">
 #
-# One number a row stands for all of P. **Exercise 6.** `probabilities(q, k, lse)`: the matrix P of one head, without softmax and without a sum over a row, from Q, K `(n, d)` and the log-sum-exp `(n)`.
+# **Exercise 8.** Write `probabilities(q, k, lse)`, which returns the matrix P of one head from Q and K, (n, d), and the log-sum-exps, (n,). Use neither softmax nor a sum over a row.
 #
 # </div>
 # <div lang="zh">
 #
-# 每行一个数，就能代替整个 P。**练习 6。** `probabilities(q, k, lse)`：不用 softmax，也不对行求和，由一个头的 Q、K `(n, d)` 和 LSE `(n)` 得到矩阵 P。
+# **练习 8。** 写出 `probabilities(q, k, lse)`，由一个头的 Q、K (n, d) 和 LSE (n,) 得到矩阵 P。不要用 softmax，也不要对行求和。
 #
 # </div>
 
@@ -841,64 +977,20 @@ lesson_06.check_probabilities(probabilities)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 6.14 The library's version / 库里的版本
+# ## 6.16 FLOPs, bytes, time / FLOPs、字节与时间
 #
 # <div lang="en">
 #
-# `flash_attention` takes what real models need: causal masks, queries and keys of different numbers, grouped-query attention (GQA: several query heads share one key and value head), bf16 and fp16 with sums in fp32, rows that see nothing. The causal mask is aligned at the bottom right: the last query sees all keys, and with fewer keys than queries the first ones see none (`is_causal=True` aligns at the top left, as the framework's does). With 8 query heads on 2 key heads, beside the framework; then 6 queries on 4 keys:
+# The table counts one head with N = 4096, for the loops of FlashAttention-2 and for this library's two passes, with 163 KiB on the chip. The time is at least the larger of compute time and memory time, at 312 TFLOP/s and 2.0 TB/s. The second table has the seconds of forward and backward on this CPU.
 #
 # </div>
 # <div lang="zh">
 #
-# `flash_attention` 支持真实模型所需的种种情形：因果掩码、数目不同的查询与键、分组查询注意力（GQA，几个查询头共用一个键值头）、bf16 与 fp16（求和用 fp32），以及什么也看不见的行。因果掩码在右下角对齐：最后一个查询看见所有的键；键比查询少时，最前面的查询什么也看不见（`is_causal=True` 与框架一样，在左上角对齐）。8 个查询头共用 2 个键值头，与框架相比；然后是 6 个查询对 4 个键：
+# 下表统计 N = 4096 时的一个头，按 FlashAttention-2 的循环，以及本库遍历两次的做法，片上有 163 KiB。按 312 TFLOP/s 和 2.0 TB/s，时间至少是计算时间与访存时间中较大的。第二张表是在这个 CPU 上前向加反向的秒数。
 #
 # </div>
-
-# %%
-q, (k, v) = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 2, 100, 64)  # 8 heads, and 2
-ours = flash_attention(q, k, v, causal=True)
-theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-more, (k, v) = torch.randn(1, 1, 6, 16), torch.randn(2, 1, 1, 4, 16)  # 6 queries, 4 keys
-sees = flash_attention(more, k, v, causal=True)[0, 0].abs().sum(1).gt(0)
-torch.allclose(ours, theirs, atol=1e-5), sees.tolist()  # the first two see nothing
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 7.** Grouped-query attention: 32 query heads, 8 key and value heads, $d = 128$, 4096 tokens, batch 1, bf16. How many bytes does FlashAttention keep?
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 7。** 分组查询注意力（GQA）：32 个查询头，8 个键值头，$d = 128$，4096 个 token，批次大小为 1，bf16。FlashAttention 留下多少字节？
-#
-# </div>
-
-# %% minutes=5
-answer = None  # bytes
-lesson_06.check_grouped_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-one_head = 4096 * 128 * 2
-lesson_06.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
-### END SOLUTION
-
-# %% [markdown]
-# ## 6.15 FLOPs, bytes, time / FLOPs、字节与时间
-#
-# <div lang="en">
-#
-# Counted as FlashAttention-2 walks, for one head and the 163 KiB that an A100 gives a block; "two walks" as this library's kernels do it. At 312 TFLOP/s and 2.0 TB/s, the time is at least the larger of the two:
-#
-# </div>
-# <div lang="zh">
-#
-# 照 FlashAttention-2 的走法数出来，一个头，片上 163 KiB（A100 给一个线程块的上限）；“两趟”是本库核函数的走法。按 312 TFLOP/s 和 2.0 TB/s，时间至少是两者中较大的：
-#
-# </div>
-
-# %%
 sizes, rows = {"sequence": 4096, "head_dim": 64}, []
 for name, options in {
     "standard, forward": {"kind": "standard"},
@@ -914,30 +1006,15 @@ for name, options in {
 headings = ["N = 4096, d = 64, bf16", "GFLOPs", "moved (MB)", "FLOPs per byte"]
 table([*headings, "time (µs): compute; memory"], rows)
 
-# %% [markdown]
-# ## 6.16 Seconds on a CPU / CPU 上的秒数
-#
-# <div lang="en">
-#
-# Does it pay on a CPU, in seconds?
-#
-# </div>
-# <div lang="zh">
-#
-# 用秒来看，在 CPU 上划算吗？
-#
-# </div>
-
-
 # %% tags=["nbval-ignore-output", "shows-seconds"]
+from timeit import repeat
+
+from course_lib.teaching import table
+
+
 def seconds(function, n):
     q, k, v = (torch.randn(1, 4, n, 64, requires_grad=True) for _ in range(3))
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        function(q, k, v).sum().backward()
-        taken.append(time.perf_counter() - start)
-    return round(min(taken), 3)
+    return round(min(repeat(lambda: function(q, k, v).sum().backward(), number=1, repeat=3)), 3)
 
 
 layers["framework, fused"] = F.scaled_dot_product_attention
@@ -945,96 +1022,75 @@ rows = [(name, *(seconds(layer, n) for n in (1024, 2048))) for name, layer in la
 table(["", "N = 1024", "N = 2048"], rows)
 
 # %% [markdown]
-# ## 6.17 Dropout by seed, other masks, an older idea / 用种子做 dropout、别的掩码、更早的思路
+# ## 6.17 Dropout by seed, and an older idea / 用种子做 dropout，以及更早的思路
 #
 # <div lang="en">
 #
-# Dropout on P would need a mask of N × N. Kernels keep a **seed** instead: a counter-based generator gives each place of P its number from the seed and the place alone, in forward and again in backward. Autograd holds two numbers (the framework's CUDA kernels; on this CPU the fused one takes no dropout). In PyTorch, `dropout_p=0.1` in `F.scaled_dot_product_attention`.
+# Dropout on P would need a mask of N × N. CUDA kernels keep a **seed** instead. A counter-based generator computes the random number of each place of P from the seed and the place, in forward and again in backward, so autograd holds only two numbers.
 #
-# Other masks: `torch.nn.attention.flex_attention` takes a function of the score and its place, compiled into such a kernel; a block mask says which tiles are skipped. And the idea is older than the name: Rabe and Staats 2021 showed attention with $O(\log n)$ memory beside inputs and outputs, by the same running maximum and sum, with a checkpoint a block for its backward.
+# The idea is older than its name. Rabe and Staats 2021 (*Self-attention Does Not Need O(n²) Memory*, arXiv:2112.05682) used the same running maximum and sum, with one checkpoint per block for backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 P 做 dropout，本来要一个 N × N 的掩码。核函数改为保存一个**种子**：基于计数器的随机数发生器，只凭种子和位置就给出 P 上每一处的数，前向用一次，反向再用一次。autograd 手里只有两个数（框架的 CUDA 核函数如此；在这个 CPU 上，融合算子不支持 dropout）。在 PyTorch 里就是 `F.scaled_dot_product_attention` 的 `dropout_p=0.1`。
+# 对 P 做 dropout，本来要一个 N × N 的掩码。CUDA 核函数改为保存一个**种子**：基于计数器的随机数发生器只凭种子和位置，就能算出 P 上每一处的随机数，前向用一次，反向再用一次，因此 autograd 只保存两个数。
 #
-# 别的掩码：`torch.nn.attention.flex_attention` 接受一个关于分数及其位置的函数，编译成这样的核函数；块掩码说明哪些分块可以跳过。而这个思路比它的名字更早：Rabe 和 Staats 2021 用同样的当前最大值和总和，证明注意力除输入和输出之外只需 $O(\log n)$ 的内存，反向时每块一个检查点。
+# 这一课的思路比它的名字更早。Rabe 和 Staats 2021（*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682）就用了同样的当前最大值和总和，反向时每块一个检查点。
 #
 # </div>
 
 # %% [markdown]
+# ## 6.18 The library's kernels / 库里的核函数
+#
 # <div lang="en">
 #
-# **Sources.** Rabe and Staats 2021, *Self-attention Does Not Need O(n²) Memory*, arXiv:2112.05682. Dong et al. 2024, *Flex Attention*, arXiv:2412.05496.
+# The library has one kernel for forward and two for backward. One keeps a key block and sums dK and dV over queries, the other keeps a block of queries and sums dQ over keys. The cell counts the products of each, and compares all of them with the torch backend for 40 tokens, without and with a causal mask.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rabe 和 Staats 2021，*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682。Dong et al. 2024，*Flex Attention*，arXiv:2412.05496。
+# 库里的前向是一个核函数，反向是两个：一个负责一个键块，对查询累加 dK 和 dV；另一个负责一个查询块，对键累加 dQ。下面的单元格数出每个核函数的乘法次数，再用 40 个 token 与 torch 后端比较，先不带因果掩码，再带上。
 #
 # </div>
-
-# %% [markdown]
-# ## 6.18 The library's backward kernels / 库里的反向核函数
-#
-# <div lang="en">
-#
-# Backward as kernels has two walks: one keeps a block of keys and sums dK and dV over queries, the other keeps a block of queries and sums dQ over keys. The walk of the first; the products of each kernel; and all kernels, causal and not, beside the torch backend:
-#
-# </div>
-# <div lang="zh">
-#
-# 反向写成核函数要走两趟：一个核函数负责一块键，对查询累加 dK 和 dV；另一个负责一块查询，对键累加 dQ。以下依次是：前者的那一趟；每个核函数的乘法次数；全部核函数运行一遍，因果与非因果，与 torch 后端相比：
-#
-# </div>
-
-# %%
-lesson_06.loop_of(kernels.keys_backward_kernel, "for first_q in", "key_grad = product")
 
 # %%
 import inspect
 
-each = (kernels.forward_kernel, kernels.keys_backward_kernel, kernels.queries_backward_kernel)
-products = [inspect.getsource(getattr(kernel, "fn", kernel)).count("= product(") for kernel in each]
-by_kernels = sum(products[1:]) / products[0]
-products, by_kernels  # backward does 3.5 times the FLOPs of forward: 14 against 4 N^2 d
+from course_lib.attention import kernels
 
+each = (kernels.forward_kernel, kernels.keys_backward_kernel, kernels.queries_backward_kernel)
+[inspect.getsource(getattr(kernel, "fn", kernel)).count("= product(") for kernel in each]
 
 # %%
 device = "cuda" if torch.cuda.is_available() else "cpu"
+inputs = [torch.randn(1, 2, 40, 16, device=device, requires_grad=True) for _ in range(3)]
 
 
-def with_gradients(backend, causal):
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 2, 40, 16, device=device, requires_grad=True) for _ in range(3)]
+def gradients(backend, causal):
     o = flash_attention(*inputs, causal=causal, backend=backend, block_q=16, block_k=16)
-    return [o.detach(), *torch.autograd.grad(o.square().sum(), inputs)]
+    return torch.cat(torch.autograd.grad(o.square().sum(), inputs))
 
 
-pairs = []
-for causal in (False, True) if triton else ():
-    ours, theirs = with_gradients("triton", causal), with_gradients("torch", causal)
-    pairs += zip(ours, theirs, strict=True)
-[torch.allclose(a, b, atol=1e-4) for a, b in pairs]
+masks = (False, True) if triton else ()
+[torch.allclose(gradients("triton", c), gradients("torch", c), atol=1e-4) for c in masks]
 
 # %% [markdown]
 # ## 6.19 Older claims / 更早的说法
 #
 # <div lang="en">
 #
-# Sentences of the teaching documents from which this course grew.
+# These sentences come from the teaching documents from which this course grew.
 #
 # </div>
 # <div lang="zh">
 #
-# 这些说法出自本课程的前身：一份教学文档。
+# 这些说法出自本课程的前身，即几份教学文档。
 #
 # </div>
 
-# %%
+# %% jupyter={"source_hidden": true}
 in_bf16 = kept(flash_attention, 1024, torch.bfloat16)
 vectors = [row for row in in_bf16 if len(row.shape) == 3]
-ratio = sum(flops_of(flash_attention, 1024)) / sum(flops_of(flash_attention, 512))
 
 
 def peak(layer, depth):
@@ -1047,13 +1103,11 @@ def peak(layer, depth):
 
 
 savings = [1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 3, 6)]
-
-# %%
 lesson_06.older_claims(
     f"{len(vectors)}",
     f"{vectors[0].dtype}".removeprefix("torch."),
     " / ".join(f"{100 * saving:.0f} %" for saving in savings),
-    f"{saved['flash'][1] / saved['flash'][0]:.1f} × / {ratio:.1f} ×",
+    f"{double:.1f} × / {other / one:.1f} ×",
 )
 
 # %% [markdown]

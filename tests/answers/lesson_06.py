@@ -6,7 +6,7 @@ import math
 import numpy
 import torch
 
-from course_lib.lessons.lesson_06.checks import reference_backward
+from course_lib.lessons.lesson_06.tiles import reference_backward, reference_forward
 
 
 def in_blocks(scores, block, rescale=True, step=1, start=float("-inf"), of_all_rows=False):
@@ -69,46 +69,109 @@ def two_passes(scores, block):
     )
 
 
-def gradients(q, k, v, o, lse, grad_o, block, slip=""):
-    return reference_backward(q, k, v, o, lse, grad_o, block, slip)
+def forward(q, k, v, block_q, block_k, slip=""):
+    return reference_forward(q, k, v, block_q, block_k, slip)
 
 
-def by_autograd(q, k, v, o, lse, grad_o, block):
+def keys_outside(q, k, v, block_q, block_k):
+    """The other order: one key block at a time, all blocks of queries inside."""
+    o, total = torch.zeros_like(q), q.new_zeros(len(q))
+    largest = q.new_full((len(q),), float("-inf"))
+    for key, value in zip(k.split(block_k), v.split(block_k), strict=True):
+        for start in range(0, len(q), block_q):
+            rows = slice(start, start + block_q)
+            scores = q[rows] @ key.T / q.shape[1] ** 0.5
+            new = torch.maximum(largest[rows], scores.amax(1))
+            shrink, weights = (largest[rows] - new).exp(), (scores - new[:, None]).exp()
+            total[rows] = total[rows] * shrink + weights.sum(1)
+            o[rows] = o[rows] * shrink[:, None] + weights @ value
+            largest[rows] = new
+    return o / total[:, None], largest + total.log()
+
+
+def one_loop(q, k, v, block_q, block_k):
+    """Right numbers, with all queries at once: (n, block_k) scores."""
+    return reference_forward(q, k, v, len(q), block_k)
+
+
+def twice(function, places):
+    """Right numbers, with the products of the case once more."""
+
+    def answer(*case):
+        function(*case)
+        return function(*case)[:places]
+
+    return answer
+
+
+def whole_forward(q, k, v, block_q, block_k):
+    """Right numbers, through N x N."""
+    scores = q @ k.T * q.shape[1] ** -0.5
+    return scores.softmax(1) @ v, torch.logsumexp(scores, 1)
+
+
+def part_of_forward(place, factor):
+    def answer(*case):
+        found = list(forward(*case))
+        found[place] = found[place] * factor
+        return tuple(found)
+
+    return answer
+
+
+def gradients(q, k, v, o, lse, grad_o, block_q, block_k, slip=""):
+    return reference_backward(q, k, v, o, lse, grad_o, block_q, block_k, slip)
+
+
+def by_autograd(q, k, v, o, lse, grad_o, block_q, block_k):
     """Right numbers, through N x N."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     found = (inputs[0] @ inputs[1].T * q.shape[1] ** -0.5).softmax(1) @ inputs[2]
     return torch.autograd.grad(found, inputs, grad_o)
 
 
-def scores_twice(q, k, v, o, lse, grad_o, block):
-    """Seven products a panel: S once for dS, and once more for dV."""
-    dq, dk, dv = gradients(q, k, v, o, lse, grad_o, block)
-    for start in range(0, len(k), block):
-        panel = slice(start, start + block)
-        dv[panel] = (q @ k[panel].T * q.shape[1] ** -0.5 - lse[:, None]).exp().T @ grad_o
+def scores_twice(q, k, v, o, lse, grad_o, block_q, block_k):
+    """Seven products per tile: S once for dS, and once more for dV."""
+    dq, dk, dv = gradients(q, k, v, o, lse, grad_o, block_q, block_k)
+    dv = torch.zeros_like(dv)
+    for first in range(0, len(k), block_k):
+        keys = slice(first, first + block_k)
+        for start in range(0, len(q), block_q):
+            rows = slice(start, start + block_q)
+            p = (q[rows] @ k[keys].T * q.shape[1] ** -0.5 - lse[rows, None]).exp()
+            dv[keys] += p.T @ grad_o[rows]
     return dq, dk, dv
 
 
-def all_panels_kept(q, k, v, o, lse, grad_o, block):
-    """Right numbers, with P of all panels before the first gradient."""
-    scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
-    panels = [(key, (q @ key.T * scale - lse[:, None]).exp()) for key in k.split(block)]
-    dq, dk, dv = torch.zeros_like(q), [], []
-    for (key, p), value in zip(panels, v.split(block), strict=True):
-        ds = p * (grad_o @ value.T - dots) * scale
-        dq += ds @ key
-        dk.append(ds.T @ q)
-        dv.append(p.T @ grad_o)
-    return dq, torch.cat(dk), torch.cat(dv)
+def all_tiles_kept(q, k, v, o, lse, grad_o, block_q, block_k):
+    """Right numbers, with P of all tiles before the first gradient."""
+    dots, kept = (grad_o * o).sum(1, keepdim=True), []
+    blocks = [slice(start, start + block_k) for start in range(0, len(k), block_k)]
+    rows = [slice(start, start + block_q) for start in range(0, len(q), block_q)]
+    for i in rows:
+        for j in blocks:
+            kept.append((i, j, (q[i] @ k[j].T * q.shape[1] ** -0.5 - lse[i, None]).exp()))
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for i, j, p in kept:
+        ds = p * (grad_o[i] @ v[j].T - dots[i]) * q.shape[1] ** -0.5
+        dq[i] += ds @ k[j]
+        dk[j] += ds.T @ q[i]
+        dv[j] += p.T @ grad_o[i]
+    return dq, dk, dv
 
 
-def queries_outside(q, k, v, o, lse, grad_o, block):
-    """The other order: a block of queries at a time, all of the keys in panels inside."""
+def all_queries_at_once(q, k, v, o, lse, grad_o, block_q, block_k):
+    """Right numbers in one loop, over key blocks alone."""
+    return gradients(q, k, v, o, lse, grad_o, len(q), block_k)
+
+
+def queries_outside(q, k, v, o, lse, grad_o, block_q, block_k):
+    """The other order: one block of queries at a time, all key blocks inside."""
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    parts = []
-    for start in range(0, len(q), block):
-        rows = slice(start, start + block)
-        dq, more_k, more_v = gradients(q[rows], k, v, o[rows], lse[rows], grad_o[rows], block)
+    parts, sizes = [], (block_q, block_k)
+    for start in range(0, len(q), block_q):
+        rows = slice(start, start + block_q)
+        dq, more_k, more_v = gradients(q[rows], k, v, o[rows], lse[rows], grad_o[rows], *sizes)
         parts.append(dq)
         dk, dv = dk + more_k, dv + more_v
     return torch.cat(parts), dk, dv
@@ -133,25 +196,32 @@ def kernel(
     new=lambda largest, scores: numpy.maximum(largest, scores.max(1)),
     shrink=lambda old, new: numpy.exp(old - new),
     output=lambda o, shrink, added: o * shrink + added,
+    beyond=-numpy.inf,
 ):
-    """The lesson's kernel, line by line, in NumPy: one of its three lines may be another one."""
+    """The lesson's kernel, line by line, in NumPy; one of its lines may be wrong.
+
+    `beyond` is the score of the places after the last key.
+    """
 
     def run(q, k, v):
-        o, lse = torch.empty_like(q), q.new_empty(len(q))
+        n, missing = len(q), -len(q) % 16
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (q, k, v)]
+        o, lse = torch.empty_like(padded[0]), q.new_empty(n + missing)
         with numpy.errstate(all="ignore"):
-            for rows in range(0, len(q), 16):
-                instance(*(x.numpy() for x in (q, k, v, o, lse)), slice(rows, rows + 16))
-        return o, lse
+            for rows in range(0, n, 16):
+                instance(*(x.numpy() for x in (*padded, o, lse)), slice(rows, rows + 16), n)
+        return o[:n], lse[:n]
 
-    def instance(q, k, v, out, lse, rows):
+    def instance(q, k, v, out, lse, rows, n):
         o, total = numpy.float32(0), numpy.float32(0)
         largest = numpy.full(16, -numpy.inf, numpy.float32)
         for start in range(0, len(k), 16):
-            panel = slice(start, start + 16)
-            scores = q[rows] @ k[panel].T * q.shape[1] ** -0.5
+            keys = slice(start, start + 16)
+            scores = q[rows] @ k[keys].T * q.shape[1] ** -0.5
+            scores = numpy.where(numpy.arange(start, start + 16) < n, scores, beyond)
             largest, old = new(largest, scores), largest
             factor, weights = shrink(old, largest), numpy.exp(scores - largest[:, None])
-            o = output(o, factor[:, None], weights @ v[panel])
+            o = output(o, factor[:, None], weights @ v[keys])
             total = total * factor + weights.sum(1)
         out[rows], lse[rows] = o / total[:, None], largest + numpy.log(total)
 
@@ -219,20 +289,55 @@ ANSWERS = {
             (lambda scores, block: 3, "one number per row"),
         ],
     ),
+    "forward": (
+        [forward, keys_outside],
+        [
+            *(
+                (functools.partial(forward, slip=slip), told)
+                for slip, told in (
+                    ("no maximum", "You keep no maximum"),
+                    ("starts at 0", "starts at 0"),
+                    ("maximum of the tile", "the maximum of this tile alone"),
+                    ("one maximum for all rows", "one maximum for all rows"),
+                    ("sum not rescaled", "do not rescale the old sum"),
+                    ("output not rescaled", "do not rescale the old output"),
+                    ("last tile", "only the last tile"),
+                    ("not divided", "did not divide"),
+                    ("softmax of the tile", "sums to 1 in every tile"),
+                    ("scale forgotten", "lack the scale"),
+                    ("sum returned", "returned log ℓ"),
+                )
+            ),
+            (one_loop, "`(256, 32)` has more scores than a tile"),
+            (whole_forward, "N × N"),
+            (twice(forward, 2), "4.0 products"),
+            (part_of_forward(0, 1.5), "the output is not"),
+            (part_of_forward(1, 1.5), "the log-sum-exp is not"),
+            (part_of_forward(0, math.nan), "the output is not"),
+            (lambda *case: forward(*case)[0], "Return the output"),
+            (lambda *case: 3, "Return the output"),
+        ],
+    ),
     "backward": (
         [gradients, queries_outside],
         [
             (functools.partial(gradients, slip="no D"), "subtracts D"),
-            (functools.partial(gradients, slip="D of the key block"), "over one key block"),
+            (functools.partial(gradients, slip="D of the tile"), "over one key block"),
             (
-                functools.partial(gradients, slip="softmax of the key block"),
-                "sums to 1 in every block",
+                functools.partial(gradients, slip="softmax of the tile"),
+                "sums to 1 in every tile",
             ),
             (functools.partial(gradients, slip="scale forgotten"), "dS must contain it"),
             (functools.partial(gradients, slip="dQ overwritten"), "only the last key block"),
+            (
+                functools.partial(gradients, slip="dK and dV overwritten"),
+                "only the last block of queries",
+            ),
+            (functools.partial(gradients, slip="all overwritten"), "only the last tile"),
             (functools.partial(gradients, slip="divided"), "Subtract first"),
             (by_autograd, "N × N"),
-            (all_panels_kept, "N × N"),
+            (all_tiles_kept, "N × N"),
+            (all_queries_at_once, "more scores than a tile"),
             (lambda *case: tuple(gradients(*case)[i] for i in (0, 2, 1)), "wrong order"),
             (scores_twice, "7.0 products"),
             *((off_by(0), "dQ"), (off_by(2), "dV")),
@@ -241,14 +346,14 @@ ANSWERS = {
         ],
     ),
     "flops": (
-        [{"forward": 4, "backward": 10, "two walks": 14}],
+        [{"forward": 4, "backward": 10, "two passes": 14}],
         [
-            ({"forward": 2, "backward": 5, "two walks": 7}, "count as two"),
-            ({"forward": 4, "backward": 8, "two walks": 14}, "backward computes S again"),
-            ({"forward": 8, "backward": 10, "two walks": 14}, "`forward`: Not yet: too large"),
-            ({"forward": 4, "backward": 10, "two walks": 10}, "the number for one pass"),
-            ({"forward": 4, "backward": 10, "two walks": 12}, "dP only once"),
-            ({"forward": 4, "backward": 10, "two walks": 20}, "Only S and dP"),
+            ({"forward": 2, "backward": 5, "two passes": 7}, "count as two"),
+            ({"forward": 4, "backward": 8, "two passes": 14}, "backward computes S again"),
+            ({"forward": 8, "backward": 10, "two passes": 14}, "`forward`: Not yet: too large"),
+            ({"forward": 4, "backward": 10, "two passes": 10}, "the number for one pass"),
+            ({"forward": 4, "backward": 10, "two passes": 12}, "dP only once"),
+            ({"forward": 4, "backward": 10, "two passes": 20}, "Only S and dP"),
             (4, "Give a dictionary"),
             ({"forward": 4}, "Give a dictionary"),
         ],
@@ -257,8 +362,9 @@ ANSWERS = {
         [kernel()],
         [
             (by_torch, "products with PyTorch"),
+            (kernel(beyond=0.0), "after the last key"),
             (
-                kernel(new=lambda largest, scores: 0 * scores.sum(1), shrink=ones),
+                kernel(new=lambda largest, scores: numpy.zeros(16, "float32"), shrink=ones),
                 "keeps no maximum",
             ),
             (kernel(new=lambda largest, scores: scores.max(1)), "the maximum of this key block"),

@@ -1,10 +1,13 @@
 """Lesson 06: its claims, checks and figures, and attention on a GPU."""
 
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+from course_lib.labels import say
 from course_lib.teaching import Claim, Table
 from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
-    check_backward,
     check_causal_tiles,
     check_flops,
     check_grouped_bytes,
@@ -20,9 +23,9 @@ from .display import (
     draw_roofline,
     draw_running,
     draw_saved,
-    loop_of,
 )
 from .gpu import attention_forward_and_backward
+from .tiles import check_backward, check_forward
 
 __all__ = [
     "CLAIMS",
@@ -31,6 +34,7 @@ __all__ = [
     "check_backward",
     "check_causal_tiles",
     "check_flops",
+    "check_forward",
     "check_grouped_bytes",
     "check_kernel",
     "check_log_sum_exp",
@@ -42,8 +46,8 @@ __all__ = [
     "draw_roofline",
     "draw_running",
     "draw_saved",
-    "loop_of",
     "older_claims",
+    "triton_here",
 ]
 
 #: Claims that learners may have read.
@@ -111,3 +115,18 @@ OLDER_CLAIMS = (
 def older_claims(*measured: str) -> Table:
     """Return the table of the claims in depth, with the figure measured for each."""
     return what_you_may_have_read(OLDER_CLAIMS, *measured)
+
+
+def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:
+    """Return Triton, its language and its `jit`, or stand-ins and a printed note without Triton."""
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        missing = (
+            "Triton is not installed here (it runs on Linux only), so you can read this section's"
+            " kernels but not run them."
+        )
+        print(say(missing))
+        return None, SimpleNamespace(constexpr=int), lambda function: function
+    return triton, tl, triton.jit

@@ -1,4 +1,4 @@
-"""The exercises of lesson 06."""
+"""The exercises of lesson 06, except those in `tiles.py`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import tensors_in
 from course_lib.labels import say
-from course_lib.memory import MemoryMeter
 from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+
+from .tiles import large_and_small
 
 # Exercise 1: softmax in one pass
 # --------------------------------------------------------------------------------------
@@ -177,178 +178,7 @@ def check_log_sum_exp(function: Any) -> Verdict:
     return right("Right: computed in blocks, and without overflow.")
 
 
-# Exercise 2: dQ, dK, dV
-# -----------------------------------------------------------------------------------------------
-
-_GRADIENT_MISTAKES = {
-    "no D": (
-        "dV is right, but dQ and dK are not. The gradient of softmax subtracts D, the row sums"
-        " of dO ∘ O."
-    ),
-    "D of the key block": (
-        "dV is right, but dQ and dK are not. You summed D over one key block, but D is the sum"
-        " over the whole row. Compute it from dO and O."
-    ),
-    "softmax of the key block": (
-        "All three are wrong, because you took the softmax of each key block, which sums to 1"
-        " in every block. P is exp(S − lse)."
-    ),
-    "scale forgotten": (
-        "dV is right, but dQ and dK are √d times too large. S contains the scale, so dS must"
-        " contain it, too."
-    ),
-    "dQ overwritten": (
-        "dK and dV are right, but your dQ has only the last key block. Every key block adds to dQ."
-    ),
-    "divided": (
-        "You divide exp(S) by exp(lse), and both overflow for large scores. Subtract first: P"
-        " is exp(S − lse)."
-    ),
-}
-
-
-def reference_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    grad_o: Tensor,
-    block: int,
-    mistake: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV of one head, (n, d) each, computed key block by key block.
-
-    `mistake` names a mistake that learners make, which is then included.
-    """
-    scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for start in range(0, len(k), block):
-        keys = slice(start, start + block)
-        scores = q @ k[keys].T * scale
-        p = (scores - lse[:, None]).exp()
-        if mistake == "softmax of the key block":
-            p = scores.softmax(1)
-        if mistake == "divided":
-            p = scores.exp() / lse[:, None].exp()
-        dp = grad_o @ v[keys].T
-        row = {"no D": 0.0, "D of the key block": (p * dp).sum(1, keepdim=True)}.get(mistake, dots)
-        ds = p * (dp - row) * (1 if mistake == "scale forgotten" else scale)
-        dv[keys], dk[keys] = p.T @ grad_o, ds.T @ q
-        dq = ds @ k[keys] if mistake == "dQ overwritten" else dq + ds @ k[keys]
-    return dq, dk, dv
-
-
-@exercise(
-    hint=(
-        (
-            "For each key block, compute P from S and lse, dV = Pᵀ dO, and dS = P ∘ (dO Vᵀ − D)"
-            " · scale. Then dQ and dK follow from dS."
-        ),
-        (
-            "Before the loop, compute D = `(grad_o * o).sum(1, keepdim=True)`. In the loop,"
-            " with `keys` as the slice of a key block, write `dq += ds @ k[keys]`, `dk[keys] ="
-            " ds.T @ q` and `dv[keys] = p.T @ grad_o`."
-        ),
-    )
-)
-def check_backward(function: Any) -> Verdict:
-    """Check `function(q, k, v, o, lse, grad_o, block)`.
-
-    The gradients must be right in float64, with five products per key block and nothing N x N.
-    """
-    case = _one_head(40, 56, 16, torch.float64)
-    found = function(*(x.clone() for x in case), 16)
-    if found is None or (
-        isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found)
-    ):
-        return not_answered()
-    expected = reference_backward(*case, 16)
-    # A verdict on a wrong answer is false, so `or` cannot be used: None means no problem.
-    problem = _wrong_gradients(found, expected, case)
-    problem = _wrong_cost(function) if problem is None else problem
-    if problem is not None:
-        return problem
-    return right(
-        "Right: equal to the exact gradients in float64, with five products per key block and"
-        " nothing of size N × N."
-    )
-
-
-def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return q, k, v, o, lse and an uneven gradient of o, equal on every machine.
-
-    Every fifth query has scores of 1000 and more.
-    """
-    q, k, v, grad_o = (
-        torch.linspace(start, start + 40 * n, n * d, dtype=dtype).sin().view(n, d) * 1.5
-        for start, n in ((0.0, queries), (1.0, keys), (2.0, keys), (3.0, queries))
-    )
-    q[::5] *= 400
-    scores = q @ k.T * d**-0.5
-    return q, k, v, scores.softmax(1) @ v, torch.logsumexp(scores, 1), grad_o
-
-
-def _wrong_gradients(
-    found: Any, expected: tuple[Tensor, ...], case: tuple[Tensor, ...]
-) -> Verdict | None:
-    shapes = [tuple(x.shape) for x in expected]
-    if (
-        not isinstance(found, tuple | list)
-        or [tuple(getattr(x, "shape", ())) for x in found] != shapes
-    ):
-        return wrong(
-            "Return three tensors dQ, dK and dV, with the shapes of q, k and v.", exact=True
-        )
-    if all(map(_equal, found, expected)):
-        return None
-    for mistake, message in _GRADIENT_MISTAKES.items():
-        if all(map(_equal, found, reference_backward(*case, 16, mistake))):
-            return wrong(message, exact=True)
-    if all(any(_equal(one, other) for other in expected) for one in found):
-        return wrong("You returned dQ, dK and dV in the wrong order.", exact=True)
-    off = [
-        name
-        for name, one, other in zip(("dQ", "dK", "dV"), found, expected, strict=True)
-        if not _equal(one, other)
-    ]
-    return wrong(text("Not right yet: {names}.", names=", ".join(off)))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(
-        one.double(), other, rtol=1e-6, atol=1e-8, equal_nan=True
-    )
-
-
-def _wrong_cost(function: Any) -> Verdict | None:
-    """Refuse a function that holds something as large as the scores.
-
-    It must also compute exactly five products per key block.
-    """
-    n, d, block = 256, 16, 16
-    case = _one_head(n, n, d, torch.float32)
-    with flop_counter() as counter, MemoryMeter() as meter:
-        function(*case, block)
-    if meter.peak_bytes >= n * n * 4:
-        return wrong(
-            "The numbers are right, but N × N numbers are live at once. Compute P and dS for"
-            " one key block, use them, and release them before the next one.",
-            exact=True,
-        )
-    products = counter.get_total_flops() / (2 * n * n * d)
-    if round(products, 2) != 5:
-        return wrong(
-            text(
-                "The numbers are right, but you compute {products:.1f} products of 2 N² d"
-                " FLOPs. Five are enough.",
-                products=products,
-            )
-        )
-    return None
-
-
-# Exercise 3: FLOPs by hand
+# Exercise 5: FLOPs by hand
 # --------------------------------------------------------------------------------------------
 
 _TWO = "You counted a multiplication and an addition as one FLOP. They count as two."
@@ -360,7 +190,7 @@ _PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
         "Backward computes S again, then dV, dP, dQ and dK, which are five products.",
         {5: _TWO, 8: "You left out that backward computes S again, for P."},
     ),
-    "two walks": (
+    "two passes": (
         14,
         "Both passes compute S and dP, so there are seven products.",
         {
@@ -390,10 +220,10 @@ _PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
     )
 )
 def check_flops(answer: Any) -> Verdict:
-    """Check {"forward", "backward", "two walks"}: FLOPs of each in N² d."""
+    """Check {"forward", "backward", "two passes"}: FLOPs of each in N² d."""
     if not isinstance(answer, Mapping) or set(answer) != set(_PRODUCTS):
         return wrong(
-            "Give a dictionary with the keys `forward`, `backward` and `two walks`.", exact=True
+            "Give a dictionary with the keys `forward`, `backward` and `two passes`.", exact=True
         )
     if all(value is None for value in answer.values()):
         return not_answered()
@@ -405,15 +235,15 @@ def check_flops(answer: Any) -> Verdict:
     return right("Right: 4, 10 and 14 N² d FLOPs.")
 
 
-# Exercise 4: three lines of a kernel
+# Exercise 6: three lines of a kernel
 # ----------------------------------------------------------------------------------
 
 
 @exercise(
     hint=(
         (
-            "The three lines are the same as in `tiled_forward`: the new maximum, the factor"
-            " for the old sum, and the output."
+            "The three lines are those of your `forward`: the new maximum, the factor for the old"
+            " sum, and the output."
         ),
         (
             "Write `new = tl.maximum(largest, tl.max(scores, 1))`, `shrink = tl.exp(largest -"
@@ -431,7 +261,7 @@ def check_kernel(run: Any) -> Verdict:
         )
     if _is_untouched(run):
         return not_answered()
-    q, k, v = _large_and_small()
+    q, k, v = large_and_small(45, 45)  # the last block of 16 has 13 rows
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with flop_counter() as counter, numpy.errstate(all="ignore"):  # Triton's interpreter is NumPy
         found = run(*(x.to(device) for x in (q, k, v)))
@@ -454,7 +284,8 @@ def check_kernel(run: Any) -> Verdict:
     right_o, right_lse = equal(_kernel_result(q, k, v))
     if right_o and right_lse:
         return right(
-            "Right: each instance gives the same as `tiled_forward`, for large scores, too."
+            "Right: each instance gives what your `forward` gives, for large scores and for edges,"
+            " too."
         )
     for message, mistake in _KERNEL_MISTAKES.items():
         if all(equal(_kernel_result(q, k, v, **mistake))):
@@ -474,25 +305,6 @@ def check_kernel(run: Any) -> Verdict:
     )
 
 
-def _large_and_small() -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v of one head, (48, 16) each.
-
-    Scores of some rows are all near 1000 or −1000, and those of others rise or fall by hundreds
-    from the first block of 16 keys to the last. All numbers are multiples of 1/16, small enough for
-    products that are exact in TF32 too.
-    """
-    n, d = 48, 16
-    q, k, v = (
-        (torch.linspace(start, start + 40 * n, n * d).sin() * 24).round().view(n, d) / 16
-        for start in (0.0, 1.0, 2.0)
-    )
-    k[:, 0], k[:, 1] = 4.0, (torch.arange(n) - n // 2) / 8
-    every = torch.arange(n) % 6
-    q[:, 0] = torch.tensor([0.0, 0.0, 0.0, 1024.0, -1024.0, 1024.0])[every]
-    q[:, 1] = torch.tensor([0.0, 512.0, -512.0, 0.0, 0.0, -512.0])[every]
-    return q, k, v
-
-
 def _kernel_result(
     q: Tensor,
     k: Tensor,
@@ -506,28 +318,39 @@ def _kernel_result(
     output: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda o, shrink, added: (
         o * shrink + added
     ),
+    beyond: float = -math.inf,
 ) -> tuple[Tensor, Tensor]:
     """Compute the kernel's output and log-sum-exp in PyTorch, one block of queries at a time.
 
-    Other arguments introduce a mistake in one of the kernel's three lines.
+    `beyond` is the score of the places after the last key in the last block. Other arguments
+    introduce a mistake in one of the kernel's three lines.
     """
+    missing = -len(k) % block
+    columns = torch.arange(len(k) + missing)
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
+    n = len(q) - missing
     outputs, log_sums = [], []
     for query in q.split(block):
         o, total = torch.zeros_like(query), query.new_zeros(len(query))
         largest = query.new_full((len(query),), -math.inf)
-        for key, value in zip(k.split(block), v.split(block), strict=True):
+        for key, value, places in zip(*(x.split(block) for x in (k, v, columns)), strict=True):
             scores = query @ key.T * q.shape[1] ** -0.5
+            scores[:, places >= n] = beyond
             new = new_maximum(largest, scores)
             shrink, weights = factor(largest, new), (scores - new[:, None]).exp()
             o = output(o, shrink[:, None], weights @ value)
             total, largest = total * shrink + weights.sum(1), new
         outputs.append(o / total[:, None])
         log_sums.append(largest + total.log())
-    return torch.cat(outputs), torch.cat(log_sums)
+    return torch.cat(outputs)[:n], torch.cat(log_sums)[:n]
 
 
 #: Message -> the arguments of `_kernel_result` that introduce the mistake.
 _KERNEL_MISTAKES: dict[str, dict[str, Any]] = {
+    (
+        "Places after the last key count as keys with score 0. Their scores must be −∞, so that"
+        " their weights are 0."
+    ): {"beyond": 0.0},
     (
         "Your kernel keeps no maximum, so `exp` overflows for scores of 1000, and every weight is 0"
         " for scores of −1000. `new` must be the largest score so far."

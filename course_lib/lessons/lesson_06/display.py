@@ -1,7 +1,6 @@
-"""Figures of lesson 06, and the source of a kernel's loop."""
+"""Figures of lesson 06."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from course_lib.labels import listed
@@ -50,57 +49,43 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
 
 
 def draw_passes() -> "Figure":
-    """Draw both passes: a block of queries over the keys, and a key block over the queries."""
+    """Draw both passes as tiles: forward passes over key blocks, and backward over all tiles."""
     alt = (
-        "Forward: a block of queries passes over the key blocks and updates m, the sum and the"
-        " output. Backward: for each key block, P is computed again, dQ is added to, and dK and"
-        " dV of the block are written."
+        "A grid of tiles: three blocks of queries and four key blocks. Forward: one block of"
+        " queries passes over the key blocks and updates m, the sum and the output. Backward: each"
+        " tile computes P again and adds to dQ of its row and to dK and dV of its column."
     )
     drawn, panels = figure(
         "A tile is computed, used and released, so nothing of size N × N exists",
         columns=2,
-        height=3.0,
+        height=3.2,
         alt=text(alt),
     )
-    message = (
-        ("forward", "keys, block by block", ("m, ℓ and O are updated with each block",)),
-        (
-            "backward",
-            "keys, block by block",
-            ("every block adds to dQ", "dK and dV are written once"),
-        ),
-    )
-    for ax, (phase, below, notes) in zip(panels, message, strict=True):
+    notes = {
+        "forward": ("m, ℓ and O of a row are updated by each tile",),
+        "backward": ("dQ of a row: every tile adds to it", "dK, dV of a column: every tile adds"),
+    }
+    names = {"forward": ("Q", "S, P"), "backward": ("Q, dO", "S, P, dS")}
+    for ax, (phase, lines) in zip(panels, notes.items(), strict=True):
         ax.set_title(text(phase), loc="left")
+        beside, inside = names[phase]
+        for row in range(3):
+            ax.add_patch(_box(0.4, row, 0.45, 0.92, facecolor="#DCE6F0"))
+            for column in range(4):
+                look = {"facecolor": _FLASH, "alpha": 0.8} if (row, column) == (1, 2) else {}
+                ax.add_patch(_box(1 + column, row, 0.92, 0.92, **({"facecolor": "none"} | look)))
         for column in range(4):
-            look = (
-                {"facecolor": _FLASH, "alpha": 0.8}
-                if column == 2
-                else {"facecolor": "none", "alpha": 1.0}
-            )
-            ax.add_patch(_box(1 + column, 0, 0.92, 3, **look))
-            ax.add_patch(_box(1 + column, 3.15, 0.92, 0.45, facecolor="#DCE6F0"))
-        ax.add_patch(_box(0.4, 0, 0.45, 3, facecolor="#DCE6F0"))
-        ax.annotate(
-            "",
-            (5.1, 1.5),
-            (0.95, 1.5),
-            arrowprops={"arrowstyle": "->", "color": "black", "lw": 1.5},
-        )
-        ax.text(3.46, 2.2, "S, P" if phase == "forward" else "S, P, dS", ha="center", fontsize=9)
-        ax.text(
-            0.62,
-            1.5,
-            "Q" if phase == "forward" else "Q, dO",
-            ha="center",
-            va="center",
-            rotation=90,
-            fontsize=9,
-        )
-        ax.text(3.0, 3.75, text("{what}: K, V", what=text(below)), ha="center", fontsize=9)
-        for line, note in enumerate(notes):
-            ax.text(0.4, -0.55 - 0.55 * line, text(note), fontsize=9)
-        ax.set(xlim=(0.2, 5.4), ylim=(-1.5, 4.2))
+            ax.add_patch(_box(1 + column, 3.1, 0.92, 0.4, facecolor="#DCE6F0"))
+        arrow = {"arrowstyle": "->", "color": "black", "lw": 1.5}
+        ax.annotate("", (5.2, 1.2), (0.95, 1.2), arrowprops=arrow)
+        if phase == "backward":
+            ax.annotate("", (3.15, -0.15), (3.15, 3.05), arrowprops=arrow)
+        ax.text(3.5, 1.55, inside, ha="center", fontsize=8.5)
+        ax.text(0.62, 1.46, beside, ha="center", va="center", rotation=90, fontsize=8.5)
+        ax.text(3.0, 3.65, text("key blocks: K, V"), ha="center", fontsize=9)
+        for line, note in enumerate(lines):
+            ax.text(0.4, -0.6 - 0.5 * line, text(note), fontsize=9)
+        ax.set(xlim=(0.2, 5.4), ylim=(-1.4, 4.1))
         ax.axis("off")
     return shown_once(drawn)
 
@@ -283,12 +268,3 @@ def draw_causal_tiles() -> "Figure":
     ax.set(xlabel=text("key blocks"), ylabel=text("query blocks"))
     ax.grid(False)
     return shown_once(drawn)
-
-
-def loop_of(kernel: Callable, first: str, last: str) -> None:
-    """Print the lines of a kernel from the one with `first` to the one with `last`."""
-    source = inspect.getsource(getattr(kernel, "fn", kernel)).splitlines()
-    start = next(i for i, line in enumerate(source) if first in line)
-    end = next(i for i, line in enumerate(source) if last in line)
-    indent = len(source[start]) - len(source[start].lstrip())
-    print("\n".join(line[indent:] for line in source[start : end + 1]))

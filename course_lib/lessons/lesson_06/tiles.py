@@ -1,0 +1,401 @@
+"""The exercises of lesson 06 in tiles of queries and keys: forward and backward of one head."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_lib._torch import tensors_in
+from course_lib.memory import MemoryMeter
+from course_lib.memory.measurement import flop_counter
+from course_lib.teaching import Verdict, text
+from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+
+#: Blocks of the checks' small case, which divide neither its 40 queries nor its 56 keys.
+_BLOCKS = 16, 24
+
+
+class _TileRecorder(TorchDispatchMode):
+    """A mode that records results that hold more scores than one tile has.
+
+    A result with an axis of length `d` is not made of scores, and neither is a vector.
+    """
+
+    def __init__(self, block_q: int, block_k: int, d: int) -> None:
+        super().__init__()
+        self.tile, self.d = block_q * block_k, d
+        self.too_large: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            axes = [size for size in tensor.shape if size > 1]
+            if len(axes) > 1 and self.d not in axes and math.prod(axes) > self.tile:
+                self.too_large.append(tuple(tensor.shape))
+        return result
+
+
+def _wrong_cost(
+    function: Callable, case: tuple[Tensor, ...], products: int, message: str
+) -> Verdict | None:
+    """Refuse a function that holds more scores than a tile has at once, or computes products twice.
+
+    The case has 256 queries and keys with 8 features, and is computed in tiles of 16 x 32.
+    """
+    (n, d), blocks = case[0].shape, (16, 32)
+    with flop_counter() as counter, MemoryMeter() as meter:
+        function(*case, *blocks)
+    with _TileRecorder(*blocks, d) as recorder:
+        function(*case, *blocks)
+    if meter.peak_bytes >= n * n * 4:
+        return wrong(
+            "The numbers are right, but N × N numbers are live at once. Compute the scores of"
+            " one tile, use them, and release them before the next tile.",
+            exact=True,
+        )
+    if recorder.too_large:
+        return wrong(
+            text(
+                "The numbers are right, but a tensor of shape {shape} has more scores than a tile"
+                " of (block_q, block_k). Write two loops, one over blocks of queries and one over"
+                " blocks of keys.",
+                shape=f"`{recorder.too_large[0]}`",
+            ),
+            exact=True,
+        )
+    found = counter.get_total_flops() / (2 * n * n * d)
+    if round(found, 2) != products:
+        return wrong(text(message, products=found))
+    return None
+
+
+# Exercise 2: forward in tiles
+# -----------------------------------------------------------------------------------------------
+
+
+def large_and_small(
+    queries: int, keys: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of one head with 16 features, equal on every machine.
+
+    Scores of some rows are all near 1000 or −1000, and those of others rise or fall by hundreds
+    from the first key to the last. All numbers are multiples of 1/16, small enough for products
+    that are exact in TF32 too.
+    """
+    d = 16
+    q, k, v = (
+        (torch.linspace(start, start + 40 * n, n * d).sin() * 24).round().view(n, d) / 16
+        for start, n in ((0.0, queries), (1.0, keys), (2.0, keys))
+    )
+    k[:, 0], k[:, 1] = 4.0, (torch.arange(keys) - keys // 2) / 8
+    every = torch.arange(queries) % 6
+    q[:, 0] = torch.tensor([0.0, 0.0, 0.0, 1024.0, -1024.0, 1024.0])[every]
+    q[:, 1] = torch.tensor([0.0, 512.0, -512.0, 0.0, 0.0, -512.0])[every]
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+_FORWARD_MISTAKES = {
+    "no maximum": (
+        "You keep no maximum, so `exp` overflows for scores of 1000, and every weight is 0 for"
+        " scores of −1000."
+    ),
+    "starts at 0": (
+        "Your running maximum starts at 0, so the sum of a row whose scores are all far below 0"
+        " becomes 0. Start at −∞."
+    ),
+    "maximum of the tile": (
+        "Your new maximum is the maximum of this tile alone. If an earlier tile has a larger one,"
+        " the factor overflows. Take the larger of the two."
+    ),
+    "one maximum for all rows": (
+        "You keep one maximum for all rows, so the sum of a row far below it becomes 0. Keep one"
+        " maximum per row."
+    ),
+    "sum not rescaled": "You do not rescale the old sum when the maximum rises.",
+    "output not rescaled": (
+        "The log-sum-exp is right, but you do not rescale the old output when the maximum rises."
+    ),
+    "last tile": (
+        "The log-sum-exp is right, but your output has only the last tile. Add each tile's part to"
+        " the old output."
+    ),
+    "not divided": (
+        "The log-sum-exp is right, but you did not divide the output by the sum at the end."
+    ),
+    "softmax of the tile": (
+        "You took the softmax of each tile, which sums to 1 in every tile. Weights of one row must"
+        " sum to 1 over all tiles."
+    ),
+    "scale forgotten": "Your scores lack the scale 1 / √d.",
+    "sum returned": (
+        "The output is right, but you returned log ℓ. The log-sum-exp is m + log ℓ, because ℓ is"
+        " relative to m."
+    ),
+}
+
+
+def reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, block_q: int, block_k: int, mistake: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of one head, (n, d) and (n,), tile by tile.
+
+    `mistake` names a mistake that learners make, which is then included.
+    """
+    scale = 1.0 if mistake == "scale forgotten" else q.shape[1] ** -0.5
+    outputs, log_sums = [], []
+    for query in q.split(block_q):
+        o, total = torch.zeros_like(query), query.new_zeros(len(query), 1)
+        start = 0.0 if mistake in ("starts at 0", "no maximum") else -math.inf
+        largest = query.new_full((len(query), 1), start)
+        for key, value in zip(k.split(block_k), v.split(block_k), strict=True):
+            scores = query @ key.T * scale
+            highest = scores.amax(1, keepdim=True)
+            if mistake == "one maximum for all rows":
+                highest = scores.max().expand_as(highest)
+            new = highest if mistake == "maximum of the tile" else torch.maximum(largest, highest)
+            new = largest if mistake == "no maximum" else new
+            weights, shrink = (scores - new).exp(), (largest - new).exp()
+            if mistake == "softmax of the tile":
+                weights, shrink = scores.softmax(1), torch.ones_like(shrink)
+            added = weights @ value
+            kept = {"output not rescaled": o, "last tile": torch.zeros_like(o)}
+            o = kept.get(mistake, o * shrink) + added
+            old = total if mistake == "sum not rescaled" else total * shrink
+            total, largest = old + weights.sum(1, keepdim=True), new
+        whole = mistake in ("not divided", "softmax of the tile")
+        outputs.append(o if whole else o / total)
+        log_sums.append((total.log() if mistake == "sum returned" else largest + total.log())[:, 0])
+    return torch.cat(outputs), torch.cat(log_sums)
+
+
+@exercise(
+    hint=(
+        (
+            "The outer loop takes a block of queries and starts m at −∞, and ℓ and O at 0. The"
+            " inner loop passes over the key blocks and updates all three, as in exercise 1."
+        ),
+        (
+            "In the inner loop, write `o = o * shrink + weights @ v[keys]`, where `shrink` is"
+            " exp(old m − new m), one number per row. After it, divide `o` by ℓ."
+        ),
+    )
+)
+def check_forward(function: Any) -> Verdict:
+    """Check `function(q, k, v, block_q, block_k)` -> (o, lse) of one head.
+
+    Both must be right in float64, for large scores and for blocks that do not divide the lengths,
+    with two products per tile and no more scores at once than a tile has.
+    """
+    case = large_and_small(40, 56, torch.float64)
+    found = function(*(x.clone() for x in case), *_BLOCKS)
+    if found is None:
+        return not_answered()
+    if (
+        not isinstance(found, tuple | list)
+        or [getattr(x, "numel", int)() for x in found] != [40 * 16, 40]
+        or tuple(found[0].shape) != (40, 16)
+    ):
+        return wrong("Return the output, (n, d), and the log-sum-exps, (n,).", exact=True)
+    found = found[0], found[1].flatten()
+    expected = reference_forward(*case, *_BLOCKS)
+    if not all(map(_equal, found, expected)):
+        return _wrong_forward(found, expected, case)
+    message = (
+        "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs. Two are"
+        " enough."
+    )
+    problem = _wrong_cost(function, _one_head(256, 256, 8, torch.float32)[:3], 2, message)
+    if problem is not None:
+        return problem
+    return right("Right: two products per tile, and never more scores at once than a tile has.")
+
+
+def _wrong_forward(
+    found: tuple[Tensor, ...], expected: tuple[Tensor, ...], case: tuple[Tensor, ...]
+) -> Verdict:
+    for mistake, message in _FORWARD_MISTAKES.items():
+        if all(map(_equal, found, reference_forward(*case, *_BLOCKS, mistake))):
+            return wrong(message, exact=True)
+    if _equal(found[1], expected[1]):
+        return wrong(
+            "The log-sum-exp is right, but the output is not. The old output shrinks by the"
+            " same factor as the old sum."
+        )
+    if not all(x.isfinite().all() for x in found):
+        return wrong(
+            "Your code overflows for scores of 1000 and −1000. Look at how you compute the new"
+            " maximum."
+        )
+    if _equal(found[0], expected[0]):
+        return wrong("The output is right, but the log-sum-exp is not. It is m + log ℓ.")
+    return wrong(
+        "The log-sum-exp is wrong. Look at the new maximum and at the factor for the old sum."
+    )
+
+
+# Exercise 3: dQ, dK, dV
+# -----------------------------------------------------------------------------------------------
+
+_GRADIENT_MISTAKES = {
+    "no D": (
+        "dV is right, but dQ and dK are not. The gradient of softmax subtracts D, the row sums"
+        " of dO ∘ O."
+    ),
+    "D of the tile": (
+        "dV is right, but dQ and dK are not. You summed D over one key block, but D is the sum"
+        " over the whole row. Compute it from dO and O."
+    ),
+    "softmax of the tile": (
+        "All three are wrong, because you took the softmax of each tile, which sums to 1 in every"
+        " tile. P is exp(S − lse)."
+    ),
+    "scale forgotten": (
+        "dV is right, but dQ and dK are √d times too large. S contains the scale, so dS must"
+        " contain it, too."
+    ),
+    "dQ overwritten": (
+        "dK and dV are right, but your dQ has only the last key block. Every key block adds to dQ."
+    ),
+    "dK and dV overwritten": (
+        "dQ is right, but your dK and dV have only the last block of queries. Every block of"
+        " queries adds to them."
+    ),
+    "all overwritten": (
+        "All three have only the last tile of their row or column. Every tile adds to dQ, dK and"
+        " dV."
+    ),
+    "divided": (
+        "You divide exp(S) by exp(lse), and both overflow for large scores. Subtract first: P"
+        " is exp(S − lse)."
+    ),
+}
+
+
+def reference_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    grad_o: Tensor,
+    block_q: int,
+    block_k: int,
+    mistake: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV of one head, (n, d) each, computed tile by tile.
+
+    `mistake` names a mistake that learners make, which is then included.
+    """
+    scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    keep_q = mistake not in ("dQ overwritten", "all overwritten")
+    keep_k = mistake not in ("dK and dV overwritten", "all overwritten")
+    for start in range(0, len(k), block_k):
+        keys = slice(start, start + block_k)
+        for first in range(0, len(q), block_q):
+            rows = slice(first, first + block_q)
+            scores = q[rows] @ k[keys].T * scale
+            p = (scores - lse[rows, None]).exp()
+            if mistake == "softmax of the tile":
+                p = scores.softmax(1)
+            if mistake == "divided":
+                p = scores.exp() / lse[rows, None].exp()
+            dp = grad_o[rows] @ v[keys].T
+            sums = {"no D": 0.0, "D of the tile": (p * dp).sum(1, keepdim=True)}
+            ds = p * (dp - sums.get(mistake, dots[rows]))
+            ds = ds * (1 if mistake == "scale forgotten" else scale)
+            dv[keys] = dv[keys] * keep_k + p.T @ grad_o[rows]
+            dk[keys] = dk[keys] * keep_k + ds.T @ q[rows]
+            dq[rows] = dq[rows] * keep_q + ds @ k[keys]
+    return dq, dk, dv
+
+
+@exercise(
+    hint=(
+        (
+            "For each tile, compute P from S and lse, then dP = dO Vᵀ and dS = P ∘ (dP − D)"
+            " · scale. Each tile adds Pᵀ dO to dV, dSᵀ Q to dK and dS K to dQ."
+        ),
+        (
+            "Before the loops, compute D = `(grad_o * o).sum(1, keepdim=True)`. In the inner loop,"
+            " with slices `rows` and `keys`, write `dq[rows] += ds @ k[keys]`, `dk[keys] +="
+            " ds.T @ q[rows]` and `dv[keys] += p.T @ grad_o[rows]`."
+        ),
+    )
+)
+def check_backward(function: Any) -> Verdict:
+    """Check `function(q, k, v, o, lse, grad_o, block_q, block_k)`.
+
+    The gradients must be right in float64, with five products per tile and no more scores at once
+    than a tile has.
+    """
+    case = _one_head(40, 56, 16, torch.float64)
+    found = function(*(x.clone() for x in case), *_BLOCKS)
+    if found is None or (
+        isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found)
+    ):
+        return not_answered()
+    expected = reference_backward(*case, *_BLOCKS)
+    # A verdict on a wrong answer is false, so `or` cannot be used: None means no problem.
+    problem = _wrong_gradients(found, expected, case)
+    if problem is None:
+        message = (
+            "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs. Five"
+            " are enough."
+        )
+        problem = _wrong_cost(function, _one_head(256, 256, 8, torch.float32), 5, message)
+    if problem is not None:
+        return problem
+    return right(
+        "Right: equal to the exact gradients in float64, with five products per tile and never"
+        " more scores at once than a tile has."
+    )
+
+
+def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return q, k, v, o, lse and an uneven gradient of o, equal on every machine.
+
+    Every fifth query has scores of 1000 and more.
+    """
+    q, k, v, grad_o = (
+        torch.linspace(start, start + 40 * n, n * d, dtype=dtype).sin().view(n, d) * 1.5
+        for start, n in ((0.0, queries), (1.0, keys), (2.0, keys), (3.0, queries))
+    )
+    q[::5] *= 400
+    scores = q @ k.T * d**-0.5
+    return q, k, v, scores.softmax(1) @ v, torch.logsumexp(scores, 1), grad_o
+
+
+def _wrong_gradients(
+    found: Any, expected: tuple[Tensor, ...], case: tuple[Tensor, ...]
+) -> Verdict | None:
+    shapes = [tuple(x.shape) for x in expected]
+    if (
+        not isinstance(found, tuple | list)
+        or [tuple(getattr(x, "shape", ())) for x in found] != shapes
+    ):
+        return wrong(
+            "Return three tensors dQ, dK and dV, with the shapes of q, k and v.", exact=True
+        )
+    if all(map(_equal, found, expected)):
+        return None
+    for mistake, message in _GRADIENT_MISTAKES.items():
+        if all(map(_equal, found, reference_backward(*case, *_BLOCKS, mistake))):
+            return wrong(message, exact=True)
+    if all(any(_equal(one, other) for other in expected) for one in found):
+        return wrong("You returned dQ, dK and dV in the wrong order.", exact=True)
+    off = [
+        name
+        for name, one, other in zip(("dQ", "dK", "dV"), found, expected, strict=True)
+        if not _equal(one, other)
+    ]
+    return wrong(text("Not right yet: {names}.", names=", ".join(off)))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(
+        one.double(), other, rtol=1e-6, atol=1e-8, equal_nan=True
+    )
