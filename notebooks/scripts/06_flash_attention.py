@@ -191,13 +191,13 @@ lesson_06.draw_passes()
 #
 # <div lang="en">
 #
-# The backward pass needs P. It has Q, K and the log-sum-exp, so it computes P again, tile by tile. Four products follow, as in standard attention:
+# The backward pass needs P. From Q, K and the log-sum-exp it computes P again, tile by tile. Four products follow, as in standard attention:
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
 # Between them comes the gradient of softmax. Its Jacobian is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. This sum runs over the **whole** row, but a tile has only a part of it. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. This is why O is kept.
 #
-# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head, again in tiles. It returns dQ, dK and dV, with the shapes of q, k and v. The scores contain the factor $1/\sqrt d$, so dS must contain it, too.
+# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV, with the shapes of q, k and v. Mind the factor $1/\sqrt d$.
 #
 # </div>
 # <div lang="zh">
@@ -208,7 +208,7 @@ lesson_06.draw_passes()
 #
 # 其间要用到 softmax 的梯度。它的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。这个和要对**整行**求，而一个分块只看得到这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就能算出来。保存 O 就是为了它。
 #
-# **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，同样逐个分块计算，返回 dQ、dK、dV，形状与 q、k、v 相同。分数里有因子 $1/\sqrt d$，所以 dS 里也要有。
+# **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，返回 dQ、dK、dV，形状与 q、k、v 相同。别忘了因子 $1/\sqrt d$。
 #
 # </div>
 

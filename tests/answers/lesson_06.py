@@ -437,6 +437,12 @@ ONE_NUMBER = "one number in place of one a row: the first block broadcasts it"
 
 #: check -> mutants of its solution that are right as well, and why.
 EQUIVALENT = {
+    "forward": {
+        "True → False in `for key, value in zip(k.split(block_k), v.split(block_k), strict=True):`": (
+            "keys and values have the same number of blocks"
+        ),
+        "0 → -1 in `log_sums.append((largest + total.log())[:, 0])`": "there is one column",
+    },
     "log_sum_exp": {
         "1 → 0 in `largest = scores.new_full(scores.shape[:1], float('-inf'))`": ONE_NUMBER,
         "1 → 0 in `total = scores.new_zeros(scores.shape[:1])`": ONE_NUMBER,

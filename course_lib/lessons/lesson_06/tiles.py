@@ -99,8 +99,8 @@ def large_and_small(
 
 _FORWARD_MISTAKES = {
     "no maximum": (
-        "You keep no maximum, so `exp` overflows for scores of 1000, and every weight is 0 for"
-        " scores of −1000."
+        "You keep no maximum, so `exp` overflows for scores of 8000, and every weight is 0 for"
+        " scores of −8000."
     ),
     "starts at 0": (
         "Your running maximum starts at 0, so the sum of a row whose scores are all far below 0"
@@ -189,7 +189,8 @@ def check_forward(function: Any) -> Verdict:
     Both must be right in float64, for large scores and for blocks that do not divide the lengths,
     with two products per tile and no more scores at once than a tile has.
     """
-    case = large_and_small(40, 56, torch.float64)
+    q, k, v = large_and_small(40, 56, torch.float64)
+    case = 8 * q, k, v  # scores of ±8000, whose differences overflow in float64 too
     found = function(*(x.clone() for x in case), *_BLOCKS)
     if found is None:
         return not_answered()
@@ -226,7 +227,7 @@ def _wrong_forward(
         )
     if not all(x.isfinite().all() for x in found):
         return wrong(
-            "Your code overflows for scores of 1000 and −1000. Look at how you compute the new"
+            "Your code overflows for scores of 8000 and −8000. Look at how you compute the new"
             " maximum."
         )
     if _equal(found[0], expected[0]):
