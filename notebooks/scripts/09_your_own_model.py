@@ -435,7 +435,7 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # | Llama 3 8B | RTX 4090, 25.8 | state and activations offloaded, steps in backward | 22.4 | 24.4 | 85.1 |
 # | Mixtral 8x7B | H200, 150.1 | state offloaded, checkpoints, steps in backward | 98.7 | 102.9 | 186.8 |
 #
-# The first column of bytes counts the tensors. The second column is what PyTorch's allocator would reserve for them by its rules (lesson 01, in depth). It has to fit, together with what CUDA keeps for itself. On the RTX 4090 only 0.8 GB are left. Where less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. How far can you trust these columns? These steps themselves were run on no GPU. Of 165 smaller steps on an H200, 153 took the tensors that were estimated for them, to the byte, and the other estimates, except one, were at most 12 kB too high. The allocator reserved up to 9% more than predicted (`docs/gpus.md`).
+# The first column of bytes counts the tensors. The second column is what PyTorch's allocator would reserve for them by its rules (lesson 01, in depth). It must fit, with what CUDA keeps for itself. On the RTX 4090 only 0.8 GB are left. Where less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. How far can you trust these columns? No GPU ran these steps. Of 165 smaller steps on an H200, 153 took the estimated bytes of tensors exactly, and the other estimates, except one, were at most 12 kB too high. The allocator reserved up to 9% more than predicted (`docs/gpus.md`).
 #
 # </div>
 # <div lang="zh">

@@ -166,9 +166,9 @@ _HOST = (3, 4.8, 1.9, "host reads")
 def draw_order() -> "Figure":
     """Draw what happens to one storage on the three streams, with an arrow for each wait."""
     alt = text(
-        'The operations on one storage, with arrows. "Make" points to the copy to the host.'
-        ' This copy points to "release", "host reads" and the copy to the GPU. The copy to'
-        ' the GPU points to "use".'
+        "The operations on one storage, with arrows. “Make” points to the copy to the host."
+        " This copy points to “release”, “host reads” and the copy to the GPU. The copy to"
+        " the GPU points to “use”."
     )
     drawn, ax = figure(
         "Each arrow is a wait. Without it, nothing determines which of the two comes first",
