@@ -768,8 +768,8 @@ def test_a_wrong_number_is_told_why_and_the_right_one_too():
         *(
             "Right. Seven times twelve.",
             "Not yet. Twelve.",
-            "Not yet: too small.",
-            "Not yet: too large.",
+            "Not yet. The number is too small.",
+            "Not yet. The number is too large.",
         ),
         "Not answered yet.",
     ]

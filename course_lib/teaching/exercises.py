@@ -323,7 +323,11 @@ def expect_number(
     for unit, size in _BYTE_UNITS.items() if in_bytes else ():
         if _close(number * size, expected, 0.01):
             return wrong(text("That is in {unit}. Give bytes.", unit=unit), exact=True)
-    return wrong("Not yet: too small." if number < expected else "Not yet: too large.")
+    return wrong(
+        "Not yet. The number is too small."
+        if number < expected
+        else "Not yet. The number is too large."
+    )
 
 
 def _number(answer: Any) -> Fraction | float | None:

@@ -80,6 +80,36 @@ class ByPresence(TorchDispatchMode):
         self.live -= nbytes
 
 
+class ByLivePresence(TorchDispatchMode):
+    """Looks only at results: a set of addresses, into which they go and which they leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.seen = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return result
+
+    def gone(self, address, nbytes):
+        self.seen.discard(address)
+        self.live -= nbytes
+
+
+class EverSeen(ByLivePresence):
+    """Forgets no address."""
+
+    def gone(self, address, nbytes):
+        self.live -= nbytes
+
+
 def parts(**changed):
     return {
         "state": 82_508_176,
@@ -171,7 +201,7 @@ ANSWERS = {
             *(
                 (state_of(4, 4, 12), "master weights"),
                 ({"parameter": 1}, "keys"),
-                state_of(4, 4, 9),
+                (state_of(4, 4, 9), "`optimizer`: Not yet. The number is too large."),
             ),
             *(
                 (state_of(4, 8, 8), "`gradient`: Not yet. You counted two"),
@@ -208,7 +238,16 @@ ANSWERS = {
             (layer(norms=lambda b, s, h, a: 4 * s * b * h), "one LayerNorm"),
             (layer(norms=lambda b, s, h, a: 8 * s * h), "one sequence"),
             (layer(norms=lambda b, s, h, a: 0), "still empty"),
-            (layer(norms=lambda b, s, h, a: 8 * 128 * 8 * 256), "Write it with the letters"),
+            (
+                layer(norms=lambda b, s, h, a: 8 * 128 * 8 * 256),
+                "Use b, s, h, a instead of the lesson's numbers",
+            ),
+            (
+                layer(norms=lambda b, s, h, a: 8 * 44 * 7 * 70),
+                "but not for the lesson's layer. Use b, s, h, a",
+            ),
+            (layer(attention=lambda b, s, h, a: 20 * s * b * h * a), "multiplied by a"),
+            (layer(attention=lambda b, s, h, a: 4 * s * b * h * (2 + 3 * a)), "multiplied by a"),
             (layer(statistics=lambda b, s, h, a: 8 * s * b), "two numbers per token"),
             (layer(probabilities=lambda b, s, h, a: 4 * a * s * s), "one sequence"),
             (layer(probabilities=lambda b, s, h, a: 4 * s * s * b), "Each head"),
@@ -224,6 +263,7 @@ ANSWERS = {
                 "its own row",
             ),
             (layer(**{"feed-forward": lambda b, s, h, a: 20 * s * b * h}), "4h wide"),
+            (layer(**{"feed-forward": lambda b, s, h, a: 36 * s * h}), "one sequence"),
             (layer(**{"feed-forward": lambda b, s, h, a: 32 * s * b * h}), "own input"),
             (
                 layer(**{"feed-forward": lambda b, s, h, a: 52 * s * b * h}),
@@ -231,7 +271,7 @@ ANSWERS = {
             ),
             (
                 layer(probabilities=lambda b, s, h, a: 4 * s * h * s * b // 32),
-                "b = 3, s = 40",
+                "b = 7, s = 44",
             ),  # right for one size only
             (layer(norms=lambda b, s, h, a: 16 * s * b * h), "norms' outputs"),
             (layer(norms=lambda b, s, h, a: 8 * s * b * h + 16 * h), "counted weights"),
@@ -316,7 +356,28 @@ ANSWERS = {
                 "counted weights",
             ),
             (llama(feed_forward=lambda b, s, h, a, n, f: s * b * (h + 4 * f)), "elements"),
-            (llama(norms=lambda b, s, h, a, n, f: 16 * b * s * 256), "Write it with the letters"),
+            (
+                llama(norms=lambda b, s, h, a, n, f: 16 * b * s * 256),
+                "Use b, s, h, a, n, f instead of the lesson's numbers",
+            ),
+            (
+                llama(attention=lambda b, s, h, a, n, f: 4 * s * b * (3 * h + h // 2)),
+                "but not for one with b = 3, s = 44, h = 70, a = 10, n = 2, f = 50. Use",
+            ),
+            (
+                llama(attention=lambda b, s, h, a, n, f: 4 * s * b * (4 * h + 3 * n * h // a)),
+                "before and after the rotation",
+            ),
+            *(
+                (llama(**{name: formula}), "This is still the row of the other layer. ")
+                for name, formula in {
+                    "norms": lambda b, s, h, a, n, f: 8 * s * b * h,
+                    "statistics": lambda b, s, h, a, n, f: 16 * s * b,
+                    "attention": lambda b, s, h, a, n, f: 20 * s * b * h,
+                    "probabilities": lambda b, s, h, a, n, f: 4 * a * s * s * b,
+                    "feed_forward": lambda b, s, h, a, n, f: 36 * s * b * h,
+                }.items()
+            ),
             (
                 lambda **sizes: {name: count // 2 for name, count in llama()(**sizes).items()},
                 "half of the right one",
@@ -342,7 +403,13 @@ ANSWERS = {
         ],
         [
             (condition(lambda address, storage, given: True), "A view shares the storage"),
-            (condition(lambda address, storage, given: storage not in given), "A view shares"),
+            (condition(lambda address, storage, given: storage not in given), "compare `address`"),
+            (
+                condition(lambda address, storage, given: True),
+                "With `x = torch.empty(100).view(10, 10).t()[1:].detach()`, your meter",
+            ),
+            (ByLivePresence, "existed before the meter started"),
+            (EverSeen, "used again"),
             (
                 condition(lambda address, storage, given: address in given),
                 "storages of the arguments",
@@ -370,6 +437,8 @@ ANSWERS = {
             (meter(tensors=True), "A view shares"),
             (meter(own=True), "Its storage can be larger"),
             (meter(once=False), "three results that share it"),
+            (ByLivePresence, "existed before the meter started"),
+            (EverSeen, "used again"),
             (lambda: 1, None),
         ],
     ),
@@ -397,6 +466,10 @@ ANSWERS = {
             ),
             *(
                 (parts(norm_and_head=1_056_768), "one of two inputs"),
+                (parts(norm_and_head=3 * 1_048_576 + 8_192), "They are the same tensor"),
+                (parts(norm_and_head=526_336), "`norm and head`: Not yet. You counted elements"),
+                (parts(layers=41_975_808), "`layers`: Not yet. You counted elements"),
+                (parts(layers=167_772_160), "statistics of the layers' LayerNorms"),
                 (parts(norm_and_head=10_493_952), "belongs to `logits`"),
             ),
             (

@@ -350,7 +350,10 @@ ANSWERS = {
         [
             ({"forward": 2, "backward": 5, "two passes": 7}, "count as two"),
             ({"forward": 4, "backward": 8, "two passes": 14}, "backward computes S again"),
-            ({"forward": 8, "backward": 10, "two passes": 14}, "`forward`: Not yet: too large"),
+            (
+                {"forward": 8, "backward": 10, "two passes": 14},
+                "`forward`: Not yet. The number is too large",
+            ),
             ({"forward": 4, "backward": 10, "two passes": 10}, "the number for one pass"),
             ({"forward": 4, "backward": 10, "two passes": 12}, "dP only once"),
             ({"forward": 4, "backward": 10, "two passes": 20}, "Only S and dP"),

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from course_lib.teaching.exercises import (
 from .verdicts import of_row
 
 WEIGHTS = 6_875_648  # parameters of the course's decoder
+_HINT_ON_A_KIND = "How many numbers of this kind belong to one weight? Each takes 4 bytes."
 
 
 def _as_read_off(count: int) -> dict[float, str]:
@@ -38,8 +40,9 @@ def _as_read_off(count: int) -> dict[float, str]:
 @exercise(
     hint=(
         "Count one layer first: four matrices, their biases and two LayerNorms. Multiply by eight,"
-        " then add the embeddings and the last LayerNorm.",
-        "A layer has 12h² + 13h weights. How many numbers of each kind belong to one weight?",
+        " then add what is outside of the layers.",
+        "A layer has 12h² + 13h weights. Multiply by eight, then add the embeddings of 2048 words"
+        " and 128 positions, with h numbers each, and the last LayerNorm.",
     )
 )
 def check_training_state(answer: Any) -> Verdict:
@@ -86,6 +89,8 @@ def check_training_state(answer: Any) -> Verdict:
             answer[kind], count, wrong_answers={**_as_read_off(count), **reasons}
         )
         if not verdict and not (kind == "optimizer" and expect_number(answer[kind], count + 400)):
+            if not verdict.exact:  # the exercise's hints are about the number of weights
+                verdict = replace(verdict, hint=_HINT_ON_A_KIND)
             return of_row(kind, verdict)
     return right("Right: one number per weight, one for its gradient, and two for Adam.")
 
@@ -165,6 +170,10 @@ def check_whole_peak(answer: Any) -> Verdict:
             8 * (layer - 4 * 8 * 8 * 128**2): (
                 "You left out P. This decoder's attention keeps it, as in exercise 3."
             ),
+            8 * (layer - 2 * statistics): (
+                "You left out the statistics of the layers' LayerNorms, two numbers per token for"
+                " each."
+            ),
         },
         "norm and head": {
             width: (
@@ -173,6 +182,10 @@ def check_whole_peak(answer: Any) -> Verdict:
             ),
             2 * width + statistics + 2 * 4 * 256: (
                 "You counted the norm's weights here. They are in `state` already."
+            ),
+            **dict.fromkeys(
+                (3 * width, 3 * width + statistics),
+                "You counted the norm's output and the head's input. They are the same tensor.",
             ),
             2 * width: "You left out the norm's statistics, two numbers per token.",
             width + statistics: (
@@ -213,7 +226,13 @@ def check_whole_peak(answer: Any) -> Verdict:
         if any(expect_number(answer[name], count + change) for change in close.get(name, ())):
             continue
         verdict = expect_number(
-            answer[name], count, wrong_answers={**_as_read_off(count), **mistakes[name]}
+            answer[name],
+            count,
+            wrong_answers={
+                **_as_read_off(count),
+                count // 4: "You counted elements. In fp32, each takes 4 bytes.",
+                **mistakes[name],
+            },
         )
         if not verdict:
             return of_row(name, verdict)

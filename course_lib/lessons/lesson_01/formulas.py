@@ -38,10 +38,10 @@ def _llama_rows() -> dict[str, Formula]:
 
 # The sizes of the list in the lesson, and other ones, for which exchanged letters give other
 # results.
-_GPT_SIZES = {"b": 8, "s": 128, "h": 256, "a": 8}, {"b": 3, "s": 40, "h": 70, "a": 5}
+_GPT_SIZES = {"b": 8, "s": 128, "h": 256, "a": 8}, {"b": 7, "s": 44, "h": 70, "a": 5}
 _LLAMA_SIZES = (
     {**_GPT_SIZES[0], "n": 2, "f": 896},
-    {"b": 5, "s": 44, "h": 72, "a": 6, "n": 2, "f": 50},
+    {"b": 3, "s": 44, "h": 70, "a": 10, "n": 2, "f": 50},
 )
 
 
@@ -115,12 +115,18 @@ def _verdict(
         verdict = expect_number(given[name], count, wrong_answers=mistakes_of(name, count, **other))
         fits_the_list = bool(expect_number(of_the_list[name], formula(**shown)))
         if bool(verdict) != fits_the_list:
-            letters = listed(f"{letter} = {size}" for letter, size in other.items())
+            sizes_in_words = listed(f"{letter} = {size}" for letter, size in other.items())
             message = (
-                "{name} is right for the lesson's layer or for one with {sizes}, but not for both."
-                " Write it with the letters."
+                "{name} is right for the lesson's layer, but not for one with {sizes}. Use"
+                " {letters} instead of the lesson's numbers."
+                if fits_the_list
+                else "{name} is right for a layer with {sizes}, but not for the lesson's layer. Use"
+                " {letters} instead of numbers."
             )
-            return wrong(text(message, name=f"`{name}`", sizes=letters), exact=True)
+            return wrong(
+                text(message, name=f"`{name}`", sizes=sizes_in_words, letters=listed(other)),
+                exact=True,
+            )
         if not verdict:
             return of_row(name, verdict)
     return right(praise)
@@ -182,6 +188,10 @@ def _gpt_mistakes(row: str, count: int, *, b: int, s: int, h: int, a: int) -> di
             "You left out one of five tensors. The inputs of both projections are kept, `y` and"
             " `P @ v`."
         )
+        mistakes |= dict.fromkeys(
+            (count * a, (2 + 3 * a) * one, (1 + 4 * a) * one),
+            "You multiplied by a. The a heads share the h numbers, h / a each.",
+        )
         mistakes[6 * one] = (
             "You counted one tensor too many. `y`, `q`, `k`, `v` and `P @ v` are five."
         )
@@ -216,9 +226,8 @@ def _llama_mistakes(
     """Return wrong numbers of bytes for a row with `count` bytes, and the mistake of each."""
     token = 4 * s * b  # bytes of one number per token
     mistakes = _any_row(count, b)
-    mistakes[_gpt_rows()[row](b=b, s=s, h=h, a=a)] = (
-        "This is still the row of the other layer. Which operators has this layer instead?"
-    )
+    old_row = _gpt_rows()[row](b=b, s=s, h=h, a=a)
+    mistakes[old_row] = "Which operators has this layer instead?"
     if row == "norms":
         mistakes[2 * token * h] = (
             "You counted one tensor per norm. RMSNorm keeps two: `x`, and `m`, which the"
@@ -251,6 +260,10 @@ def _llama_mistakes(
             "You counted one tensor too many. The output of SDPA is also the input of the last"
             " projection, and a rotation keeps neither of its tensors."
         )
+        mistakes[token * (4 * h + 3 * kv)] = (
+            "You counted `q` and `k` both before and after the rotation. The rotation keeps only"
+            " cos and sin."
+        )
         mistakes[token * (3 * h + 2 * n)] = (
             "You counted heads as numbers. K and V have n heads with h / a numbers each."
         )
@@ -279,4 +292,7 @@ def _llama_mistakes(
             "You counted one wide tensor too many. The output of SiLU is a factor of the product."
         )
         mistakes[token * (h + 4 * f) + 12 * h * f] = _WEIGHTS
+    mistakes[old_row] = text(
+        "This is still the row of the other layer. {reason}", reason=mistakes[old_row]
+    )
     return mistakes

@@ -1,11 +1,12 @@
 """The storages of tensors, and the checks of the reader's memory meters."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from course_lib.labels import listed, verbatim
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 
@@ -17,70 +18,61 @@ def storages(values: Any) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for storage in found}
 
 
-# A case runs code under the reader's meter and returns the right (bytes live at the end, bytes at
-# the peak). Tensors in `held` stay alive until the meter has been read.
-Case = Callable[[list], tuple[int, int]]
+@dataclass(frozen=True)
+class _Case:
+    """Code that runs under the reader's meter; what it creates stays alive until the meter is read.
+
+    Attributes:
+        code: Statements in one line, because messages show them.
+        live, peak: Right bytes at the end, and at the peak.
+        before: Code that runs before the meter starts.
+    """
+
+    code: str
+    live: int
+    peak: int
+    before: str = ""
 
 
-def _a_new_tensor(held: list) -> tuple[int, int]:
-    held.append(torch.empty(100))
-    return 400, 400
-
-
-def _a_view(held: list) -> tuple[int, int]:
-    held.append(torch.empty(100).view(10, 10).t()[1:].detach())  # only the storage stays alive
-    return 400, 400
-
-
-def _in_place(held: list) -> tuple[int, int]:
-    held.append(torch.empty(100))
-    for _ in range(5):
-        held[0].add_(1)
-    return 400, 400
-
-
-def _into_out(held: list) -> tuple[int, int]:
-    held += [torch.empty(100), torch.empty(100)]
-    for _ in range(5):
-        torch.neg(held[0], out=held[1])
-    return 800, 800
-
-
-def _released(held: list) -> tuple[int, int]:
-    x = torch.empty(100)
-    for _ in range(5):
-        x = x * 2  # the old tensor is released after the new one was created
-    held.append(x)
-    return 400, 800
-
-
-def _several_results(held: list) -> tuple[int, int]:
-    held += torch.empty(100).max(0)  # a value and its index, two storages; the input is released
-    return 12, 412
-
-
-def _one_number_of_many(held: list) -> tuple[int, int]:
-    held.append(torch.empty_strided((10,), (4,)))  # every fourth of 37 numbers
-    return 148, 148
-
-
-def _three_results_in_one_storage(held: list) -> tuple[int, int]:
-    product, bias = torch.empty(1, 5, 12), torch.empty(12)
-    held += torch._transform_bias_rescale_qkv(product, bias, 2)  # Q, K and V of two heads
-    return 240, 528
-
+_NEW = _Case("x = torch.empty(100)", 400, 400)
+# Only the storage stays alive, not the tensor that was created first.
+_A_VIEW = _Case("x = torch.empty(100).view(10, 10).t()[1:].detach()", 400, 400)
+_A_VIEW_OF_OLD = _Case("y = x.view(10, 10)", 0, 0, before="x = torch.empty(100)")
+_CHANGED = _Case("x = torch.empty(100); x.add_(1); x.add_(1)", 400, 400)
+_INTO_OUT = _Case("x, y = torch.empty(100), torch.empty(100); torch.neg(x, out=y)", 800, 800)
+# The old tensor is released after the new one was created.
+_REPLACED = _Case("x = torch.empty(100); x = x * 2; x = x * 2", 400, 800)
+# A value and its index have two storages. The input is released.
+_TWO_RESULTS = _Case("value, index = torch.empty(100).max(0)", 12, 412)
+_EVERY_FOURTH = _Case("x = torch.empty_strided((10,), (4,))", 148, 148)
+_QKV = _Case(
+    "q, k, v = torch._transform_bias_rescale_qkv(torch.empty(1, 5, 12), torch.empty(12), 2)",
+    240,
+    528,
+)
+# So many storages are released that some of the new ones certainly get an old address.
+_USED_AGAIN = _Case(
+    "x = [torch.empty(100) for _ in range(300)]; del x; x = [torch.empty(100) for _ in range(300)]",
+    120_000,
+    120_000,
+)
 
 _VIEW = (
     "You counted the storage of a view as new. A view shares the storage of its base, which stays"
     " in memory as long as one of them exists."
+)
+_KEYS = listed([_VIEW, "The keys of `given` are addresses, so compare `address`."], " ")
+_OLD = (
+    "You counted a view of a tensor that existed before the meter started. Its storage was passed"
+    " as an argument, so it is not new."
 )
 _IN_PLACE = (
     "You counted a tensor that an operator changed in place. It was an argument, so its storage is"
     " not new."
 )
 _OUT = (
-    "You counted the tensor that was given as `out=`. It was an argument by name, so its storage is"
-    " in `kwargs` and not new."
+    "You counted the tensor that was given as `out=`. It was passed as a keyword argument, so"
+    " its storage is in `kwargs` and not new."
 )
 _RELEASED = (
     "You kept counting tensors that were released. When a storage is released, subtract its bytes."
@@ -95,56 +87,68 @@ _OWN = (
 _SHARED = (
     "You counted one new storage for each of three results that share it. Count each storage once."
 )
-_METER: tuple[tuple[Case, str], ...] = (
-    (_a_view, _VIEW),
-    (_in_place, _IN_PLACE),
-    (_into_out, _OUT),
-    (_released, _RELEASED),
-    (_several_results, _SEVERAL),
-    (_one_number_of_many, _OWN),
-    (_three_results_in_one_storage, _SHARED),
+_METER: tuple[tuple[_Case, str], ...] = (
+    (_A_VIEW, _VIEW),
+    (_CHANGED, _IN_PLACE),
+    (_INTO_OUT, _OUT),
+    (_A_VIEW_OF_OLD, _OLD),
+    (_REPLACED, _RELEASED),
+    (_TWO_RESULTS, _SEVERAL),
+    (_EVERY_FOURTH, _OWN),
+    (_QKV, _SHARED),
 )
 # The first case that differs is shown. In a meter with a wrong condition, a storage that is left
 # out or counted twice is the only possible mistake.
-_CONDITION: tuple[tuple[Case, str], ...] = (
-    (_a_view, _VIEW),
-    (_in_place, _IN_PLACE),
-    (_into_out, _OUT),
+_CONDITION: tuple[tuple[_Case, str], ...] = (
+    (_A_VIEW, _KEYS),
+    (_CHANGED, _IN_PLACE),
+    (_INTO_OUT, _OUT),
+    (_A_VIEW_OF_OLD, _OLD),
     (
-        _released,
+        _REPLACED,
         "You left out the result of `x * 2`. Its storage is new, although the operator also has an"
         " argument.",
     ),
-    (_several_results, "You left out a result of an operator that returns several tensors."),
+    (_TWO_RESULTS, "You left out a result of an operator that returns several tensors."),
 )
 
 
-def _counts(meter: Any, case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Run a case under a meter; return its (live, peak) and the right ones."""
-    held: list = []
+def _counts(meter: Any, case: _Case) -> tuple[int, int]:
+    """Run a case under a meter; return its live bytes and its peak."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(case.before, names)
     with meter:
-        expected = case(held)
-        found = meter.live, meter.peak
-    return found, expected
+        exec(case.code, names)
+        return meter.live, meter.peak
 
 
-def _verdict(answer: Any, cases: tuple[tuple[Case, str], ...], praise: str) -> Verdict:
+def _verdict(answer: Any, cases: tuple[tuple[_Case, str], ...], praise: str) -> Verdict:
     """Return the verdict on the first case in which the meter is wrong, or the praise."""
+    # This case comes first. A meter that remembers all addresses would fail any other one by
+    # chance. Such a meter misses some new storages, and the other mistakes don't.
+    live, peak = _counts(answer(), _USED_AGAIN)
+    if peak > 0 and 0 <= live < _USED_AGAIN.live:
+        reason = "An address can be used again after its storage is released."
+        return _differs(_USED_AGAIN, live, peak, reason)
     for case, reason in cases:
-        (live, peak), (right_live, right_peak) = _counts(answer(), case)
-        if (live, peak) != (right_live, right_peak):
-            message = text(
-                "Not yet. Your meter counts {live:,} live bytes and a peak of {peak:,}, but"
-                " {right:,}"
-                " and {most:,} are right. {reason}",
-                live=live,
-                peak=peak,
-                right=right_live,
-                most=right_peak,
-                reason=reason,
-            )
-            return wrong(message, exact=True)
+        live, peak = _counts(answer(), case)
+        if (live, peak) != (case.live, case.peak):
+            return _differs(case, live, peak, reason)
     return right(praise)
+
+
+def _differs(case: _Case, live: int, peak: int, reason: str) -> Verdict:
+    message = text(
+        "Not yet. With `{code}`, your meter counts {live:,} live bytes and a peak of {peak:,}, but"
+        " {right:,} and {most:,} are right. {reason}",
+        code=verbatim(case.code),
+        live=live,
+        peak=peak,
+        right=case.live,
+        most=case.peak,
+        reason=reason,
+    )
+    return wrong(message, exact=True)
 
 
 @exercise(
@@ -155,8 +159,7 @@ def _verdict(answer: Any, cases: tuple[tuple[Case, str], ...], praise: str) -> V
 )
 def check_new_storages(answer: Any) -> Verdict:
     """Check a meter whose condition for a new storage is the reader's."""
-    new, _ = _counts(answer(), _a_new_tensor)
-    view, _ = _counts(answer(), _a_view)
+    new, view = _counts(answer(), _NEW), _counts(answer(), _A_VIEW)
     if new == view == (0, 0):
         return not_answered()
     if new == (0, 0):
@@ -181,7 +184,7 @@ def check_new_storages(answer: Any) -> Verdict:
 )
 def check_meter(answer: Any) -> Verdict:
     """Check a dispatch mode with `live` and `peak` in bytes, on cases that are easy to miss."""
-    if _counts(answer(), _a_view)[0] == (0, 0):
+    if _counts(answer(), _A_VIEW) == (0, 0):
         return not_answered()
     return _verdict(
         answer,
