@@ -11,7 +11,7 @@
 #
 # <div lang="en">
 #
-# If your training ends in `CUDA out of memory` (OOM), one moment of the training step needed more memory than the GPU has. For the small decoder of this page, eight layers with 27.5 MB of weights, that moment takes 277.7 MB.
+# If your training ends in `CUDA out of memory` (OOM), one moment of the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. At that moment, its training step needs 277.7 MB.
 #
 # If you wrap each layer in one function call, the gradients stay the same, to the last bit, and the worst moment takes less memory. How much less, and at what price? First you guess. Then you measure it on this page, on your own machine, with or without a GPU.
 #
@@ -79,7 +79,7 @@ about_this_machine()
 #
 # 没有 GPU 也能学。本课程统计两个量：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。只要 PyTorch 版本相同，它们在任何 CPU 上都一样。有些单元格也给出运行时间，那只说明运行它的那台机器。本课程在 CPU 上测量，所以统称“内存”，换到 GPU 上，指的就是显存。
 #
-# GPU 有两点不同。有些算子为反向保存的张量不一样，而且默认的 Adam 会多用一个临时张量，它与全部权重合起来一样大。遇到有影响的地方，课里会说明。如果你有 GPU，还会现场测给你看。
+# GPU 有两点不同。有些算子在 GPU 上为反向保存的张量与 CPU 上不同。另外，默认的 Adam 会多用一个临时张量，大小等于全部权重之和。遇到有影响的地方，课里会说明。如果你有 GPU，还会现场测给你看。
 #
 # </div>
 
@@ -122,7 +122,7 @@ course_map()
 #
 # 我们用 8 条序列组成的批次训练一个解码器。前向传播时，autograd 会把反向传播要用到的张量保存下来，这些张量叫做**激活值**。
 #
-# **激活检查点**（activation checkpointing，又称梯度检查点、激活重计算，下文简称检查点）只保存每一层的输入。反向传播到某一层时，把这一层的前向再算一遍，其余的激活值就又有了。（它与存盘的模型权重文件无关，只是同名。）在 PyTorch 里，每层调用一次 `checkpoint` 就行：
+# **激活检查点**（activation checkpointing，又称梯度检查点、激活重计算，下文简称检查点）只保存每一层的输入。反向传播到某一层时，把这一层的前向再算一遍，就能重新得到其余的激活值。（它与存盘的模型权重文件无关，只是同名。）在 PyTorch 里，每层调用一次 `checkpoint` 就行：
 #
 # </div>
 
@@ -146,7 +146,7 @@ forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.laye
 # %% [markdown] slide={"en": "**Guess first.** The baseline peaks at 277.7 MB, 82.5 MB of it weights and optimizer state.\n\nPeak with checkpoints? How many times the FLOPs?", "zh": "**先猜**：基线的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？FLOPs 是基线的几倍？"}
 # <div lang="en">
 #
-# **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Of these, 82.5 MB are weights and optimizer state, and checkpoints cannot reduce these. What will the peak be with checkpoints, in MB? Each layer now runs its forward pass twice: how many times the FLOPs of the baseline will the step take? (You could write 200 and 2.0, for example.)
+# **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Of these, 82.5 MB are weights and optimizer state, and checkpoints cannot reduce these. What will the peak be with checkpoints, in MB? Each layer now runs its forward pass twice: by what factor will the FLOPs of the step grow? (You could write 200 and 2.0, for example.)
 #
 # </div>
 # <div lang="zh">
@@ -185,7 +185,7 @@ all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(forgetful), st
 # %% [markdown]
 # <div lang="en">
 #
-# They are equal, bit by bit. Now we measure. `MemoryMeter` counts the bytes of all live tensors after every operator. Adam creates its state in the first step, so we look at the second one.
+# They are equal, bit for bit. Now we measure. `MemoryMeter` counts the bytes of all live tensors after every operator. Adam creates its state in the first step, so we look at the second one.
 #
 # </div>
 # <div lang="zh">
@@ -225,7 +225,7 @@ table(["at the peak (MB)", *meters], rows)
 #
 # Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until the forward pass ends, and shrink while backward uses them up. In the lower one, hardly any activations are kept. Backward computes the activations of one layer again, uses them and releases them, then it does the same for the next layer. Each tooth of the lower timeline is the recomputation of one layer.
 #
-# With checkpoints, the peak is near the end of backward, and at that moment 23.2 MB of gradients are in memory. All teeth have about the same height, but the later ones start higher: each layer adds its gradients, which are larger than the kept input that it releases. So one of the last teeth is the highest.
+# With checkpoints, the peak is near the end of backward, and at that moment 23.2 MB of gradients are in memory. All teeth have about the same height, but the later ones start from a higher level. For each layer, backward adds the gradients and releases the kept input, and the gradients are larger. So one of the last teeth is the highest.
 #
 # The meter counts bytes. `measure` runs the same step and counts its FLOPs as well.
 #
@@ -276,7 +276,7 @@ table(["", "your guess", "measured"], shown)
 #
 # 这里增加得还不到三分之一，原因有两个。输出头（产生 logits 的最后一次矩阵乘法）不用重计算。另外，重计算只要得到反向所需的最后一个张量就停下（提前终止），所以每一层都省去了最后一次矩阵乘法。
 #
-# 换成别的模型，增加的可能更多。如果第一层的输入不需要梯度，增加的会比三分之一略多。如果大部分权重被冻结，一步只相当于约两次前向，多做一次最多约增加一半。
+# 换成别的模型，增加的可能更多。如果第一层的输入不需要梯度，增加的会比三分之一略多。如果大部分权重被冻结，一步大约只相当于两次前向，再多做一次前向，增加的最多接近一半。
 #
 # </div>
 

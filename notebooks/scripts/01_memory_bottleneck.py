@@ -34,7 +34,7 @@ language()
 #
 # **Goals** (100 minutes). You name the kinds of bytes in a training step, and say when each is in memory. You complete a memory meter. You predict what a decoder layer like GPT's or Llama's saves for backward, and from this the peak of a whole step.
 #
-# **What to know before**: how to train a network in PyTorch. Lesson 00 shows how a lesson works, and has a table of all letters. MB is $10^6$ bytes.
+# **What to know before**: how to train a network in PyTorch. Lesson 00 shows how a lesson works, and has a table of all symbols. MB is $10^6$ bytes.
 #
 # </div>
 # <div lang="zh">
@@ -205,7 +205,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # 计量器怎么知道内存里有什么？张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。如果一个存储区由算子返回，却不在传给它的参数里，就是新的。计量器遇到新的存储区，就加上它的字节，等它释放，再减掉。
 #
-# PyTorch 的每个算子都要经过**分发器**（dispatcher）。`TorchDispatchMode` 在那里代替算子被调用，因此能看到参数和结果。`lesson_01.storages(values)` 返回 `values` 中全部张量的存储区，是一个从地址到存储区的字典。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
+# PyTorch 的每个算子都要经过**分发器**（dispatcher）。`TorchDispatchMode` 在那里代替算子被调用，因此能看到参数和结果。`lesson_01.storages(values)` 返回 `values` 中全部张量的存储区，结果是一个字典，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
 #
 # **练习 2。** 下面的计量器缺一个条件。请把 `None` 换掉，让它统计新的存储区，而且只统计新的。检查会试这些情形：视图、原地算子、写入 `out=` 的算子，以及会释放的张量。
 #
@@ -304,7 +304,7 @@ error.numel(), error.untyped_storage().nbytes()
 #
 # <div lang="en">
 #
-# Many calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB, so the sum is 288.4 MB. But lesson 00 has measured a peak of 277.7 MB. The timeline shows why:
+# Many online memory calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB, so the sum is 288.4 MB. But lesson 00 has measured a peak of 277.7 MB. The timeline shows why:
 #
 # </div>
 # <div lang="zh">
@@ -427,13 +427,13 @@ len(kept), sum(kept.values())
 # %% [markdown] slide={"en": "Why does an operator keep a tensor? **Ask what its derivative needs.**\n\n$y = x W$: $dW = x^\\top dy$ needs $x$.\n\n$P = \\mathrm{softmax}(S)$: $dS = P \\odot (dP - \\ldots)$ needs $P$, not $S$.\n\n$y = x + z$: needs nothing.", "zh": "算子为什么要保存一个张量？**看它求导时要用什么。**\n\n$y = x W$：$dW = x^\\top dy$，要用 $x$。\n\n$P = \\mathrm{softmax}(S)$：$dS = P \\odot (dP - \\ldots)$，要用 $P$，不用 $S$。\n\n$y = x + z$：什么也不用。"}
 # <div lang="en">
 #
-# These are 178,413,636 bytes, as in the timeline. *Why* does autograd keep these tensors? Ask each operator what its derivative needs:
+# The kept tensors take 178,413,636 bytes, the same as the activations in the timeline. *Why* does autograd keep these tensors? Ask each operator what its derivative needs:
 #
 # - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight, but not $y$.
 # - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, but not $S$.
 # - $y = x + z$ passes its gradient on and needs nothing. The derivative of GELU needs GELU's input. LayerNorm needs its input and two numbers per token, the mean and the reciprocal of the standard deviation.
 #
-# A layer consists of these eight lines, for $b$ sequences of $s$ tokens. $S$ and $P$ have $s \times s$ numbers for each of the $a$ heads:
+# A layer consists of these eight lines, for $b$ sequences of $s$ tokens. For each sequence, $S$ and $P$ have $s \times s$ numbers in each of the $a$ heads:
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -455,9 +455,9 @@ len(kept), sum(kept.values())
 #
 # - $y = x W$：$dW = x^\top dy$，$dx = dy\, W^\top$，要用 $x$ 和权重，不用 $y$。
 # - $P = \mathrm{softmax}(S)$：$dS = P \odot (dP - \ldots)$，要用 $P$，不用 $S$。
-# - $y = x + z$ 只把梯度传下去，什么也不用。GELU 要用它的输入。LayerNorm 要用它的输入，外加每个 token 的两个数，即均值和标准差的倒数。
+# - $y = x + z$ 只把梯度传下去，什么也不用。GELU 求导时要用自己的输入。LayerNorm 要用它的输入，外加每个 token 的两个数，即均值和标准差的倒数。
 #
-# 一层就是下面八行，$b$ 条序列，各 $s$ 个 token。$a$ 个头里，每个头的 $S$ 和 $P$ 都有 $s \times s$ 个数（$S$ 还要加上因果掩码）：
+# 一层就是下面八行，$b$ 条序列，各 $s$ 个 token。每条序列、每个头各有一个 $S$ 和一个 $P$，都含 $s \times s$ 个数，头数是 $a$（$S$ 还要加上因果掩码）：
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -538,7 +538,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 #
 # 你的公式一字节不差。清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。如果把张量逐个相加，而不按存储区统计，这里就会多算 20%。
 #
-# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。其中每个元素 2 字节，三个 dropout 掩码每个元素一字节，dropout 之后的 P 每个元素再占两字节。
+# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。在这个公式里，每个元素占 2 字节，三个 dropout 掩码每个元素占 1 字节。此外还要保存 dropout 之后的 P，每个元素再占 2 字节。
 #
 # </div>
 
@@ -635,7 +635,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **Exercise 4.** Write the same five rows for this layer. `norms` has `x` and `m`, for both norms, and `statistics` the results of `rsqrt`. `probabilities` has what SDPA keeps instead of P. Leave out cos and sin.
+# **Exercise 4.** Write the same five rows for this layer. `norms` has `x` and `m`, for both norms, and `statistics` the results of `rsqrt`. `probabilities` has what SDPA keeps instead of P. Leave out cos and sin, which all layers share.
 #
 # </div>
 # <div lang="zh">
@@ -653,7 +653,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **练习 4。** 为这一层写出同样的五行。`norms` 是两个归一化各自的 `x` 和 `m`，`statistics` 是两次 `rsqrt` 的结果，`probabilities` 是 SDPA 代替 P 保存的数。cos 和 sin 不算。
+# **练习 4。** 仿照练习 3，为这一层写出这五项的字节数。`norms` 是两个归一化各自的 `x` 和 `m`，`statistics` 是两次 `rsqrt` 的结果，`probabilities` 是 SDPA 代替 P 保存的数。cos 和 sin 由所有层共用，不算。
 #
 # </div>
 
@@ -711,7 +711,7 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 #
 # Back to lesson 00's decoder. Section 1.3 has shown one part of it: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets don't count: the batch existed before the meter started, and the loss has released its targets before the peak.
 #
-# **Exercise 5.** Which bytes are in memory at the peak? Fill in four parts, in bytes. `state` was in memory before the step began. `layers` is kept by all eight layers. `norm and head` is kept by the last LayerNorm and the head, apart from the logits. `logits` is everything of the logits' size.
+# **Exercise 5.** Which bytes are in memory at the peak? Fill in four parts, in bytes. `state` was in memory before the step began. `layers` is what the eight layers keep in total. `norm and head` is kept by the last LayerNorm and the head, apart from the logits. `logits` is everything of the logits' size.
 #
 # </div>
 # <div lang="zh">
@@ -744,15 +744,15 @@ lesson_01.check_whole_peak(my_parts)
 my_sum = sum(part or 0 for part in my_parts.values())
 predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nWith a vocabulary of 2048 words, the logits make up 9% of the peak. And with a real vocabulary?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 个词时，logits 占峰值的 9%。真实的词表呢？"}
+# %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nWith a vocabulary of 2048 words, the three tensors of the logits' size make up 9% of the peak. And with a real vocabulary?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 个词时，三个与 logits 一样大的张量占峰值的 9%。真实的词表呢？"}
 # <div lang="en">
 #
-# The missing 8 bytes are the loss and its gradient. With 2048 words, the logits make up 9% of this peak. Real vocabularies are larger. The last column adds up weights, gradients, optimizer state and activations, as a calculator does:
+# The missing 8 bytes are the loss and its gradient. With 2048 words, the three tensors of the logits' size make up 9% of this peak. Real vocabularies are larger. The last column adds up weights, gradients, optimizer state and activations, as an online memory calculator does:
 #
 # </div>
 # <div lang="zh">
 #
-# 差的 8 个字节是两个数，即损失和它的梯度。词表只有 2048 个词时，logits 占这个峰值的 9%。真实的词表要大得多。最后一列照计算器的算法，把权重、梯度、优化器状态和激活值加起来：
+# 差的 8 个字节是两个数，即损失和它的梯度。词表只有 2048 个词时，三个与 logits 一样大的张量占这个峰值的 9%。真实的词表要大得多。最后一列照网上显存计算器的算法，把权重、梯度、优化器状态和激活值加起来：
 #
 # </div>
 
@@ -836,7 +836,7 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 # </div>
 # <div lang="zh">
 #
-# 用这个训练步检验三句常见的说法。后两句用 `torch.autocast`，也就是算子用 bf16，权重仍是 fp32。后两句用符号张量统计。
+# 用这个训练步检验三句常见的说法。检验后两句时，训练步在 `torch.autocast` 下运行，算子用 bf16，权重仍是 fp32，字节数用符号张量统计。
 #
 # </div>
 
@@ -964,12 +964,12 @@ lesson_01.check_meter(WholeMeter)
 #
 # <div lang="en">
 #
-# Each layer keeps its own tensors, so the bytes grow with the number of layers as a line. Its slope is your sum for one layer. Its intercept is what remains without any layer: the inputs of the last norm and the head, the statistics, the log-softmax, and 16,452 bytes for token numbers, targets and one number of the loss.
+# Each layer keeps its own tensors, so the bytes grow linearly with the number of layers. Its slope is your sum for one layer. Its intercept is what remains without any layer: the inputs of the last norm and the head, the statistics, the log-softmax, and 16,452 bytes for the token numbers, the targets and one scalar that the loss keeps.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一层各存各的张量，所以字节数随层数线性增长。斜率是你为一层算出的总和，截距是一层都没有时还保存的：最后一个归一化和输出头的输入、统计量、log-softmax 的结果，以及 token 编号、目标和损失的一个数，共 16,452 字节。
+# 每一层各存各的张量，所以字节数随层数线性增长。斜率是你为一层算出的总和，截距是一层都没有时还保存的：最后一个归一化和输出头的输入、统计量、log-softmax 的结果，以及 token 编号、目标和损失保存的一个标量，共 16,452 字节。
 #
 # </div>
 
@@ -1034,14 +1034,14 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 # %% [markdown]
 # <div lang="en">
 #
-# You made your formula for a model of 7 million parameters, and it gives the 8.8 GB of activations of a model with 7 billion. But these add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer. Apart from 16 bytes per parameter, it has only three fp32 temporaries as large as the largest parameter. In the 1 B model, the peak is made of activations.
+# You made your formula for a model of 7 million parameters, and it gives the 8.8 GB of activations of a model with 7 billion. But these add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer. Apart from 16 bytes per parameter, it has only three fp32 temporaries as large as the largest parameter. In the 1 B model, the peak is still in backward, while activations are in memory.
 #
 # This result holds for these conditions: one sequence, and Adam in a loop over the parameters. Try `batch=8`. The largest model has never run on this machine, and yet you know its bytes operator by operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但它们没有增加峰值，因为最后几个梯度还没算出来，它们就已释放，而峰值要到优化器更新时才出现。按每个参数 16 字节算出的总数之外，峰值只多了三个 fp32 临时张量，每个都与最大的参数一样大。至于 1 B 的模型，峰值则由激活值造成。
+# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但它们没有增加峰值，因为最后几个梯度还没算出来，它们就已释放，而峰值要到优化器更新时才出现。按每个参数 16 字节算出的总数之外，峰值只多了三个 fp32 临时张量，每个都与最大的参数一样大。至于 1 B 的模型，峰值仍在反向，那时激活值还在内存里。
 #
 # 这个结论只适用于这里的条件，即一条序列、Adam 逐个参数更新。可以试试 `batch=8`。最大的模型从未在这台机器上真正运行过，它的字节却逐个算子统计清楚了。
 #
@@ -1118,7 +1118,7 @@ table(["variant", "peak (MB)"], [(k, round(v.peak_bytes / 1e6, 1)) for k, v in v
 # </div>
 # <div lang="zh">
 #
-# **练习 7。** 一个 70 亿参数的模型以 bf16 冻结，另用 Adam 训练 2000 万个参数的适配器，适配器全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
+# **练习 7。** 一个 70 亿参数的模型冻结不训练，权重存为 bf16。另用 Adam 训练共 2000 万个参数的适配器，全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
 #
 # </div>
 
@@ -1140,12 +1140,12 @@ lesson_01.check_adapter_bytes(answer)
 #
 # <div lang="en">
 #
-# The formula of Korthikanti et al. is exact for a layer with dropout, in both precisions and with the norms before (pre-norm) or after (post-norm), if the LayerNorm statistics are added. Its dropout masks take one byte per element, as on GPUs. `F.dropout` on a CPU keeps factors in the activations' own dtype instead, which changes the result:
+# The formula of Korthikanti et al. is exact for a layer with dropout, in both precisions and with the norms before (pre-norm) or after (post-norm), if the LayerNorm statistics are added. Its dropout masks take one byte per element, as on GPUs. `F.dropout` on a CPU keeps the scaling factors instead (0 or $1/(1-p)$), in the activations' own dtype, which changes the result:
 #
 # </div>
 # <div lang="zh">
 #
-# 补上 LayerNorm 的统计量之后，Korthikanti 等人的公式对带 dropout 的一层分毫不差，两种精度都对，归一化在前（pre-norm）、在后（post-norm）也都对。公式里的 dropout 掩码每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 保存的却是系数，dtype 与激活值相同，所以结果不同：
+# 补上 LayerNorm 的统计量之后，Korthikanti 等人的公式对带 dropout 的一层分毫不差，两种精度都对，归一化在前（pre-norm）、在后（post-norm）也都对。公式里的 dropout 掩码每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 保存的却是缩放系数（0 或 $1/(1-p)$），dtype 与激活值相同，所以结果不同：
 #
 # </div>
 
@@ -1257,12 +1257,12 @@ lesson_01.reserved_after(trace, marks[:10])
 # %% [markdown]
 # <div lang="en">
 #
-# Allocated memory follows the live bytes, but reserved memory only rises: the allocator keeps what `zero_grad` has released. The second step reuses it and takes 44 MB more, because Adam's state now lies in between. `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
+# Allocated memory follows the live bytes, but reserved memory only rises: the allocator keeps what `zero_grad` has released. The second step reuses this memory and takes 44 MB more, because Adam's state, 55.0 MB, now takes part of it. `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
 #
 # </div>
 # <div lang="zh">
 #
-# 已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的，分配器都留着。第二步再用它，又多申请了 44 MB，因为中间已经放进了 Adam 的状态。`save_snapshot` 可以把一步写成 PyTorch 的显存查看器能打开的文件，与 GPU 上的 `torch.cuda.memory._dump_snapshot` 一样：
+# 已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的，分配器都留着。第二步会重新使用这些显存，但还要再申请 44 MB，因为 Adam 的状态（55.0 MB）已经占了其中一部分。`save_snapshot` 可以把一步写成 PyTorch 的显存查看器能打开的文件，与 GPU 上的 `torch.cuda.memory._dump_snapshot` 一样：
 #
 # </div>
 
@@ -1293,7 +1293,7 @@ print(lesson_01.replayed(scenes["A, B, A, B"], 388 << 20)[1].partition(" If rese
 # %% [markdown]
 # <div lang="en">
 #
-# PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but only 18 are free. Another 16 MiB are reserved, in holes that are too small. Adam's state makes these holes: it was created inside segments that were cut for A, and stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
+# PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but only 18 are free. Another 16 MiB are reserved, in holes that are too small. Adam's state makes these holes. It was allocated inside segments that the allocator had split for batch A, and it stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
 #
 # </div>
 # <div lang="zh">
@@ -1317,7 +1317,7 @@ lesson_01.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends, after_steps)
 # </div>
 # <div lang="zh">
 #
-# “先跑基线，再跑另一个，比较增量”是常见的做法。这里用它拿一个深层 MLP 与它自己比较，公平的方法不该看出差别。
+# “先跑基线，再跑另一个，比较增量”是常见的做法。这里用这种做法，把一个深层 MLP 与它自己比较。公平的方法不该测出差别。
 #
 # </div>
 
@@ -1437,12 +1437,12 @@ table(headings, [(tiny.peak, full.peak_bytes, allocator)])
 #
 # <div lang="en">
 #
-# On a GPU the caching allocator manages the memory and counts for itself. `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes (a large block may be up to 1 MB too big), and workspace. `memory_reserved` counts what the allocator has taken from the driver, free blocks included. `nvidia-smi` shows this and the CUDA context. Call `torch.cuda.reset_peak_memory_stats()` before the code whose peak you want to know.
+# On a GPU the caching allocator manages the memory and keeps its own statistics. `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes (a large block may be up to 1 MB too big), and workspace. `memory_reserved` counts what the allocator has taken from the driver, free blocks included. `nvidia-smi` shows this and the CUDA context. Call `torch.cuda.reset_peak_memory_stats()` before the code whose peak you want to know.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，显存由缓存分配器管理，它另有一本账。`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB）和工作区；`memory_reserved` 是它向驱动要来的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。要看哪一段的峰值，就在它之前调用 `torch.cuda.reset_peak_memory_stats()`。
+# 在 GPU 上，显存由缓存分配器管理，它另有一本账。`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB）和工作区；`memory_reserved` 是缓存分配器向驱动申请的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。要看哪一段的峰值，就在它之前调用 `torch.cuda.reset_peak_memory_stats()`。
 #
 # </div>
 
