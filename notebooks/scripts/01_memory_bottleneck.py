@@ -542,7 +542,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 #
 # </div>
 
-# %% [markdown] slide={"en": "P has $s^2$ elements per head; the rest grows with $s$.\n\n**Guess first.** From which length on is P larger than the rest of the layer?", "zh": "P 在每个头上有 $s^2$ 个元素，其余的都与 $s$ 成正比。\n\n**先猜**：从多长开始，P 超过这一层的其余部分？"}
+# %% [markdown] slide={"en": "P has $s^2$ elements per head; the rest grows with $s$.\n\n**Guess first.** From which length on is P larger than the rest?", "zh": "P 在每个头上有 $s^2$ 个元素，其余的都与 $s$ 成正比。\n\n**先猜**：从多长开始，P 超过这一层的其余部分？"}
 # ## 1.5 Long sequences / 序列变长
 #
 # <div lang="en">
