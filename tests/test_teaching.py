@@ -125,7 +125,21 @@ def test_the_switch_checks_the_language_in_force_and_keeps_to_its_notebook(chose
     (checked,) = re.findall(r'<input [^>]*value="(\w+)"[^>]* checked>', markup)
     assert checked == chosen and spoken_problems(markup) == []
     # A radio group ends at its form: two open notebooks each keep their own choice.
-    assert markup.count("<form") == 1 and " id=" not in markup and "<script" not in markup
+    assert markup.count("<form") == 1 and " id=" not in markup
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "follows"),
+    [((), "", True), (("en",), "", False), ((), "en", False), (("zh",), "en", False)],
+)
+def test_a_switch_follows_the_browser_unless_a_language_is_named(
+    monkeypatch, arguments, environment, follows
+):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    monkeypatch.setenv("COURSE_LANG", environment)
+    teaching.language(*arguments)
+    assert ("navigator.language" in shown[0]._repr_html_()) is follows
 
 
 # Figures

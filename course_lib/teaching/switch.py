@@ -1,5 +1,7 @@
 """The language switch in a notebook's first cell."""
 
+import os
+
 from course_lib.labels import choose, choose_only
 
 from .pictures import show_in_both_languages
@@ -28,14 +30,39 @@ opacity: 0.75; }
 .course-language input { margin: 0; accent-color: var(--jp-brand-color1, #4477aa); }
 .course-language input:focus-visible { outline: 2px solid currentColor; outline-offset: 2px; }
 .course-language legend { float: left; padding: 0; opacity: 0.75; }"""
+# A cell that runs removes its old output, and with it the buttons that hold the reader's choice.
+# The notebook's element stays in the page, so the script keeps the choice there, and a new switch
+# reads it. Outside of JupyterLab and its exports there is no such element.
+_REMEMBER = """\
+(() => {{
+  const form = document.currentScript.parentElement.querySelector(".course-language");
+  const notebook = form?.closest(".jp-Notebook");
+  if (!notebook) return;
+  const shown = notebook.dataset.courseLanguage ?? {otherwise};
+  if (shown) form.querySelector(`input[value=${{shown}}]`).checked = true;
+  form.addEventListener("change", (event) => {{
+    notebook.dataset.courseLanguage = event.target.value;
+  }});
+}})();"""
+_BROWSERS = '((navigator.language || "").startsWith("zh") ? "zh" : "en")'
 _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 
 
 class Switch:
-    """The output that shows the switch: an HTML form in a notebook, or one line in a terminal."""
+    """The output that shows the switch: an HTML form in a notebook, or one line in a terminal.
 
-    def __init__(self, chosen: str) -> None:
+    In a notebook, a language that the reader has chosen by a button stays chosen when the cell runs
+    again.
+
+    Args:
+        chosen: "en", "zh" or "both".
+        follow_browser: Whether a reader who has not chosen sees the language of the browser instead
+            of `chosen`.
+    """
+
+    def __init__(self, chosen: str, *, follow_browser: bool = False) -> None:
         self.chosen = chosen
+        self.follow_browser = follow_browser
 
     def __repr__(self) -> str:
         return f"Language 语言: {dict(_OPTIONS)[self.chosen]} (COURSE_LANG=en | zh | both)"
@@ -55,33 +82,39 @@ class Switch:
             _RULE.format(shown=shown, hidden=hidden)
             for shown, hidden in (("en", "zh"), ("zh", "en"))
         )
+        script = _REMEMBER.format(otherwise=_BROWSERS if self.follow_browser else "null")
         return (
             '<form class="course-language" method="dialog"'
             ' autocomplete="off">\n<fieldset>\n<legend lang="mul">Language'
             f" 语言</legend>\n{buttons}\n</fieldset>\n</form>\n<style>\n{rules}\n{_LOOK}\n</style>"
+            f"\n<script>\n{script}\n</script>"
         )
 
 
-def language(default: str = "en", *, only: bool = False) -> None:
+def language(default: str | None = None, *, only: bool = False) -> None:
     """Show the language switch, and set the language of plain text.
 
-    The switch works on the cells of its own notebook, without a kernel. After this call, a notebook
-    shows each figure once per language. Plain text keeps the language in which it was printed.
-    Without IPython, one line is printed instead.
+    The switch works on the cells of its own notebook, without a kernel. The language that a reader
+    has chosen by a button stays chosen when the cell runs again. After this call, a notebook shows
+    each figure once per language. Plain text keeps the language in which it was printed. Without
+    IPython, one line is printed instead.
 
     Args:
-        default: "en", "zh" or "both"; the environment variable COURSE_LANG overrides it.
+        default: "en", "zh" or "both"; the environment variable COURSE_LANG overrides it. Without
+            both, plain text is in English, and the page opens in the language of the browser.
         only: Whether the page has text in a single language, "en" or "zh". No switch is then shown,
             and tables, verdicts and figures are in this language.
 
     Raises:
-        ValueError: The environment variable or `default` is not one of the three values.
+        ValueError: The environment variable or `default` is not one of the three values; or `only`
+            is set and `default` is neither "en" nor "zh".
     """
     if only:
         choose_only(default)
         show_in_both_languages()
         return
-    switch = Switch(choose(default))
+    follow_browser = default is None and not os.environ.get("COURSE_LANG")
+    switch = Switch(choose(default or "en"), follow_browser=follow_browser)
     try:
         from IPython.display import display
     except ImportError:

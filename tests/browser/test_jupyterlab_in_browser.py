@@ -184,6 +184,44 @@ def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_th
     assert (left.locator("input[value=zh]").is_checked(), visible(left)) == (True, ["zh"])
 
 
+def run_the_switch(page):
+    """Run the switch's cell of the notebook in front, and wait for its new buttons."""
+    wait_for_kernel(page)
+    page.evaluate(
+        "for (const form of document.querySelectorAll('.course-language')) form.className += ' old'"
+    )
+    cells = "jupyterapp.shell.currentWidget.content"
+    page.evaluate(
+        f"{cells}.activeCellIndex ="
+        f" {cells}.widgets.findIndex(cell => cell.model.sharedModel.source.includes('language()'))"
+    )
+    command(page, "notebook:run-cell")
+    page.locator(".course-language:not(.old)").wait_for()
+    page.wait_for_function("!document.querySelector('.course-language.old')")
+
+
+def test_a_chosen_language_stays_when_the_switchs_cell_runs_again(open_lesson):
+    page = open_lesson(LESSON)
+    notebook = rendered(page.locator(".jp-Notebook"))
+    for chosen in ("zh", "en"):
+        notebook.locator(f"input[value={chosen}]").check()
+        run_the_switch(page)
+        assert notebook.locator(f"input[value={chosen}]").is_checked()
+        assert visible(notebook) == [chosen]
+
+        command(page, "notebook:clear-all-cell-outputs")
+        page.wait_for_function("!document.querySelector('.course-language')")
+        assert visible(notebook) == ["en", "zh"], "without the switch nothing is hidden"
+        run_the_switch(page)
+        assert visible(notebook) == [chosen]
+
+
+def test_a_lesson_opens_in_the_browsers_language(lab, open_page):
+    page = open_page(f"{lab}/{LESSON}.ipynb?reset", **SIZE, locale="zh-CN")
+    notebook = rendered(page.locator(".jp-Notebook"))
+    assert visible(notebook) == ["zh"] and notebook.locator("input[value=zh]").is_checked()
+
+
 def test_an_opened_lesson_is_not_marked_as_changed(open_lesson):
     stored = json.loads((ROOT / f"notebooks/{LESSON}.ipynb").read_text("utf-8"))["metadata"]
     page = open_lesson(LESSON)
