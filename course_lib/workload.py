@@ -289,8 +289,13 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
     except (ImportError, ValueError, AttributeError) as error:
         if origin(error) is not None:  # the module was found, but its own code fails
             raise
+        advice = (
+            "; run the command in the folder of the module, or add that folder to PYTHONPATH"
+            if isinstance(error, ModuleNotFoundError)
+            else ""
+        )
         raise ValueError(
-            f"{option} must be {allowed}, got {name!r}, which is not found ({error})"
+            f"{option} must be {allowed}, got {name!r}, which is not found ({error}){advice}"
         ) from None
     if isinstance(found, nn.Module) or not callable(found):
         raise ValueError(f"{option} must be {allowed}, got {name!r}, which is {shown(found)}")

@@ -463,6 +463,11 @@ def test_an_error_of_the_command_is_said_in_chinese(
 
 REFUSED = [
     (
+        ["--model", "nowhere:make"],
+        "--model 必须是可以导入的 package.module:function，而 'nowhere:make' 找不到（No module"
+        " named 'nowhere'）。请在模块所在的目录里运行命令，或者把这个目录加入 PYTHONPATH",
+    ),
+    (
         ["--mode", "ddp,zero3"],
         f"--mode 必须是 {', '.join(ranks_command.MODES)} 中的一种或几种，实际是 'zero3'",
     ),
@@ -479,7 +484,7 @@ REFUSED = [
 ]
 
 
-WITHOUT_LOSS = "model 必须有损失，而 a Linear 没有。请给模型加一个方法 loss_sum(batch)"
+WITHOUT_LOSS = "model 必须有损失，而 Linear 没有。请给模型加一个方法 loss_sum(batch)"
 
 
 @pytest.mark.parametrize(("given", "told"), REFUSED)
@@ -744,6 +749,12 @@ def test_a_model_without_a_loss_is_refused_and_the_advice_can_be_followed(
     monkeypatch.setenv("COURSE_LANG", "zh")
     _, [line] = refused(capfd, "--model", f"{own_module}:without_loss", *more)
     assert line.startswith(f"错误：{WITHOUT_LOSS}") and "--model 所指函数的属性 loss_sum" in line
+    names = {"torch": torch}
+    exec(line[line.index("def loss_sum") :], names)
+    total, weight = names["loss_sum"](
+        torch.nn.Linear(8, 3), (torch.ones(6, 8), torch.zeros(6).long())
+    )
+    assert total.dim() == 0 and total.requires_grad and weight == 6
 
 
 FAILING = """

@@ -1,5 +1,6 @@
 """course_lib.budget.optimizers: the table agrees with the classes that it lists."""
 
+import gc
 import inspect
 from dataclasses import fields, replace
 from functools import partial
@@ -10,9 +11,11 @@ from torch import nn
 
 from course_lib.budget import RATES, Recipe, estimate, fit
 from course_lib.budget import __main__ as command
+from course_lib.budget.device import OnDevice, host_state_bytes
 from course_lib.budget.optimizers import LR, OPTIMIZERS, Lion, OptimizerRow
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import OffloadedOptimizer
+from course_lib.simulated import SimulatedDevice
 
 ROWS = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
@@ -55,6 +58,60 @@ def test_the_host_reads_gradient_weight_and_state_and_writes_all_but_the_gradien
     held = [weight, *(tensor for tensor in state_of(optimizer, weight) if tensor.dim())]
     written = sum(tensor.nbytes for tensor in held)
     assert row.host_update_bytes * weight.numel() == weight.grad.nbytes + 2 * written
+
+
+def host_tensors(device):
+    """Storages in host memory, each once, apart from single numbers such as Adam's step counter."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    found = {
+        each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.dim()
+    }
+    held = {each.untyped_storage().data_ptr() for each in tensors if device.holds(each)}
+    return {address: each for address, each in found.items() if address not in held}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@ROWS
+def test_the_host_keeps_the_bytes_that_an_estimate_says(row, precision):
+    name = next(name for name, each in OPTIMIZERS.items() if each is row)
+    make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=2, sequence=24)
+    batch = partial(random_tokens, 2, 24, 61)
+    if not row.can_offload_state:
+        plain = estimate(make, batch, Recipe(optimizer=name, precision=precision), tier="host")
+        assert host_state_bytes(plain) == 0
+        return
+    recipe = Recipe(optimizer=name, precision=precision, offload_optimizer=1.0)
+    before = host_tensors(SimulatedDevice())
+    with SimulatedDevice() as device:
+        model, tokens = device.move(make().to(recipe.dtype)), device.move(batch())
+        optimizer = OffloadedOptimizer(model.parameters(), row.base, lr=LR, **row.settings)
+        for _ in range(2):
+            model.loss_sum(tokens)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = {a: each for a, each in host_tensors(device).items() if a not in before}
+        held = sum(each.nbytes() for each in kept.values())
+    assert host_state_bytes(estimate(make, batch, recipe, tier="host")) == held
+    assert host_state_bytes(estimate(make, batch, recipe, tier="file")) == 0
+
+
+def test_the_table_for_a_gpu_shows_what_the_host_keeps_if_something_is_offloaded():
+    make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=2, sequence=24)
+    batch = partial(random_tokens, 2, 24, 61)
+    rows = {}
+    for fraction in (0.0, 1.0):
+        recipe = Recipe(precision="bf16", offload_optimizer=fraction)
+        found = estimate(make, batch, recipe, tier="host", kind="cuda")
+        table = OnDevice.of(found, "RTX 4090", None)
+        rows[fraction] = {row[0]: row[1:] for row in table.rows()}
+    count = sum(p.numel() for p in make().parameters())
+    assert "state that the host keeps" not in rows[0.0]
+    megabytes, reason = rows[1.0]["state that the host keeps"]
+    assert (megabytes, reason) == (
+        f"{12 * count / 1e6:,.1f}",
+        "in host memory, 12 bytes per parameter",
+    )
 
 
 @ROWS

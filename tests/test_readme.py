@@ -15,6 +15,7 @@ import pytest
 from course_lib import labels
 from course_lib.budget import Recipe, steps_to
 from course_lib.budget import __main__ as command
+from course_lib.budget.device import host_state_bytes
 from course_lib.budget.knowledge import Known
 from course_lib.budget.show import Way
 from course_lib.lessons import LESSONS, claims_of
@@ -229,11 +230,22 @@ def estimated():
     return Way(map(estimate, steps_to(replace(base, micro_batches=4, offload_optimizer=1.0))))
 
 
+ON_HOST = {
+    "en": "host memory the offloaded state needs: {state:.1f} GB here, which is {each} bytes for"
+    " each of {count:.2f}B parameters",
+    "zh": "多少主机内存，这里是 {state:.1f} GB，即 {count:.2f}B 个参数，每个 {each} 字节",
+}
+
+
 @each_language
 def test_the_readme_shows_the_table_that_its_command_prints(estimated, language, monkeypatch):
     monkeypatch.setattr(labels, "_chosen", None)  # another test may have chosen a language
     monkeypatch.setenv("COURSE_LANG", language)
     assert f"```\n{estimated}\n```\n" in README[language]
+    last = estimated[-1]
+    state, count = host_state_bytes(last), last.host_parameters
+    values = {"state": state / 1e9, "each": state // count, "count": count / 1e9}
+    assert ON_HOST[language].format(**values) in " ".join(README[language].split("\n"))
 
 
 @each_language

@@ -1,7 +1,7 @@
-"""GPU memory that a step takes beyond its tensors: what the allocator reserves and CUDA keeps.
+"""Memory that a step takes beyond its tensors on the GPU: reserved, kept by CUDA, on the host.
 
-An estimate's `peak_bytes` counts only the tensors. `OnDevice` shows both, with the source of each
-row.
+An estimate's `peak_bytes` counts only the tensors on the GPU. `OnDevice` shows all of them, with
+the source of each row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from course_lib.labels import text
 from course_lib.memory.show import Table
 
 from .estimate import Estimate
+from .optimizers import OPTIMIZERS
 from .rates import Rates
 from .search import Estimates
 
@@ -58,9 +59,21 @@ def kept_bytes(device: str) -> int:
     return workspace_bytes(device) + context_bytes(device)
 
 
+def host_state_bytes(found: Estimate) -> int:
+    """Return the bytes that an offloaded optimizer keeps in host memory between steps.
+
+    The result is 0 if nothing is offloaded to the host. Copies of gradients and of parameters,
+    which exist during a step, are not counted.
+    """
+    if not found.host_parameters:
+        # `host_state_bytes` would raise for an optimizer whose state cannot be offloaded.
+        return 0
+    return found.host_parameters * OPTIMIZERS[found.recipe.optimizer].host_state_bytes
+
+
 @dataclass(frozen=True, repr=False)
 class OnDevice(Table):
-    """GPU memory that one step needs, by holder.
+    """GPU memory that one step needs, by holder, and the optimizer state in host memory.
 
     Attributes:
         tensors: Estimated tensor bytes at the peak.
@@ -71,6 +84,8 @@ class OnDevice(Table):
         workspace: Bytes that cuBLAS keeps.
         context: Bytes of the CUDA context.
         memory_bytes: Budget, or the device's memory if there is no budget; None if it is not known.
+        host_state: Bytes of the offloaded optimizer state and its fp32 weights in host memory.
+        host_parameters: Number of parameters that they belong to.
     """
 
     tensors: int
@@ -79,6 +94,8 @@ class OnDevice(Table):
     workspace: int
     context: int
     memory_bytes: int | None = None
+    host_state: int = 0
+    host_parameters: int = 0
 
     columns = ("on a GPU", "MB", "by")
 
@@ -87,7 +104,8 @@ class OnDevice(Table):
         """Return the table of an estimated step on a device of `RATES`."""
         reserved = [found.reserved_bytes(settings) for settings in (None, EXPANDABLE)]
         kept = workspace_bytes(device), context_bytes(device)
-        return cls(found.peak_bytes, *reserved, *kept, memory_bytes)
+        on_host = host_state_bytes(found), found.host_parameters
+        return cls(found.peak_bytes, *reserved, *kept, memory_bytes, *on_host)
 
     @property
     def left(self) -> int | None:
@@ -118,6 +136,13 @@ class OnDevice(Table):
         found: list[Sequence] = [(name, f"{count / 1e6:,.1f}", by) for name, count, by in rows]
         if not self.context:
             found.append((text("what ROCm keeps"), "?", text("not known here, and not counted")))
+        if self.host_state:
+            each = text(
+                "in host memory, {count} bytes per parameter",
+                count=self.host_state // self.host_parameters,
+            )
+            state = f"{self.host_state / 1e6:,.1f}"
+            found.append((text("state that the host keeps"), state, each))
         return found
 
     def caption(self) -> str:

@@ -29,6 +29,11 @@ from .stages import CHAINED, runs_stages, staged_loss
 # This is `course_lib.budget.Recipe`, which cannot be imported here, because its techniques import
 # `stages`, which this module uses.
 Recipe = Any
+# A classifier whose batch is (inputs, labels).
+LOSS_SUM_EXAMPLE = (
+    "def loss_sum(model, batch): return torch.nn.functional.cross_entropy(model(batch[0]),"
+    " batch[1], reduction='sum'), len(batch[1])"
+)
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
@@ -86,7 +91,10 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
                 " model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
-        raise TypeError(f"model must have a loss, got {shown(model)} without one; {GIVE_LOSS_SUM}")
+        raise TypeError(
+            f"model must have a loss, got {shown(model)} without one; {GIVE_LOSS_SUM}; for example:"
+            f" {LOSS_SUM_EXAMPLE}"
+        )
     elif not has_loss_sum(model) and pieces > 1:
         raise ValueError(
             f"micro_batches must be 1 for a {name}, got {pieces}: its loss is a mean, and the"

@@ -254,6 +254,20 @@ class OptimizerRow:
         read, written = 2 + self.state_tensors, 1 + self.state_tensors
         return (read + written) * torch.float32.itemsize
 
+    @property
+    def host_state_bytes(self) -> int:
+        """Bytes per parameter that stay in host memory if its state is offloaded to the host.
+
+        They are the weight and the state, both in fp32. During a step, copies of gradients and of
+        updated parameters are added to them.
+
+        Raises:
+            ValueError: The state cannot be offloaded.
+        """
+        if self.state_tensors is None:
+            raise ValueError("state_tensors must be a whole number for state on the host, got None")
+        return (1 + self.state_tensors) * torch.float32.itemsize
+
 
 OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
     {
