@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# <span class="lab-only">The three buttons above choose the language of the text, the tables and the figures. They work without running anything.</span>
+# <span class="lab-only">The three buttons above choose the language of the text, the tables and the figures. They work without running anything. Clearing the outputs also removes the buttons, and running the first code cell brings them back.</span>
 #
 # **In this lesson** (30 minutes): a look at your machine, how a lesson works, a first technique that saves memory, and which route to take.
 #
@@ -41,7 +41,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# <span class="lab-only">上面的三个按钮用来切换正文、表格和图的语言，不运行代码也能用。</span>
+# <span class="lab-only">上面的三个按钮用来切换正文、表格和图的语言，不运行代码也能用。清除输出时，这三个按钮也会消失，重新运行第一个代码单元格就会出现。</span>
 #
 # **本课内容**（30 分钟）：看看你的机器，了解每一课怎么上，试用第一种省内存的技术，再选一条路线。
 #
@@ -88,11 +88,11 @@ about_this_machine()
 #
 # <div lang="en">
 #
-# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines. Then we check that the gradients are **equal**, because a technique that changes the result saves nothing. Only then do we **measure**, and compare the measurement with your prediction. Near the end of a lesson, a table tests **claims** that you may have read elsewhere.
+# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines. Then we check that the gradients are **equal**, because a technique that changes the result saves nothing. Only then do we **measure**, and compare with your prediction. Near the end, a table tests **claims** that you may have read elsewhere.
 #
-# An **exercise** is a cell in which something is missing, such as a number that is `None` or `0`. Fill it in and run the cell. Its last line checks the answer. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
+# An **exercise** is a cell in which something is missing, often written as `None` or `0`. Fill it in and run the cell. Its last line checks the answer. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
 #
-# The notebooks are stored with their results. <span class="lab-only">To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one.</span> You learn most where your guess was wrong.
+# Notebooks are stored with their results. <span class="lab-only">To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one. The first code cell brings the language buttons back.</span> You learn most where your guess was wrong.
 #
 # </div>
 # <div lang="zh">
@@ -101,7 +101,7 @@ about_this_machine()
 #
 # **练习**就是一个有空缺的单元格，例如写着 `None` 或 `0` 的地方。填上你的答案再运行，最后一行会检查答案。答案折叠在它下方，点一下<span class="lab-only">那三个点</span>就能展开。
 #
-# notebook 里存着运行结果。<span class="lab-only">想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。</span>猜错的地方，正是能学到东西的地方。
+# notebook 里存着运行结果。<span class="lab-only">想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。语言按钮也会被清掉，运行第一个代码单元格就会恢复。</span>猜错的地方，正是能学到东西的地方。
 #
 # </div>
 
@@ -343,7 +343,7 @@ ledger("00", "plain", before)
 # 在课程目录里输入下面的命令，就能知道 3B 参数的解码器，用 4 条 2048 个 token 的样本，能不能在 24 GB 的卡上训练：
 #
 # ```
-# .venv/bin/python -m course_lib.budget --parameters 3B --sequence 2048 --batch 4 \
+# COURSE_LANG=zh .venv/bin/python -m course_lib.budget --parameters 3B --sequence 2048 --batch 4 \
 #   --device "RTX 4090" --quick
 # ```
 #
@@ -370,7 +370,7 @@ ledger("00", "plain", before)
 # - **You have no GPU.** You need not do anything. Cells about GPUs show figures that were recorded on a GPU, or say that there are none.
 # - **You have little memory.** Every lesson stays under 4 GB. Close other notebooks, because each one runs its own Python process.
 # - **PyTorch does not find your GPU.** If `torch.version.cuda` is `None`, you have the CPU build. Install the build for your driver, as shown on the PyTorch website, and run `make lab` again.
-# - <span class="lab-only">**You see both languages and no buttons.** The notebook is not trusted. `make lab` trusts the course's notebooks. Elsewhere, choose "Trust Notebook" in the command palette.</span>
+# - <span class="lab-only">**You see both languages and no buttons.** If you have cleared the outputs, run the first code cell. Otherwise the notebook is not trusted. `make lab` trusts the course's notebooks. Elsewhere, choose "Trust Notebook" in the command palette.</span>
 # - **A figure shows empty boxes.** The course ships its own font, so this should not happen. Run `make test`, which looks for such boxes.
 #
 # </div>
@@ -380,7 +380,7 @@ ledger("00", "plain", before)
 # - **没有 GPU。** 什么都不用做。涉及 GPU 的单元格会显示在 GPU 上记录好的数据，没有记录的会注明。
 # - **内存小。** 每一课都不超过 4 GB。请关掉其他 notebook，因为每开一个，就多运行一个 Python 进程。
 # - **PyTorch 找不到 GPU。** 如果 `torch.version.cuda` 是 `None`，装的就是 CPU 版。请按 PyTorch 网站给出的命令装上与驱动匹配的版本，再运行一次 `make lab`。
-# - <span class="lab-only">**两种语言同时出现，也没有按钮。** 说明这个 notebook 未被信任。`make lab` 会信任本课程的 notebook。在别处，请在命令面板里选 “Trust Notebook”。</span>
+# - <span class="lab-only">**两种语言同时出现，也没有按钮。** 如果清除过输出，运行第一个代码单元格即可。否则，说明这个 notebook 未被信任。`make lab` 会信任本课程的 notebook。在别处，请在命令面板里选 “Trust Notebook”。</span>
 # - **图里有空方框。** 课程自带字体，不应出现这种情况。请运行 `make test`，它会检查有没有这样的方框。
 #
 # </div>
