@@ -8,7 +8,7 @@ from test_notebooks import FOLDER, load, output_texts
 
 # (lesson, words of the cell that asks, numbers that answer it)
 GUESSES = [
-    ("00", "how many times the FLOPs of the baseline", ("134.0", "1.21")),
+    ("00", "what factor will the FLOPs of the step grow", ("134.0", "1.21")),
     ("01", "what will the peak be", ("114.2", "114,205,080", "25.4", "25,405,440")),
     ("04", "How long does it take with $p$", ("1.34", "1.340", "1.01", "1.011")),
     ("04", "and the peak, with offload", ("124.8", "134.0", "124,824,984", "134,006,104")),

@@ -538,7 +538,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 #
 # 你的公式一字节不差。清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。如果把张量逐个相加，而不按存储区统计，这里就会多算 20%。
 #
-# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。在这个公式里，每个元素占 2 字节，三个 dropout 掩码每个元素占 1 字节。此外还要保存 dropout 之后的 P，每个元素再占 2 字节。
+# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。在这个公式里，每个元素占 2 字节，三个 dropout 掩码每个元素占一字节。此外还要保存 dropout 之后的 P，每个元素再占 2 字节。
 #
 # </div>
 
@@ -572,7 +572,7 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Llama's layer has RMSNorm, grouped-query attention, a fused attention operator and SwiGLU.\n\n**Guess first.** How far off is your formula for it, at 128 and at 2048 tokens?", "zh": "Llama 的层用 RMSNorm、分组查询注意力、融合的注意力算子和 SwiGLU。\n\n**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？"}
+# %% [markdown] slide={"en": "Llama's layer: RMSNorm, grouped-query attention, fused attention, SwiGLU.\n\n**Guess first.** How far off is your formula, at 128 and 2048 tokens?", "zh": "Llama 的层用 RMSNorm、分组查询注意力、融合的注意力算子和 SwiGLU。\n\n**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？"}
 # ## 1.6 A layer of Llama / Llama 的一层
 #
 # <div lang="en">
@@ -653,7 +653,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **练习 4。** 仿照练习 3，为这一层写出这五项的字节数。`norms` 是两个归一化各自的 `x` 和 `m`，`statistics` 是两次 `rsqrt` 的结果，`probabilities` 是 SDPA 代替 P 保存的数。cos 和 sin 由所有层共用，不算。
+# **练习 4。** 仿照上一道练习，为这一层写出这五项的字节数。`norms` 是两个归一化各自的 `x` 和 `m`，`statistics` 是两次 `rsqrt` 的结果，`probabilities` 是 SDPA 代替 P 保存的数。cos 和 sin 由所有层共用，不算。
 #
 # </div>
 
@@ -709,16 +709,16 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 #
 # <div lang="en">
 #
-# Back to lesson 00's decoder. Section 1.3 has shown one part of it: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets don't count: the batch existed before the meter started, and the loss has released its targets before the peak.
+# Back to lesson 00's decoder. Section 1.3 has shown one part: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets don't count: the batch existed before the meter started, and the loss has released its targets.
 #
-# **Exercise 5.** Which bytes are in memory at the peak? Fill in four parts, in bytes. `state` was in memory before the step began. `layers` is what the eight layers keep in total. `norm and head` is kept by the last LayerNorm and the head, apart from the logits. `logits` is everything of the logits' size.
+# **Exercise 5.** Fill in the four parts of the peak, in bytes. `state` existed before the step. `layers` is what the eight layers keep in total. `norm and head` is kept by the last LayerNorm and the head, apart from the logits. `logits` is everything of the logits' size.
 #
 # </div>
 # <div lang="zh">
 #
 # 回到第 00 课的解码器，计算整个峰值。1.3 节的图给出了其中一部分：**三个与 logits 一样大的张量**，一个是激活值，两个是临时张量。token 编号和目标都不算，因为批次在计量器启动之前就有了，而损失在峰值之前已经释放了它的目标。
 #
-# **练习 5。** 峰值那一刻，内存里有哪些字节？填四个部分，以字节计。`state` 是这一步开始之前就有的，`layers` 是八层一共保存的，`norm and head` 是最后一个 LayerNorm 和输出头保存的（logits 除外），`logits` 是与 logits 一样大的全部张量。
+# **练习 5。** 填出峰值的四个部分，以字节计。`state` 是这一步开始之前就有的，`layers` 是八层一共保存的，`norm and head` 是最后一个 LayerNorm 和输出头保存的（logits 除外），`logits` 是与 logits 一样大的全部张量。
 #
 # </div>
 
@@ -744,7 +744,7 @@ lesson_01.check_whole_peak(my_parts)
 my_sum = sum(part or 0 for part in my_parts.values())
 predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nWith a vocabulary of 2048 words, the three tensors of the logits' size make up 9% of the peak. And with a real vocabulary?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 个词时，三个与 logits 一样大的张量占峰值的 9%。真实的词表呢？"}
+# %% [markdown] slide={"en": "The 8 bytes: the loss and its gradient.\n\nThree tensors of the logits' size make up 9% of the peak. With a real vocabulary?", "zh": "这 8 个字节是损失和它的梯度。\n\n三个与 logits 一样大的张量占峰值的 9%。真实的词表呢？"}
 # <div lang="en">
 #
 # The missing 8 bytes are the loss and its gradient. With 2048 words, the three tensors of the logits' size make up 9% of this peak. Real vocabularies are larger. The last column adds up weights, gradients, optimizer state and activations, as an online memory calculator does:
@@ -1293,7 +1293,7 @@ print(lesson_01.replayed(scenes["A, B, A, B"], 388 << 20)[1].partition(" If rese
 # %% [markdown]
 # <div lang="en">
 #
-# PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but only 18 are free. Another 16 MiB are reserved, in holes that are too small. Adam's state makes these holes. It was allocated inside segments that the allocator had split for batch A, and it stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
+# PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but only 18 are free. Another 16 MiB are reserved, in holes that are too small. Adam's state makes these holes. It was allocated inside segments that had been split for batch A, and it stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
 #
 # </div>
 # <div lang="zh">
