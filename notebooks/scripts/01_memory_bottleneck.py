@@ -194,7 +194,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # <div lang="en">
 #
-# How does a meter know what is in memory? The bytes of a tensor are in its **storage**, and a view shares the storage of its base. A storage is new if an operator returns it and did not get it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
+# The bytes of a tensor are in its **storage**, and a view shares the storage of its base. A storage is new if an operator returns it and did not get it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
 #
 # In PyTorch, every operator passes through the **dispatcher**. A `TorchDispatchMode` is called there instead of the operator, so it sees the arguments and the result. `lesson_01.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
 #
@@ -203,7 +203,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 # </div>
 # <div lang="zh">
 #
-# 计量器怎么知道内存里有什么？张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。如果一个存储区由算子返回，却不在传给它的参数里，就是新的。计量器遇到新的存储区，就加上它的字节，等它释放，再减掉。
+# 张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。如果一个存储区由算子返回，却不在传给它的参数里，就是新的。计量器遇到新的存储区，就加上它的字节，等它释放，再减掉。
 #
 # PyTorch 的每个算子都要经过**分发器**（dispatcher）。`TorchDispatchMode` 在那里代替算子被调用，因此能看到参数和结果。`lesson_01.storages(values)` 返回 `values` 中全部张量的存储区，结果是一个字典，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
 #
@@ -304,12 +304,12 @@ error.numel(), error.untyped_storage().nbytes()
 #
 # <div lang="en">
 #
-# Many online memory calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB, so the sum is 288.4 MB. But lesson 00 has measured a peak of 277.7 MB. The timeline shows why:
+# Many online memory calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB, so the sum is 288.4 MB. But lesson 00 measured a peak of 277.7 MB:
 #
 # </div>
 # <div lang="zh">
 #
-# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。前三项你已经知道，共 110.0 MB，这一步的激活值最多 178.4 MB，所以总和是 288.4 MB。可是第 00 课测得的峰值是 277.7 MB。原因可以从时间线上看出来：
+# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。前三项你已经知道，共 110.0 MB，这一步的激活值最多 178.4 MB，所以总和是 288.4 MB。可是第 00 课测得的峰值是 277.7 MB：
 #
 # </div>
 
