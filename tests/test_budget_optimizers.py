@@ -63,7 +63,12 @@ def test_the_host_reads_gradient_weight_and_state_and_writes_all_but_the_gradien
 def host_tensors(device):
     """Storages in host memory, each once, apart from single numbers such as Adam's step counter."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    kinds = torch.Tensor, nn.Parameter
+    tensors = [
+        each
+        for each in gc.get_objects()
+        if type(each) in kinds and each.layout is torch.strided and not each.is_nested
+    ]
     found = {
         each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.dim()
     }

@@ -853,16 +853,6 @@ def test_a_list_is_multiplied_in_place():
     assert [x.tolist() for x in tensors] == [[0.5], [1.5, 1.5]]
 
 
-@door("torch._transform_bias_rescale_qkv")
-def test_query_key_and_value_are_three_results_in_one_new_storage():
-    product, bias = torch.ones(1, 5, 12), torch.zeros(12)
-    results = torch._transform_bias_rescale_qkv(product, bias, 2)
-    (storage,) = {x.untyped_storage().data_ptr() for x in results}
-    assert storage not in (product.data_ptr(), bias.data_ptr())
-    assert [x.shape for x in results] == [(1, 2, 5, 2)] * 3
-    assert results[0].untyped_storage().nbytes() == 3 * 20 * 4
-
-
 @door("._indices", "._values")
 def test_the_parts_of_a_sparse_tensor_are_given_before_equal_places_are_merged():
     sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
