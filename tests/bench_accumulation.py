@@ -33,10 +33,10 @@ def loss_sum(model, tokens):
     )
 
 
-def on_a_rank(model, loss_sum, pieces, each):
-    for number, piece in enumerate(pieces, start=1):
-        with nullcontext() if each or number == len(pieces) else model.no_sync():
-            loss_sum(model, piece)[0].backward()
+def on_a_rank(model, loss_sum, micro_batches, each):
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        with nullcontext() if each or number == len(micro_batches) else model.no_sync():
+            loss_sum(model, micro_batch)[0].backward()
 
 
 def by_hand(model, optimizer, batch, size, max_norm):

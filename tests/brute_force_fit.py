@@ -268,7 +268,7 @@ def grid(known: Known, seed: int) -> list[Recipe]:
         }
         recipe = replace(known.base, **techniques, **keep)
         downs = (
-            search.doublings(recipe) if recipe.offload_activations else search.pieces_for(recipe)
+            search.doublings(recipe) if recipe.offload_activations else search.counts_for(recipe)
         )
         pages = candidates.PAGES if recipe.has_pages and not inside else candidates.PAGES[:1]
         every += [

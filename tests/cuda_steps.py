@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from course_lib._torch import not_collecting
 from course_lib.budget import Recipe, build
-from course_lib.budget.step import default_dtype, make_state, pieces_of, run_pieces
+from course_lib.budget.step import default_dtype, make_state, micro_batches_of, run_micro_batches
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 
@@ -140,9 +140,9 @@ def measured(make_model, make_batch, recipe) -> dict[str, int]:
     make_state(model, optimizer)
     loss_sum = options_of(make_batch).get("loss_sum")
     for _ in range(2):
-        pieces = pieces_of(batch, recipe.micro_batches)
+        micro_batches = micro_batches_of(batch, recipe.micro_batches)
         with not_collecting(), MemoryMeter(model, optimizer) as meter:
-            run_pieces(model, optimizer, pieces, recipe, loss_sum, None, None)
+            run_micro_batches(model, optimizer, micro_batches, recipe, loss_sum, None, None)
     trace = meter.trace()
     # only a run stacks the losses of micro-batches to read them
     phases = trace.phase_peaks()

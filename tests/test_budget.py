@@ -48,7 +48,7 @@ from course_lib.budget.show import added, steps_to
 from course_lib.budget.techniques import APPLIED, TECHNIQUES, Technique
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import CHECKPOINTS
-from course_lib.budget.techniques.micro_batches import pieces_allowed
+from course_lib.budget.techniques.micro_batches import counts_allowed
 from course_lib.budget.techniques.technique import choice
 from course_lib.labels import chinese
 from course_lib.memory import MemoryBudgetExceeded, symbolic
@@ -239,7 +239,7 @@ def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones
 @given(samples=st.integers(1, 200))
 def test_micro_batches_are_allowed_where_all_but_the_last_are_equal(samples):
     cuts = {len(torch.empty(samples).split(size)) for size in range(1, samples + 1)}
-    assert pieces_allowed(samples) == sorted(cuts)
+    assert counts_allowed(samples) == sorted(cuts)
 
 
 # ---- the same gradient
@@ -1010,7 +1010,7 @@ class TestSearch:
         # is the least.
         for e in found:
             if e.recipe.checkpoint != "optimal":
-                fewer = [f for f in pieces_allowed(2) if f < e.recipe.micro_batches]
+                fewer = [f for f in counts_allowed(2) if f < e.recipe.micro_batches]
                 trials = [
                     remembered(searched, searched_batch, replace(e.recipe, micro_batches=f))
                     for f in fewer

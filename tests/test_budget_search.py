@@ -26,7 +26,7 @@ from course_lib.budget.search import most_blocks, that_fit
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import Checkpoint
 from course_lib.budget.techniques.head import ChunkedHead
-from course_lib.budget.techniques.micro_batches import pieces_allowed
+from course_lib.budget.techniques.micro_batches import counts_allowed
 from course_lib.budget.techniques.offload_activations import OffloadedActivations
 from course_lib.budget.techniques.optimizer import OffloadedState
 from course_lib.memory import symbolic
@@ -558,7 +558,7 @@ def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):
     keeps = [{}, {"checkpoint": "layers"}, {"checkpoint": "segments", "segments": 2}]
     every = [
         replace(base, head_chunk=chunk, micro_batches=count, **keep)
-        for keep, chunk, count in itertools.product(keeps, (None, 5), pieces_allowed(2))
+        for keep, chunk, count in itertools.product(keeps, (None, 5), counts_allowed(2))
     ]
     known = [estimate(make, of, recipe) for recipe in every]
     peaks = sorted(e.peak_bytes for e in known)

@@ -33,7 +33,7 @@ class OpSignature(TorchDispatchMode):
 
 
 def groups_of(
-    model: nn.Module, pieces: Sequence[Any], loss_sum: LossSum | None = None
+    model: nn.Module, micro_batches: Sequence[Any], loss_sum: LossSum | None = None
 ) -> list[list[int]]:
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
@@ -42,24 +42,32 @@ def groups_of(
     mask, their forward passes must also run the same operators. One or two micro-batches are not
     compared: each is a group by itself.
     """
-    if len(pieces) < 3:
-        return [[i] for i in range(len(pieces))]
+    if len(micro_batches) < 3:
+        return [[i] for i in range(len(micro_batches))]
     mode = detect_fake_mode()
     random = RandomState(counted=False)
     groups = {}
 
-    def signature_of(piece: Any) -> int:
+    def signature_of(micro_batch: Any) -> int:
         with without_cache(model), OpSignature() as signature:
-            loss_of(model, piece, Recipe(precision=None, micro_batches=len(pieces)), loss_sum)
+            loss_of(
+                model,
+                micro_batch,
+                Recipe(precision=None, micro_batches=len(micro_batches)),
+                loss_sum,
+            )
         return signature.seen
 
     try:
         looks = mode.looks
-        signatures = [signature_of(pieces[0])]
+        signatures = [signature_of(micro_batches[0])]
         looked = mode.looks > looks
-        signatures += [signature_of(piece) if looked else signatures[0] for piece in pieces[1:]]
-        for i, piece in enumerate(pieces):
-            groups.setdefault((samples_in(piece), signatures[i]), []).append(i)
+        signatures += [
+            signature_of(micro_batch) if looked else signatures[0]
+            for micro_batch in micro_batches[1:]
+        ]
+        for i, micro_batch in enumerate(micro_batches):
+            groups.setdefault((samples_in(micro_batch), signatures[i]), []).append(i)
         return list(groups.values())
     finally:
         random.restore()

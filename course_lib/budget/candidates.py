@@ -21,7 +21,7 @@ from .loss import has_loss_sum, mixes_samples, samples_in
 from .rates import Rates
 from .recipe import Recipe
 from .techniques import BY_FIELD, Technique
-from .techniques.micro_batches import pieces_allowed
+from .techniques.micro_batches import counts_allowed
 
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
 
@@ -90,18 +90,18 @@ class Search:
         return (getattr(self.known.base, name),) if name in self.known.base.changed() else values
 
     @cached_property
-    def pieces(self) -> tuple[int, ...]:
+    def counts(self) -> tuple[int, ...]:
         """Numbers of micro-batches that can be tried."""
         model, loss_sum = self.known.model, self.known.composer.loss_sum
         weighed = loss_sum is not None or has_loss_sum(model)
         if not weighed or mixes_samples(model):
             return self.options("micro_batches", 1)
-        every = pieces_allowed(samples_in(self.known.batch))
+        every = counts_allowed(samples_in(self.known.batch))
         return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
 
-    def pieces_for(self, recipe: Recipe) -> tuple[int, ...]:
+    def counts_for(self, recipe: Recipe) -> tuple[int, ...]:
         """Return the numbers of micro-batches for a recipe; steps in backward allow only 1."""
-        return (1,) if recipe.in_backward else self.pieces
+        return (1,) if recipe.in_backward else self.counts
 
     def doublings(self, recipe: Recipe) -> list[int]:
         """Return numbers of micro-batches, each at least twice the previous one.
@@ -109,8 +109,8 @@ class Search:
         The largest number is always the last one.
         """
         found = []
-        for count in self.pieces_for(recipe):
-            if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
+        for count in self.counts_for(recipe):
+            if not found or count >= 2 * found[-1] or count == self.counts_for(recipe)[-1]:
                 found.append(count)
         return found
 
@@ -169,11 +169,11 @@ class Search:
                 # Two of these techniques cannot be combined.
                 continue
             if not family.offload_activations:
-                yield replace(family, micro_batches=self.pieces_for(family)[0])
+                yield replace(family, micro_batches=self.counts_for(family)[0])
             # With "segments", only the inputs of the segments could be offloaded.
             elif family.checkpoint != "segments" or self.known.base.checkpoint == "segments":
-                for pieces in self.doublings(family):
-                    yield replace(family, micro_batches=pieces)
+                for number in self.doublings(family):
+                    yield replace(family, micro_batches=number)
 
     def leaner(self, recipe: Recipe) -> Recipe | None:
         """Return the recipe with the attention that needs the least memory.

@@ -27,7 +27,7 @@ from .loss import LossSum, check_loss
 from .process import check_arguments, process_trace
 from .rank import rank_trace
 from .recipe import Recipe
-from .step import build, default_dtype, make_state, pieces_of, run_pieces
+from .step import build, default_dtype, make_state, micro_batches_of, run_micro_batches
 
 TIERS = ("file", "host")
 
@@ -307,11 +307,13 @@ def run(
         check_loss(model, recipe, loss_sum)
         with default_dtype(recipe.dtype):
             batch = make_batch()
-        pieces = pieces_of(batch, recipe.micro_batches)
+        micro_batches = micro_batches_of(batch, recipe.micro_batches)
         make_state(model, optimizer)
         before = Traffic(**vars(store.stats))
         with MemoryMeter(model, optimizer, budget_bytes=budget_bytes) as meter:
-            result = run_pieces(model, optimizer, pieces, recipe, loss_sum, store, max_norm)
+            result = run_micro_batches(
+                model, optimizer, micro_batches, recipe, loss_sum, store, max_norm
+            )
         moved = Traffic(
             *(a - b for a, b in zip(vars(store.stats).values(), vars(before).values(), strict=True))
         )

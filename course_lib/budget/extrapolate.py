@@ -39,7 +39,7 @@ from .loss import LossSum, check_loss, trained
 from .process import check_arguments, watched
 from .recipe import Recipe
 from .stages import fastest
-from .step import chain_of, check_model, default_dtype, model_of, pieces_of
+from .step import chain_of, check_model, default_dtype, micro_batches_of, model_of
 from .techniques import TECHNIQUES
 from .updates import Updates
 
@@ -144,15 +144,17 @@ class Composer:
         Raises:
             InfeasibleBudget: No schedule fits into the recipe's `schedule_bytes`.
         """
-        pieces = pieces_of(self.batch, recipe.micro_batches)
+        micro_batches = micro_batches_of(self.batch, recipe.micro_batches)
         with symbolic(self.mode):
-            unlike = [pieces[group[0]] for group in self.groups(recipe)]
+            unlike = [micro_batches[group[0]] for group in self.groups(recipe)]
             return dearest(self.model, unlike, recipe, self.loss_sum)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
         """Return groups of micro-batches that run the same operators, as lists of indices."""
         if (count := recipe.micro_batches) not in self._groups:
-            self._groups[count] = groups_of(self.model, pieces_of(self.batch, count), self.loss_sum)
+            self._groups[count] = groups_of(
+                self.model, micro_batches_of(self.batch, count), self.loss_sum
+            )
         return self._groups[count]
 
     # ---- Forward and backward
@@ -224,12 +226,17 @@ class Composer:
         """
         store = SymbolicStore()
         optimizer = RecordingOptimizer(self.trained)
-        pieces = pieces_of(self.batch, recipe.micro_batches)
+        micro_batches = micro_batches_of(self.batch, recipe.micro_batches)
         try:
             with shortened(self.blocks, count):
                 options = self.loss_sum, store, self.max_norm, self.groups(recipe)
                 trace = watched(
-                    self.model, optimizer, pieces, recipe.on(self.tier), *options, repeats=repeats
+                    self.model,
+                    optimizer,
+                    micro_batches,
+                    recipe.on(self.tier),
+                    *options,
+                    repeats=repeats,
                 )[1:]
         except InfeasibleBudget:
             raise
@@ -357,7 +364,7 @@ class RecordingOptimizer(torch.optim.Optimizer):
 
 
 def dearest(
-    model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
+    model: nn.Module, micro_batches: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
     """Return the cost of the schedule for the micro-batch that needs the most memory.
 
@@ -367,8 +374,8 @@ def dearest(
     """
     costs = []
     errors = []
-    for piece in pieces:
-        chain = chain_of(model, piece, recipe, loss_sum)
+    for micro_batch in micro_batches:
+        chain = chain_of(model, micro_batch, recipe, loss_sum)
         try:
             costs.append(simulate(fastest(chain, recipe.schedule_bytes), chain))
         except InfeasibleBudget as error:

@@ -80,7 +80,7 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         ValueError: Recipe and loss cannot be combined.
     """
     name = type(wrapped_in(model)).__name__
-    pieces = recipe.micro_batches
+    count = recipe.micro_batches
     if loss_sum is not None:
         function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
@@ -95,9 +95,9 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
             f"model must have a loss, got {shown(model)} without one; {GIVE_LOSS_SUM}; for example:"
             f" {LOSS_SUM_EXAMPLE}"
         )
-    elif not has_loss_sum(model) and pieces > 1:
+    elif not has_loss_sum(model) and count > 1:
         raise ValueError(
-            f"micro_batches must be 1 for a {name}, got {pieces}: its loss is a mean, and the"
+            f"micro_batches must be 1 for a {name}, got {count}: its loss is a mean, and the"
             f" number of tokens or samples in that mean is not known; {GIVE_LOSS_SUM}"
         )
     if (
@@ -109,10 +109,10 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
             f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r} for a"
             f" {name}, whose blocks' inputs the schedule holds; use checkpoint='none' or 'layers'"
         )
-    if pieces > 1 and mixes_samples(model):
+    if count > 1 and mixes_samples(model):
         raise ValueError(
             f"micro_batches must be 1 for a {name} with BatchNorm in training mode, whose loss is"
-            f" not a sum over samples, got {pieces}; or put BatchNorm into eval mode"
+            f" not a sum over samples, got {count}; or put BatchNorm into eval mode"
         )
 
 

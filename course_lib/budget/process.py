@@ -32,10 +32,10 @@ from .step import (
     check_recipe,
     default_dtype,
     make_state,
+    micro_batches_of,
     model_of,
     optimizer_of,
-    pieces_of,
-    run_pieces,
+    run_micro_batches,
 )
 
 
@@ -78,11 +78,11 @@ def process_trace(
         optimizer = symbolic_optimizer(model, recipe, store, tier)
         with default_dtype(recipe.dtype):
             batch = make_batch()
-        pieces = pieces_of(batch, recipe.micro_batches)
+        micro_batches = micro_batches_of(batch, recipe.micro_batches)
         make_state(model, optimizer)
         options = loss_sum, store, max_norm
         trace = watched(
-            model, optimizer, pieces, recipe.on(tier), *options, events=events, places=places
+            model, optimizer, micro_batches, recipe.on(tier), *options, events=events, places=places
         )
         return trace, sum(p.numel() for p in getattr(optimizer, "below", ()))
 
@@ -99,7 +99,7 @@ def symbolic_optimizer(
 def watched(
     model,
     optimizer,
-    pieces: list[Any],
+    micro_batches: list[Any],
     recipe: Recipe,
     loss_sum,
     store: SymbolicStore,
@@ -122,7 +122,7 @@ def watched(
         repeats: Whether to run only one of several equal stages of a schedule.
         places: Whether to record places, as in `process_trace`.
     """
-    groups = groups_of(model, pieces, loss_sum) if groups is None else groups
+    groups = groups_of(model, micro_batches, loss_sum) if groups is None else groups
     # Maps the index of each micro-batch that is run to the number of micro-batches it represents.
     stands_for = {0: 1}
     for group in groups:
@@ -140,9 +140,9 @@ def watched(
     def so_far() -> tuple[int, int, int]:
         return meter.flops, store.stats.bytes_down, store.stats.bytes_up
 
-    def kept_loss(model, piece):
+    def kept_loss(model, micro_batch):
         nonlocal kept_bytes
-        pair = loss_of(model, piece, recipe, loss_sum)
+        pair = loss_of(model, micro_batch, recipe, loss_sum)
         kept_bytes = sum(tensor.nbytes for tensor in tensors_in(pair))
         return pair
 
@@ -154,9 +154,9 @@ def watched(
             before.append(so_far())
             skipped = i - previous - 1
             if skipped:
-                like = next(tensors_in(pieces[i]))
+                like = next(tensors_in(micro_batches[i]))
                 losses.append(like.new_empty(skipped * kept_bytes, dtype=torch.uint8))
-            yield pieces[i]
+            yield micro_batches[i]
             previous = i
         del losses
         before.append(so_far())
@@ -166,7 +166,7 @@ def watched(
         StepMeter(model, optimizer, recipe, module_paths=places, source_lines=places) as meter,
         meter.repeating() if repeats else nullcontext(),
     ):
-        run_pieces(model, optimizer, sampled(), recipe, kept_loss, store, max_norm)
+        run_micro_batches(model, optimizer, sampled(), recipe, kept_loss, store, max_norm)
     # The work of each micro-batch counts once for each one that it represents, and the work of the
     # optimizer counts once. dtype=object keeps Python integers, because FLOPs may exceed 64 bits.
     counts = [*(stands_for[i] for i in sorted(stands_for)), 1]

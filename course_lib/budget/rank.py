@@ -82,7 +82,7 @@ def rank_trace(
             count = len(equal_blocks(model))
             # Raises if the batch cannot be split evenly among the ranks, or a rank's samples among
             # the micro-batches.
-            pieces(recipe, samples_in(make_batch()))
+            counts_allowed(recipe, samples_in(make_batch()))
         measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm, events)
         trace = None
         if count >= MANY and not events:
@@ -136,7 +136,7 @@ def _measured(
     watch = watched_rank(
         make_short,
         make_part,
-        lambda model, piece: loss_of(model, piece, alone, loss_sum),
+        lambda model, micro_batch: loss_of(model, micro_batch, alone, loss_sum),
         MODES[recipe.shard],
         recipe.ranks,
         within=lambda model: applied(model, alone),
@@ -227,7 +227,7 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
     )
 
 
-def pieces(recipe: Recipe, samples: int) -> list[int]:
+def counts_allowed(recipe: Recipe, samples: int) -> list[int]:
     """Return the numbers of micro-batches into which a rank's samples can be split.
 
     Raises:

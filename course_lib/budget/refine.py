@@ -29,10 +29,12 @@ def refine(search: Search, family: Recipe) -> Recipe | None:
         return best_copies(search, family)
     # The base fixes the checkpoints, so the number of segments or bytes is fixed as well.
     if family.checkpoint == search.known.base.checkpoint:
-        return fewest_pieces(search, family)
+        return fewest_micro_batches(search, family)
     if family.checkpoint == "segments":
         return fewest_segments(search, family)
-    return (best_schedule if family.checkpoint == "optimal" else fewest_pieces)(search, family)
+    return (best_schedule if family.checkpoint == "optimal" else fewest_micro_batches)(
+        search, family
+    )
 
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
@@ -53,31 +55,33 @@ def best_copies(search: Search, family: Recipe) -> Recipe | None:
     return next(filter(search.fits, (found.recipe for found in sorted(priced, key=search.order))))
 
 
-def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
+def fewest_micro_batches(
+    search: Search, family: Recipe, counts: Sequence[int] = ()
+) -> Recipe | None:
     """Return the recipe with the fewest micro-batches that fits, or None.
 
     From two micro-batches on, a larger number needs no more memory, because the micro-batches have
     no more samples. A single micro-batch is tried separately, because its activations are not live
     together with all gradients.
     """
-    one, *more = [replace(family, micro_batches=n) for n in pieces or search.pieces_for(family)]
+    one, *more = [replace(family, micro_batches=n) for n in counts or search.counts_for(family)]
     return one if search.fits(one) else first_that_fits(more, search.fits)
 
 
-def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
+def first_with_fewest(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
     """Return the first of the recipes that fits with some number of micro-batches, or None.
 
     It is found by bisection, and returned with the fewest micro-batches that fit.
     """
 
     def fits(recipe: Recipe) -> bool:
-        most, least = search.pieces_for(recipe)[-1], search.pieces_for(recipe)[0]
+        most, least = search.counts_for(recipe)[-1], search.counts_for(recipe)[0]
         return search.fits(replace(recipe, micro_batches=most)) or search.fits(
             replace(recipe, micro_batches=least)
         )
 
     first = first_that_fits(trials, fits)
-    return first and fewest_pieces(search, first)
+    return first and fewest_micro_batches(search, first)
 
 
 def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
@@ -89,11 +93,11 @@ def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
     blocks = search.known.segments
     few = range(2, math.isqrt(blocks) + 1)
     most = replace(family, segments=blocks)
-    if not first_pieces(search, [most]):
+    if not first_with_fewest(search, [most]):
         return None
-    return first_pieces(search, [replace(family, segments=count) for count in few]) or first_pieces(
-        search, [most]
-    )
+    return first_with_fewest(
+        search, [replace(family, segments=count) for count in few]
+    ) or first_with_fewest(search, [most])
 
 
 def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
@@ -105,7 +109,7 @@ def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
     of checkpoints with which it fits, and it also fits with every larger number up to `most`.
     Bisection finds the smallest one.
     """
-    return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, most + 1)])
+    return first_with_fewest(search, [replace(one, first_blocks=n) for n in range(1, most + 1)])
 
 
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:
@@ -119,20 +123,20 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
     """
     known = search.known
     trials: list[tuple[float, Recipe]] = []
-    allowed = search.pieces_for(family)
-    samples = search.pieces[-1]
+    allowed = search.counts_for(family)
+    samples = search.counts[-1]
     count = allowed[-1]
     while count >= allowed[0]:
-        pieces = max(number for number in allowed if number <= count)
-        trial = replace(family, micro_batches=pieces)
+        number = max(number for number in allowed if number <= count)
+        trial = replace(family, micro_batches=number)
         room = search.budget - (
-            held_bytes(known, trial) if pieces == 1 else floor_bytes(known, trial)
+            held_bytes(known, trial) if number == 1 else floor_bytes(known, trial)
         )
-        time = fastest_within(search, trial, room).time * samples / math.ceil(samples / pieces)
+        time = fastest_within(search, trial, room).time * samples / math.ceil(samples / number)
         if trials and time > trials[-1][0]:
             break
         trials.append((time, trial))
-        count = pieces // 2
+        count = number // 2
     best: Recipe | None = None
     for time, trial in reversed(trials):
         if best is None or time < search.flops(best):

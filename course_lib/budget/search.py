@@ -32,7 +32,7 @@ from .knowledge import Known
 from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
-from .refine import fewest_blocks, fewest_pieces, least_schedule, refine
+from .refine import fewest_blocks, fewest_micro_batches, least_schedule, refine
 from .reservation import COUNTS, check_count, that_reserve, title_of
 from .show import Way, steps_to
 from .step import model_of
@@ -278,7 +278,9 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
     with symbolic():
         shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
         samples = samples_in(make_batch())
-    pieces = search.options("micro_batches", *rank.pieces(replace(base, micro_batches=1), samples))
+    counts = search.options(
+        "micro_batches", *rank.counts_allowed(replace(base, micro_batches=1), samples)
+    )
     keeps = search.options("checkpoint", "none", "selective", "layers")
     found = []
     for shard, keep, attention in product(rank.MODES, keeps, search.values("attention")):
@@ -295,7 +297,7 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
             # This shard and this attention fit without checkpoints.
             continue
         try:
-            best = fewest_pieces(search, family, pieces)
+            best = fewest_micro_batches(search, family, counts)
         except ValueError:
             # The model may have no blocks to checkpoint, or its loss may not call the model itself.
             # It is an error only for the first kind of checkpoint, and if `base` names the shard or
@@ -312,7 +314,7 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
         blocks = None if keeps[-1] == "none" else known.blocks
         more = {
             "attention": search.values("attention")[-1],
-            "micro_batches": pieces[-1],
+            "micro_batches": counts[-1],
             "blocks": blocks,
         }
         tried = [known.estimate(replace(base, shard=shard, checkpoint=keeps[-1], **more))]
@@ -397,7 +399,7 @@ def _idle(search: Search, family: Recipe) -> bool:
     """
     fewer = (
         replace(family, micro_batches=count)
-        for count in search.pieces_for(family)
+        for count in search.counts_for(family)
         if count < family.micro_batches
     )
     tried = (recipe for recipe in fewer if recipe in search.known.estimates)
@@ -470,7 +472,7 @@ def _find_least(search: Search) -> None:
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
     most = {field: search.values(field)[-1] for field in BY_FIELD if field not in either}
     families = dict.fromkeys(
-        replace(recipe, micro_batches=search.pieces_for(recipe)[-1])
+        replace(recipe, micro_batches=search.counts_for(recipe)[-1])
         for recipe in search.families()
         if recipe.attention in attentions
         and all(getattr(recipe, field) == value for field, value in most.items())

@@ -41,7 +41,7 @@ from .recipe import Recipe
 from .stages import chain_of_stages, chains_of, runs_stages
 from .techniques import APPLIED, TECHNIQUES
 from .techniques.checkpoints import block_names
-from .techniques.micro_batches import pieces_allowed
+from .techniques.micro_batches import counts_allowed
 from .techniques.technique import all_of
 
 
@@ -215,15 +215,21 @@ def train_step(
     kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     check_no_closure(optimizer)
     check_in_training(optimizer)
-    return run_pieces(
-        model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store, max_norm
+    return run_micro_batches(
+        model,
+        optimizer,
+        micro_batches_of(batch, recipe.micro_batches),
+        recipe,
+        loss_sum,
+        store,
+        max_norm,
     )
 
 
-def run_pieces(
+def run_micro_batches(
     model,
     optimizer,
-    pieces: Iterable[Any],
+    micro_batches: Iterable[Any],
     recipe: Recipe,
     loss_sum=None,
     store=None,
@@ -236,12 +242,12 @@ def run_pieces(
             f" at once, got {max_norm}"
         )
 
-    def loss(_, piece) -> tuple[Tensor, float | Tensor]:
+    def loss(_, micro_batch) -> tuple[Tensor, float | Tensor]:
         with ExitStack() as stack:
             for technique in APPLIED:
                 if technique.around == "forward" and technique.is_used(recipe):
                     stack.enter_context(technique.applied(recipe, model, store))
-            pair = loss_of(model, piece, recipe, loss_sum)
+            pair = loss_of(model, micro_batch, recipe, loss_sum)
         check()
         return pair
 
@@ -250,13 +256,13 @@ def run_pieces(
             step = AccumulatedStep(
                 model, optimizer, loss, max_norm=max_norm, accumulate=recipe.accumulate
             )
-            return step(pieces)
-        [piece] = pieces
+            return step(micro_batches)
+        [micro_batch] = micro_batches
         with random_numbers_undone():
-            return _step_in_backward(model, optimizer, loss, piece)
+            return _step_in_backward(model, optimizer, loss, micro_batch)
 
 
-def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
+def _step_in_backward(model, optimizer, loss_sum, micro_batch) -> StepResult:
     """Run a step that updates each parameter and releases its gradient during backward."""
 
     def step_now(parameter: Tensor) -> None:
@@ -275,7 +281,7 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         for p in parameters:
             p.grad = None
         hooks += [p.register_post_accumulate_grad_hook(step_now) for p in trained(model)]
-        loss, weight = check_loss_sum(loss_sum(model, piece))
+        loss, weight = check_loss_sum(loss_sum(model, micro_batch))
         mean = loss / weight
         value, weight = (
             (math.nan, math.nan) if is_symbolic() else (float(loss.detach()), float(weight))
@@ -304,7 +310,7 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
 def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
     """Apply the recipe's techniques to the model, in place, inside the `with` block.
 
-    Techniques that surround only the forward pass are left to `run_pieces`. Call the yielded
+    Techniques that surround only the forward pass are left to `run_micro_batches`. Call the yielded
     function after a forward pass: it raises if the forward pass has bypassed a technique.
     """
     with ExitStack() as stack:
@@ -318,7 +324,7 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
 
 
 def chain_of(
-    model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None
+    model: nn.Module, micro_batch: Any, recipe: Recipe, loss_sum: LossSum | None = None
 ) -> Chain:
     """Return the chain of one micro-batch that the recipe's schedule is made for.
 
@@ -334,10 +340,10 @@ def chain_of(
     plain = replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None)
     with applied(model, plain):
         if runs_stages(model, recipe):
-            return chain_of_stages(model, piece, recipe)
+            return chain_of_stages(model, micro_batch, recipe)
         names = names_of(model, block_names(recipe))
         with suppress(_Found), ScheduledBlocks(model, names, noted, chains_of(model, recipe)):
-            loss_of(model, piece, plain, loss_sum)
+            loss_of(model, micro_batch, plain, loss_sum)
     return found[0]
 
 
@@ -345,7 +351,7 @@ class _Found(Exception):
     """Exception that ends a forward pass when the chain has been found."""
 
 
-def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
+def micro_batches_of(batch: Any, micro_batches: int) -> list[Any]:
     """Return the batch as a list of micro-batches of equal size, except for the last one.
 
     Raises:
@@ -364,7 +370,7 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
         'Leave out torch.device("meta") in make_batch. An estimate needs no memory for the batch',
     )
     samples = samples_in(batch)
-    allowed = pieces_allowed(samples)
+    allowed = counts_allowed(samples)
     if micro_batches not in allowed:
         raise ValueError(
             f"micro_batches must be one of {', '.join(map(str, allowed))} for a batch of"

@@ -33,7 +33,7 @@ class MicroBatches(Technique):
         return words
 
 
-def pieces_allowed(samples: int) -> list[int]:
+def counts_allowed(samples: int) -> list[int]:
     """Return the numbers of micro-batches into which the samples can be split.
 
     All micro-batches have the same size except the last one.

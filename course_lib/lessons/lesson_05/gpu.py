@@ -45,6 +45,6 @@ def pieces_of_a_batch(device: torch.device, **sizes: int) -> Iterator[Part]:
         max_norm=1.0,
         autocast_dtype=torch.float16 if device.type == "cuda" else torch.bfloat16,
     )
-    pieces = {"one": 1, "quarter": len(tokens) // 4, "all": len(tokens)}
-    variants = {name: lambda size=size: step(split(tokens, size)) for name, size in pieces.items()}
+    sizes = {"one": 1, "quarter": len(tokens) // 4, "all": len(tokens)}
+    variants = {name: lambda size=size: step(split(tokens, size)) for name, size in sizes.items()}
     yield from compared(device, variants, model=model, optimizer=optimizer)
