@@ -554,7 +554,8 @@ def test_an_operator_that_runs_early_finds_what_was_there_before():
                 device.wait(device.side("compute").event())
                 z = x * 1
             assert (
-                "aten.mul.Tensor on other reads device memory that aten.add_" in device.races.pop()
+                "aten.mul.Tensor on stream 'other' reads device memory that aten.add_"
+                in device.races.pop()
             )
             device.finish(device.side("other").event())
             device.wait(device.side("other").event())
@@ -568,8 +569,8 @@ def test_what_an_operator_writes_too_early_is_written_over():
             event = device.copy(x, device.pinned((100,), torch.float32).fill_(5.0), "side")
             x.zero_()
             assert (
-                "aten.zero_.default on compute writes device memory that a copy up on side"
-                in device.races.pop()
+                "aten.zero_.default on stream 'compute' writes device memory that a"
+                " host-to-device copy (H2D) on stream 'side'" in device.races.pop()
             )
             device.wait(event)
             device.finish(event)
@@ -682,8 +683,8 @@ def test_the_host_does_not_look_at_what_a_copy_has_not_reached(look, capsys):
             event = device.copy(host, y, "down")
             found = how(host)
             assert (
-                "on the host reads pinned memory that a copy down on down has written"
-                in device.races[0]
+                "on the host reads pinned memory that a device-to-host copy (D2H) on stream 'down'"
+                " has written" in device.races[0]
             )
             assert "test_simulated.py" in device.races[0]
             device.races.clear()
@@ -714,8 +715,8 @@ def test_the_host_waits_for_what_it_prints_of_the_device():
         event = device.copy(x, device.pinned((2, 2), torch.float32).fill_(5.0), "up")
         print(x)
         assert (
-            "Tensor.__repr__ on compute reads device memory that a copy up on up"
-            in device.races.pop()
+            "Tensor.__repr__ on stream 'compute' reads device memory that a host-to-device copy"
+            " (H2D) on stream 'up'" in device.races.pop()
         )
         device.finish(event)
 
@@ -768,7 +769,7 @@ def test_gradients_go_down_during_backward_only_where_nothing_changes_them_after
             begins.append(len(device.spans))
             step(split(torch.randn(8, 16), 4))
         last = device.spans[begins[-1] :]
-    down = [span for span in last if span.name == "a copy down"]
+    down = [span for span in last if span.name == "a device-to-host copy (D2H)"]
     backward_ends = max(span.end for span in last if span.stream == "compute" and "mm" in span.name)
     assert len(down) == len(list(net.parameters()))  # once each
     assert (min(span.start for span in down) < backward_ends) == early
@@ -795,7 +796,9 @@ def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
     found, races = outcome(twice, mode)
     assert same(found, expected(twice))
     # of what is not used
-    assert all("that a copy down on gradients has read" in race for race in races)
+    assert all(
+        "that a device-to-host copy (D2H) on stream 'gradients' has read" in race for race in races
+    )
 
 
 # ---- the device itself
@@ -808,7 +811,8 @@ def test_what_is_never_waited_for_is_named_and_comes_out_wrong_if_it_is_late():
             pytest.raises(
                 Race,
                 match=(
-                    r"aten\.mul.* on compute reads device memory that a copy up on side has written"
+                    r"aten\.mul.* on stream 'compute' reads device memory that a host-to-device"
+                    r" copy \(H2D\) on stream 'side' has written"
                 ),
             ),
             device,
@@ -827,20 +831,21 @@ def test_the_host_has_to_wait_too_before_it_reads_and_before_it_writes():
         event = device.copy(below, above, "side")
         below + 1
         assert (
-            "on the host reads pinned memory that a copy down on side has written"
-            in device.races.pop()
+            "on the host reads pinned memory that a device-to-host copy (D2H) on stream 'side' has"
+            " written" in device.races.pop()
         )
         device.finish(event)
         below + 1
         event = device.copy(above, below, "side")
         torch.equal(above, above)  # for its answer the host waits, but not for other streams
         assert (
-            "aten.equal.default on compute reads device memory that a copy up on side"
-            in device.races.pop()
+            "aten.equal.default on stream 'compute' reads device memory that a host-to-device copy"
+            " (H2D) on stream 'side'" in device.races.pop()
         )
         below.zero_()
         assert (
-            "on the host writes pinned memory that a copy up on side has read" in device.races.pop()
+            "on the host writes pinned memory that a host-to-device copy (H2D) on stream 'side'"
+            " has read" in device.races.pop()
         )
         device.finish(event)
         below.zero_()
@@ -853,15 +858,15 @@ def test_parts_of_a_tensor_are_told_apart():
         above[50:].zero_()
         assert device.races == []
         above[49:].zero_()
-        assert "aten.zero_.default on compute writes device memory" in device.races.pop()
+        assert "aten.zero_.default on stream 'compute' writes device memory" in device.races.pop()
         below = device.pinned((1, 64), torch.float32)
         device.copy(below[0, :5], torch.ones(5), "side")
         below[0, 5:].zero_()  # the byte behind the last one
         assert device.races == []
         below[0, 4:].zero_()
         assert (
-            "on the host writes pinned memory that a copy down on side has written"
-            in device.races.pop()
+            "on the host writes pinned memory that a device-to-host copy (D2H) on stream 'side' has"
+            " written" in device.races.pop()
         )
 
 
@@ -878,8 +883,8 @@ def test_memory_goes_round_and_what_it_was_used_for_counts_on():
         second = torch.zeros(100)
         assert second.data_ptr() == place != kept.data_ptr()
         assert (
-            "the allocator on compute hands out device memory that a copy down on down has read"
-            in device.races.pop()
+            "the allocator on stream 'compute' hands out device memory that a device-to-host copy"
+            " (D2H) on stream 'down' has read" in device.races.pop()
         )
         with device.on(device.side("down")):
             device.used(second)
@@ -955,7 +960,10 @@ def test_a_memory_that_is_too_small_says_so():
         ({"flops_per_second": 0}, "flops_per_second must be a number above 0, got 0"),
         ({"memory_bytes": 1.5}, "memory_bytes must be a whole number of bytes, .*, got 1.5"),
         ({"seconds": 1}, "the options of a SimulatedDevice must be .*, got seconds"),
-        ({"late": True, "early": True}, "late and early cannot both be True"),
+        (
+            {"late": True, "early": True},
+            "late and early cannot be combined: set at most one of them to True",
+        ),
     ],
 )
 def test_bad_options_of_the_device_are_refused_by_name(options, sentence):

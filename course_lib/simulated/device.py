@@ -38,7 +38,7 @@ from course_lib.offload import Device
 
 from .lanes import draw_bytes, draw_lanes
 from .operators import HostReads, Operators
-from .race_detector import COPY, AccessLog, Actor, Arena, Event
+from .race_detector import COPIES, AccessLog, Actor, Arena, Event
 
 RATES = (
     "flops_per_second",
@@ -95,9 +95,9 @@ class _Streams(Device):
             self.log.host.run()
 
     def run_all(self, actor: Actor) -> None:
-        """Make an actor wait for the host, and run all of its tasks.
+        """Make an actor wait for the host, and run all of the actor's pending tasks.
 
-        The caller can then run the actor's next task itself.
+        The caller can then run the actor's next task immediately.
         """
         actor.wait_for(self.log.host.event())
         actor.run()
@@ -191,7 +191,7 @@ class SimulatedDevice(_Streams):
     ):
         self.rates = _checked_rates(rates)
         if late and early:
-            raise ValueError("late and early cannot both be True")
+            raise ValueError("late and early cannot be combined: set at most one of them to True")
         self.late, self.early, nbytes = (
             late,
             early,
@@ -308,7 +308,7 @@ class SimulatedDevice(_Streams):
             stream.submit(lambda: self._copy(stream, target_alias, source_alias))
             if not self.late:
                 stream.run()
-            self.log.record_access(stream, f"{COPY}{name}", [source], [target], seconds)
+            self.log.record_access(stream, COPIES[name], [source], [target], seconds)
             if (block := self.host_memory.block_of(host)) is None:
                 self.finish(stream.event())  # CUDA also waits if the host memory is not pinned
             else:

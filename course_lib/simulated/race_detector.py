@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from course_lib._torch import elements_spanned
 
 ACTORS = 512  # largest number of actors
-ROUNDED = 512  # bytes; block sizes are multiples of it, as in PyTorch's allocator
+ROUNDED = 512  # block sizes are multiples of it (bytes), as in PyTorch's allocator
 HOST, ALLOCATOR = "the host", "the allocator"
-HOST_LANE = "host"  # name of the host as the stream of a span
-COPY = "a copy "  # followed by "up" or "down"
+HOST_LANE = "host"  # value of `Span.stream` for work of the host
+COPIES = {"up": "a host-to-device copy (H2D)", "down": "a device-to-host copy (D2H)"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Event:
     Attributes:
         actor: The actor that recorded the event.
         position: Number of tasks that the actor had been given before the event.
-        clock: The actor's clock at that time: what the waiting actor will also have waited for.
+        clock: The actor's clock at that time. An actor that waits for the event takes it over.
         seconds: Simulated time at which the actor finishes these tasks.
     """
 
@@ -63,6 +63,7 @@ class Actor:
 
     def __init__(self, name: str, index: int):
         self.name, self.index, self.seconds = name, index, 0.0
+        self.label = HOST if name == HOST else f"stream {name!r}"  # for messages
         self.clock = np.zeros(ACTORS, np.int64)
         self.pending: deque[Callable[[], None]] = deque()
         self.submitted = self.finished = 0
@@ -272,7 +273,7 @@ class Span:
 
     Attributes:
         stream: Name of the stream; "host" for every thread of the host.
-        name: An operator, "a copy up" or "a copy down".
+        name: Name of the operator, or one of the values of `COPIES`.
     """
 
     stream: str
@@ -282,10 +283,9 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """Either "up" or "down" for a copy, else "host" or "compute", on any stream."""
-        if self.name.startswith(COPY):
-            return self.name.removeprefix(COPY)
-        return HOST_LANE if self.stream == HOST_LANE else "compute"
+        """Kind of work: "up" (H2D copy), "down" (D2H copy), "host" or "compute"."""
+        kind = HOST_LANE if self.stream == HOST_LANE else "compute"
+        return {name: direction for direction, name in COPIES.items()}.get(self.name, kind)
 
 
 class AccessLog:
@@ -306,11 +306,11 @@ class AccessLog:
         return self._local.host
 
     def actor(self, name: str) -> Actor:
-        """Create an actor, ordered after everything that the host's threads have done."""
+        """Create an actor that has waited for everything that the host's threads have done."""
         with self.lock:
             if len(self.actors) == ACTORS:
                 raise RuntimeError(
-                    f"a SimulatedDevice can have at most {ACTORS} streams and threads; make a"
+                    f"a SimulatedDevice can have at most {ACTORS} streams and threads; create a"
                     " new one"
                 )
             actor = Actor(name, len(self.actors))
@@ -387,8 +387,8 @@ class AccessLog:
                 writing = any(tensor is written for written in writes)
                 for other, past in arena.record(tensor, actor, name, writing):
                     verb = "hands out" if name is ALLOCATOR else "writes" if writing else "reads"
-                    access = f"{name} on {actor.name} {verb} {arena.name} memory"
-                    self._report(access, actor.name, past, other.name, other.actor.name)
+                    access = f"{name} on {actor.label} {verb} {arena.name} memory"
+                    self._report(access, actor.label, past, other.name, other.actor.label)
         if seconds:
             lane = HOST_LANE if actor.name == HOST else actor.name
             self.spans.append(Span(lane, name, actor.seconds, actor.seconds + seconds))
