@@ -82,7 +82,9 @@ def test_storage_that_rrelu_writes_after_its_copy_is_refused():
         return gradients(nn.Module(), moved, x)
 
     assert_same_bits(step(prefetch=1), plain)
-    with pytest.raises(RuntimeError, match=r"^RreluWithNoise.*wrote only after it had been copied"):
+    with pytest.raises(
+        RuntimeError, match=r"^RreluWithNoise.*wrote only after it had been offloaded"
+    ):
         step(prefetch=0)
 
 

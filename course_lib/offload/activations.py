@@ -65,8 +65,8 @@ class offload_activations:
       of it: the data set stays in memory anyway, so offloading would free nothing
     - sparse, quantized and nested tensors
 
-    A storage is copied down once, however many saved tensors are views of it. Each of them comes
-    back as the same view.
+    A storage is copied to the lower tier once, however many saved tensors are views of it. Each of
+    them is restored as the same view.
 
     Args:
         store: Lower tier, which is a `HostStore`, a `DiskStore` or another `Store`. By default
@@ -157,10 +157,10 @@ class _State(Enum):
     """State of a saved storage; the module docstring shows the transitions."""
 
     PARTIAL = auto()  # on the device, because the saved tensors cover only a part of it
-    ON_DEVICE = auto()  # on the device; it will be copied down unless backward comes first
-    GOING_DOWN = auto()  # still on the device
+    ON_DEVICE = auto()  # on the device; it will be offloaded unless backward begins first
+    GOING_DOWN = auto()  # being copied to the lower tier, and still on the device
     OFFLOADED = auto()
-    COMING_UP = auto()  # being copied or already copied; its users wait for the copy
+    COMING_UP = auto()  # being copied back, or already copied; its users wait for the copy
     FREED = auto()
 
 
@@ -168,13 +168,13 @@ class _ForwardPass:
     """The storages that one entry of `offload_activations` saves, and its saved-tensor hooks.
 
     Attributes:
-        latest_by_storage: Storage -> its latest _SavedStorage.
+        latest_by_storage: Storage of a tensor -> its latest `_SavedStorage`.
         kept_storages: Storages of parameters, buffers and tensors in `keep`.
         too_small, large_enough: Bytes of the largest storage below `min_bytes`, and whether any
             storage was not too small.
         storages: All storages that may be offloaded, in the order in which they were saved.
-        on_device: Latest of them, which are not yet being copied down.
-        going_down: Storages whose copy to the host may be in flight.
+        on_device: The latest of these storages, whose copies have not started yet.
+        going_down: Storages whose copy to the lower tier may be in flight.
         running_node, unpacked: Node of backward that is unpacking now, and the storages that it has
             unpacked.
     """
@@ -302,7 +302,7 @@ class _Handle:
     saved: _SavedStorage | None = None
 
     def __init__(self, saved: _SavedStorage, tensor: Tensor):
-        self.key = object()  # not an id, which Python may reuse before a delayed `drop`
+        self.key = object()  # an id could be reused before this handle's delayed `drop`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
         # Bytes of the storage that it covers, because a view may skip elements or repeat them.
@@ -333,7 +333,7 @@ class _SavedStorage:
         index: Position among the storages of the forward pass; None while PARTIAL.
         copied_at: Number of nodes in autograd's graph when the copy to the host began.
         handles: Key -> (offset, bytes) of each saved tensor that still exists.
-        unread: Keys of the handles that backward has not read since the storage came up.
+        unread: Keys of the handles that backward has not read since the storage was fetched.
     """
 
     def __init__(self, forward_pass: _ForwardPass, tensor: Tensor):
@@ -360,7 +360,7 @@ class _SavedStorage:
 
     def go_down(self) -> None:
         self.copied_at = torch.autograd._get_sequence_nr()
-        with self.device.on(self.stream):  # on which it was computed; another may be current
+        with self.device.on(self.stream):  # the device that holds it may not be current
             self.reservation = self.store.put(bytes_of(self.held))
         self.state = _State.GOING_DOWN
 
@@ -390,7 +390,7 @@ class _SavedStorage:
     def data_for(self, handle: _Handle) -> Tensor:
         if self.changed or (self.held is not None and self.held._version != self.version):
             raise RuntimeError(
-                _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
+                _CHANGED.format(shape=handle.view[1], when=" before it was offloaded")
             )
         node = torch._C._current_autograd_node()
         # `copied_at` shows that the copy began while this node's operator was still running. Such
@@ -398,8 +398,8 @@ class _SavedStorage:
         if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
             raise RuntimeError(
                 f"{node.name()} needs a tensor of shape {handle.view[1]} that its operator (rrelu"
-                " in training) wrote only after it had been copied down. Raise prefetch, so that it"
-                " is copied later, or run the operator outside of offload_activations"
+                " in training) wrote only after it had been offloaded. Raise prefetch, so that it"
+                " is offloaded later, or run the operator outside of offload_activations"
             )
         self.unread.discard(handle.key)
         if self.state is _State.COMING_UP:
@@ -429,7 +429,7 @@ class _SavedStorage:
 
 
 def _running_node() -> Any:
-    """Return a number pair that identifies the running node of backward, or None outside of it.
+    """Return a pair of numbers that identifies the running node of backward, or None outside of it.
 
     The node itself is not returned, because a reference to it would keep its graph alive.
     """

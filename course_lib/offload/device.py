@@ -16,7 +16,7 @@ from course_lib._torch import is_symbolic
 
 
 class Device:
-    """A CPU, and the base class of other devices.
+    """The CPU, and the base class of other devices.
 
     Its memory is host memory, and a copy is complete when the call returns. Streams and events are
     None.
@@ -102,7 +102,7 @@ class Device:
         target.copy_(source, non_blocking=True)
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
-        """Copy on a side stream, after the current stream's work so far.
+        """Copy on a side stream, which first waits for the current stream's work so far.
 
         Returns:
             An event at the end of the copy.

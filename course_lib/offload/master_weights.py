@@ -96,13 +96,13 @@ class MasterWeights:
 
     @classmethod
     def reserve(cls, masters: Sequence[Self], options: StateOptions) -> None:
-        """Reserve the space in the store that these need, before anything changes."""
+        """Reserve the space in the store that these master weights need, before any changes."""
 
     @classmethod
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Call `update`, which runs the base optimizer, on one list of masters at a time.
+        """Call `update`, which runs the base optimizer, on one list of master weights at a time.
 
         Weights that are an fp32 copy also need an fp32 copy of the gradient. All these gradients
         together would take as much memory as the weights, so they are updated one page at a time.
@@ -213,7 +213,7 @@ def is_large(value: Any) -> bool:
 
 
 def pages(masters: Sequence[Master], page_bytes: int) -> list[list[Master]]:
-    """Split masters, in order, into pages of at most `page_bytes`, or of one larger master."""
+    """Split master weights, in order, into pages of at most `page_bytes` or of one parameter."""
     result: list[list[Master]] = []
     filled = 0
     for master in masters:

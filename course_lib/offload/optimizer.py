@@ -142,7 +142,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return any(isinstance(master, HostState) for master in self._masters.values())
 
     def sending(self) -> AbstractContextManager:
-        """Return a context in which each gradient is copied down once backward has computed it.
+        """Return a context in which each gradient is copied to the host as backward computes it.
 
         `step` then uses the copies. Use it around the last backward pass before a step together
         with that step, and only if nothing changes the gradients in between: a change by clipping,
@@ -159,7 +159,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._options.open_store(self._masters)
 
     def _reserve(self, masters: Iterable[MasterWeights]) -> None:
-        """Reserve space in the store for all state of these masters, before anything changes."""
+        """Reserve space in the store for the state of these master weights, before any changes."""
         masters = list(masters)
         for state_class in STATE_CLASSES:
             state_class.reserve(
@@ -193,7 +193,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         The next steps are then the same as those of the optimizer that was saved.
         """
         self._reserve(self._masters.values())
-        super().load_state_dict({**state_dict, "state": {}})  # the groups, which it also checks
+        super().load_state_dict({**state_dict, "state": {}})  # loads and checks only the groups
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = state_dict["state"]
@@ -280,7 +280,7 @@ def _update_with(
     *,
     fused: bool = False,
 ) -> None:
-    """Run the step of `base` for only these masters, with the settings of `groups`.
+    """Run the step of `base` on these master weights only, with the settings of `groups`.
 
     With `fused`, the step uses `fused=True` for groups whose option `fused` is None and that
     do not set `foreach`.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .master_weights import MasterWeights, StateOptions, is_large, pages
 from .stores import Reservation, StoreFull
 
-WEIGHTS = "the master weights"  # their name next to those of state tensors; no optimizer uses it
+WEIGHTS = "the master weights"  # key among the state tensors; no optimizer has a state of this name
 
 
 class FileState(MasterWeights):

@@ -1,8 +1,8 @@
-"""Lower tiers: a file for CPU tensors, pinned host memory for CUDA tensors, and symbolic bytes.
+"""Lower tiers: a file for CPU tensors, pinned host memory for CUDA tensors, and a symbolic one.
 
-A `Store` gives out reservations of bytes. `reservation.put(tensor)` starts copying a tensor down,
-which is to the lower tier, and `reservation.get()` starts copying it up again. Neither of them
-waits for the copy.
+A `Store` gives out reservations of bytes. `reservation.put(tensor)` starts copying a tensor to
+the lower tier (*down* in names), and `reservation.get()` starts copying it back (*up*). Neither of
+them waits for the copy.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Reservation:
         self.freed = False
 
     def put(self, tensor: Tensor) -> Reservation:
-        """Start copying down a tensor that fills its storage, and return this reservation.
+        """Start copying a tensor that fills its storage to the tier, and return this reservation.
 
         After that, `wait()` waits for the copy and raises its error, if there is one.
         """
@@ -138,7 +138,7 @@ class Reservation:
         return self
 
     def get(self) -> Callable[[], Tensor]:
-        """Start copying up into new memory.
+        """Start copying the tensor back into new memory.
 
         Returns:
             A function that waits and returns the tensor.
@@ -203,11 +203,11 @@ class Store:
         return reservation
 
     def put(self, tensor: Tensor) -> Reservation:
-        """Reserve bytes for a tensor that fills its storage, and start copying it down."""
+        """Reserve bytes for a tensor that fills its storage, and start copying it to the tier."""
         return self.reserve(tensor.untyped_storage().nbytes()).put(tensor)
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        """Start copying `data`, a one-dimensional tensor of bytes, down.
+        """Start copying `data`, a one-dimensional tensor of bytes, to the lower tier.
 
         Returns:
             A function that waits for the copy.
@@ -215,7 +215,7 @@ class Store:
         raise NotImplementedError
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
-        """Start copying the bytes of the last `write` up into `data`.
+        """Start copying the bytes that the last `write` stored back into `data`.
 
         Returns:
             A function that waits for the copy.
@@ -234,7 +234,7 @@ class Store:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def claim(self, nbytes: int) -> Any:
-        """Return the place of a new reservation.
+        """Find space for a new reservation and return its place.
 
         `claim` and `release` are called under a lock, so they run in one thread at a time.
         """
@@ -345,7 +345,7 @@ class DiskStore(Store):
             None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
         )
         self.directory = os.fspath(_folder() if directory is None else directory)
-        if not self.directory:  # for "" Python would use the current folder
+        if not self.directory:  # Python would take "" for the current folder
             raise ValueError("directory must be a folder that can be written to, or None, got ''")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
         # Close the file without a warning if the store is dropped without `close`, like default
@@ -429,7 +429,7 @@ class DiskStore(Store):
 
     def _write(self, start: int, nbytes: int, data: list[Tensor], previous: Future | None) -> None:
         if previous is not None:
-            previous.exception()  # wait, to keep the order; its own caller raises its error
+            previous.exception()  # keep the order; the caller of `last` raises its error
         view = memoryview(data.pop().numpy())
         done = 0
         while done < nbytes:
