@@ -538,7 +538,7 @@ def test_stages_that_are_not_the_models_loss_any_more_are_not_run(make):
     for fields in (CHAINS["segments"], {"checkpoint": "optimal", "schedule_bytes": 10**9}):
         with pytest.raises(
             ValueError,
-            match=r"^blocks must be names with wildcards for a model that has no list"
+            match=r"^blocks must be a name or a list of names, with wildcards, for a model"
             r" .*, got None$",
         ):
             gradients_of(make, sentences(), Recipe(**fields))
@@ -703,7 +703,7 @@ class Scaled(Decoder):
         (
             Checkpointing,
             OPTIMAL,
-            "schedule must be a Schedule for .*, got a function, .*body.blocks.0 inside such hooks",
+            "schedule must be a Schedule for .*, got a function, .*body.blocks.0 runs inside them",
         ),
         (
             Decoder,

@@ -1752,7 +1752,7 @@ def test_blocks_of_a_model_without_submodules_are_refused():
 
 
 def test_a_model_without_a_list_of_like_modules_is_refused():
-    with pytest.raises(ValueError, match="has no list of modules of one type, got None"):
+    with pytest.raises(ValueError, match="without a list of modules of one type, got None"):
         checkpoint_blocks(nn.Linear(2, 2), None)
 
 

@@ -196,7 +196,7 @@ class CheckpointedBlocks(BlocksInPlace):
             return checkpoint(function, args, kwargs, use_reentrant=False, **self._options)
         has_run = False
 
-        @wraps(forward)  # error messages show the name of `forward`
+        @wraps(forward)  # for error messages, which show the name of `forward`
         def run(args, kwargs):  # not unpacked, since a keyword might be an option of `checkpoint`
             nonlocal has_run
             if has_run and self._listed is not None:
@@ -293,7 +293,7 @@ class _ReplacementForward:
                 block.forward = self.replaced
 
     def __reduce__(self):
-        """Give a copy of the block the forward of its class, since a policy cannot be pickled."""
+        """Let a copied block use the `forward` of its class, because a policy cannot be pickled."""
         # the copy has no attribute `forward` yet, so `getattr` finds the method of the class
         return getattr, (self.block(), "forward")
 
@@ -331,8 +331,8 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     block_lists = next(filter(None, (*larger, lists_of_several, lists_of_any_length)), None)
     if block_lists is None:
         raise ValueError(
-            "blocks must be names with wildcards for a model that has no list of modules"
-            " of one type, got None"
+            "blocks must be a name or a list of names, with wildcards, for a model without a list"
+            " of modules of one type, got None"
         )
     return block_lists
 
@@ -384,7 +384,7 @@ def _lists(
         seen: Modules that were searched already.
     """
     seen = set() if seen is None else seen
-    if module in seen:  # a module with two names, such as a shared encoder, counts once
+    if module in seen:  # count a module with two names, such as a shared encoder, only once
         return
     seen.add(module)
     children = {f"{prefix}{name}": child for name, child in module.named_children()}

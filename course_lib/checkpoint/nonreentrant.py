@@ -159,7 +159,7 @@ class Region:
         self.comparison = function.state.comparison if isinstance(function, Repeatable) else None
 
     def forward(self, args: tuple, kwargs: dict, context: AbstractContextManager) -> Any:
-        """Run the function for the first time, leaving slots in the graph."""
+        """Run the function for the first time, with a slot in the graph per saved tensor."""
         self.enclosing_hooks = _user_hooks()
         try:
             with (
@@ -207,7 +207,7 @@ class Region:
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        key = _graph_exec_group()  # the same for backward passes that share a recomputation
+        key = _graph_exec_group()  # backward passes that share a recomputation have the same key
         if key is None:
             key = torch._C._current_graph_task_id()
         node = torch._C._current_autograd_node()

@@ -395,7 +395,7 @@ class BlockState:
 
 
 class Repeatable:
-    """A function that starts each later run with the state of its block before the first run.
+    """A block's function, whose later runs start from the block's state before the first run.
 
     Error messages name the function.
     """

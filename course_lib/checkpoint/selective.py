@@ -21,7 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch
 from .._torch import WRITES_AFTER_SAVING, ObserverMode, RandomState, tensors_in
 from .reentrant import version
 
-# (pack, unpack), as for `torch.autograd.graph.saved_tensors_hooks`
+# (pack, unpack), the arguments of `torch.autograd.graph.saved_tensors_hooks`
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -31,7 +31,7 @@ class _CachedValue:
     Args:
         value: The output, a tensor or any other value.
         offload: Whether to copy a tensor to the CPU.
-        hooks: Saved-tensor hooks that pack a tensor which is not offloaded; None keeps it as it is.
+        hooks: Saved-tensor hooks that pack a tensor which is not offloaded; None does not pack it.
     """
 
     def __init__(self, value: Any, offload: bool, hooks: Hooks | None = None):
@@ -65,7 +65,7 @@ class _CachedValue:
 
 # entries of `storage` for an output that is not kept, and for one that was already returned
 _RECOMPUTE, _USED = object(), object()
-_TO_END = object()  # key in `storage`; its list is not empty if early stop is not allowed
+_TO_END = object()  # key in `storage` of a list that is not empty if early stop is not allowed
 
 
 class _Mode(ObserverMode):

@@ -170,10 +170,10 @@ class ScheduledBlocks(BlocksInPlace):
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
         """Measure the blocks on symbolic copies, or return the chain from the cache."""
-        if hooks_active():  # the hooks would also see the tensors that the copies save
+        if hooks_active():  # the hooks would also receive tensors of the copies
             raise ValueError(
                 "schedule must be a Schedule for blocks that run inside saved-tensor hooks, such as"
-                f" those of a checkpoint, got a function, and {self.names[0]} inside such hooks"
+                f" those of a checkpoint, got a function, and {self.names[0]} runs inside them"
             )
         x = main_tensor(args[0])
         input_kinds = tuple(map(kind_of, tensors_in([args, kwargs])))

@@ -124,7 +124,7 @@ _runner: ContextVar[Callable | None] = ContextVar("runner", default=None)
 
 @contextmanager
 def forwards_run_by(runner: Callable) -> Iterator[None]:
-    """Let `runner` replace the forwards without a graph, in passes that begin inside the block.
+    """Let `runner` run the forwards that build no graph, in passes that begin in the block.
 
     Args:
         runner: Function (stage, tensors, context, compute, drawing) -> result. It may call
@@ -202,10 +202,10 @@ class Run:
         x = main_tensor(value)
         self.states = dict(enumerate(states))
         self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
-        self.next_stage = 0  # the first stage that has not run yet
+        self.next_stage = 0  # index of the first stage that has not run yet
         # the stage whose backward is the next action, or None if other actions come before it
         self.due: int | None = None
-        # stage -> number of its forwards that have not run yet
+        # stage -> number of its forward actions that have not run yet
         self.forwards_left = Counter(
             action.stage for action in schedule if isinstance(action, Forward)
         )
@@ -258,7 +258,7 @@ class Run:
         return with_main_tensor(output, Output.apply(self, main_tensor(output), link))
 
     def to_next_backward(self) -> None:
-        """Run the forwards up to the next backward, and set `due` to its stage."""
+        """Run all forward actions up to the next backward action, and set `due` to its stage."""
         # The autocast cache is disabled, because it would keep cast weights in memory. In older
         # versions of torch these would also have no graph if they were cast without gradients.
         with self.autocast.restored(cache_enabled=False):
@@ -338,7 +338,7 @@ class Run:
         return list(dict.fromkeys(tensors_in([value, self.kwargs, arguments])))
 
     def context(self, i: int) -> tuple:
-        """Return everything except the tensors that determines the result of stage i."""
+        """Return everything that determines the result of stage i, except the tensors."""
         return i == len(self.stages) - 1, self.needs_gradient[i], torch.is_autocast_enabled("cpu")
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:

@@ -125,7 +125,7 @@ class _Table:
         return np.searchsorted(self.levels, count, side="right") - 1
 
     def least_bytes_per_option(self, s: int, t: int) -> np.ndarray:
-        """Return the least bytes, in addition to x_s, of each option to begin stages s to t.
+        """Return the least bytes, in addition to x_s, of each way to begin stages s to t.
 
         Option 0 is to keep all of stage s. Option k is to run ahead to x_{s+k} and keep it.
         """

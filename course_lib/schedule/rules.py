@@ -151,8 +151,8 @@ def binomial(length: int, slots: int) -> Schedule:
 def _binomial_split(length: int, slots: int) -> int:
     """Return the number of stages to run before the next input is kept.
 
-    It is the largest number for which, in both parts, no stage runs more than r times without
-    keeping everything.
+    It is the largest number for which no stage of either part has more than r forward actions
+    that do not keep everything.
     """
     if slots == 1:
         return length - 1
@@ -174,7 +174,7 @@ def _keep_all(start: int, end: int) -> list[Action]:
 
 
 def advance(start: int, end: int) -> list[Action]:
-    """Return the forwards from x_start to x_end that keep x_start and x_end only."""
+    """Return the forward actions from x_start to x_end that keep only x_start and x_end."""
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 
 

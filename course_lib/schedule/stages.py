@@ -181,7 +181,7 @@ class GradientSlot:
     """
 
     def __init__(self) -> None:
-        self.gradient: Tensor | None = None  # also None if the loss does not use the output
+        self.gradient: Tensor | None = None  # None also if the loss does not use the output
 
     def take(self) -> Tensor | None:
         gradient, self.gradient = self.gradient, None
