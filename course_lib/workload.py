@@ -39,6 +39,10 @@ class Workload:
     Attributes:
         attention: Value of `Recipe.attention` for the baseline. None leaves the model unchanged,
             because it already calls PyTorch's `scaled_dot_product_attention`.
+        samples: Number of samples in the batch.
+        block_list: Name of the list of blocks in the model that the user trains, if that is not
+            `make_model`'s own: a config's model is built from the course's modules, but trained as
+            transformers' model.
     """
 
     make_model: Callable[[], nn.Module]
@@ -47,6 +51,8 @@ class Workload:
     name: str
     batch: str
     attention: str | None = None
+    samples: int = 1
+    block_list: str | None = None
 
     def parameters(self) -> int:
         with symbolic():
@@ -189,7 +195,16 @@ def _by_config(given: Namespace) -> Workload:
     )
     name = text(said, file=verbatim(Path(given.config).name), kind=verbatim(kind))
     make_model = partial(_with_fused_attention, found.make_model)
-    return Workload(make_model, partial(found.make_batch, given.batch), None, name, _samples(given))
+    block_list = ("transformer.h" if kind == "gpt2" else "model.layers") if found.plain else None
+    return Workload(
+        make_model,
+        partial(found.make_batch, given.batch),
+        None,
+        name,
+        _samples(given),
+        samples=given.batch,
+        block_list=block_list,
+    )
 
 
 def _with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
@@ -211,13 +226,15 @@ def _by_function(given: Namespace) -> Workload:
             f"--batch-from is missing, and {given.model} has no attribute make_batch: pass"
             " package.module:function, a function that returns a batch"
         )
+    samples = samples_of(make_batch)
     return Workload(
         make_model,
         make_batch,
         getattr(make_model, "loss_sum", None),
         verbatim(given.model),
-        text("{count} samples", count=samples_of(make_batch)),
+        text("{count} samples", count=samples),
         attention="standard",
+        samples=samples,
     )
 
 
@@ -259,6 +276,7 @@ def _by_sizes(given: Namespace) -> Workload:
         *_tokens(given, vocabulary),
         name,
         _samples(given),
+        samples=given.batch,
     )
 
 

@@ -246,6 +246,10 @@ def test_the_readme_shows_the_table_that_its_command_prints(estimated, language,
     state, count = host_state_bytes(last), last.host_parameters
     values = {"state": state / 1e9, "each": state // count, "count": count / 1e9}
     assert ON_HOST[language].format(**values) in " ".join(README[language].split("\n"))
+    lines = last.recipe.as_training_arguments(4)
+    assert f"```\n{str(lines).partition(chr(10) + '#')[0]}\n```\n" in README[language]
+    assert lines.recipe == estimated[1].recipe
+    assert f" {estimated[1].peak_bytes / 1e6:,.1f} MB" in README[language].replace("：", " ")
 
 
 @each_language

@@ -16,12 +16,14 @@ import torch
 
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import is_refusal, message, unlogged
+from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
 from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import Table, bytes_text
 from course_lib.options import add_shared, byte_count, named, parameter_count, whole_number
+from course_lib.symbolic import symbolic
 from course_lib.workload import Workload, workload_of
 
 from .check import check
@@ -222,6 +224,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
         told["on_device"] = gpu and asdict(gpu)
+        told["training_arguments"] = found[0].recipe.as_training_arguments(model.samples).arguments
         print(json.dumps(told, indent=1, allow_nan=False))
     else:
         _print(given, model, rates, found, leaner, way, gpu, _set_aside(told))
@@ -344,14 +347,15 @@ def _advice(least: Estimate) -> str:
     category = text("optimizer state" if largest == "optimizer" else largest)
     if unused:
         return text(
-            "most of it is {category}; of the fields of a Recipe these act on it and are not used"
-            " here: {fields}",
+            "the largest category is {category}; techniques that reduce it and that this recipe"
+            " does not use, as fields of Recipe: {fields}",
             category=category,
             fields=verbatim(", ".join(unused)),
         )
     return text(
-        "most of it is {category}, and this recipe uses every technique that acts on it; what"
-        " remains is a smaller batch, shorter samples, fewer trained parameters or more ranks",
+        "the largest category is {category}, and this recipe already uses every technique that"
+        " reduces it; to save more, take a smaller batch, shorter samples, fewer trained parameters"
+        " or more ranks",
         category=category,
     )
 
@@ -447,8 +451,8 @@ def _print(
         table(found, found.title),
         *set_aside,
         text(
-            "seconds at the rates of {device}, {flops:.0%} of the FLOPs and {link:.0%} of the link"
-            " ({source})",
+            "the seconds assume that a step reaches {flops:.0%} of the FLOPs per second of {device}"
+            " and {link:.0%} of its link; sources:\n- {source}",
             **{**machine, **shares},
         ),
         text(
@@ -468,7 +472,30 @@ def _print(
         parts += [told, table(leaner, "")]
     if gpu:
         parts += [text("what one step of the cheapest holds on a GPU:"), gpu]
-    print(_paragraphs(parts))
+    print(_paragraphs([*parts, *_to_paste(found, model)]))
+
+
+def _to_paste(found: Estimates, model: Workload) -> list[str]:
+    """Return the cheapest recipe as lines for other training code, each after a heading."""
+    recipe = found[0].recipe
+    lines = recipe.as_training_arguments(model.samples)
+    parts: list[str] = [text("the cheapest as arguments of Hugging Face's Trainer:")]
+    parts.append(verbatim(lines))
+    if lines.recipe != recipe:
+        peak = bytes_text(found.estimate(lines.recipe).peak_bytes)
+        parts.append(text("with these arguments alone, a step takes about {peak}", peak=peak))
+    if recipe.shard in ("zero2", "zero3"):
+        code = verbatim(recipe.as_fsdp2(_blocks_of(model)))
+        parts += [text("and as lines for FSDP2, in each process that torchrun starts:"), code]
+    return parts
+
+
+def _blocks_of(model: Workload) -> list[str]:
+    """Return the names of the blocks of the model that the user trains."""
+    if model.block_list is not None:
+        return [f"{model.block_list}.0"]
+    with symbolic():
+        return names_of(model.make_model(), None)
 
 
 def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from course_lib.labels import text
+from course_lib.labels import listed, text
 from course_lib.memory.show import Table
 
 from .estimate import Estimate
@@ -136,18 +136,22 @@ class OnDevice(Table):
         found: list[Sequence] = [(name, f"{count / 1e6:,.1f}", by) for name, count, by in rows]
         if not self.context:
             found.append((text("what ROCm keeps"), "?", text("not known here, and not counted")))
-        if self.host_state:
-            each = text(
-                "in host memory, {count} bytes per parameter",
-                count=self.host_state // self.host_parameters,
-            )
-            state = f"{self.host_state / 1e6:,.1f}"
-            found.append((text("state that the host keeps"), state, each))
         return found
 
     def caption(self) -> str:
-        if self.left is None:
-            return ""
+        parts = [self._left_in_words()] if self.left is not None else []
+        if self.host_state:
+            parts.append(
+                text(
+                    "the host's memory holds {state} MB of optimizer state, {count} bytes per"
+                    " parameter",
+                    state=f"{self.host_state / 1e6:,.1f}",
+                    count=self.host_state // self.host_parameters,
+                )
+            )
+        return listed(parts, "; ")
+
+    def _left_in_words(self) -> str:
         values = {"memory": f"{self.memory_bytes / 1e6:,.1f}", "left": f"{self.left / 1e6:,.1f}"}
         if self.left < 0:
             values["left"] = f"{-self.left / 1e6:,.1f}"

@@ -19,7 +19,7 @@ from course_lib._origin import explained, noted
 from course_lib.accumulation import StepResult
 from course_lib.labels import text, verbatim
 from course_lib.memory import AllocatorSettings, MemoryMeter, Trace
-from course_lib.memory.show import Table
+from course_lib.memory.show import Table, decimal
 from course_lib.offload import DiskStore, Traffic
 
 from .kinds import KINDS
@@ -175,12 +175,12 @@ class Estimate(Table):
         }
         values |= {
             "operator": verbatim(self.operator),
-            "tera": self.flops / 1e12,
-            "giga": self.moved_bytes / 1e9,
+            "tera": decimal(self.flops / 1e12),
+            "giga": decimal(self.moved_bytes / 1e9),
         }
         return text(
-            "{recipe}: peak {peak:,} bytes ({megabytes:,.1f} MB) in {operator}, {tera:,.3f} TFLOPs,"
-            " {giga:,.3f} GB moved",
+            "{recipe}: peak {peak:,} bytes ({megabytes:,.1f} MB) in {operator}, {tera} TFLOPs,"
+            " {giga} GB moved",
             **values,
         )
 

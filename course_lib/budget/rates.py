@@ -218,7 +218,7 @@ def _gpu(
         teraflops[0] * 1e12,
         teraflops[1] * 1e12,
         link_bytes,
-        listed([dense, link, host, _USABLE if usable_bytes else _SIZE], "; "),
+        listed([dense, link, host, _USABLE if usable_bytes else _SIZE], "\n- "),
         host_bytes=_HOST_BYTES[host],
         memory_bytes=usable_bytes or mebibytes * MIB,
         flops_share=_FLOPS_SHARE,

@@ -5,6 +5,7 @@ Creating a `Recipe` raises an error if a field is invalid or if fields cannot be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -13,6 +14,7 @@ from course_lib.labels import listed
 from course_lib.offload.device import Cuda, Device
 from course_lib.offload.optimizer import PAGE_BYTES
 
+from .frameworks import TrainerLines, fsdp_lines, trainer_lines
 from .techniques import TECHNIQUES
 from .techniques.offload_activations import MIN_BYTES
 from .techniques.precision import PRECISIONS
@@ -176,6 +178,35 @@ class Recipe:
     def dtype(self) -> torch.dtype:
         """Dtype of the model; PyTorch's default dtype if `precision` is None."""
         return PRECISIONS.get(self.precision, torch.get_default_dtype())
+
+    def as_training_arguments(self, samples: int) -> TrainerLines:
+        """Return arguments for Hugging Face's `TrainingArguments`, and where its step differs.
+
+        Example:
+            >>> Recipe(checkpoint="layers", micro_batches=4).as_training_arguments(samples=8)
+            TrainingArguments(
+                output_dir="out",
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=4,
+                optim="adamw_torch",
+                activation_checkpointing=True,
+            )
+
+        Args:
+            samples: Number of samples in the batch.
+        """
+        return trainer_lines(self, samples)
+
+    def as_fsdp2(self, blocks: Sequence[str]) -> str:
+        """Return lines of code that shard a model with PyTorch's FSDP2 as this recipe does.
+
+        Args:
+            blocks: Names of the blocks, as in `model.named_modules()`.
+
+        Raises:
+            ValueError: `shard` is neither "zero2" nor "zero3".
+        """
+        return fsdp_lines(self, blocks)
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"

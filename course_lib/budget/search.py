@@ -20,7 +20,7 @@ from torch import nn
 from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
 from course_lib.labels import say
-from course_lib.memory.show import Table, bytes_text
+from course_lib.memory.show import Table, bytes_text, decimal
 from course_lib.symbolic import symbolic
 
 from . import rank
@@ -77,9 +77,9 @@ class Estimates(Table, list):
         return [
             (
                 f"{e.peak_bytes / 1e6:,.1f}",
-                f"{e.flops / 1e12:,.3f}",
-                f"{e.moved_bytes / 1e9:,.3f}",
-                f"{self.rates.seconds(e):,.3f}",
+                decimal(e.flops / 1e12),
+                decimal(e.moved_bytes / 1e9),
+                decimal(self.rates.seconds(e)),
                 str(e.recipe),
             )
             for e in self

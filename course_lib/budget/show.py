@@ -10,7 +10,7 @@ from typing import Any
 from course_lib.labels import listed, text
 from course_lib.labels.drawing import pyplot
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
-from course_lib.memory.show import Table
+from course_lib.memory.show import Table, decimal
 
 from .estimate import Estimate
 from .recipe import Recipe, words_of
@@ -80,7 +80,7 @@ class Way(Table, list):
                 name,
                 f"{e.peak_bytes / 1e6:,.1f}",
                 f"{e.flops / self[0].flops:.2f}",
-                f"{e.moved_bytes / 1e9:,.3f}",
+                decimal(e.moved_bytes / 1e9),
             )
             for name, e in zip(names, self, strict=True)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,18 @@ def bytes_text(count: int) -> Label:
     if abs(count) < 10_000:
         return text("{count:,} bytes", count=count)
     return text("{count:,} bytes ({megabytes:,.2f} MB)", count=count, megabytes=count / 1e6)
+
+
+def decimal(value: float) -> str:
+    """Return a number with three decimals, or with three significant digits if it is small.
+
+    Example:
+        >>> decimal(158.94), decimal(0.0000123), decimal(0)
+        ('158.940', '0.0000123', '0.000')
+    """
+    if value == 0 or abs(value) >= 0.01:
+        return f"{value:,.3f}"
+    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
 class Table:

@@ -1,0 +1,213 @@
+"""Write a recipe as lines for other training code: Hugging Face's Trainer and PyTorch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from course_lib._check import whole
+from course_lib.labels import say, text, verbatim
+
+# This is `course_lib.budget.Recipe`, whose module imports this one.
+Recipe = Any
+
+#: Maps names in `OPTIMIZERS` to arguments of transformers' `TrainingArguments`.
+OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "adam": {"optim": "adamw_torch"},
+    "sgd": {"optim": "sgd"},
+    "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "adafactor": {"optim": "adafactor"},
+    "lion": {"optim": "lion_32bit"},
+    "adam8bit": {"optim": "adamw_bnb_8bit"},
+}
+_IN_BITSANDBYTES = ("lion", "adam8bit")
+
+
+@dataclass(frozen=True, repr=False)
+class TrainerLines:
+    """Arguments of `transformers.TrainingArguments` for a recipe, and where the Trainer differs.
+
+    It prints as the lines to paste.
+
+    Attributes:
+        arguments: Name of an argument -> its value. `TrainingArguments` needs `output_dir` as well.
+        differences: Sentences, as labels, about techniques that these arguments do not set.
+        recipe: The recipe without these techniques, to estimate the step of the Trainer.
+    """
+
+    arguments: Mapping[str, Any]
+    differences: Sequence[str]
+    recipe: Recipe
+
+    def __str__(self) -> str:
+        lines = [f"    {name}={_code(value)}," for name, value in self.arguments.items()]
+        code = "\n".join(["TrainingArguments(", '    output_dir="out",', *lines, ")"])
+        return "\n".join([code, *(f"# {say(each)}" for each in self.differences)])
+
+    __repr__ = __str__
+
+
+def _code(value: object) -> str:
+    return repr(value).replace("'", '"')
+
+
+def trainer_lines(recipe: Recipe, samples: int) -> TrainerLines:
+    """Return what to pass to Hugging Face's Trainer for the step of a recipe.
+
+    The names of the arguments are those of transformers 5.23, in which `gradient_checkpointing` is
+    called `activation_checkpointing`.
+
+    Args:
+        recipe: The recipe.
+        samples: Number of samples in the batch of all ranks.
+    """
+    whole("samples", samples, 1)
+    micro_batch = -(-samples // (recipe.ranks * recipe.micro_batches))
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": recipe.micro_batches,
+        **OPTIMIZER_ARGUMENTS[recipe.optimizer],
+    }
+    if recipe.optimizer == "adam" and recipe.update == "fused":
+        arguments["optim"] = "adamw_torch_fused"
+    if recipe.precision == "bf16":
+        arguments["bf16"] = True
+    arguments |= _sharding(recipe) | ({} if _sharding(recipe) else _checkpoints(recipe))
+    taken = micro_batch * recipe.ranks * recipe.micro_batches
+    differences = tuple(_differences(recipe, samples, taken))
+    return TrainerLines(arguments, differences, _without_missing(recipe))
+
+
+def _without_missing(recipe: Recipe) -> Recipe:
+    """Return the recipe without the techniques that the Trainer does not have."""
+    layers = recipe.checkpoint != "none"
+    return replace(
+        recipe,
+        offload_optimizer=0.0,
+        in_backward=False,
+        head_chunk=None,
+        checkpoint="layers" if layers else "none",
+        first_blocks=None,
+        segments=None,
+        schedule_bytes=None,
+        offload_activations=recipe.offload_activations and layers,
+        shard="ddp" if recipe.shard == "zero1" else recipe.shard,
+    )
+
+
+def _checkpoints(recipe: Recipe) -> dict[str, Any]:
+    if recipe.checkpoint == "none":
+        return {}
+    found: dict[str, Any] = {"activation_checkpointing": True}
+    if recipe.offload_activations:
+        found["activation_checkpointing_kwargs"] = {"offload": True}
+    return found
+
+
+def _sharding(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments for FSDP2, whose settings include the checkpoints."""
+    if recipe.shard not in ("zero2", "zero3"):
+        return {}
+    settings = {"reshard_after_forward": recipe.shard == "zero3"}
+    if recipe.checkpoint != "none":
+        settings["activation_checkpointing"] = True
+    return {"fsdp": True, "fsdp_config": settings}
+
+
+def _differences(recipe: Recipe, samples: int, taken: int) -> Iterator[str]:
+    """Yield a sentence for each technique that the arguments do not set as the recipe has it."""
+    if taken != samples:
+        yield text(
+            "a step of the Trainer takes {taken} samples instead of {samples}, because all of its"
+            " micro-batches have the same size",
+            taken=taken,
+            samples=samples,
+        )
+    if recipe.precision == "bf16":
+        yield text(
+            "`bf16=True` keeps fp32 weights and makes bf16 copies of them for the step; the recipe"
+            " has bf16 weights, and fp32 master weights for the optimizer"
+        )
+    elif recipe.accumulate == "fp32":
+        yield text("the Trainer accumulates gradients in the dtype of the parameters")
+    if recipe.optimizer in _IN_BITSANDBYTES:
+        yield text("this `optim` needs bitsandbytes and a GPU")
+    if recipe.attention in ("flash", "eager", "sdpa"):
+        name = "eager" if recipe.attention == "eager" else "sdpa"
+        yield text(
+            "attention is an argument of the model: {argument}",
+            argument=verbatim(f'from_pretrained(..., attn_implementation="{name}")'),
+        )
+    if recipe.checkpoint not in ("none", "layers") or recipe.first_blocks is not None:
+        yield text(
+            "the Trainer checkpoints every block, so memory and FLOPs differ from this recipe's"
+        )
+    if recipe.offload_activations and recipe.checkpoint == "none":
+        yield text(
+            "the Trainer offloads activations only together with checkpoints; TRL's `SFTConfig` has"
+            " `activation_offloading=True`"
+        )
+    yield from _differences_of_the_optimizer(recipe)
+
+
+def _differences_of_the_optimizer(recipe: Recipe) -> Iterator[str]:
+    if recipe.head_chunk is not None:
+        yield text(
+            "the Trainer computes the loss of all tokens at once, or in parts with"
+            " `use_liger_kernel=True`, for models that Liger Kernel supports"
+        )
+    if recipe.offload_optimizer > 0:
+        yield text(
+            "the optimizer state stays on the GPU; DeepSpeed moves it to the host, with"
+            " `offload_optimizer` in the configuration that `deepspeed=` names"
+        )
+    if recipe.in_backward:
+        yield text(
+            "the Trainer updates all parameters after backward, so all gradients are live at once"
+        )
+    if recipe.shard == "zero1":
+        yield text(
+            "the Trainer shards the optimizer state alone with DeepSpeed, by `stage: 1` in the"
+            " configuration that `deepspeed=` names"
+        )
+
+
+def fsdp_lines(recipe: Recipe, blocks: Sequence[str]) -> str:
+    """Return code that shards a model with FSDP2 as the recipe does, to paste before training.
+
+    The model is called `model`, and torchrun starts the processes. Offloaded tensors and steps in
+    backward are not part of it.
+
+    Args:
+        recipe: A recipe with shard "zero2" or "zero3".
+        blocks: Names of the blocks, as in `model.named_modules()`.
+
+    Raises:
+        ValueError: The recipe shards no gradients, so FSDP2 does not apply.
+    """
+    if recipe.shard not in ("zero2", "zero3"):
+        raise ValueError(f"shard must be 'zero2' or 'zero3' for FSDP2, got {recipe.shard!r}")
+    wrapped = recipe.checkpoint != "none"
+    lines = ["from torch.distributed.fsdp import fully_shard"]
+    if recipe.precision == "bf16":
+        lines = ["import torch", f"{lines[0]}, MixedPrecisionPolicy"]
+    if wrapped:
+        lines.append(
+            "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import"
+            " checkpoint_wrapper"
+        )
+    options = [f"reshard_after_forward={recipe.shard == 'zero3'}"]
+    if recipe.precision == "bf16":
+        policy = "MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)"
+        options.append(f"mp_policy={policy}")
+    lines += ["", f"options = dict({', '.join(options)})"]
+    block = "checkpoint_wrapper(block)" if wrapped else "block"
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+        lines += [
+            f"blocks = model.{parent}" if parent else "blocks = model",
+            "for i, block in enumerate(blocks):",
+            f"    blocks[i] = fully_shard({block}, **options)",
+        ]
+    lines.append("fully_shard(model, **options)")
+    return "\n".join(lines)

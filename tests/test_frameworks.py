@@ -1,0 +1,189 @@
+"""Recipes as lines for Hugging Face's Trainer and for FSDP2, run as a reader would paste them."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed
+
+from course_lib.budget import Recipe, estimate
+from course_lib.budget import __main__ as command
+from course_lib.memory import MemoryMeter
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SAMPLES, LENGTH = 8, 32
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**LLAMA)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def make_batch():
+    rows = torch.randint(97, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": rows, "labels": rows.clone()}
+
+
+def arguments_of(recipe, folder, samples=SAMPLES, **more):
+    lines = recipe.as_training_arguments(samples)
+    return transformers.TrainingArguments(output_dir=folder, **lines.arguments, **more)
+
+
+def trained(recipe, folder):
+    """Peak of two steps of the Trainer: the optimizer state exists from the second one on."""
+    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
+    arguments = arguments_of(recipe, folder, max_steps=2, use_cpu=True, disable_tqdm=True, **quiet)
+    batch, model = make_batch(), make_model()
+    rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(SAMPLES)] * 2
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    with MemoryMeter(model) as meter:
+        trainer.train()
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(),
+        Recipe(checkpoint="layers"),
+        Recipe(micro_batches=4),
+        Recipe(checkpoint="layers", micro_batches=2),
+        Recipe(update="fused"),
+        Recipe(optimizer="momentum"),
+        Recipe(optimizer="adafactor"),
+        Recipe(checkpoint="layers", in_backward=True, offload_optimizer=1.0),
+    ],
+    ids=str,
+)
+def test_two_steps_of_the_trainer_peak_at_the_estimate(recipe, tmp_path):
+    lines = recipe.as_training_arguments(SAMPLES)
+    assert (lines.recipe == recipe) == (lines.differences == ())
+    expected = estimate(make_model, make_batch, lines.recipe).peak_bytes
+    # It has the batches of both steps, and a few numbers for its log.
+    batches = 2 * sum(tensor.nbytes for tensor in make_batch().values())
+    assert 0 <= trained(recipe, tmp_path) - expected <= batches + 100
+
+
+def test_bf16_arguments_take_at_most_the_copies_of_the_weights_more(tmp_path):
+    recipe = Recipe("bf16", checkpoint="layers")
+    expected = estimate(make_model, make_batch, recipe).peak_bytes
+    count = sum(p.numel() for p in make_model().parameters())
+    assert abs(trained(recipe, tmp_path) - expected) < 4 * count
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Recipe(offload_optimizer=1.0), "the optimizer state stays on the GPU"),
+        (Recipe(in_backward=True), "all gradients are live at once"),
+        (Recipe(head_chunk=16), "use_liger_kernel"),
+        (Recipe(offload_activations=True), "activation_offloading=True"),
+        (Recipe(checkpoint="selective"), "checkpoints every block"),
+        (Recipe(checkpoint="layers", first_blocks=2), "checkpoints every block"),
+        (Recipe(attention="eager"), 'attn_implementation="eager"'),
+        (Recipe(None, accumulate="fp32", micro_batches=2), "in the dtype of the parameters"),
+        (Recipe(micro_batches=3), "takes 9 samples instead of 8"),
+        (Recipe(optimizer="adam8bit"), "needs bitsandbytes"),
+        (Recipe(ranks=2, shard="zero1"), "`stage: 1`"),
+    ],
+)
+def test_what_the_trainer_does_otherwise_is_said(recipe, words, tmp_path):
+    lines = recipe.as_training_arguments(SAMPLES)
+    assert [words in sentence for sentence in lines.differences] == [True]
+    assert words in str(lines)
+    assert arguments_of(recipe, tmp_path, use_cpu=True).optim == lines.arguments["optim"]
+
+
+def test_all_ranks_together_take_the_samples_of_the_batch():
+    lines = Recipe(ranks=2, shard="ddp", micro_batches=2).as_training_arguments(SAMPLES)
+    assert lines.arguments["per_device_train_batch_size"] == 2
+    with pytest.raises(ValueError, match="samples"):
+        Recipe().as_training_arguments(0)
+
+
+@pytest.mark.parametrize("shard", ["zero2", "zero3"])
+def test_a_sharded_recipe_sets_fsdp_and_its_checkpoints(shard, tmp_path):
+    recipe = Recipe("bf16", checkpoint="layers", ranks=2, shard=shard)
+    arguments = arguments_of(recipe, tmp_path, use_cpu=True)
+    assert arguments.fsdp and not arguments.activation_checkpointing
+    assert arguments.fsdp_config["reshard_after_forward"] == (shard == "zero3")
+    assert arguments.fsdp_config["activation_checkpointing"]
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    file = f"file://{tmp_path}/ranks"
+    distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pasted_lines_of_fsdp2_train_like_the_plain_model(precision, one_rank):
+    recipe = Recipe(precision, checkpoint="layers", ranks=2, shard="zero3")
+    plain, model = make_model(), make_model()
+    blocks = [name for name, _ in model.named_modules() if name.startswith("model.layers.")]
+    code = recipe.as_fsdp2([name for name in blocks if name.count(".") == 2])
+    exec(code, {"model": model})
+    assert code.count("fully_shard(") == 2 and "reshard_after_forward=True" in code
+    losses = []
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = each(**make_batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 0.05)
+
+
+def test_fsdp2_is_refused_for_a_recipe_that_shards_no_gradients():
+    with pytest.raises(ValueError, match="shard must be 'zero2' or 'zero3'"):
+        Recipe(ranks=2, shard="ddp").as_fsdp2(["layers.0"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks"), [("llama", "model.model.layers"), ("gpt2", "model.transformer.h")]
+)
+def test_the_command_prints_lines_that_can_be_pasted(kind, blocks, tmp_path, capsys):
+    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 97, "n_positions": LENGTH}
+    config = LLAMA if kind == "llama" else {"model_type": "gpt2", **sizes}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config), "utf-8")
+    size = ["--config", str(file), "--sequence", str(LENGTH), "--batch", str(SAMPLES)]
+    size += ["--device", "A100", "--quick"]
+    assert command.main(size) == 0
+    printed = capsys.readouterr().out
+    code = printed[printed.index("TrainingArguments(") :]
+    names = {"TrainingArguments": partial(transformers.TrainingArguments, use_cpu=True)}
+    arguments = eval(code, names)
+    assert arguments.bf16 and arguments.per_device_train_batch_size == SAMPLES
+    assert command.main([*size, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["training_arguments"]
+    assert {name: getattr(arguments, name) for name in told} == told
+    assert command.main([*size, "--ranks", "2", "--shard", "zero3"]) == 0
+    printed = capsys.readouterr().out
+    assert f"blocks = {blocks}\n" in printed and "fully_shard(model, **options)" in printed
+
+
+def test_the_command_says_what_a_step_takes_without_the_missing_techniques(capsys):
+    size = "--hidden 64 --layers 4 --heads 2 --vocabulary 97 --sequence 32 --batch 8"
+    size = f"{size} --precision fp32 --device laptop --quick".split()
+    assert command.main([*size, "--budget", "3MB"]) == 0
+    printed = capsys.readouterr().out
+    assert "with these arguments alone, a step takes about" in printed
