@@ -45,13 +45,21 @@ GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
 WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
 OUT       ?= build/gpu
 
-.PHONY: help install lab test test-library browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides pages grade address clean
+.PHONY: help install lab update results test test-library browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides pages grade address clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
+# Learners get a copy in work/, which git ignores. Its file list has only what is theirs.
+lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) ## open your copy of the lessons, work/, in JupyterLab / 打开你自己的一份课程 work/
+	$(BIN)/python -m publish.work
+	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=work $(ARGS) work/00_start_here.ipynb
+
+update: $(INSTALLED) ## bring new editions of lessons into work/, keep your answers / 更新 work/ 里的课，保留你的答案
+	$(BIN)/python -m publish.work --update
+
 # The server's root is the whole folder, so that links from lessons to docs/ work.
-lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
+results: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## open the lessons as stored, with results, for instructors / 打开带结果的课（教师用）
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
 install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开

@@ -52,7 +52,7 @@ _RUN = (
     + PAGES_BRANCH
     + "/{language}/00_start_here.ipynb)\n"
     "[![{binder}](https://mybinder.org/badge_logo.svg)]"
-    "(https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/notebooks/00_start_here.ipynb)\n"
+    "(https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/work/00_start_here.ipynb)\n"
     "[![{codespaces}](https://github.com/codespaces/badge.svg)]"
     "(https://codespaces.new/{name})\n"
 )

@@ -264,7 +264,7 @@ def listed(folder, settings):
     return {entry["name"] for entry in contents.get("", type="directory")["content"]}
 
 
-def test_a_learners_file_list_shows_lessons_glossary_and_guide_alone():
+def test_the_stored_lessons_file_list_shows_lessons_glossary_and_guide_alone():
     settings = json.loads((JUPYTERLAB / "server.json").read_text("utf-8"))
     shown = listed(ROOT / "notebooks", settings)
     assert {name for name in shown if not re.fullmatch(r"\d\d_\w+\.ipynb", name)} == {
@@ -272,6 +272,17 @@ def test_a_learners_file_list_shows_lessons_glossary_and_guide_alone():
         "INSTRUCTORS.md",
     }
     assert listed(ROOT / "notebooks", {}) - shown == {"scripts"}
+
+
+def test_a_learners_file_list_has_no_file_for_instructors(tmp_path):
+    """The copy's own hidden files are not in the list either."""
+    work = pytest.importorskip("publish.work")
+    work.write_edition(ROOT / "notebooks", tmp_path)
+    (tmp_path / work.GIVEN).mkdir()
+    shown = listed(tmp_path, json.loads((JUPYTERLAB / "server.json").read_text("utf-8")))
+    assert {name for name in shown if not re.fullmatch(r"\d\d_\w+\.ipynb", name)} == {
+        *("GLOSSARY.md", "docs", "examples")
+    }
 
 
 def test_make_and_the_cloud_put_jupyters_settings_where_it_looks_for_them(tmp_path, monkeypatch):

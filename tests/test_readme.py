@@ -311,7 +311,7 @@ def test_a_repository_on_github_gets_badges_of_the_services_that_run_it(address,
     assert links[1:] == [
         "https://colab.research.google.com/github/group/course/blob/"
         f"{address.PAGES_BRANCH}/{language}/{start}",
-        f"https://mybinder.org/v2/gh/group/course/HEAD?urlpath=lab/tree/notebooks/{start}",
+        f"https://mybinder.org/v2/gh/group/course/HEAD?urlpath=lab/tree/work/{start}",
         "https://codespaces.new/group/course",
     ]
     assert (ROOT / "notebooks" / start).exists()

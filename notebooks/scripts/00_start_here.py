@@ -92,7 +92,7 @@ about_this_machine()
 #
 # An **exercise** is a cell in which something is missing, often written as `None` or `0`. Fill it in and run the cell. Its last line checks the answer. The solution is folded below it, and opens on a click<span class="lab-only"> on the three dots</span>.
 #
-# Notebooks are stored with their results. <span class="lab-only">To guess for yourself, first choose *Edit → Clear Outputs of All Cells*, then run the cells one by one. The first code cell brings the language buttons back.</span> You learn most where your guess was wrong.
+# <span class="lab-only">The lessons that `make lab` opens have no results yet, so that you can guess first. Run the cells one by one.</span> You learn most where your guess was wrong.
 #
 # </div>
 # <div lang="zh">
@@ -101,7 +101,7 @@ about_this_machine()
 #
 # **练习**就是一个有空缺的单元格，例如写着 `None` 或 `0` 的地方。填上你的答案再运行，最后一行会检查答案。答案折叠在它下方，点一下<span class="lab-only">那三个点</span>就能展开。
 #
-# notebook 里存着运行结果。<span class="lab-only">想自己猜一猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。语言按钮也会被清掉，运行第一个代码单元格就会恢复。</span>猜错的地方，正是能学到东西的地方。
+# <span class="lab-only">`make lab` 打开的各课还没有运行结果，你可以先猜，再逐个运行单元格。</span>猜错的地方，正是能学到东西的地方。
 #
 # </div>
 

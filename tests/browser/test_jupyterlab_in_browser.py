@@ -67,6 +67,8 @@ def lab(browser, tmp_path_factory):
         "IPYTHONDIR": str(place / "ipython"),
         "PYTHONPATH": path,
     }
+    make = [sys.executable, "-m", "publish.work", "--work", str(notebooks.parent / "work")]
+    subprocess.run(make, cwd=ROOT, env=environment, check=True)
     trusted = map(str, sorted(notebooks.glob("*.ipynb")))
     subprocess.run(
         [sys.executable, "-m", "jupyter", "trust", *trusted], env=environment, check=True
@@ -116,8 +118,8 @@ def wait_for(address, server, log):
 
 @pytest.fixture
 def open_lesson(lab, open_page):
-    def open_one(name):
-        page = open_page(f"{lab}/{name}.ipynb?reset", **SIZE)
+    def open_one(name, folder="notebooks"):
+        page = open_page(f"{lab.removesuffix('notebooks')}{folder}/{name}.ipynb?reset", **SIZE)
         page.locator(".jp-Notebook .course-language").wait_for()
         return page
 
@@ -222,9 +224,12 @@ def test_a_lesson_opens_in_the_browsers_language(lab, open_page):
     assert visible(notebook) == ["zh"] and notebook.locator("input[value=zh]").is_checked()
 
 
-def test_an_opened_lesson_is_not_marked_as_changed(open_lesson):
+@pytest.mark.parametrize("folder", ["notebooks", "work"])
+def test_an_opened_lesson_is_not_marked_as_changed(open_lesson, folder):
     stored = json.loads((ROOT / f"notebooks/{LESSON}.ipynb").read_text("utf-8"))["metadata"]
-    page = open_lesson(LESSON)
+    if folder == "work":
+        stored.pop("outputs_made_from")
+    page = open_lesson(LESSON, folder)
     wait_for_kernel(page)
     context = "jupyterapp.shell.currentWidget.context"
     metadata = f"JSON.stringify({context}.model.sharedModel.metadata)"
@@ -232,6 +237,33 @@ def test_an_opened_lesson_is_not_marked_as_changed(open_lesson):
     page.evaluate(f"{KERNEL}.info.then(() => new Promise(requestAnimationFrame))")
     assert json.loads(page.evaluate(metadata)) == stored
     assert page.evaluate(f"{context}.model.dirty") is False
+
+
+def test_a_learners_copy_has_the_switch_and_no_result_and_names_its_solutions(open_lesson):
+    page = open_lesson(SLIDERS, "work")
+    notebook = rendered(page.locator(".jp-Notebook"))
+    assert notebook.locator(".jp-OutputArea-output").count() == 1
+    for chosen in ("zh", "en"):
+        notebook.locator(f"input[value={chosen}]").check()
+        assert visible(notebook) == [chosen]
+    folded = notebook.locator(".jp-InputPlaceholder .jp-PlaceholderText").all_inner_texts()
+    solutions = [line for line in folded if "Solution" in line]
+    assert len(solutions) >= 5 and all("答案" in line for line in solutions)
+
+
+def test_an_exercise_that_runs_first_says_which_cell_it_needs(open_lesson):
+    page = open_lesson(SLIDERS, "work")
+    wait_for_kernel(page)
+    cells = "jupyterapp.shell.currentWidget.content"
+    page.evaluate(
+        f"{cells}.activeCellIndex = {cells}.widgets.findIndex(cell =>"
+        " cell.model.sharedModel.source.includes('check_training_state'))"
+    )
+    command(page, "notebook:run-cell")
+    error = page.locator("[data-mime-type*=error]")
+    error.wait_for()
+    assert "the cell that starts with `import weakref`" in error.inner_text()
+    assert "由上面的一个单元格导入" in error.inner_text()
 
 
 def test_the_file_list_shows_lessons_glossary_and_guide(open_lesson):

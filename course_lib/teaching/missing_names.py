@@ -1,0 +1,82 @@
+"""An IPython extension: a cell that lacks a name says which cell of the page has to run first.
+
+    %load_ext course_lib.teaching.missing_names
+
+`make lab` loads it into every kernel. JupyterLab gives a kernel the path of its notebook in
+JPY_SESSION_NAME. The sentence is a note of the `NameError`, which IPython shows below it.
+"""
+
+import ast
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from course_lib.labels import both, text, verbatim
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add the sentence to each `NameError` of a cell."""
+    shell.set_custom_exc((NameError,), _show)
+
+
+def _show(
+    shell: Any,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType,
+    tb_offset: int | None = None,
+) -> None:
+    name = getattr(error, "name", None)
+    if name and (hint := cell_to_run(name, Path(os.environ.get("JPY_SESSION_NAME", "")))):
+        # in both languages, because the page's switch does not reach an error
+        error.add_note("\n" + "\n".join(both(hint)))
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+def cell_to_run(name: str, notebook: Path) -> str:
+    """Return a label that says which cell of a notebook binds a name, or "" if none does."""
+    for line, imported, defined in _names(notebook):
+        words = {"name": verbatim(name), "line": verbatim(line)}
+        if name in imported:
+            cell = text(
+                "`{name}` is imported further up, by the cell that starts with `{line}`.", **words
+            )
+        elif name in defined:
+            cell = text(
+                "`{name}` is defined further up, by the cell that starts with `{line}`.", **words
+            )
+        else:
+            continue
+        return text(
+            "{cell} Run the cells above this one first: in the menu, Run → Run All Above Selected"
+            " Cell.",
+            cell=cell,
+        )
+    return ""
+
+
+def _names(notebook: Path) -> Iterator[tuple[str, set[str], set[str]]]:
+    """Yield (first line, imported names, other names that it binds) of each code cell."""
+    try:
+        cells = json.loads(notebook.read_text("utf-8"))["cells"]
+    except (OSError, ValueError, KeyError, TypeError):  # the kernel has no notebook
+        return
+    for cell in cells:
+        source = "".join(cell.get("source", ""))
+        try:
+            body = ast.parse(source).body if cell.get("cell_type") == "code" else []
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        imported, defined = set(), set()
+        for node in body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            else:
+                names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+                defined |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
+        yield source.strip().partition("\n")[0], imported, defined
