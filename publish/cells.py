@@ -25,6 +25,8 @@ NOTEBOOKS = Path("notebooks")
 PAGES = "docs/out_of_memory*.md"  # pages that the lessons link to, relative to the project
 NOTES = "publish/NOTES.md"  # the speaker notes, in the project
 COMMENT_STUB = "# your solution / 你的答案"
+# First line of a solution in the learner's copy, which JupyterLab shows of the folded cell.
+SOLUTION = "# Solution: click the three dots to open / 答案：点三个点展开"
 STUB_NAME = "NotImplementedError"
 STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
 # A folder with this file was written by an edition, and the next one may replace it.

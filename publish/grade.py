@@ -1,10 +1,11 @@
 """Grade a folder of handed-in notebooks, and write the verdicts as one table.
 
-    python -m publish.grade build/handed_in --output build/verdicts.csv
+    python -m publish.grade build/handed_in --output build/verdicts.csv --jobs 4
 
 Each notebook runs in a new kernel and an empty folder, on one thread, with limits of time and
 memory. A notebook that crashes or never ends does not stop the others. The rows of the table come
-from this run, and stored outputs are not read.
+from this run, and stored outputs are not read. A second table, `verdicts_by_exercise.csv`, counts
+the verdicts of the class on each exercise.
 
 A notebook is a program that runs with your rights. Grading notices edited checks, but malicious
 code can read and send your files, or imitate a check. Grade in an account or a container that
@@ -14,7 +15,6 @@ contains nothing of yours.
 import argparse
 import ast
 import contextlib
-import csv
 import importlib.util
 import json
 import logging
@@ -26,13 +26,16 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
-from course_lib.labels import current
+from course_lib.labels import both, current
 
 from . import not_installed
 
@@ -42,17 +45,36 @@ try:
     from nbformat import NotebookNode
     from nbformat.reader import parse_json
 
-    from .cells import NOTEBOOKS, UNREADABLE, EditionError, is_solution, parse, read_lessons
+    from .cells import (
+        NOTEBOOKS,
+        SOLUTION,
+        UNREADABLE,
+        EditionError,
+        is_solution,
+        parse,
+        read_lessons,
+        without_solutions,
+    )
     from .kernels import LIBRARY, Limits, Run, TooMuchOutput
     from .student import check_of, reason_in
+    from .verdicts import (
+        MARKS,
+        RIGHT,
+        TROUBLE,
+        UNANSWERED,
+        WRONG,
+        Row,
+        by_exercise,
+        write_by_exercise,
+        write_table,
+    )
 except ImportError as error:
     if __name__ != "__main__":
         raise
     sys.exit(not_installed("grade", error))
 
 HANDED_IN, TABLE = Path("build/handed_in"), Path("build/verdicts.csv")
-COLUMNS = ("name", "lesson", "exercise", "verdict", "message", "sentence")
-RIGHT, WRONG, TROUBLE = "✓", "✗", "!"
+_NOT_ANSWERED = tuple(words.removesuffix(".") for words in both("Not answered yet."))
 _LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has about 1 MB
 KEPT_OUT = (
     "A notebook runs with your rights. Edited checks are noticed, but malicious code can read your"
@@ -60,16 +82,8 @@ KEPT_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    lesson: str
-    exercise: str
-    verdict: str
-    message: str
-    sentence: str = ""
+_Graded: TypeAlias = tuple[list[Row], float]  # rows of a file, and its seconds
+MARKS_SAY = f"{RIGHT} right, {WRONG} wrong, {UNANSWERED} not answered, {TROUBLE} to look at."
 
 
 @dataclass(frozen=True)
@@ -78,12 +92,14 @@ class Lesson:
 
     Attributes:
         calls: Check -> the line that calls it.
+        stubs: Check -> the cell of its exercise before anything is answered.
         roots: `course_lib`, and the modules and names of lessons that the cells import.
         imports: Modules of the library that the cells import from.
     """
 
     number: str
     calls: dict[str, str]
+    stubs: dict[str, str]
     roots: frozenset[str]
     imports: frozenset[str]
 
@@ -109,10 +125,16 @@ def lessons_of(notebooks: Path) -> dict[str, Lesson]:
             for cell in code
             if (check := check_of(cell))
         }
+        stubs = {
+            check: cell.source
+            for cell in without_solutions(stored).cells
+            if (check := check_of(cell))
+        }
         imported = [each for cell in code for each in _imports(parse(cell.source))]
         found[name[:2]] = Lesson(
             name[:2],
             calls,
+            stubs,
             frozenset(
                 {"course_lib", *(n for m, n in imported if m.startswith("course_lib.lessons"))}
             ),
@@ -123,6 +145,8 @@ def lessons_of(notebooks: Path) -> dict[str, Lesson]:
 
 def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNode, Lesson]:
     """Read a handed-in file, and find its lesson by the number in its title.
+
+    The course's solutions, which a learner's copy has, are taken out.
 
     Raises:
         Problem: The file is not a notebook, or not a lesson.
@@ -146,6 +170,12 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     lesson = lessons.get(f"{int(number[1]):02}") if number else None
     if lesson is None:
         raise Problem(f"It is not a lesson of this course; its title is {title[:60]!r}.")
+    notebook.cells = [
+        cell
+        for cell in notebook.cells
+        if cell.cell_type != "code"
+        or not ("### BEGIN SOLUTION" in cell.source or cell.source.startswith(SOLUTION))
+    ]
     return notebook, lesson
 
 
@@ -278,6 +308,11 @@ def _graded(name: str, notebook: NotebookNode, lesson: Lesson, limits: Limits) -
             verdict = TROUBLE
         else:
             verdict, message = _verdict(probes[check], lesson, ticket, ended)
+            stub = lesson.stubs.get(check, "")
+            if verdict == WRONG and (
+                message in _NOT_ANSWERED or _bare(probes[check][0].source) == _bare(stub)
+            ):
+                verdict = UNANSWERED
         exercise = check.removeprefix("check_")
         rows.append(
             Row(name, lesson.number, exercise, verdict, message, reason_in(notebook, check))
@@ -403,31 +438,35 @@ def _shown(path: Path) -> str:
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
-def write_table(rows: Sequence[Row], target: Path) -> None:
-    """Write the rows as CSV for a spreadsheet, completely or not at all.
+def _timed(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str) -> _Graded:
+    start = time.perf_counter()
+    return grade(path, lessons, limits, wanted), time.perf_counter() - start
 
-    An apostrophe keeps the spreadsheet from reading a text as a formula.
+
+def _quiet() -> None:
+    """Silence the warnings that a killed kernel leaves."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+def _side_by_side(
+    jobs: int, work: Callable[[Path], _Graded], paths: list[Path]
+) -> Iterator[_Graded]:
+    """Yield the results in the order of the paths, from `jobs` processes.
+
+    Threads would not do: a run ends all processes that its own process has started meanwhile.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8-sig", newline="", dir=target.parent, delete=False
-    ) as file:
-        try:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            for row in rows:
-                values = [getattr(row, column) for column in COLUMNS]
-                writer.writerow(
-                    [
-                        f"'{each}" if each[:1] in ("=", "+", "-", "@", "\t") else each
-                        for each in values
-                    ]
-                )
-            file.close()
-            Path(file.name).replace(target)
-        except BaseException:
-            Path(file.name).unlink()
-            raise
+    if jobs == 1:
+        yield from map(work, paths)
+        return
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _quiet)
+    try:
+        yield from pool.map(work, paths)
+    except BrokenProcessPool:
+        raise EditionError(
+            "a grading process was killed, perhaps for its memory: use fewer --jobs"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def grade_folder(
@@ -436,24 +475,26 @@ def grade_folder(
     limits: Limits,
     wanted: str = "",
     say: Callable[[str], None] = print,
+    jobs: int = 1,
 ) -> list[Row]:
     """Return the rows of all files of a folder, in the order of their names.
 
     Raises:
-        EditionError: The folder is empty, or no lesson has the wanted number.
+        EditionError: The folder is empty, no lesson has the wanted number, or a grading process was
+            killed.
     """
     if wanted and not any(notebooks.glob(f"{wanted}_*.ipynb")):
         raise EditionError(f"there is no lesson {wanted!r} in {notebooks}")
+    if jobs < 1:
+        raise EditionError(f"--jobs must be at least 1, got {jobs}")
     paths = sorted(path for path in folder.glob("*") if path.name[:1] != ".")
     if not paths:
         raise EditionError(f"there is nothing in {folder}: put the handed-in notebooks there")
-    lessons = lessons_of(notebooks)
+    work = partial(_timed, lessons=lessons_of(notebooks), limits=limits, wanted=wanted)
     rows = []
-    for path in paths:
-        start = time.perf_counter()
-        found = grade(path, lessons, limits, wanted)
-        marks = " ".join(row.verdict for row in found)
-        say(f"{_shown(path)}: {marks}  ({time.perf_counter() - start:.0f} s)")
+    graded = _side_by_side(min(jobs, len(paths)), work, paths)
+    for path, (found, seconds) in zip(paths, graded, strict=True):
+        say(f"{_shown(path)}: {' '.join(row.verdict for row in found)}  ({seconds:.0f} s)")
         rows += found
     return rows
 
@@ -467,23 +508,33 @@ def main(arguments: list[str] | None = None) -> None:
         "--notebooks", type=Path, default=NOTEBOOKS, help="folder of the course's notebooks"
     )
     parser.add_argument("--lesson", default="", help='number of the assigned lesson, such as "02"')
-    parser.add_argument("--seconds", type=int, default=600, help="time limit per notebook")
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=1, help="notebooks that run at the same time"
+    )
+    parser.add_argument(
+        "--seconds", type=int, default=600, help="time limit per notebook, also with --jobs"
+    )
     parser.add_argument("--gigabytes", type=int, default=8, help="memory limit (on Linux)")
     chosen = parser.parse_args(arguments)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a killed kernel leaves warnings
+    _quiet()
     try:
         current()  # raises for an unknown language, in which every check would fail
         limits = Limits(chosen.seconds, chosen.gigabytes)
-        rows = grade_folder(chosen.folder, chosen.notebooks, limits, chosen.lesson)
+        rows = grade_folder(
+            chosen.folder, chosen.notebooks, limits, chosen.lesson, jobs=chosen.jobs
+        )
+        counts = by_exercise(rows)
+        summary = chosen.output.with_name(f"{chosen.output.stem}_by_exercise.csv")
         write_table(rows, chosen.output)
+        write_by_exercise(counts, summary)
     except (EditionError, ValueError, OSError) as error:
         sys.exit(f"grade: {error}")
     except KeyboardInterrupt:
         sys.exit(f"grade: stopped; {chosen.output} is left as it was")
-    counts = [
-        f"{sum(row.verdict == mark for row in rows)} {mark}" for mark in (RIGHT, WRONG, TROUBLE)
-    ]
-    print(f"{chosen.output}: {', '.join(counts)}. {KEPT_OUT}")
+    for line in counts:
+        print(line)
+    found = ", ".join(f"{sum(row.verdict == mark for row in rows)} {mark}" for mark in MARKS)
+    print(f"{chosen.output}, {summary}: {found}. {MARKS_SAY} {KEPT_OUT}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,15 @@ try:
     from nbformat import NotebookNode
     from nbformat.sign import NotebookNotary
 
-    from .cells import NOTEBOOKS, EditionError, copy_files, copy_pages, is_solution, read_lessons
+    from .cells import (
+        NOTEBOOKS,
+        SOLUTION,
+        EditionError,
+        copy_files,
+        copy_pages,
+        is_solution,
+        read_lessons,
+    )
     from .student import check_of
 except ImportError as error:
     if __name__ != "__main__":
@@ -36,7 +44,7 @@ except ImportError as error:
 WORK = Path("work")
 GIVEN = ".given"  # JupyterLab does not list names that start with a dot
 BACKUPS = "backup"
-SOLUTION = "# Solution: click the three dots to open / 答案：点三个点展开"
+FOLDED = "# Folded code: run it to see its result / 折叠的代码：运行后显示结果"
 EARLIER = (
     "**From an earlier edition.** The course has changed the cell above. Below is what you had"
     " written.\n\n**旧版里的内容。** 课程改动了上面的单元格，下面是你原来写的。"
@@ -51,7 +59,8 @@ def for_learners(notebook: NotebookNode) -> NotebookNode:
     """Return a lesson as learners open it.
 
     Outputs are cleared except that of the first code cell, which is the language switch. A folded
-    cell shows its first line, so a solution's first line says in both languages what it is.
+    cell shows its first line, so its first line says in both languages what it is, and gives no
+    title of a figure away.
     """
     notebook = deepcopy(notebook)
     clear = ClearOutputPreprocessor()
@@ -60,6 +69,8 @@ def for_learners(notebook: NotebookNode) -> NotebookNode:
         if is_solution(cell):
             lines = cell.source.strip("\n").splitlines()[1:-1]
             cell.source = "\n".join([SOLUTION, *lines])
+        elif cell.metadata.get("jupyter", {}).get("source_hidden"):
+            cell.source = f"{FOLDED}\n{cell.source}"
         if number:
             clear.preprocess_cell(cell, {}, number)
         cell.execution_count = None

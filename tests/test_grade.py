@@ -18,7 +18,8 @@ from patience import HANGS_SECONDS
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
-from publish import fingerprint, grade
+from publish import fingerprint, grade, verdicts
+from publish.cells import SOLUTION
 from publish.kernels import Limits, Run
 from publish.student import reason_id
 
@@ -68,6 +69,9 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
         "import os\nassert os.listdir() == ['left'] and os.environ['OMP_NUM_THREADS'] == '1'\n"
         "answer = 'many'\nlesson_01.check_largest_batch(answer)",
         "print('✓ Right') or lesson_01.check_whole_peak(1)",
+        "TinyMeter = None\nlesson_01.check_new_storages(TinyMeter)",
+        "saved_by_one_layer = None\nlesson_01.check_layer_formula(saved_by_one_layer)",
+        f"{SOLUTION}\nsaved_by_one_layer = 5\nlesson_01.check_layer_formula(saved_by_one_layer)",
     )
     path = tmp_path / "Ada\nL.ipynb"
     path.write_text(nbformat.writes(notebook), "utf-8")
@@ -80,6 +84,8 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
     assert verdict == "✗" and "Error" not in message and "Hint" not in message
     assert told["whole_peak"] == ("!", "The line that calls its check was edited.")
     assert told["meter"] == ("!", "Its check cell is missing.")
+    assert told["new_storages"] == ("○", "Not answered yet")
+    assert told["layer_formula"][0] == "○", "the course's solution is not the learner's answer"
     assert {row.exercise: row.sentence for row in rows}["training_state"].endswith(
         "Adam keeps two."
     )
@@ -135,7 +141,29 @@ def test_a_submission_of_lesson_00_which_crashes_does_not_stop_the_next(tmp_path
     ]
     assert "kernel died" in rows[0]["message"] and "to its end" in rows[1]["message"]
     said = capsys.readouterr().out
-    assert "1 ✓, 0 ✗, 1 !" in said and said.rstrip().endswith(grade.KEPT_OUT)
+    assert "1 ✓, 0 ✗, 0 ○, 1 !" in said and said.rstrip().endswith(grade.KEPT_OUT)
+
+
+WAITS = """from pathlib import Path
+from time import sleep
+
+Path({mine!r}).touch()
+while not Path({other!r}).exists():
+    sleep(0.1)"""
+
+
+def test_notebooks_run_side_by_side_and_keep_their_order(tmp_path):
+    """Each of the two waits for the other, so one after the other they would never end."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for mine, other in (("a", "b"), ("b", "a")):
+        waits = WAITS.format(mine=str(tmp_path / mine), other=str(tmp_path / other))
+        notebook = submission(waits, title="# 0 Start here / 从这里开始")
+        (folder / f"{mine}.ipynb").write_text(nbformat.writes(notebook), "utf-8")
+    said = []
+    rows = grade.grade_folder(folder, ROOT / "notebooks", LIMITS, say=said.append, jobs=2)
+    assert [(row.name, row.verdict) for row in rows] == [("a", "✓"), ("b", "✓")]
+    assert [line[:4] for line in said] == ["a: ✓", "b: ✓"]
 
 
 # --- what is no lesson ---
@@ -205,6 +233,7 @@ def test_a_folder_without_files_a_lesson_and_a_language_that_are_none_are_one_se
         ([str(tmp_path), *here], "there is nothing in"),
         ([str(ROOT / "notebooks"), "--lesson", "zz", *here], "there is no lesson 'zz'"),
         ([str(tmp_path), "--seconds", "0", *here], "limits must be positive"),
+        ([str(ROOT / "notebooks"), "--jobs", "0", *here], "--jobs must be at least 1, got 0"),
     ):
         with pytest.raises(SystemExit) as stopped:
             grade.main([*arguments, "--output", str(tmp_path / "t.csv")])
@@ -317,11 +346,42 @@ def test_a_loop_that_prints_without_end_waits_before_it_has_filled_the_memory(mo
 def test_no_cell_of_the_table_is_a_formula_and_an_error_leaves_the_old_one(tmp_path):
     table = tmp_path / "t.csv"
     sentence = '=HYPERLINK("x"), "quoted"'
-    grade.write_table([grade.Row("+a", "01", "meter", "✓", "ok", sentence)], table)
+    verdicts.write_table([verdicts.Row("+a", "01", "meter", "✓", "ok", sentence)], table)
     with table.open(encoding="utf-8-sig", newline="") as file:
         _, row = csv.reader(file)
     assert row == ["'+a", "01", "meter", "✓", "ok", f"'{sentence}"]
     before = table.read_bytes()
     with pytest.raises(AttributeError):
-        grade.write_table([None], table)
+        verdicts.write_table([None], table)
     assert table.read_bytes() == before and list(tmp_path.iterdir()) == [table]
+
+
+def test_the_class_table_counts_verdicts_and_names_the_most_frequent_mistake(tmp_path):
+    answers = [
+        ("a", "01", "meter", "✓", "Right"),
+        ("b", "01", "meter", "✗", "Not yet. Views are counted twice"),
+        ("c", "01", "meter", "✗", "Not yet. Views are counted twice"),
+        ("d", "01", "meter", "✗", "NameError"),
+        ("e", "01", "meter", "○", "Not answered yet"),
+        ("a", "01", "whole_peak", "!", "It was not reached."),
+        ("f", "–", "–", "!", "It is not a notebook."),
+    ]
+    found = verdicts.by_exercise([verdicts.Row(*each) for each in answers])
+    assert [(each.exercise, *each.counts.values(), each.made_by) for each in found] == [
+        ("meter", 1, 3, 1, 0, 2),
+        ("whole_peak", 0, 0, 0, 1, 0),
+    ]
+    assert "2 × Not yet. Views are counted twice" in str(found[0]) and "×" not in str(found[1])
+    table = tmp_path / "t.csv"
+    verdicts.write_by_exercise(found, table)
+    with table.open(encoding="utf-8-sig", newline="") as file:
+        head, first, _ = csv.reader(file)
+    assert head[2:6] == ["✓", "✗", "○", "!"]
+    assert first == ["01", "meter", "1", "3", "1", "0", "Not yet. Views are counted twice", "2"]
+
+
+def test_an_exercise_as_the_course_gives_it_is_not_answered(lessons):
+    """Some stubs run and give a wrong number: their cells are compared with the lesson's."""
+    for lesson in lessons.values():
+        assert lesson.stubs.keys() == lesson.calls.keys()
+    assert "None" in lessons["01"].stubs["check_training_state"]

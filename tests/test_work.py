@@ -86,7 +86,7 @@ def test_a_learners_lesson_shows_no_result_but_the_language_switch(copy, name):
     check_links(name, notebook, copy)
 
 
-def test_a_solution_says_what_it_is_in_both_languages_and_runs_as_before(copy):
+def test_a_folded_cell_says_what_it_is_in_both_languages_and_runs_as_before(copy):
     for name, stored in read_lessons(NOTEBOOKS).items():
         mine = nbformat.read(copy / f"{name}.ipynb", as_version=4)
         assert "SOLUTION" not in "\n".join(sources(mine))
@@ -96,6 +96,10 @@ def test_a_solution_says_what_it_is_in_both_languages_and_runs_as_before(copy):
                 first, _, rest = cell.source.partition("\n")
                 assert first == work.SOLUTION and cell.metadata.jupyter.source_hidden
                 assert given.source == f"### BEGIN SOLUTION\n{rest}\n### END SOLUTION"
+            elif given.metadata.get("jupyter", {}).get("source_hidden"):
+                assert cell.source == f"{work.FOLDED}\n{given.source}"
+            else:
+                assert cell.source == given.source.replace("](../docs/", "](docs/")
 
 
 def test_the_copy_has_what_a_learner_needs_and_no_file_for_instructors(copy):

@@ -260,7 +260,7 @@ def test_an_exercise_that_runs_first_says_which_cell_it_needs(open_lesson):
         " cell.model.sharedModel.source.includes('check_training_state'))"
     )
     command(page, "notebook:run-cell")
-    error = page.locator("[data-mime-type*=error]")
+    error = page.locator("[data-mime-type*=stderr]")  # JupyterLab shows errors in this type
     error.wait_for()
     assert "the cell that starts with `import weakref`" in error.inner_text()
     assert "由上面的一个单元格导入" in error.inner_text()
