@@ -113,7 +113,7 @@ class Ranks:
 
 
 def _parallel_module(model: nn.Module) -> nn.Module | None:
-    methods = ("no_sync", "set_requires_gradient_sync")  # of DDP or FSDP, and of FSDP2
+    methods = ("no_sync", "set_requires_gradient_sync")  # methods of DDP or FSDP, and of FSDP2
     wrappers = [
         module for module in model.modules() if any(hasattr(module, method) for method in methods)
     ]

@@ -336,7 +336,7 @@ class AccumulatedStep:
         # which is so if the weights add up to the unit.
         for optimizer in early_copying if _sum_equals(weights, self._unit) else ():
             copy_contexts.enter_context(optimizer.sending())
-        scaled.backward(torch.full_like(scaled, 1 / self._unit))  # the gradient of scaled / unit
+        scaled.backward(torch.full_like(scaled, 1 / self._unit))  # adds gradients of scaled / unit
         return loss.detach()
 
     def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
@@ -364,7 +364,7 @@ class AccumulatedStep:
             )
             self.scaler.step(self.optimizer)
         except BaseException:
-            self.scaler.update(scale)  # keeps the scale; the next call may unscale again
+            self.scaler.update(scale)  # keeps the scale, and lets the next call unscale again
             raise
         self.scaler.update()
         # the scaler lowers the scale if, and only if, gradients were inf or NaN
@@ -631,7 +631,7 @@ def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
 
 
 def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):
-    """Return `given` if it is an enabled scaler, else a disabled one, which only steps."""
+    """Return `given` if it is an enabled scaler, else a disabled one, which changes nothing."""
     if (
         given is not None
         and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled()

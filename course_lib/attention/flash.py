@@ -47,17 +47,17 @@ def standard_attention(
     shift = _shift(q, k, causal, is_causal)
     scale = _scale(q, scale)
     (batch, heads, n_q, d), (_, kv_heads, n_k, d_v) = q.shape, v.shape
-    rows_without_keys = min(n_q, max(0, -(shift or 0)))  # softmax of these would be NaN
+    rows_without_keys = min(n_q, max(0, -(shift or 0)))  # their softmax would be NaN
     rows = n_q - rows_without_keys
     groups = batch * kv_heads
-    stacked = heads // max(1, kv_heads) * rows  # heads that share K and V become rows
+    stacked = heads // max(1, kv_heads) * rows  # rows of all heads that share K and V
     with torch.autocast(q.device.type, enabled=False):
         queries = q[:, :, rows_without_keys:].reshape(groups, stacked, d)
         scores = (
             torch.bmm(queries, k.reshape(groups, n_k, d).mT).view(batch, heads, rows, n_k) * scale
         )
         if shift is not None:
-            # Added, because an addition saves nothing for backward, and masked_fill saves its mask.
+            # The mask is added, because an addition saves nothing for backward; masked_fill would.
             scores = scores + scores.new_full((rows, n_k), -math.inf).triu(
                 rows_without_keys + shift + 1
             )

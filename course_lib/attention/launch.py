@@ -127,7 +127,7 @@ def _tuned(kernel: Any) -> Any:
         ]
 
     key = ["tuning_key", "BLOCK_D", "CAUSAL"]
-    configs = [_config(size) for size in SMALL_SETTINGS]  # placeholders, which `prune` replaces
+    configs = [_config(size) for size in SMALL_SETTINGS]  # `prune` replaces these placeholders
     return triton.autotune(
         configs, key, prune_configs_by={"early_config_prune": prune}, cache_results=True
     )(kernel)

@@ -17,9 +17,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-MIN_SCORES_FOR_THREADS = (
-    2**18
-)  # scores; a pass with fewer scores takes about as long as waking a thread
+# A pass with fewer scores takes about as long as waking a thread.
+MIN_SCORES_FOR_THREADS = 2**18
 
 
 def workers(x: Tensor, scores: int, at_once: int) -> int:

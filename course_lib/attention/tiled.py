@@ -24,7 +24,7 @@ BLOCK = 512  # rows and columns of a tile by default
 # therefore process many heads at once. In float32 the CPU's value is 1 MiB, which stays in a core's
 # cache. A GPU needs more to be busy.
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-MIN_HEADS_AT_ONCE = 2  # even if these have more scores, so that two threads have one head each
+MIN_HEADS_AT_ONCE = 2  # even if they have more scores, so that each of two threads has a head
 LOG2_E = math.log2(math.e)
 
 
@@ -129,7 +129,7 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
     for i in range(0, q.shape[2], block_q):
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
-        q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g rows, d)
+        q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g * rows, d)
         # end of the keys that some row of this block sees; below 1 if it sees no key
         last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)
         acc = q_i.new_zeros(*q_i.shape[:2], v.shape[2])  # sum of p v so far
@@ -137,7 +137,7 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
         total = torch.zeros_like(m)  # sum of p so far
         for j in range(0, last, block_k):
             k_j, v_j = (x[:, j : min(j + block_k, last)].to(work) for x in (k, v))
-            s = torch.baddbmm(m, q_i, k_j.mT, beta=0, alpha=scale)  # (h, g rows, columns)
+            s = torch.baddbmm(m, q_i, k_j.mT, beta=0, alpha=scale)  # (h, g * rows, columns)
             if shift is not None and j + k_j.shape[1] > i + shift + 1:
                 hidden = s.new_ones(group_and_rows[1], k_j.shape[1], dtype=torch.bool).triu(
                     i + shift - j + 1
@@ -170,11 +170,11 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
         # Start at the first query that sees key j.
         for i in range(0 if shift is None else max(0, j - shift), q.shape[2], block_q):
             rows = slice(i, i + block_q)
-            # (h, g rows, ...)
+            # (h, g * rows, ...)
             q_i, do_i = (x[:, :, rows].to(work).flatten(1, 2) for x in (q, grad_o))
-            # (h, 1, g rows)
+            # (h, 1, g * rows)
             lse_i, delta_i = (x[:, :, rows].flatten(1, 2).unsqueeze(1) for x in (lse, delta))
-            # (h, columns, g rows)
+            # (h, columns, g * rows)
             p = _exp_(torch.baddbmm(lse_i, k_j, q_i.mT, beta=-1, alpha=scale))
             if shift is not None and j + k_j.shape[1] > i + shift + 1:
                 group, n = q[:, :, rows].shape[1:3]
