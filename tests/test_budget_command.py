@@ -1086,7 +1086,7 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
         ("reserved, by the allocator's rules", reserved),
         ("workspace that cuBLAS keeps", 64 << 20),
         ("the context of CUDA", CONTEXT_HOPPER_BYTES),
-        ("of 1,000.0 MB that leaves", left),
+        ("of the 1,000.0 MB,", left),
     ):
         [row] = [row for row in table.splitlines() if row.startswith(line)]
         assert f" {count / 1e6:,.1f} " in f"{row} "

@@ -656,9 +656,9 @@ def test_a_recording_of_smaller_sizes_says_so_and_which_kernel_ran(no_gpu, tmp_p
     )
     assert figures(NAMED["01.monitor"], tmp_path).smaller == {"batch": 1}
     text = repr(lessons.on_gpu("01", "monitor", folder=tmp_path))
-    assert all(part in text for part in ("to fit: batch 1.", "attention: CUDNN_ATTENTION"))
+    assert all(part in text for part in ("fit into memory: batch 1.", "attention: CUDNN_ATTENTION"))
     store(tmp_path, sizes=NAMED["01.monitor"].sizes, monitor={"model_live_bytes": 1})
-    assert "to fit" not in repr(lessons.on_gpu("01", "monitor", folder=tmp_path))
+    assert "fit into memory" not in repr(lessons.on_gpu("01", "monitor", folder=tmp_path))
 
 
 def test_allocated_is_never_above_reserved_and_library_workspaces_are_counted_anew(monkeypatch):

@@ -19,7 +19,7 @@ def held_bytes(known: Known, recipe: Recipe) -> int:
     These are the model and the part of the optimizer state that is not offloaded.
     """
     composer = known.composer
-    # The state does not depend on its pages, so one size of them is enough.
+    # The bytes of the state do not depend on the page size, so one page size is enough.
     recipe = replace(recipe, page_bytes=known.base.page_bytes)
     below = chosen_below(known.composer.trained, recipe.offload_optimizer)
     with symbolic(composer.mode):

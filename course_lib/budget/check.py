@@ -49,7 +49,7 @@ class Check(Table):
         said = [text("the step, run on this machine ({device})", device=verbatim(self.device))]
         if self.device != "cpu":
             said.append(
-                text("there flash attention and the optimizer take fewer tensors than on a CPU")
+                text("on a GPU, flash attention and the optimizer need fewer tensors than on a CPU")
             )
         return listed(said, "; ")
 

@@ -135,7 +135,7 @@ class OnDevice(Table):
             ]
         found: list[Sequence] = [(name, f"{count / 1e6:,.1f}", by) for name, count, by in rows]
         if not self.context:
-            found.append((text("what ROCm keeps"), "?", text("not known here, and not counted")))
+            found.append((text("kept by ROCm"), "?", text("not known here, and not counted")))
         return found
 
     def caption(self) -> str:
@@ -155,8 +155,8 @@ class OnDevice(Table):
         values = {"memory": f"{self.memory_bytes / 1e6:,.1f}", "left": f"{self.left / 1e6:,.1f}"}
         if self.left < 0:
             values["left"] = f"{-self.left / 1e6:,.1f}"
-            return text("this step needs {left} MB more than the {memory} MB there are", **values)
-        return text("of {memory} MB that leaves {left} MB", **values)
+            return text("this step needs {left} MB more than the available {memory} MB", **values)
+        return text("of the {memory} MB, {left} MB are left", **values)
 
 
 class EstimatesOnDevice(Estimates):

@@ -168,7 +168,7 @@ _PCIE3 = text("PCIe 3.0 x16, at the share of its rate that PCIe 4.0 reaches")
 _PCIE4 = text("PCIe 4.0 x16, 24.8 of 31.5 GB/s as nvbandwidth measures on an A100")
 _PCIE5 = text("PCIe 5.0 x16, 55.6 of 63 GB/s as in NVIDIA's article on nvbandwidth")
 _SIZE = text("memory as nvidia-smi shows it")
-_USABLE = text("memory as torch reports it on one, less than nvidia-smi shows")
+_USABLE = text("memory as torch reports it on such a GPU, less than nvidia-smi shows")
 _DESKTOP = text("host memory of a desktop, 2 channels of DDR5-5600")
 _EPYC = text("host memory of one EPYC 7742, 8 channels of DDR4-3200")
 _XEON = text("host memory of one Xeon 8480C, 8 channels of DDR5-4800")
@@ -245,7 +245,7 @@ RATES = {
         1e11,
         1e11,
         1e9,
-        text("round figures: two cores of a CPU, a disk; all at the best"),
+        text("round figures for two cores of a CPU and a disk, at their best"),
         peer_bytes=1e9,
         network_bytes=1e9,
     ),

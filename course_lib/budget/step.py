@@ -274,7 +274,7 @@ def _step_in_backward(model, optimizer, loss_sum, micro_batch) -> StepResult:
     optimized = {p for group in optimizer.param_groups for p in group["params"]}
     stepped = set()
     parameters = list({*model.parameters(), *optimized})
-    # After an error, these gradients are put back.
+    # After an error, these gradients are restored.
     gradients = [p.grad for p in parameters]
     hooks = []
     try:

@@ -33,7 +33,7 @@ class Replayable(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory that was handed out, as a tensor's storage would hold it."""
+    """Memory that `allocate` returned for one storage."""
 
     address: int
     # The size is `requested_bytes`, rounded up, plus a rest that was not worth splitting off.
@@ -149,7 +149,7 @@ class CachingAllocator:
         if block.requested_bytes == 0:
             return
         chunk = self._chunks.pop(block)
-        for action in ("free_requested", "free_completed"):  # both at once, as there is one stream
+        for action in ("free_requested", "free_completed"):  # with one stream, both happen at once
             self._segments.record(action, chunk.address, chunk.requested, chunk.frames)
         self._segments.count_block(chunk, -1)
         chunk.requested, chunk.frames, chunk.allocated = 0, (), False

@@ -197,7 +197,7 @@ def _notes(changed: int, steady: bool, above: int, compiled: bool) -> tuple[str,
         notes.append(
             text(
                 "the step changed {changed} parameters that `measure` was not given: "
-                "pass `model=` and `optimizer=` to have them put back",
+                "pass `model=` and `optimizer=`, and they will be restored",
                 changed=changed,
             )
         )

@@ -61,7 +61,8 @@ class MemoryBudgetExceeded(RuntimeError):
         wanted, live, budget = map(
             bytes_text, (self.wanted_bytes, self.live_bytes, self.budget_bytes)
         )
-        return f"{self.operator} wanted {wanted} on top of {live} live, but the budget is {budget}"
+        needs = f"{self.operator} needs {wanted} in addition to {live} that are live"
+        return f"{needs}, but the budget is {budget}"
 
 
 class Figures:
@@ -302,9 +303,7 @@ class MemoryMeter(Figures, ObserverMode):
             )
         self._ledger.add_all(self._belongings())
         if self.budget_bytes is not None and self.entry_bytes > self.budget_bytes:
-            raise MemoryBudgetExceeded(
-                "what model and optimizer hold on entry", 0, self.entry_bytes, self.budget_bytes
-            )
+            raise MemoryBudgetExceeded(ENTRY, 0, self.entry_bytes, self.budget_bytes)
         self._usage.fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         super().__enter__()
         self._optimizer_phase = OptimizerPhase(self._ledger)

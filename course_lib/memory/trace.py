@@ -21,7 +21,7 @@ from .allocator_settings import AllocatorSettings
 from .caching_allocator import CachingAllocator
 from .timeline import CATEGORIES, PHASES
 
-ENTRY = "what model and optimizer hold on entry"
+ENTRY = "(model and optimizer on entry)"
 
 
 class Span(NamedTuple):
@@ -240,7 +240,7 @@ class Trace:
                 if moment not in frames:
                     frames[moment] = self.frames_at(moment)
                 yield "birth", storage, nbytes, frames[moment]
-            elif moment < len(self):  # otherwise it outlives the trace
+            elif moment < len(self):  # a later release is not in the trace
                 yield "release", storage, nbytes
 
     def frames_at(self, moment: int) -> list[dict]:

@@ -4,7 +4,7 @@ symbolic kernels do.
 PyTorch finds the shape of a symbolic result by a decomposition or a "meta" function in Python. Both
 promise the shape and the dtype, but not how many bytes the result's storage has. `RULES` has one
 row per operator for which the two differ. The rows were found by running the samples of PyTorch's
-operator database for real and with symbolic tensors (`tests/sweep_operators.py`). `INEXACT` names
+operator database on real and on symbolic tensors (`tests/sweep_operators.py`). `INEXACT` names
 the operators whose bytes no rule can give. `symbolic` warns when a step runs one of them, and
 `estimate` refuses the step.
 

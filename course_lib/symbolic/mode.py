@@ -108,7 +108,7 @@ class Symbolic(FakeTensorMode):
             self._inside = False
 
     def _dispatch(self, func, types, args, kwargs) -> Any:
-        """Run an operator by one of three methods: for symbolic, for mixed or for real inputs."""
+        """Run an operator by one of three methods: for symbolic, mixed or real inputs."""
         if found := cpu_kernels.INEXACT.get(func):
             warnings.warn(f"{func} {found.reason}; {found.remedy}", stacklevel=2)
         if not isinstance(func, OpOverload):
@@ -269,7 +269,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     """Return a context in which tensors have shapes, dtypes and storages, but take no memory. A
     model can be built and trained for a step inside it.
 
-    A `MemoryMeter` inside the context counts the bytes that the same step would take for real.
+    A `MemoryMeter` inside the context counts the bytes that the same step takes on real tensors.
     Everything that the step uses must be made inside the context, except for tensors of integers.
 
     Tensors of integers and booleans, such as tokens, labels and masks, are real if they are on the

@@ -52,7 +52,7 @@ class Outline(NamedTuple):
 
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """Return the result of an operator as `FakeTensorMode` makes it, with the storages and strides
-    that the result has for real.
+    that the real result has.
 
     `FakeTensorMode` has its own cache, whose keys contain more than is needed here. Calls with
     sparse, quantized or constant tensors, and all other calls that cannot be cached here, are

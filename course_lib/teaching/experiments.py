@@ -26,7 +26,7 @@ from .allocator import release
 
 Number = int | float
 Part = Mapping[str, Number | str | None]
-# the last word of a figure's name; figures with the first three units are whole numbers
+# Last words of figures' names. Figures with one of the first three units are whole numbers.
 UNITS = ("bytes", "flops", "count", "seconds", "percent")
 
 #: Quantities measured for each variant of an experiment. A figure is called `<variant>_<quantity>`,

@@ -74,10 +74,10 @@ def _origin(found: Figures) -> list[Label]:
         lines.append(text("No recording yet: run `make gpu` on a machine with a GPU."))
     if found.smaller:
         sizes = ", ".join(f"{name} {value}" for name, value in found.smaller.items())
-        lines.append(text("Made smaller, to fit: {sizes}.", sizes=verbatim(sizes)))
+        lines.append(text("Sizes reduced to fit into memory: {sizes}.", sizes=verbatim(sizes)))
     if found.notes:
         notes = ", ".join(f"{name}: {value}" for name, value in found.notes.items())
-        lines.append(text("What ran: {notes}.", notes=verbatim(notes)))
+        lines.append(text("Implementations that ran: {notes}.", notes=verbatim(notes)))
     return lines
 
 
