@@ -156,7 +156,7 @@ def arguments() -> argparse.ArgumentParser:
 @record  # reports an error to torchrun, which ends the other ranks
 @unlogged()
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchrun's handler
     args = arguments().parse_args()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
@@ -247,7 +247,7 @@ def _modes(text: str) -> list[str]:
 
 
 def _budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
-    """Return mode -> bytes: '48MB' is for all modes, 'fsdp=48MB' for one of them."""
+    """Return a dict from mode to bytes; '48MB' is for all modes, 'fsdp=48MB' for one of them."""
     budgets: dict[str, int] = {}
     for part in budget_text.split(",") if budget_text else ():
         mode, _, count = part.rpartition("=")
@@ -256,7 +256,7 @@ def _budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--budget {error}") from None
         if mode and mode not in modes:
-            allowed = f"bytes such as 48MB, or {modes[-1]}=48MB with one of --mode"
+            allowed = f"bytes such as 48MB, or {modes[-1]}=48MB for one of --mode"
             raise ValueError(f"--budget must be {allowed} {','.join(modes)}, got {budget_text!r}")
         budgets |= dict.fromkeys([mode] if mode else modes, budget)
     return budgets
@@ -330,7 +330,7 @@ def _predict(
     for mode in modes:
         start = time.perf_counter()
         held = [sum(each.values()) for each in held_bytes(shapes, mode, args.ranks)]
-        rank = held.index(max(held))  # the first rank, except with zero1
+        rank = held.index(max(held))  # rank 0, except with zero1
         part = partial(task.part, 0, args.ranks, rank)
         usage = predict(
             task.make_model, part, task.loss_sum, mode, args.ranks, rank=rank, **options

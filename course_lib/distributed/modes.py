@@ -7,7 +7,7 @@
     fsdp-keep        fsdp, and gathered parameters are kept from forward to backward. This sends as
                      much as ZeRO 2, but between steps the parameters are sharded
     fsdp-checkpoint  fsdp, and the activations of each block are recomputed
-    fsdp-bf16        fsdp, gathered and computed in bf16, reduced and stepped in fp32
+    fsdp-bf16        fsdp, gathered and computed in bf16, reduced and updated in fp32
     fsdp-cpu         fsdp, shards and optimizer in host memory; needs a GPU to offload from
 
 This module implements no parallelism itself. The process group must exist before a `Trainer` is
@@ -91,7 +91,7 @@ class Trainer:
             self.run = DistributedDataParallel(
                 _Loss(model.to(device), loss_sum), gradient_as_bucket_view=True
             )
-            loss_sum = nn.Module.__call__  # calls run(micro_batch)
+            loss_sum = nn.Module.__call__  # calls `self.run(micro_batch)`
         else:
             shard(model, mode, self.device, blocks, wrapper, bf16)
             self.run = model

@@ -93,7 +93,7 @@ def _make_state(trainer: Trainer) -> None:
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # an operator of `AccumulatedStep`
+    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # `AccumulatedStep` runs it
     trainer.local.step()
     for p in parameters:
         p.grad = None
@@ -147,7 +147,7 @@ def _fake_reductions(run: DistributedDataParallel) -> None:
     ranks on an order of buckets, which needs values.
     """
 
-    # Without annotations: DDP compares them with classes, but in this file they would be strings.
+    # It has no annotations, because DDP compares them with classes, and here they are strings.
     def reduce(_, bucket):
         dist.all_reduce(bucket.buffer())
         future: torch.futures.Future = torch.futures.Future()
