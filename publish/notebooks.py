@@ -93,7 +93,7 @@ def library_files(project: Path = PROJECT) -> list[Path]:
 
 
 def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[str, str]:
-    """Hash everything that the outputs of a lesson follow from.
+    """Hash everything that determines the outputs of a lesson.
 
     Args:
         notebook: A lesson, with or without outputs.

@@ -498,10 +498,10 @@ def _api_page(name: str) -> str:
 
 
 def _inheritance(value: type) -> str:
-    """Option of autodoc for the bases of a class.
+    """Return autodoc's option for the bases of a class.
 
-    Bases of a class are shown. If one of them is the library's own and not public, as the one that
-    has the figures of `MemoryMeter`, its members are shown as those of the class instead.
+    The bases are shown. If one of them belongs to the library and is not public, such as the one
+    with the figures of `MemoryMeter`, its members are shown as members of the class instead.
     """
     own = [base for base in value.__mro__[1:] if base.__module__.startswith("course_lib.")]
     if all(base.__name__ in _public_names() for base in own):
@@ -521,7 +521,7 @@ _KINDS = ("class", "function", "exception", "data")
 
 
 def _kind_of(value: object) -> int:
-    """Place in `_KINDS`."""
+    """Return the position of an object's kind in `_KINDS`."""
     if isinstance(value, type):
         return 2 if issubclass(value, BaseException) else 0
     return 1 if callable(value) else 3
@@ -592,7 +592,7 @@ def _run_sphinx(source: Path, finished: Path, language: str, address: str) -> li
     if done.returncode:
         said = re.findall(r"^ *([\w.]+: .+)", done.stderr.partition("Traceback\n")[2], re.M)
         raise EditionError(
-            f"Sphinx gave up: {said[-1] if said else f'exit status {done.returncode}'}"
+            f"Sphinx failed: {said[-1] if said else f'exit status {done.returncode}'}"
         )
     (finished / ".buildinfo").unlink(missing_ok=True)
     warnings = (scratch / "warnings").read_text(encoding="utf-8")

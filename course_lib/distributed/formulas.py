@@ -52,7 +52,7 @@ class Weight:
         return self.rows * self.columns
 
     def share(self, ranks: int, rank: int = 0) -> int:
-        """Return the count of numbers on a rank, without padding.
+        """Return the number of elements on one rank, without padding.
 
         On every rank storages are padded to the first rank's share.
         """

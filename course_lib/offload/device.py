@@ -66,7 +66,7 @@ class Device:
         return nullcontext()
 
     def side(self, name: str) -> Any:
-        """Return the side stream with this name, the same one on each call."""
+        """Return the side stream with this name; the first call creates it."""
         return None
 
     def event(self) -> Any:

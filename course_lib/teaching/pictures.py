@@ -27,7 +27,7 @@ LANGUAGES = ("en", "zh")
 SLIDE = (1176, 560)  # largest size in pixels of a picture on a slide
 LARGER = 1.6  # factor by which letters on a slide are larger than in the scaled page picture
 _FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarged` tries these from left to right
-_LEAST_AXES = 0.5  # smallest share of a slide's picture, in height, that axes may take
+_LEAST_AXES = 0.5  # smallest part of a slide's height that the axes may take
 _COLORS = 128  # colors of a stored picture; plots have few, and this halves the bytes
 
 

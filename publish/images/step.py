@@ -27,7 +27,7 @@ DRAWN = (Outline.MOVETO, Outline.LINETO)
 
 
 def step() -> MemoryMeter:
-    """Meter of the second training step with Adam of the course's decoder."""
+    """Return the meter of the second training step (Adam) of the course's decoder."""
     model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
     optimizer = torch.optim.Adam(model.parameters())
     tokens = random_tokens(8, 128, 2048)

@@ -26,7 +26,7 @@ myst_heading_anchors = 3
 myst_mathjax_classes = "math"
 
 mathjax_path = "mathjax/tex-chtml.js"
-# The menu offers things that come from the network.
+# The menu offers services that need a network.
 mathjax3_config = {"options": {"enableMenu": False}}
 
 autodoc_typehints = "signature"
@@ -34,7 +34,7 @@ autodoc_preserve_defaults = True
 maximum_signature_line_length = 90
 default_role = "literal"  # the docstrings write `code` as markdown does
 autodoc_inherit_docstrings = False  # torch's own would refer to pages of torch's own
-napoleon_use_ivar = True  # otherwise "Attributes:" and documented attributes describe each twice
+napoleon_use_ivar = True  # otherwise each attribute would be described twice
 smartquotes = False  # there are none for Chinese
 
 html_theme = "furo"

@@ -1,9 +1,9 @@
 r"""Build the decks' font for formulas: a subset of STIX Two Math.
 
 Browsers stretch brackets and roots with a font that has a MATH table, and not every machine has
-one. This is the script that made the subset; nobody needs to run it to build slides. Its input is
+one. This script made the subset, and you need not run it to build slides. Its input is
 the woff of STIX Two Math, as the npm package `@fontsource/stix-two-math` 5.3.0 has it; its only
-dependency is `fonttools`, which matplotlib brings along. The licence (OFL.txt) reserves no font
+dependency is `fonttools`, which matplotlib installs. The license (OFL.txt) reserves no font
 name.
 
     python publish/slides_assets/math/build.py \
@@ -41,9 +41,9 @@ def build(source: Path, output: Path) -> None:
     options.flavor = "woff"
     options.hinting = False
     options.layout_features = ["ssty"]  # forms for superscripts
-    options.name_IDs = [0, 7, 13, 14]  # copyright, trademark, licence
+    options.name_IDs = [0, 7, 13, 14]  # copyright, trademark, license
     options.notdef_outline = True
-    options.recalc_timestamp = False  # else two builds differ
+    options.recalc_timestamp = False  # otherwise two builds would differ
     font = TTFont(source)
     subsetter = subset.Subsetter(options)
     subsetter.populate(unicodes=[code for first, last in RANGES for code in range(first, last + 1)])
