@@ -45,7 +45,7 @@ GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
 WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
 OUT       ?= build/gpu
 
-.PHONY: help install lab update results test test-library browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides pages grade address clean
+.PHONY: help install lab update results test test-library browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides handout pages grade address clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -121,6 +121,9 @@ site: $(COMPLETE) ## the website, in build/site (ARGS="--output PLACE") / 生成
 
 slides: $(COMPLETE) ## a deck per lesson and language, in build/slides / 生成幻灯片
 	$(BIN)/python -m publish.slides $(ARGS)
+
+handout: slides ## the decks as PDF, in build/handout; needs Chromium (ARGS is for slides) / 幻灯片的 PDF 讲义，需要 Chromium
+	$(BIN)/python -m publish.handout
 
 student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含答案的学生版
 	$(BIN)/python -m publish.student $(ARGS)

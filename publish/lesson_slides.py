@@ -9,6 +9,7 @@ from nbformat import NotebookNode
 
 from .cells import EditionError, is_solution
 from .languages import languages_in, markdown_in
+from .room_slides import IN_DEPTH, NUMBER, task
 from .slide_parts import (
     CODE_LINE,
     GAP,
@@ -20,6 +21,7 @@ from .slide_parts import (
     shown_code,
     shown_outputs,
 )
+from .student import check_of
 
 _POINT_HEIGHT = 200  # pixels of a slide's own text above a table: the same in all languages
 _MOST_JOINED_LINES = 12  # of code on a slide that was joined from two
@@ -30,8 +32,8 @@ class Slide:
     """A slide before it is written as HTML.
 
     Attributes:
-        kind: "title", "point" (a short text), "code", "figure", "table", "claim", or "heading" for
-            a section that shows nothing so far.
+        kind: "title", "outline", "point" (a short text), "exercise", "code", "figure", "table",
+            "claim", or "heading" for a section that shows nothing so far.
         parts: Cells below the heading.
         part: A key of `slides.WORDS`, shown in small letters after the heading.
         starts: Whether a section starts with this slide.
@@ -57,7 +59,8 @@ def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
 
     The `slide` metadata of a cell says what is shown of it. `{"en": "short text", "zh": "短文"}` on
     prose shows that text. "code", "result" or "both" on code shows the code, its output, or both.
-    Cells without `slide` metadata are not shown. All prose becomes speaker notes.
+    Cells without `slide` metadata are not shown, except that each exercise outside of the sections
+    in depth gets a slide with its minutes. All prose becomes speaker notes.
 
     Raises:
         EditionError: No cell has `slide` metadata, the metadata has another form, the first cell is
@@ -69,9 +72,13 @@ def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
             " lesson's script that the deck should show"
         )
     slides: list[Slide] = []
-    section = heading = ""
+    section = heading = exercise = ""
+    in_depth = False
     for cell in notebook.cells:
         is_prose = cell.cell_type == "markdown"
+        in_depth = in_depth or (is_prose and cell.source.startswith(f"## {IN_DEPTH}"))
+        if is_prose and "**Exercise " in cell.source:
+            exercise = cell.source
         found = re.match(r"(##?) ([\d.]+) ([^\n]*)\n*", cell.source) if is_prose else None
         if found:
             section, heading = found[2], found[3]
@@ -94,6 +101,8 @@ def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
             spoken = (markdown_in(text, each) for each in languages_in(language))
             (new or slides)[-1].notes.append("\n\n".join(spoken))
         slides += new if found else _joined(slides, new)
+        if not is_prose and not in_depth:
+            slides += _joined(slides, _exercise_slides(cell, exercise, section, heading, language))
     return [slide for slide in slides if slide.parts or slide.kind == "title"]
 
 
@@ -110,6 +119,31 @@ def _cell_slides(cell: NotebookNode, language: str) -> list[Slide]:
         )
     text = columns_of([wanted[each] for each in languages_in(language)])
     return [Slide("point", [nbformat.v4.new_markdown_cell(text)], height=_POINT_HEIGHT)]
+
+
+def _exercise_slides(
+    cell: NotebookNode, prose: str, section: str, heading: str, language: str
+) -> list[Slide]:
+    """Return the slide that stays while the class works: a list of one, or of none.
+
+    Args:
+        prose: The cell that states the exercise, which becomes the speaker's note.
+    """
+    minutes, check, number = cell.metadata.get("minutes"), check_of(cell), NUMBER.search(prose)
+    if not minutes or not check or not number or is_solution(cell):
+        return []
+    languages = languages_in(language)
+    texts = [task(number[1], minutes, section, check, each) for each in languages]
+    return [
+        Slide(
+            "exercise",
+            [nbformat.v4.new_markdown_cell(columns_of(texts))],
+            section=section,
+            heading=heading,
+            notes=["\n\n".join(markdown_in(prose, each) for each in languages)],
+            height=_POINT_HEIGHT,
+        )
+    ]
 
 
 def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
@@ -134,8 +168,11 @@ def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
 
 
 def _fit_together(last: Slide, following: Slide) -> bool:
-    """Whether two slides may become one. Titles, figures, claims and solutions stay alone."""
-    alone = {"title", "figure", "claim"}
+    """Whether two slides may become one.
+
+    Titles, figures, claims, exercises and solutions stay alone.
+    """
+    alone = {"title", "figure", "claim", "exercise"}
     if (
         {last.kind, following.kind} & alone
         or "solution" in (last.part, following.part)

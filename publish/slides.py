@@ -47,6 +47,7 @@ try:
     )
     from .languages import half, languages_in, words_in
     from .lesson_slides import Slide, columns_of, lesson_slides
+    from .room_slides import OUTLINE, outline
     from .slide_parts import with_short_lines
 except ImportError as error:
     if __name__ != "__main__":
@@ -201,7 +202,8 @@ def _heading(slide: Slide, language: str) -> str:
         en, zh = (half(slide.heading, one) for one in ("en", "zh"))
         text = f'<span lang="en">{en}</span>{part}<span lang="zh" class="other">{zh}</span>'
         part = ""
-    return f"{'#' if slide.kind == 'title' else '##'} {slide.section} {text}{part}"
+    number = f"{slide.section} " if slide.section else ""
+    return f"{'#' if slide.kind == 'title' else '##'} {number}{text}{part}"
 
 
 def _note_text(note: Note, minutes_before: int, language: str) -> str:
@@ -251,9 +253,18 @@ def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str
         "css": style,
         "scripts": scripts,
     }
-    slides = deck_notebook(lesson_slides(notebook, language), language, notes)
+    slides = deck_notebook(_with_outline(notebook, language, notes), language, notes)
     html, _ = _exporter().from_notebook_node(slides, resources={"deck": deck})
     return html
+
+
+def _with_outline(notebook: NotebookNode, language: str, notes: dict[str, Note]) -> list[Slide]:
+    """Return the slides of a lesson with an outline behind the title."""
+    minutes = {number: note.minutes for number, note in notes.items()}
+    part = nbformat.v4.new_markdown_cell(outline(notebook.cells, minutes, language))
+    slides = lesson_slides(notebook, language)
+    slides.insert(1, Slide("outline", [part], heading=OUTLINE))
+    return slides
 
 
 def decks(

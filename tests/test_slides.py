@@ -18,13 +18,14 @@ pytest.importorskip("latex2mathml")
 from course_lib import labels
 from course_lib.teaching.claims import Claim, what_you_may_have_read
 from course_lib.teaching.switch import PER_LANGUAGE
-from publish import lesson_slides, slide_parts, slides
+from publish import lesson_slides, room_slides, slide_parts, slides
 from publish.cells import (
     EditionError,
     is_solution,
     read_lessons,
     without_guards,
 )
+from publish.student import check_of
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -280,19 +281,63 @@ def test_deck_shows_what_the_metadata_names_and_prose_is_spoken():
     found = page.select("section section")
     assert [slide.select_one(".heading").text.strip() for slide in found] == [
         "9 Title",
+        "In this lesson",
         "9.2 B",
         "9.2 B",
     ]
-    assert [slide.select_one(".prose, .code").text.strip() for slide in found[1:]] == [
+    assert [slide.select_one(".prose, .code").text.strip() for slide in found[2:]] == [
         "Why?",
         "y = 3\ny",
     ]
-    assert found[1].select_one(".result.fragment").text.strip() == "2"
-    notes = found[1].select_one(".notes").parent.text
+    assert found[2].select_one(".result.fragment").text.strip() == "2"
+    notes = found[2].select_one(".notes").parent.text
     assert "Long prose." in notes and "More." in notes
     assert "Hidden." not in page.text and "Opening." in found[0].text
     assert "为什么？" in page_of(lesson_with_metadata(), "zh").text
     assert len(page_of(lesson_with_metadata(), "both").select(".columns")) > 1
+
+
+def lesson_with_exercises():
+    """Exercise 1 in a section, and exercise 2 in depth."""
+    stated = both("**Exercise {}.** How many?", "**练习 {}。** 多少？")
+    stub = "answer = None\nlesson.check_sum(answer)"
+    notebook = lesson_of(
+        both("Look.", "看。", "## 9.1 A / 甲"),
+        stated.replace("{}", "1"),
+        stub,
+        "## In depth / 深入",
+        both("More.", "再来。", "## 9.2 B / 乙"),
+        stated.replace("{}", "2"),
+        stub,
+    )
+    for cell in notebook.cells:
+        if cell.source == stub:
+            cell.metadata = {"minutes": 6}
+        if "**Exercise" in cell.source:
+            cell.metadata = {}
+    return notebook
+
+
+@pytest.mark.parametrize(
+    ("language", "words"),
+    [
+        ("en", ["Exercise 1 · 6 minutes", "In your notebook, section 9.1: check_sum"]),
+        ("zh", ["练习 1 · 6 分钟", "在你的 notebook 里，9.1 节：check_sum"]),
+    ],
+)
+def test_an_exercise_of_a_section_has_a_slide_with_its_minutes(language, words):
+    (slide,) = page_of(lesson_with_exercises(), language).select("section.is-exercise")
+    assert [each.text for each in slide.select(".prose p")] == words
+    assert {"en": "How many?", "zh": "多少？"}[language] in slide.select_one(".notes").text
+    assert slide.select_one(".heading").text.split()[0] == "9.1"
+    assert len(page_of(lesson_with_exercises(), "both").select(".is-exercise .prose p")) == 4
+
+
+def test_the_second_slide_is_the_outline_with_minutes_and_exercises():
+    found = page_of(lesson_with_exercises()).select("section section")[1]
+    assert found.select_one(".heading").text.strip() == "In this lesson"
+    rows = [[td.text for td in row.select("td")] for row in found.select("tbody tr")]
+    assert rows == [["9.1 A", "5", "1"]]
 
 
 def test_lesson_without_slide_metadata_is_an_error():
@@ -399,9 +444,28 @@ FEWER_PICTURES = {"06", "07"}  # up to two fifths of their slides are text
 @each_lesson
 def test_lesson_has_a_number_of_slides_that_can_be_presented(name):
     with_short = slide_parts.with_short_lines(LESSONS[name])
-    counts = [len(lesson_slides.lesson_slides(with_short, language)) for language in ("en", "zh")]
-    fewest, most = (8, 14) if name.startswith("00") else (25, 35)
+    counts = [
+        sum(slide.kind != "exercise" for slide in lesson_slides.lesson_slides(with_short, language))
+        for language in ("en", "zh")
+    ]
+    fewest, most = (8, 14) if name.startswith("00") else (25, 36)
     assert fewest <= min(counts) <= max(counts) <= most
+
+
+@each_lesson
+def test_every_exercise_of_the_core_has_its_slide_and_its_place_in_the_outline(name):
+    cells = core(LESSONS[name])
+    checks = [check_of(cell) for cell in cells if cell.metadata.get("minutes") and check_of(cell)]
+    made = [
+        slide
+        for slide in lesson_slides.lesson_slides(LESSONS[name], "zh")
+        if slide.kind == "exercise"
+    ]
+    assert [slide.parts[0].source.split("`")[1] for slide in made] == checks
+    minutes = {number: note.minutes for number, note in NOTES.items()}
+    table = room_slides.outline(LESSONS[name].cells, minutes, "en")
+    numbers = re.findall(r"\d+", ",".join(row.split("|")[3] for row in table.splitlines()[2:]))
+    assert numbers == [str(n) for n in range(1, len(checks) + 1)]
 
 
 @each_lesson
@@ -411,7 +475,13 @@ def test_at_most_a_third_of_the_slides_is_text_alone(name):
     with_short = slide_parts.with_short_lines(without_guards(LESSONS[name]))
     for language in ("en", "zh"):
         made = lesson_slides.lesson_slides(with_short, language)
-        alone = [slide for slide in made if slide.kind in ("title", "point", "heading")]
+        # the result of a question before an exercise comes after the exercise
+        alone = [
+            slide
+            for slide, following in pairwise([*made, made[0]])
+            if slide.kind in ("title", "point", "heading") and following.kind != "exercise"
+        ]
+        made = [slide for slide in made if slide.kind != "exercise"]
         assert len(alone) <= most * len(made), f"{len(alone)} of {len(made)}"
 
 

@@ -19,6 +19,7 @@ Reveal.initialize({
   transition: "none",
   backgroundTransition: "none",
   scrollActivationWidth: null,
+  pdfSeparateFragments: false, // a handout has one page per slide
   plugins: [RevealNotes],
 });
 Reveal.on("ready", (event) => fit(event.currentSlide));

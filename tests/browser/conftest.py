@@ -6,23 +6,15 @@ Where either is missing they are skipped, and say what to install; `make browser
 them, stops there. Nothing is downloaded.
 """
 
-import os
-import shutil
-
 import pytest
 from patience import HANGS_SECONDS
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+from publish.chromium import NO_CHROMIUM, find_chromium
+
 # No sandbox: containers have none. The others keep a fresh Chromium from calling home.
 ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
-)
-
-
-NO_CHROMIUM = (
-    "needs Chromium: install it (Debian and Ubuntu: apt install chromium), or name one:"
-    " CHROMIUM=path"
 )
 
 
@@ -35,18 +27,6 @@ def pytest_collection_modifyitems(config):
             raise pytest.UsageError(f"`make browser` {NO_CHROMIUM}")
     except FileNotFoundError as error:
         raise pytest.UsageError(str(error)) from None
-
-
-def find_chromium():
-    """The path of a Chromium, None where there is none.
-
-    Raises:
-        FileNotFoundError: CHROMIUM names something that cannot be run.
-    """
-    named = os.environ.get("CHROMIUM")
-    if named and shutil.which(named) is None:
-        raise FileNotFoundError(f"CHROMIUM is {named!r}, but there is no such program")
-    return named or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
-from publish import slides
+from publish import handout, slides
 
 pytestmark = pytest.mark.browser
 
@@ -105,6 +105,7 @@ def test_a_result_waits_for_a_key(open_deck):
 
 def test_a_formula_stretches_its_brackets(open_deck):
     page = open_deck("en", "01_memory_bottleneck")
+    page.evaluate("""document.fonts.load("54px 'Course Math'")""")  # Chromium loads it when needed
     bracket = page.evaluate("""() => {
       for (const slide of Reveal.getSlides()) {
         const found = [...slide.querySelectorAll('math[display=block] mo')].find((mo) => mo.textContent === '(');
@@ -124,3 +125,21 @@ def test_the_speaker_sees_minutes_and_a_question(open_deck):
         "document.querySelector('.speaker-controls-notes .value')?.innerText.includes('提问')"
     )
     assert "分钟" in view.inner_text(".speaker-controls-notes .value")
+
+
+def test_a_handout_has_one_page_for_each_slide(built_decks, browser, open_deck, tmp_path):
+    slides_shown = open_deck("en", "00_start_here").evaluate("Reveal.getTotalSlides()")
+    target = tmp_path / "handout.pdf"
+    handout.print_deck(browser, built_decks / "en/00_start_here.html", target)
+    assert handout.page_count(target.read_bytes()) == slides_shown
+
+
+def test_a_handout_without_chromium_or_decks_is_one_sentence(tmp_path, monkeypatch):
+    for find, said in (
+        (lambda: None, "a handout needs Chromium"),
+        (lambda: "chromium", "has no such deck: run `make slides` first"),
+    ):
+        monkeypatch.setattr(handout, "find_chromium", find)
+        with pytest.raises(SystemExit, match=said):
+            handout.main(["77", "--decks", str(tmp_path), "--output", str(tmp_path / "out")])
+    assert list(tmp_path.iterdir()) == []

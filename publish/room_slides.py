@@ -1,0 +1,60 @@
+"""Slides for the room: an outline with minutes behind the title, and one slide per exercise."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from nbformat import NotebookNode
+
+from .languages import half
+
+IN_DEPTH = "In depth / 深入"
+OUTLINE = "In this lesson / 本课内容"
+NUMBER = re.compile(r"\*\*Exercise (\d+)\b")
+_TASK = {
+    "en": "**Exercise {number}** · {minutes} minutes\n\n"
+    "In your notebook, section {section}: `{check}`",
+    "zh": "**练习 {number}** · {minutes} 分钟\n\n在你的 notebook 里，{section} 节：`{check}`",
+}
+_HEADINGS = {
+    "en": ("section", "minutes", "exercises"),
+    "zh": ("节", "分钟", "练习"),
+    "both": ("section / 节", "minutes / 分钟", "exercises / 练习"),
+}
+
+
+def task(number: str, minutes: int, section: str, check: str, language: str) -> str:
+    """Return what stays on the screen while the class works on an exercise."""
+    return _TASK[language].format(number=number, minutes=minutes, section=section, check=check)
+
+
+def outline(cells: Iterable[NotebookNode], minutes: Mapping[str, int], language: str) -> str:
+    """Return the lesson's sections in order, with their minutes and the numbers of the exercises.
+
+    The sections in depth are left out.
+
+    Args:
+        minutes: Section's number -> its minutes.
+        language: "en", "zh", or "both" for headings in both languages.
+    """
+    rows: list[tuple[str, str, list[str]]] = []
+    for cell in cells:
+        if cell.cell_type != "markdown":
+            continue
+        if cell.source.startswith(f"## {IN_DEPTH}"):
+            break
+        if heading := re.match(r"## ([\d.]+) ([^\n]*)", cell.source):
+            rows.append((heading[1], half(heading[2], language), []))
+        if rows:
+            rows[-1][2].extend(NUMBER.findall(cell.source))
+    return _table(
+        _HEADINGS[language],
+        [
+            (f"{number} {heading}", str(minutes[number]), ", ".join(exercises))
+            for number, heading, exercises in rows
+        ],
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ("---", "--:", "---"), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
