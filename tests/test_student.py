@@ -314,6 +314,9 @@ def test_the_students_makefile_installs_the_wheel_with_its_pins(edition, tmp_pat
 def test_the_students_readme_lists_every_lesson(edition, name):
     listed = re.findall(r"^\| \[\d\d\]\((\S+)\)", (edition / name).read_text("utf-8"), re.M)
     assert listed == sorted(path.name for path in edition.glob("*.ipynb"))
+    minutes = r"^\| \[(\d\d)\].*?\| (\d+) \|"
+    own = dict(re.findall(minutes, (edition / name).read_text("utf-8"), re.M))
+    assert own == dict(re.findall(minutes, (ROOT / name).read_text("utf-8"), re.M))
 
 
 def test_no_statement_of_a_solution_is_in_the_zip(edition):
