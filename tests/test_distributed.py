@@ -957,7 +957,7 @@ def refused(monkeypatch, capsys, folder):
         (
             ["--budget", "fsdp=48e6"],
             2,
-            "--budget must be bytes such as 48MB, or ddp=48MB with one of --mode ddp, got 'fsdp=",
+            "--budget must be bytes such as 48MB, or ddp=48MB for one of --mode ddp, got 'fsdp=",
         ),
         (["--budget", "ddp=-1"], 2, "--budget must be a number of bytes such as 80GiB or 24GB"),
         (["--ranks", "2", "--budget", "48e6"], 2, "--ranks cannot be combined with --budget"),
