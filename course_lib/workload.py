@@ -37,9 +37,9 @@ class Workload:
     """A model and its batch, as arguments of `fit`, and their description.
 
     Attributes:
+        samples: Number of samples in the batch.
         attention: Value of `Recipe.attention` for the baseline. None leaves the model unchanged,
             because it already calls PyTorch's `scaled_dot_product_attention`.
-        samples: Number of samples in the batch.
         block_list: Name of the list of blocks in the model that the user trains, if that is not
             `make_model`'s own: a config's model is built from the course's modules, but trained as
             transformers' model.
@@ -50,8 +50,8 @@ class Workload:
     loss_sum: Callable | None
     name: str
     batch: str
+    samples: int
     attention: str | None = None
-    samples: int = 1
     block_list: str | None = None
 
     def parameters(self) -> int:

@@ -36,7 +36,7 @@ from course_lib.budget.show import steps_to
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
 from course_lib.memory import CachingAllocator, symbolic
-from course_lib.memory.show import bytes_text
+from course_lib.memory.show import bytes_text, decimal
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore
 from course_lib.simulated import SimulatedDevice
@@ -1245,3 +1245,17 @@ def test_a_config_of_an_unknown_class_is_named_with_what_is_known(tmp_path, caps
         command.main(["--config", str(path), *CHEAP, "--budget", "1GB"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert "got 'lama'" in last and all(name in last for name in ("llama", "mixtral", "gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0.000"),
+        (1234.5, "1,234.500"),
+        (0.01, "0.010"),
+        (0.00999, "0.00999"),
+        (1.23e-5, "0.0000123"),
+    ],
+)
+def test_a_small_number_is_shown_with_three_digits_instead_of_zeros(value, shown):
+    assert decimal(value) == shown

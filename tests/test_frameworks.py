@@ -152,6 +152,16 @@ def test_pasted_lines_of_fsdp2_train_like_the_plain_model(precision, one_rank):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 0.05)
 
 
+def test_lines_of_fsdp2_name_the_fields_that_they_do_not_set():
+    def last(**options):
+        recipe = Recipe(ranks=2, shard="zero2", **options)
+        return recipe.as_fsdp2(["layers.0"]).splitlines()[-1].partition(": ")
+
+    assert last(checkpoint="layers") == ("# not set by these lines", ": ", "update='fused'")
+    fields = last(checkpoint="selective", micro_batches=4)[2]
+    assert fields == "update='fused', checkpoint='selective', micro_batches=4"
+
+
 def test_fsdp2_is_refused_for_a_recipe_that_shards_no_gradients():
     with pytest.raises(ValueError, match="shard must be 'zero2' or 'zero3'"):
         Recipe(ranks=2, shard="ddp").as_fsdp2(["layers.0"])

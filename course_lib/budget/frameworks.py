@@ -22,6 +22,7 @@ OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "adam8bit": {"optim": "adamw_bnb_8bit"},
 }
 _IN_BITSANDBYTES = ("lion", "adam8bit")
+_SET_BY_FSDP_LINES = ("precision", "ranks", "shard", "blocks")
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,8 +177,8 @@ def _differences_of_the_optimizer(recipe: Recipe) -> Iterator[str]:
 def fsdp_lines(recipe: Recipe, blocks: Sequence[str]) -> str:
     """Return code that shards a model with FSDP2 as the recipe does, to paste before training.
 
-    The model is called `model`, and torchrun starts the processes. Offloaded tensors and steps in
-    backward are not part of it.
+    The model is called `model`, and torchrun starts the processes. A recipe with checkpoints gets
+    one around every block. A comment at the end names the fields that the lines do not set.
 
     Args:
         recipe: A recipe with shard "zero2" or "zero3".
@@ -210,4 +211,10 @@ def fsdp_lines(recipe: Recipe, blocks: Sequence[str]) -> str:
             f"    blocks[i] = fully_shard({block}, **options)",
         ]
     lines.append("fully_shard(model, **options)")
+    done = {*_SET_BY_FSDP_LINES, *(["checkpoint"] if recipe.checkpoint == "layers" else [])}
+    if left := [
+        f"{name}={value!r}" for name, value in recipe.changed().items() if name not in done
+    ]:
+        fields = verbatim(", ".join(left))
+        lines.append(f"# {say(text('not set by these lines: {fields}', fields=fields))}")
     return "\n".join(lines)

@@ -40,7 +40,7 @@ class HostState(MasterWeights):
         With `options.overlap`, gradients of later parameters are copied to the host and updated
         parameters are copied to the GPU at the same time.
         """
-        update = partial(update, fused=True)  # four times as fast as PyTorch's loop
+        update = partial(update, fused=True)  # about four times as fast as PyTorch's loop
         try:
             for master in masters if options.overlap else ():
                 if master.gradient_copy is None:

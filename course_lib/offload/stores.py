@@ -252,7 +252,7 @@ class Store:
 
 
 class SymbolicStore(Store):
-    """The lower tier of symbolic tensors (`course_lib.memory.symbolic`).
+    """The lower tier of symbolic tensors (`course_lib.symbolic`).
 
     It counts the bytes of all tensors, but copies only those that have values, such as indices.
     """
