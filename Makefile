@@ -62,15 +62,15 @@ update: $(INSTALLED) ## bring new editions of lessons into work/, keep your answ
 results: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## open the lessons as stored, with results, for instructors / 打开带结果的课（教师用）
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
-install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
+install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## install all that `make lab` needs, without opening JupyterLab / 只安装，不打开 JupyterLab
 
-test: $(COMPLETE) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
+test: $(COMPLETE) ## run lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试，核对各课输出
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --summary=none
 	$(BIN)/python -m pytest $(WITH_NOTEBOOKS) $(ARGS)
 
-test-library: | $(OTHER_VENV)/bin/pip ## the library alone with another torch (TORCH_VERSION=2.9.0) / 用别的 torch 版本测试库
+test-library: | $(OTHER_VENV)/bin/pip ## test the library alone with another torch (TORCH_VERSION=2.9.0) / 用别的 torch 版本测试库
 	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/python -m pip install --upgrade torch$(if $(filter newest,$(TORCH_VERSION)),,==$(TORCH_VERSION)) \
 	  $(if $(TORCH),--no-deps --index-url $(TORCH_INDEX))
@@ -81,13 +81,13 @@ test-library: | $(OTHER_VENV)/bin/pip ## the library alone with another torch (T
 $(OTHER_VENV)/bin/pip:
 	$(PYTHON) -m venv $(OTHER_VENV)
 
-browser: $(COMPLETE) ## the tests in Chromium alone (CHROMIUM=path names one) / 只运行浏览器测试
+browser: $(COMPLETE) ## run only the tests in Chromium (CHROMIUM=path of a browser) / 只运行浏览器测试
 	$(BIN)/python -m pytest -p no:cacheprovider -q -m browser tests $(ARGS)
 
 bench: $(COMPLETE) ## run tests/bench_*.py, which print ratios / 运行性能对比
 	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
-gpu: $(GPU_NEEDS) ## the next four, also if one of them fails; ARGS is for gpu-record / 依次运行以下四项，一项失败也继续
+gpu: $(GPU_NEEDS) ## run the next four, even if one of them fails; ARGS go to gpu-record / 依次运行以下四项，一项失败也继续
 	@$(GPU_PYTHON) -m course_lib.lessons --check
 	@failed=; $(MAKE) gpu-allocator ARGS= || failed="$$failed gpu-allocator"; \
 	$(MAKE) gpu-tests ARGS= || failed="$$failed gpu-tests"; \
@@ -95,46 +95,46 @@ gpu: $(GPU_NEEDS) ## the next four, also if one of them fails; ARGS is for gpu-r
 	$(MAKE) gpu-bench ARGS= || failed="$$failed gpu-bench"; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-gpu-allocator: $(GPU_NEEDS) ## the simulated allocator against this GPU's own / 模拟的分配器与 GPU 自己的分配器对照
+gpu-allocator: $(GPU_NEEDS) ## compare the simulated allocator with this GPU's own / 对照模拟的分配器与 GPU 真正的分配器
 	@$(GPU_PYTHON) -m course_lib.lessons --check
 	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py $(ARGS)
 
-gpu-tests: $(GPU_NEEDS) ## the GPU tests (ARGS="-k offload") / 运行 GPU 测试
+gpu-tests: $(GPU_NEEDS) ## run the GPU tests (ARGS="-k offload") / 运行 GPU 测试
 	@$(GPU_PYTHON) -m course_lib.lessons --check
 	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs --durations=10 -m gpu $(WORKERS) tests $(ARGS)
 
-gpu-record: $(GPU_NEEDS) ## the lessons' GPU figures (ARGS="--only 04 06.attention --skip 07") / 记录各课的 GPU 数据
+gpu-record: $(GPU_NEEDS) ## record the lessons' GPU figures (ARGS="--only 04 06.attention --skip 07") / 记录各课的 GPU 数据
 	@$(GPU_PYTHON) -m course_lib.lessons $(ARGS)
 
-gpu-bench: $(GPU_NEEDS) ## the benches that have a GPU part (OUT=build/gpu) / 运行 GPU 性能对比
+gpu-bench: $(GPU_NEEDS) ## run the benchmarks that have a GPU part (OUT=build/gpu) / 运行 GPU 性能对比
 	@$(GPU_PYTHON) -m course_lib.lessons --check
 	@mkdir -p $(OUT)
 	@failed=; for bench in attention offload; do echo "== $$bench"; \
 	  $(GPU_PYTHON) tests/bench_$$bench.py --output $(OUT)/$$bench.json $(ARGS) || failed="$$failed $$bench"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成 notebook
+notebooks: $(INSTALLED) ## run notebooks/scripts, and store the notebooks with outputs (ARGS="02 03") / 重新生成 notebook
 	$(BIN)/python -m publish.notebooks $(ARGS)
 
-site: $(COMPLETE) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
+site: $(COMPLETE) ## build the website in build/site (ARGS="--output PLACE") / 生成网站
 	$(BIN)/python -m publish.site $(ARGS)
 
-slides: $(COMPLETE) ## a deck per lesson and language, in build/slides / 生成幻灯片
+slides: $(COMPLETE) ## build a deck per lesson and language in build/slides / 生成幻灯片
 	$(BIN)/python -m publish.slides $(ARGS)
 
-handout: slides ## the decks as PDF, in build/handout; needs Chromium (ARGS is for slides) / 幻灯片的 PDF 讲义，需要 Chromium
+handout: slides ## print the decks as PDF into build/handout; needs Chromium (ARGS go to slides) / 幻灯片的 PDF 讲义，需要 Chromium
 	$(BIN)/python -m publish.handout
 
-student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含答案的学生版
+student: $(INSTALLED) ## write the notebooks without solutions to build/student / 生成不含答案的学生版
 	$(BIN)/python -m publish.student $(ARGS)
 
-pages: $(INSTALLED) ## each lesson in one language, for VS Code, Colab and previews / 每课每种语言一份 notebook
+pages: $(INSTALLED) ## write each lesson in one language, for VS Code, Colab and previews / 每课每种语言一份 notebook
 	$(BIN)/python -m publish.pages $(ARGS)
 
-grade: $(INSTALLED) ## the verdicts on the notebooks in build/handed_in / 批改交上来的 notebook
+grade: $(INSTALLED) ## grade the notebooks in build/handed_in / 批改交上来的 notebook
 	$(BIN)/python -m publish.grade $(ARGS)
 
-address: $(INSTALLED) ## write what follows from [project.urls] into READMEs and CITATION.cff / 写入项目地址
+address: $(INSTALLED) ## write the addresses in [project.urls] into READMEs and CITATION.cff / 写入项目地址
 	$(BIN)/python -m publish.address
 
 clean: ## remove caches and build files; the next target checks .venv again / 清理缓存
@@ -162,7 +162,7 @@ $(INSTALLED): pyproject.toml constraints.txt $(if $(TORCH),$(CPU_TORCH),$(wildca
 	@touch $@
 
 $(COMPLETE): $(INSTALLED)
-	@echo "Installing what tests, website and slides need besides. / 另外安装测试、网站和幻灯片所需的软件。"
+	@echo "Installing what the tests, the website and the slides need in addition. / 另外安装测试、网站和幻灯片所需的软件。"
 	$(BIN)/python -m pip install -e '.[course,docs,test]' -c constraints.txt
 	@touch $@
 

@@ -40,7 +40,7 @@ def print_deck(browser: Browser, deck: Path, target: Path) -> None:
     page = browser.new_page()
     page.set_default_timeout(1000 * MOST_SECONDS)  # in milliseconds
     page.goto(f"{deck.resolve().as_uri()}?print-pdf")
-    # before reveal.js is ready, there are as many pages as slides: none
+    # Before reveal.js is ready, it counts no slides, and there are no pages either.
     page.wait_for_function(
         "Reveal.getTotalSlides() > 0"
         " && document.querySelectorAll('.pdf-page').length === Reveal.getTotalSlides()"
@@ -75,7 +75,7 @@ def build(decks: Path, output: Path, lessons: list[str]) -> None:
         if not lessons or path.name.startswith(tuple(lessons))
     ]
     if not found:
-        raise EditionError(f"{decks} has no such deck: run `make slides` first")
+        raise EditionError(f"{decks} has no deck of these lessons: run `make slides` first")
     with output_folder(output) as folder, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=_OPTIONS)
         for path in found:

@@ -8,8 +8,8 @@ import nbformat
 from nbformat import NotebookNode
 
 from .cells import EditionError, is_solution
+from .class_slides import IN_DEPTH, NUMBER, task
 from .languages import languages_in, markdown_in
-from .room_slides import IN_DEPTH, NUMBER, task
 from .slide_parts import (
     CODE_LINE,
     GAP,

@@ -45,9 +45,9 @@ try:
         run_edition,
         without_guards,
     )
+    from .class_slides import OUTLINE, outline
     from .languages import half, languages_in, words_in
     from .lesson_slides import Slide, columns_of, lesson_slides
-    from .room_slides import OUTLINE, outline
     from .slide_parts import with_short_lines
 except ImportError as error:
     if __name__ != "__main__":
@@ -259,7 +259,7 @@ def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str
 
 
 def _with_outline(notebook: NotebookNode, language: str, notes: dict[str, Note]) -> list[Slide]:
-    """Return the slides of a lesson with an outline behind the title."""
+    """Return the slides of a lesson with an outline after the title."""
     minutes = {number: note.minutes for number, note in notes.items()}
     part = nbformat.v4.new_markdown_cell(outline(notebook.cells, minutes, language))
     slides = lesson_slides(notebook, language)

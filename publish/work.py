@@ -153,7 +153,7 @@ def update(notebooks: Path, work: Path) -> Iterator[str]:
                 merged, said = _brought_in(name, base, mine, theirs)
             except ValueError as error:
                 yield (
-                    f"{work / name} cannot be read and stays as it is ({error}): move it away, and"
+                    f"{work / name} cannot be read and stays unchanged ({error}): move it away, and"
                     " `make lab` writes it again."
                 )
                 continue
@@ -205,7 +205,8 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def _trust(work: Path, names: list[str]) -> None:
-    """Sign the lessons as `jupyter trust` does: JupyterLab strips the switch from others."""
+    """Sign the lessons as `jupyter trust` does, because JupyterLab removes the language switch
+    from notebooks that nobody has signed."""
     notary = NotebookNotary()
     for name in names:
         if name.endswith(".ipynb"):
@@ -224,7 +225,7 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
     A cell that all three have stays as the learner left it, with its outputs. Cells that the course
     changed or added come from the new edition. Cells that it removed go, unless the learner typed
     something into them. Such a cell follows the cell that replaces it, and a cell that the learner
-    made stays behind the same cell as before.
+    made stays after the same cell as before.
 
     Args:
         base: The lesson as it was given.
@@ -237,7 +238,9 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
     given = {cell.id: cell.source for cell in base.cells}
     ids = {cell.id for cell in new.cells}
     kept: dict[str, NotebookNode] = {}
-    behind: defaultdict[str, list[NotebookNode]] = defaultdict(list)  # "" is the beginning
+    behind: defaultdict[str, list[NotebookNode]] = defaultdict(
+        list
+    )  # "" is the beginning of the notebook
     before, number = "", 0
     replaced = []  # (cell of an earlier edition with the learner's text, the cell before it)
     for cell in mine.cells:

@@ -18,7 +18,7 @@ pytest.importorskip("latex2mathml")
 from course_lib import labels
 from course_lib.teaching.claims import Claim, what_you_may_have_read
 from course_lib.teaching.switch import PER_LANGUAGE
-from publish import lesson_slides, room_slides, slide_parts, slides
+from publish import class_slides, lesson_slides, slide_parts, slides
 from publish.cells import (
     EditionError,
     is_solution,
@@ -463,7 +463,7 @@ def test_every_exercise_of_the_core_has_its_slide_and_its_place_in_the_outline(n
     ]
     assert [slide.parts[0].source.split("`")[1] for slide in made] == checks
     minutes = {number: note.minutes for number, note in NOTES.items()}
-    table = room_slides.outline(LESSONS[name].cells, minutes, "en")
+    table = class_slides.outline(LESSONS[name].cells, minutes, "en")
     numbers = re.findall(r"\d+", ",".join(row.split("|")[3] for row in table.splitlines()[2:]))
     assert numbers == [str(n) for n in range(1, len(checks) + 1)]
 

@@ -288,7 +288,7 @@ def test_a_lesson_that_cannot_be_read_or_is_gone_stays(tmp_path, capsys):
     lesson.write_text("{ half", "utf-8")
     course(tmp_path, book(TITLE, SWITCH))
     said = list(work.update(notebooks, folder))
-    assert "cannot be read and stays as it is" in said[0] and lesson.read_text("utf-8") == "{ half"
+    assert "cannot be read and stays unchanged" in said[0] and lesson.read_text("utf-8") == "{ half"
     (notebooks / "01_bytes.ipynb").rename(notebooks / "02_bytes.ipynb")
     said = list(work.update(notebooks, folder))
     assert f"{lesson}: the course no longer has this file; yours stays." in said

@@ -1,4 +1,5 @@
-"""Slides for the room: an outline with minutes behind the title, and one slide per exercise."""
+"""Texts of the slides that no cell of a lesson holds: the outline after the title, with minutes,
+and one slide per exercise, which stays on the screen while the class works."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
