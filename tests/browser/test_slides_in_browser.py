@@ -137,7 +137,7 @@ def test_a_handout_has_one_page_for_each_slide(built_decks, browser, open_deck, 
 def test_a_handout_without_chromium_or_decks_is_one_sentence(tmp_path, monkeypatch):
     for find, said in (
         (lambda: None, "a handout needs Chromium"),
-        (lambda: "chromium", "has no such deck: run `make slides` first"),
+        (lambda: "chromium", "has no deck of these lessons: run `make slides` first"),
     ):
         monkeypatch.setattr(handout, "find_chromium", find)
         with pytest.raises(SystemExit, match=said):
