@@ -484,6 +484,80 @@ def backward_inside(hidden, weight, targets, chunk):
     return loss.detach()
 
 
+RIGHT_PEAKS = {k: 277_682_584 - k * 19_934_272 for k in (0, 1, 4, 7)}
+
+
+def right_for_four_only(k):
+    """Goes through the four points of an earlier check, and bends between them."""
+    return RIGHT_PEAKS[0] - k * 19_934_272 + k * (k - 1) * (k - 4) * (k - 7)
+
+
+def llama_row(
+    model, tokens, labels, *, layers=True, shift=1, chunk=128, loss=in_pieces, cut=False, matrix=""
+):
+    """The lesson's own row, with or without one of its parts."""
+    if layers:
+        model.activation_checkpointing_enable()
+    hidden = model.model(tokens).last_hidden_state
+    if shift == 1:
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    if shift == -1:
+        hidden, labels = hidden[:, 1:], labels[:, :-1]
+    weight = getattr(model.model, matrix).weight if matrix else model.lm_head.weight
+    hidden = hidden.detach() if cut else hidden
+    return loss(hidden.flatten(0, 1), weight, labels.flatten(), chunk)
+
+
+def llama_row_by_labels(model, tokens, labels):
+    """Right too: the labels move, as `transformers` does it, and the older name of the method."""
+    model.gradient_checkpointing_enable()
+    hidden = model.model(input_ids=tokens)[0].reshape(-1, 256)
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    return a_slice_for_each(hidden, model.lm_head.weight, targets, 100)
+
+
+def loss_of_llama(model, tokens, labels, _=None):
+    return model(input_ids=tokens, labels=labels).loss
+
+
+def every_second_layer(model, tokens, labels):
+    model.activation_checkpointing_enable(every_n_layers=2)
+    return llama_row(model, tokens, labels, layers=False)
+
+
+def flattened_first(model, tokens, labels):
+    """Lets the last token of a sequence predict the first one of the next."""
+    model.activation_checkpointing_enable()
+    hidden = model.model(tokens).last_hidden_state.flatten(0, 1)
+    return in_pieces(hidden[:-1], model.lm_head.weight, labels.flatten()[1:], 128)
+
+
+def divided_by_all(hidden, weight, targets, chunk):
+    return in_pieces(hidden, weight, targets, chunk, counts=False)
+
+
+def summed(hidden, weight, targets, chunk):
+    return in_pieces(hidden, weight, targets, chunk) * (targets != -100).sum()
+
+
+def mean_of_sequences(model, tokens, labels):
+    model.activation_checkpointing_enable()
+    hidden = model.model(tokens).last_hidden_state[:, :-1]
+    weight = model.lm_head.weight
+    rows = zip(hidden, labels[:, 1:], strict=True)
+    return sum(in_pieces(one, weight, targets, 128) for one, targets in rows) / len(labels)
+
+
+def divided_before_the_shift(model, tokens, labels):
+    mean = llama_row(model, tokens, labels)
+    return mean * (labels[:, 1:] != -100).sum() / (labels != -100).sum()
+
+
+def backward_first(loss):
+    loss.backward()
+    return loss.detach()
+
+
 no_checkpoints = [
     lambda block, x: block(x),
     lambda block, x: (block(x), block(x))[1],
@@ -555,7 +629,7 @@ ANSWERS = {
             (lambda k: 277_682_584 - k * (20_987_904 - 262_144 - 5_056), "takes 4 bytes"),
             (
                 lambda k: 277_682_584 - k * (20_987_904 - 1_048_576) + 5_056 * (k > 0),
-                "k = 4: Not yet. You counted the generator's state only once",
+                "k = 2: Not yet. You counted the generator's state only once",
             ),
             (lambda k: 118_208_408, "k = 0: Not yet. You counted a checkpoint around all eight"),
             (lambda k: 277_682_584 + k * (20_987_904 - 1_048_576 - 5_056), "grows with k"),
@@ -565,6 +639,52 @@ ANSWERS = {
             ),
             (lambda k: None, "Not answered"),
             *(lambda k: 277_682_584 * (8 - k) / 8, 3),
+            (lambda k: (277_682_584 - k * 19_934_272) / 1e6, "That is in MB"),
+            (right_for_four_only, "k = 2: Not yet"),
+            (lambda k: RIGHT_PEAKS.get(k, 0), "k = 2: Not yet"),
+        ],
+    ),
+    "which_block": (
+        [(7, True), [7, True], (7.0, True), (torch.tensor(7), torch.tensor(True))],
+        [
+            ((0, True), "recomputed last"),
+            ((6, True), "not nothing"),
+            ((3, False), "too small"),
+            ((8, True), "numbered from 0"),
+            (("last", True), "numbered from 0"),
+            ((-1, True), "numbered from 0"),
+            ((7, False), "in the decoder its checkpoint saves"),
+            ((7, None), "second question"),
+            ((7, "yes"), "two answers"),
+            (7, "two answers"),
+            ((None, None), "Not answered"),
+        ],
+    ),
+    "in_chunks": (
+        [llama_row, llama_row_by_labels, functools.partial(llama_row, chunk=256)],
+        [
+            (lambda model, tokens, labels: None, "Not answered"),
+            (lambda model, tokens, labels: loss_of_llama(model, tokens, labels), "not recomputed"),
+            (functools.partial(llama_row, layers=False), "not recomputed"),
+            (every_second_layer, "layers are not recomputed"),
+            (functools.partial(llama_row, chunk=1024), "too many logits"),
+            (
+                lambda model, tokens, labels: loss_of_llama(
+                    model, tokens, labels, model.activation_checkpointing_enable()
+                ),
+                "too many logits",
+            ),
+            (functools.partial(llama_row, shift=0), "predicts the next token"),
+            (functools.partial(llama_row, shift=-1), "wrong direction"),
+            (flattened_first, "last position of a sequence"),
+            (functools.partial(llama_row, loss=divided_by_all), "−100 do not count"),
+            (functools.partial(llama_row, loss=summed), "Return the mean"),
+            (functools.partial(llama_row, cut=True), "gradients are not those"),
+            (functools.partial(llama_row, matrix="embed_tokens"), "but it must be"),
+            (mean_of_sequences, "sequences' means"),
+            (divided_before_the_shift, "before the shift"),
+            (lambda *given: llama_row(*given).item(), "with a graph"),
+            (lambda *given: backward_first(llama_row(*given)), "with a graph"),
         ],
     ),
     "loss_in_pieces": (
@@ -588,8 +708,8 @@ ANSWERS = {
                 (in_so_many_pieces, "for the number of chunks"),
                 (of_the_last_chunk, "Pass the chunk's targets"),
             ),
-            (lambda *given: in_pieces(*given) * 240 / 64, "`len(targets)`"),
-            (lambda *given: in_pieces(*given) * 240 / 4, "`len(targets)`"),
+            (lambda *given: in_pieces(*given) * 240 / 64, "targets that count"),
+            (lambda *given: in_pieces(*given) * 240 / 4, "targets that count"),
             *((backward_inside, "with a graph"), (mean_of_means, "mean of the chunks' means")),
             (lambda *given: 240 * in_pieces(*given), "the sum of the losses"),
             (lambda *given: mean_of_means(*given) * 4 / 240, "Add up their sums"),
@@ -679,6 +799,18 @@ EQUIVALENT = {
         "False → True in `total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)`": (
             "the other mode gives the same gradients where the inputs need some"
         ),
+    },
+    "in_chunks": {
+        "128 → 127 in `return loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets, 128)`": (
+            "chunks may have any small size"
+        ),
+        "128 → 129 in `return loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets, 128)`": (
+            "chunks may have any small size"
+        ),
+        "loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets, 128) → loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets.detach(), 128)": (
+            _WHOLE_NUMBERS
+        ),
+        "model.model(tokens) → model.model(tokens.detach())": _WHOLE_NUMBERS,
     },
     "dropout_checkpoint": {
         "0 → -1 in `again = context.saved_tensors[0].detach().requires_grad_()`": (

@@ -316,13 +316,14 @@ _RECOMPUTED = (
 )
 def check_peak_formula(answer: Any) -> Verdict:
     """Check a function of k: the step's peak with checkpoints around the first k layers, k < 8."""
-    for k in (0, 1, 4, 7):
+    for k in range(8):
         given = answer(k)
         if given is None or given is ...:
             return not_answered()
         verdict = expect_number(
             given,
             _peak(k, KEPT),
+            in_bytes=True,
             wrong_answers={
                 _peak(
                     k, 0
@@ -354,8 +355,62 @@ def check_peak_formula(answer: Any) -> Verdict:
                 verdict, message=text("For k = {k}: {message}", k=k, message=verdict.message)
             )
     return right(
-        "Right for k = 0, 1, 4 and 7: each checkpoint removes the bytes of a layer, and keeps"
+        "Right for every k from 0 to 7: each checkpoint removes the bytes of a layer, and keeps"
         " its input and the generator's state."
+    )
+
+
+@exercise(
+    hint=(
+        "Backward begins with the last layer. When a layer is recomputed, which layers still have"
+        " their activations in memory?",
+        "A checkpoint saves what is not in memory at the peak. Find the moment of the peak in each"
+        " network first.",
+    )
+)
+def check_which_block(answer: Any) -> Verdict:
+    """Check a pair of answers about one checkpoint.
+
+    The first one is the layer, of eight without a head, whose checkpoint saves nothing. The second
+    one says whether the checkpoint around this layer saves memory in the decoder.
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        return wrong("Give two answers: a layer, and `True` or `False`.", exact=True)
+    layer, saves_in_decoder = answer
+    if layer is None or layer is ...:
+        return not_answered()
+    if layer in ("last", -1, 8):
+        return wrong("Give the layer's number. The layers are numbered from 0 to 7.", exact=True)
+    verdict = expect_number(
+        layer,
+        7,
+        wrong_answers={
+            0: (
+                "Layer 0 is recomputed last, when the activations of all other layers have been"
+                " released. Around this layer, a checkpoint saves the layer and keeps its input."
+            ),
+            6: (
+                "When layer 6 is recomputed, the activations of layer 7 have been released."
+                " Its checkpoint saves a little less than most others, but not nothing."
+            ),
+        },
+    )
+    if not verdict:
+        return verdict
+    if saves_in_decoder is None or saves_in_decoder is ...:
+        return wrong("The layer is right. Answer the second question, too.", exact=True)
+    if saves_in_decoder not in (True, False):
+        return wrong("Give two answers: a layer, and `True` or `False`.", exact=True)
+    if not saves_in_decoder:
+        return wrong(
+            "The layer is right, but in the decoder its checkpoint saves memory. The head and the"
+            " loss run after the last layer, and their tensors are released before this layer is"
+            " recomputed.",
+            exact=True,
+        )
+    return right(
+        "Right: of the eight layers alone, the last one is recomputed while all others are still in"
+        " memory. In the decoder, the peak comes earlier, in the backward pass of the loss."
     )
 
 
@@ -493,6 +548,12 @@ def _leaves_out_ignored_targets(
         )
 
 
+_DIVIDED_BY_CHUNKS = (
+    "You divided by the size or by the number of the chunks. Divide by the number of targets that"
+    " count."
+)
+
+
 def _another_loss(loss: float, losses: Tensor) -> Verdict:
     """Return the verdict on a wrong loss of chunks of 64 tokens, with its mistake if it is known.
 
@@ -509,12 +570,8 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
         float(losses.sum()): "You returned the sum of the losses. Return the mean.",
         sum(float(part.mean()) for part in parts)
         / 240: 'You added up the chunks\' means. Add up their sums, with `reduction="sum"`.',
-        float(losses.sum())
-        / 64: "You divided by the size or by the number of the chunks. Divide by the number of"
-        " all tokens, `len(targets)`.",
-        float(losses.sum())
-        / 4: "You divided by the size or by the number of the chunks. Divide by the number of"
-        " all tokens, `len(targets)`.",
+        float(losses.sum()) / 64: _DIVIDED_BY_CHUNKS,
+        float(losses.sum()) / 4: _DIVIDED_BY_CHUNKS,
         float(losses[:192].mean()): "You left out the last chunk.",
         float(losses[:192].sum() / 240): "You left out the last chunk.",
     }

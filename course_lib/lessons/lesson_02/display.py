@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from course_lib.checkpoint import checkpoint_blocks
 from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.memory.measurement import flop_counter
@@ -43,14 +44,73 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> StepCost:
     return StepCost(meter.peak_bytes, counter.get_total_flops())
 
 
-def peak_with_gradients(decoder: Decoder) -> int:
-    """Return the peak of forward and backward on 8 sequences, with gradients from the start."""
-    vocabulary, sequence = len(decoder.tokens.weight), len(decoder.positions.weight)
-    tokens = random_tokens(8, sequence, vocabulary)
+def metered_step(decoder: Decoder) -> MemoryMeter:
+    """Run two steps with Adam on 8 sequences of 128 tokens, and return the second one's meter.
+
+    As in lesson 01, gradients are created in backward.
+    """
+    tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)
+    adam = torch.optim.Adam(decoder.parameters())
+    _give_gradients(decoder)
+    adam.step()  # creates its state
+    decoder.zero_grad()
+    with MemoryMeter(decoder, adam) as meter:
+        decoder.loss(tokens).backward()
+        adam.step()
+    return meter
+
+
+def head_peak(run: Callable[..., Any], chunk: int) -> float:
+    """Return the peak of `run(hidden, weight, targets, chunk)` in units of the matrix's bytes.
+
+    There are 1024 tokens, with hidden size 256 and a vocabulary of 32,000.
+    """
+    with symbolic():
+        hidden = torch.randn(1024, 256, requires_grad=True)
+        weight = torch.nn.Parameter(torch.randn(32_000, 256))
+        with MemoryMeter() as meter:
+            run(hidden, weight, torch.randint(32_000, (1024,)), chunk)
+    return round(meter.peak_bytes / weight.nbytes, 2)
+
+
+def peak_with_checkpoint(layer: int | None, *, layers: int = 8, head: bool = True) -> int:
+    """Return the peak of forward and backward with a checkpoint around one layer, or around none.
+
+    Args:
+        layer: The layer with the checkpoint, or None.
+        layers: Number of layers.
+        head: Whether the decoder has its embedding, head and loss. Without them, the loss of the
+            layers is the mean of the squares of their output.
+    """
+    with symbolic():
+        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=layers, sequence=128)
+        alone, x = torch.nn.Sequential(*decoder.layers), torch.randn(8, 128, 256)
+        if layer is not None:
+            checkpoint_blocks(decoder, f"layers.{layer}")
+        with MemoryMeter(decoder) as meter:
+            loss = decoder.loss(random_tokens(8, 128, 2048)) if head else alone(x).square().mean()
+            loss.backward()
+    return meter.peak_bytes
+
+
+def peak_of_groups(layers: int, group: int) -> float:
+    """Return the peak in MB of forward and backward, with gradients from the start.
+
+    The decoder's sizes are a quarter of the course's, so that 48 layers run in a moment.
+
+    Args:
+        layers: Number of layers.
+        group: Number of layers per checkpoint.
+    """
+    decoder = Decoder(vocabulary=512, hidden=64, heads=8, layers=layers, sequence=32)
+    parts = [decoder.layers[i : i + group] for i in range(0, layers, group)]
+    decoder.layers = torch.nn.ModuleList(torch.nn.Sequential(*part) for part in parts)
+    checkpoint_blocks(decoder, "layers.*", preserve_rng_state=False)
+    tokens = random_tokens(8, 32, 512)
     _give_gradients(decoder)
     with MemoryMeter(decoder) as meter:
         decoder.loss(tokens).backward()
-    return meter.peak_bytes
+    return round(meter.peak_bytes / 1e6, 2)
 
 
 def _give_gradients(decoder: Decoder) -> None:

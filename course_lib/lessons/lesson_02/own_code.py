@@ -1,33 +1,47 @@
 """Lines of a training script, run and measured on a small Llama of `transformers`."""
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from course_lib.labels import verbatim
 from course_lib.memory import MemoryMeter
 from course_lib.models import random_tokens
-from course_lib.teaching import Table, table
+from course_lib.teaching import Table, table, text
 
 LINES = (
     "",
     "model.activation_checkpointing_enable()",
-    'model.activation_checkpointing_enable({"use_reentrant": True})',
+    "model.activation_checkpointing_enable(older)",
     "model.gradient_checkpointing_enable()",
-    'model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_addmm})',
-    'model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_mm})',
+    "model.activation_checkpointing_enable(keep_addmm)",
+    "model.activation_checkpointing_enable(keep_mm)",
     'model.compile(backend="aot_eager_decomp_partition")',
 )
+OWN_LOSS = "loss = in_chunks(model, tokens, labels)"
+VOCABULARY = 8192  # 32 times the hidden size; in Llama 3 8B it is 31 times
 _FOR_USERS = (FutureWarning, UserWarning)  # others are for the authors of a library
 
 
-def llama() -> nn.Module:
+class Cost(NamedTuple):
+    """Costs of forward and backward, and what they computed."""
+
+    peak_bytes: int
+    flops: int
+    loss: float
+    gradients: list[Tensor | None]
+
+
+def llama(vocabulary: int = 2048) -> nn.Module:
     """Make a Llama with 4 layers from a configuration; nothing is downloaded."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688}
+    sizes = {"vocab_size": vocabulary, "hidden_size": 256, "intermediate_size": 688}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, **heads, num_hidden_layers=4, use_cache=False)
     return LlamaForCausalLM(config).train()
@@ -35,43 +49,75 @@ def llama() -> nn.Module:
 
 def llama_batch() -> dict[str, Tensor]:
     """Return 8 sequences of 128 tokens; the first 32 labels of each are -100, as for a prompt."""
-    tokens = random_tokens(8, 127, 2048)
+    tokens = random_tokens(8, 127, VOCABULARY)
     return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(128) < 32, -100)}
 
 
-def measured_lines(**names: Any) -> Table:
+def loss_of_model(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Return the model's own loss."""
+    return model(input_ids=tokens, labels=labels).loss
+
+
+def cost_of(
+    model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss_of_model
+) -> Cost:
+    """Measure forward and backward of `loss(model, tokens, labels)`."""
+    with MemoryMeter(model) as meter:
+        value = loss(model, batch["input_ids"], batch["labels"])
+        value.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return Cost(meter.peak_bytes, meter.flops, float(value.detach()), gradients)
+
+
+@cache
+def cost_without_checkpoints() -> Cost:
+    """Return the costs of the small Llama on its batch, as it comes."""
+    return cost_of(llama(VOCABULARY), llama_batch())
+
+
+def measured_lines(in_chunks: Callable[..., Tensor], **names: Any) -> Table:
     """Run each line on a new Llama, then forward and backward, and compare peaks and FLOPs.
 
     Args:
+        in_chunks: The reader's function of a model, tokens and labels that returns the loss.
         **names: Values of the names in the lines, apart from `model`.
 
     Returns:
         A row per line: the line, the peak in MB, the FLOPs relative to the first row, and the
-        kinds of warnings that the line printed. The empty line is the model without a checkpoint.
+        warning that the line printed. The empty line is the model without a checkpoint.
 
     Raises:
         ValueError: A line changed a gradient by more than rounding.
     """
-    rows, first = [], None
-    for line in LINES:
-        model, batch = llama(), llama_batch()
+    rows, first = [], cost_without_checkpoints()
+    for line in (*LINES, OWN_LOSS):
+        model, loss = llama(VOCABULARY), in_chunks if line == OWN_LOSS else loss_of_model
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            exec(line, {"model": model, **names})
-            with MemoryMeter(model) as meter:
-                model(**batch).loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        first = first or (meter.flops, gradients)
-        _refuse_other_gradients(line, gradients, first[1])
-        kinds = [each.category.__name__ for each in caught if each.category in _FOR_USERS]
-        said = " ".join(f"`{kind}`" for kind in dict.fromkeys(kinds))
-        peak, flops = round(meter.peak_bytes / 1e6, 1), round(meter.flops / first[0], 2)
-        rows.append((f"`{line}`" if line else "no checkpoint", peak, flops, said))
+            if line != OWN_LOSS:
+                exec(line, {"model": model, **names})
+            cost = cost_of(model, llama_batch(), loss)
+        if not equal_gradients(cost.gradients, first.gradients):
+            raise ValueError(f"lines must leave the gradients equal up to rounding, got {line!r}")
+        messages = (
+            f"{each.category.__name__}: {each.message}"
+            for each in caught
+            if each.category in _FOR_USERS
+        )
+        rows.append(
+            (
+                f"`{line}`" if line else text("no checkpoint"),
+                round(cost.peak_bytes / 1e6, 1),
+                round(cost.flops / first.flops, 2),
+                verbatim(" ".join(dict.fromkeys(messages))),
+            )
+        )
     return table(["line", "peak (MB)", "FLOPs (ratio)", "warning"], rows)
 
 
-def _refuse_other_gradients(line: str, found: list, expected: list) -> None:
-    """Raise an error if a line changes the gradients by more than rounding."""
-    for one, other in zip(found, expected, strict=True):
-        if (one - other).norm() > 1e-5 * other.norm():
-            raise ValueError(f"lines must leave the gradients equal up to rounding, got {line!r}")
+def equal_gradients(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    """Return whether gradients are equal up to rounding."""
+    return all(
+        one is not None and (one - other).norm() <= 1e-5 * other.norm()
+        for one, other in zip(found, expected, strict=True)
+    )

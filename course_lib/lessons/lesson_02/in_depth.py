@@ -1,0 +1,180 @@
+"""Experiments of lesson 02's sections in depth, apart from those on the two modes."""
+
+import io
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.memory import MemoryMeter
+from course_lib.models import Attention, DecoderLayer
+from course_lib.teaching import Table, table
+
+# ---- random numbers and state
+
+
+class _Block(nn.Module):
+    """A block whose factor depends on something other than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.ones(8)), nn.BatchNorm1d(8)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight * self.factor(x)).exp()
+
+    def factor(self, x: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class _Dropout(_Block):
+    def factor(self, x: Tensor) -> Any:
+        return F.dropout(torch.ones_like(x), 0.5)
+
+
+class _PythonRandom(_Block):
+    def factor(self, x: Tensor) -> Any:
+        return random.random()
+
+
+class _Counter(_Block):
+    def factor(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.calls
+
+
+class _GlobalVariable(_Block):
+    calls_of_all = count(1)
+
+    def factor(self, x: Tensor) -> Any:
+        return next(_GlobalVariable.calls_of_all)
+
+
+class _BatchNorm(_Block):
+    def factor(self, x: Tensor) -> Any:
+        return self.norm(x)
+
+
+def repeats() -> Table:
+    """Show which random numbers and which state a recomputation repeats, by option.
+
+    ✓ means that gradients, state and later random numbers are those of a model without checkpoints.
+    """
+    cases = {
+        "PyTorch's random numbers": _Dropout,
+        "Python's random numbers": _PythonRandom,
+        "a counter in the module": _Counter,
+        "a global variable": _GlobalVariable,
+        "BatchNorm's running statistics": _BatchNorm,
+    }
+    preserved = {"preserve_module_state": True}
+    ways = [({"preserve_rng_state": False}, None), ({}, None), (preserved, None)]
+    ways.append((preserved, "exclude it from checkpointing"))
+    rows = [(name, *(_repeats(case, *way) for way in ways)) for name, case in cases.items()]
+    names = ("`preserve_rng_state=False`", "default", "`preserve_module_state=True`")
+    return table(["", *names, "the same, and compared"], rows)
+
+
+def _repeats(case: type[_Block], options: dict[str, Any], advice: str | None) -> str:
+    expected = _after_a_step(case)
+    try:
+        found = _after_a_step(case, options, advice)
+    except RuntimeError:
+        return "error"
+    return "✓" if all(map(torch.equal, found, expected)) else "✗"
+
+
+def _after_a_step(
+    case: type[_Block], options: dict[str, Any] | None = None, advice: str | None = None
+) -> list[Tensor]:
+    """Return gradient, state and the next random numbers, with a checkpoint if there are options.
+
+    With advice, the library compares the recomputation with the first run.
+    """
+    _GlobalVariable.calls_of_all = count(1)
+    global_state = random.getstate()
+    random.seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(case())
+        if options is not None:
+            checkpoint_blocks(model, "0", **options).advice = advice
+        try:
+            model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
+            drawn = torch.tensor([torch.rand(()), random.random()])
+        finally:
+            random.setstate(global_state)
+    (block,) = model
+    return [block.weight.grad, torch.tensor(block.calls), *block.norm.buffers(), drawn]
+
+
+@contextmanager
+def standing_still(norm: nn.BatchNorm1d) -> Iterator[None]:
+    """Keep the running statistics of a BatchNorm unchanged during a recomputation."""
+    momentum, tracked = norm.momentum, norm.num_batches_tracked.clone()
+    norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        norm.momentum = momentum
+        norm.num_batches_tracked.copy_(tracked)
+
+
+# ---- attention, and a training loop
+
+
+def attention_saving(length: int) -> int:
+    """Return the reduction of the peak by checkpoints around three uses of an attention layer.
+
+    Raises:
+        ValueError: The outputs differ.
+    """
+    attention, peaks, outputs = Attention(128, 4), [], []
+    for checkpointed in (False, True):
+        y = torch.linspace(-1, 1, length * 128).view(1, length, 128)
+        attention.zero_grad()
+        with MemoryMeter() as meter:
+            for _ in range(3):
+                y = checkpoint(attention, y, use_reentrant=False) if checkpointed else attention(y)
+            y.sum().backward()
+        peaks.append(meter.peak_bytes)
+        outputs.append(y.detach())
+    if not torch.equal(*outputs):
+        raise ValueError("the outputs with and without checkpoints must be equal")
+    return peaks[0] - peaks[1]
+
+
+def train(checkpointed: bool) -> tuple[list[float], list[str]]:
+    """Train a post-norm layer for three steps with Adam and a mean squared error.
+
+    Returns:
+        The losses, and the lines of the log, which name file, function and line.
+    """
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(
+        logging.Formatter("%(filename)s, %(funcName)s, line %(lineno)d: %(message)s")
+    )
+    logger = logging.getLogger("lesson_02")
+    logger.handlers, logger.level, logger.propagate = [handler], logging.INFO, False
+    layer = DecoderLayer(512, 8, norm_first=False)
+    adam, losses = torch.optim.Adam(layer.parameters()), []
+    x = torch.linspace(-1, 1, 4 * 16 * 512).view(4, 16, 512)
+    for step in (1, 2, 3):
+        y = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        loss = F.mse_loss(y, x.flip(1))
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+        logger.info("step %d: loss %.3f", step, losses[-1])
+    return losses, log.getvalue().splitlines()
