@@ -15,14 +15,14 @@ from course_lib.schedule import (
     Schedule,
     optimal,
     segments,
-    sqrt_segments,
     store_all,
 )
+from course_lib.schedule.rules import segmented
 
 six = Chain.uniform(6, saved_bytes=2)
 
 
-pyramid, five = lesson_03.pyramid(), lesson_03.five_stages()
+five = lesson_03.five_stages()
 EARLY = [
     Forward(0, "input"),
     Forward(1, "input"),
@@ -226,6 +226,46 @@ def without_end(stages, room, first=0, last=0):
     )
 
 
+@functools.cache
+def ways_of(stages, room):
+    """The least time, and the best way: 0 keeps all of the first stage, e runs on to stage e."""
+    if not stages:
+        return 0, 0
+    first, ways = stages[0], [(math.inf, 0)]
+    if first.saved_bytes + first.output_bytes <= room:
+        rest, _ = ways_of(stages[1:], room - first.saved_bytes)
+        ways.append((first.forward_time + rest + first.backward_time, 0))
+    for e in range(1, len(stages)):
+        ahead = sum(stage.forward_time for stage in stages[:e])
+        later, earlier = (
+            ways_of(stages[e:], room - stages[e - 1].output_bytes),
+            ways_of(stages[:e], room),
+        )
+        ways.append((ahead + later[0] + earlier[0], e))
+    return min(ways)
+
+
+def plan(first, stages, room, slip=None):
+    """A list that takes the least time; with a slip, what somebody writes who makes it."""
+    if not stages:
+        return []
+    again = functools.partial(plan, slip=slip)
+    _, e = ways_of(stages, room)
+    if slip == "never whole" and len(stages) > 1:
+        e = e or 1
+    if e == 0:
+        rest = again(first + 1, stages[1:], room - stages[0].saved_bytes)
+        return [Forward(first, "all"), *rest, *([] if slip == "no backward" else [Backward(first)])]
+    keep = {"no inputs": "nothing"}.get(slip, "input")
+    between = "input" if slip == "keeps each" else "nothing"
+    ahead = [Forward(first, keep), *(Forward(first + i, between) for i in range(1, e))]
+    later = again(
+        e if slip == "from 0" else first + e, stages[e:], room - stages[e - 1].output_bytes
+    )
+    earlier = again(first, stages[:e], room)
+    return ahead + (earlier + later if slip == "earlier first" else later + earlier)
+
+
 RECURRENCE_SLIPS = {
     "never back": "left out the `backward_time`",
     "greedy": "compare both ways",
@@ -245,7 +285,7 @@ RECURRENCE_SLIPS = {
     "never forward": "left out the `forward_time`",
     "the last way": "the last way that you tried",
     "left out": "These stages still have",
-    "keeps only": "only tried to keep everything",
+    "keeps only": "Not answered",
     "one alone": "last one left",
 }
 
@@ -321,6 +361,7 @@ ANSWERS = {
                 "You rounded up",
             ),
             (lambda L, A, B: int((L * A / B) ** 0.5), "You rounded down"),
+            (lambda L, A, B: (L * A // B) ** 0.5, "with L = 25, A = 3 and B = 2 you return"),
             (lambda L, A, B: L // round((L * B / A) ** 0.5), "layers of a segment first"),
             (
                 lambda L, A, B: min(
@@ -440,15 +481,21 @@ ANSWERS = {
             ),
         ],
     ),
-    "beats_sqrt": (
-        [optimal(pyramid, 150_000_000), list(optimal(pyramid, 150_000_000))],
+    "plan": (
+        [plan, lambda *given: tuple(plan(*given)), lambda *given: Schedule(plan(*given))],
         [
-            *((sqrt_segments(pyramid), "not lower"), (optimal(pyramid, 131_000_000), "longer")),
-            *(
-                store_all(pyramid),
-                (store_all(six), "`Backward(11)` must come next"),
-                (3, "cannot be simulated"),
-            ),
+            (lambda first, stages, room: [], "Not answered"),
+            (lambda first, stages, room: None, "Not answered"),
+            (lambda first, stages, room: list(segmented([0, len(stages)])), "bytes besides"),
+            (functools.partial(plan, slip="from 0"), "refuses"),
+            (functools.partial(plan, slip="no inputs"), "refuses"),
+            (functools.partial(plan, slip="earlier first"), "`Backward(3)` must come next"),
+            (functools.partial(plan, slip="keeps each"), "bytes besides"),
+            (functools.partial(plan, slip="never whole"), "least time"),
+            (functools.partial(plan, slip="no backward"), "refuses"),
+            (lambda first, stages, room: 12, "cannot be simulated"),
+            (lambda first, stages, room: recurrence(stages, room), "cannot be simulated"),
+            3,
         ],
     ),
 }

@@ -1,7 +1,7 @@
 """Lines of a training script, run and measured on a small Llama of `transformers`."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -75,22 +75,28 @@ def cost_without_checkpoints() -> Cost:
     return cost_of(llama(VOCABULARY), llama_batch())
 
 
-def measured_lines(in_chunks: Callable[..., Tensor], **names: Any) -> Table:
+def measured_lines(
+    in_chunks: Callable[..., Tensor] | None = None,
+    lines: Sequence[str] = (*LINES, OWN_LOSS),
+    **names: Any,
+) -> Table:
     """Run each line on a new Llama, then forward and backward, and compare peaks and FLOPs.
 
     Args:
-        in_chunks: The reader's function of a model, tokens and labels that returns the loss.
+        in_chunks: The reader's function of a model, tokens and labels that returns the loss. Only
+            the line `OWN_LOSS` calls it.
+        lines: Lines that change `model`; the empty one is the model without a checkpoint.
         **names: Values of the names in the lines, apart from `model`.
 
     Returns:
-        A row per line: the line, the peak in MB, the FLOPs relative to the first row, and the
-        warning that the line printed. The empty line is the model without a checkpoint.
+        A row per line: the line, the peak in MB, the FLOPs relative to the model without a
+        checkpoint, and the warning that the line printed.
 
     Raises:
         ValueError: A line changed a gradient by more than rounding.
     """
     rows, first = [], cost_without_checkpoints()
-    for line in (*LINES, OWN_LOSS):
+    for line in lines:
         model, loss = llama(VOCABULARY), in_chunks if line == OWN_LOSS else loss_of_model
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -6,60 +6,64 @@ from course_lib.teaching import Claim, Table
 from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
-    check_beats_sqrt,
     check_drawn_schedule,
     check_gives_up_early,
+    check_plan,
     check_recurrence,
     every_schedule,
     five_stages,
     pyramid,
-    reason_of_the_pyramid,
 )
 from .cuts import B, check_best_count, check_predicted_peak, check_tapered
 from .display import (
     cost_of,
     draw_rooms,
-    draw_schedule,
     draw_sweep,
     draw_sweeps,
     peak_and_flops,
     schedule_pictures,
-    schedule_playground,
-    stages_of_a_decoder,
 )
 from .frontiers import best_cuts, draw_cuts, draw_frontier, frontier_with_early_stop
 from .gpu import scheduled_decoder
+from .own_model import (
+    budget_table,
+    decision_table,
+    llama_layer_bytes,
+    saved_when_compiled,
+    with_chunked_loss,
+)
 
 __all__ = [
     "CLAIMS",
     "OLDER_CLAIMS",
     "best_cuts",
-    "check_beats_sqrt",
+    "budget_table",
     "check_best_count",
     "check_drawn_schedule",
     "check_gives_up_early",
+    "check_plan",
     "check_predicted_peak",
     "check_recurrence",
     "check_tapered",
     "cost_of",
+    "decision_table",
     "draw_cuts",
     "draw_frontier",
     "draw_rooms",
-    "draw_schedule",
     "draw_sweep",
     "draw_sweeps",
     "every_schedule",
     "figures_of_claims",
     "five_stages",
     "frontier_with_early_stop",
+    "llama_layer_bytes",
     "older_claims",
     "peak_and_flops",
     "pyramid",
-    "reason_of_the_pyramid",
+    "saved_when_compiled",
     "schedule_pictures",
-    "schedule_playground",
     "scheduled_decoder",
-    "stages_of_a_decoder",
+    "with_chunked_loss",
 ]
 
 #: Claims that learners may have read.

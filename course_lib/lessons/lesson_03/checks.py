@@ -16,10 +16,9 @@ from course_lib.schedule import (
     Stage,
     optimal,
     simulate,
-    sqrt_segments,
 )
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import Refused, exercise, in_words, not_answered, right, wrong
+from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
 
 # The recurrence
 # --------------------------------------------------------------------------------------------------
@@ -171,7 +170,6 @@ _MISTAKES = {
     "last way": "You returned the time of the last way that you tried. Return the least of all of"
     " them.",
     "earlier": "You left out `stages[:e]`. These stages still have to be done.",
-    "never runs on": "You only tried to keep everything. Also run on and keep a later input.",
     "greedy": (
         "You run on only if keeping all does not fit. Running on may still be faster, so"
         " compare both ways."
@@ -187,14 +185,12 @@ _MISTAKES = {
 @exercise(
     hint=(
         (
-            "There are two ways. Keep all of the first stage and then do the others. Or run"
-            " on to a later stage, keep its input, and then do both parts."
+            "On the way to stage e, the stages before it run forward once. Then the stages from e"
+            " on are done, and then the stages before e."
         ),
         (
-            "The first way is possible if `saved_bytes + output_bytes <= room`. The second"
-            " way, for each e from 1 on, takes the forward times of `stages[:e]`, then the"
-            " time of `stages[e:]` with less room, then that of `stages[:e]` with all of"
-            " `room`."
+            "Add the forward times of `stages[:e]`, then `fastest` of `stages[e:]` with the kept"
+            " input's bytes less, then `fastest` of `stages[:e]` with all of `room`."
         ),
     )
 )
@@ -215,7 +211,8 @@ def check_recurrence(answer: Any) -> Verdict:
             " must begin at 1 and be at most the last index."
         )
         return wrong(message, exact=True)
-    if any(one is None for times in given for one in times):
+    unanswered = _times_with("never runs on")
+    if given == unanswered or any(one is None for times in given for one in times):
         return not_answered()
     if given == wanted:
         number = sum(len(times) for times in wanted)
@@ -355,38 +352,58 @@ def pyramid() -> Chain:
 @exercise(
     hint=(
         (
-            "Which stages have the bytes, and which take the time? Keep the late stages"
-            " whole, and recompute the early ones one by one."
+            "Ask `run_on` for each e, and compare with `fastest`. Where they are equal, this way"
+            " is one of the fastest."
         ),
         (
-            "Draw `optimal(lesson_03.pyramid(), 150_000_000)`. What does it keep that the"
-            " segments do not keep?"
+            'Running on is `Forward(first, "input")`, then `Forward(..., "nothing")` up to stage'
+            " e - 1, then the plan from e on, which begins at first + e, then the plan of"
+            " `stages[:e]`, which begins at first."
         ),
     )
 )
-def check_beats_sqrt(schedule: Any) -> Verdict:
-    """Check a schedule for `pyramid()` that is lower than `sqrt_segments` in no more time."""
-    chain = pyramid()
-    rule, cost = simulate(sqrt_segments(chain), chain), _simulated(schedule, chain)
-    found = {"peak": f"{cost.peak_bytes / 1e6:g}", "time": f"{cost.time:g}"}
-    found |= {"rule_peak": f"{rule.peak_bytes / 1e6:g}", "rule_time": f"{rule.time:g}"}
-    compared = text(
-        "your schedule has {peak} MB and time {time}, the rule {rule_peak} MB and time {rule_time}",
-        **found,
+def check_plan(answer: Any) -> Verdict:
+    """Check `plan(first, stages, room)`: its lists take the least time within the bytes.
+
+    The chains are those of `check_recurrence`, with every number of bytes that suffices, and the
+    pyramid within 150 MB.
+    """
+    cases = [
+        (chain, room, time)
+        for chain, times in zip(_CHAINS, _least_times(), strict=True)
+        for room, time in enumerate(times, start=1)
+        if time < math.inf
+    ]
+    chain, budget = pyramid(), 150_000_000
+    time = simulate(optimal(chain, budget), chain).time
+    cases.append((chain, budget - chain.input_bytes, time))
+    for chain, room, least in cases:
+        actions = answer(0, chain.stages, room)
+        if actions is None or (isinstance(actions, list | tuple) and not actions):
+            return not_answered()
+        cost = _simulated(actions, chain)
+        peak = cost.peak_bytes - chain.input_bytes
+        values = {"length": len(chain), "room": f"{room:,}"}
+        if peak > room:
+            message = (
+                "Not yet: for {length} stages and room = {room}, your list needs {peak} bytes"
+                " besides the input."
+            )
+            return wrong(text(message, **values, peak=f"{peak:,}"))
+        if cost.time > least:
+            message = (
+                "Not yet: for {length} stages and room = {room}, your list takes {time}, but the"
+                " least time is {least}."
+            )
+            values |= {"time": f"{cost.time:g}", "least": f"{least:g}"}
+            return wrong(text(message, **values))
+    return right(
+        text(
+            "Right: in all {number} cases, your list takes the least time within the bytes.",
+            number=len(cases),
+        )
     )
-    if cost.peak_bytes >= rule.peak_bytes:
-        return wrong(text("Your peak is not lower: {compared}.", compared=compared))
-    if cost.time > rule.time:
-        return wrong(text("Your schedule takes longer: {compared}.", compared=compared))
-    return right(text("Right: {compared}.", compared=compared))
 
-
-#: A place for the reader's sentence on exercise 7.
-reason_of_the_pyramid = in_words(
-    "The segments reach their peak when stages 0 and 1, with 64 MB each, are both kept whole."
-    " Here stage 0 runs once more, so only one of them is kept whole at a time. Stage 4 is"
-    " kept whole from the start, which saves as much time as the extra run costs."
-)
 
 #: Pattern of an error of `simulate` -> message. The errors themselves are in English only.
 _REFUSALS = {

@@ -9,7 +9,7 @@ from typing import Any
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
 
-B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.1 to 3.3
+B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.2 to 3.4
 
 
 def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
@@ -117,8 +117,9 @@ def _shown(cuts: Sequence[int]) -> str:
     return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
 
 
-# (L, A, B), with a best count below L in each. The last one is 18.7, so rounding down is wrong.
-_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1))
+# (L, A, B), with a best count below L in each. For (70, 5, 1) it is 18.7: rounding down is wrong.
+# For (25, 3, 2), L·A/B is not a whole number.
+_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
 
 
 def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:

@@ -1,4 +1,4 @@
-"""Measurements and figures of lesson 03: sweeps of segments, schedules, and a playground."""
+"""Measurements and figures of lesson 03: sweeps of segments, and schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -13,19 +13,14 @@ from course_lib.memory.measurement import flop_counter
 from course_lib.schedule import COLORS as KEEP_COLORS
 from course_lib.schedule import (
     Chain,
-    InfeasibleBudget,
     Schedule,
-    frontier,
     live_bytes,
-    optimal,
     simulate,
     store_all,
 )
-from course_lib.teaching import COLORS, Table, figure, playground, table, text
+from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.tables import NumberText
 
-from .checks import pyramid
 from .cuts import A, B
 
 if TYPE_CHECKING:
@@ -116,30 +111,6 @@ def _points(ax: "Axes", measured: Mapping[int, int]) -> None:
         ".",
         color=COLORS["measured"],
         label=text("measured"),
-    )
-
-
-def stages_of_a_decoder(chain: Chain) -> Table:
-    """Show what each kind of stage of `loss_stages` outputs, saves and costs."""
-    names = {
-        0: "embedding",
-        1: "attention",
-        2: "feed-forward",
-        len(chain) - 1: "output head and loss",
-    }
-    rows = []
-    for i, name in names.items():
-        stage = chain.stages[i]
-        counts = (stage.output_bytes, stage.saved_bytes, stage.backward_overhead_bytes)
-        rows.append(
-            (
-                name,
-                *(NumberText(f"{n / 1e6:.2f}") for n in counts),
-                NumberText(f"{stage.forward_time / 1e9:.3f}"),
-            )
-        )
-    return table(
-        ["stage", "output B (MB)", "saves A (MB)", "extra in backward (MB)", "GFLOPs"], rows
     )
 
 
@@ -342,40 +313,4 @@ def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple
     return tuple(
         alpha * above + (1 - alpha) * under
         for above, under in zip(to_rgb(color), below, strict=True)
-    )
-
-
-def draw_schedule(budget: int = 200) -> "Figure":
-    """Draw the fastest schedule of twelve uneven stages within a budget, or what it would need.
-
-    Args:
-        budget: Budget in MB.
-    """
-    chain = pyramid()
-    try:
-        schedule = optimal(chain, budget * 10**6)
-    except InfeasibleBudget as refused:
-        schedule, least = optimal(chain, refused.least_bytes), refused.least_bytes / 1e6
-        title = text(
-            "{budget} MB is too little: at least {least} MB are needed",
-            budget=budget,
-            least=f"{least:g}",
-        )
-    else:
-        extra = simulate(schedule, chain).time / frontier(chain)[-1].time - 1
-        title = text(
-            "A budget of {budget} MB costs {extra}% more time",
-            budget=budget,
-            extra=f"{100 * extra:.0f}",
-        )
-    return schedule_pictures({"optimal": schedule}, chain, title=title, panel_height=2.2)
-
-
-def schedule_playground() -> None:
-    """Show `draw_schedule` with a slider for the budget."""
-    playground(
-        draw_schedule,
-        lambda widgets: {
-            "budget": widgets.IntSlider(200, 100, 360, 5, description="MB", continuous_update=False)
-        },
     )

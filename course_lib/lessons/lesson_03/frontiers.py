@@ -52,7 +52,7 @@ def frontier_with_early_stop(
 ) -> list[Cost]:
     """Return the frontier if the second run of a segment stops before its last product.
 
-    Checkpoints stop like this. The computation is section 3.5's recurrence, including what
+    Checkpoints stop like this. The computation is section 3.6's recurrence, including what
     operators need while they run. One thing differs: if stages i to j are recomputed from x_i, the
     last of them takes less time by `left_out[j]`, and its output is not created.
 
@@ -114,7 +114,10 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
     Args:
         chains: Label -> chain.
     """
-    title = "With nearly equal stages, good cuts reach the frontier. With uneven ones it goes lower"
+    title = (
+        "With nearly equal stages, good cuts reach the frontier. With uneven stages, the frontier"
+        " goes lower"
+    )
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
     description = []
     for ax, (name, chain) in zip(axes, chains.items(), strict=True):

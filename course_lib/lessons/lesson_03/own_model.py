@@ -1,0 +1,102 @@
+"""Tables of lesson 03 on ways to keep less: a loss in chunks, a Llama layer, a compiled chain."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.checkpoint import checkpointed_loss
+from course_lib.memory import saved_tensors, symbolic
+from course_lib.teaching import Table, table, text
+
+from .cuts import B
+
+Cost = tuple[int, int]  # peak in bytes, FLOPs
+
+
+class _ChunkedLoss(nn.Module):
+    """Norm, head and loss of a decoder, with the loss computed in chunks of tokens."""
+
+    def __init__(self, last: nn.Module, chunk: int):
+        super().__init__()
+        self.last, self.chunk = last, chunk
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, targets = self.last.norm(x).flatten(0, 1), self.last.targets.flatten()
+        return checkpointed_loss(hidden, self.last.head.weight, targets, chunk=self.chunk)
+
+
+def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
+    """Run the stages of `loss_stages` with lesson 02's loss in chunks as the last one."""
+    return nn.Sequential(*stages[:-1], _ChunkedLoss(stages[-1], chunk))(x)
+
+
+def llama_layer_bytes(tokens: int = 4096) -> tuple[int, int]:
+    """Return what one layer of Llama 3 8B keeps for backward (A), and what its input takes (B).
+
+    The layer is built from its configuration, in bf16, and runs on symbolic tensors.
+
+    Args:
+        tokens: Length of the one sequence.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=1,
+        vocab_size=256,
+    )
+    with symbolic():
+        model = LlamaForCausalLM(config).to(torch.bfloat16).model
+        x = torch.randn(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
+        angles = model.rotary_emb(x, torch.arange(tokens)[None])
+        kept = saved_tensors(lambda x: model.layers[0](x, position_embeddings=angles), x)
+    return kept.total_bytes, x.nbytes
+
+
+def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Return the bytes that a compiled module saves for backward, without its parameters."""
+    with warnings.catch_warnings():
+        # `saved_tensors` uses global hooks on modules, and the compiler says so.
+        warnings.filterwarnings("ignore", message="Using `torch.compile")
+        return saved_tensors(run, x).total_bytes
+
+
+def decision_table(measured: Mapping[int, Mapping[str, Cost]]) -> Table:
+    """Show peak and FLOPs of each way, for each number of layers.
+
+    Args:
+        measured: Number of layers -> label of the way -> (peak in bytes, FLOPs). The first way is
+            the baseline of the FLOPs. A way that was not measured at a depth has empty cells.
+    """
+    columns = ["way"]
+    for layers in measured:
+        columns += [
+            text("peak (MB), {n} layers", n=layers),
+            text("FLOPs (× baseline), {n} layers", n=layers),
+        ]
+    rows: dict[str, list] = {}
+    for place, costs in enumerate(measured.values()):
+        baseline = next(iter(costs.values()))[1]
+        for name, (peak, flops) in costs.items():
+            row = rows.setdefault(name, [name] + [""] * 2 * len(measured))
+            row[2 * place + 1 : 2 * place + 3] = round(peak / 1e6, 1), round(flops / baseline, 2)
+    return table(columns, rows.values())
+
+
+def budget_table(rows: Iterable[tuple[str, int | None, int, float]]) -> Table:
+    """Show what a compiled chain saves, its peak and its FLOPs, next to cuts of the same chain.
+
+    Args:
+        rows: Label, saved bytes or None, peak in bytes, FLOPs relative to the baseline.
+    """
+    shown = [
+        (name, "" if saved is None else round(saved / B, 1), round(peak / B, 1), round(flops, 2))
+        for name, saved, peak, flops in rows
+    ]
+    columns = ["budget", "saved (units of B)", "peak (units of B)", "FLOPs (× baseline)"]
+    return table(columns, shown)
