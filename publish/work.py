@@ -206,7 +206,7 @@ def _write(target: Path, content: bytes) -> None:
 
 def _trust(work: Path, names: list[str]) -> None:
     """Sign the lessons as `jupyter trust` does, because JupyterLab removes the language switch
-    from notebooks that nobody has signed."""
+    from notebooks without a signature."""
     notary = NotebookNotary()
     for name in names:
         if name.endswith(".ipynb"):

@@ -409,7 +409,7 @@ ledger("00", "plain", before)
 # | $r$ | how often a schedule runs a stage without keeping anything (03); the number of a rank, and FLOP/s (08) | 03, 08 |
 # | $t$ | seconds that it takes to make a batch, and to train on it (04); ranks that share a matrix (08) | 04, 08 |
 # | $m$ | sequences in a micro-batch (05); largest score so far (06); bytes of a copy (08) | 05, 06, 08 |
-# | $\ell$ | layers in a segment (03); sum of exponentials so far (06) | 03, 06 |
+# | $\ell$ | sum of exponentials so far | 06 |
 # | $M$ | numbers that fit into the on-chip memory | 06 |
 # | $N$ | tokens in a sequence (06); ranks (08) | 06, 08 |
 # | $\Psi$, $w$ | parameters; bytes per second of a link | 08 |
@@ -436,7 +436,7 @@ ledger("00", "plain", before)
 # | $r$ | 一级被空跑（运行而什么也不保存）的次数（03），进程的编号和每秒 FLOPs（08） | 03、08 |
 # | $t$ | 准备一个批次和用它训练各需的秒数（04），分担一个矩阵的进程数（08） | 04、08 |
 # | $m$ | 每个微批次的序列数（05），目前最大的分数（06），一次拷贝的字节（08） | 05、06、08 |
-# | $\ell$ | 一段的层数（03），目前指数的和（06） | 03、06 |
+# | $\ell$ | 目前指数的和 | 06 |
 # | $M$ | 片上存储能放下的元素个数 | 06 |
 # | $N$ | 序列里的 token 数（06），进程数（08） | 06、08 |
 # | $\Psi$、$w$ | 参数个数，链路每秒的字节 | 08 |
