@@ -18,13 +18,16 @@ def held_bytes(known: Known, recipe: Recipe) -> int:
 
     These are the model and the part of the optimizer state that is not offloaded.
     """
-    composer = known.composer
-    # The bytes of the state do not depend on the page size, so one page size is enough.
-    recipe = replace(recipe, page_bytes=known.base.page_bytes)
-    below = chosen_below(known.composer.trained, recipe.offload_optimizer)
-    with symbolic(composer.mode):
-        state = composer.updates.of_all(recipe, below).held
-    return state + model_bytes(known)
+    key = recipe.offload_optimizer, recipe.optimizer, recipe.update
+    if key not in known.held:
+        composer = known.composer
+        # The bytes of the state do not depend on the page size, so one page size is enough.
+        recipe = replace(recipe, page_bytes=known.base.page_bytes)
+        below = chosen_below(composer.trained, recipe.offload_optimizer)
+        with symbolic(composer.mode):
+            state = composer.updates.of_all(recipe, below).held
+        known.held[key] = state + model_bytes(known)
+    return known.held[key]
 
 
 def model_bytes(known: Known) -> int:

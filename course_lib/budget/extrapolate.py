@@ -35,6 +35,7 @@ from .alike import groups_of
 from .blocks import equal_blocks, shortened
 from .estimate import Estimate
 from .growth import Growth
+from .kinds import on_kind
 from .loss import LossSum, check_loss, trained
 from .process import check_arguments, watched
 from .recipe import Recipe
@@ -281,7 +282,8 @@ class Composer:
 
     def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
-        update = self.updates.of_all(recipe, below)
+        stepping = on_kind(recipe, self.kind)
+        update = self.updates.of_all(stepping, below)
         trace = moments.trace
         live = moments.trace.live.copy()
         live[:, CATEGORIES.index("optimizer")] += update.held
@@ -289,7 +291,7 @@ class Composer:
         for row, due in enumerate(moments.due):
             if due:
                 own = (
-                    self.updates.of(due[0], recipe, due[0] in below)
+                    self.updates.of(due[0], stepping, due[0] in below)
                     if recipe.in_backward
                     else update
                 )

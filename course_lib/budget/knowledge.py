@@ -41,6 +41,7 @@ class Known:
         given: The functions that make the model and the batch.
         options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `tier` and `kind`.
         estimates: Mapping from each estimated recipe to its estimate.
+        held: Mapping from optimizer settings to the bytes that `bounds.held_bytes` returns.
         whole: Recipes of a single rank that `estimate` ran with all blocks, because their step
             cannot be composed.
         composes: Whether estimates are composed from steps with few blocks, where possible.
@@ -62,6 +63,7 @@ class Known:
         if base.checkpoint != "none":
             self.base = replace(self.base, blocks=self.blocks)
         self.estimates: dict[Recipe, Estimate] = {}
+        self.held: dict[tuple, int] = {}
         self._flops: dict[tuple, int] = {}
         self._confirmed: set[Recipe] = set()
         # Maps each precision to its composer.
