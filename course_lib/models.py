@@ -98,12 +98,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
         # (b, a, s, h/a) each
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
+        # -1, because with tensor parallelism a rank computes only some of the heads
+        q, k, v = self.qkv(x).view(b, s, 3, -1, h // self.heads).permute(2, 0, 3, 1, 4)
         if self.fused:
             context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         else:
             context = self.standard(q, k, v)
-        return self.drop_output(self.out(context.transpose(1, 2).reshape(b, s, h)))
+        return self.drop_output(self.out(context.transpose(1, 2).flatten(2)))
 
     def standard(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s, scale = q.shape[-2], q.shape[-1] ** -0.5

@@ -863,27 +863,27 @@ def test_collectives_within_one_process_are_those_of_the_framework_and_count_as_
 
 
 def test_a_rank_s_own_wire_gives_what_lists_of_all_ranks_give():
-    pieces, gradients = (
+    shards, gradients = (
         torch.arange(24.0).view(8, 3).chunk(4),
         [torch.full((8, 3), float(r)).cos() for r in range(4)],
     )
     everyone = lesson_08.Wire()
-    sums, whole = everyone.reduce_scatter(gradients), everyone.all_gather(pieces)[0]
+    sums, whole = everyone.reduce_scatter(gradients), everyone.all_gather(shards)[0]
     for rank in range(4):
-        wire = lesson_08.RankWire(rank, pieces, gradients)
-        assert torch.equal(wire.all_gather(pieces[rank]), whole)
+        wire = lesson_08.RankWire(rank, shards, gradients)
+        assert torch.equal(wire.all_gather(shards[rank]), whole)
         assert torch.allclose(wire.reduce_scatter(gradients[rank]), sums[rank])
         assert wire.sent_bytes == everyone.sent_bytes == 2 * 96
         assert (
             torch.allclose(wire.all_reduce(gradients[rank]), sum(gradients))
             and wire.sent_bytes == 4 * 96
         )
-        with pytest.raises(ValueError, match="piece must be this rank's"):
+        with pytest.raises(ValueError, match="shard must be this rank's"):
             wire.all_gather(whole)
         with pytest.raises(
             ValueError, match=r"tensor must be the whole gradient on every rank, .*, got shape"
         ):
-            wire.reduce_scatter(pieces[rank])
+            wire.reduce_scatter(shards[rank])
 
 
 def test_nobody_writes_the_count_of_a_wire():
@@ -997,17 +997,6 @@ def test_bars_of_a_peak_are_as_long_as_it_and_hold_what_was_gathered():
     assert {item.get_text() for item in ax.texts} == {"65.0"}
     en, zh = pictures.description(drawn)
     assert "one device: 65.0 MB" in en and "一台设备：65.0 MB" in zh
-
-
-def test_given_and_carried_bytes_stand_side_by_side():
-    rows = [("ddp", 8e6, 4e6, 4e6), ("reduce_scatter", 4e6, 2e6, 4e6)]
-    drawn = lesson_08.draw_wire(rows, 2)
-    assert [sorted(patch.get_width() for patch in ax.patches) for ax in drawn.axes] == [
-        [4, 4, 8],
-        [2, 4, 4],
-    ]
-    en, zh = pictures.description(drawn)
-    assert "reduce-scatter: 4.0, 2.0, 4.0" in en and "reduce-scatter：4.0、2.0、4.0" in zh
 
 
 def test_a_device_that_was_stopped_stands_over_ranks_that_kept_within_their_budget():

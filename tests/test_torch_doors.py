@@ -1134,6 +1134,26 @@ def test_a_fake_group_returns_at_once_and_its_collectives_are_these_operators():
 
 
 @door(
+    "torch.ops._c10d_functional",
+    "torch.ops._c10d_functional.all_gather_into_tensor",
+    "torch.ops._c10d_functional.all_reduce",
+    "torch.ops._c10d_functional.reduce_scatter_tensor",
+)
+def test_functional_collectives_get_a_tensor_and_then_the_number_of_ranks():
+    from torch.distributed import _functional_collectives as functional
+
+    part, functions = torch.zeros(4), torch.ops._c10d_functional
+    with fake_group(), seen_operators() as calls:
+        functional.all_reduce(part, "sum", [0, 1])
+        functional.all_gather_tensor(part, 0, [0, 1])
+        functional.reduce_scatter_tensor(part, "sum", 0, [0, 1])
+    collectives = {func.overloadpacket: args for func, args in calls}
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert collectives[getattr(functions, name)][0].shape == part.shape
+    assert collectives[functions.all_gather_into_tensor][1] == 2
+
+
+@door(
     "._sync_module_states",
     "._verify_param_shape_across_processes",
     "._rebuild_buckets",

@@ -20,13 +20,18 @@ from .formulas import REPLICATED, STATE
 from .modes import Trainer
 
 RELEASE_SECONDS = 0.002  # time for gloo's thread to release the tensors of a collective
+# DDP and FSDP2 call collectives of the first namespace, DTensor calls those of the second
 _c10d = torch.ops.c10d
+_functional = torch.ops._c10d_functional
 # collective -> (number of times that its bytes are sent, index of the argument that holds them)
 _COUNTED = {
     _c10d.allreduce_: (2, 0),
     _c10d._allgather_base_: (1, 0),  # argument 0 is the gathered output
     _c10d._reduce_scatter_base_: (1, 1),  # argument 1 is the unreduced input
     _c10d.broadcast_: (1, 0),
+    _functional.all_reduce: (2, 0),
+    _functional.all_gather_into_tensor: (1, 0),  # argument 0 is one rank's part, see `_sent_by`
+    _functional.reduce_scatter_tensor: (1, 0),
 }
 
 
@@ -58,14 +63,20 @@ class Communicated(ObserverMode):
         return func(*args, **(kwargs or {}))
 
 
+def _is_collective(func) -> bool:
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
 def _sent_by(func, args) -> int:
     if (
-        func.namespace != "c10d"
+        not _is_collective(func)
         or func.overloadpacket not in _COUNTED
         or dist.get_world_size() == 1
     ):
         return 0
     times, index = _COUNTED[func.overloadpacket]
+    if func.overloadpacket is _functional.all_gather_into_tensor:
+        times = args[1]  # the number of ranks that are gathered
     return times * sum(
         t.nbytes for t in tensors_in(args[index]) if t.is_floating_point() and t.itemsize < 8
     )
@@ -101,7 +112,7 @@ class _Meter(UnguardedMeter):
         # gloo's thread drops the tensors of a collective some time after it has reported the end
         if self.sending:
             time.sleep(RELEASE_SECONDS)
-        self.sending = func.namespace == "c10d" and dist.get_backend() == "gloo"
+        self.sending = _is_collective(func) and dist.get_backend() == "gloo"
         self.sent_bytes += _sent_by(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -71,7 +71,7 @@ def watched_rank(
         places: Whether the trace includes modules and source lines.
     """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
-    with _fake_rank(ranks, rank), Watch(model := make_model(), places=places) as watch:
+    with fake_rank(ranks, rank), Watch(model := make_model(), places=places) as watch:
         trainer = Trainer(mode, model, loss_sum, **options)
         if isinstance(trainer.run, DistributedDataParallel):
             _fake_reductions(trainer.run)
@@ -118,7 +118,7 @@ HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
 
 
 @contextmanager
-def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
+def fake_rank(ranks: int, rank: int) -> Iterator[None]:
     """Use symbolic tensors, and a process group that sends nothing, inside the block."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -214,7 +214,12 @@ def process_group(backend: str | None = None):
     dist.destroy_process_group()
 
 
-def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[dict[str, Any]]:
+def launch(
+    ranks: int,
+    *arguments: str,
+    timeout: float | None = None,
+    script: str = "course_lib.distributed",
+) -> list[dict[str, Any]]:
     """Run the script under torchrun with `--json`, and return one dict per mode.
 
     On Linux without a GPU, the modules are imported once, in torchrun, which then forks the ranks.
@@ -226,6 +231,7 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         ranks: Number of processes on this machine.
         arguments: Arguments of the script, such as "--mode", "ddp,fsdp".
         timeout: Limit in seconds.
+        script: Module of this package that is run.
 
     Raises:
         RuntimeError: The run failed. The message contains the script's error, or the end of its
@@ -233,14 +239,15 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         subprocess.TimeoutExpired: The run took longer than `timeout`.
     """
     launcher = ["-m", "torch.distributed.run"]
-    script = ["-m", "course_lib.distributed"]
+    run = ["-m", script]
     if sys.platform == "linux" and not torch.cuda.is_available():
-        launcher = ["-c", f"import {', '.join(IMPORTED_ONCE)} as run; run.main()"]
-        script = [
+        launcher = ["-c", f"import {', '.join((script, *IMPORTED_ONCE))} as run; run.main()"]
+        file = "__main__" if script == "course_lib.distributed" else script.rpartition(".")[2]
+        run = [
             "--run-path",
             "--start-method",
             "fork",
-            str(Path(__file__).with_name("__main__.py")),
+            str(Path(__file__).with_name(f"{file}.py")),
         ]
     command = [
         sys.executable,
@@ -248,7 +255,7 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         "--standalone",
         "--nproc-per-node",
         str(ranks),
-        *script,
+        *run,
         *arguments,
         "--json",
     ]

@@ -6,21 +6,17 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "One device: 277.7 MB. Two devices, half of the batch each.\n\nDoes each of them take half of the bytes?", "zh": "一台设备：277.7 MB。两台设备，各做半个批次。\n\n每台占的字节也减半吗？"}
+# %% [markdown] slide={"en": "One device: 277.7 MB. Two devices, half of the batch each.\n\nDoes each of them take half of the bytes?", "zh": "一台设备：277.7 MB。两台设备，各做半个批次。\n\n每台占用的内存也减半吗？"}
 # # 8 What changes when one device is not enough? (DDP, ZeRO, FSDP) / 一台设备不够时，会有什么不同？（数据并行 DDP、ZeRO、FSDP）
 #
 # <div lang="en">
 #
-# On one device the step of lesson 01 peaks at 277.7 MB. PyTorch's `DistributedDataParallel` gives it to two devices, half of the batch to each. Does each of them then take half of the bytes? You will guess before you measure.
-#
-# By the end of this page four devices of 48 MB take this step together, where one of 60 is stopped. You will have predicted what each of them holds, and what it sends.
+# On one device the step of lesson 01 peaks at 277.7 MB. PyTorch's `DistributedDataParallel` distributes it over two devices, with half of the batch on each. Does each device then need half of the memory?
 #
 # </div>
 # <div lang="zh">
 #
-# 第 01 课的那一步，在一台设备上峰值是 277.7 MB。用 PyTorch 的 `DistributedDataParallel` 把它交给两台设备，每台分半个批次。每台占的字节也会减半吗？先猜，再测量。
-#
-# 学完这一页，四台 48 MB 的设备会合力走完这一步，而一台 60 MB 的设备会被拦下。每台持有多少、发送多少，你都能预先算出来。
+# 第 01 课的那一步，在一台设备上峰值是 277.7 MB。现在用 PyTorch 的 `DistributedDataParallel` 把它分到两台设备上，每台处理半个批次。每台设备需要的内存也会减半吗？
 #
 # </div>
 
@@ -32,16 +28,16 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Type what a rank holds under DDP and ZeRO 1 to 3, and meet the measurement to the byte. Write the step of ZeRO 1, and a layer that gathers its weight, uses it and drops it. Tell what a collective is given from what a wire carries. Say what each kind of parallelism divides, and when its traffic hides behind compute.
+# **Goals** (90 minutes). Predict to the byte what a process holds under DDP and ZeRO 1 to 3. Write the step of ZeRO 1, and a layer that gathers its weight only while it is used. Compute how much a step communicates, and when computation hides the communication.
 #
-# **What to know before**: lesson 01 (the peak of a step) and section 2.2 (a `torch.autograd.Function`). No second device is needed: here a device is a process on your CPU, and the code for GPUs is the same. $\Psi$ is the number of parameters, $N$ the number of ranks. MB is $10^6$ bytes.
+# **What to know before**: lesson 01 (the peak of a step) and section 2.2 (a `torch.autograd.Function`). Here a device is a process on your CPU. The code for GPUs is the same. $\Psi$ is the number of parameters and $N$ the number of processes. MB is $10^6$ bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：写出用 DDP 和 ZeRO 1 到 3 时每个进程持有多少，与实测对照，精确到字节；亲手写出 ZeRO 1 的一步，再写一个“收集权重、用完就丢”的层；分清交给集合通信的字节与线路上实际传输的字节；说出各种并行分别分摊什么，通信在什么时候能被计算掩盖。
+# **目标**（90 分钟）：算出使用 DDP 和 ZeRO 1 到 3 时每个进程持有多少内存，精确到字节；亲手写出 ZeRO 1 的一步，再写一个只在使用时才收集权重的层；算出一步的通信量，以及通信在什么条件下能被计算掩盖。
 #
-# **预备知识**：第 01 课（一步的峰值）和 2.2 节（`torch.autograd.Function`）。不需要第二台设备：在这里，一台设备就是 CPU 上的一个进程，换到 GPU 上代码不变。$\Psi$ 是参数个数，$N$ 是进程（rank）数。MB 指 $10^6$ 字节。
+# **预备知识**：第 01 课（一步的峰值）和 2.2 节（`torch.autograd.Function`）。这里的一台设备就是你的 CPU 上的一个进程，换到 GPU 上代码不变。$\Psi$ 是参数个数，$N$ 是进程数。MB 指 $10^6$ 字节。
 #
 # </div>
 
@@ -52,33 +48,39 @@ import torch
 
 from course_lib.accumulation import split
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.distributed import launch, predict, sent_bytes, shapes_of, task_of
+from course_lib.distributed import launch, predict, sent_bytes, task_of
 from course_lib.lessons import lesson_08, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
-from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
-from course_lib.models import Decoder
+from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
 from course_lib.teaching import predictions, table
 
-# %% [markdown] slide={"en": "**Data parallelism**: every rank has the whole model, and an $N$-th of the batch.\n\nAn **all-reduce** adds up the gradients.", "zh": "**数据并行**：每个进程都有完整的模型，各做批次的 $N$ 分之一。\n\n**all-reduce** 把梯度加起来。"}
-# ## 8.1 One process a device / 每台设备一个进程
+# %% [markdown] slide={"en": "**Data parallelism**: every rank has the whole model, and an $N$-th of the batch.\n\nAn **all-reduce** adds up the gradients.", "zh": "**数据并行**：每个进程都有完整的模型，各处理批次的 $N$ 分之一。\n\n**all-reduce** 把梯度加起来。"}
+# ## 8.1 One process per device / 每台设备一个进程
 #
 # <div lang="en">
 #
-# Each device gets a process of its own, called a **rank**. In **data parallelism** (PyTorch's `DistributedDataParallel`, DDP) every rank has the whole model and an $N$-th of the batch. In backward an **all-reduce** adds the gradients of all ranks up, so that all take the same step.
+# Each device gets its own process, called a **rank**. In **data parallelism** (DP; in PyTorch `DistributedDataParallel`, DDP) every rank has the whole model and an $N$-th of the batch. In the backward pass an **all-reduce** adds up the gradients of all ranks, so that all of them take the same step.
 #
-# Whatever we share out below, it must train the same model. So first the losses that all must follow: one process, the whole batch of 8, the decoder of lesson 00. The meter is on; it gives the peaks to compare with. (`task.loss_sum` returns the sum of the losses and the number of tokens; `split` is lesson 05's.)
+# However we divide the work, the losses must stay those of one process. So we compute these first, with the whole batch of 8 sequences and the decoder of lesson 00. (`task.loss_sum` returns the sum of the losses and the number of tokens; `split` is from lesson 05.)
 #
 # </div>
 # <div lang="zh">
 #
-# 每台设备有自己的一个**进程**（rank）。**数据并行**（PyTorch 的 `DistributedDataParallel`，简称 DDP）里，每个进程都有完整的模型，各做批次的 $N$ 分之一。反向时用一次 **all-reduce**（全归约）把各个进程的梯度加起来，于是大家走的是同一步。
+# 每台设备由一个**进程**（rank）负责。**数据并行**（DP，PyTorch 里是 `DistributedDataParallel`，简称 DDP）让每个进程都持有完整的模型，各处理批次的 $N$ 分之一。反向传播时，一次 **all-reduce**（全归约）把各进程的梯度加起来，于是所有进程做的是同样的更新。
 #
-# 下面不管怎么分，训练的都必须是同一个模型。所以先算出后面都要与之对照的损失：一个进程，整个批次 8 条序列，第 00 课的解码器。计量器开着，顺便量出用来比较的峰值。（`task.loss_sum` 返回损失之和与 token 数；`split` 是第 05 课的。）
+# 无论怎样分工，损失都必须与单个进程相同。因此先用一个进程、整个批次 8 条序列和第 00 课的解码器，算出这些损失。（`task.loss_sum` 返回损失之和与 token 数，`split` 来自第 05 课。）
 #
 # </div>
 
 # %%
 task = task_of()  # the decoder, and a batch of 8 sequences for each step
+
+
+def take_step(model, adam, batch):
+    loss, tokens = task.loss_sum(model, batch)
+    (loss / tokens).backward()
+    adam.step()
+    return loss.item() / tokens.item()
 
 
 def alone(steps, sequences=8):
@@ -87,18 +89,16 @@ def alone(steps, sequences=8):
     for step in range(steps):
         batch = next(split(task.make_batch(step), sequences))
         with MemoryMeter(model, adam) as meter:
-            loss, tokens = task.loss_sum(model, batch)
-            (loss / tokens).backward()
-            adam.step()
+            losses.append(take_step(model, adam, batch))
         adam.zero_grad()
-        losses.append(loss.item() / tokens.item())
     return losses, meter.at_peak()
 
 
 # %%
 losses, whole = alone(steps=3)
-_, half = alone(steps=2, sequences=4)
-_, quarter = alone(steps=2, sequences=2)
+
+# %% jupyter={"source_hidden": true}
+half, quarter = (alone(2, sequences)[1] for sequences in (4, 2))
 peaks = {"8 sequences": whole, "4 sequences": half, "2 sequences": quarter}
 table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak in peaks.items()])
 
@@ -107,38 +107,34 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 #
 # <div lang="en">
 #
-# With DDP, $N$ ranks hold the same 16 bytes per parameter $N$ times. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020; also ZeRO-1, ZeRO-2, ZeRO-3) cuts them into $N$ parts, which is called **sharding**, in three steps: first Adam's state, then gradients, then weights. ZeRO 3 is, in PyTorch, FSDP2.
+# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts them into $N$ **shards**, one per rank. It has three forms. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 DDP 时，每个参数那 16 字节，$N$ 个进程各持有一份，一模一样。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020；也写作 ZeRO-1、ZeRO-2、ZeRO-3）把它们切成 $N$ 份，这叫**分片**（sharding），分三步走：先切 Adam 的状态，再切梯度，最后切权重。ZeRO 3 在 PyTorch 里就是 FSDP2。
+# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把它们切成 $N$ 片，每个进程只存一片，这叫**分片**（shard）。它有三种形式：ZeRO 1 切分 Adam 的状态，ZeRO 2 再切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。
 #
 # </div>
 
 # %% slide="result"
 lesson_08.draw_stages()
 
-# %% [markdown] slide={"en": "Whole or cut: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the four formulas.**", "zh": "完整，还是切开：权重 4 字节，梯度 4，Adam 的状态 8。\n\n**写出四个公式。**"}
+# %% [markdown] slide={"en": "Whole or sharded: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the four formulas.**", "zh": "完整，还是分片：权重 4 字节，梯度 4，Adam 的状态 8。\n\n**写出四个公式。**"}
 # <div lang="en">
 #
-# The paper's formulas are for mixed precision as Megatron-LM and DeepSpeed have it (section 8.20): $16\Psi$, $4\Psi + 12\Psi/N$, $2\Psi + 14\Psi/N$ and $16\Psi/N$ bytes. Our decoder is fp32 throughout: 4, 4 and 8 bytes per parameter.
-#
-# **Exercise 1.** Type the bytes of a rank in fp32, for any `psi` and `n`.
+# **Exercise 1.** Our decoder is in fp32: 4 bytes per parameter for the weight, 4 for the gradient and 8 for Adam's state. Type the bytes per rank, for any `psi` and `n`. (The paper's formulas are for mixed precision; section 8.19 has them.)
 #
 # </div>
 # <div lang="zh">
 #
-# 论文的公式针对混合精度，按 Megatron-LM 和 DeepSpeed 的计法（8.20 节）：$16\Psi$、$4\Psi + 12\Psi/N$、$2\Psi + 14\Psi/N$ 和 $16\Psi/N$ 字节。我们的解码器全是 fp32：每个参数 4、4、8 字节。
-#
-# **练习 1。** 写出 fp32 时每个进程的字节数，对任意的 `psi` 和 `n`。
+# **练习 1。** 我们的解码器全部用 fp32，每个参数的权重占 4 字节，梯度占 4 字节，Adam 的状态占 8 字节。请写出每个进程持有的字节数，对任意的 `psi` 和 `n` 都成立。（论文的公式针对混合精度，见 8.19 节。）
 #
 # </div>
 
 
 # %% minutes=7
 def held(psi, n):
-    return {"DDP": 0, "ZeRO 1": 0, "ZeRO 2": 0, "ZeRO 3": 0}  # bytes a rank, in fp32
+    return {"DDP": 0, "ZeRO 1": 0, "ZeRO 2": 0, "ZeRO 3": 0}  # bytes per rank, in fp32
 
 
 lesson_08.check_held(held)
@@ -160,31 +156,35 @@ if not lesson_08.check_held.accepted:
 lesson_08.check_held(held)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** A DDP rank with 4 sequences? An FSDP2 rank?", "zh": "一台设备做 4 条序列，峰值 180.1 MB，此刻没有一个梯度。\n\n**先猜**：DDP 的一个进程做 4 条序列呢？FSDP2 呢？"}
-# ## 8.3 Run it on two / 用两个进程跑一遍
+# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** A DDP rank with 4 sequences? An FSDP2 rank?", "zh": "一台设备处理 4 条序列，峰值 180.1 MB，此刻没有一个梯度。\n\n**先猜**：DDP 的一个进程处理 4 条序列呢？FSDP2 呢？"}
+# ## 8.3 Run it on two ranks / 用两个进程运行
 #
 # <div lang="en">
 #
-# In a terminal you would type this. `torchrun` starts two processes, tells each its number and where to find the other, and ends both if one fails:
+# In a terminal, `torchrun` starts the processes, tells each its number, and ends all of them if one fails:
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
 #     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 2
 # ```
 #
-# `launch` types it for us and reads what the ranks print. The second of two steps is told, and all after it are as it is. It takes a while, so **guess first**. At the peak there are activations, too. Lesson 01 found it at the start of backward, with all activations and not one gradient. One device with 4 sequences has 82.5 MB of weights and Adam's state, 97.6 MB of all else: 180.1 MB. What is the peak of a DDP rank with 4 sequences? Of an FSDP2 rank, which holds 41.3 MB less of weights and state?
+# Below, `launch` runs this command and reads what the ranks print about the second step.
+#
+# **Guess first.** One device with 4 sequences peaks at the start of the backward pass, with 82.5 MB of weights and Adam's state, 97.6 MB of everything else and not one gradient: 180.1 MB. What is the peak of a DDP rank with 4 sequences? And of an FSDP2 rank, which holds 41.3 MB less of weights and state?
 #
 # </div>
 # <div lang="zh">
 #
-# 在终端里，你会敲下面这条命令。`torchrun` 启动两个进程，告诉它们各自的编号、到哪里去找对方；有一个失败，就把两个都结束掉：
+# 在终端里，`torchrun` 负责启动各个进程，告诉每个进程它的编号，如果有一个失败，就结束所有进程：
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
 #     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 2
 # ```
 #
-# `launch` 替我们敲这条命令，再读取各个进程打印的结果。每种做法走两步，给出的是第二步，以后的各步都与它相同。运行要等一会儿，所以**先猜**：到了峰值，还要**再加上**激活值。第 01 课发现峰值在反向刚开始时，激活值全都在，梯度一个也没有。一台设备做 4 条序列，权重和 Adam 的状态是 82.5 MB，其余 97.6 MB，共 180.1 MB。DDP 的一个进程做 4 条序列，峰值是多少？FSDP2 的进程，权重和状态少持有 41.3 MB，峰值又是多少？
+# 下面的 `launch` 替我们运行这条命令，并读取各进程打印的第二步的结果。
+#
+# **先猜**：一台设备处理 4 条序列，峰值出现在反向传播刚开始的时候，此时权重和 Adam 的状态占 82.5 MB，其余占 97.6 MB，一个梯度也没有，合计 180.1 MB。DDP 的一个进程处理 4 条序列，峰值是多少？FSDP2 的进程少持有 41.3 MB 的权重和状态，它的峰值又是多少？
 #
 # </div>
 
@@ -204,19 +204,19 @@ def follows(run, wanted, within=1e-5):
 
 {mode: follows(run, losses[:2]) for mode, run in two.items()}
 
-# %% [markdown] slide={"en": "All three follow the single process.\n\nSo what does a rank hold, and was your formula right?", "zh": "三种做法的损失都与单个进程一致。\n\n那么每个进程持有多少？你的公式对吗？"}
+# %% [markdown] slide={"en": "All three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "三种做法都重现了单个进程的损失。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
 #
-# All three follow the single process, to 0.00001: sums over two ranks are rounded in another order, so not to the last bit. Now what each rank holds when its optimizer steps, beside your formulas.
+# All three reproduce the losses of one process to 0.00001. They are not equal to the last bit, because two ranks add the numbers up in another order. Now compare your formulas with what each rank holds when its optimizer steps.
 #
 # </div>
 # <div lang="zh">
 #
-# 三种做法都跟得上单个进程，误差在 0.00001 以内：两个进程的求和顺序不同，舍入也就不同，所以做不到逐比特相等。现在看优化器更新时每个进程持有多少，与你的公式对照。
+# 三种做法都重现了单个进程的损失，误差在 0.00001 以内。由于两个进程求和的顺序不同，结果做不到逐比特相等。现在看优化器更新时每个进程持有多少内存，并与你的公式对照。
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 psi = 6_875_648  # the decoder's parameters
 predicted = {n: held(psi, n) for n in range(1, 9)}
 stage_of = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "ZeRO 3"}
@@ -228,12 +228,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# The 400 bytes again: Adam counts the steps of each of the 100 tensors, in 4 bytes. ZeRO 1 is 22,596 bytes off, for PyTorch deals out whole tensors, and the two heaps are not quite equal; here is the larger one. FSDP2 cuts every tensor along its first dimension, and both halves are equal: this decoder has no odd ones.
+# Adam also stores a step count of 4 bytes for each of 100 tensors, which makes 400 bytes. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not quite equal. FSDP2 cuts every tensor along its first dimension, here into equal halves.
 #
 # </div>
 # <div lang="zh">
 #
-# 又是那 400 字节：100 个张量，Adam 各记一个步数，每个 4 字节。ZeRO 1 差了 22,596 字节，因为 PyTorch 是把张量整个整个地分给各个进程，两份不会正好相等，这里列的是较大的一份。FSDP2 沿第一维把每个张量切开，两半相等：这个解码器没有切不匀的张量。
+# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以相差 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 把张量整个分配给某一个进程，两个进程分到的不会正好相等。FSDP2 则沿第一维切开每个张量，在这里正好切成两半。
 #
 # </div>
 
@@ -242,16 +242,16 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Now your guesses, and what is live at the peak:
+# Here are your guesses, and what is live at the peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在看你的猜测，以及峰值时存活的都是什么：
+# 下面是你的猜测，以及峰值时内存里有什么。
 #
 # </div>
 
-# %%
+# %% jupyter={"source_hidden": true}
 peak_of = {mode: run["taken"][0]["peak_bytes"] for mode, run in two.items()}
 guesses = [("DDP", my_ddp_peak, peak_of["ddp"]), ("FSDP2", my_fsdp_peak, peak_of["fsdp"])]
 predictions(guesses)
@@ -270,16 +270,16 @@ lesson_08.draw_peaks(at_peak, title)
 # %% [markdown]
 # <div lang="en">
 #
-# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though none has been computed. It makes **buckets** before the first step, into which backward writes gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. (`gradient_as_bucket_view=True`; by default the two are separate.) "Gradients come as activations go" (lesson 01) does not hold with DDP. ZeRO 1 has the same buckets: as many bytes as the half of Adam's state that it spares, hence 180.1 again.
+# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.) **ZeRO 1** has the same buckets, and they take as much as it saves.
 #
-# FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. At the peak that saves 66.5 MB against DDP, more than the formula's 55.0 MB. The 2.2 MB beyond its half are the gathered **root**: embeddings, last norm and head, whose matrix is the token embedding's.
+# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and keeps its shard. Its peak is 66.5 MB below DDP's, more than the 55.0 MB of your formulas.
 #
 # </div>
 # <div lang="zh">
 #
-# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。（这里设了 `gradient_as_bucket_view=True`；默认情况下两者各自独立。）“激活值释放，梯度才到来”（第 01 课），用 DDP 时不成立。ZeRO 1 用的是同样的桶，字节数与它省下的那一半 Adam 状态一样多，所以又是 180.1。
+# **DDP** 的峰值是 207.6 MB。此时一个梯度都还没有算出来，它却已经为全部梯度占用了 27.5 MB。原因是 DDP 在第一步之前就建好了**桶**（bucket），反向传播把梯度写进桶里，一个桶满了就发送，同时填下一个，而且两步之间也不释放。（本课设置了 `gradient_as_bucket_view=True`；默认情况下，梯度和桶各占一块内存。）**ZeRO 1** 也有这些桶，它们占用的内存恰好抵消了省下的内存。
 #
-# FSDP2 没有桶：一个块的梯度一算齐就归约，只留自己那一份。所以峰值时它比 DDP 省 66.5 MB，比公式给出的 55.0 MB 还多。它在自己的一半之外多持有 2.2 MB，那是收集来的**根模块**（root）：嵌入、最后的归一化和输出头（它与 token 嵌入共用一个矩阵）。
+# **FSDP2** 没有桶。一个块的梯度一算完就归约，进程只留下自己的那一片。因此它的峰值比 DDP 低 66.5 MB，比你的公式给出的 55.0 MB 还多。
 #
 # </div>
 
@@ -288,51 +288,51 @@ lesson_08.draw_peaks(at_peak, title)
 #
 # <div lang="en">
 #
-# A rank with an $N$-th of Adam's state can update an $N$-th of the weights. It needs the sum of all ranks' gradients for that part only, and in the end everybody needs all weights. Two **collectives**, operations that all ranks call together, do just that:
+# A rank with an $N$-th of Adam's state updates an $N$-th of the weights. It needs the sum of all ranks' gradients for this shard only, and afterwards all weights. Two **collectives**, operations that all ranks call together, do this:
 #
-# - **reduce-scatter**: adds the tensors of all ranks up, and gives rank $r$ the $r$-th part of the sum;
-# - **all-gather**: gives everybody all parts, one behind the other.
+# - **reduce-scatter** adds up the tensors of all ranks, and gives rank $r$ the $r$-th shard of the sum;
+# - **all-gather** gives every rank all shards, concatenated.
 #
-# Here are four ranks within one process: `wire` takes a list with one tensor a rank, gives such a list, and counts what a rank gives to collectives.
+# Here are four ranks in one process. `wire` takes a list with one tensor per rank, returns such a list, and counts the bytes that a rank gives to collectives.
 #
 # </div>
 # <div lang="zh">
 #
-# 每个进程既然只有 Adam 状态的 $N$ 分之一，就**只负责更新**权重的 $N$ 分之一。为此，它只需要全部进程的梯度之和中属于自己的那一份；最后，大家都要拿到全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
+# 一个进程只有 Adam 状态的 $N$ 分之一，也就只更新权重的 $N$ 分之一。为此它只需要各进程梯度之和中自己负责的那个分片，更新之后又需要全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
 #
-# - **reduce-scatter**（归约散射）：把各个进程的张量加起来，第 $r$ 个进程得到和的第 $r$ 份；
-# - **all-gather**（全收集）：把各份依次拼好，人手一份。
+# - **reduce-scatter**（归约散射）把各进程的张量加起来，第 $r$ 个进程得到和的第 $r$ 个分片；
+# - **all-gather**（全收集）把各分片依次拼接，每个进程都得到全部。
 #
-# 下面在一个进程里模拟四个进程：`wire` 接受一个列表，每个进程一个张量，返回的也是这样一个列表，并数出一个进程交给集合通信多少字节。
+# 下面在一个进程里模拟四个进程。`wire` 接受一个列表，其中每个进程一个张量，返回同样形式的列表，并统计一个进程交给集合通信的字节数。
 #
 # </div>
 
 # %% slide="both"
 wire = lesson_08.Wire()
-parts = wire.reduce_scatter([torch.full((8,), float(rank)) for rank in range(4)])  # 0, 1, 2, 3
-print(parts[0], wire.all_gather(parts)[0], wire.sent_bytes)
+shards = wire.reduce_scatter([torch.full((8,), float(rank)) for rank in range(4)])  # 0, 1, 2, 3
+print(shards[0], wire.all_gather(shards)[0], wire.sent_bytes)
 lesson_08.draw_collectives()
 
-# %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees its piece alone; at the end everybody has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的一份；最后人人都有全部权重。"}
+# %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees only its shard. At the end every rank has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的分片，最后每个进程都有全部权重。"}
 # <div lang="en">
 #
-# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with a whole tensor a rank. `adams[r](piece, gradient)` gives the updated piece, and makes its moments as long as the first piece that it sees. Return the new weights, whole, one tensor a rank. The batch's gradient is the mean over the ranks.
+# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Its state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean over the ranks.
 #
-# The check compares with Adam on one device, counts the state of each rank, and what is sent.
+# The check compares with Adam on one device, and counts the state of each rank and the bytes sent.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 是列表，每个进程一个完整的张量。`adams[r](piece, gradient)` 返回更新后的那一份；它按第一次收到的那一份的长度建立两个矩。返回新的权重：每个进程一个完整的张量。整批的梯度是各进程梯度的平均。
+# **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 是列表，每个进程一个完整的张量。`adams[r](shard, gradient)` 返回更新后的分片，它的状态与第一次收到的分片一样长。请返回新的权重，每个进程一个完整的张量。整个批次的梯度是各进程梯度的平均。
 #
-# 检查会与单台设备上的 Adam 比较，并数出每个进程的状态和发送的字节。
+# 检查程序会与单台设备上的 Adam 比较，并统计每个进程的状态和发送的字节数。
 #
 # </div>
 
 
 # %% minutes=14
 def sharded_step(weights, gradients, adams, wire):
-    return None  # the new weights: a list with one whole tensor a rank
+    return None  # the new weights: a list with one whole tensor per rank
 
 
 lesson_08.check_sharded_step(sharded_step)
@@ -345,8 +345,8 @@ if not lesson_08.check_sharded_step.accepted:
     def sharded_step(weights, gradients, adams, wire):
         n = len(weights)
         sums = wire.reduce_scatter(gradients)
-        pieces = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
-        updated = [adams[rank](pieces[rank], sums[rank] / n) for rank in range(n)]
+        shards = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
+        updated = [adams[rank](shards[rank], sums[rank] / n) for rank in range(n)]
         return wire.all_gather(updated)
 
 
@@ -356,30 +356,30 @@ lesson_08.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# Two numbers sent for each weight, as with DDP: cutting the state is free. PyTorch's `ZeroRedundancyOptimizer` sends three: DDP has reduced all gradients on all ranks before it, and it broadcasts each updated tensor. (DeepSpeed began like that, too.)
+# Your step sends two numbers per weight, as DDP does. PyTorch's `ZeroRedundancyOptimizer` needs three: DDP has already reduced all gradients on all ranks, and then it broadcasts each updated tensor.
 #
 # </div>
 # <div lang="zh">
 #
-# 每个权重发送两个数，与 DDP 一样：切开状态，通信量并不增加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：在它之前，DDP 已经在每个进程上归约了全部梯度，它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样。）
+# 你写的这一步，每个权重发送两个数，与 DDP 一样多。PyTorch 的 `ZeroRedundancyOptimizer` 要发送三个数，因为 DDP 先把全部梯度归约到了每个进程上，然后它还要把更新好的张量逐个广播出去。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Cut the **weights**, too. `F.linear(x, wire.all_gather(piece))` is right, and saves nothing.\n\nWhy? **Write the layer that does.**", "zh": "**权重**也切开。`F.linear(x, wire.all_gather(piece))` 算得对，却什么也没省。\n\n为什么？**写出真正省的那一层。**"}
-# ## 8.6 Gather, use, drop / 收集，用完，丢掉
+# %% [markdown] slide={"en": "Shard the **weights**, too. `F.linear(x, wire.all_gather(shard))` is correct and saves no memory.\n\nWhy? **Write the layer that does.**", "zh": "**权重**也分片。`F.linear(x, wire.all_gather(shard))` 结果正确，却一点内存也没省。\n\n为什么？**写出真正省内存的层。**"}
+# ## 8.6 Gather a weight only while it is used / 只在使用时才收集权重
 #
 # <div lang="en">
 #
-# To cut the weights too, a layer gathers its weight, uses it, and drops it. `F.linear(x, wire.all_gather(piece))` computes the right thing and drops nothing: backward needs the weight (lesson 01), so autograd keeps it, whole. The way out is that of lesson 02: keep what is small, and get the rest once more.
+# In ZeRO 3 a layer holds one shard of its weight. It gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves it whole. The remedy is that of lesson 02: save what is small, and get the rest again.
 #
-# **Exercise 3.** Write it as one rank. `piece` is this rank's part of the weight's rows, and `wire` is this rank's: `all_gather(piece)` gives the whole weight, `reduce_scatter(tensor)` this rank's part of the sum over all ranks. `forward` returns $x W^\top$; `backward` returns the gradients of `x` and of `piece`, and `None` for the wire. Between the two no more than the piece may be live, and no more may be sent than it takes.
+# **Exercise 3.** Write the layer as one rank sees it. `shard` has this rank's rows of the weight. `wire.all_gather(shard)` returns the whole weight, and `wire.reduce_scatter(tensor)` returns this rank's shard of the sum over all ranks. `forward` returns $x W^\top$. `backward` returns the gradients of `x` and `shard`, and `None` for the wire. Between the two, only the shard of the weight may be live.
 #
 # </div>
 # <div lang="zh">
 #
-# 要把权重也切开，一层就得先收集权重，用完就丢。`F.linear(x, wire.all_gather(piece))` 算得对，却什么也没丢：反向要用权重（第 01 课），autograd 就把它完整地留着。出路与第 02 课相同：只留小的，其余的再取一次。
+# 在 ZeRO 3 中，一层只持有权重的一个分片，用之前收集完整的权重，用完就释放。`F.linear(x, wire.all_gather(shard))` 的输出是对的，却什么也没有释放，因为反向传播要用到权重（第 01 课），autograd 会把它完整地保存下来。解决办法与第 02 课相同，只保存小的，其余的再取一次。
 #
-# **练习 3。** 站在一个进程的位置上写。`piece` 是权重中属于本进程的那些行，`wire` 是本进程的线路：`all_gather(piece)` 返回完整的权重，`reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一份。`forward` 返回 $x W^\top$；`backward` 返回 `x` 和 `piece` 的梯度，`wire` 的位置返回 `None`。前向与反向之间存活的权重不得多于 `piece`，发送的也不得多于必需。
+# **练习 3。** 站在一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一片。`forward` 返回 $x W^\top$；`backward` 返回 `x` 和 `shard` 的梯度，线路的位置返回 `None`。在前向与反向之间，权重只能有自己的分片留在内存里。
 #
 # </div>
 
@@ -387,7 +387,7 @@ lesson_08.check_sharded_step(sharded_step)
 # %% minutes=12
 class GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(context, x, piece, wire):  # (b, in), (out / N, in)
+    def forward(context, x, shard, wire):  # (b, in), (out / N, in)
         context.wire = wire
         return x
 
@@ -405,47 +405,47 @@ if not lesson_08.check_gathered_linear.accepted:
 
     class GatheredLinear(torch.autograd.Function):
         @staticmethod
-        def forward(context, x, piece, wire):
+        def forward(context, x, shard, wire):
             context.wire = wire
-            context.save_for_backward(x, piece)
-            return x @ wire.all_gather(piece).mT
+            context.save_for_backward(x, shard)
+            return x @ wire.all_gather(shard).mT
 
         @staticmethod
         def backward(context, gradient):
-            x, piece = context.saved_tensors
-            whole = context.wire.all_gather(piece)
+            x, shard = context.saved_tensors
+            whole = context.wire.all_gather(shard)
             return gradient @ whole, context.wire.reduce_scatter(gradient.mT @ x), None
 
 
 lesson_08.check_gathered_linear(GatheredLinear)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "FSDP2 does so for every block. Its root stays gathered.\n\n**How many bytes in a step?**", "zh": "FSDP2 对每个块都这样做，根模块则一直收集着。\n\n**一步之中通信多少字节？**"}
-# ## 8.7 What is given, and what a wire carries / 交出多少，线路上实际传输多少
+# %% [markdown] slide={"en": "FSDP2 does this for each block. Its root stays gathered.\n\n**How many bytes does a step communicate?**", "zh": "FSDP2 对每个块都这样做，根模块则一直保持完整。\n\n**一步的通信量是多少字节？**"}
+# ## 8.7 How much is communicated? / 通信量是多少？
 #
 # <div lang="en">
 #
-# That is FSDP2: `fully_shard(block)` does it for all weights of a block at once. One part is not dropped: the root, 557,568 parameters outside of the blocks, since backward begins where forward ended.
+# FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for the forward pass and again for the backward pass, and reduce-scatters the gradients. The **root**, the 557,568 parameters outside the blocks, is kept from forward to backward.
 #
-# Bytes on this page are those that a rank **gives** to collectives, of whole tensors: an all-reduce counts twice its tensor, all else once. A ring of $N$ ranks would send $(N - 1)/N$ of that.
+# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor twice, every other collective once. In fp32, DDP's volume is $8\Psi$ bytes.
 #
-# **Exercise 4.** Type the bytes that a rank gives to collectives in a step, in fp32.
+# **Exercise 4.** Type the volume of FSDP2.
 #
 # </div>
 # <div lang="zh">
 #
-# 这就是 FSDP2：`fully_shard(block)` 对一个块的全部权重一起这样做。有一部分不丢：根模块，即各块之外的 557,568 个参数，因为前向在哪里结束，反向就从哪里开始。
+# FSDP2 的做法与你写的层相同。`fully_shard(block)` 一次收集一个块的全部权重，前向收集一次，反向再收集一次，梯度则做一次 reduce-scatter。各块之外的 557,568 个参数称为**根模块**（root），它们从前向一直保留到反向。
 #
-# 这一页数的，是一个进程**交给**集合通信的字节，按完整的张量算：all-reduce 按张量的两倍计，其余只计一次。$N$ 个进程连成一个环时，会发送其中的 $(N - 1)/N$。
+# 一个进程的**通信量**，是它交给集合通信的字节数。all-reduce 按张量的两倍计，其余的集合通信只计一次。用 fp32 时，DDP 的通信量是 $8\Psi$ 字节。
 #
-# **练习 4。** 按 fp32 写出一步中每个进程交给集合通信的字节数。
+# **练习 4。** 写出 FSDP2 的通信量。
 #
 # </div>
 
 
-# %% minutes=6
+# %% minutes=4
 def communicated(psi, root):
-    return {"DDP": 0, "FSDP2": 0}  # bytes
+    return {"DDP": 8 * psi, "FSDP2": 0}  # bytes
 
 
 lesson_08.check_sent(communicated)
@@ -457,60 +457,72 @@ if not lesson_08.check_sent.accepted:
 
     def communicated(psi, root):
         blocks = psi - root
-        return {"DDP": 4 * 2 * psi, "FSDP2": 4 * (2 * blocks + root + psi)}
+        return {"DDP": 8 * psi, "FSDP2": 4 * (2 * blocks + root + psi)}
 
 
 lesson_08.check_sent(communicated)
 ### END SOLUTION
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 my_sent = communicated(psi, root=557_568)
 sent = {mode: run["communicated"]["measured"] for mode, run in two.items()}
 rows = [("DDP", my_sent["DDP"], sent["ddp"]), ("FSDP2", my_sent["FSDP2"], sent["fsdp"])]
 predictions(rows, unit="bytes")
 
-# %% [markdown] slide={"en": "An error of 0 confirms the calls. Does it confirm the traffic?\n\n**Guess first**: 80.3 MB given on two ranks. What does a wire carry?", "zh": "误差为 0，说明调用数对了。通信量也对了吗？\n\n**先猜**：两个进程，各交出 80.3 MB，线路上实际传输了多少？"}
+# %% [markdown] slide={"en": "**Guess first.** On two ranks FSDP2's volume is 80.3 MB per rank.\n\nHow many bytes really leave a rank?", "zh": "**先猜**：两个进程时，FSDP2 的通信量是每个进程 80.3 MB。\n\n真正从一个进程发出去的有多少？"}
 # <div lang="en">
 #
-# An error of 0, and what does it confirm? That the calls are those you counted: their arguments were added up. What the backend (here gloo) makes of a call is another matter. So count where nobody can be mistaken: the kernel's own counter of a network interface, in an empty network namespace in which only these ranks run. It takes a Linux that allows it, so here is a recording; `python -m course_lib.lessons.lesson_08.loopback` makes it anew (section 8.16). Ranks of two, with three collectives of a 4 MB tensor below:
+# Your formula counts the calls. How many bytes leave a rank is another question. The table answers it for two ranks and, in its last rows, for one tensor of 4 MB.
+#
+# - *Communicated* is the volume.
+# - *In a ring* is $(N-1)/N$ of it, which ranks in a ring send.
+# - *Over the wire* is what the Linux kernel counted in a recorded run with gloo (`python -m course_lib.lessons.lesson_08.loopback`).
 #
 # </div>
 # <div lang="zh">
 #
-# 误差为 0，说明了什么？只说明发生的正是你数的那些调用：加起来的是调用的参数。后端（这里是 gloo）怎样执行一次调用，是另一回事。所以要到不会弄错的地方去数：在一个只有这几个进程的空网络命名空间里，读 Linux 内核自己的网卡计数。这需要系统允许（Linux），所以下面是记录；`python -m course_lib.lessons.lesson_08.loopback` 可以重新测量（8.16 节）。两个进程，最下面是对一个 4 MB 的张量做三种集合通信：
+# 你的公式统计的是调用。真正从一个进程发出去的有多少字节，是另一个问题。下表给出两个进程时的答案，最后几行是对一个 4 MB 的张量做一次集合通信。
+#
+# - “通信量”就是上面所说的通信量。
+# - “按环算法应发送”是通信量的 $(N-1)/N$，即各进程连成环时发送的字节数。
+# - “线路上实际传输”是使用 gloo 时 Linux 内核统计的字节数，这里是记录（`python -m course_lib.lessons.lesson_08.loopback`）。
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 given = dict(sent)
 for name, times in lesson_08.GIVEN_TIMES.items():
     given[name] = times * lesson_08.TENSOR_BYTES
-rows = [(name, count, count / 2, lesson_08.RECORDED[2][name]) for name, count in given.items()]
-lesson_08.draw_wire(rows, ranks=2)
+rows = []
+for name, count in given.items():
+    counts = count, count / 2, lesson_08.RECORDED[2][name]
+    rows.append((f"`{name}`", *(round(each / 1e6, 1) for each in counts)))
+columns = ["communicated (MB)", "sent in a ring (MB)", "sent over the wire (MB)"]
+table(["2 ranks", *columns], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# DDP and ZeRO 1 carry what a ring would. FSDP2 does not: in this build gloo's **reduce-scatter** carries as much as its all-reduce, 4.0 MB of a 4 MB tensor and not 2.0. So FSDP2 gives 46% more to collectives than DDP, and its wire carries 96% more. With NCCL on GPUs the ring's formula is the usual one; not measured here. Ask of every figure about traffic whose count it is.
+# DDP and ZeRO 1 send what a ring would send. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So FSDP2's volume is 46% above DDP's, and its traffic on this wire 96%. NCCL, which GPUs use, was not measured here.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 和 ZeRO 1 在线路上传输的，正是环该传的。FSDP2 却不是：在这个版本里，gloo 的 **reduce-scatter** 与它的 all-reduce 传得一样多，4 MB 的张量传了 4.0 MB，而不是 2.0。所以 FSDP2 交给集合通信的比 DDP 多 46%，线路上传输的却多 96%。在 GPU 上用 NCCL 时，通常就按环的公式算；这里没有测过。看到任何通信量，都先问一句：这是谁数的？
+# DDP 和 ZeRO 1 发送的与环算法一致。FSDP2 发送得更多，因为这个版本的 gloo 做 reduce-scatter 时，传输的与它的 all-reduce 一样多。因此 FSDP2 的通信量比 DDP 多 46%，在这条线路上的实际传输则多 96%。GPU 使用的 NCCL 在这里没有测量。
 #
 # </div>
 
-# %% [markdown] slide={"en": "A device of 60 MB. One sequence, every layer checkpointed:\n\nwhere does it stop? And four devices of 48 MB, with all eight sequences?", "zh": "一台 60 MB 的设备，只做一条序列，每层都加检查点：\n\n会停在哪里？四台 48 MB 的设备，做全部八条呢？"}
+# %% [markdown] slide={"en": "A device of 60 MB. One sequence, every layer checkpointed.\n\nWhere does it stop? And four devices of 48 MB, with all eight sequences?", "zh": "一台 60 MB 的设备，只处理一条序列，每层都加检查点。\n\n会停在哪里？四台 48 MB 的设备处理全部八条呢？"}
 # ## 8.8 The step that no single device could take / 单台设备装不下的一步
 #
 # <div lang="en">
 #
-# Suppose devices with nothing beneath them to offload to. One has 60 MB. The least that lessons 02 and 05 make of this step on it: a single sequence, every layer checkpointed. A meter with a budget stops the operator that would pass it.
+# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, the smallest form of this step is one sequence with a checkpoint around every layer. A meter with a budget stops it at the first operator that would exceed the budget.
 #
 # </div>
 # <div lang="zh">
 #
-# 假设设备没有下一级存储可供卸载。一台设备有 60 MB。用尽第 02 课和第 05 课的办法，这一步最小只能缩成：只做一条序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
+# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，这一步最小只能缩减到一条序列，每层都加检查点。带预算的计量器会在第一个超出预算的算子处报错。
 #
 # </div>
 
@@ -521,9 +533,7 @@ try:
         model = task.make_model()
         adam = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         checkpoint_blocks(model, "layers.*")
-        loss, tokens = task.loss_sum(model, batch)
-        (loss / tokens).backward()
-        adam.step()
+        take_step(model, adam, batch)
 except MemoryBudgetExceeded as stopped:
     alone_stopped = stopped
     print(stopped)
@@ -531,38 +541,37 @@ except MemoryBudgetExceeded as stopped:
 # %% [markdown]
 # <div lang="en">
 #
-# Forward and backward fit. Then Adam makes its state, and the device is full: weights, gradients and state are 110.0 MB, whatever the batch. Without the gradients, by an update inside backward (lesson 05), they would still be 82.5 MB.
+# Forward and backward pass fit. Then Adam creates its state and the memory runs out. Weights, gradients and state take 110.0 MB, whatever the batch.
 #
-# Now four ranks, two sequences each, in four modes. Three are new: `fsdp-keep`, FSDP2 that keeps gathered weights from forward to backward; `fsdp-bf16`, gathered and computed in bf16; and FSDP2 with a checkpoint around each layer. This last one runs under a budget, too: 48 MB **on every rank**, from before its model is sharded to the end of the last step. An operator that would pass it ends the run.
+# Now four ranks take two sequences each, in four modes. Three of them are new. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-bf16` gathers and computes in bf16. `fsdp-checkpoint` puts a checkpoint around each layer, and it runs under a budget of 48 MB **on every rank**.
 #
 # </div>
 # <div lang="zh">
 #
-# 前向和反向都装得下，轮到 Adam 建立状态时，设备满了：权重、梯度和状态共 110.0 MB，与批次无关。就算在反向中更新、不留梯度（第 05 课），也还有 82.5 MB。
+# 前向和反向都装得下，等到 Adam 建立状态时，内存就不够了。权重、梯度和状态共占 110.0 MB，与批次大小无关。
 #
-# 现在换成四个进程，各做两条序列，共四种做法。新添三种：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；`fsdp-bf16`，以 bf16 收集和计算；以及每一层加检查点的 FSDP2。最后这一种同样带预算：**每个进程** 48 MB，从模型分片之前一直管到最后一步结束。哪个算子会超出，运行就到此为止。
+# 现在由四个进程各处理两条序列，共四种做法，其中三种是新的。`fsdp-keep` 把收集来的权重从前向保留到反向，`fsdp-bf16` 用 bf16 收集和计算，`fsdp-checkpoint` 给每一层加检查点，并且限定**每个进程**的预算是 48 MB。
 #
 # </div>
 
 # %% slide="code"
 modes = "fsdp-keep,fsdp,fsdp-bf16,fsdp-checkpoint"
-budget = ["--budget", "fsdp-checkpoint=48e6"]  # on each rank
-runs = launch(4, "--mode", modes, "--steps", "2", "--details", *budget)
+runs = launch(4, "--mode", modes, "--steps", "2", "--details", "--budget", "fsdp-checkpoint=48e6")
 four = {run["mode"]: run for run in runs}
 {name: follows(run, losses[:2], 1e-2 if "bf16" in name else 1e-5) for name, run in four.items()}
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000_000)
 
 # %% [markdown]
 # <div lang="en">
 #
-# 47.1 MB on each of four, with the whole batch, where one device of 60 MB could not take a single sequence. Each of the two does what the other cannot: sharding leaves the activations of a rank's own sequences alone, and checkpointing leaves weights and state alone.
+# Four ranks process the whole batch with 47.1 MB each, where one device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together they do both.
 #
 # </div>
 # <div lang="zh">
 #
-# 四个进程各 47.1 MB，做完了整个批次；而一台 60 MB 的设备连一条序列也做不了。两者各有所长，互不替代：分片管不到本进程自己那些序列的激活值，检查点管不到权重和状态。
+# 四个进程各用 47.1 MB，处理完了整个批次，而一台 60 MB 的设备连一条序列也处理不了。分片不减少本进程那些序列的激活值，检查点不减少权重和优化器状态，合在一起就两样都减少。
 #
 # </div>
 
@@ -571,41 +580,42 @@ lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_0
 #
 # <div lang="en">
 #
-# **Guess first.** From two ranks to four: which of the numbers halve? Lines are your formulas, points are measured.
+# **Guess first.** Which numbers halve when two ranks become four? Lines are your formulas, points are measurements.
 #
 # </div>
 # <div lang="zh">
 #
-# **先猜**：从两个进程到四个，哪些数会减半？线是你的公式，点是实测。
+# **先猜**：从两个进程增加到四个，哪些数会减半？图中的线是你的公式，点是实测。
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 drawn = [run for run in (*two.values(), *four.values()) if run["mode"] != "fsdp-bf16"]
 lesson_08.draw_ranks(predicted, drawn)
 
 # %% [markdown]
 # <div lang="en">
 #
-# What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. What a rank gives to collectives is the same on four as on two. Nothing in PyTorch is just ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter.
+# What is sharded halves. What is not sharded stays: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (PyTorch has no exact ZeRO 2. The hollow point is `fsdp-keep`, which comes near.)
 #
-# The peak is another matter. One symbolic rank, with a process group that sends nothing, tells it before any is started; `predict` beside the four real ranks:
+# Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
 # </div>
 # <div lang="zh">
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。每个进程交给集合通信的字节，四个与两个时相同。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：图中的空心点，是本进程自己的四分之一，再加上一直留到反向的完整权重。
+# 分片的部分减半，没有分片的部分不变：不论多少个进程，DDP 都持有 110.0 MB，ZeRO 1 也永远不少于 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现。空心点是与它接近的 `fsdp-keep`。）
 #
-# 峰值是另一回事。用符号张量和一个什么都不发送的进程组，只算一个进程，一个真实的进程都不必启动，就能预先知道峰值。`predict` 与四个真实的进程对照：
+# 峰值也能预测吗？`predict` 用符号张量和一个什么都不发送的进程组，只运行其中一个进程。
 #
 # </div>
 
 
-# %% slide="result"
+# %%
 def one_rank(mode, n, **more):
     return predict(task.make_model, lambda: task.part(0, n, 0), task.loss_sum, mode, n, **more)
 
 
+# %% jupyter={"source_hidden": true} slide="result"
 symbolic_four = {mode: one_rank(mode, 4) for mode in four}
 rows = []
 for mode, run in four.items():
@@ -614,57 +624,21 @@ for mode, run in four.items():
     rows.append((f"`{mode}`", expected.peak_bytes, taken["peak_bytes"], given_mb))
 table(["4 ranks", "predicted peak (bytes)", "measured peak (bytes)", "communicated (MB)"], rows)
 
-# %% [markdown] slide={"en": "Give every rank its own two sequences, as most people do, and data parallelism divides **no** activations.\n\nWhat does?", "zh": "像多数人那样，给每个进程固定的两条序列，数据并行就**不**分摊激活值了。\n\n那么什么能分摊？"}
-# ## 8.10 What each parallelism divides / 各种并行分摊什么
+# %% [markdown] slide={"en": "70 billion parameters on 64 GPUs: FSDP2 communicates 775 GB per step and rank.\n\n**How many tokens per rank hide it?**", "zh": "700 亿个参数，64 块 GPU：FSDP2 每步每个进程的通信量是 775 GB。\n\n**每个进程要有多少 token 才能掩盖它？**"}
+# ## 8.10 Seconds / 秒数
 #
 # <div lang="en">
 #
-# Here the ranks divide a fixed batch, so activations fall with their number. Most people keep the batch **of a rank** and let the whole batch grow: then data parallelism, with any ZeRO, divides no activations. In both cases each rank computes at least one sequence, and data parallelism cannot save more than that. If a rank needs still less memory, something else has to be divided among the ranks. In **tensor parallelism** (TP), $t$ ranks divide each matrix, and with **sequence parallelism** (SP) they also divide the operations between the matrices. In **context parallelism** (CP), $c$ ranks divide the sequence, in attention too. In **pipeline parallelism** (PP), $p$ ranks divide the layers, and in **expert parallelism** (EP), $e$ ranks divide the experts of a mixture. The table is from the papers and was not run here:
+# Lesson 04's rule: $f$ FLOPs at a rate $r$ hide a transfer of $m$ bytes with bandwidth $w$ if $m/w \le f/r$. FSDP2 in fp32 communicates some 12 bytes per parameter (without the root's exception). A step computes some 6 FLOPs per parameter and token: 2 in the forward pass, 4 in the backward pass.
+#
+# **Exercise 5.** From how many tokens per rank on does the computation take at least as long as the communication? `rate` is in FLOPs per second, `link` in bytes per second.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一种 ZeRO 都不分摊激活值。而且不论哪种做法，每个进程至少要算一条序列，数据并行到这里就不能再省了。如果还想让每个进程更省，就要把别的东西也分给各个进程。**张量并行**（TP）由 $t$ 个进程分摊每个矩阵，再加上**序列并行**（SP），就连矩阵之间的运算也一起分摊。**上下文并行**（CP）由 $c$ 个进程分摊序列，注意力也不例外。**流水线并行**（PP）由 $p$ 个进程分摊各层，**专家并行**（EP）由 $e$ 个进程分摊混合专家模型里的专家。下表出自论文，这里没有运行：
+# 第 04 课的规则是：以算力 $r$ 计算 $f$ FLOPs，能掩盖以带宽 $w$ 传输 $m$ 字节的条件是 $m/w \le f/r$。用 fp32 时，FSDP2 每个参数的通信量约为 12 字节（不考虑根模块的例外）。一步的计算量约为每个参数、每个 token 6 FLOPs，前向 2，反向 4。
 #
-# </div>
-
-# %% slide="result"
-lesson_08.parallelisms()
-
-# %% [markdown]
-# <div lang="en">
-#
-# Tensor parallelism cuts the matrices. The norms, and the biases that are added after a sum over ranks, are whole on every rank. How much is "inside attention and MLP"? Your formula of lesson 01 knows: of its $16 s b h + a s^2 b$ numbers a layer, the LayerNorms' inputs and outputs, $4 s b h$, and their statistics stay whole without sequence parallelism; with it, all is divided by $t$ (Korthikanti et al. 2022).
-#
-# </div>
-# <div lang="zh">
-#
-# 张量并行切开的是矩阵。归一化层的参数，以及在各进程求和之后才加上的偏置，每个进程都有完整的一份。“注意力和 MLP 内部”有多少？第 01 课的公式就能回答：每层 $16 s b h + a s^2 b$ 个数里，两个 LayerNorm 的输入和输出共 $4 s b h$，连同统计量，没有序列并行时都是完整的；有了序列并行，全部除以 $t$（Korthikanti et al. 2022）。
-#
-# </div>
-
-# %% slide="result"
-b, s, h, a = 8, 128, 256, 8  # this decoder; numbers of 4 bytes
-norms, inside = 4 * s * b * h + 4 * s * b, 12 * s * b * h + a * s * s * b
-counts = [(t, norms + inside / t, (norms + inside) / t) for t in (1, 2, 4, 8)]
-rows = [(t, *(round(4 * count / 1e6, 1) for count in each)) for t, *each in counts]
-table(["t", "one layer: tensor parallel (MB)", "tensor and sequence parallel (MB)"], rows)
-
-# %% [markdown] slide={"en": "70 billion parameters on 64 GPUs give 775 GB to collectives in a step.\n\n**From how many tokens a rank does that hide behind compute?**", "zh": "700 亿个参数、64 块 GPU，一步要交给集合通信 775 GB。\n\n**每个进程要有多少个 token，通信才能被计算掩盖？**"}
-# ## 8.11 Seconds / 秒数
-#
-# <div lang="en">
-#
-# Lesson 04's rule: a copy of $m$ bytes over a link of $w$ bytes a second hides behind $f$ FLOPs at $r$ a second if $m/w \le f/r$. Now the link lies between ranks. FSDP2 gives some 12 bytes per parameter (two gathers and a scatter in fp32; forget the root, and the ring's $63/64$). A step computes some 6 FLOPs for each parameter and token: 2 forward, 4 backward.
-#
-# **Exercise 5.** From how many tokens of a rank on does the traffic take no longer than the compute? `rate` is in FLOPs, `link` in bytes a second.
-#
-# </div>
-# <div lang="zh">
-#
-# 第 04 课的规则：$m$ 字节的拷贝，链路每秒 $w$ 字节，计算 $f$ FLOPs，每秒 $r$；$m/w \le f/r$ 就能掩盖。现在链路在进程之间。FSDP2 每个参数大约交出 12 字节（fp32，收集两次，散射一次；根模块和环的 $63/64$ 都忽略）。一步中，每个参数、每个 token 大约要 6 FLOPs：前向 2，反向 4。
-#
-# **练习 5。** 每个进程从多少个 token 起，通信用时就不超过计算？`rate` 是每秒 FLOPs，`link` 是每秒字节。
+# **练习 5。** 每个进程至少有多少个 token 时，计算用时才不少于通信用时？`rate` 的单位是 FLOPs 每秒，`link` 的单位是字节每秒。
 #
 # </div>
 
@@ -683,18 +657,16 @@ if not lesson_08.check_tokens_to_hide.accepted:
 
     def tokens_to_hide(psi, rate, link):
         traffic = 12 * psi / link  # seconds
-        compute_a_token = 6 * psi / rate
-        return traffic / compute_a_token
+        compute_per_token = 6 * psi / rate
+        return traffic / compute_per_token
 
 
 lesson_08.check_tokens_to_hide(tokens_to_hide)
 ### END SOLUTION
 
-# %% slide="result"
-with symbolic():
-    sizes = {"vocabulary": 32000, "hidden": 8192, "heads": 64, "layers": 80, "sequence": 2048}
-    seventy = shapes_of(Decoder(**sizes, fused=True))  # shapes alone: nothing is made
-rate, link, psi_70 = 400e12, 50e9, seventy.numbers  # FLOPs and bytes a second
+# %% jupyter={"source_hidden": true} slide="result"
+seventy = lesson_08.seventy_billion()  # shapes only: nothing is allocated
+rate, link, psi_70 = 400e12, 50e9, seventy.numbers  # FLOPs and bytes per second
 traffic = {mode: sent_bytes(seventy, mode, 64) / link for mode in ("fsdp", "fsdp-bf16")}
 least = tokens_to_hide(psi_70, rate, link)
 lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
@@ -702,80 +674,85 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # %% [markdown]
 # <div lang="en">
 #
-# The model cancels: $2r/w$, here 16,000 tokens a rank, for 7 billion parameters and for 70 billion. (400 TFLOP/s are two fifths of an H100's data sheet, 50 GB/s a network of 400 Gbit/s; computed, not measured.) With one sequence of 2048 tokens a step computes 2.0 s and sends for 15.5, whatever hides. Gathered in bf16: 10.3 s.
+# The size of the model cancels, and $2r/w$ remains. At 400 TFLOP/s (two fifths of an H100's datasheet) and 50 GB/s (a network of 400 Gbit/s) these are 16,000 tokens per rank. All seconds here are computed, not measured. With one sequence of 2048 tokens, 70 billion parameters take 2.0 s to compute and 15.5 s to communicate. How can 64 GPUs in 8 machines do better?
 #
 # </div>
 # <div lang="zh">
 #
-# 模型约掉了：$2r/w$，这里是每个进程 16,000 个 token，70 亿个参数如此，700 亿也如此。（400 TFLOP/s 是 H100 标称值的五分之二，50 GB/s 是 400 Gbit/s 的网络；这是计算值，不是实测。）只有一条 2048 个 token 的序列时，一步要算 2.0 s，却要传 15.5 s，怎么掩盖也不够。用 bf16 收集：10.3 s。
+# 模型的大小在式中约掉了，只剩下 $2r/w$。按 400 TFLOP/s（H100 标称值的五分之二）和 50 GB/s（400 Gbit/s 的网络）计算，是每个进程 16,000 个 token。这里的秒数都是算出来的，不是实测。只有一条 2048 个 token 的序列时，700 亿个参数的计算要 2.0 s，通信要 15.5 s。8 台机器上的 64 块 GPU，怎样才能更快？
 #
 # </div>
+
+# %% jupyter={"source_hidden": true} slide="result"
+lesson_08.compare_splits(seventy, link)
 
 # %% [markdown]
 # <div lang="en">
 #
-# One remedy is called **HSDP**: shard within a machine of 8, whose links are some nine times as fast, and replicate between machines. Only the gradient of a rank's own eighth is all-reduced between machines: 65 GB instead of 775, which takes 1.3 s. The price is memory. A rank holds $16\Psi/8$ = 129 GB instead of 16.2, and that does not fit into the 80 GB of the H100 whose rate is used here. On such cards one shards over more ranks (32 GB each over 32, with gathers over the slow links), gives each rank more tokens, or also cuts the matrices (tensor parallelism). Shard as far as you must, no further. (Section 8.21 runs HSDP with 2 × 2 ranks.)
+# **HSDP** shards within a machine, whose links are some nine times as fast, and replicates between machines. It communicates little between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
+#
+# The last row fits, and computation hides it. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. So each GPU still computes for 2.0 s, but gathers only its eighth of the weights between machines. It holds 16.2 of its 80 GB, and the rest is free for activations.
 #
 # </div>
 # <div lang="zh">
 #
-# 一种对策叫 **HSDP**（混合分片数据并行）：在 8 块 GPU 的一台机器内分片，那里的链路速度约为机器之间的九倍；机器之间则复制。这样，机器之间只需对本进程那八分之一梯度做 all-reduce，共 65 GB，而不是 775 GB，用时 1.3 s。代价是内存：每个进程要持有 $16\Psi/8$ = 129 GB，而不是 16.2 GB。这里用的是 H100 的速率，而 H100 只有 80 GB，装不下。在这样的卡上，可以分到更多进程（分到 32 个时每个持有 32 GB，但收集权重要走慢的链路），可以让每个进程处理更多 token，也可以再切开矩阵（张量并行）。分片分到够用为止，不要再多。（8.21 节用 2 × 2 个进程运行 HSDP。）
+# **HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制，因为机器内的链路速度约为机器之间的九倍。它在机器之间的通信很少，但每个进程要持有 $16\Psi/8$，而一块 H100 只有 80 GB，装不下。
+#
+# 最后一行既装得下，通信也能被计算掩盖。一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。这样每块 GPU 仍然计算 2.0 s，但在机器之间只需收集自己的那八分之一权重。它持有的是 80 GB 中的 16.2 GB，其余可以放激活值。
 #
 # </div>
 
 # %% [markdown]
-# ## 8.12 In your own code / 实际怎么写
+# ## 8.11 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
 # | what | PyTorch | run |
 # |---|---|---|
-# | start $N$ ranks | `torchrun --standalone --nproc-per-node 4 train.py` | 8.3, 8.8 |
 # | DDP | `DistributedDataParallel(model, gradient_as_bucket_view=True)` | 8.3 |
 # | ZeRO 1 | `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)` | 8.3 |
 # | ZeRO 3 | `for block in model.layers: fully_shard(block)`, then `fully_shard(model)` | 8.3 |
-# | keep from forward to backward | `fully_shard(block, reshard_after_forward=False)` | 8.8 |
 # | bf16, reduced in fp32 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | 8.8: 49.5 MB |
-# | HSDP | `fully_shard(block, mesh=mesh)`, with a mesh of two dimensions | 8.21 |
-# | a model that is nowhere whole | `with torch.device("meta"):`, `fully_shard`, `to_empty` | 8.22 |
+# | tensor parallelism | `parallelize_module(model, mesh, plan)` | 8.16 |
+# | HSDP | `fully_shard(block, mesh=mesh)`, with a mesh of two dimensions | 8.20 |
+# | a model that is nowhere whole | `with torch.device("meta"):`, `fully_shard`, `to_empty` | 8.21 |
 # | shards on the host | `CPUOffloadPolicy()` | no: needs a GPU |
 #
-# Elsewhere, not run here: Accelerate `fsdp_version: 2`; DeepSpeed `"zero_optimization": {"stage": 3}`, in TRL and the Hugging Face Trainer by the same file; Megatron-LM `--use-distributed-optimizer`, which is ZeRO 1 with the traffic of your step.
+# Section 8.17 lists the same settings for DeepSpeed.
 #
 # </div>
 # <div lang="zh">
 #
 # | 做什么 | PyTorch | 运行 |
 # |---|---|---|
-# | 启动 $N$ 个进程 | `torchrun --standalone --nproc-per-node 4 train.py` | 8.3、8.8 |
 # | DDP | `DistributedDataParallel(model, gradient_as_bucket_view=True)` | 8.3 |
 # | ZeRO 1 | `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)` | 8.3 |
 # | ZeRO 3 | `for block in model.layers: fully_shard(block)`，然后 `fully_shard(model)` | 8.3 |
-# | 从前向留到反向 | `fully_shard(block, reshard_after_forward=False)` | 8.8 |
 # | bf16，以 fp32 归约 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | 8.8：49.5 MB |
-# | HSDP | `fully_shard(block, mesh=mesh)`，mesh 有两个维度 | 8.21 |
-# | 任何一处都没有完整的模型 | `with torch.device("meta"):`，`fully_shard`，`to_empty` | 8.22 |
-# | 分片放在主机上 | `CPUOffloadPolicy()` | 否：需要 GPU |
+# | 张量并行 | `parallelize_module(model, mesh, plan)` | 8.16 |
+# | HSDP | `fully_shard(block, mesh=mesh)`，mesh 有两个维度 | 8.20 |
+# | 在任何进程上都不完整的模型 | `with torch.device("meta"):`，`fully_shard`，`to_empty` | 8.21 |
+# | 分片放在主机内存里 | `CPUOffloadPolicy()` | 否：需要 GPU |
 #
-# 其他框架的写法，这里没有运行：Accelerate 的 `fsdp_version: 2`；DeepSpeed 的 `"zero_optimization": {"stage": 3}`，TRL 和 Hugging Face Trainer 用同一份配置；Megatron-LM 的 `--use-distributed-optimizer`，即 ZeRO 1，通信量与你写的那一步相同。
+# DeepSpeed 里对应的设置见 8.17 节。
 #
 # </div>
 
 # %% [markdown]
-# ## 8.13 Claims and measurements / 说法与实测
+# ## 8.12 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #
-# Three sentences, each with its source, tried on this step. First: what a rank of two gives to collectives. Second: 2 sequences each; held are 110.0 MB and 27.5, the peaks 131.3 and 75.6, since activations and gathered blocks are not cut. Third: what the option saves with DDP, on a single rank.
+# Three statements, each with its source, tried on this step. The second one compares one device with one rank of four, with 2 sequences each. The third one is tried with DDP on a single rank.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句话，都有出处，都拿这一步来检验。第一句：两个进程时，每个进程交给集合通信多少。第二句：各做 2 条序列，持有的是 110.0 MB 和 27.5，峰值是 131.3 和 75.6，因为激活值和收集来的块没有切开。第三句：用 DDP 时这个选项省下多少，只有一个进程。
+# 下面三种说法都有出处，都用这一步来检验。第二种比较一台设备与四个进程中的一个，各处理 2 条序列。第三种用只有一个进程的 DDP 检验。
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 spared = []
 for tokens in (128, 16):
     without, with_view = (lesson_08.ddp_peak(tokens, view=view) for view in (False, True))
@@ -784,62 +761,62 @@ figures = lesson_08.figures_of_claims(two, four["fsdp"], quarter, spared)
 what_you_may_have_read("08", *figures)
 
 # %% [markdown] slide={"en": "The same step, a row for one rank of four.\n\nWhat shrinks with the ranks, and what does not?", "zh": "同样的一步，这一行是四个进程中的一个。\n\n哪些随进程数变小，哪些不变？"}
-# ## 8.14 The ledger / 账本
+# ## 8.13 The ledger / 账本
 #
 # <div lang="en">
 #
-# This lesson's row is one rank of four with FSDP2: a quarter of the batch, so a quarter of the FLOPs. What it gives to collectives stands under bytes moved.
+# This lesson's row is one rank of four with FSDP2. It processes a quarter of the batch and computes a quarter of the FLOPs. Its communication volume is in the column of bytes moved.
 #
 # </div>
 # <div lang="zh">
 #
-# 本课的这一行，是用 FSDP2 时四个进程中的一个：批次的四分之一，FLOPs 也是四分之一。交给集合通信的字节记在“移动的字节”一栏。
+# 本课的这一行是用 FSDP2 时四个进程中的一个，它处理批次的四分之一，FLOPs 也是四分之一。通信量记在“移动的字节”一栏。
 #
 # </div>
 
 # %% slide="result"
-rank = symbolic_four["fsdp"]
+rank = one_rank("fsdp", 4)
 ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 
 # %% [markdown]
-# ## 8.15 Summary / 小结
+# ## 8.14 Summary / 小结
 #
 # <div lang="en">
 #
-# - Data parallelism divides the activations of a fixed batch; ZeRO divides what data parallelism holds $N$ times. In fp32: $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$, $16\Psi/N$ bytes.
-# - DDP's buckets take the bytes of all gradients at all times: here 27.5 MB more at the peak.
-# - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 gathers, uses and drops, for half as much again, less the root. The backend decides what a wire carries.
-# - A quarter of the batch takes 131.3 MB instead of 277.7; sharded and with checkpoints, 47.1 MB per rank of four.
-# - Traffic hides behind compute from $2r/w$ tokens a rank on. A symbolic rank tells all this before a machine is rented.
+# - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32 a rank holds $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ or $16\Psi/N$ bytes.
+# - DDP's buckets take memory for all gradients all the time, here 27.5 MB at the peak.
+# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 update between the two and send no more than DDP. ZeRO 3 gathers weights twice, which adds up to half.
+# - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards and checkpoints, a rank of four needs 47.1 MB.
+# - Computation hides FSDP2's communication from $2r/w$ tokens per rank on.
 #
-# **Next:** take a model of your own. Tensor, pipeline and context parallelism cut the matrices, the layers and the sequence; ZeRO cuts none.
+# **Next:** [lesson 09](09_your_own_model.ipynb), a model of your own.
 #
 # </div>
 # <div lang="zh">
 #
-# - 数据并行分摊固定批次的激活值；ZeRO 分摊数据并行存了 $N$ 遍的部分。fp32 时：$16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$、$16\Psi/N$ 字节。
-# - DDP 的桶始终占着全部梯度的字节：这里峰值高 27.5 MB。
-# - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 收集，用完，丢掉，交出的多一半，根模块除外。线路上实际传输多少，由后端决定。
-# - 只做四分之一个批次，内存就从 277.7 MB 降到 131.3 MB；再加上分片和检查点，四个进程每个只占 47.1 MB。
-# - 每个进程从 $2r/w$ 个 token 起，通信就能被计算掩盖。机器还没租，用符号张量算出一个进程，这一切就都知道了。
+# - 数据并行分摊固定批次的激活值，ZeRO 把 DDP 的每个进程都完整持有的内容分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
+# - DDP 的桶始终为全部梯度占用内存，这里使峰值高出 27.5 MB。
+# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 在两者之间更新权重，发送的不比 DDP 多。ZeRO 3 收集两次权重，通信量最多多出一半。
+# - 只处理四分之一个批次，峰值就从 277.7 MB 降到 131.3 MB。再加上分片和检查点，四个进程各只需 47.1 MB。
+# - 每个进程至少有 $2r/w$ 个 token 时，FSDP2 的通信能被计算掩盖。
 #
-# **下一步**：拿一个你自己的模型来试。张量并行、流水线并行和上下文并行，分别切开矩阵、层和序列；ZeRO 这三样都不切。
+# **下一步**：[第 09 课](09_your_own_model.ipynb)，用你自己的模型。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (HSDP, too). PyTorch documentation: DistributedDataParallel; *Getting Started with Fully Sharded Data Parallel (FSDP2)*. DeepSpeed, *ZeRO stage 1 with reduced communication*, 2020. The papers in the table of section 8.10. All measurements: in this notebook, but for what is marked as recorded.
+# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (also HSDP). PyTorch documentation: DistributedDataParallel; `fully_shard`; Tensor Parallelism. DeepSpeed documentation: *Configuration JSON*. The papers in the table of section 8.15.
 #
-# **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025. Narayanan et al. 2021, arXiv:2104.04473 (tensor and pipeline parallelism together).
+# **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025. Narayanan et al. 2021, arXiv:2104.04473.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel；*Getting Started with Fully Sharded Data Parallel (FSDP2)*。DeepSpeed，*ZeRO stage 1 with reduced communication*，2020。8.10 节表中的各篇论文。除注明是记录的以外，全部测量都由本 notebook 完成。
+# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel、`fully_shard`、Tensor Parallelism。DeepSpeed 文档：*Configuration JSON*。8.15 节表中的各篇论文。
 #
-# **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。Narayanan et al. 2021，arXiv:2104.04473（张量并行与流水线并行合用）。
+# **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。Narayanan et al. 2021，arXiv:2104.04473。
 #
 # </div>
 
@@ -848,7 +825,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# Each section stands alone; it uses the names that the sections above have defined.
+# Each section stands alone and uses only names that are defined above.
 #
 # </div>
 # <div lang="zh">
@@ -857,171 +834,207 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # </div>
 
-# %% [markdown]
-# ## 8.16 The wire, once more / 再看线路
+# %% [markdown] slide={"en": "One sequence per rank, and it still does not fit. Data parallelism divides nothing more.\n\nWhat else can be divided?", "zh": "每个进程只剩一条序列，还是装不下，数据并行已经无能为力。\n\n还有什么可以分摊？"}
+# ## 8.15 What each parallelism divides / 各种并行分摊什么
 #
 # <div lang="en">
 #
-# With four ranks a ring sends three quarters of what is given; gloo's reduce-scatter again sends what its all-reduce does, 6.0 MB of 4. So FSDP2 carries 81.0 MB where a ring would carry 60.2. Recorded, with `hsdp` of section 8.21:
-#
-# ```
-# python -m course_lib.lessons.lesson_08.loopback --ranks 4
-# ```
+# If the batch per rank is fixed, as in most training, data parallelism divides no activations, with any form of ZeRO. A rank computes at least one sequence. If that is too much, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) adds the operations between the matrices. **Context parallelism** (CP) divides the sequence, in attention too. **Pipeline parallelism** (PP) divides the layers. **Expert parallelism** (EP) divides the experts of a mixture. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
 #
 # </div>
 # <div lang="zh">
 #
-# 四个进程时，环发送所交出字节的四分之三；gloo 的 reduce-scatter 仍与它的 all-reduce 一样，4 MB 的张量传了 6.0 MB。所以环只需传 60.2 MB 的 FSDP2，线路上却传输了 81.0 MB。以下是记录，其中的 `hsdp` 见 8.21 节：
+# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）分摊序列，注意力也不例外。**流水线并行**（PP）分摊各层。**专家并行**（EP）分摊混合专家模型里的专家。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
+#
+# </div>
+
+# %% slide="result"
+lesson_08.parallelisms()
+
+# %% [markdown] slide={"en": "Two ranks divide each matrix. Activations between matrices stay whole, or are cut, too.\n\n**Guess first**: how much does a layer keep?", "zh": "两个进程分摊每个矩阵。矩阵之间的激活值保持完整，或者也切开。\n\n**先猜**：每层保存多少？"}
+# ## 8.16 Tensor parallelism on two ranks / 用两个进程运行张量并行
+#
+# <div lang="en">
+#
+# A layer has two pairs of matrices. The first matrix of a pair is cut by columns of $W^\top$, the second one by rows. Only after the second one must the ranks add up their outputs. In PyTorch:
 #
 # ```
-# python -m course_lib.lessons.lesson_08.loopback --ranks 4
+# parallelize_module(model, mesh, {
+#     "layers.*.attention.qkv": ColwiseParallel(),
+#     "layers.*.attention.out": RowwiseParallel(),
+#     "layers.*.feedforward.0": ColwiseParallel(),
+#     "layers.*.feedforward.2": RowwiseParallel(),
+# })
 # ```
+#
+# The course first reorders the rows of `qkv`, so that a rank gets the queries, keys and values of the same heads. Sequence parallelism adds `SequenceParallel()` for the norms. Embeddings and head stay whole here. Two real ranks process all 8 sequences:
+#
+# </div>
+# <div lang="zh">
+#
+# 一层有两对矩阵，每一对中，第一个按 $W^\top$ 的列切，第二个按行切。只有在第二个矩阵之后，各进程才需要把输出加起来。在 PyTorch 里这样写：
+#
+# ```
+# parallelize_module(model, mesh, {
+#     "layers.*.attention.qkv": ColwiseParallel(),
+#     "layers.*.attention.out": RowwiseParallel(),
+#     "layers.*.feedforward.0": ColwiseParallel(),
+#     "layers.*.feedforward.2": RowwiseParallel(),
+# })
+# ```
+#
+# 一个进程得到的 Q、K、V 必须属于同一些头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行时，再为归一化层加上 `SequenceParallel()`。嵌入和输出头在这里保持完整。两个真实的进程一起处理全部 8 条序列：
 #
 # </div>
 
 # %%
-given = sent | {mode: run["communicated"]["measured"] for mode, run in four.items()}
-given |= {name: n * lesson_08.TENSOR_BYTES for name, n in lesson_08.GIVEN_TIMES.items()}
-rows = []
-for name, count in lesson_08.RECORDED[4].items():
-    ring = f"{given[name] * 3 / 4 / 1e6:.1f}" if name in given else "–"
-    rows.append((f"`{name}`", ring, round(count / 1e6, 1)))
-table(["4 ranks", "sent in a ring (MB)", "sent over the wire (MB)"], rows)
+tensor = launch(2, script="course_lib.distributed.tensor_parallel")
+{run["mode"]: (follows(run, losses), run["gradient_difference"] < 1e-5) for run in tensor}
 
 # %% [markdown]
 # <div lang="en">
 #
-# And here and now, where this machine lets us make such a namespace: one tensor of 4 MB on two ranks. What it shows depends on the machine.
+# Losses and gradients equal those of one process. Formulas predict the held bytes and the communication volume, and a symbolic rank predicts the peak:
 #
 # </div>
 # <div lang="zh">
 #
-# 如果这台机器允许建立这样的命名空间，现在就能测：一个 4 MB 的张量，两个进程。结果因机器而异。
+# 损失和梯度都与单个进程相等。持有的字节数和通信量由公式预测，峰值由一个符号进程预测：
 #
 # </div>
 
-# %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.lessons.lesson_08.loopback import carried
-
-try:
-    live = carried(2)
-except RuntimeError as error:
-    live = {"nothing": str(error)[:80]}
-live
+# %% slide="result"
+predictions(lesson_08.tensor_rows(task, tensor), unit="bytes")
 
 # %% [markdown]
-# ## 8.17 Micro-batches: what `no_sync` saves and costs / 微批次：`no_sync` 省什么，费什么
+# <div lang="en">
+#
+# A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, or as many pairs of a reduce-scatter and an all-gather.
+#
+# What does a layer keep for the backward pass? Your formula of lesson 01 has $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all except the norms' $4 s b h$, and sequence parallelism divides everything:
+#
+# </div>
+# <div lang="zh">
+#
+# 每个进程的峰值从 277.7 MB 降到 172.8 MB，加上序列并行是 163.8 MB。每层有四次 $s b h$ 个数的 all-reduce，或者同样多对的 reduce-scatter 和 all-gather。
+#
+# 每层要为反向保存多少？第 01 课的公式是 $16 s b h + a s^2 b$ 个数。按 Korthikanti et al.（2022）的说法，除了归一化层的 $4 s b h$，张量并行分摊其余全部，序列并行则连这部分也分摊：
+#
+# </div>
+
+# %%
+b, s, h, a = 8, 128, 256, 8  # this decoder; numbers of 4 bytes
+norms, inside = 4 * s * b * h + 4 * s * b, 12 * s * b * h + a * s * s * b
+paper = {"tp": 4 * (norms + inside / 2), "tp-sp": 4 * (norms + inside) / 2}
+kept = {mode: lesson_08.kept_per_layer(mode, ranks=2) for mode in paper}
+predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Tensor parallelism agrees with the formula to the byte. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. Your layer of exercise 3 avoids the same for weights. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
+#
+# </div>
+# <div lang="zh">
+#
+# 张量并行与公式一字节不差。加上序列并行时，PyTorch 每层却多保存 1,048,576 字节。原因是两个矩阵的输入要先收集，而 autograd 保存的是收集后的完整输入。练习 3 里你写的层对权重正好避免了这个问题。据论文所说，Megatron-LM 在反向时重新收集这些输入。
+#
+# </div>
+
+# %% [markdown]
+# ## 8.17 FSDP2 and DeepSpeed, setting by setting / FSDP2 与 DeepSpeed 的设置对照
 #
 # <div lang="en">
 #
-# With micro-batches (lesson 05), gradients need to be reduced with the last one only: DDP's `no_sync()`, FSDP2's `set_requires_gradient_sync(False)`. What does it cost? Two ranks, two micro-batches each, by prediction. First DDP. In the usual loop pieces that are not reduced yet add up **beside** the buckets, a second set of gradients, for half the traffic. It need not be: with `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)` gradients stay views of the buckets, and pieces add up in these. `AccumulatedStep(..., in_buckets=True)` does so:
+# DeepSpeed's settings are from its documentation and were not run here. They are keys of `zero_optimization`, except for those marked with *.
+#
+# | meaning | FSDP2 | DeepSpeed |
+# |---|---|---|
+# | shard only Adam's state | `ZeroRedundancyOptimizer` with DDP | `"stage": 1` |
+# | also the gradients | – | `"stage": 2` |
+# | also the weights | `fully_shard(block)` | `"stage": 3` |
+# | what is gathered together | the module given to `fully_shard` | `stage3_max_live_parameters`, by default 1e9 numbers |
+# | keep from forward to backward | `reshard_after_forward=False` | `stage3_max_reuse_distance`, by default 1e9 numbers |
+# | keep a copy within a machine of 8 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
+# | gather ahead | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
+# | small weights stay whole | `ignored_params` | `stage3_param_persistence_threshold`, by default 1e5 numbers |
+# | bf16 with fp32 master weights | `MixedPrecisionPolicy`; the shards stay fp32 | `bf16`* |
+# | offload to the host | `CPUOffloadPolicy()` | `offload_optimizer`, `offload_param` |
+# | clip | `clip_grad_norm_` | `gradient_clipping`* |
+#
+# FSDP2 cuts as `torch.chunk` does. Three ranks get 683, 683 and 682 of 2048 rows, padded to equal storages.
 #
 # </div>
 # <div lang="zh">
 #
-# 用微批次时（第 05 课），只需在最后一个微批次归约梯度：DDP 的 `no_sync()`，FSDP2 的 `set_requires_gradient_sync(False)`。代价是什么？两个进程，每个两个微批次，以下是预测。先看 DDP。按通常的循环，还没归约的各份在桶**之外**另行累加，多持有一整份梯度，换来通信减半。其实不必如此：设 `gradient_as_bucket_view=True` 和 `zero_grad(set_to_none=False)`，梯度就一直是桶的视图，各份直接在桶里累加。`AccumulatedStep(..., in_buckets=True)` 就是这样做的：
+# DeepSpeed 的设置出自它的文档，这里没有运行。除了带 * 的，都是 `zero_optimization` 里的键。
+#
+# | 含义 | FSDP2 | DeepSpeed |
+# |---|---|---|
+# | 只切分 Adam 的状态 | `ZeroRedundancyOptimizer` 加 DDP | `"stage": 1` |
+# | 梯度也切分 | – | `"stage": 2` |
+# | 权重也切分 | `fully_shard(block)` | `"stage": 3` |
+# | 一次收集多少 | 传给 `fully_shard` 的模块 | `stage3_max_live_parameters`，默认 1e9 个数 |
+# | 从前向保留到反向 | `reshard_after_forward=False` | `stage3_max_reuse_distance`，默认 1e9 个数 |
+# | 在 8 块 GPU 的机器内留一份 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
+# | 提前收集 | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
+# | 小的权重不切 | `ignored_params` | `stage3_param_persistence_threshold`，默认 1e5 个数 |
+# | bf16，fp32 主权重 | `MixedPrecisionPolicy`，分片仍是 fp32 | `bf16`* |
+# | 卸载到主机内存 | `CPUOffloadPolicy()` | `offload_optimizer`、`offload_param` |
+# | 裁剪 | `clip_grad_norm_` | `gradient_clipping`* |
+#
+# FSDP2 的切法与 `torch.chunk` 相同。2048 行分给三个进程时，各得 683、683 和 682 行，存储区补齐到同样长。
+#
+# </div>
+
+# %% [markdown]
+# ## 8.18 Micro-batches: what `no_sync` saves and costs / 微批次：`no_sync` 省什么，代价是什么
+#
+# <div lang="en">
+#
+# Of several micro-batches (lesson 05), only the last one needs to reduce gradients: DDP's `no_sync()`, FSDP2's `set_requires_gradient_sync(False)`. In the usual loop of DDP, gradients that are not reduced yet are accumulated **outside** the buckets. With `zero_grad(set_to_none=False)` they stay in the buckets (`in_buckets=True`). FSDP2 must hold whole gradients. Here are predictions for two ranks with two micro-batches each:
+#
+# </div>
+# <div lang="zh">
+#
+# 使用微批次时（第 05 课），只有最后一个微批次需要归约梯度，DDP 用 `no_sync()`，FSDP2 用 `set_requires_gradient_sync(False)`。按 DDP 的通常写法，尚未归约的梯度在桶**之外**累加；设置 `zero_grad(set_to_none=False)` 后，它们就留在桶里（`in_buckets=True`）。FSDP2 则必须持有完整的梯度。下面是对两个进程、各两个微批次的预测：
 #
 # </div>
 
 # %%
 ways = {
-    "with each micro-batch": {"sync": "each"},
-    "with the last micro-batch, sums outside the buckets": {},
+    "DDP, with each micro-batch": ("ddp", {"sync": "each"}),
+    "DDP, with the last one, outside the buckets": ("ddp", {}),
+    "DDP, with the last one, in the buckets": ("ddp", {"in_buckets": True}),
+    "FSDP2, with each micro-batch": ("fsdp", {"sync": "each"}),
+    "FSDP2, with the last one": ("fsdp", {}),
 }
-ways["with the last micro-batch, sums in the buckets"] = {"in_buckets": True}
-headings = ["communicated (MB)", "gradients at the peak (MB)", "peak (MB)"]
-
-
-def row_of(mode, way, options):
-    taken = one_rank(mode, 2, micro_batches=2, **options)
-    counts = taken.sent_bytes, taken.at_peak["gradient"], taken.peak_bytes
-    return way, *(round(count / 1e6, 1) for count in counts)
-
-
-table(["DDP reduces gradients", *headings], [row_of("ddp", *way) for way in ways.items()])
+taken = {way: one_rank(mode, 2, micro_batches=2, **more) for way, (mode, more) in ways.items()}
+lesson_08.sync_table(taken)
 
 # %% [markdown]
 # <div lang="en">
 #
-# So for DDP the half of the traffic is free, if asked for. Real ranks say the same: `--mode ddp --micro-batches 2 --in-buckets` on two peaks at 158.8 MB, without the option at 186.3. FSDP2 has no buckets to add up in. It would hold whole gradients in place of its part:
+# For DDP, accumulation in the buckets halves the volume and costs no memory. FSDP2 communicates 17% less and holds 13.8 MB more.
 #
 # </div>
 # <div lang="zh">
 #
-# 可见对 DDP 来说，只要这样设置，省下一半通信分文不费。真实的进程也是如此：两个进程运行 `--mode ddp --micro-batches 2 --in-buckets`，峰值 158.8 MB；不加这个选项是 186.3。FSDP2 没有桶可供累加，只能持有完整的梯度，而不是自己的一份：
-#
-# </div>
-
-# %%
-ways = {"with each micro-batch": {"sync": "each"}, "with the last micro-batch": {}}
-table(["FSDP2 reduces gradients", *headings], [row_of("fsdp", *way) for way in ways.items()])
-
-# %% [markdown]
-# <div lang="en">
-#
-# It gives 17% less to collectives and holds 13.8 MB more; with more ranks that grows towards 27.5. So `no_sync` in the buckets for DDP, always; for FSDP2 only where the wire is slow and there is room.
-#
-# </div>
-# <div lang="zh">
-#
-# 交给集合通信的少 17%，却多持有 13.8 MB；进程越多，越接近 27.5。所以用 DDP 时，总可以在桶里用 `no_sync`；用 FSDP2 时，链路慢、内存又有富余才用。
+# 对 DDP 来说，在桶里累加能让通信量减半，又不多占内存。FSDP2 的通信量少 17%，却要多持有 13.8 MB。
 #
 # </div>
 
 # %% [markdown]
-# ## 8.18 Keep, or gather again / 留着，还是再收集一次
+# ## 8.19 7 and 70 billion parameters / 70 亿与 700 亿个参数
 #
 # <div lang="en">
 #
-# `reshard_after_forward=False` keeps gathered blocks from forward to backward. What is given is that of ZeRO 2, and of DDP. Between steps the weights are cut, as in ZeRO 3; at the peak they are there whole, with the rank's own part beside them: $4\Psi + 4\Psi/N$. What `fsdp` has gathered at its peak is the root and one block. (A number in place of `False` keeps the weights of groups of so many ranks.)
+# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as the ZeRO paper and DeepSpeed count it: 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold? (FSDP2's bf16 policy keeps fp32 shards, which is $16\Psi/N$, too.)
 #
 # </div>
 # <div lang="zh">
 #
-# `reshard_after_forward=False` 把收集来的块从前向留到反向。交出的字节与 ZeRO 2 和 DDP 相同。两步之间权重是切开的，与 ZeRO 3 一样；峰值时则是完整的权重，外加本进程自己的一份：$4\Psi + 4\Psi/N$。`fsdp` 峰值时收集在手的，是根模块和一个块。（把 `False` 换成一个数，就按这么多个进程一组保留权重。）
-#
-# </div>
-
-# %%
-rows = []
-for mode in ("fsdp", "fsdp-keep"):
-    taken = four[mode]["taken"][0]
-    counts = taken["sent_bytes"], taken["at_peak"]["gathered"], taken["peak_bytes"]
-    rows.append((f"`{mode}`", *(round(count / 1e6, 1) for count in counts)))
-table(["4 ranks", "communicated (MB)", "gathered at the peak (MB)", "peak (MB)"], rows)
-
-# %% [markdown]
-# ## 8.19 What does not divide / 除不尽怎么办
-#
-# <div lang="en">
-#
-# FSDP2 cuts a tensor along its first dimension, as `torch.chunk` does: three ranks get 683, 683 and 682 rows of a matrix of 2048. Storages of weights and gradients are as long on every rank as on the first, so the last one is padded; Adam's state is not. By formula, in bytes:
-#
-# </div>
-# <div lang="zh">
-#
-# FSDP2 沿第一维切开张量，与 `torch.chunk` 的切法相同：一个 2048 行的矩阵分给三个进程，各得 683、683 和 682 行。权重和梯度的存储区，每个进程都与第一个一样长，所以最后一个要补齐；Adam 的状态不补。按公式，以字节计：
-#
-# </div>
-
-# %%
-from course_lib.distributed import held_bytes
-
-shapes = shapes_of(task.make_model())
-rows = [(rank, *each.values()) for rank, each in enumerate(held_bytes(shapes, "fsdp", 3))]
-table(["rank", "weights", "gradients", "optimizer state"], rows)
-
-# %% [markdown]
-# ## 8.20 7 and 70 billion parameters / 70 亿与 700 亿个参数
-#
-# <div lang="en">
-#
-# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as ZeRO's paper, Megatron-LM and DeepSpeed count it: weight 2 bytes, gradient 2, and 12 for fp32 weights and Adam's moments. How many bytes does a rank hold? (Whose count is it? With `torch.autocast`, lesson 01, weights and gradients stay fp32: `ZeroRedundancyOptimizer` then holds $8\Psi + 8\Psi/N$, 63 GB. FSDP2's bf16 policy keeps fp32 shards and gathers bf16 copies: $16\Psi/N$, too.)
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 6。** 70 亿个参数（$7 \times 10^9$）、8 块 GPU、混合精度，按 ZeRO 论文、Megatron-LM 和 DeepSpeed 的计法：权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的两个矩共 12 字节。每个进程持有多少字节？（这是谁的计法？用第 01 课的 `torch.autocast` 时，权重和梯度都是 fp32：`ZeroRedundancyOptimizer` 要持有 $8\Psi + 8\Psi/N$，即 63 GB。FSDP2 的 bf16 策略保留 fp32 分片，收集时用 bf16：也是 $16\Psi/N$。）
+# **练习 6。** 70 亿个参数（$7 \times 10^9$）、8 块 GPU，混合精度，按 ZeRO 论文和 DeepSpeed 的计法，权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的状态共 12 字节。每个进程持有多少字节？（FSDP2 的 bf16 策略保存 fp32 分片，也是 $16\Psi/N$。）
 #
 # </div>
 
@@ -1042,48 +1055,43 @@ lesson_08.check_seven_billion(answer)
 # %% [markdown]
 # <div lang="en">
 #
-# Now your formulas as functions, for the decoders of lesson 01 on 8 and on 64 ranks. Only shapes are needed: nothing is made. In fp32 what is held by the largest of them falls to 16.2 GB on 64 ranks; it gives 775 GB to collectives in each step, and by this count so it would on 1000. Nobody trains 70 billion parameters so: the last column gathers in bf16 and reduces in fp32.
+# Functions compute the same in fp32, for 70 billion parameters. The held bytes fall with the number of ranks, the volume does not:
 #
 # </div>
 # <div lang="zh">
 #
-# 再用函数来算第 01 课的大解码器，8 个和 64 个进程。只用到形状，什么都不建立。用 fp32 时，最大的那个，在 64 个进程上每个只持有 16.2 GB，但每一步要交给集合通信 775 GB；按这里的计法，换成 1000 个进程也是这么多。没有人这样训练 700 亿个参数：最后一列以 bf16 收集，以 fp32 归约。
+# 下面用函数计算 700 亿个参数、fp32 时的结果。持有的字节数随进程数减少，通信量则不变：
 #
 # </div>
 
 # %%
-rows = []
-for name, h, a, layers in (("7 B", 4096, 32, 32), ("70 B", 8192, 64, 80)):
-    with symbolic():
-        sizes = {"vocabulary": 32000, "hidden": h, "heads": a, "layers": layers, "sequence": 2048}
-        shapes = shapes_of(Decoder(**sizes, fused=True))
-    for n in (8, 64):
-        held_gb = [sum(held_bytes(shapes, mode, n)[0].values()) / 1e9 for mode in ("ddp", "fsdp")]
-        sent_gb = [sent_bytes(shapes, mode, n) / 1e9 for mode in ("ddp", "fsdp", "fsdp-bf16")]
-        rows.append((name, n, *(round(count, 1) for count in (*held_gb, *sent_gb))))
-held = ["held, DDP (GB)", "held, FSDP2 (GB)"]
-sent = ["communicated, DDP (GB)", "communicated, FSDP2 (GB)", "the same in bf16 (GB)"]
-table(["model", "ranks", *held, *sent], rows)
+from course_lib.distributed import held_bytes
+
+seventy, rows = lesson_08.seventy_billion(), []
+for n in (8, 64):
+    held_gb = [sum(held_bytes(seventy, mode, n)[0].values()) / 1e9 for mode in ("ddp", "fsdp")]
+    sent_gb = [sent_bytes(seventy, mode, n) / 1e9 for mode in ("ddp", "fsdp", "fsdp-bf16")]
+    rows.append((n, *(round(count, 1) for count in (*held_gb, *sent_gb))))
+columns = ["held, DDP (GB)", "held, FSDP2 (GB)", "communicated, DDP (GB)"]
+table(["ranks", *columns, "communicated, FSDP2 (GB)", "the same in bf16 (GB)"], rows)
 
 # %% [markdown]
-# ## 8.21 Shard here, replicate there (HSDP) / 机器内分片，机器间复制（HSDP）
+# ## 8.20 HSDP, run / 运行 HSDP
 #
 # <div lang="en">
 #
-# Four ranks as two machines of two: `fully_shard` takes a mesh with two dimensions, replicates along the first and shards along the second. Here one rank of it, with a group that sends nothing, and a counter of what its collectives are given:
+# Four ranks act as two machines. `fully_shard` gets a mesh of two dimensions, replicates along the first and shards along the second. Here is one rank, with a process group that sends nothing:
 #
 # </div>
 # <div lang="zh">
 #
-# 把四个进程看作两台机器，每台两个：`fully_shard` 接受有两个维度的 mesh，沿第一维复制，沿第二维分片。下面只算其中一个进程，进程组什么都不发送，另有一个计数器，数出它交给集合通信多少：
+# 把四个进程看作两台机器，每台两个。`fully_shard` 接受一个有两个维度的 mesh，沿第一维复制，沿第二维分片。下面只运行其中一个进程，进程组什么都不发送：
 #
 # </div>
 
 # %%
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-from course_lib.distributed import Communicated
 
 
 def sharded(model, mesh):
@@ -1092,50 +1100,37 @@ def sharded(model, mesh):
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-# %%
-meshes, rows = {"FSDP2": (1, 4), "HSDP": (2, 2)}, []
 with lesson_08.as_rank_of(4):
-    for name, sizes in meshes.items():
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        model = sharded(task.make_model(), mesh if sizes[0] > 1 else mesh["shard"])
-        with Communicated() as given:
-            loss, tokens = task.loss_sum(model, task.part(0, 4, 0))
-            (loss / tokens).backward()
-        own = sum(weight.to_local().nbytes for weight in model.parameters())
-        rows.append((name, round(own / 1e6, 1), round(given.bytes / 1e6, 1)))
-table(["4 ranks", "weights per rank (MB)", "communicated (MB)"], rows)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hsdp = lesson_08.own_and_given(sharded(task.make_model(), mesh))
+    fsdp = lesson_08.own_and_given(sharded(task.make_model(), init_device_mesh("cpu", (4,))))
+table(
+    ["4 ranks", "weights per rank (MB)", "communicated (MB)"], [("FSDP2", *fsdp), ("HSDP", *hsdp)]
+)
 
 # %% [markdown]
 # <div lang="en">
 #
-# It gives 27.5 MB more: the all-reduce of a half of the gradients, counted twice. But this alone goes between machines; all else stays within. On four real gloo ranks it trains as one process does: a loss of 7.681866 in the sixth step, as there, and 67.8 MB on the wire against 81.0 (section 8.16):
-#
-# ```
-# python -m course_lib.lessons.lesson_08.loopback --ranks 4 --what hsdp,fsdp
-# ```
+# HSDP communicates 27.5 MB more, an all-reduce of half of the gradients. Only this goes between the machines. In a recorded run on four real gloo ranks, a rank sends 67.8 MB over the wire instead of FSDP2's 81.0 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 交出的多了 27.5 MB：一半梯度的 all-reduce，按两倍计。但机器之间传的只有这一项，其余都在机器之内。在四个真实的 gloo 进程上，它的训练与单个进程一致：第六步的损失同为 7.681866；线路上实际传输了 67.8 MB，而不是 81.0（8.16 节）：
-#
-# ```
-# python -m course_lib.lessons.lesson_08.loopback --ranks 4 --what hsdp,fsdp
-# ```
+# HSDP 的通信量多 27.5 MB，也就是对一半的梯度做 all-reduce。机器之间传输的只有这一项。在四个真实的 gloo 进程上，按记录，每个进程在线路上实际传输 67.8 MB，而 FSDP2 是 81.0 MB。
 #
 # </div>
 
 # %% [markdown]
-# ## 8.22 A model that is nowhere whole / 任何一处都没有完整的模型
+# ## 8.21 A model that is nowhere whole / 在任何进程上都不完整的模型
 #
 # <div lang="en">
 #
-# All runs above make the whole model on every rank, and shard it then. Here that costs 29.6 MB for a moment, whatever $N$ is. The 70 billion parameters of section 8.20 would take 259 GB on every rank to be made, some 2 TB of host memory for a machine of eight. The remedy is three lines: make it on the device `meta`, which has shapes and no bytes; shard it; then give the shards their bytes, and values:
+# So far every rank first builds the whole model, which would take 259 GB for 70 billion parameters. Three lines avoid it: build the model on the device `meta`, where tensors have shapes and no bytes, shard it, then allocate the shards.
 #
 # </div>
 # <div lang="zh">
 #
-# 上面的运行，都是每个进程先建立完整的模型，再来分片。这里不过是一时占用 29.6 MB，与 $N$ 无关。8.20 节的 700 亿个参数，每个进程光是建立就要 259 GB，一台八个进程的机器约需 2 TB 主机内存。办法只有三行：先在 `meta` 设备上建立，那里只有形状，没有字节；再分片；最后才给各个分片分配字节，填上数值：
+# 前面每个进程都先建立完整的模型，700 亿个参数时光这一步就要 259 GB。用三行代码可以避免：先在 `meta` 设备上建立模型，那里的张量只有形状，不占内存；再分片；最后才给各个分片分配内存。
 #
 # </div>
 
@@ -1147,7 +1142,7 @@ def made_on(device):
             model = task.make_model()
         sharded(model, init_device_mesh("cpu", (4,)))  # 2
         if device == "meta":
-            model.to_empty(device="cpu")  # 3; then values, as from a checkpoint or `init_weights`
+            model.to_empty(device="cpu")  # 3; then load or initialize the values
     return f"`{device}`", meter.peak_bytes, meter.live_bytes
 
 
@@ -1156,70 +1151,39 @@ with lesson_08.as_rank_of(4):
 table(["created on", "peak (bytes)", "held afterwards (bytes)"], rows)
 
 # %% [markdown]
+# ## 8.22 Clipping a sharded gradient / 裁剪分片的梯度
+#
 # <div lang="en">
 #
-# A quarter of the weights, and not a byte more. What `to_empty` leaves is garbage: values come from a checkpoint of section 8.24, of which each rank reads its part, or from the model's own initialisation, run on the shards.
+# Gradients are clipped by the norm of the whole gradient, and a rank has only a shard. Each rank sums the squares of its shard, and one number is all-reduced. `torch.nn.utils.clip_grad_norm_` does this for FSDP2.
 #
 # </div>
 # <div lang="zh">
 #
-# 权重的四分之一，一个字节也不多。`to_empty` 留下的只是无意义的内容：数值要么来自 8.24 节的检查点，每个进程只读自己的一份；要么在分片上运行模型自己的初始化。
-#
-# </div>
-
-# %% [markdown]
-# ## 8.23 Clipping a gradient that is cut / 裁剪切开的梯度
-#
-# <div lang="en">
-#
-# The norm of a gradient is that of the whole. A rank has a piece: it sums the squares of its own, and one number, all-reduced, does the rest. Who clips by the norm of the piece clips each rank by another factor, which is no step of anything:
-#
-# </div>
-# <div lang="zh">
-#
-# 梯度的范数，是完整梯度的范数。每个进程只有一份：先求自己那份的平方和，再对这一个数做 all-reduce 即可。如果按各自那份的范数裁剪，每个进程的系数都不同，走出的步子就不是任何优化器该走的：
+# 裁剪要用完整梯度的范数，而一个进程只有一个分片。每个进程先求自己分片的平方和，再对这一个数做 all-reduce。`torch.nn.utils.clip_grad_norm_` 对 FSDP2 就是这样做的。
 #
 # </div>
 
 # %%
 gradient = torch.linspace(-1, 3, 64).sin()
-pieces = gradient.chunk(4)
-squares = lesson_08.Wire().all_reduce([piece.square().sum().expand(4) for piece in pieces])
-norms = [round(piece.norm().item(), 3) for piece in pieces]
-print("pieces:", norms, "whole:", round(gradient.norm().item(), 3), "all-reduced:", end=" ")
-print(round(squares[0][0].sqrt().item(), 3))
+shards = gradient.chunk(4)
+squares = lesson_08.Wire().all_reduce([shard.square().sum().expand(4) for shard in shards])
+print(
+    [round(shard.norm().item(), 3) for shard in shards], "whole:", round(gradient.norm().item(), 3)
+)
+print("all-reduced:", round(squares[0][0].sqrt().item(), 3))
 
 # %% [markdown]
+# ## 8.23 Saving, and resuming on another number of ranks / 存盘，换个进程数继续训练
+#
 # <div lang="en">
 #
-# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` does that for FSDP2's DTensors; so does the command, which prints the norms with `--json`, equal in all modes but for rounding:
-#
-# ```
-# torchrun ... -m course_lib.distributed --mode ddp,fsdp --max-norm 1 --json
-# ```
+# The two ranks of section 8.3 saved their second step with `torch.distributed.checkpoint`. Each rank wrote its shards. A process that reads takes what it needs from all files, by the names of the parameters. So one rank of DDP, in this very process, can continue what two ranks of FSDP2 have saved:
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` 会对 FSDP2 的 DTensor 这样做；命令也会，加上 `--json` 还会打印范数，除舍入外各种做法都相等：
-#
-# ```
-# torchrun ... -m course_lib.distributed --mode ddp,fsdp --max-norm 1 --json
-# ```
-#
-# </div>
-
-# %% [markdown]
-# ## 8.24 Saving, and resuming on another number of ranks / 存盘，换个进程数继续
-#
-# <div lang="en">
-#
-# The two ranks of section 8.3 have saved their second step. Each wrote its own part with `torch.distributed.checkpoint`; a process that reads takes what it needs from all files, by the names of the parameters. So what two ranks of FSDP2 have written, one rank of DDP can go on with, in this very process:
-#
-# </div>
-# <div lang="zh">
-#
-# 8.3 节的两个进程把第二步的结果存了盘。每个进程用 `torch.distributed.checkpoint` 写出自己的一份；读取的进程按参数的名字，从各个文件里取所需的部分。所以两个 FSDP2 进程存下的状态，可以由一个 DDP 进程接着训练；下面就在当前进程里做：
+# 8.3 节的两个进程已经把第二步的结果存盘，每个进程用 `torch.distributed.checkpoint` 写出自己的分片。读取的进程按参数的名字，从各个文件里取出需要的部分。因此两个 FSDP2 进程存下的状态，一个 DDP 进程也能接着训练，下面就在当前进程里运行：
 #
 # </div>
 
@@ -1231,65 +1195,39 @@ follows({"losses": went_on}, losses[2:])
 # %% [markdown]
 # <div lang="en">
 #
-# A folder gets its final name once all ranks have written. Whatever is killed before leaves a folder that ends in `.incomplete`, and `--resume` takes the last complete one. (For other tools, `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` of `torch.distributed.checkpoint.state_dict` gathers whole tensors on rank 0; not run here.) In a terminal:
-#
-# ```
-# torchrun ... -m course_lib.distributed --mode fsdp --steps 100 --every 20 --save runs
-# torchrun ... -m course_lib.distributed --mode fsdp --steps 100 --resume runs
-# ```
+# In a terminal, add `--save runs --every 20`, and later `--resume runs`. A folder gets its final name only when all ranks have written; until then it ends in `.incomplete`.
 #
 # </div>
 # <div lang="zh">
 #
-# 全部进程都写完，目录才改成正式的名字。中途被终止，留下的目录以 `.incomplete` 结尾，`--resume` 取最近一个完整的。（要给其他工具用，`torch.distributed.checkpoint.state_dict` 里的 `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` 会在 0 号进程上收集完整的张量；这里没有运行。）在终端里：
-#
-# ```
-# torchrun ... -m course_lib.distributed --mode fsdp --steps 100 --every 20 --save runs
-# torchrun ... -m course_lib.distributed --mode fsdp --steps 100 --resume runs
-# ```
+# 在终端里加上 `--save runs --every 20` 存盘，之后用 `--resume runs` 继续。全部进程都写完之后，目录才改成正式的名字，在此之前以 `.incomplete` 结尾。
 #
 # </div>
 
 # %% [markdown]
-# ## 8.25 A rank that fails / 一个进程失败了
+# ## 8.24 A rank that fails / 一个进程失败时
 #
 # <div lang="en">
 #
-# A collective waits for everybody. What if one dies? Tried with two gloo processes and no `torchrun`: one raises an error, or is killed; the other, waiting in an all-reduce, gets "Connection closed by peer" within half a second, since the dead one's sockets close. So what you see first may be a victim's error. `torchrun` ends all when one fails, and prints the traceback of the first under "Root Cause"; for that, the command's `main` carries `@record`, and a rank that has lost another waits, so that the cause speaks first. Ranks that lost a connection or were ended by a signal are victims.
-#
-# A rank that hangs closes nothing and gives no error. The process group's timeout ends it, after 30 minutes by default with gloo and 10 with NCCL. The library's tests do it with a real rank: one that raises, and one that stands still while it saves.
+# If one rank fails, another one that waits in an all-reduce gets "Connection closed by peer" within half a second. `torchrun` prints the error of the first failed rank under "Root Cause". A rank that hangs gives no error until the timeout of the process group, by default 30 minutes with gloo and 10 with NCCL.
 #
 # </div>
 # <div lang="zh">
 #
-# 集合通信要等所有人到齐。如果有一个死了呢？用两个 gloo 进程试过，不经 `torchrun`：一个抛出错误，或者被终止；另一个正在 all-reduce 里等待，半秒之内就收到 “Connection closed by peer”，因为死掉的进程，套接字会关闭。所以最先看到的，可能只是受害者的错误。一个进程失败，`torchrun` 就全部结束，并在 “Root Cause” 下打印最先出错的调用栈；为此，这个命令的 `main` 函数带有 `@record`，而失去同伴的进程会等一等，让出错的先说。连接断开的、被信号结束的，都只是受害者。
-#
-# 挂住不动的进程什么也不关闭，也不报错，要等进程组超时才会结束：默认 gloo 是 30 分钟，NCCL 是 10 分钟。库的测试用真实的进程做了这些：一个抛出错误，一个在存盘时停住不动。
+# 如果一个进程失败，正在 all-reduce 中等待的另一个进程半秒之内就会收到 “Connection closed by peer”。`torchrun` 把最先失败的进程的错误打印在 “Root Cause” 下。停住不动的进程则不报错，要等进程组超时，默认 gloo 是 30 分钟，NCCL 是 10 分钟。
 #
 # </div>
 
 # %% [markdown]
-# ## 8.26 On a GPU / 在 GPU 上
+# ## 8.25 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# The same command, on a machine with a GPU a rank, takes NCCL by itself and adds `fsdp-cpu` to the modes:
-#
-# ```
-# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
-# ```
-#
-# Bytes held and bytes given are the same. The peak is not quite. Read in PyTorch 2.13's code, **not measured**: a gather fills one flat buffer, which is copied out into the block's weights and lives on until the next block's copy; that block's gather runs ahead into a flat buffer of its own; and in backward the input of a reduce-scatter lives until its stream is done. So besides the block at work there may be two flat buffers, and a block's gradients: here three times 3.2 MB, for 70 billion parameters three times 3.2 GB in fp32. NCCL has buffers of its own, which no tensor shows. Nothing of this has been recorded for this page.
+# With one GPU per rank, the same command uses NCCL, and the mode `fsdp-cpu` is available. Only the peak differs. According to the code of PyTorch 2.13, **not measured**, gathers start early. Two flat buffers of gathered blocks and the gradients of one block may be live besides the current block, here three times 3.2 MB. NCCL also has buffers that are in no tensor.
 #
 # </div>
 # <div lang="zh">
 #
-# 在每个进程有一块 GPU 的机器上，同样的命令会自动选用 NCCL，还可以加上 `fsdp-cpu`：
-#
-# ```
-# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
-# ```
-#
-# 持有的字节和交出的字节都不变，峰值略有不同。以下读自 PyTorch 2.13 的代码，**没有测过**：一次收集先填满一个扁平的缓冲区，再拷贝成块的各个权重，这个缓冲区要到下一个块拷贝时才释放；下一个块的收集提前进行，又占一个扁平的缓冲区；反向时，reduce-scatter 的输入要等它的流做完才释放。所以除了正在计算的块，还可能有两个扁平的缓冲区和一个块的梯度：这里是三个 3.2 MB，700 亿个参数、fp32 时是三个 3.2 GB。NCCL 还有自己的缓冲区，张量里看不到。本页没有这方面的记录。
+# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。不同的只有峰值。根据 PyTorch 2.13 的代码（**没有实测**），由于收集会提前进行，除了正在计算的块，还可能同时有两个收集用的扁平缓冲区和一个块的梯度，在这里是三个 3.2 MB。NCCL 自己也有缓冲区，张量里看不到。
 #
 # </div>

@@ -42,8 +42,8 @@ def sharded(weights, gradients, adams, wire, slip=None):
         sums = list(sum(gradients).chunk(n))
     else:
         sums = wire.reduce_scatter(gradients)
-    pieces = [
-        weight.chunk(n)[0 if slip == "first piece" else rank] for rank, weight in enumerate(weights)
+    shards = [
+        weight.chunk(n)[0 if slip == "first shard" else rank] for rank, weight in enumerate(weights)
     ]
     size = 1 if slip == "sum" else n
     if slip == "whole state":
@@ -52,7 +52,7 @@ def sharded(weights, gradients, adams, wire, slip=None):
             for adam, weight, total in zip(adams, weights, wire.all_reduce(gradients), strict=True)
         ]
     updated = [
-        adam(piece, total / size) for adam, piece, total in zip(adams, pieces, sums, strict=True)
+        adam(shard, total / size) for adam, shard, total in zip(adams, shards, sums, strict=True)
     ]
     return updated if slip == "no gather" else wire.all_gather(updated)
 
@@ -63,10 +63,10 @@ class Gathered(torch.autograd.Function):
     slip = None
 
     @staticmethod
-    def forward(context, x, piece, wire):
+    def forward(context, x, shard, wire):
         context.wire = wire
-        context.save_for_backward(x, piece)
-        return x @ wire.all_gather(piece).mT
+        context.save_for_backward(x, shard)
+        return x @ wire.all_gather(shard).mT
 
     @classmethod
     def gradient_of(cls, wire, gradient):
@@ -74,8 +74,8 @@ class Gathered(torch.autograd.Function):
 
     @classmethod
     def backward(cls, context, gradient):
-        x, piece = context.saved_tensors
-        whole = context.wire.all_gather(piece)
+        x, shard = context.saved_tensors
+        whole = context.wire.all_gather(shard)
         return gradient @ whole, cls.gradient_of(context.wire, gradient.mT @ x), None
 
 
@@ -83,8 +83,8 @@ class KeepsTheWhole(Gathered):
     """Saves the gathered weight, as autograd would."""
 
     @staticmethod
-    def forward(context, x, piece, wire):
-        whole = wire.all_gather(piece)
+    def forward(context, x, shard, wire):
+        whole = wire.all_gather(shard)
         context.wire, context.x, context.whole = wire, x, whole
         return x @ whole.mT
 
@@ -100,8 +100,8 @@ class HidesTheWhole(KeepsTheWhole):
     """In a list of its own, where autograd knows nothing of it."""
 
     @staticmethod
-    def forward(context, x, piece, wire):
-        HIDDEN[:] = [wire.all_gather(piece)]
+    def forward(context, x, shard, wire):
+        HIDDEN[:] = [wire.all_gather(shard)]
         context.wire, context.x, context.whole = wire, x, HIDDEN[0]
         return x @ HIDDEN[0].mT
 
@@ -111,7 +111,7 @@ class AllReduces(Gathered):
     def gradient_of(cls, wire, gradient):
         length = len(gradient)
         total = wire.all_reduce(gradient)
-        own = wire.reduce_scatter(gradient)  # to know which piece is ours
+        own = wire.reduce_scatter(gradient)  # to know which shard is ours
         return own if len(total) == length else None
 
 
@@ -120,22 +120,22 @@ class AloneInTheWorld(Gathered):
 
     @classmethod
     def backward(cls, context, gradient):
-        x, piece = context.saved_tensors
+        x, shard = context.saved_tensors
         place = next(
             i
-            for i, each in enumerate(context.wire.all_gather(piece).split(len(piece)))
-            if each.equal(piece)
+            for i, each in enumerate(context.wire.all_gather(shard).split(len(shard)))
+            if each.equal(shard)
         )
-        whole = context.wire.all_gather(piece)
-        return gradient @ whole, (gradient.mT @ x).split(len(piece))[place], None
+        whole = context.wire.all_gather(shard)
+        return gradient @ whole, (gradient.mT @ x).split(len(shard))[place], None
 
 
 class Averages(Gathered):
     @classmethod
     def backward(cls, context, gradient):
         x, own, none = Gathered.backward(context, gradient)
-        piece = context.saved_tensors[1]
-        return x, own * len(piece) / gradient.shape[1], none
+        shard = context.saved_tensors[1]
+        return x, own * len(shard) / gradient.shape[1], none
 
 
 class WholeGradient(Gathered):
@@ -150,24 +150,24 @@ class ForgetsTheWire(Gathered):
         return Gathered.backward(context, gradient)[:2]
 
 
-class UsesItsPiece(Gathered):
+class UsesItsShard(Gathered):
     @staticmethod
-    def forward(context, x, piece, wire):
-        return x @ piece.mT
+    def forward(context, x, shard, wire):
+        return x @ shard.mT
 
 
 class SavesSeparately(Gathered):
     """Right, and written another way."""
 
     @staticmethod
-    def forward(context, x, piece, wire):
-        context.wire, context.x, context.piece = wire, x, piece
-        return torch.einsum("bi,oi->bo", x, wire.all_gather(piece))
+    def forward(context, x, shard, wire):
+        context.wire, context.x, context.shard = wire, x, shard
+        return torch.einsum("bi,oi->bo", x, wire.all_gather(shard))
 
     @staticmethod
     def backward(context, gradient):
         own = context.wire.reduce_scatter(torch.einsum("bo,bi->oi", gradient, context.x))
-        return torch.matmul(gradient, context.wire.all_gather(context.piece)), own, None
+        return torch.matmul(gradient, context.wire.all_gather(context.shard)), own, None
 
 
 def cheats(weights, gradients, adams, wire):
@@ -187,8 +187,8 @@ def ignores_the_sums(weights, gradients, adams, wire):
     wire.reduce_scatter(gradients)
     n = len(weights)
     means = (sum(gradients) / n).chunk(n)
-    pieces = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
-    return wire.all_gather([a(p, g) for a, p, g in zip(adams, pieces, means, strict=True)])
+    shards = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
+    return wire.all_gather([a(p, g) for a, p, g in zip(adams, shards, means, strict=True)])
 
 
 def ignores_the_gathered(weights, gradients, adams, wire):
@@ -202,7 +202,7 @@ SHARDED_SLIPS = {
     "all-reduce": "you send 3 numbers",
     "no wire": "fewer bytes than a step needs",
     "scale": "does not depend on the scale of the gradient",
-    "first piece": "its own shard",
+    "first shard": "its own shard",
     "sum": "sum of the gradients",
     "whole state": "of Adam's state",
     "no gather": "only one shard of the new weights",
@@ -268,21 +268,21 @@ ANSWERS = {
     "gathered_linear": (
         [Gathered, SavesSeparately],
         [
-            (lambda x, piece, wire: x, "Not answered"),
-            (lambda x, piece, wire: None, "Not answered"),
+            (lambda x, shard, wire: x, "Not answered"),
+            (lambda x, shard, wire: None, "Not answered"),
             (
-                lambda x, piece, wire: torch.nn.functional.linear(x, wire.all_gather(piece)),
-                "Save `piece` instead",
+                lambda x, shard, wire: torch.nn.functional.linear(x, wire.all_gather(shard)),
+                "Save `shard` instead",
             ),
-            (lambda x, piece, wire: (x @ wire.all_gather(piece).mT).detach(), "no graph"),
-            (KeepsTheWhole, "Save `piece` instead"),
-            (HidesTheWhole, "Save `piece` instead"),
+            (lambda x, shard, wire: (x @ wire.all_gather(shard).mT).detach(), "no graph"),
+            (KeepsTheWhole, "Save `shard` instead"),
+            (HidesTheWhole, "Save `shard` instead"),
             (AllReduces, "You send 5 numbers"),
             (AloneInTheWorld, "only this rank's gradient"),
             (Averages, "averaging belongs in the loss"),
             (WholeGradient, "Your second gradient"),
             (ForgetsTheWire, "`None` for the wire"),
-            (UsesItsPiece, "sent nothing through"),
+            (UsesItsShard, "sent nothing through"),
         ],
     ),
     "tokens_to_hide": (
@@ -305,6 +305,7 @@ ANSWERS = {
         [lambda psi, root: {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}],
         [
             (lambda psi, root: {"DDP": 0, "FSDP2": 0}, "Not answered"),
+            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": 0}, "Not answered"),
             (lambda psi, root: 8 * psi, "keys"),
             (lambda psi, root: {"DDP": 2 * psi, "FSDP2": 0}, "You counted numbers"),
             (lambda psi, root: {"DDP": 8 * psi / 1e6, "FSDP2": 0}, "in MB"),
@@ -329,10 +330,10 @@ _BILLIONTH = "within the tolerance, a billionth"
 EQUIVALENT = {
     "gathered_linear": dict.fromkeys(
         (
-            "wire.all_gather(piece) → wire.all_gather(piece.detach())",
-            "context.wire.all_gather(piece) → context.wire.all_gather(piece.detach())",
-            "context.save_for_backward(x, piece) → context.save_for_backward(x.detach(), piece)",
-            "context.save_for_backward(x, piece) → context.save_for_backward(x, piece.detach())",
+            "wire.all_gather(shard) → wire.all_gather(shard.detach())",
+            "context.wire.all_gather(shard) → context.wire.all_gather(shard.detach())",
+            "context.save_for_backward(x, shard) → context.save_for_backward(x.detach(), shard)",
+            "context.save_for_backward(x, shard) → context.save_for_backward(x, shard.detach())",
         ),
         "inside a Function no graph is made that could be detached from",
     ),

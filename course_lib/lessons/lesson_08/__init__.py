@@ -20,10 +20,17 @@ from .display import (
     draw_peaks,
     draw_ranks,
     draw_seconds,
-    draw_wire,
     held_by,
     resumed_alone,
     symbolic_rank,
+)
+from .large import (
+    compare_splits,
+    kept_per_layer,
+    own_and_given,
+    seventy_billion,
+    sync_table,
+    tensor_rows,
 )
 from .schemes import draw_collectives, draw_stages, parallelisms
 from .wire import GIVEN_TIMES, RECORDED, TENSOR_BYTES, Adam, RankWire, Wire
@@ -43,6 +50,7 @@ __all__ = [
     "check_seven_billion",
     "check_sharded_step",
     "check_tokens_to_hide",
+    "compare_splits",
     "ddp_peak",
     "draw_budgets",
     "draw_collectives",
@@ -50,12 +58,16 @@ __all__ = [
     "draw_ranks",
     "draw_seconds",
     "draw_stages",
-    "draw_wire",
     "figures_of_claims",
     "held_by",
+    "kept_per_layer",
+    "own_and_given",
     "parallelisms",
     "resumed_alone",
+    "seventy_billion",
     "symbolic_rank",
+    "sync_table",
+    "tensor_rows",
 ]
 
 #: Claims that learners may have read.

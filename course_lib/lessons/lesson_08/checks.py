@@ -183,25 +183,25 @@ class _WireWithHiddenRank(Wire):
     HIDDEN_WEIGHT = 0.125
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [piece + self.HIDDEN_GRADIENT for piece in super().reduce_scatter(tensors)]
+        return [shard + self.HIDDEN_GRADIENT for shard in super().reduce_scatter(tensors)]
 
-    def all_gather(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        return [whole + self.HIDDEN_WEIGHT for whole in super().all_gather(pieces)]
+    def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [whole + self.HIDDEN_WEIGHT for whole in super().all_gather(shards)]
 
 
 class _RecordingAdam(Adam):
     """An Adam that remembers its arguments."""
 
-    def __call__(self, piece: Tensor, gradient: Tensor) -> Tensor:
-        if piece.shape != gradient.shape:
+    def __call__(self, shard: Tensor, gradient: Tensor) -> Tensor:
+        if shard.shape != gradient.shape:
             message = (
                 "You gave Adam {weights} weights and {gradients} numbers of a gradient. Give it"
                 " this rank's shard of both."
             )
-            counts = {"weights": piece.numel(), "gradients": gradient.numel()}
+            counts = {"weights": shard.numel(), "gradients": gradient.numel()}
             raise Refused(text(message, **counts), exact=True)
         self.given = gradient.clone()
-        return super().__call__(piece, gradient)
+        return super().__call__(shard, gradient)
 
 
 @exercise(
@@ -235,7 +235,7 @@ def check_sharded_step(answer: Any) -> Verdict:
             weights = answer(weights, gradients, adams, wire)
             if weights is None:
                 return not_answered()
-            _check_pieces(weights, adams, mean, n)
+            _check_shards(weights, adams, mean, n)
             _check_bytes(adams, wire, step + 1, n)
             whole = alone(whole, mean)
             _check_values(weights, adams, (whole, mean, sum(gradients) / n), wire)
@@ -246,7 +246,7 @@ def check_sharded_step(answer: Any) -> Verdict:
     )
 
 
-def _check_pieces(weights: Any, adams: list[_RecordingAdam], mean: Tensor, n: int) -> None:
+def _check_shards(weights: Any, adams: list[_RecordingAdam], mean: Tensor, n: int) -> None:
     if not isinstance(weights, (list, tuple)) or len(weights) != n:
         raise Refused("Return a list with one tensor per rank.")
     if not any(adam.steps for adam in adams):
@@ -338,8 +338,8 @@ _BACKWARD_ERRORS = {
         " forward, and `None` for the wire."
     ),
     "invalid gradient at index 1": (
-        "Your second gradient has the wrong shape. It is the gradient of `piece`, so it must"
-        " have the shape of `piece`."
+        "Your second gradient has the wrong shape. It is the gradient of `shard`, so it must"
+        " have the shape of `shard`."
     ),
     "invalid gradient at index 0": (
         "Your first gradient has the wrong shape. It is the gradient of `x`, so it must have"
@@ -351,17 +351,17 @@ _BACKWARD_ERRORS = {
 @exercise(
     hint=(
         (
-            "Save `x` and `piece`, not the whole weight. In backward, gather the weight again"
+            "Save `x` and `shard`, not the whole weight. In backward, gather the weight again"
             " and scatter its gradient."
         ),
         (
             "Backward returns three values: `gradient @ whole` for `x`,"
-            " `wire.reduce_scatter(gradient.mT @ x)` for `piece`, and `None` for the wire."
+            " `wire.reduce_scatter(gradient.mT @ x)` for `shard`, and `None` for the wire."
         ),
     )
 )
 def check_gathered_linear(function: Any) -> Verdict:
-    """Check a Linear `function(x, piece, wire)`, or a Function, with a sharded weight.
+    """Check a Linear `function(x, shard, wire)`, or a Function, with a sharded weight.
 
     It runs as rank 2 of 4 and as rank 0 of 2.
     """
@@ -378,19 +378,19 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
     inputs = [torch.linspace(-1, 2 + each, 5 * 96).cos().view(5, 96) for each in range(ranks)]
     arriving = [torch.linspace(-2, 1 + each, 5 * 64).view(5, 64) for each in range(ranks)]
     gradients = [g.mT @ x for g, x in zip(arriving, inputs, strict=True)]
-    pieces = weight.chunk(ranks)
-    wire = RankWire(rank, pieces, gradients)
-    x, piece = inputs[rank].clone().requires_grad_(), pieces[rank].clone().requires_grad_()
+    shards = weight.chunk(ranks)
+    wire = RankWire(rank, shards, gradients)
+    x, shard = inputs[rank].clone().requires_grad_(), shards[rank].clone().requires_grad_()
     with MemoryMeter() as meter:
-        output = function(x, piece, wire)
+        output = function(x, shard, wire)
         if output is None or output is ... or output is x or output.shape == x.shape:
             raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
-    _check_forward(output, inputs[rank] @ weight.mT, piece, wire, weight.nbytes)
+    _check_forward(output, inputs[rank] @ weight.mT, shard, wire, weight.nbytes)
     if kept > weight.nbytes // 2:
         message = (
             "Between forward and backward you keep {kept:,} more bytes, and the whole weight"
-            " has {whole:,}. Save `piece` instead of the whole weight."
+            " has {whole:,}. Save `shard` instead of the whole weight."
         )
         raise Refused(text(message, kept=kept, whole=weight.nbytes), exact=True)
     try:
@@ -404,19 +404,19 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
     total, own = sum(gradients).chunk(ranks)[rank], gradients[rank].chunk(ranks)[rank]
     mistakes = {
         (
-            "You returned only this rank's gradient for `piece`. It must be the sum over all ranks."
+            "You returned only this rank's gradient for `shard`. It must be the sum over all ranks."
         ): own,
         (
-            "You returned the mean over the ranks for `piece`. Here it must be the sum, because"
+            "You returned the mean over the ranks for `shard`. Here it must be the sum, because"
             " averaging belongs in the loss."
         ): (total / ranks),
     }
-    _check_backward(piece.grad, total, "piece", mistakes)
+    _check_backward(shard.grad, total, "shard", mistakes)
     _check_traffic(wire.sent_bytes, weight.nbytes)
 
 
 def _check_forward(
-    output: Tensor, expected: Tensor, piece: Tensor, wire: RankWire, whole: int
+    output: Tensor, expected: Tensor, shard: Tensor, wire: RankWire, whole: int
 ) -> None:
     if wire.sent_bytes == 0:
         raise Refused(
@@ -484,6 +484,8 @@ def check_sent(answer: Any) -> Verdict:
     for psi, root in ((PSI, 557_568), (1000, 100)):
         given = answer(psi, root)
         if given is None or (isinstance(given, Mapping) and not any(given.values())):
+            return not_answered()
+        if given == {"DDP": 8 * psi, "FSDP2": 0}:  # the function as it was given
             return not_answered()
         if not isinstance(given, Mapping) or set(given) != {"DDP", "FSDP2"}:
             return wrong("Give a dictionary with the keys `DDP` and `FSDP2`.")

@@ -14,8 +14,6 @@ from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, category_label, figure, text
 from course_lib.teaching.figures import category_look, shown_once
 
-from .wire import GIVEN_TIMES
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -26,13 +24,6 @@ STAGE_OF = {
     "fsdp-keep": "ZeRO 2",
     "fsdp": "ZeRO 3",
     "fsdp-checkpoint": "ZeRO 3",
-}
-GIVEN, RING, CARRIED = COLORS["predicted"], "#BBBBBB", COLORS["measured"]
-_NAMES = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "FSDP2"}
-_NAMES |= {
-    "all_reduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
 }
 _COLORS = {
     "DDP": "#222222",
@@ -184,69 +175,6 @@ def _legend(drawn: "Figure", variants: Mapping[str, Mapping[str, int]]) -> None:
     ]
     handles = [Patch(label=category_label(name), **category_look(name)) for name in shown]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5)
-
-
-def draw_wire(rows: Sequence[tuple[str, float, float, float]], ranks: int) -> "Figure":
-    """Draw bytes given to collectives, what a ring would send of them, and what a wire carried.
-
-    Args:
-        rows: (mode or collective, given, of a ring, carried), in bytes.
-        ranks: Number of ranks.
-    """
-    title = (
-        "Gloo sends as much as a ring, except for a reduce-scatter, which costs as much as an"
-        " all-reduce"
-    )
-    drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.2)
-    description = _draw_bars(left, [row for row in rows if row[0] not in GIVEN_TIMES])
-    description += _draw_bars(right, [row for row in rows if row[0] in GIVEN_TIMES])
-    left.set_xlabel(text("one of {ranks} ranks, per step (MB)", ranks=ranks))
-    right.set_xlabel(text("one of {ranks} ranks, for a tensor of 4 MB (MB)", ranks=ranks))
-    _wire_legend(drawn)
-    drawn.course_alt = text(
-        "In MB: communicated, sent in a ring, sent over the wire. {rows}.",
-        rows=listed(description, "; "),
-    )
-    return shown_once(drawn)
-
-
-def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> list[str]:
-    description: list[str] = []
-    for place, (name, *counts) in enumerate(rows):
-        for step, (count, color) in enumerate(zip(counts, (GIVEN, RING, CARRIED), strict=True)):
-            ax.barh(place + 0.27 * (step - 1), count / 1e6, height=0.25, color=color)
-            at = count / 1e6, place + 0.27 * (step - 1)
-            ax.annotate(
-                f"{count / 1e6:.1f}",
-                at,
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-        given, ring, carried = (f"{count / 1e6:.1f}" for count in counts)
-        description.append(
-            text(
-                "{name}: {given}, {ring}, {carried}",
-                name=_NAMES[name],
-                given=given,
-                ring=ring,
-                carried=carried,
-            )
-        )
-    ax.set_yticks(range(len(rows)), [_NAMES[name] for name, *_ in rows])
-    ax.invert_yaxis()
-    ax.grid(visible=False)
-    ax.set_xlim(0, 1.18 * max(count for _, *counts in rows for count in counts) / 1e6)
-    return description
-
-
-def _wire_legend(drawn: "Figure") -> None:
-    from matplotlib.patches import Patch
-
-    names = {"communicated": GIVEN, "sent in a ring": RING, "sent over the wire": CARRIED}
-    handles = [Patch(label=text(name), color=color) for name, color in names.items()]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8.5)
 
 
 def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figure":

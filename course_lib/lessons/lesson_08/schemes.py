@@ -1,4 +1,4 @@
-"""The share of each rank in several kinds of parallelism, from papers and not measured."""
+"""The share of each rank in several kinds of parallelism, as the papers describe them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -86,19 +86,19 @@ def draw_collectives() -> "Figure":
 
 def _draw_shards(ax: "Axes", shards: Sequence[set[int]], summed: bool) -> None:
     for rank, own in enumerate(shards):
-        for piece in range(RANKS):
-            full = piece in own
+        for shard in range(RANKS):
+            full = shard in own
             look = (
-                {"color": _SHADES[piece]} if full else {"facecolor": "none", "edgecolor": "#BBBBBB"}
+                {"color": _SHADES[shard]} if full else {"facecolor": "none", "edgecolor": "#BBBBBB"}
             )
             ax.barh(
-                rank, 0.94, left=piece, height=0.7, alpha=1 if summed or not full else 0.45, **look
+                rank, 0.94, left=shard, height=0.7, alpha=1 if summed or not full else 0.45, **look
             )
             if full:
                 description = "Σ" if summed else f"{rank}"
                 ax.annotate(
                     description,
-                    (piece + 0.47, rank),
+                    (shard + 0.47, rank),
                     ha="center",
                     va="center",
                     color="white" if summed else "#222222",
@@ -125,7 +125,7 @@ _SHARE = "÷ N for a fixed batch"
 #: step; source).
 PARALLELISMS = (
     (
-        "data (DDP)",
+        "data (DP): DDP",
         _NO,
         _NO,
         _NO,
@@ -161,7 +161,7 @@ PARALLELISMS = (
         "Zhao et al. 2023, arXiv:2304.11277",
     ),
     (
-        "tensor, t",
+        "tensor (TP), t",
         _MATRICES,
         _MATRICES,
         _MATRICES,
@@ -170,7 +170,7 @@ PARALLELISMS = (
         "Shoeybi et al. 2019, arXiv:1909.08053",
     ),
     (
-        "tensor and sequence, t",
+        "tensor and sequence (TP, SP), t",
         _MATRICES,
         _MATRICES,
         _MATRICES,
@@ -179,7 +179,7 @@ PARALLELISMS = (
         "Korthikanti et al. 2022, arXiv:2205.05198",
     ),
     (
-        "context, c",
+        "context (CP), c",
         _NO,
         _NO,
         _NO,
@@ -188,7 +188,7 @@ PARALLELISMS = (
         "Liu et al. 2023, arXiv:2310.01889",
     ),
     (
-        "pipeline, p",
+        "pipeline (PP), p",
         _BY_P,
         _BY_P,
         _BY_P,
@@ -197,7 +197,7 @@ PARALLELISMS = (
         "Huang et al. 2018, arXiv:1811.06965",
     ),
     (
-        "expert, e",
+        "expert (EP), e",
         _BY_E,
         _BY_E,
         _BY_E,

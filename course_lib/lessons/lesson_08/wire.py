@@ -63,13 +63,13 @@ class Wire(_ByteCounter):
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sum of all tensors, cut: rank r gets the r-th shard."""
         self._record(tensors[0])
-        return [piece.clone() for piece in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
+        return [shard.clone() for shard in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
 
-    def all_gather(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+    def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Concatenate all shards: each rank gets the whole."""
-        whole = torch.cat([*pieces])
+        whole = torch.cat([*shards])
         self._record(whole)
-        return [whole.clone() for _ in pieces]
+        return [whole.clone() for _ in shards]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sum of all tensors on each rank: a reduce-scatter, then an all-gather."""
@@ -81,26 +81,26 @@ class RankWire(_ByteCounter):
 
     Args:
         rank: The rank whose wire this is.
-        pieces: Shards of a weight, one per rank, cut along the first dimension. This rank's own
+        shards: Shards of a weight, one per rank, cut along the first dimension. This rank's own
             shard is replaced by what it passes in.
         gradients: Gradients of the whole weight, one per rank, likewise.
     """
 
-    def __init__(self, rank: int, pieces: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def __init__(self, rank: int, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         super().__init__()
-        self._rank, self._pieces, self._ranks = rank, [*pieces], len(pieces)
+        self._rank, self._shards, self._ranks = rank, [*shards], len(shards)
         self._others = sum(each for r, each in enumerate(gradients) if r != rank)
 
-    def all_gather(self, piece: Tensor) -> Tensor:
+    def all_gather(self, shard: Tensor) -> Tensor:
         """Concatenate the shards of all ranks."""
-        own = self._pieces[self._rank]
-        if piece.shape != own.shape:
-            shapes = tuple(piece.shape), tuple(own.shape)
+        own = self._shards[self._rank]
+        if shard.shape != own.shape:
+            shapes = tuple(shard.shape), tuple(own.shape)
             raise ValueError(
-                f"piece must be this rank's, of shape {shapes[1]}, got shape {shapes[0]}"
+                f"shard must be this rank's, of shape {shapes[1]}, got shape {shapes[0]}"
             )
         whole = torch.cat(
-            [piece if r == self._rank else each for r, each in enumerate(self._pieces)]
+            [shard if r == self._rank else each for r, each in enumerate(self._shards)]
         )
         self._record(whole)
         return whole.detach()
@@ -129,7 +129,7 @@ class RankWire(_ByteCounter):
 
 
 class Adam:
-    """Adam on a shard of the weights: `adam(piece, gradient)` returns the updated shard.
+    """Adam on a shard of the weights: `adam(shard, gradient)` returns the updated shard.
 
     Its two moments have the shape of the first shard that it gets.
     """
@@ -137,15 +137,15 @@ class Adam:
     def __init__(self, lr: float = 1e-3) -> None:
         self.lr, self.steps, self.moments = lr, 0, []
 
-    def __call__(self, piece: Tensor, gradient: Tensor) -> Tensor:
+    def __call__(self, shard: Tensor, gradient: Tensor) -> Tensor:
         if not self.moments:
-            self.moments = [torch.zeros_like(piece), torch.zeros_like(piece)]
+            self.moments = [torch.zeros_like(shard), torch.zeros_like(shard)]
         first, second = self.moments
         self.steps += 1
         first.lerp_(gradient, 0.1)
         second.lerp_(gradient.square(), 0.001)
         size = (second / (1 - 0.999**self.steps)).sqrt() + 1e-8
-        return piece - self.lr / (1 - 0.9**self.steps) * first / size
+        return shard - self.lr / (1 - 0.9**self.steps) * first / size
 
     @property
     def state_bytes(self) -> int:
