@@ -839,12 +839,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# If the batch per rank is fixed, as in most training, data parallelism divides no activations, with any form of ZeRO. A rank computes at least one sequence. If that is too much, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) adds the operations between the matrices. **Context parallelism** (CP) divides the sequence, in attention too. **Pipeline parallelism** (PP) divides the layers. **Expert parallelism** (EP) divides the experts of a mixture. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
+# If the batch per rank is fixed, as in most training, data parallelism divides no activations, with any form of ZeRO. A rank computes at least one sequence. If that is too much, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) adds the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers. **Expert parallelism** (EP) divides the experts of a mixture. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
 #
 # </div>
 # <div lang="zh">
 #
-# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）分摊序列，注意力也不例外。**流水线并行**（PP）分摊各层。**专家并行**（EP）分摊混合专家模型里的专家。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
+# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，注意力也不例外。**流水线并行**（PP）分摊各层。**专家并行**（EP）分摊混合专家模型里的专家。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
 #
 # </div>
 
