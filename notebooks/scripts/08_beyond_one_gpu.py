@@ -475,7 +475,7 @@ predictions(rows, unit="bytes")
 # Your formula counts the calls. How many bytes leave a rank is another question. The table answers it for two ranks and, in its last rows, for one tensor of 4 MB.
 #
 # - *Communicated* is the volume.
-# - *In a ring* is $(N-1)/N$ of it, which ranks in a ring send.
+# - *In a ring* is $(N-1)/N$ of it, which is what ranks in a ring send.
 # - *Over the wire* is what the Linux kernel counted in a recorded run with gloo (`python -m course_lib.lessons.lesson_08.loopback`).
 #
 # </div>
@@ -503,7 +503,7 @@ table(["2 ranks", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# DDP and ZeRO 1 send what a ring would send. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So FSDP2's volume is 46% above DDP's, and its traffic on this wire 96%. NCCL, which GPUs use, was not measured here.
+# DDP and ZeRO 1 send what a ring would send. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So FSDP2's volume is 46% above DDP's, and what it sends over this wire is 96% above DDP's. NCCL, which GPUs use, was not measured here.
 #
 # </div>
 # <div lang="zh">
@@ -691,14 +691,14 @@ lesson_08.compare_splits(seventy, link)
 #
 # **HSDP** shards within a machine, whose links are some nine times as fast, and replicates between machines. It communicates little between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
 #
-# The last row fits, and computation hides it. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. So each GPU still computes for 2.0 s, but gathers only its eighth of the weights between machines. It holds 16.2 of its 80 GB, and the rest is free for activations.
+# The last row fits, and computation hides it. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. So each GPU still computes for 2.0 s, but gathers only its eighth of the weights between machines. It holds 16.2 of its 80 GB, and the rest is free for activations. (Tensor parallelism also communicates within the machine, which the table does not count.)
 #
 # </div>
 # <div lang="zh">
 #
 # **HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制，因为机器内的链路速度约为机器之间的九倍。它在机器之间的通信很少，但每个进程要持有 $16\Psi/8$，而一块 H100 只有 80 GB，装不下。
 #
-# 最后一行既装得下，通信也能被计算掩盖。一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。这样每块 GPU 仍然计算 2.0 s，但在机器之间只需收集自己的那八分之一权重。它持有的是 80 GB 中的 16.2 GB，其余可以放激活值。
+# 最后一行既装得下，通信也能被计算掩盖。一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。这样每块 GPU 仍然计算 2.0 s，但在机器之间只需收集自己的那八分之一权重。它持有的是 80 GB 中的 16.2 GB，其余可以放激活值。（张量并行在机器之内还要通信，表中没有计入。）
 #
 # </div>
 
@@ -839,12 +839,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# If the batch per rank is fixed, as in most training, data parallelism divides no activations, with any form of ZeRO. A rank computes at least one sequence. If that is too much, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) adds the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers. **Expert parallelism** (EP) divides the experts of a mixture. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
+# If the batch per rank is fixed, as in most training, data parallelism divides no activations, with any form of ZeRO. A rank computes at least one sequence. If that is too much, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) also divides the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers among $p$ ranks. **Expert parallelism** (EP) divides the experts of a mixture among $e$ ranks. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
 #
 # </div>
 # <div lang="zh">
 #
-# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，注意力也不例外。**流水线并行**（PP）分摊各层。**专家并行**（EP）分摊混合专家模型里的专家。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
+# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，注意力也不例外。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
 #
 # </div>
 
@@ -867,7 +867,7 @@ lesson_08.parallelisms()
 # })
 # ```
 #
-# The course first reorders the rows of `qkv`, so that a rank gets the queries, keys and values of the same heads. Sequence parallelism adds `SequenceParallel()` for the norms. Embeddings and head stay whole here. Two real ranks process all 8 sequences:
+# The course first reorders the rows of `qkv`, so that a rank gets the queries, keys and values of the same heads. Sequence parallelism (mode `tp-sp`) adds `SequenceParallel()` for the norms. Embeddings and head stay whole here. Two real ranks process all 8 sequences:
 #
 # </div>
 # <div lang="zh">
@@ -883,7 +883,7 @@ lesson_08.parallelisms()
 # })
 # ```
 #
-# 一个进程得到的 Q、K、V 必须属于同一些头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行时，再为归一化层加上 `SequenceParallel()`。嵌入和输出头在这里保持完整。两个真实的进程一起处理全部 8 条序列：
+# 一个进程得到的 Q、K、V 必须属于同一些头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行时（`tp-sp`），再为归一化层加上 `SequenceParallel()`。嵌入和输出头在这里保持完整。两个真实的进程一起处理全部 8 条序列：
 #
 # </div>
 
@@ -932,12 +932,12 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # %% [markdown]
 # <div lang="en">
 #
-# Tensor parallelism agrees with the formula to the byte. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. Your layer of exercise 3 avoids the same for weights. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
+# Tensor parallelism agrees with the formula to the byte. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. In exercise 3 you avoided the same for a weight. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
 #
 # </div>
 # <div lang="zh">
 #
-# 张量并行与公式一字节不差。加上序列并行时，PyTorch 每层却多保存 1,048,576 字节。原因是两个矩阵的输入要先收集，而 autograd 保存的是收集后的完整输入。练习 3 里你写的层对权重正好避免了这个问题。据论文所说，Megatron-LM 在反向时重新收集这些输入。
+# 张量并行与公式一字节不差。加上序列并行时，PyTorch 每层却多保存 1,048,576 字节。原因是两个矩阵的输入要先收集，而 autograd 保存的是收集后的完整输入。练习 3 里，你写的层已经为权重避免了同样的问题。据论文所说，Megatron-LM 在反向时重新收集这些输入。
 #
 # </div>
 
@@ -957,7 +957,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # | keep from forward to backward | `reshard_after_forward=False` | `stage3_max_reuse_distance`, by default 1e9 numbers |
 # | keep a copy within a machine of 8 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
 # | gather ahead | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
-# | small weights stay whole | `ignored_params` | `stage3_param_persistence_threshold`, by default 1e5 numbers |
+# | small weights stay whole | – | `stage3_param_persistence_threshold`, by default 1e5 numbers |
 # | bf16 with fp32 master weights | `MixedPrecisionPolicy`; the shards stay fp32 | `bf16`* |
 # | offload to the host | `CPUOffloadPolicy()` | `offload_optimizer`, `offload_param` |
 # | clip | `clip_grad_norm_` | `gradient_clipping`* |
@@ -978,7 +978,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # | 从前向保留到反向 | `reshard_after_forward=False` | `stage3_max_reuse_distance`，默认 1e9 个数 |
 # | 在 8 块 GPU 的机器内留一份 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
 # | 提前收集 | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
-# | 小的权重不切 | `ignored_params` | `stage3_param_persistence_threshold`，默认 1e5 个数 |
+# | 小的权重不切 | – | `stage3_param_persistence_threshold`，默认 1e5 个数 |
 # | bf16，fp32 主权重 | `MixedPrecisionPolicy`，分片仍是 fp32 | `bf16`* |
 # | 卸载到主机内存 | `CPUOffloadPolicy()` | `offload_optimizer`、`offload_param` |
 # | 裁剪 | `clip_grad_norm_` | `gradient_clipping`* |
@@ -1029,7 +1029,7 @@ lesson_08.sync_table(taken)
 #
 # <div lang="en">
 #
-# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as the ZeRO paper and DeepSpeed count it: 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold? (FSDP2's bf16 policy keeps fp32 shards, which is $16\Psi/N$, too.)
+# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as the ZeRO paper and DeepSpeed count it: 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold? (FSDP2's bf16 policy keeps fp32 shards, which makes $16\Psi/N$, too.)
 #
 # </div>
 # <div lang="zh">
