@@ -33,7 +33,7 @@ def predicted(mode, ranks):
 def test_two_ranks_train_as_one_process(two, mode):
     model = TASK.make_model()
     adam, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
-    for step in range(3):
+    for step in range(2):
         loss, tokens = TASK.loss_sum(model, TASK.make_batch(step))
         (loss / tokens).backward()
         adam.step()

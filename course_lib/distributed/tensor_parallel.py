@@ -20,7 +20,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -58,7 +58,7 @@ CUT = (
     "feedforward.0.bias",
     "feedforward.2.weight",
 )
-STEPS = 3  # the last one is measured; the first creates Adam's state
+STEPS = 2  # the last one is measured; the first creates Adam's state
 
 
 def plan_of(sequence: bool) -> dict[str, Any]:
@@ -152,9 +152,13 @@ class TensorParallel:
     def __call__(self, batch: Any) -> Tensor:
         """Do one step and return the mean loss."""
         loss = self.backward(batch)
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """Update the weights and release the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
 
 
 def tensor_held_bytes(shapes: Shapes, ranks: int) -> dict[str, int]:
@@ -199,37 +203,45 @@ def predict_tensor(
     return watch.taken  # pyrefly: ignore[bad-return]  # not None, since steps were run
 
 
-def gradient_difference(task: Task, mode: str) -> float:
-    """Compare the gradients of the first step with those of this process alone.
-
-    Returns:
-        The largest difference of an entry, as a share of the largest entry of its parameter's
-        gradient.
-    """
-    alone, model, batch = task.make_model(), task.make_model(), task.make_batch(0)
-    loss, weight = task.loss_sum(alone, batch)
+def whole_gradients(task: Task) -> dict[str, Tensor]:
+    """Return the gradients of the first step's mean loss, as one process alone computes them."""
+    model = task.make_model()
+    loss, weight = task.loss_sum(model, task.make_batch(0))
     (loss / weight).backward()
-    TensorParallel(mode, model, task.loss_sum).backward(batch)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_difference(model: nn.Module, whole: Mapping[str, Tensor]) -> float:
+    """Return the largest difference between the gradients of a rank's model and the whole ones.
+
+    It is the difference of an entry, as a share of the largest entry of its parameter's gradient.
+    """
     largest = 0.0
-    for (name, p), own in zip(alone.named_parameters(), model.parameters(), strict=True):
-        expected = by_rank(p.grad, dist.get_world_size()) if "qkv" in name else p.grad
-        found = own.grad.full_tensor() if isinstance(own, DTensor) else own.grad
+    for name, p in model.named_parameters():
+        expected = by_rank(whole[name], dist.get_world_size()) if "qkv" in name else whole[name]
+        found = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
         difference = (found - expected).abs().max() / expected.abs().max()
         largest = max(largest, difference.item())
     return largest
 
 
-def measure(task: Task, mode: str) -> dict[str, Any]:
-    """Train for `STEPS` steps on the ranks of the process group, and return a line of results."""
-    difference = gradient_difference(task, mode)
+def measure(task: Task, mode: str, whole: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Train for `STEPS` steps on the ranks of the process group, and return a line of results.
+
+    Args:
+        whole: Gradients of the first step, as `whole_gradients` returns them.
+    """
     model = task.make_model()
-    shapes = shapes_of(model)
+    shapes, difference = shapes_of(model), 0.0
     with Watch(model) as watch:
         trainer, losses = TensorParallel(mode, model, task.loss_sum), []
         for step in range(STEPS):
             batch = task.make_batch(step)
             with watch.step(trainer):
-                loss = trainer(batch)
+                loss = trainer.backward(batch)
+                if step == 0:
+                    difference = gradient_difference(model, whole)
+                trainer.update()
             losses.append(loss.item())
             del loss  # it would be live in the next step
     usages: list[Any] = [None] * dist.get_world_size()
@@ -250,8 +262,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     with process_group("gloo"):
+        task = task_of()
+        whole = whole_gradients(task)
         for mode in TENSOR_MODES:
-            line = measure(task_of(), mode)
+            line = measure(task, mode, whole)
             if dist.get_rank() == 0:
                 print(json.dumps(line), flush=True)
 

@@ -25,7 +25,13 @@ from .modes import Trainer
 from .sharded_checkpoint import check_fits, last_complete, load, save
 from .tasks import Task
 
-IMPORTED_ONCE = "course_lib.distributed", "torch.distributed.optim", "torch.distributed.run"
+# Modules that every rank would import otherwise. DTensor and fake tensors import `torch._dynamo`.
+IMPORTED_ONCE = (
+    "course_lib.distributed.__main__",
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.distributed.run",
+)
 # Number of metered steps. The first creates Adam's state and the second DDP's buckets, so the third
 # is like all later ones.
 METERED = 3
