@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "277.7 MB for one step. You have 60, and weights with gradients alone are 55.\n\nWhich techniques together? Is each still needed at the end?", "zh": "一步要 277.7 MB。你只有 60 MB，光是权重和梯度就有 55 MB。\n\n哪几种合用？合用之后，每一种都还需要吗？"}
-# # 7 Given a byte budget, which of all these, and how much of each? (`fit`) / 给定字节预算，该用哪几样，各用多少？（`fit`）
+# %% [markdown] slide={"en": "One step needs 277.7 MB. You have 60 MB, and weights with gradients alone take 55.\n\nWhich techniques do you combine?", "zh": "一步要 277.7 MB。你只有 60 MB，光是权重和梯度就占 55 MB。\n\n要把哪几种技术合起来用？"}
+# # 7 Given a byte budget, which of all these, and how much of each? (`fit`) / 给定字节预算，该用哪几种技术，各用到什么程度？（`fit`）
 #
 # <div lang="en">
 #
-# The step of this course, one Adam step of one small decoder, takes 277.7 MB. You have 60.
+# The training step of this course, one Adam step of a small decoder, needs 277.7 MB. You have 60 MB.
 #
-# Its weights and gradients alone are 55. And of the ledger's rows, one technique each, none comes below 124. So it takes several at once. Which ones? In this lesson you put six together, one by one. Then you take one of them **out** again, and see what happens to the peak.
+# The weights and the gradients alone take 55 MB. The ledger has one row for each technique, and no row is below 124 MB. So you have to combine several techniques. Which ones? In this lesson you add six of them, one after another. Then you take one of them **out** again and look at the peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 这门课的那一步，即一个小解码器的一步 Adam，要 277.7 MB。你只有 60 MB。
+# 本课程的训练步，也就是一个小解码器的一步 Adam，需要 277.7 MB 内存，而你只有 60 MB。
 #
-# 光是权重和梯度就有 55 MB。账本里每行只用一种技术，没有一行低于 124 MB。所以需要同时用几种。用哪几种？在这一课里，你把六种技术逐一加上，然后**去掉**其中一种，看看峰值怎样变。
+# 光是权重和梯度就要 55 MB。账本里的每一行只用一种技术，没有一行低于 124 MB，所以必须把几种技术合起来用。该用哪几种？这一课里，你逐一加上六种技术，然后再**去掉**其中一种，看看峰值会怎样变化。
 #
 # </div>
 
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (75 minutes). Write an estimate that takes no memory. Choose a technique by what fills the peak, and say why savings don't add up. Find out which of two recipes is cheaper, and on which machine. Know what a search passes over.
+# **Goals** (98 minutes). Write an estimate that needs no memory. Choose a technique by what fills the peak, and explain why savings do not add up. Compute which of two recipes is faster, and on which machine. State which recipes a search may skip.
 #
 # **What to know before**: lessons 01 to 06.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：写一个不占内存的估计；看清是什么撑起了峰值，再选技术，并说出节省为什么不能相加；算出两个配方哪个更便宜、在什么样的机器上更便宜；知道搜索会跳过什么。
+# **目标**（98 分钟）：写一个函数，不占内存就能估计峰值；先看峰值由什么占满，再选技术，并说清节省的内存为什么不能相加；算出两个配方在什么样的机器上哪个更快；说出搜索可以跳过哪些配方。
 #
 # **预备知识**：第 01 课到第 06 课。
 #
@@ -53,7 +53,7 @@ from course_lib.lessons import lesson_07, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import predictions, table, timelines
+from course_lib.teaching import predictions, table
 
 BUDGET = 60_000_000  # bytes
 
@@ -66,21 +66,21 @@ def make_batch():
     return random_tokens(8, 128, 2048)  # (8, 129): 128 tokens, and the one that follows each
 
 
-# %% [markdown] slide={"en": "60 MB, and the plain step.\n\n**Guess first.** Where is it stopped: forward, backward, optimizer? In which layer?", "zh": "60 MB，基线。\n\n**先猜**：停在前向、反向，还是优化器？在第几层？"}
-# ## 7.1 The plain step is stopped / 基线被拦下
+# %% [markdown] slide={"en": "The baseline runs with a budget of 60 MB.\n\n**Guess first.** Where does it stop: forward, backward, or optimizer? In which layer?", "zh": "用 60 MB 的预算运行基线。\n\n**先猜**：它停在前向、反向，还是优化器更新？在第几层？"}
+# ## 7.1 Where the baseline stops / 基线停在哪里
 #
 # <div lang="en">
 #
-# A meter with `budget_bytes` stops the operator that passes the budget. Let it watch the very first step, before Adam has any state.
+# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the very first step of the baseline under such a meter. Adam has no state yet.
 #
-# **Guess first:** where does it stop? Forward, backward, or the optimizer? In which of the eight layers?
+# **Guess first:** where does the step stop? In the forward pass, in the backward pass, or in the optimizer? In which of the eight layers?
 #
 # </div>
 # <div lang="zh">
 #
-# 带 `budget_bytes` 的计量器，会拦下让内存超出预算的那个算子。让它监视第一步，这时 Adam 还没有状态。
+# 给计量器设了 `budget_bytes`，哪个算子让内存超出预算，训练就停在哪个算子。用这样的计量器运行基线的第一步，这时 Adam 还没有状态。
 #
-# **先猜**：它会停在哪里？前向、反向，还是优化器？在八层里的哪一层？
+# **先猜**：这一步会停在哪里？是前向、反向，还是优化器更新？在八层里的哪一层？
 #
 # </div>
 
@@ -97,34 +97,34 @@ f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step
 # %% [markdown]
 # <div lang="en">
 #
-# In the forward pass, in the second layer of eight, where queries meet keys. 27.5 MB are weights; the first layer has kept 21 MB. Nothing is half done: no gradient is there, no weight has changed.
+# It stops in the forward pass, in the second of eight layers, where queries are multiplied by keys. The weights take 27.5 MB, and the first layer has already saved 21 MB. The model is unharmed, because no gradient exists yet and no weight has changed.
 #
-# From the second step on it is worse. Weights and Adam's state are there before the first operator, 12 bytes per parameter: 82.5 MB. No checkpoint helps against that.
+# From the second step on it is worse. Weights and Adam's state exist before the first operator runs. They take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce that.
 #
 # </div>
 # <div lang="zh">
 #
-# 停在前向，八层里的第二层，查询与键相乘的地方。27.5 MB 是权重，第一层已经留下 21 MB。没有留下做了一半的东西：没有梯度，权重也没变。
+# 它停在前向，在八层中的第二层，正要做查询与键的乘法。权重占 27.5 MB，第一层已经保存了 21 MB。模型没有受损，因为此时还没有梯度，权重也没有改动。
 #
-# 从第二步起就更糟：第一个算子运行之前，权重和 Adam 的状态已经在那里，每个参数 12 字节，共 82.5 MB。对此，加再多检查点也没有用。
+# 从第二步起，情况更糟。第一个算子运行之前，权重和 Adam 的状态就已经在内存里了，每个参数 12 字节，共 82.5 MB。检查点再多，也减少不了这一部分。
 #
 # </div>
 
-# %% [markdown] slide={"en": "What does a step take that your machine cannot hold?\n\n**Write it**: two steps, symbolic tensors, a meter.", "zh": "机器装不下的一步，要占多少内存？\n\n**自己写**：两步，符号张量，一个计量器。"}
-# ## 7.2 Run it without running it / 不运行，也能先跑一遍
+# %% [markdown] slide={"en": "How much memory does a step need that your machine cannot run?\n\n**Write it** with symbolic tensors, two steps, and a meter.", "zh": "一个训练步，你的机器跑不动，怎样知道它需要多少内存？\n\n**自己写**：符号张量，跑两步，用计量器测量。"}
+# ## 7.2 Run the step without memory / 不占内存地跑一步
 #
 # <div lang="en">
 #
-# Before you try recipes on a machine that cannot hold them, let the step itself tell what it takes. Symbolic tensors have shapes and storages, but no memory (lesson 01); the meter counts them all the same.
+# You want to compare recipes on a machine that cannot run them. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes as usual.
 #
-# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`: the peak of a plain step with Adam, the **second** one, in bytes, on symbolic tensors. (`torch.optim.Adam(parameters, foreach=False)`; the model has `loss(batch)`.)
+# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. It returns the peak in bytes of the **second** step of the baseline with Adam, found on symbolic tensors. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
 #
 # </div>
 # <div lang="zh">
 #
-# 要在装不下的机器上挑配方，得先让这一步自己说出它要多少内存。符号张量有形状、有存储区，却不占内存（第 01 课），计量器照样数它们。
+# 现在要在一台跑不动这些配方的机器上比较它们。符号张量有形状、有存储区，但不占内存（第 01 课），计量器照样能统计它们的字节数。
 #
-# **练习 1。** 写出 `peak_of_step(make_model, make_batch)`：基线（Adam，取**第二步**）的峰值，以字节计，用符号张量求出。（`torch.optim.Adam(parameters, foreach=False)`；模型有 `loss(batch)`。）
+# **练习 1。** 写出 `peak_of_step(make_model, make_batch)`：用符号张量求出基线（优化器为 Adam）**第二步**的峰值，返回字节数。优化器用 `torch.optim.Adam(parameters, foreach=False)`，模型有 `loss(batch)` 方法。
 #
 # </div>
 
@@ -158,12 +158,12 @@ lesson_07.check_peak_without_memory(peak_of_step)
 # %% [markdown]
 # <div lang="en">
 #
-# The library's `estimate` does the same for any **recipe**: a value that says what a step uses. These are the fields that this lesson turns; `Recipe()` is the plain step.
+# The library's `estimate` does the same for any **recipe**. A `Recipe` states which techniques a step uses, and `Recipe()` is the baseline. This lesson changes these fields:
 #
 # </div>
 # <div lang="zh">
 #
-# 库里的 `estimate` 对任何**配方**都这么做。配方是一个值，写明一步用了哪些技术。下面是本课要动的各项；`Recipe()` 就是基线。
+# 库里的 `estimate` 用同样的办法估计任何**配方**的内存。配方（`Recipe`）是一个对象，写明训练步用了哪些技术，`Recipe()` 就是基线。本课会改动下面这些字段：
 #
 # </div>
 
@@ -182,45 +182,52 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Yours is 8,256 bytes higher: the batch, 8 × 129 numbers of 8 bytes, which the library leaves out. (Yours may be equal, if your batch was made before the meter.)
+# Your estimate may be 8,256 bytes higher. These bytes are the batch, 8 × 129 numbers of 8 bytes, which counts if you create it after the meter has started. The library creates it before.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的多 8,256 字节：那是批次，8 × 129 个数，每个 8 字节，库不计它。（如果你先建批次、后开计量器，两者就相等。）
+# 你的估计可能多出 8,256 字节，那是批次，共 8 × 129 个数，每个 8 字节。如果你在打开计量器之后才创建批次，它就会被统计进去，而库是在打开计量器之前创建的。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Before any claim of saving: do all recipes train the same?", "zh": "谈节省之前先问：各个配方训练的结果一样吗？"}
-# ## 7.3 Equal first / 先看是否相等
+# %% [markdown] slide={"en": "Before you compare memory: do all recipes train the same model?", "zh": "比较内存之前先问：各个配方训练出的模型一样吗？"}
+# ## 7.3 Do all recipes train the same? / 各个配方训练的结果一样吗？
 #
 # <div lang="en">
 #
-# Before any claim of saving: do the recipes train the same? Two Adam steps on a decoder of two layers; by how much are the weights off, in units of what the two steps have changed? The last row is the recipe that will win.
+# Memory may only be compared if the training is the same. The next cell trains a decoder of two layers for two Adam steps with each recipe. It compares the weights with those of the baseline. The difference is relative to what the two steps have changed.
+#
+# Three combinations have a name from here on: `checkpoints`, `offloaded` and `early`.
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：各个配方训练的结果一样吗？用两层的解码器走两步 Adam，看权重差了多少，以这两步的更新量为单位。最后一行是将要胜出的配方。
+# 训练的结果相同，比较内存才有意义。下面用一个两层的解码器，按每个配方做两步 Adam，再与基线的权重比较，差别以这两步的更新量为单位。
+#
+# 从这里起，有三组选项各用一个名字：`checkpoints`、`offloaded` 和 `early`。
 #
 # </div>
 
 
 # %%
+checkpoints = {"checkpoint": "layers"}  # one checkpoint per layer
+offloaded = {"offload_activations": True}  # saved tensors go to the lower tier
+early = {"offload_optimizer": 1.0, "in_backward": True}  # offloaded state, updates in backward
+
+
 def weights(recipe, steps=2):
     sizes = {"vocabulary": 256, "hidden": 256, "heads": 8, "layers": 2, "sequence": 128}
     model, optimizer = build(lambda: Decoder(**sizes), recipe)
-    start = torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+    start = torch.cat([p.detach().flatten().double() for p in model.parameters()])
     for _ in range(steps):
         train_step(model, optimizer, random_tokens(8, 128, 256), recipe)
     return torch.cat([p.detach().flatten().double() for p in model.parameters()]), start
 
 
 # %% slide="result"
-checkpoints, offloaded = {"checkpoint": "layers"}, {"offload_activations": True}
-freed = {"offload_optimizer": 1.0, "in_backward": True}
 tried = [checkpoints, {"micro_batches": 8}, {"attention": "flash"}, {"head_chunk": 128}]
-tried += [offloaded, freed, {**checkpoints, **offloaded, **freed}]
+tried += [offloaded, early, {**checkpoints, **offloaded, **early}]
 expected, start = weights(Recipe())
 rows = []
 for options in tried:
@@ -232,30 +239,30 @@ table(["recipe", "difference of the weights"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Recomputation and offloading change no bit. Micro-batches, flash attention and a head in chunks add up in another order. On this CPU that changes the update by less than a two-thousandth. All recipes compute the same update, so their memory may be compared.
+# Recomputation and offloading do not change a single bit. Micro-batches, flash attention and a head in chunks add numbers in another order, which changes the update here by less than 0.05%. So all recipes compute the same update, and their memory may be compared.
 #
 # </div>
 # <div lang="zh">
 #
-# 重计算和卸载一个比特也不变。微批次、flash 注意力、把输出头分成小段，都会改变求和的顺序，在这个 CPU 上，更新量的变化不到两千分之一。所有配方算出的更新相同，它们的内存才能放在一起比较。
+# 重计算和卸载连一个比特都不改变。微批次、flash 注意力和把输出头分成小段会改变求和的顺序，在这里更新量的变化小于 0.05%。因此所有配方算出的更新都相同，可以放在一起比较内存。
 #
 # </div>
 
-# %% [markdown] slide={"en": "277.7 MB. Checkpoints; eight micro-batches; offloaded state; small pages.\n\n**Guess first.** The peak after each: four numbers.", "zh": "277.7 MB。检查点；八个微批次；状态卸载；小页。\n\n**先猜**：每加一样之后的峰值，四个数。"}
-# ## 7.4 One at a time / 一次加一样
+# %% [markdown] slide={"en": "277.7 MB. Add checkpoints; eight micro-batches; offloaded state; small pages.\n\n**Guess first.** What is the peak after each?", "zh": "从 277.7 MB 开始，依次加上检查点、八个微批次、状态卸载、小页。\n\n**先猜**：每加一种之后，峰值各是多少？"}
+# ## 7.4 One technique after another / 逐一加上各种技术
 #
 # <div lang="en">
 #
-# Now to the budget, one technique at a time: a checkpoint for every layer; the batch in eight micro-batches; Adam's state on the lower tier; that state in pages of 1 MiB instead of 16.
+# Now add the techniques one after another: a checkpoint for every layer; eight micro-batches; Adam's state in the lower tier (host memory or disk); and pages of 1 MiB instead of 16 MiB for that state.
 #
-# **Guess first:** four numbers. What is the peak after each? Start from 277.7.
+# **Guess first:** the baseline's peak is 277.7 MB. What is the peak after each of the four? Write down four numbers.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在来对付预算，一次加一样：每层一个检查点；批次分成八个微批次；Adam 的状态放到下一级存储；状态的页从 16 MiB 改成 1 MiB。
+# 现在逐一加上各种技术：先给每层一个检查点，再把批次分成八个微批次，再把 Adam 的状态放到下一级存储（主机内存或磁盘），最后把状态的页从 16 MiB 改成 1 MiB。
 #
-# **先猜**：四个数。每加一样之后，峰值是多少？从 277.7 开始。
+# **先猜**：基线的峰值是 277.7 MB，每加一种之后，峰值各是多少？写下四个数。
 #
 # </div>
 
@@ -271,56 +278,60 @@ lesson_07.what_fills(found, found.values())
 # %% [markdown]
 # <div lang="en">
 #
-# Each technique saves a part of what fills the peak **at that moment**:
+# Each technique reduces only what fills the peak **at that point**:
 #
-# - Checkpoints: 144 MB, nearly all of the activations.
-# - Eight micro-batches: 17 MB. What is left is mostly 16 bytes per parameter, 110 MB, which micro-batches do not reduce.
-# - Optimizer state in the lower tier: 14 MB, not 55. The peak has moved into the optimizer's step, where 46.6 of the 55 MB are in memory again. These are three pages of 16 MiB: one is being read, one is being updated, and one is being written back.
-# - Small pages: 40 MB. Only the state of the largest parameter, which has 2.1 MB itself, is in memory at once.
+# - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
+# - **Eight micro-batches** save another 17 MB. What remains is mostly weights, gradients and optimizer state, 16 bytes per parameter or 110 MB, which micro-batches do not reduce.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages of 16 MiB: one is being read, one updated, and one written back.
+# - **Small pages** save 40 MB. Now the state of only one parameter is in memory at a time. The largest parameter has 2.1 MB.
 #
 # That leaves 63.7 MB, which is 3.7 MB too much.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一样省下的，是**那时**撑起峰值的东西：
+# 每种技术能减少的，只是**当时**占满峰值的那些东西：
 #
-# - 检查点：144 MB，几乎全是激活值。
-# - 八个微批次：17 MB。剩下的是每个参数 16 字节，共 110 MB，微批次再小也低不过它。
-# - 优化器状态放到下一级存储：14 MB，而不是 55 MB。峰值移到了优化器更新的时候，55 MB 里有 46.6 MB 又回来了：三个 16 MiB 的页，一页正在取来，一页正在更新，一页正在送走。
-# - 小页：40 MB。现在回来的，只是最大的那个参数的状态，参数本身 2.1 MB。
+# - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
+# - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
+# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页（每页 16 MiB）：一页正在读入，一页正在更新，一页正在写出。
+# - **小页**省下 40 MB。现在同一时刻只有一个参数的状态在内存里，最大的参数是 2.1 MB。
 #
-# 63.7 MB，还多 3.7 MB。
+# 峰值还有 63.7 MB，比预算多 3.7 MB。
 #
 # </div>
 
-# %% [markdown] slide={"en": "63.7 MB; 55 of it weights and gradients.\n\n**Guess first.** Steps in backward, no micro-batches: gradients gone. 36 MB?", "zh": "63.7 MB，其中 55 MB 是权重和梯度。\n\n**先猜**：在反向之中更新，不用微批次：梯度没有了。36 MB？"}
+# %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55.\n\n**Guess first.** Update inside backward, without micro-batches: is it 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
 # <div lang="en">
 #
-# 55 of the 63.7 MB are weights and gradients, and the weights must stay. So a full set of gradients must never exist: let the optimizer step **inside** backward (lesson 05). Then micro-batches are impossible, because they add up gradients before the step. **Guess first:** with the gradients' 27.5 MB gone, is it 36 MB?
+# Of the 63.7 MB, weights and gradients take 55 MB, and the weights must stay. So all gradients must never exist at the same time. The optimizer can update each parameter **inside** the backward pass (lesson 05) and release its gradient. This rules out micro-batches, which add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
 #
 # </div>
 # <div lang="zh">
 #
-# 63.7 MB 中有 55 MB 是权重和梯度，权重非留不可。那么，绝不能让一整套梯度同时存在：让优化器在反向**之中**更新（第 05 课）。这样就不能再用微批次，因为各个微批次的梯度要先加起来才更新。**先猜**：梯度的 27.5 MB 没有了，峰值会是 36 MB 吗？
+# 这 63.7 MB 中，权重和梯度占 55 MB，而权重必须留下。所以不能让全部梯度同时存在：优化器可以在反向**之中**逐个更新参数（第 05 课），随即释放它的梯度。这样就不能再用微批次，因为各个微批次的梯度要加起来才能更新。**先猜**：省掉 27.5 MB 的梯度之后，峰值会是 36 MB 吗？
 #
 # </div>
 
 # %% slide="result"
-more = {"in backward, whole batch": {**checkpoints, **freed}}
-more["+ activations offloaded"] = {**checkpoints, **freed, **offloaded}
+more = {"in backward, whole batch": {**checkpoints, **early}}
+more["+ activations offloaded"] = {**checkpoints, **early, **offloaded}
 found |= {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in more.items()}
 lesson_07.what_fills(more, [found[name] for name in more])
 
 # %% [markdown]
 # <div lang="en">
 #
-# 64.2: nothing gained, and everything. The gradients are gone, but without micro-batches a whole layer of eight sequences comes back, 21 MB, beside 7 inputs. Only the peak is where it was; what fills it is another thing, and another technique reduces that. Move what the checkpoints keep to the lower tier, and it fits: 57.9 MB. Measured, under a meter that would stop it at 60:
+# The peak is 64.2 MB, no lower than before, but something else fills it. The gradients are gone. Without micro-batches, however, the recomputation brings back a layer of eight sequences, 21 MB, next to the inputs of 7 layers. These activations can be reduced further: offload what the checkpoints keep. The second row is 57.9 MB, and it fits.
+#
+# The next cell runs every recipe for real. A meter would stop the last one if it exceeded 60 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 64.2 MB：好像白忙，其实什么都变了。梯度没有了；可是没有微批次，回来的就是八条序列的一整层，21 MB，旁边还有 7 份输入。峰值的高度没动，撑起它的却换了，而这一样有对付它的办法：把检查点留下的输入也移到下一级存储，就装下了，57.9 MB。在一超过 60 MB 就会拦下的计量器下实测：
+# 峰值是 64.2 MB，并没有降低，但占满峰值的东西变了。梯度没有了；可是不用微批次，重计算时恢复的就是八条序列的一整层激活值，共 21 MB，此外还有 7 层的输入。激活值还有办法减少：把检查点保存的输入也卸载到下一级存储。这就是表中第二行，57.9 MB，装得下了。
+#
+# 下面把每个配方都真实地运行一遍。最后一个配方若超过 60 MB，计量器会让它停下。
 #
 # </div>
 
@@ -338,49 +349,47 @@ title = "From 277.7 to 57.9 MB, each technique changes what fills the peak"
 peaks = list(measured.values())
 lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, title=title)
 
-# %% [markdown] slide={"en": "57.9 MB: it fits. Take the checkpoints **out** again.\n\n**Guess first.** The peak?", "zh": "57.9 MB，装下了。现在把检查点**拿掉**。\n\n**先猜**：峰值是多少？"}
-# ## 7.5 The turn / 转折
+# %% [markdown] slide={"en": "57.9 MB: it fits. Now take the checkpoints **out** again.\n\n**Guess first.** What is the peak?", "zh": "57.9 MB，装得下了。现在把检查点**去掉**。\n\n**先猜**：峰值是多少？"}
+# ## 7.5 Take the checkpoints out / 去掉检查点
 #
 # <div lang="en">
 #
-# It fits. Now take the **checkpoints out** again: activations go down a tier as they are made, and nothing is computed twice.
+# It fits. Now take the **checkpoints out** again. Every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
 #
 # **Guess first:** without checkpoints, what is the peak?
 #
 # </div>
 # <div lang="zh">
 #
-# 装下了。现在把**检查点拿掉**：激活值一产生就移到下一级存储，什么也不算第二遍。
+# 装得下了。现在把**检查点去掉**：为反向保存的张量一产生就移到下一级存储，不再有任何重计算。
 #
 # **先猜**：没有检查点，峰值是多少？
 #
 # </div>
 
 # %%
-without = run(make_model, make_batch, Recipe(**freed, **offloaded))
+without = run(make_model, make_batch, Recipe(**early, **offloaded))
 
 # %% jupyter={"source_hidden": true} slide="result"
-title = "The peak is lower without checkpoints, because only single tensors come back"
-meters = {"with checkpoints": stepped.meter, "without checkpoints": without.meter}
-timelines(meters, title=title)
+lesson_07.both_timelines(stepped.meter, without.meter)
 
-# %% [markdown] slide={"en": "Lower, and no FLOPs twice; but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs a byte do both cost the same?", "zh": "更低，FLOPs 也不重做；但要搬 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样贵？"}
+# %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
 #
-# 53.9 MB, 4 less. A checkpoint brings its whole layer back before the first gradient of it is made, 20 MB at once; offload alone brings back one tensor at a time, when it is asked for. A checkpoint on top of offload *raises* the peak. (Its highest moment is the start of backward now, at the logits.)
+# The peak is 53.9 MB, which is 4 MB lower. A checkpoint restores the activations of its whole layer, 20 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (The peak is now at the start of backward, at the logits.)
 #
-# And the price? Without checkpoints no FLOP is done twice, but 447.7 MB move instead of 128.9. Which is cheaper?
+# What is the price? Without checkpoints nothing is recomputed, but 447.7 MB move instead of 128.9 MB. Which recipe is faster?
 #
-# **Exercise 2.** Write `break_even(first, second)`: on a machine that does how many FLOPs while one byte is copied do both take equally long? Each has `flops` and `moved_bytes` (both ways); compute and copies one after the other.
+# **Exercise 2.** Write `break_even(first, second)`. A machine does how many FLOPs in the time in which it copies one byte, if both recipes take equally long? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
 #
 # </div>
 # <div lang="zh">
 #
-# 53.9 MB，少 4 MB。检查点会在求出这一层的第一个梯度之前，把整层一起恢复，一下子 20 MB；只用卸载时，取回的是一个一个张量，要用哪个取哪个。在卸载之上再加检查点，峰值反而**升高**。（现在最高的时刻是反向开始时，在 logits 那里。）
+# 峰值是 53.9 MB，低了 4 MB。检查点会在求出某一层的第一个梯度之前，把这一整层的激活值都恢复出来，共 20 MB。只用卸载时，反向需要哪个张量，才取回哪个张量。因此在这里，卸载之上再加检查点，峰值反而**升高**。（现在峰值出现在反向刚开始、处理 logits 的时候。）
 #
-# 代价呢？没有检查点，一次 FLOP 也不重做，但要搬 447.7 MB，而不是 128.9 MB。哪个更便宜？
+# 代价是什么？去掉检查点就没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。哪个配方更快？
 #
-# **练习 2。** 写出 `break_even(first, second)`：一台机器在拷贝一个字节的时间里做多少次 FLOP，两者才一样快？两者各有 `flops` 和 `moved_bytes`（往返合计）；计算与拷贝一先一后。
+# **练习 2。** 写出 `break_even(first, second)`：如果两个配方用时相同，那么机器拷贝一个字节的时间里能做多少 FLOPs？每个配方有 `flops` 和 `moved_bytes`（往返合计），拷贝与计算不重叠。
 #
 # </div>
 
@@ -404,9 +413,9 @@ lesson_07.check_break_even(break_even)
 ### END SOLUTION
 
 # %% slide="result"
-both = ({**checkpoints, **freed, **offloaded}, {**freed, **offloaded})
+both = ({**checkpoints, **early, **offloaded}, {**early, **offloaded})
 pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
-break_even(*pair)  # FLOPs a byte
+break_even(*pair)  # FLOPs per byte
 
 # %% jupyter={"source_hidden": true} slide="result"
 lesson_07.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"])
@@ -414,26 +423,26 @@ lesson_07.draw_break_even(*pair, names=["with checkpoints", "without checkpoints
 # %% [markdown]
 # <div lang="en">
 #
-# Lesson 04's threshold again. The `laptop` of `RATES`, 100 GFLOP/s beside a disk of 1 GB/s, does 100 FLOPs while it copies a byte: there the checkpoints are cheaper. A slow processor with a fast disk, 20 FLOPs a byte, is better off without. "Which recipe is best" has no answer without a machine.
+# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it does 100 FLOPs in the time of one copied byte. There, the recipe with checkpoints is faster. On a machine with 20 FLOPs per byte, a slow processor with a fast disk, the other one is. Without a machine, "Which recipe is best?" has no answer.
 #
 # </div>
 # <div lang="zh">
 #
-# 又是第 04 课的阈值。`RATES` 里的 `laptop`，100 GFLOP/s 配 1 GB/s 的磁盘，拷贝一个字节的时间能做 100 FLOPs：在它上面，用检查点更便宜。处理器慢、磁盘快的机器，每字节 20 FLOPs，就该不用。不说是哪台机器，“哪个配方最好”没有答案。
+# 这又是第 04 课的阈值。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在它上面用检查点更快。如果处理器慢而磁盘快，每字节只有 20 FLOPs，不用检查点就更快。不说明是什么机器，“哪个配方最好”就没有答案。
 #
 # </div>
 
-# %% [markdown] slide={"en": "What did each of them cost?", "zh": "每一样花了什么代价？"}
-# ## 7.6 Every price / 每一样的代价
+# %% [markdown] slide={"en": "What did each technique cost?", "zh": "每种技术的代价是什么？"}
+# ## 7.6 The price of each technique / 每种技术的代价
 #
 # <div lang="en">
 #
-# FLOPs and bytes are exact; seconds need a machine's rates, and are an estimate even then.
+# FLOPs and moved bytes are counted exactly. The time also depends on the machine's rates, so it is only an estimate.
 #
 # </div>
 # <div lang="zh">
 #
-# FLOPs 和字节是精确的；秒数要有机器的速率才算得出，即便如此也只是估计。
+# FLOPs 和搬运的字节是精确统计出来的。用时还取决于机器的速率，所以只是估计。
 #
 # </div>
 
@@ -448,36 +457,36 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # %% [markdown]
 # <div lang="en">
 #
-# What the table does not show:
+# The table does not show everything:
 #
-# - **Steps in backward** never know the norm of all gradients. So they allow no clipping by that norm, no scaler that skips a step, and no micro-batches.
-# - **Optimizer state in the lower tier**: if the lower tier is a host instead of a file, the host's processor does the update, and reads and writes 28 bytes per parameter in its own memory. `RATES` includes this for real devices.
-# - **Micro-batches**: a product over one sequence may run at a lower rate than one over eight. The seconds here assume the same rate.
-# - **Flash attention** has not been used. At 128 tokens it saves 25 of 278 MB alone, and 3 MB under checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
+# - **Updates in backward** happen before the norm of all gradients is known. They exclude clipping by that norm, a scaler that skips steps, and micro-batches.
+# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. `RATES` includes this for real devices.
+# - **Micro-batches**: a matrix product over one sequence may run at a lower rate than one over eight. The table assumes the same rate.
+# - **Flash attention** is not used. At 128 tokens it saves only 25 of 278 MB alone, and 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
 #
 # </div>
 # <div lang="zh">
 #
-# 表里看不到的：
+# 还有一些代价，表里看不到：
 #
-# - **在反向之中更新**，就不知道全部梯度的范数：不能按它裁剪，缩放器不能跳过一步，也不能用微批次。
-# - **优化器状态放到下一级存储**：下层若是主机而不是文件，更新由主机的处理器来做，每个参数要在主机内存里读写 28 字节。`RATES` 为真实的设备计入了这一项。
-# - **微批次**：只有一条序列的矩阵乘法，速率可能低于八条的。这里的秒数假定相同。
-# - **flash** 没有用上：128 个 token 时，单用它只从 278 MB 里省 25 MB，有检查点时省 3 MB。4096 个 token 时，它该排第一（第 06 课）。
+# - **在反向之中更新**时，全部梯度的范数还不知道，所以不能按这个范数裁剪，缩放器不能跳过某一步，也不能用微批次。
+# - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。对真实的设备，`RATES` 已经计入这一项。
+# - **微批次**：一条序列的矩阵乘法，速率可能低于八条序列的。表里假定速率相同。
+# - **flash 注意力**没有用上。序列长 128 个 token 时，单独使用只能从 278 MB 里省 25 MB，有检查点时只省 3 MB。到了 4096 个 token，它是首选的技术（第 06 课）。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Propose, estimate, keep what fits, sort by price.\n\n**Guess first.** Does a search find 57.9 MB, or something cheaper?", "zh": "提出、估计、留下装得下的、按代价排序。\n\n**先猜**：搜索会找到 57.9 MB 的那个，还是更便宜的？"}
-# ## 7.7 Let a search find it / 交给搜索
+# %% [markdown] slide={"en": "A search proposes recipes, estimates them, and sorts those that fit.\n\n**Guess first.** Does it find your recipe, or a faster one?", "zh": "搜索：提出配方，估计峰值，把装得下的按用时排序。\n\n**先猜**：它找到的是你的配方，还是更快的？"}
+# ## 7.7 Let a search find it / 用搜索来找
 #
 # <div lang="en">
 #
-# You have looked for a recipe by hand. A search does three things: propose recipes, estimate them, keep those that fit and sort them by price. The last is two lines; among the nine of the story:
+# You have looked for a recipe by hand. A search does three things. It proposes recipes, it estimates each of them, and it sorts those that fit by time. The last part takes two lines. Apply it to the recipes of this lesson first:
 #
 # </div>
 # <div lang="zh">
 #
-# 刚才是手工找配方。搜索只做三件事：提出配方，逐个估计，留下装得下的并按代价排序。最后一件只要两行；先在这一课走过的九个里找：
+# 刚才是手工找配方。搜索要做三件事：提出配方，逐个估计内存和用时，再把装得下的按用时排序。排序只要两行代码，先用在本课试过的配方上：
 #
 # </div>
 
@@ -492,28 +501,36 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# The first line is the story's recipe: 0.676 s at these rates. The turn comes last but is the lowest. `fit` has estimated 123 recipes. What it passes over, and why nothing is lost:
+# The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes. It skips the others by three rules:
 #
-# - what holds too much before the first operator, or in the optimizer's step alone;
-# - what adds to a recipe that fits already; but not on top of offloaded activations, where a checkpoint can make it *cheaper*, by moving less (you have just seen it);
-# - checkpoints around the first few layers only, where already one costs more than the cheapest found.
-#
-# The number of micro-batches is found by bisection. `tests/brute_force_fit.py` compares it with all recipes of a grid, on twelve small models: 441 searches, no difference. If nothing fits, it refuses, with the least peak it met:
+# - Skip a recipe if the tensors that exist before the first operator exceed the budget, or those of the optimizer step alone. Nothing done to activations helps then.
+# - If a recipe fits, skip those that add another technique to it, because they cost more. The exception is offloaded activations: there, a checkpoint can save time because fewer bytes move.
+# - For checkpoints around the first $k$ layers: if $k=1$ already costs more than the best recipe so far, skip every larger $k$.
 #
 # </div>
 # <div lang="zh">
 #
-# 第一行就是我们走到的配方：按这些速率 0.676 秒。转折的那个排在最后，峰值却最低。`fit` 估计了 123 个配方。它跳过什么，为什么不会漏掉：
+# 第一行就是 7.4 节的配方，按这些速率是 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的按三条规则跳过：
 #
-# - 第一个算子之前、或者光是优化器的更新就占得太多的；
-# - 在已经装得下的配方上再加东西的；但激活值已卸载时例外，再加检查点可能因为少搬而**更便宜**（刚才看到了）；
-# - 只给前几层加检查点，而给一层加就已经贵过目前最便宜的。
-#
-# 份数用二分法找。`tests/brute_force_fit.py` 用十二个小模型，拿它与一个网格里的全部配方比较：441 次搜索，没有差别。如果没有一个装得下，它就拒绝，并给出遇到的最低峰值：
+# - 第一个算子运行之前的张量，或者单是优化器更新时的张量，如果已经超出预算，就跳过这个配方，因为减少激活值已经无济于事。
+# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价只会更大。激活值已卸载的配方是例外，再加检查点可以少搬运一些字节，反而可能更快。
+# - 对只给前 $k$ 层加检查点的配方，如果 $k=1$ 时就已经比目前最好的配方慢，就跳过更大的 $k$。
 #
 # </div>
 
-# %%
+# %% [markdown]
+# <div lang="en">
+#
+# Bisection finds the number of micro-batches. `tests/brute_force_fit.py` compares `fit` with all recipes of a grid on twelve small models: 441 searches gave no difference. If no recipe fits, `fit` raises an error that states the lowest peak:
+#
+# </div>
+# <div lang="zh">
+#
+# 微批次的个数用二分法找。`tests/brute_force_fit.py` 在十二个小模型上，把 `fit` 与网格里的全部配方作了比较，441 次搜索没有一次不同。如果没有配方装得下，`fit` 会报错，并写出找到的最低峰值：
+#
+# </div>
+
+# %% jupyter={"source_hidden": true}
 try:
     those = [each.recipe for each in fitting]
     fit(make_model, make_batch, 40_000_000, recipes=those, progress=False)
@@ -523,12 +540,12 @@ except InfeasibleBudget as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# Now move the budget, and the machine. The estimates of 64 recipes are stored; which is the cheapest that fits?
+# Now change the budget and the machine. The estimates of 64 recipes are stored. Which one is the fastest that fits?
 #
 # </div>
 # <div lang="zh">
 #
-# 现在拖动预算，再换换机器。64 个配方的估计已经存好：装得下的里面，哪个最便宜？
+# 现在拖动滑块，改变预算和机器。这里存有 64 个配方的估计，装得下的配方里哪个最快？
 #
 # </div>
 
@@ -538,21 +555,21 @@ lesson_07.draw_recipes(lesson_07.stored_estimates())
 # %% tags=["nbval-ignore-output", "shows-picture"]
 lesson_07.recipes_playground(lesson_07.stored_estimates())
 
-# %% [markdown] slide={"en": "160 MB, no FLOP more, nothing moved.\n\nWhich single technique?", "zh": "160 MB，FLOPs 不多一次，什么也不搬。\n\n只用哪一样？"}
+# %% [markdown] slide={"en": "160 MB, no extra FLOPs, nothing offloaded.\n\nWhich single technique is enough?", "zh": "160 MB，FLOPs 不增加，也不搬运数据。\n\n只用哪一种技术就够了？"}
 # ## 7.8 Three budgets / 三个预算
 #
 # <div lang="en">
 #
-# Three budgets for the same step. Each asks for an idea; trying at random takes longer than thinking. The check estimates your recipe, and tells what fills the peak where it does not fit.
+# Find a recipe for each of three budgets. Each one needs an idea, and thinking is faster than trying at random. The check estimates your recipe. If it does not fit, the check shows what fills the peak.
 #
-# **Exercise 3.** 160 MB, not one FLOP more than the plain step, nothing moved.
+# **Exercise 3.** At most 160 MB, no more FLOPs than the baseline, and no bytes moved.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的一步，三个预算，各要一个想法；乱试比想清楚更费时间。检查会估计你的配方，装不下时会告诉你是什么撑起了峰值。
+# 下面给三个预算各找一个配方。每个预算都需要一个想法，想清楚比乱试更快。检查会估计你的配方要多少内存，装不下时会写出峰值由什么占满。
 #
-# **练习 3。** 160 MB，FLOPs 不比基线多一次，也不搬运任何字节。
+# **练习 3。** 峰值不超过 160 MB，FLOPs 不得超过基线，也不能搬运任何字节。
 #
 # </div>
 
@@ -565,15 +582,15 @@ lesson_07.check_same_flops(recipe)
 lesson_07.check_same_flops(Recipe(micro_batches=4))
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "120 MB, nothing moved, clipping kept, at most 1.19 of the FLOPs.\n\nWhose checkpoint is wasted?", "zh": "120 MB，不搬运，要裁剪，FLOPs 至多 1.19 倍。\n\n哪一层的检查点是浪费？"}
+# %% [markdown] slide={"en": "120 MB, nothing moved, clipping kept, at most 1.19 times the FLOPs.\n\nWhich layer's checkpoint is wasted?", "zh": "120 MB，不搬运数据，保留裁剪，FLOPs 至多 1.19 倍。\n\n哪一层的检查点是多余的？"}
 # <div lang="en">
 #
-# **Exercise 4.** 120 MB, nothing moved, at most 1.19 times the plain FLOPs; and the run clips by the norm of all gradients, so they must all be there before the update.
+# **Exercise 4.** At most 120 MB, no bytes moved, and at most 1.19 times the baseline's FLOPs. The training clips by the norm of all gradients, so all of them must exist before the update.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 120 MB，不搬运，FLOPs 至多是基线的 1.19 倍；而且训练要按全部梯度的范数裁剪，所以更新之前，梯度必须到齐。
+# **练习 4。** 峰值不超过 120 MB，不搬运任何字节，FLOPs 至多是基线的 1.19 倍。训练要按全部梯度的范数裁剪，所以更新之前，全部梯度必须都已求出。
 #
 # </div>
 
@@ -586,15 +603,15 @@ lesson_07.check_keeps_clipping(recipe)
 lesson_07.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro_batches=8))
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "50 MB, by any means.\n\nWhat fills the turn's peak?", "zh": "50 MB，什么办法都行。\n\n转折之后的峰值，是什么撑起来的？"}
+# %% [markdown] slide={"en": "50 MB, by any means.\n\nWhat fills the peak of the recipe without checkpoints?", "zh": "50 MB，什么办法都行。\n\n去掉检查点的配方，峰值由什么占满？"}
 # <div lang="en">
 #
-# **Exercise 5.** 50 MB, by any means. Who stops at the story's recipe does not get there.
+# **Exercise 5.** At most 50 MB, by any means. The recipes above are not enough.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 50 MB，什么办法都行。停在课里那个配方上的人，到不了。
+# **练习 5。** 峰值不超过 50 MB，什么办法都行。只用前面的配方是不够的。
 #
 # </div>
 
@@ -608,82 +625,190 @@ least = {"offload_optimizer": 1.0, "in_backward": True, "offload_activations": T
 lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 ### END SOLUTION
 
-# %% [markdown]
-# ## 7.9 In your own code / 实际怎么写
+# %% [markdown] slide={"en": "LoRA, QLoRA, 8-bit Adam, bf16: what most people try first.\n\n**Guess first.** Which of them fits into 60 MB?", "zh": "LoRA、QLoRA、8 位 Adam、bf16：很多人最先试的是这些。\n\n**先猜**：哪一种能装进 60 MB？"}
+# ## 7.9 What people try first / 大家最先试的办法
 #
 # <div lang="en">
 #
-# The search of this lesson, as a command; `--config` takes the `config.json` of a model, `--plot out.png` draws the way:
+# Many people first do something else when a step does not fit. They train fewer numbers, or store fewer bits per number. The result is another training, so `fit` does not propose it.
 #
-# ```
-# python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
-# ```
-#
-# The same techniques elsewhere:
-#
-# | technique | not run here |
-# |---|---|
-# | checkpoints, micro-batches | Hugging Face: `TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
-# | steps in backward | torchtune: `optimizer_in_bwd=True`; PyTorch: `parameter.register_post_accumulate_grad_hook(step)` |
-# | offloaded state | DeepSpeed: `"offload_optimizer": {"device": "cpu"}`; torchao: `CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
-# | activations below | torchtune: `enable_activation_offloading=True`; PyTorch: `torch.autograd.graph.save_on_cpu()` |
-# | loss in chunks | Liger: `LigerFusedLinearCrossEntropyLoss()` |
+# - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16, as in fp32.
+# - **8-bit Adam**: each moment is the index of one of 256 levels, 1 byte, and 256 elements share an fp32 scale. **Paged** moments may also move to the host while GPU memory is short.
+# - **LoRA** (lesson 01): the weights are frozen, so they have no gradients and no optimizer state. Only two thin matrices per layer are trained.
+# - **QLoRA**: a frozen weight is the index of one of 16 levels, 4 bits, and 64 weights share an fp32 scale. Each layer rebuilds its weight when it needs it.
 #
 # </div>
 # <div lang="zh">
 #
-# 本课的搜索也是一条命令；`--config` 接受模型的 `config.json`，`--plot out.png` 把一路怎么走过来画成图：
+# 训练步装不下时，很多人先用的是另一类办法：少训练一些数，或者每个数少存几位。这样得到的是另一种训练，所以 `fit` 不会提出这些办法。
 #
-# ```
-# python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
-# ```
-#
-# 同样的办法，在别的框架里：
-#
-# | 办法 | 写法（此处未运行） |
-# |---|---|
-# | 检查点、微批次 | Hugging Face：`TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
-# | 在反向之中更新 | torchtune：`optimizer_in_bwd=True`；PyTorch：`parameter.register_post_accumulate_grad_hook(step)` |
-# | 状态放到下一级存储 | DeepSpeed：`"offload_optimizer": {"device": "cpu"}`；torchao：`CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
-# | 激活值放到下一级存储 | torchtune：`enable_activation_offloading=True`；PyTorch：`torch.autograd.graph.save_on_cpu()` |
-# | 损失分成小段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
+# - **不用主权重的 bf16**：权重、梯度和两个动量各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，就是 16 字节，与 fp32 相同。
+# - **8 位 Adam**：每个动量只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放因子。**分页**的优化器在 GPU 显存不足时，还能把动量移到主机内存。
+# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态，每层只训练两个很窄的矩阵。
+# - **QLoRA**：冻结的权重只存 16 个数值级别中的一个编号，占 4 位，每 64 个权重共用一个 fp32 的缩放因子。哪一层要用权重，就临时还原哪一层的。
 #
 # </div>
 
 # %% [markdown]
-# ## 7.10 Claims and measurements / 说法与实测
-#
 # <div lang="en">
 #
-# Four sentences that people meet, tried on this lesson's step.
+# Every row below has one checkpoint per layer and the whole batch. With Adam in fp32 the peak is then 134.0 MB. **Guess first:** which rows are below 60 MB?
 #
 # </div>
 # <div lang="zh">
 #
-# 四句常见的说法，用本课的训练步来检验。
+# 下表各行都是每层一个检查点、整个批次一起算。这时用 fp32 的 Adam，峰值是 134.0 MB。**先猜**：哪几行会低于 60 MB？
 #
 # </div>
 
 # %%
+from course_lib.lessons.lesson_01 import with_adapters
+
+as_made = Recipe(precision=None, **checkpoints)  # keeps the dtypes of the model
+smaller = {
+    "Adam, fp32": (make_model, Recipe(**checkpoints)),
+    "bf16, fp32 master weights": (make_model, Recipe(precision="bf16", **checkpoints)),
+    "bf16 without master weights": (lambda: make_model().bfloat16(), as_made),
+    "8-bit Adam": (make_model, Recipe(optimizer="adam8bit", **checkpoints)),
+    "LoRA": (lambda: with_adapters(make_model(), 8), as_made),
+    "QLoRA": (lambda: with_adapters(lesson_07.in_four_bits(make_model()), 8), as_made),
+}
+
+# %% slide="result"
+lesson_07.compare_smaller(smaller, make_batch)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Every prediction equals the run. Only QLoRA fits, with 41.7 MB and nothing moved. It stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each. For 7 billion weights that is 3.9 GB instead of 28 GB in fp32.
+#
+# The row *paged* is an estimate for a GPU that moves all moments away. On a CPU bitsandbytes warns "Paged optimizers are not supported on CPU" and does not move them.
+#
+# Does each of them still train what it should? A model with two layers is enough to see it.
+#
+# </div>
+# <div lang="zh">
+#
+# 预测与实际运行全都相等。只有 QLoRA 装得下，峰值 41.7 MB，而且不搬运任何数据。各层的权重每个只占 0.5 + 4/64 = 0.5625 字节，70 亿个权重就是 3.9 GB，而用 fp32 要 28 GB。
+#
+# “分页”一行没有运行，是对 GPU 的估计，假定全部动量都移走了。在 CPU 上，bitsandbytes 会警告“Paged optimizers are not supported on CPU”，并不移动动量。
+#
+# 那么，这些办法训练的结果还对吗？用一个两层的模型就能看出来。
+#
+# </div>
+
+
+# %% slide="result"
+def two_layers():
+    return Decoder(vocabulary=2048, hidden=256, heads=8, layers=2, sequence=128)
+
+
+lesson_07.what_stays_right(two_layers, make_batch)
+
+# %% [markdown]
+# <div lang="en">
+#
+# - **bf16 without master weights** loses most of a small update. A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away.
+# - **8-bit Adam** changes the update by about 1%.
+# - **LoRA** trains 98,304 of 6.9 million numbers. Their gradients follow from the full gradient by the chain rule.
+# - **QLoRA** rounds the frozen weights by 9%. Its adapters then get exactly the gradients that LoRA computes on the rounded weights.
+#
+# In practice they are combined with this lesson's techniques, because none of them reduces the activations by much.
+#
+# </div>
+# <div lang="zh">
+#
+# - **不用主权重的 bf16** 会丢掉大部分较小的更新。bf16 只有 8 位有效二进制数字，变化不到权重的 0.2% 左右，就会被舍入掉。
+# - **8 位 Adam** 使更新量改变约 1%。
+# - **LoRA** 在 690 万个数中只训练 98,304 个，它们的梯度可以用链式法则由完整的梯度求出。
+# - **QLoRA** 把冻结的权重舍入，误差为 9%。在舍入后的权重上，适配器得到的梯度与 LoRA 算出的完全相同。
+#
+# 实践中，它们要与本课的技术合用，因为它们都减少不了多少激活值。
+#
+# </div>
+
+# %% [markdown]
+# ## 7.10 In your own code / 实际怎么写
+#
+# <div lang="en">
+#
+# The search of this lesson is also a command. `--config` takes the `config.json` of a model, and `--plot out.png` draws how the peak falls:
+#
+# ```
+# python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
+# ```
+#
+# The same techniques in other libraries:
+#
+# | technique | not run here |
+# |---|---|
+# | checkpoints, micro-batches | Hugging Face: `TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | updates in backward | torchtune: `optimizer_in_bwd=True`; PyTorch: `parameter.register_post_accumulate_grad_hook(step)` |
+# | offloaded state | DeepSpeed: `"offload_optimizer": {"device": "cpu"}`; torchao: `CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
+# | offloaded activations | torchtune: `enable_activation_offloading=True`; PyTorch: `torch.autograd.graph.save_on_cpu()` |
+# | loss in chunks | Liger: `LigerFusedLinearCrossEntropyLoss()` |
+# | 8-bit Adam, paged | bitsandbytes: `AdamW8bit(parameters)`, `PagedAdamW8bit(parameters)` |
+# | LoRA | peft: `get_peft_model(model, LoraConfig(r=8))` |
+# | QLoRA | Hugging Face: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`, then LoRA |
+#
+# </div>
+# <div lang="zh">
+#
+# 本课的搜索也是一条命令。`--config` 接受模型的 `config.json`，`--plot out.png` 把峰值逐步下降的过程画成图：
+#
+# ```
+# python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
+# ```
+#
+# 同样的技术，在其他库里这样写：
+#
+# | 技术 | 写法（此处未运行） |
+# |---|---|
+# | 检查点、微批次 | Hugging Face：`TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | 在反向之中更新 | torchtune：`optimizer_in_bwd=True`；PyTorch：`parameter.register_post_accumulate_grad_hook(step)` |
+# | 卸载优化器状态 | DeepSpeed：`"offload_optimizer": {"device": "cpu"}`；torchao：`CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
+# | 卸载激活值 | torchtune：`enable_activation_offloading=True`；PyTorch：`torch.autograd.graph.save_on_cpu()` |
+# | 损失分成小段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
+# | 8 位 Adam、分页 | bitsandbytes：`AdamW8bit(parameters)`、`PagedAdamW8bit(parameters)` |
+# | LoRA | peft：`get_peft_model(model, LoraConfig(r=8))` |
+# | QLoRA | Hugging Face：`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`，再加 LoRA |
+#
+# </div>
+
+# %% [markdown]
+# ## 7.11 Claims and measurements / 说法与实测
+#
+# <div lang="en">
+#
+# These four claims are common. The next cells test them on the step of this lesson.
+#
+# </div>
+# <div lang="zh">
+#
+# 下面是四种常见的说法，用本课的训练步来检验。
+#
+# </div>
+
+# %% jupyter={"source_hidden": true}
 alone = {"micro_batches": {"micro_batches": 8}, "offloaded": offloaded}
 alone["both"] = {**checkpoints, **offloaded}
 alone = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in alone.items()}
 alone["checkpoints"] = found["+ checkpoints"]
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 what_you_may_have_read("07", *lesson_07.figures_of_claims(plain, alone, pair[0]))
 
-# %% [markdown] slide={"en": "The ledger, complete for one device.", "zh": "账本：一台设备上的全部各行。"}
-# ## 7.11 The ledger / 账本
+# %% [markdown] slide={"en": "The ledger, complete for one device.", "zh": "账本：一台设备上的各行都齐了。"}
+# ## 7.12 The ledger / 账本
 #
 # <div lang="en">
 #
-# The same step of the same decoder, each technique alone, and at last all together:
+# The ledger shows the same step of the same decoder with each technique alone. The last row has the combination of 7.4.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一个解码器的同一步，每种技术单独用，最后是合用的一行：
+# 账本里都是同一个解码器的同一步，每行单独用一种技术，最后一行是 7.4 节的组合。
 #
 # </div>
 
@@ -692,27 +817,29 @@ ledger(
     "07", "all offloaded, checkpoints, steps in backward", pair[0], moved_bytes=pair[0].moved_bytes
 )
 
-# %% [markdown] slide={"en": "Look at what fills the peak, then choose.\n\nCheckpoints on top of offload: fewer bytes moved, a higher peak.", "zh": "先看是什么撑起了峰值，再选。\n\n卸载之上加检查点：搬得少，峰值高。"}
-# ## 7.12 Summary / 小结
+# %% [markdown] slide={"en": "First look at what fills the peak, then choose a technique.\n\nHere, a checkpoint on top of offloading raises the peak.", "zh": "先看峰值由什么占满，再选技术。\n\n在这里，卸载之上再加检查点，峰值反而升高。"}
+# ## 7.13 Summary / 小结
 #
 # <div lang="en">
 #
-# - A step's peak can be known to the byte before a byte is taken: run the step on symbolic tensors, twice.
-# - Look at what fills the peak, then choose. Savings don't add up; the technique that did nothing yesterday may be the next one.
-# - A checkpoint on top of offload moves less and peaks higher: whole layers come back. Which of the two is cheaper, the machine decides, here at 30.3 FLOPs a byte.
-# - Every byte has a price: FLOPs, bytes moved, clipping, the host's time.
-# - A search proposes, estimates, sorts; what it passes over must be true.
+# - You can know the peak of a step to the byte without using memory: run the step twice on symbolic tensors.
+# - Look at what fills the peak, then choose a technique. Savings do not add up, because each technique changes what fills the peak.
+# - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per byte, the recipe without checkpoints is faster.
+# - Every technique has a price: FLOPs, moved bytes, clipping, or the host's time.
+# - A search proposes, estimates and sorts. It may skip a recipe only by a rule that cannot discard the best one.
+# - LoRA, QLoRA, 8-bit Adam and pure bf16 reduce the 16 bytes per parameter and change the training.
 #
 # **Next:** [lesson 08](08_beyond_one_gpu.ipynb), beyond one device.
 #
 # </div>
 # <div lang="zh">
 #
-# - 一步的峰值，不占内存就能知道，精确到字节：让它在符号张量上跑两遍。
-# - 先看是什么撑起了峰值，再做选择。节省不能相加；刚才没有用的办法，下一步也许正好用上。
-# - 在卸载之上加检查点，搬得少了，峰值却更高：回来的是整层。两者哪个便宜由机器决定，这里的分界是每字节 30.3 FLOPs。
-# - 每个字节都有代价：FLOPs、搬运、裁剪，还有主机的时间。
-# - 搜索就是提出、估计、排序；它跳过的，必须真的可以跳过。
+# - 不占内存，也能精确到字节地知道一步的峰值：在符号张量上把这一步运行两遍。
+# - 先看峰值由什么占满，再选技术。节省的内存不能相加，因为每用一种技术，占满峰值的东西都会变。
+# - 在这里，卸载之上再加检查点，搬运的字节变少，峰值却升高，因为检查点恢复的是整层的激活值。每字节不到 30.3 FLOPs 时，不用检查点更快。
+# - 每种技术都有代价：多算的 FLOPs、搬运的字节、不能裁剪，或者主机的时间。
+# - 搜索就是提出、估计、排序。只有在规则保证不会漏掉最好的配方时，才可以跳过。
+# - LoRA、QLoRA、8 位 Adam 和纯 bf16 减少的是每个参数 16 字节的那一部分，训练本身也随之改变。
 #
 # **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)，不止一台设备。
 #
@@ -721,12 +848,12 @@ ledger(
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%: Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
+# **Sources.** Lessons 01 to 06 give the sources of their techniques. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%, because Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (updates in backward); Dettmers et al. 2022, arXiv:2110.02861 (8-bit Adam); Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314 (4-bit weights, paged optimizers).
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，取稠密算力的 40%：Grattafiori et al. 2024，*The Llama 3 Herd of Models*，arXiv:2407.21783，在 H100 上达到 38% 到 43%；PCIe 4.0 和 5.0，16 通道，单向，取 nvbandwidth 测得的值；主机内存分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C；设备内存取 nvidia-smi 显示的值。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）。
+# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，取稠密算力的 40%，因为 Grattafiori et al. 2024，*The Llama 3 Herd of Models*，arXiv:2407.21783，在 H100 上达到 38% 到 43%；PCIe 4.0 和 5.0，16 通道，单向，取 nvbandwidth 测得的值；主机内存分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C；设备内存取 nvidia-smi 显示的值。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）；Dettmers et al. 2022，arXiv:2110.02861（8 位 Adam）；Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314（4 位权重，分页优化器）。
 #
 # </div>
 
@@ -735,26 +862,26 @@ ledger(
 #
 # <div lang="en">
 #
-# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that were defined above.
+# The other lessons need nothing of what follows. Each section stands alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+# 以下内容，其他各课都不会用到。各节互相独立。
 #
 # </div>
 
 # %% [markdown]
-# ## 7.13 The other fields / 其余的字段
+# ## 7.14 The other fields / 其余的字段
 #
 # <div lang="en">
 #
-# `Recipe` has more fields than this lesson turned:
+# `Recipe` has more fields than this lesson has used:
 #
 # </div>
 # <div lang="zh">
 #
-# `Recipe` 的字段比本课动过的多：
+# `Recipe` 还有一些本课没有用到的字段：
 #
 # </div>
 
@@ -762,32 +889,32 @@ ledger(
 lesson_07.recipe_fields(others=True)
 
 # %% [markdown]
-# ## 7.14 Ninety-nine million into 550 MB / 九千九百万装进 550 MB
+# ## 7.15 Ninety-nine million parameters in 550 MB / 把 9900 万参数装进 550 MB
 #
 # <div lang="en">
 #
-# A decoder of 99 million parameters, two sequences of 384 tokens; its weights alone are 396 MB. The plain step takes 2,793 MB; into 550?
+# A decoder of 99 million parameters trains on two sequences of 384 tokens. Its weights take 396 MB, and the baseline takes 2,793 MB. Does it fit into 550 MB?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个 9900 万参数的解码器，两条 384 个 token 的序列，光是权重就有 396 MB。基线要 2,793 MB；550 MB 装得下吗？
+# 一个 9900 万参数的解码器，用两条 384 个 token 的序列训练。它的权重占 396 MB，基线要 2,793 MB。能装进 550 MB 吗？
 #
 # </div>
 
 
 # %%
-def large_model(layers=19):
-    return Decoder(vocabulary=8192, hidden=640, heads=40, layers=layers, sequence=384)
+def large_model(layers=19, sequence=384):
+    return Decoder(vocabulary=8192, hidden=640, heads=40, layers=layers, sequence=sequence)
 
 
 def two_sequences():
     return random_tokens(2, 384, 8192)
 
 
-flash = {"attention": "flash"}
-ways = [{}, checkpoints, {**flash, **checkpoints}, {**flash, **checkpoints, **freed}]
-ways += [{**flash, **checkpoints, **freed, **offloaded}, {**flash, **freed, **offloaded}]
+small = {"attention": "flash", **checkpoints}
+ways = [{}, small, {**small, **early}, {**small, **early, **offloaded}]
+ways.append({"attention": "flash", **early, **offloaded})
 large = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
 rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in large]
 table(["recipe", "peak (MB)", "moved (MB)"], rows)
@@ -795,62 +922,61 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The fourth recipe fits: 521 MB, of which 396 are weights. (With 40 heads of 16 features, more and narrower than usual, the probabilities are large: that is what flash forgets.) The turn gains nothing here: with the activations below, 501 MB with checkpoints and without. The peak is in the optimizer's step now; without checkpoints only more bytes move, 2,859 MB instead of 1,663.
+# The third recipe fits with 521 MB. With offloaded activations the peak is 501 MB, with checkpoints or without, because it is now in the optimizer step. Here, taking the checkpoints out gains nothing. It only moves more bytes, 2,859 MB instead of 1,663 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 第四个配方装得下：521 MB，其中 396 MB 是权重。（40 个头、每头 16 维，比通常的多而窄，概率 P 很大，flash 忘掉的就是它。）那个转折在这里没有好处：激活值移到下一级存储之后，有没有检查点都是 501 MB。峰值已经移到优化器更新的时候；不用检查点，只是搬得更多，2,859 MB，而不是 1,663 MB。
+# 第三个配方装得下，峰值 521 MB。再把激活值卸载，有没有检查点都是 501 MB，因为峰值已经移到优化器更新的时候。所以去掉检查点在这里没有好处，只会多搬运一些字节：2,859 MB，而不是 1,663 MB。
 #
 # </div>
 
 # %% [markdown]
-# ## 7.15 Where two micro-batches take more than one / 两个微批次反而更多
+# ## 7.16 Two micro-batches with a higher peak than one / 两个微批次，峰值反而更高
 #
 # <div lang="en">
 #
-# The same decoder with six layers, 35 million parameters: flash and checkpoints, then two micro-batches.
+# The same decoder with six layers has 35 million parameters. It uses flash attention and checkpoints, first with one micro-batch, then with two.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的解码器，只有六层，3500 万参数：flash 加检查点，再分成两个微批次。
+# 同样的解码器，只取六层，有 3500 万参数，用 flash 注意力和检查点，先用一个微批次，再用两个。
 #
 # </div>
 
 # %%
-way = {**flash, **checkpoints}
-cut = [Recipe(**way, micro_batches=m) for m in (1, 2)]
+cut = [Recipe(**small, micro_batches=m) for m in (1, 2)]
 halves = [estimate(lambda: large_model(6), two_sequences, each) for each in cut]
 lesson_07.what_fills(["1", "2"], halves)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Both peak at the very end of backward, when no activation is left and the last gradient is computed, that of the embedding, 21 MB. With one micro-batch, all other gradients are in memory, 119 MB. With two micro-batches, all gradients of the first one are in memory, 140 MB, and the embedding's gradient of the second one is added to them. Micro-batches save memory where activations fill the peak, as on the decoder of this lesson.
+# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two, all gradients of the first one exist, 140 MB, and the second one's embedding gradient is added. Micro-batches help where activations fill the peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 两种情况的峰值都在反向的最后：激活值一个不剩，正在算最后一个梯度，即嵌入的梯度，21 MB。只有一个微批次时，在场的是其余的梯度，119 MB。有两个微批次时，第一个的梯度已经全在那里，共 140 MB，第二个的嵌入梯度又添在旁边。占满峰值的若是激活值，微批次就能省内存，本课的解码器正是这样。
+# 两个峰值都出现在反向快结束、正在求最后一个梯度的时候，也就是嵌入的梯度，21 MB。只用一个微批次时，内存里有其余的梯度，共 119 MB。用两个微批次时，第一个微批次的全部梯度都还在，共 140 MB，此外还要加上第二个微批次的嵌入梯度。只有当激活值占满峰值时，微批次才有用。
 #
 # </div>
 
 # %% [markdown]
-# ## 7.16 Seven and seventy billion / 七十亿与七百亿
+# ## 7.17 Seven and seventy billion parameters / 70 亿与 700 亿参数
 #
 # <div lang="en">
 #
-# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 master weights, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory, and the host does the update (lesson 04): in each step the gradients are copied to the host and the parameters to the GPU, 4 bytes per parameter in total. The state itself stays on the host.
+# Now take decoders of 6.6 billion and 64.7 billion parameters, bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The state stays in host memory, where the host updates it (lesson 04). Each step moves 4 bytes per parameter: gradients to the host, parameters to the GPU.
 #
-# **Guess first:** what is the smallest device that trains the smaller one? And the larger?
+# **Guess first:** what is the smallest device that trains the smaller model? And the larger one?
 #
 # </div>
 # <div lang="zh">
 #
-# 还是这些函数，换成我们手头哪台机器都装不下的模型：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一条 4096 个 token 的序列。卸载的东西放进主机内存，更新也由主机来做（第 04 课）：每一步只把梯度送到主机、把参数取回设备，每个参数共 4 字节；状态本身留在主机。
+# 换成 66 亿和 647 亿参数的解码器，bf16 加 fp32 主权重，用 Adam，一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。每一步每个参数搬运 4 字节：梯度送到主机，参数送回 GPU。
 #
-# **先猜**：要训练小的那个，至少得用多大的设备？大的呢？
+# **先猜**：训练小的那个，至少要多大的设备？大的呢？
 #
 # </div>
 
@@ -861,26 +987,17 @@ def large(hidden, layers):
     return lambda: Decoder(hidden=hidden, heads=heads, layers=layers, **rest)
 
 
-small_steps = {"precision": "bf16", "attention": "flash", "checkpoint": "layers"}
-ways = {
-    "plain": Recipe(precision="bf16"),
-    "flash, checkpoints": Recipe(**small_steps),
-    "+ state on the host": Recipe(**small_steps, offload_optimizer=1.0),
-    "+ steps in backward": Recipe(**small_steps, offload_optimizer=1.0, in_backward=True),
-}
-sizes = {"7 B": large(4096, 32), "70 B": large(8192, 80)}
-
-
-# %%
 def one_sequence():
     return random_tokens(1, 4096, 32000)
 
 
-giants = {}
-for size, make in sizes.items():
-    for name, way in ways.items():
-        if size == "7 B" or way.in_backward:
-            giants[size, name] = estimate(make, one_sequence, way, tier="host")
+all_in = Recipe(precision="bf16", **small, **early)
+ways = {"flash, checkpoints": Recipe(precision="bf16", **small), "+ steps in backward": all_in}
+giants = {
+    ("7 B", name): estimate(large(4096, 32), one_sequence, way, tier="host")
+    for name, way in ways.items()
+}
+giants["70 B", "+ steps in backward"] = estimate(large(8192, 80), one_sequence, all_in, tier="host")
 
 # %% jupyter={"source_hidden": true}
 devices = {"24 GB": "RTX 4090", "80 GB": "H100", "141 GB": "H200"}  # with the bytes that they have
@@ -895,83 +1012,50 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 # %% [markdown]
 # <div lang="en">
 #
-# 7 billion parameters train on a device of 24 GB, with 79 GB of state in the host's memory and 26 GB moved in every step. 70 billion, 129 GB of parameters alone, train on one of 141 GB: 137 GB at the peak, and 777 GB of state on the host.
+# The smaller model trains on a device of 24 GB, with 79 GB of state on the host (12 bytes per parameter) and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, and 777 GB of state are on the host.
 #
-# Can, not should: practice would first train fewer parameters (LoRA) or keep a smaller state (8 bits, Adafactor). The seconds are at stated rates: 40% of the datasheet's FLOPs, four fifths of the link or more, and 28 bytes per parameter through the memory of one host processor. On the H200, two thirds of the large model's step are copies and the host's update. Nothing here counts CUDA's context, workspace, rounding or fragmentation: 137 of the device's 150.8 GB leave them 9%. A larger batch spreads the copies over more tokens; lesson 08 the bytes over more devices.
+# That it fits does not make it sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor. A larger batch spreads the copies over more tokens. More devices share the bytes (lesson 08).
 #
 # </div>
 # <div lang="zh">
 #
-# 70 亿参数的模型可以在一台 24 GB 的设备上训练：79 GB 的状态放在主机内存里，每步搬运 26 GB。700 亿参数的模型，光参数就占 129 GB，也能在一台 141 GB 的设备上训练：峰值 137 GB，另有 777 GB 的状态在主机上。
+# 小的那个能在 24 GB 的设备上训练，主机上有 79 GB 的状态（每个参数 12 字节），每步搬运 26 GB。大的那个能在 141 GB 的设备上训练，峰值 137 GB，主机上有 777 GB 的状态。
 #
-# 能训练，不等于该这样训练：实践中往往先减少要训练的参数（LoRA），或缩小状态（8 位、Adafactor）。秒数按注明的速率算：算力取数据手册的 40%，链路取五分之四以上，主机每更新一个参数，要在一个处理器的内存里读写 28 字节。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。这里没有算 CUDA 上下文、工作区、取整和碎片：设备有 150.8 GB，用掉 137 GB，给它们留下 9%。批次大一些，拷贝就能摊到更多 token 上；第 08 课则把字节摊到更多设备上。
+# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.8 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。批次大一些，拷贝就能摊到更多 token 上；设备多一些，这些字节就能由多台设备分担（第 08 课）。
 #
 # </div>
 
 # %%
-last, h200 = giants["70 B", "+ steps in backward"], RATES["H200"]
-waiting = 1 - h200.parts(last)["compute"] / h200.seconds(last)
-left = 1 - last.peak_bytes / h200.memory_bytes
-state = giants["7 B", "flash, checkpoints"].at_peak["optimizer"]
-below = 6 * last.at_peak["parameter"]
-f"{waiting:.0%}, {state / 1e9:.0f} GB, {below / 1e9:.0f} GB below, {left:.0%}"
-
-# %%
 from course_lib.teaching import text
 
-long = [
-    estimate(
-        lambda: Decoder(vocabulary=8192, hidden=640, heads=40, layers=2, sequence=4096),
-        lambda: random_tokens(1, 4096, 8192),
-        Recipe(attention=way),
-    )
-    for way in ("standard", "flash")
-]
-short = estimate(lambda: large_model(6), two_sequences, Recipe())
-short_flash = estimate(lambda: large_model(6), two_sequences, Recipe(**flash))
 
-# %%
+def flops(layers, count, length, attention):
+    def batch():
+        return random_tokens(count, length, 8192)
+
+    return estimate(lambda: large_model(layers, length), batch, Recipe(attention=attention)).flops
+
+
+ratios = [flops(*s, "flash") / flops(*s, "standard") for s in ((6, 2, 384), (2, 1, 4096))]
 seven = giants["7 B", "+ steps in backward"]
 peak, moved = f"{seven.peak_bytes / 1e9:.1f} GB", f"{seven.moved_bytes / 1e9:.0f} GB"
 lesson_07.older_claims(
     f"{halves[0].peak_bytes / 1e6:,.0f} → {halves[1].peak_bytes / 1e6:,.0f} MB",
     text("{peak}, {moved} moved", peak=peak, moved=moved),
-    f"{short_flash.flops / short.flops:.3f} / {long[1].flops / long[0].flops:.3f}",
+    f"{ratios[0]:.3f} / {ratios[1]:.3f}",
 )
-
-# %% [markdown]
-# ## 7.17 Fewer numbers trained, fewer remembered / 少训练一些，少记一些
-#
-# <div lang="en">
-#
-# In practice the first answer to "it does not fit" is often another: train fewer numbers, or remember less of each. Adapters (LoRA, lesson 01) freeze the weights, and what is frozen has neither gradient nor state; 8-bit Adam keeps 2 bytes of state a parameter instead of 8; Adafactor keeps a row and a column of each matrix. They are other trainings, so they stand in no list of `fit` unless `base` names them.
-#
-# </div>
-# <div lang="zh">
-#
-# 实践中，遇到“装不下”，常常先走另一条路：少训练一些数，或者每个数少记一点。适配器（LoRA，第 01 课）冻结权重，冻结的部分既没有梯度，也没有状态；8 位 Adam 的状态每个参数 2 字节，而不是 8 字节；Adafactor 只为每个矩阵记一行一列。训练本身变了，所以 `fit` 不会自己列出它们，除非写在 `base` 里。
-#
-# </div>
-
-# %%
-rows = []
-for optimizer in ("adam", "adam8bit", "adafactor", "sgd"):
-    each = estimate(make_model, make_batch, Recipe(optimizer=optimizer, **checkpoints))
-    state = each.at_peak.get("optimizer", 0) / parameters
-    rows.append((f"`{optimizer}`", round(each.peak_bytes / 1e6, 1), round(state, 2)))
-table(["`optimizer`", "peak (MB)", "state (bytes per parameter)"], rows)
 
 # %% [markdown]
 # ## 7.18 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# On a GPU the allocator counts for itself: it rounds up, and operators take workspace. The experiment runs three recipes of a decoder with 1.28 billion parameters, and compares the estimate with the meter and with the allocator. If you have a GPU, this cell measures on it. Otherwise it shows what an H200 measured. All three estimates equal the meter to the byte, at 45.3, 21.1 and 5.0 GB. The allocator's peak is 68 to 69 MB higher: cuBLAS keeps workspaces of 65 MiB.
+# A GPU's allocator rounds sizes up, and operators need workspace. This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows what an H200 measured. Its three estimates, 45.3, 21.1 and 5.0 GB, equal the meter to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，分配器另有一本账：它会向上取整，算子还要占用工作区。这个实验用一个 12.8 亿参数的解码器运行三个配方，把估计值与计量器、与分配器的记录相比较。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。三个估计值都与计量器逐字节相等，分别是 45.3、21.1 和 5.0 GB。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
+# GPU 的分配器会把大小向上取整，算子还要占用工作区。有 GPU 时，下面的单元格用一个 12.8 亿参数的解码器现场运行三个配方；没有 GPU，就显示在一块 H200 上测得的数据。那里的三个估计值是 45.3、21.1 和 5.0 GB，都与计量器逐字节相等。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
 #
 # </div>
 

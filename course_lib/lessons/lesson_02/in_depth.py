@@ -105,7 +105,8 @@ def _after_a_step(
     random.seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(case())
+        block = case()
+        model = nn.Sequential(block)
         if options is not None:
             checkpoint_blocks(model, "0", **options).advice = advice
         try:
@@ -113,8 +114,12 @@ def _after_a_step(
             drawn = torch.tensor([torch.rand(()), random.random()])
         finally:
             random.setstate(global_state)
-    (block,) = model
-    return [block.weight.grad, torch.tensor(block.calls), *block.norm.buffers(), drawn]
+    return [
+        torch.as_tensor(block.weight.grad),
+        torch.tensor(block.calls),
+        *block.norm.buffers(),
+        drawn,
+    ]
 
 
 @contextmanager
@@ -165,7 +170,8 @@ def train(checkpointed: bool) -> tuple[list[float], list[str]]:
         logging.Formatter("%(filename)s, %(funcName)s, line %(lineno)d: %(message)s")
     )
     logger = logging.getLogger("lesson_02")
-    logger.handlers, logger.level, logger.propagate = [handler], logging.INFO, False
+    logger.addHandler(handler)
+    logger.level, logger.propagate = logging.INFO, False
     layer = DecoderLayer(512, 8, norm_first=False)
     adam, losses = torch.optim.Adam(layer.parameters()), []
     x = torch.linspace(-1, 1, 4 * 16 * 512).view(4, 16, 512)

@@ -1,4 +1,4 @@
-"""Lesson 07: its claims, checks and figures, stored estimates, and three recipes on a GPU."""
+"""Lesson 07: claims, checks, figures, stored estimates, smaller weights, recipes on a GPU."""
 
 from collections.abc import Mapping
 
@@ -15,6 +15,7 @@ from .checks import (
 )
 from .display import (
     FIELDS,
+    both_timelines,
     draw_break_even,
     draw_recipes,
     recipe_fields,
@@ -22,29 +23,38 @@ from .display import (
     waterfall_picture,
     what_fills,
 )
+from .fewer_bits import Adam8bit, FourBitLinear, in_four_bits, run_in_8_bits
 from .gpu import RECIPES, three_recipes
 from .grid import stored_estimates
+from .smaller import compare_smaller, what_stays_right
 
 __all__ = [
     "CLAIMS",
     "FIELDS",
     "OLDER_CLAIMS",
     "RECIPES",
+    "Adam8bit",
+    "FourBitLinear",
+    "both_timelines",
     "check_break_even",
     "check_fifty",
     "check_keeps_clipping",
     "check_peak_without_memory",
     "check_same_flops",
+    "compare_smaller",
     "draw_break_even",
     "draw_recipes",
     "figures_of_claims",
+    "in_four_bits",
     "older_claims",
     "recipe_fields",
     "recipes_playground",
+    "run_in_8_bits",
     "stored_estimates",
     "three_recipes",
     "waterfall_picture",
     "what_fills",
+    "what_stays_right",
 ]
 
 #: Claims that learners may have read.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from course_lib.budget import RATES, Estimate, Recipe, waterfall
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.labels import listed, verbatim
-from course_lib.memory import CATEGORIES
+from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import (
     COLORS,
     Table,
@@ -17,6 +17,7 @@ from course_lib.teaching import (
     playground,
     table,
     text,
+    timelines,
 )
 from course_lib.teaching.figures import shown_once
 
@@ -158,6 +159,17 @@ def waterfall_picture(
     )
     ax.grid(False)
     return shown_once(drawn)
+
+
+def both_timelines(with_checkpoints: MemoryMeter, without_checkpoints: MemoryMeter) -> "Figure":
+    """Draw the steps of two recipes that offload activations, one of them with checkpoints."""
+    meters = {
+        "with checkpoints": with_checkpoints,
+        "without checkpoints": without_checkpoints,
+    }
+    return timelines(
+        meters, title="The peak is lower without checkpoints, because only single tensors come back"
+    )
 
 
 def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> "Figure":
