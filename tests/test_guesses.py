@@ -10,8 +10,13 @@ from test_notebooks import FOLDER, load, output_texts
 GUESSES = [
     ("00", "what factor will the FLOPs of the step grow", ("134.0", "1.21")),
     ("01", "what will the peak be", ("114.2", "114,205,080", "25.4", "25,405,440")),
-    ("04", "How long does it take with $p$", ("1.34", "1.340", "1.01", "1.011")),
-    ("04", "and the peak, with offload", ("124.8", "134.0", "124,824,984", "134,006,104")),
+    ("04", "How long does the step take with them", ("1.34", "1.340", "16.51", "16.52")),
+    ("04", "how long does the step take with $p = 1$", ("1.17", "1.170", "1.01", "1.011")),
+    (
+        "04",
+        "how high is the peak of a step with offload",
+        ("124.8", "134.0", "124,824,984", "134,006,104"),
+    ),
     ("05", "Type what the line predicts", ("134.8", "134,800,792")),
     ("07", "without checkpoints, what is the peak", ("53.9",)),
     ("08", "What is the peak of a DDP rank", ("207.6",)),

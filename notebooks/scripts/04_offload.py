@@ -13,14 +13,14 @@
 #
 # Move every activation of the course's step to a file, and fetch it when backward asks for it. The peak falls, and not one FLOP is done twice. Does it fall further than with a checkpoint around each layer? And further still with both?
 #
-# So where is the price? Take a link that is just fast enough: by arithmetic, each copy takes no longer than the computation that runs at the same time. Does the step then take as long as it does without copies? When does a copy cost nothing?
+# And where is the price? Suppose that each copy takes no longer than the computation that runs at the same time. Does the step then take as long as it does without copies?
 #
 # </div>
 # <div lang="zh">
 #
 # 把课程这一步里的每份激活值都挪进文件，反向用到时再取回，峰值就降低了，而且没有一个 FLOP 算两遍。这就是**卸载**（offload）：把暂时不用的数据移到下一级存储，不是“卸载软件”的卸载。它比每层一个检查点降得更多吗？两者合用，还会更低吗？
 #
-# 那么代价在哪里？假设有一条链路刚好够快，也就是说，算起来每次拷贝都不比同时进行的计算更久。这时训练步的用时，与没有拷贝时一样吗？拷贝究竟什么时候没有代价？
+# 那么代价在哪里？假设链路够快，每次拷贝都不比同时进行的计算更久。这时训练步的用时，与没有拷贝时一样吗？
 #
 # </div>
 
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). See a copy hide, and type the time of a step that a clock then confirms. Write activation offload from nothing. Say which wait orders which two things, and what happens without it. Say what checkpoints, offload and both together do to the peak, and why. Predict how much memory an optimizer step takes whose state is offloaded.
+# **Goals** (100 minutes). Write the time of a step whose copies hide behind computation, and compare it with a clock. Write activation offload from nothing. Say which wait orders which two things, and how it is written in `torch.cuda`. Say what offload, checkpoints and both together do to the peak, and which link each needs.
 #
 # **What to know before**: lesson 01; lesson 02 for saved-tensor hooks and checkpoints.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：亲眼看见一次拷贝被掩盖，写出一步所需的时间，再由时钟来验证；从零写出激活值卸载；说出每一处等待把哪两件事排出先后，少了它会怎样；说出检查点、卸载以及两者合用时峰值各会怎样，原因是什么；预测优化器状态放到下一级存储之后，更新时还要占多少。
+# **目标**（100 分钟）：写出拷贝被计算掩盖时一步所需的时间，并与时钟比较；从零写出激活值卸载；说出每一处等待规定了哪两件事的先后，在 `torch.cuda` 里怎么写；说出卸载、检查点以及两者合用时，峰值各会怎样，各需要多快的链路。
 #
 # **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子，以及检查点。
 #
@@ -53,12 +53,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons import lesson_04, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
+from course_lib.lessons.lesson_04 import started_down, started_up
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import DiskStore, HostStore, offload_activations
+from course_lib.offload import DiskStore, OffloadedOptimizer, offload_activations
+from course_lib.offload.device import Cuda
 from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import predictions, table, text, timelines
 
@@ -82,14 +83,14 @@ lesson_04.draw_tiers()
 # %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs must come with each byte, so that its copy hides?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，要配多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the products that run at the same time if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs per second over the link's bytes per second. That is the **threshold**, a matter of the machine. The FLOPs that the network does per byte moved are its **arithmetic intensity** towards the lower tier.
+# A copy can hide behind the matrix products that run at the same time, if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs per second divided by the link's bytes per second. This number is the machine's **threshold**. The FLOPs that the network does for each byte it moves are its **arithmetic intensity** towards the lower tier.
 #
 # **Guess first:** a GPU with 989 TFLOP/s (H100, dense bf16) behind PCIe 5. How many FLOPs must come with each byte?
 #
 # </div>
 # <div lang="zh">
 #
-# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每个字节都要配上一定数量的 FLOPs：设备每秒的 FLOPs 除以链路每秒的字节。这就是**阈值**，取决于机器。网络能提供的，即每搬一个字节做多少 FLOPs，是它相对于下一级存储的**算术强度**。
+# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每个字节都要配上一定数量的 FLOPs，也就是设备每秒的 FLOPs 除以链路每秒的字节。这个数叫**阈值**，由机器决定。网络每搬一个字节做多少 FLOPs，则是它相对于下一级存储的**算术强度**。
 #
 # **先猜**：一块 989 TFLOP/s 的 GPU（H100，稠密 bf16），经 PCIe 5 拷贝。每个字节要配多少 FLOPs？
 #
@@ -103,30 +104,30 @@ links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLi
 # %% [markdown]
 # <div lang="en">
 #
-# Over PCIe 5 nearly 16,000; over the other links from 2,000 to 141,000. (Section 4.11 draws which widths of a transformer offer that many.) But a threshold says only that copies *can* hide. Do they?
+# Over PCIe 5 nearly 16,000; over the other links from 2,000 to 141,000. (Section 4.13 shows which transformers do that many.) But a threshold says only that copies *can* hide. Do they?
 #
 # </div>
 # <div lang="zh">
 #
-# 经 PCIe 5 要将近 16,000，经其余的链路要 2,000 到 141,000。（哪些隐藏维度的 transformer 能提供这么多，4.11 节有图。）但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
+# 经 PCIe 5 要将近 16,000，经其余的链路要 2,000 到 141,000。（哪些 transformer 能达到这么多，见 4.13 节的图。）但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
 #
 # </div>
 
 # %% [markdown]
-# ## 4.2 Three lanes / 三条泳道
+# ## 4.2 Fetching ahead / 提前取回
 #
 # <div lang="en">
 #
-# A `SimulatedDevice` has what GPUs have: a stream for compute, and one engine each for copies to the host (D2H, as profilers write) and to the GPU (H2D). Operators run here; its clock counts FLOPs, and bytes on the links. (GELU has no product, so it takes no time.)
+# A `SimulatedDevice` works like a GPU: one stream computes, one engine copies to the host (D2H, as profilers write), and another copies to the GPU (H2D). Operators really run here. Its clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
 #
-# Sixteen times Linear and GELU, 2000 rows, 256 wide, at $10^{12}$ FLOP/s. A layer's forward takes $f$ seconds, its backward $g = 2 f$. It saves two storages of $B$ = 2.048 MB, the Linear's input and GELU's. The link is exactly at the threshold: two copies of $c$ seconds take one $f$. In backward, $p$ storages are fetched ahead (`prefetch`).
+# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, its backward $g = 2 f$. It saves two storages of $B$ = 2.048 MB, the inputs of Linear and of GELU. Copying one takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
 #
 # </div>
 # <div lang="zh">
 #
-# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加两个拷贝引擎，一个管换出（D2H，性能分析器里用这个名字），一个管换入（H2D）。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
+# `SimulatedDevice` 模仿 GPU：一条流做计算，一个引擎负责换出（D2H，性能分析器里用这个名字），另一个引擎负责换入（H2D）。算子真的在本机运行。它的时钟只计矩阵乘法的 FLOPs 和链路上的字节，所以 GELU 不花时间。
 #
-# 网络是十六层 Linear 加 GELU，2000 行，宽 256，算力 $10^{12}$ FLOP/s。一层的前向要 $f$ 秒，反向 $g = 2 f$ 秒。它保存两份存储区（storage），各 $B$ = 2.048 MB：一份是 Linear 的输入，一份是 GELU 的输入。链路正好在阈值上：两次拷贝，每次 $c$ 秒，合起来就是一个 $f$。反向时提前取回 $p$ 份（`prefetch`，预取）。
+# 网络有十六层，每层是一个 Linear 和一个 GELU。一层的前向要 $f$ 秒，反向要 $g = 2 f$ 秒。每层保存两份存储区（storage），各 $B$ = 2.048 MB，分别是 Linear 和 GELU 的输入。拷贝一份要 $c$ 秒。链路正好在阈值上，也就是说，一层的两次拷贝与它的前向一样久，$2 c = f$。
 #
 # </div>
 
@@ -135,54 +136,76 @@ batch = torch.linspace(-1, 1, 2000 * 256).view(2000, 256)
 B, f = batch.nbytes, 2 * 2000 * 256**2 / 1e12  # bytes of a storage, seconds of a layer's forward
 
 
-def step_on_device(p, link, in_flight=2):  # p = None: nothing is moved
-    both_ways = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), link)
-    with SimulatedDevice(flops_per_second=1e12, **both_ways) as device:
+def step_on_device(p, link, in_flight=2):
+    links = {"up_bytes_per_second": link, "down_bytes_per_second": link}
+    with SimulatedDevice(flops_per_second=1e12, **links) as device:
         network, x = device.move(deep_mlp(depth=16, width=256)), device.move(batch)
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
         began, held = device.seconds, device.live_bytes
-        moving = offload_activations(min_bytes=1 << 16, prefetch=p, in_flight=in_flight)
-        with nullcontext() if p is None else moving:
+        with offload_activations(min_bytes=1 << 16, prefetch=p, in_flight=in_flight):
             loss = network(x).sum()
         loss.backward()
     return device, began, held
 
 
-# %% [markdown] slide={"en": "Two copies take as long as a layer's forward.\n\n**Guess first.** How much longer is the step with $p$ = 0, 1, 2?", "zh": "两次拷贝与一层的前向一样久。\n\n**先猜**：$p$ = 0、1、2 时，这一步会久多少？"}
+# %% [markdown] slide={"en": "Two copies take as long as a layer's forward.\n\n**Guess first.** Each storage is fetched when it is needed. How much longer is the step?", "zh": "两次拷贝与一层的前向一样久。\n\n**先猜**：轮到哪个算子，才取它要的那份存储区。这一步会久多少？"}
 # <div lang="en">
 #
-# **Guess first:** without copies the step takes 12.3 ms. How long does it take with $p$ = 0, 1, 2?
+# Suppose that backward fetches each storage when the operator that uses it is next. **Guess first:** without copies the step takes 12.3 ms. How long does the step take with them?
 #
 # </div>
 # <div lang="zh">
 #
-# **先猜**：不拷贝时，这一步要 12.3 毫秒。$p$ = 0、1、2 时各要多久？
+# 假设反向时轮到哪个算子，才去取它要用的那份存储区。**先猜**：不拷贝时，这一步要 12.3 毫秒。加上这些拷贝，要多久？
 #
 # </div>
 
 # %% slide="result"
 threshold = 2 * B / f  # bytes a second: two copies in the time of one layer's forward
+plain = 47 * f  # 16 f + 16 g, less the gradient of the batch, f
 runs = {p: step_on_device(p, threshold) for p in (0, 1, 2)}
-lesson_04.draw_lanes(runs, plain=47 * f)  # 16 f + 16 g, less the gradient of the batch, f
+lesson_04.draw_step(0, runs[0], plain)
 
-# %% [markdown]
+# %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\n**Guess first.** How long is the step with $p$ = 1, 2?", "zh": "反向开始使用第 5 份存储区时，启动第 $5 + p$ 份的取回。\n\n**先猜**：$p$ = 1、2 时各要多久？"}
 # <div lang="en">
 #
-# Forward is the same in all three runs: copies to the host run next to it. In backward with $p$ = 0, the lanes take turns: a fetch starts when its operator is next, and compute waits. With $p$ = 2 all copies are still made, but add almost no time.
+# In forward, copies to the host run next to the products. In backward, compute waits for every copy to the GPU.
 #
-# In backward, a layer first needs GELU's storage, which takes no time, then the Linear's, for the products ($g$). When backward begins to use its $i$-th storage, the fetch of number $i + p$ starts. With $p$ = 0, a storage is fetched only when it is needed. Copies on one lane take turns.
+# So let these copies start earlier. Number the storages in the order in which backward uses them. With `prefetch=2`, two storages are fetched ahead: when backward begins to use storage 5, the fetch of storage 7 starts. In general, when backward begins to use storage $i$, the fetch of storage $i + p$ starts. The figure above has $p = 0$.
 #
-# **Exercise 1.** Type the seconds of forward and backward for $L$ layers, for $p$ = 0, 1, 2, from $f$, $g$ and $c$. Any of these may be the longest. The check compares with the clock on four links, and allows an error of 8%, because a step's ends differ from its middle.
+# **Guess first:** how long does the step take with $p = 1$, and with $p = 2$?
 #
 # </div>
 # <div lang="zh">
 #
-# 三种情形的前向都一样，换出与它并行。反向里，$p$ = 0 时两条泳道轮流忙：轮到某个算子了，才开始取它要的那份，计算只好等。$p$ = 2 时，拷贝一次也没少，却几乎不再多花时间。
+# 前向时，换出与矩阵乘法同时进行。反向时，每一次换入，计算都要停下来等。
 #
-# 反向时，一层先要 GELU 的存储区（用它不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。把存储区按反向使用的顺序编号，轮到第 $i$ 份被使用时，就启动第 $i + p$ 份的取回。$p$ = 0 表示用到它自己时才去取。同一条泳道上的拷贝一个接一个。
+# 那就早一点开始换入。把存储区按反向使用的顺序编号。如果 `prefetch=2`，就提前取回两份：反向开始使用第 5 份时，启动第 7 份的取回。一般地，反向开始使用第 $i$ 份时，启动第 $i + p$ 份的取回。上图中 $p = 0$。
 #
-# **练习 1。** 用 $f$、$g$、$c$ 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对；三者之中谁最长都有可能。检查会在四条链路上与时钟比较，容许 8% 的误差：一步的首尾与中间略有不同。
+# **先猜**：$p = 1$ 时这一步要多久？$p = 2$ 呢？
+#
+# </div>
+
+# %% slide="result"
+lesson_04.draw_step(1, runs[1], plain)
+
+# %% slide="result"
+lesson_04.draw_step(2, runs[2], plain)
+
+# %% [markdown]
+# <div lang="en">
+#
+# With $p = 2$ every copy is still made, but the copies add only 1% to the time.
+#
+# **Exercise 1.** Type the seconds of forward and backward for $L$ layers and $p$ = 0, 1, 2. The link may now be faster or slower, so any of $f$, $g$ and $c$ may be the longest. In backward, a layer first needs GELU's storage, which takes no time, then the Linear's, for its products ($g$). Copies on one lane take turns. (Errors up to 8% are allowed, because a step's ends differ from its middle.)
+#
+# </div>
+# <div lang="zh">
+#
+# $p = 2$ 时，拷贝一次也没有少，却只多花 1% 的时间。
+#
+# **练习 1。** 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对。现在链路可快可慢，所以 $f$、$g$、$c$ 之中谁最长都有可能。反向时，一层先要 GELU 的存储区（GELU 不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。同一条泳道上的拷贝一个接一个。（容许 8% 的误差，因为一步的首尾与中间略有不同。）
 #
 # </div>
 
@@ -211,51 +234,62 @@ lesson_04.check_step_time(step_time)
 clock = {(c, p): lesson_04.clock(16, c, p) for c in (0.25, 0.5, 1, 2) for p in (0, 1, 2)}
 lesson_04.draw_times(step_time, clock)
 
-# %% [markdown] slide={"en": "A formula of three lines agrees with the clock to within 8%.\n\n$p$ hides the copies to the GPU. What hides those to the host?", "zh": "三行代码的公式，与模拟时钟相差不到 8%。\n\n$p$ 掩盖换入。那么换出呢？"}
+# %% [markdown] slide={"en": "$p$ hides the copies to the GPU.\n\n**Guess first.** Only one copy to the host may be unfinished at a time. Does forward slow down?", "zh": "$p$ 掩盖的是换入。\n\n**先猜**：如果同时只许一次换出没有完成，前向会变慢吗？"}
+# ## 4.3 Copies in flight / 在途的拷贝
+#
 # <div lang="en">
 #
-# The same network, sixteen layers (small ones, since only the ratio of $c$ to $f$ counts). The points lie on your lines, or a little below: nothing is copied before the first layer, and the last ones never leave.
+# Fetching ahead hides the copies to the GPU. What about those to the host?
 #
-# And the copies to the host? `in_flight` says how many of them may be in flight at once, by default 2 on CUDA and 1 on a CPU. At the threshold, the time relative to the step without copies, and the peak above the start of the step:
+# The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. `in_flight` says how many of them may be unfinished while compute goes on. With `in_flight=1`, when the copy of storage 5 starts, compute waits until the copy of storage 4 is finished. With `in_flight=2`, compute waits only for storage 3. (The default is 2 on CUDA and 1 on a CPU. All figures above use 2.)
+#
+# **Guess first:** does forward take longer with `in_flight=1`?
 #
 # </div>
 # <div lang="zh">
 #
-# 网络还是十六层（取得小，因为只有 $c$ 与 $f$ 之比起作用）。点落在你的线上，或略低一点：第一层之前没有拷贝，最后几份从不离开。
+# 提前取回，掩盖的是换入。那么换出呢？
 #
-# 那么换出呢？同时可以有几次换出在途（in flight），由 `in_flight` 决定，默认值在 CUDA 上是 2，在 CPU 上是 1。下表是在阈值上的结果，列出与不拷贝的一步相比的时间，以及峰值比这一步开始时多占的字节：
+# 一份存储区的换出完成之后，它的内存才能释放，所以计算不能比换出快太多。`in_flight` 规定计算继续进行时，最多有几次换出可以还没有完成，也就是**在途**（in flight）。`in_flight=1` 时，第 5 份的换出一启动，计算就停下来，等第 4 份的换出完成。`in_flight=2` 时，只要等第 3 份完成。（默认值在 CUDA 上是 2，在 CPU 上是 1。上面各图都是 2。）
+#
+# **先猜**：`in_flight=1` 时，前向会变慢吗？
 #
 # </div>
 
 # %% slide="result"
-device, began, _ = step_on_device(None, threshold)
-plain, rows, times = device.seconds - began, [], {}
-for ahead, in_flight in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)):
-    device, began, held = runs[ahead] if in_flight == 2 else step_on_device(ahead, threshold, 1)
-    times[ahead, in_flight] = (device.seconds - began) / plain
-    above = (device.peak_bytes - held) / B
-    rows.append((in_flight, ahead, round(times[ahead, in_flight], 3), round(above, 2)))
-columns = ["copies in flight", "fetched ahead, p", "time (× baseline)"]
+one_in_flight = step_on_device(2, threshold, in_flight=1)
+lesson_04.draw_forward(one_in_flight, 8 * f)
+
+# %% slide="result"
+cases = {(0, 2): runs[0], (1, 2): runs[1], (2, 2): runs[2], (2, 1): one_in_flight}
+times = {case: (device.seconds - began) / plain for case, (device, began, _) in cases.items()}
+above = [round((device.peak_bytes - held) / B, 2) for device, _, held in cases.values()]
+rows = [(*case, round(times[case], 3), peak) for case, peak in zip(cases, above, strict=True)]
+columns = ["fetched ahead, p", "copies in flight", "time (× baseline)"]
 table([*columns, "peak above the start (in units of B)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host. Both are needed: with one copy in flight, forward alone takes 1.5 times as long, since the second of a layer's two storages must wait for the first. Hiding costs memory: one $B$ per storage fetched ahead. The depth does not matter: the peak here is $(p + 4)\,B$, with three layers as with sixteen.
+# With one copy in flight, forward takes 1.5 times as long. A layer saves its two storages one directly after the other, so in each layer compute waits for the first copy, $c = f/2$. So both settings are needed: two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host.
+#
+# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two in flight the peak here is $(p + 4)\,B$, with three layers as with sixteen.
 #
 # </div>
 # <div lang="zh">
 #
-# 提前取回两份，换入就被掩盖。允许两次换出同时在途，换出就被掩盖。两者缺一不可。只许一次换出在途时，光前向就要 1.5 倍的时间，因为每层保存两份存储区，第二份得等第一份。掩盖是用内存换来的：每多提前取回一份，就多占一个 $B$。这与深度无关，三层和十六层一样，峰值都是 $(p + 4)\,B$。
+# 只许一次换出在途时，前向要 1.5 倍的时间。这是因为每层的两份存储区紧挨着保存，计算在每一层都要停下来，等第一次拷贝完成，也就是等 $c = f/2$ 那么久。所以两项设置缺一不可：提前取回两份，可以掩盖换入；允许两次换出同时在途，可以掩盖换出。
+#
+# 代价是内存：每多提前取回一份，或者每多一次在途的换出，都要多占大约一个 $B$。两次换出同时在途时，三层和十六层一样，峰值都是 $(p + 4)\,B$。
 #
 # </div>
 
 # %% [markdown] slide={"en": "Two hooks: **pack** copies a storage out, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it released?", "zh": "两个钩子：**pack** 把存储区换出，**unpack** 取回来。\n\n什么不该搬？什么只搬一次？什么时候释放？"}
-# ## 4.3 From nothing / 从零写起
+# ## 4.4 From nothing / 从零写起
 #
 # <div lang="en">
 #
-# An activation is freed when nothing refers to it any more, neither autograd's saved tensors nor your own variables. So a function that copies its input to the lower tier frees nothing, because the next operator saves the same storage (section 4.12). The two hooks of lesson 02 do free it, because autograd then keeps what the first hook returns. They follow four rules:
+# An activation is freed when nothing refers to it any more, neither autograd's saved tensors nor your own variables. So a function that merely copies its input to the lower tier frees nothing (section 4.16). The two hooks of lesson 02 do free it, because autograd then keeps what the first hook returns. They follow four rules:
 #
 # - A **parameter** never moves, because the model keeps it in any case. A Linear saves `weight.t()`, a view, so compare storages and not tensors.
 # - A **storage** moves once, even if several operators save it, and once more if it is changed in place in between. `tensor._version` counts these changes.
@@ -265,7 +299,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 只有当一个激活值不再被任何地方引用时，它的内存才会释放。引用它的有 autograd 保存的张量，也可能有你自己的变量。所以，一个函数如果只是把输入拷贝到下一级存储，就什么也没有释放，因为下一个算子仍然保存着同一份存储区（4.12 节）。要靠第 02 课的两个钩子：有了它们，autograd 保存的就不再是张量，而是第一个钩子的返回值。两个钩子要遵守四条规则：
+# 只有当一个激活值不再被任何地方引用时，它的内存才会释放。引用它的有 autograd 保存的张量，也可能有你自己的变量。所以，一个函数如果只是把输入拷贝到下一级存储，就什么也没有释放（4.16 节）。要靠第 02 课的两个钩子：有了它们，autograd 保存的就不再是张量，而是第一个钩子的返回值。两个钩子要遵守四条规则：
 #
 # - **参数**从不搬，因为模型反正要留着它。Linear 保存的是视图 `weight.t()`，所以要比较存储区，而不是比较张量。
 # - 一份**存储区**只搬一次，哪怕有几个算子保存它。如果其间被原地修改过，就要再搬一次。`tensor._version` 记着修改了几次。
@@ -277,16 +311,24 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `store` stands for the lower tier. `whole(tensor)` returns all of the tensor's storage as one row of numbers. `room = store.put(row)` copies a row to the lower tier. `room.get()()` copies it back and returns it as a new row. When nothing refers to `room` any more, its bytes in the lower tier are free again. `rooms` maps each storage to its version and its room; when a storage is freed, its entry disappears. (The address of a storage would not do as the key, because the allocator gives a freed address to the next tensor.) `stay` is the set of storages that must not move.
+# The exercise uses these names:
+#
+# - `store` is the lower tier, and `stay` is the set of storages that must not move.
+# - `room = store.put(row)` copies a row of numbers to the lower tier. `room.get()` starts the copy back and returns a function. Calling it, `room.get()()`, waits for the row and returns it. When nothing refers to `room` any more, its bytes in the lower tier are free again.
+# - `rooms` maps each storage to its version and its room. When a storage is freed, its entry disappears. (Its address would not do as the key, because the allocator gives it to the next tensor.)
 #
 # **Exercise 2.** Fill in the two hooks. `pack` gets a tensor and returns what the graph keeps in its place. `unpack` gets that back and returns the tensor, by `row.as_strided(shape, stride, offset)`.
 #
 # </div>
 # <div lang="zh">
 #
-# `store` 代表下一级存储。`whole(tensor)` 把张量的整份存储区排成一行数。`room = store.put(row)` 把一行数换出到下一级存储，`room.get()()` 把它取回来，得到新的一行。`room` 不再被引用时，它在下一级存储里占的字节就空出来了。`rooms` 记录每份存储区的版本和它的 `room`，存储区释放之后，对应的记录会自动消失。（不能用地址作键，因为分配器会把释放了的地址再分给下一个张量。）`stay` 是不许搬走的存储区的集合。
+# 练习里用到这些名字：
 #
-# **练习 2。** 写出两个钩子。`pack` 接到一个张量，返回计算图要改存的东西；`unpack` 接到这个东西，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回。
+# - `store` 代表下一级存储，`stay` 是不许搬走的存储区的集合。
+# - `room = store.put(row)` 把一行数换出到下一级存储。`room.get()` 启动换入，并返回一个函数；调用它，即 `room.get()()`，就等到这一行数取回来，并返回这一行。`room` 不再被引用时，它在下一级存储里占的字节就空出来了。
+# - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后，对应的记录会自动消失。（不能用地址作键，因为分配器会把它再分给下一个张量。）
+#
+# **练习 2。** 写出两个钩子。`pack` 接到一个张量，返回计算图改为保存的东西；`unpack` 接到这个东西，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回。
 #
 # </div>
 
@@ -343,12 +385,12 @@ lesson_04.check_offloading(offloading)
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients of the course's decoder equal, to the bit? On a CPU the lower tier is a file. Yours, and the library's `offload_activations`, which keeps the last $p + 1$ storages (backward needs them first), leaves small storages alone, and notices what is changed in place (section 4.13).
+# Before any claim of saving: are the gradients of the course's decoder equal, bit by bit? On a CPU the lower tier is a file. The cell compares your hooks and the library's `offload_activations`. The library keeps the last $p + 1$ storages, because backward needs them first, and does not move small storages (section 4.17).
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下一级存储是文件。一个是你写的，一个是库里的 `offload_activations`：后者留下最后 $p + 1$ 份（反向最先用到它们），太小的存储区不搬，还能发现原地改动（4.13 节）。
+# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。课程库会留下最后 $p + 1$ 份存储区，因为反向最先用到它们；太小的存储区它也不搬（4.17 节）。
 #
 # </div>
 
@@ -375,26 +417,22 @@ expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), sta
 ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 {name: all(map(torch.equal, expected, gradients(context))) for name, context in ways.items()}
 
-# %% [markdown] slide={"en": "A stream does its work in order; two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按顺序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
-# ## 4.4 Streams, and one wait taken away / 流，以及少了一处等待
+# %% [markdown] slide={"en": "A stream does its work in order. Two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按顺序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
+# ## 4.5 Streams and events / 流与事件
 #
 # <div lang="en">
 #
-# The host gives orders and goes on without waiting for results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for it, and `device.finish(event)` makes the host wait. Below, `copy` starts a copy. `_start_copy` and `read` return a function that makes the current stream wait for that copy, and the library calls it before the copied numbers are used. Before `read` copies a storage back, it waits until the copy to the host is complete:
+# The host gives orders and goes on without waiting for the results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all the orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait for it. This is how the library starts a copy, on any device:
 #
 # </div>
 # <div lang="zh">
 #
-# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。在下面的代码里，`copy` 启动一次拷贝。`_start_copy` 和 `read` 返回一个函数，它让当前的流等待这次拷贝完成，库在使用拷来的数之前调用它。而 `read` 取回一份存储区之前，要先等换出完成：
+# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。不论在哪种设备上，课程库都这样启动一次拷贝：
 #
 # </div>
 
-# %% slide="result"
+# %%
 print(inspect.getsource(SimulatedDevice.copy))
-
-# %% slide="result"
-print(inspect.getsource(HostStore._start_copy))
-print(inspect.getsource(HostStore.read))
 
 # %% slide="result"
 lesson_04.draw_order()
@@ -405,11 +443,9 @@ lesson_04.draw_order()
 # Each of these waits has a reason:
 #
 # - **Made**, then copied to the host: the copy must not read a storage before it has been computed.
-# - Copied to the host, then **released**: the allocator gives released memory to the next tensor at once, so the copy must have read the storage by then.
-# - Copied to the host, then read by the **host**: the host must not read numbers that have not arrived yet.
+# - Copied to the host, then **released**: the allocator gives released memory to the next tensor at once, so the copy must have read it by then.
+# - Copied to the host, then read by the **host** or copied back: the numbers must have arrived.
 # - Copied to the GPU, then **used**: no operator may use a storage before its copy has finished.
-#
-# (Two more are not shown. In the lower tier, `release` waits before it gives memory to another storage. On CUDA, `record_stream` tells the allocator which stream still uses a tensor.)
 #
 # </div>
 # <div lang="zh">
@@ -418,76 +454,94 @@ lesson_04.draw_order()
 #
 # - 先**算好**，再换出：一份存储区还没有算好，拷贝就不能去读它。
 # - 先换出，再**释放**：拷贝还没有读完，这份存储区的内存就不能释放，因为分配器会立刻把它分给下一个张量。
-# - 先换出，**主机**再读：数还没有到，主机就不能去读。
+# - 先换出，再由**主机**读，或者再换入：数要先到齐。
 # - 先换入，再**使用**：拷贝还没有完成，任何算子都不能使用这份存储区。
 #
-# （还有两处没有画出来。在下一级存储里，`release` 要先等待，才把一份存储区的内存让给另一份。在 CUDA 上，`record_stream` 告诉分配器，哪条流还在使用一个张量。）
-#
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory whose order nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck: `late` runs each copy as late as the waits allow, and `early` runs everything else as early as they allow.
+# With `torch.cuda` you write:
+#
+# | the library | `torch.cuda` | meaning |
+# |---|---|---|
+# | `device.side("down")` | `torch.cuda.Stream()` | a second stream |
+# | `device.event()` | `torch.cuda.current_stream().record_event()` | mark the orders so far |
+# | `device.wait(event)` | `torch.cuda.current_stream().wait_event(event)` | the stream waits |
+# | `device.finish(event)` | `event.synchronize()` | the host waits |
+# | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | keep this memory until the stream is done with it |
+# | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **pinned memory**: host memory that the system cannot move, so the GPU copies it by itself |
+#
+# These are the library's own lines for CUDA. They do not run here. Section 4.21 has what a GPU measured with them:
 #
 # </div>
 # <div lang="zh">
 #
-# 少了其中一处会怎样？模拟设备会报告**竞争**（race），意思是有两次操作访问同一块内存，而它们的先后没有任何规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合：`late` 让每次拷贝在等待所允许的范围内尽量晚，`early` 让其余的操作在等待所允许的范围内尽量早。
+# 同样的事，用 `torch.cuda` 这样写：
+#
+# | 课程库 | `torch.cuda` | 含义 |
+# |---|---|---|
+# | `device.side("down")` | `torch.cuda.Stream()` | 另一条流 |
+# | `device.event()` | `torch.cuda.current_stream().record_event()` | 在此前的任务之后做记号 |
+# | `device.wait(event)` | `torch.cuda.current_stream().wait_event(event)` | 流等待 |
+# | `device.finish(event)` | `event.synchronize()` | 主机等待 |
+# | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | 这条流用完之前，保留这块内存 |
+# | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **锁页内存**：系统不能挪动的主机内存，GPU 可以自己拷贝 |
+#
+# 下面是课程库为 CUDA 写的代码。它们在这里不会运行，在 GPU 上的实测结果见 4.21 节：
 #
 # </div>
 
-
 # %%
-class Hasty(HostStore):  # whatever uses a copy in one direction does not wait for it
-    missing = None  # "down" or "up"
+for name in ("on", "side", "event", "wait", "finish", "used", "pinned"):
+    print(inspect.getsource(getattr(Cuda, name)))
 
-    def _start_copy(self, reservation, target, source, device, name):
-        wait = super()._start_copy(reservation, target, source, device, name)
-        return (lambda: None) if name == self.missing else wait
-
-
-class Unordered(SimulatedDevice):  # a copy does not wait for what makes its source
-    def copy(self, target, source, name):
-        with self.on(self.side(name)):
-            self.transfer(target, source)
-            return self.event()
-
+# %% [markdown] slide={"en": "One wait is missing.\n\n**Guess first.** Is the gradient wrong?", "zh": "少了一处等待。\n\n**先猜**：梯度会错吗？"}
+# ## 4.6 One wait taken away / 少了一处等待
+#
+# <div lang="en">
+#
+# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory whose order nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck. `late` runs each copy as late as the waits allow, and `early` runs everything else as early as they allow. The table offloads a network of five layers, each time without one of the waits. **Guess first:** in which rows is the gradient wrong?
+#
+# </div>
+# <div lang="zh">
+#
+# 少了一处等待，模拟设备就会报告**竞争**（race），意思是有两次操作访问同一块内存，而它们的先后没有任何规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合：`late` 让每次拷贝在等待所允许的范围内尽量晚，`early` 让其余的操作在等待所允许的范围内尽量早。下表卸载一个五层的网络，每次去掉一处等待。**先猜**：哪几行的梯度是错的？
+#
+# </div>
 
 # %% slide="result"
-lesson_04.without_waits(Hasty, Unordered)
+lesson_04.without_waits()
 
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode the gradient is right in every row. That is how such a mistake gets into a release. diffusers' pull request 13502 is an example: a `wait_stream` was missing where weights are copied to the GPU. Reduced to pure PyTorch, about 98% of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on another machine PyTorch's CUDA sanitizer named the race. (`lesson_04.without_waits` runs five layers with `offload_activations`.) Three programs, each with one wait missing:
+# In the normal mode the gradient is right in every row. That is how such a mistake gets into a release. In diffusers' pull request 13502, a `wait_stream` was missing before weights are used that were copied to the GPU. Reduced to pure PyTorch, about 98% of iterations gave wrong numbers on five GPUs of one make, and none with the wait.
+#
+# Here are three programs, each with one wait missing:
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对，这类错误就是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重换入 GPU 的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在另一台机器上，PyTorch 的 CUDA sanitizer 也指出了这处竞争。（`lesson_04.without_waits` 用 `offload_activations` 跑一个五层的网络。）下面三个程序，各少一处等待：
+# 照常运行时，每一行的梯度都对，这类错误就是这样混进发行版的。在 diffusers 的合并请求 13502 里，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有。
+#
+# 下面三个程序，各少一处等待：
 #
 # </div>
 
 
-# %%
-def started_down(device, y):  # a copy to the host that is in flight, and the event of its end
-    host = device.pinned(y.shape, y.dtype)
-    return host, device.copy(host, y, "down")
-
-
-def started_up(device, host):
-    x = torch.zeros(host.shape)  # made inside the block: the device's
-    return x, device.copy(x, host, "up")
-
-
 # %% [markdown]
 # <div lang="en">
+#
+# `started_down(device, y)` starts a copy to the host, and `started_up(device, host)` a copy to the GPU. Both return the new tensor, and the event at the end of the copy.
 #
 # **Exercise 3.** Put the one missing line into each function: `device.wait(copied)`, or `device.finish(copied)` where the host has to wait, and nowhere else. The check runs all three in each mode, and looks at races and at numbers.
 #
 # </div>
 # <div lang="zh">
+#
+# `started_down(device, y)` 启动一次换出，`started_up(device, host)` 启动一次换入。两者都返回新的张量，以及标在拷贝末尾的事件。
 #
 # **练习 3。** 给每个函数补上缺的那一行：`device.wait(copied)`；非要主机等不可的地方，才用 `device.finish(copied)`。检查会在每种模式下运行这三个函数，既看竞争，也看数值。
 #
@@ -561,213 +615,124 @@ lesson_04.check_waits((read, use, let_go))
 numbers_read = [lesson_04.read_late(waits) for waits in (False, True)]
 numbers_read
 
-# %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which of the three peaks lowest? Which moves least?", "zh": "课程的解码器：卸载、检查点，或两者合用。\n\n**先猜**：三者之中谁的峰值最低？谁搬得最少？"}
-# ## 4.5 The decoder: moved, forgotten, or both / 解码器：搬走、忘掉，还是都用
+# %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which of the three peaks lowest? Which moves least?", "zh": "课程的解码器，可以卸载、用检查点，或两者合用。\n\n**先猜**：三者之中谁的峰值最低？谁搬得最少？"}
+# ## 4.7 The decoder: moved, forgotten, or both / 解码器：搬走、忘掉，还是都用
 #
 # <div lang="en">
 #
-# A layer of the course's decoder saves 20,987,904 bytes: 20 times the 1,048,576 of its input, and 16,384 of the norms' statistics, too small to be moved. Behind the layers come two storages as large as an input, the last norm's and the head's, and last the log-probabilities, 8,388,608. With a checkpoint around each layer, a layer saves its input alone.
-#
-# **Exercise 4.** How many bytes does a step copy to the lower tier, with $p$ = 0, 1, 2 storages fetched ahead? The last $p + 1$ storages stay. (`checkpointed` is True or False.)
+# A layer of the course's decoder saves 20 times as many bytes as its input has. With a checkpoint around each layer, it saves its input alone. **Guess first:** how high is the peak of a step with offload, with checkpoints, and with both?
 #
 # </div>
 # <div lang="zh">
 #
-# 课程解码器的一层保存 20,987,904 字节：是它的输入 1,048,576 字节的 20 倍，外加归一化的统计量 16,384 字节（太小，不搬）。各层之后，还有两份与输入一样大，一份属于最后一个归一化，一份属于输出头；最后保存的是对数概率，8,388,608 字节。每层加一个检查点，则每层只保存它的输入。
-#
-# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里要把多少字节换出到下一级存储？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
+# 课程解码器的一层，保存的字节是它的输入的 20 倍。每层加一个检查点，就只保存输入。**先猜**：只卸载、只用检查点、两者合用，一步的峰值各是多少？
 #
 # </div>
 
-
-# %% minutes=5
-def moved(p, checkpointed):
-    return None
-
-
-lesson_04.check_moved(moved)
-
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-if not lesson_04.check_moved.accepted:
-
-    def moved(p, checkpointed):
-        inputs = 8 * (1 if checkpointed else 20) + 2
-        return (inputs - p) * 1_048_576  # the log-probabilities are one of those that stay
-
-
-lesson_04.check_moved(moved)
-### END SOLUTION
-
-
-# %%
-def metered_step(checkpointed, p):  # the step of lesson 01; p = None: nothing is moved
-    decoder, file = make_decoder(), DiskStore()
-    adam, tokens = torch.optim.Adam(decoder.parameters()), random_tokens(8, 128, 2048)
-    for parameter in decoder.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    adam.step()  # makes its state
-    decoder.zero_grad()
-    if checkpointed:
-        checkpoint_blocks(decoder, "layers.*")
-    with MemoryMeter(decoder, adam) as meter:
-        with nullcontext() if p is None else offload_activations(file, min_bytes=2**17, prefetch=p):
-            loss = decoder.loss(tokens)
-        loss.backward()
-        adam.step()
-    return meter, file.stats.bytes_down
-
-
-# %%
-steps = {(k, p): metered_step(k, p) for k in (False, True) for p in (None, 0, 1, 2)}
-names = {False: "offload, p = {p}", True: "both, p = {p}"}
-rows = [(text(names[k], p=p), moved(p, k), steps[k, p][1]) for k, p in steps if p is not None]
-predictions(rows, unit="bytes")
-
-# %% [markdown]
-# <div lang="en">
-#
-# With both, only 1/16 to 1/20 of the bytes move. **Guess first:** and the peak, with offload, with checkpoints, with both?
-#
-# </div>
-# <div lang="zh">
-#
-# 合用时，搬的字节少得多，只有 1/16 到 1/20。**先猜**：峰值呢？只卸载、只用检查点、两者合用，各是多少？
-#
-# </div>
-
-# %% jupyter={"source_hidden": true} slide="result"
-arms = {"plain": (False, None), "offload": (False, 1)}
-arms |= {"checkpoint": (True, None), "checkpoints and offload": (True, 1)}
-rows = [(name, f"{steps[arm][0].peak_bytes:,}", steps[arm][1]) for name, arm in arms.items()]
+# %% slide="result"
+steps = {(k, p): lesson_04.metered_step(k, p) for k in (False, True) for p in (None, 1)}
+names = "plain", "offload", "checkpoint", "checkpoints and offload"
+rows = [(n, f"{m.peak_bytes:,}", d) for n, (m, d) in zip(names, steps.values(), strict=True)]
 table(["step", "peak (bytes)", "copied to the file (bytes)"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
-two = {name: steps[arms[name]][0] for name in ("offload", "checkpoints and offload")}
+two = {name: steps[k, 1][0] for k, name in ((False, "offload"), (True, "checkpoints and offload"))}
 title = "With checkpoints a whole layer is in memory at once, and the peak is 9 MB higher"
 timelines(two, title=title, panel_height=1.9)
 
-# %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB：再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
+# %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB，再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
 # <div lang="en">
 #
-# 134,006,104 bytes: both together save not one byte more than checkpoints alone, and peak 9 MB higher than offload alone. The peak is at the end of backward, when nearly all gradients have arrived. By then the inputs of the later layers have been freed, whether they were moved or not. Still live are the activations of the **first** layer: offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. Only bytes that are absent at the peak lower it (section 2.5).
+# 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. Still live are the activations of the **first** layer. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. Only bytes that are absent at the peak lower it (section 2.5).
 #
-# Is it a mistake, then, to use both? At $p$ = 1 they move only 1/18 of the bytes, which pays on a slow link. And with more layers or longer sequences, the inputs that the checkpoints keep are a large part of the peak, so moving them lowers it. accelerate's pull request 4175 saw both cases, on GPUs.
+# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more layers or longer sequences, the inputs are a large part of the peak, so moving them lowers it. accelerate's pull request 4175 saw both cases, on GPUs.
 #
 # </div>
 # <div lang="zh">
 #
-# 134,006,104 字节：两者合用，比只用检查点一个字节也没少，比只卸载高 9 MB。峰值在反向快结束时，这时梯度几乎都到齐了，后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。只有在峰值那一刻不在内存里的字节，才能降低峰值（2.5 节）。
+# 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。只有在峰值那一刻不在内存里的字节，才能降低峰值（2.5 节）。
 #
-# 那么合用就错了吗？$p$ = 1 时，合用要搬的字节只有只卸载时的 1/18，链路慢的时候就很划算。而层数更多或序列更长时，峰值里有很大一部分是检查点保存的那些输入，把它们搬走就能降低峰值。这两种情形，accelerate 的合并请求 4175 在 GPU 上都见到了。
+# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。而层数更多或序列更长时，峰值里有很大一部分是各层的输入，把它们搬走就能降低峰值。这两种情形，accelerate 的合并请求 4175 在 GPU 上都见到了。
 #
 # </div>
 
-# %% slide="result"
+# %%
 now = (20e9, 2, False), (2e9, 2, True)  # link, p, checkpointed
-lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in now})
+lesson_04.decoder_table({lanes: lesson_04.simulated_decoder(*lanes) for lanes in now})
 
 # %% [markdown]
 # <div lang="en">
 #
-# The table shows the same step on the simulated device, at $10^{12}$ FLOP/s (without Adam, with gradients from the start, and with two copies in flight). Forward computes 84 FLOPs for each byte that it saves. The threshold is 50 FLOPs per byte at 20 GB/s, and 500 at 2 GB/s. So the link decides. On the fast one, offload alone takes almost no extra time, and checkpoints cost a fifth. On the slow one, offload alone takes almost four times as long as the plain step; with checkpoints, so few bytes move that their copies are hidden.
-#
-# But 84 is an average, and the bytes that attention saves come with fewer FLOPs. At 12 GB/s, where the threshold is 83, offload alone still takes 1.12 times as long as the plain step. Only below 9.3 GB/s is it slower than checkpoints alone.
+# This is the same step on the simulated device at $10^{12}$ FLOP/s, with $p$ = 2 and two copies in flight (without Adam). On the fast link, offload alone takes almost no extra time, and checkpoints cost a fifth. On the slow link, offload alone takes almost four times as long as the plain step. With checkpoints so few bytes move that their copies are hidden. How fast must the link be, then?
 #
 # </div>
 # <div lang="zh">
 #
-# 表中是同一个训练步在模拟设备上的用时，算力为 $10^{12}$ FLOP/s。（不含 Adam，梯度从一开始就存在，同时可以有两次拷贝在途，也就是两次都还没有完成。）前向每保存一个字节，平均要计算 84 FLOPs。链路为 20 GB/s 时，阈值是每字节 50 FLOPs；2 GB/s 时，阈值是 500。所以哪种办法好，取决于链路。链路快时，只卸载几乎不多花时间，而检查点要多花五分之一。链路慢时，只卸载要花基线将近四倍的时间；如果再加上检查点，要搬的字节就少得多，拷贝可以被计算掩盖。
-#
-# 不过 84 只是平均值，注意力保存的字节所配的 FLOPs 要少一些。链路为 12 GB/s 时，阈值是 83，可是只卸载的一步仍要花基线 1.12 倍的时间。低于 9.3 GB/s 时，它才比只用检查点更慢。
+# 这是同一个训练步在模拟设备上的用时，算力为 $10^{12}$ FLOP/s，$p$ = 2，同时有两次拷贝在途（不含 Adam）。链路快时，只卸载几乎不多花时间，而检查点要多花五分之一。链路慢时，只卸载要花基线将近四倍的时间；如果再加上检查点，要搬的字节就少得多，拷贝可以被计算掩盖。那么，链路到底要多快？
 #
 # </div>
-
-# %% [markdown] slide={"en": "Adam's state: 8 bytes a parameter, used once a step.\n\n**Guess first.** All of it is offloaded. How high is the peak **during** `step()`?", "zh": "Adam 的状态：每个参数 8 字节，每步只用一次。\n\n**先猜**：全都卸载之后，`step()` **当中**的峰值是多少？"}
-# ## 4.6 The optimizer's state, in pages / 优化器状态，分页进出
-#
-# <div lang="en">
-#
-# Adam keeps 8 bytes of state per parameter and uses them only once per step, so it is well suited to be moved. `OffloadedOptimizer` keeps the state in the lower tier, and its steps equal those of `torch.optim.AdamW` (section 4.15). On a CPU the state returns to memory in **pages**, each with the state of some parameters. While one page is updated, the next one is read and the previous one is written. Between two steps, 55.0 MB less are live. But during `step()` some pages are in memory, and its peak includes them.
-#
-# **Exercise 5.** All of the state is offloaded. What is the peak of `step()`, in bytes? The weights and the gradients are in memory, too. (An error of 6% is allowed, since pages hold the state of whole parameters.)
-#
-# </div>
-# <div lang="zh">
-#
-# Adam 为每个参数保存 8 字节的状态，每步只用一次，所以最适合搬走。`OffloadedOptimizer` 把状态放到下一级存储，每一步的结果都与 `torch.optim.AdamW` 相等（4.15 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写回上一页。步与步之间少占 55.0 MB。可是在 `step()` 当中，有几页在内存里，它的峰值就包括这几页。
-#
-# **练习 5。** 状态全部卸载之后，`step()` 的峰值是多少字节？权重和梯度也在内存里。（允许有 6% 的误差，因为一个参数张量的状态不会拆到两页。）
-#
-# </div>
-
-
-# %% minutes=5
-def peak_in_step(parameters, page_bytes):
-    return None
-
-
-lesson_04.check_peak_in_step(peak_in_step)
-
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-if not lesson_04.check_peak_in_step.accepted:
-
-    def peak_in_step(parameters, page_bytes):
-        return 8 * parameters + min(3 * page_bytes, 8 * parameters)
-
-
-lesson_04.check_peak_in_step(peak_in_step)
-### END SOLUTION
-
 
 # %% slide="result"
-from course_lib.offload import OffloadedOptimizer
-
-
-def step_peak(mib, fraction=1.0):
-    decoder = make_decoder()
-    adam = OffloadedOptimizer(decoder.parameters(), fraction=fraction, page_bytes=mib << 20)
-    for _ in range(2):  # the first step makes the state
-        for parameter in decoder.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        with MemoryMeter(decoder, adam) as meter:
-            adam.step()
-    return meter.peak_bytes
-
-
-measured = {mib: step_peak(mib) for mib in (1, 4, 8, 16, 32)}
-lesson_04.draw_pages(peak_in_step, measured, plain=step_peak(16, fraction=0))
+lesson_04.link_table()
 
 # %% [markdown]
 # <div lang="en">
 #
-# With pages of 16 MiB, the default, the peak of `step()` is 103.7 MB instead of 114.2. This saves a tenth, although nearly half of the 114.2 MB is state. With pages of 4 MiB the peak is 67.1 MB. (At 1 MiB, each of the largest parameters needs a larger page of its own, so the points leave the line.) If half of the state is offloaded, pages of 16 MiB save nothing (section 4.15). If the peak of the training step is in backward, as it is without any technique, the size of the pages does not matter.
-#
-# With a GPU, the CPU runs the update in host memory. For each parameter it reads weight, gradient and two moments, and writes weight and moments, 28 bytes in all. At 200 GB/s this takes one second for 7 billion parameters. No figure about the link includes this price.
+# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and the bytes that attention saves come with fewer FLOPs. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte, and 0.85 GB/s is fast enough. (Offload alone is faster than checkpoints alone from 9.3 GB/s on.)
 #
 # </div>
 # <div lang="zh">
 #
-# 每页 16 MiB（默认值）时，`step()` 的峰值从 114.2 MB 降到 103.7 MB，只省了十分之一，而状态占了其中将近一半。每页 4 MiB 时，峰值是 67.1 MB。（每页 1 MiB 时，最大的几个参数张量要各占一页，而且超过 1 MiB，所以点偏离了线。）如果只卸载一半状态，每页 16 MiB 就一点也不省（4.15 节）。如果整个训练步的峰值在反向里，就像不用任何技术时那样，那么页多大都没有关系。
+# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力保存的字节所配的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs，0.85 GB/s 的链路就够快。（从 9.3 GB/s 起，只卸载比只用检查点更快。）
 #
-# 使用 GPU 时，更新由 CPU 在主机内存里做。每个参数要读权重、梯度和两个矩，再写回权重和两个矩，一共读写 28 字节。按 200 GB/s 算，70 亿个参数要一秒。这笔代价不经过链路，所以链路的数据里看不到。
+# </div>
+
+# %% [markdown] slide={"en": "Adam's state: 8 bytes per parameter, used once per step.\n\n**Guess first.** All of it is offloaded. How high is the peak **during** `step()`?", "zh": "Adam 的状态是每个参数 8 字节，每步只用一次。\n\n**先猜**：全都卸载之后，`step()` **当中**的峰值是多少？"}
+# ## 4.8 The optimizer's state, in pages / 优化器状态，分页进出
+#
+# <div lang="en">
+#
+# Adam keeps 8 bytes of state per parameter and uses them only once per step. `OffloadedOptimizer` keeps this state in the lower tier, and its steps equal those of `torch.optim.AdamW` (section 4.18). On a CPU the state returns to memory in **pages**, each with the state of some parameters. While one page is updated, the next one is read and the previous one is written. Between two steps, 55.0 MB less are live. **Guess first:** by how much is the peak of `step()` lower?
+#
+# </div>
+# <div lang="zh">
+#
+# Adam 为每个参数保存 8 字节的状态，每步只用一次。`OffloadedOptimizer` 把状态放到下一级存储，每一步的结果都与 `torch.optim.AdamW` 相等（4.18 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写回上一页。步与步之间少占 55.0 MB。**先猜**：`step()` 的峰值会低多少？
+#
+# </div>
+
+# %% slide="result"
+peaks = {"all the state in memory": lesson_04.step_peak(16, fraction=0)}
+peaks |= {text("pages of {mib} MiB", mib=mib): lesson_04.step_peak(mib) for mib in (16, 4)}
+table(["state", "peak of `step()` (MB)"], [(k, round(v / 1e6, 1)) for k, v in peaks.items()])
+
+# %% [markdown]
+# <div lang="en">
+#
+# With pages of 16 MiB, the default, the peak is only a tenth lower, although nearly half of the 114.2 MB is state. Three pages are in memory at once, and they hold 50.3 MB. With pages of 4 MiB the peak is 67.1 MB (exercise 4 in section 4.18 asks for the formula).
+#
+# With a GPU, the CPU runs the update. For each parameter it reads weight, gradient and two moments in host memory, and writes weight and moments, 28 bytes in all. At 200 GB/s this takes one second for 7 billion parameters.
+#
+# </div>
+# <div lang="zh">
+#
+# 每页 16 MiB（默认值）时，峰值只低了十分之一，而 114.2 MB 里将近一半是状态。这是因为内存里同时有三页，共 50.3 MB。每页 4 MiB 时，峰值是 67.1 MB（4.18 节的练习 4 会问公式）。
+#
+# 使用 GPU 时，更新由 CPU 来做。每个参数要在主机内存里读权重、梯度和两个矩，再写回权重和两个矩，一共读写 28 字节。按 200 GB/s 算，70 亿个参数要一秒。
 #
 # </div>
 
 # %% [markdown]
-# ## 4.7 In your own code / 实际怎么写
+# ## 4.9 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
-# PyTorch has such hooks, `save_on_cpu` (on a GPU with `pin_memory=True`): one line. They fetch nothing ahead, and break two rules of section 4.3: parameters move, and a storage moves each time that it is saved. Here they copy nothing, since `.cpu()` of a tensor of the CPU is that tensor. So we count what they would carry from a GPU:
+# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). They fetch nothing ahead. Do they follow the rules of section 4.4? Here they copy nothing, because `.cpu()` of a CPU tensor is that tensor. So hooks of our own count what they would copy from a GPU, which is every saved tensor:
 #
 # </div>
 # <div lang="zh">
 #
-# 这样的钩子 PyTorch 里就有，叫 `save_on_cpu`（在 GPU 上加 `pin_memory=True`），只要一行代码。它不会提前取回，还违反 4.3 节的两条规则：参数也搬；一份存储区保存几次就搬几次。在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们来数一数，换到 GPU 上它要搬多少：
+# PyTorch 里有现成的钩子，只要一行代码，叫 `save_on_cpu`（在 GPU 上加 `pin_memory=True`）。它不会提前取回。它遵守 4.4 节的规则吗？在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们自己写钩子，数一数它在 GPU 上要拷贝多少，也就是把每个保存的张量都算上：
 #
 # </div>
 
@@ -781,67 +746,81 @@ def noted(tensor):
 
 
 gradients(saved_tensors_hooks(noted, lambda tensor: tensor))
-storages = {tensor.untyped_storage() for tensor in saved}
-parts = {
-    "`save_on_cpu`": sum(tensor.nbytes for tensor in saved),
-    "parameters": sum(tensor.nbytes for tensor in saved if tensor.untyped_storage() in stay),
-    "by the four rules": sum(storage.nbytes() for storage in storages - stay),
-}
+kept = [tensor for tensor in saved if tensor.untyped_storage() not in stay]
+total, activations = sum(t.nbytes for t in saved), sum(t.nbytes for t in kept)
+once = sum(storage.nbytes() for storage in {t.untyped_storage() for t in kept})
+parts = {"`save_on_cpu`": total, "parameters": total - activations}
+parts |= {"storages saved again": activations - once, "by the four rules": once}
 table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in parts.items()])
 
 # %% [markdown]
 # <div lang="en">
 #
-# 247.7 MB instead of 178.4. Of the rest 27.3 are parameters, and 41.9 are storages that are saved again.
+# 247.7 MB instead of 178.4. Of the rest, 27.3 MB are parameters, which the GPU keeps in any case, and 41.9 MB are storages that are saved again.
+#
+# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. On a machine without a GPU there is no pinned memory (section 4.15 offloads such a model with the library instead):
 #
 # </div>
 # <div lang="zh">
 #
-# 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的，27.3 MB 是参数，41.9 MB 是重复保存的存储区。
+# 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的部分里，27.3 MB 是参数，GPU 反正要留着它们；41.9 MB 是重复保存的存储区。
+#
+# Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 的机器没有锁页内存（4.15 节改用课程库来卸载这样的模型）：
 #
 # </div>
+
+# %%
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 512}
+llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
+llama.activation_checkpointing_enable(offload=True)
+try:
+    llama(random_tokens(8, 63, 512))
+except RuntimeError as error:
+    print(error)
 
 # %% [markdown]
 # <div lang="en">
 #
 # | where | not run here |
 # |---|---|
-# | Hugging Face 5.23 (in 5.17 `gradient_checkpointing`) | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})`: checkpoints, and their inputs by `save_on_cpu` |
+# | Hugging Face 5.23 Trainer (in 5.17 `gradient_checkpointing`) | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})` |
 # | TRL, torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`; `enable_activation_offloading=True` |
 # | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`: parameters, gradients and optimizer state |
 # | Megatron-LM | `--fine-grained-activation-offloading`; `--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
 # | torchao, DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`; `"offload_optimizer": {"device": "cpu"}` |
 #
-# TRL's stash is section 4.2's `in_flight`: how many copies to the host may still hold their GPU memory.
+# TRL's `max_fwd_stash_size` is the `in_flight` of section 4.3. With `torch.compile`, see section 4.15.
 #
 # </div>
 # <div lang="zh">
 #
 # | 框架 | 写法（此处未运行） |
 # |---|---|
-# | Hugging Face 5.23（5.17 里叫 `gradient_checkpointing`） | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})`：检查点，其输入由 `save_on_cpu` 搬走 |
+# | Hugging Face 5.23 的 Trainer（5.17 里叫 `gradient_checkpointing`） | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})` |
 # | TRL、torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`；`enable_activation_offloading=True` |
 # | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`：参数、梯度和优化器状态 |
 # | Megatron-LM | `--fine-grained-activation-offloading`；`--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
 # | torchao、DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`；`"offload_optimizer": {"device": "cpu"}` |
 #
-# TRL 的 stash 就是 4.2 节的 `in_flight`：同时最多有几次换出可以占着显存。
+# TRL 的 `max_fwd_stash_size` 就是 4.3 节的 `in_flight`。与 `torch.compile` 合用，见 4.15 节。
 #
 # </div>
 
 # %% [markdown] slide={"en": "Five sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "五句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
-# ## 4.8 Claims and measurements / 说法与实测
+# ## 4.10 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #
-# Five sentences that people meet. Each row says what was run for it here, and what was not.
+# Five sentences that people meet. Each row says what was run here.
 #
 # </div>
 # <div lang="zh">
 #
-# 五句常见的说法。每一行都注明：哪些在这里运行过，哪些没有。
+# 五句常见的说法。每一行都注明在这里运行过什么。
 #
 # </div>
 
@@ -849,7 +828,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_read))
 
 # %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
-# ## 4.9 The ledger / 账本
+# ## 4.11 The ledger / 账本
 #
 # <div lang="en">
 #
@@ -867,26 +846,24 @@ meter, down = steps[False, 1]
 ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_bytes=2 * down)
 
 # %% [markdown] slide={"en": "A copy costs nothing if products run at the same time, if it starts early enough, and if whatever uses it waits for it.", "zh": "拷贝没有代价，要满足三条：同时有矩阵乘法可做，开始得够早，并且用它的一方等它完成。"}
-# ## 4.10 Summary / 小结
+# ## 4.12 Summary / 小结
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold. It does hide if it starts early enough: two storages fetched ahead hide copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each of them costs the memory of one storage.
-# - An activation is freed when nothing refers to it. The hooks move each version of a storage once, never move a parameter, and return views.
+# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
+# - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and a storage as often as it is saved.
 # - Only waits determine the order of two streams. Without one, the result is right only by luck.
-# - At the peak, offload has single tensors of a layer in memory, and a checkpoint the whole layer. Both together move far fewer bytes, but here they peak higher than offload alone.
-# - Offloaded state returns to memory in `step()`, up to three pages at a time.
+# - At the peak, offload has single tensors of a layer in memory, and a checkpoint the whole layer. Both together move far fewer bytes, so a slower link is enough, but here they peak higher than offload alone.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
 # </div>
 # <div lang="zh">
 #
-# - 如果网络每个字节所配的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，拷贝还得开始得够早。提前取回两份，可以掩盖换入（H2D）；允许两次拷贝同时在途（都还没有完成），可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的拷贝，就要多占一份存储区的内存。
-# - 只有当一个激活值不再被任何地方引用时，它的内存才会释放。两个钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。
+# - 如果每个字节所配的 FLOPs 不少于机器的阈值，而且开始得够早，拷贝就能被掩盖。在这里，提前取回两份可以掩盖换入（H2D），允许两次换出同时在途可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的换出，就要多占一份存储区的内存。
+# - 两个钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。`save_on_cpu` 则连参数也搬，而且一份存储区保存几次就搬几次。
 # - 流与流之间，只有等待才规定先后。少了一处等待，结果对只是碰巧。
-# - 峰值那一刻，用卸载时内存里只有一层的单个张量，用检查点时则有整整一层。合用时搬的字节少得多，但在这里峰值高于只用卸载。
-# - 卸载的状态在 `step()` 当中会回到内存里，同时最多有三页。
+# - 峰值那一刻，用卸载时内存里只有一层的单个张量，用检查点时则有整整一层。合用时搬的字节少得多，链路慢一些也够用，但在这里峰值高于只用卸载。
 #
 # **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆开来算。
 #
@@ -919,20 +896,16 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 
 # %% [markdown]
-# ## 4.11 Which transformers reach the threshold? / 哪些 transformer 够得着阈值？
+# ## 4.13 Which transformers reach the threshold? / 哪些 transformer 够得着阈值？
 #
 # <div lang="en">
 #
-# Sequences of $s = 4096$, in 16 bits. Per token a layer's forward does about $24 h^2 + 2 s h$ FLOPs (a fused causal attention computes half of the scores) and saves $34 h$ bytes (lesson 01, without what it does not keep); a checkpointed one $2 h$. The copy to the GPU runs at the same time as backward, which has twice the FLOPs, so the copy to the host decides.
-#
-# Solved for $h$, for moving all or inputs alone: by the data sheets, and by what is reached, say half of the FLOPs and 80% of the link.
+# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. Backward does twice the FLOPs for the same bytes, so the copies of forward, to the host, are harder to hide. The table gives the smallest $h$, by the data sheets and with half of the FLOPs and 80% of the link.
 #
 # </div>
 # <div lang="zh">
 #
-# 序列长 $s = 4096$，16 位精度。每个 token，一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs（融合的因果注意力只算一半的分数），保存 $34 h$ 字节（第 01 课，减去融合注意力不保存的部分）；加了检查点则是 $2 h$。换入与反向并行，而反向的 FLOPs 是前向的两倍，所以关键在换出。
-#
-# 解出 $h$，分全部搬走和只搬输入两种：先按数据手册，再按实际能达到的水平，设为算力的一半、链路的 80%。
+# 设序列长 $s = 4096$，16 位精度。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs，保存 $34 h$ 字节（第 01 课）；加了检查点则是 $2 h$ 字节。搬同样多的字节，反向的 FLOPs 是前向的两倍，所以更难掩盖的是前向的换出。下表列出最小的 $h$：先按数据手册，再假设算力只达到一半，链路只达到 80%。
 #
 # </div>
 
@@ -953,30 +926,114 @@ table(["smallest h at which copies hide", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# All activations hide on NVLink-C2C from $h = 2773$ on, checkpointed inputs on PCIe 5 from $h = 967$ on; on PCIe 4 only from $h = 2276$, by the data sheet, or 1294, as reached. With what is reached all activations hide on PCIe 5 from $h = 13559$ on.
-#
-# Three limits. Several GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s, both ways twice that. A drive writes slower than it reads, and wears. And 34 is a layer with GELU, LayerNorm and dropout masks: without dropout ($-2$), with SwiGLU of $8h/3$ ($+5.3$, gate, up, their products) and a quarter as many heads of keys and values ($-3$) it is 34.3, nearly the same.
+# By the data sheets, all activations hide on NVLink-C2C from $h = 2773$ on, and checkpointed inputs on PCIe 5 from $h = 967$ on. But GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s. And a drive writes slower than it reads, and wears.
 #
 # </div>
 # <div lang="zh">
 #
-# 全部激活值从 $h = 2773$ 起在 NVLink-C2C 上能被掩盖；检查点层的输入，PCIe 5 上从 $h = 967$ 起，PCIe 4 上要从 $h = 2276$ 起（按数据手册）或 1294 起（按实际）。按实际水平，全部激活值在 PCIe 5 上从 $h = 13559$ 起能被掩盖。
-#
-# 还有三个限制。几块 GPU 分享同一台主机的内存：八条 63 GB/s 的链路就是 504 GB/s，双向再乘二。固态硬盘写得比读得慢，还会磨损。而 34 这个数，对应的是 GELU、LayerNorm 和 dropout 掩码：去掉 dropout（$-2$），换成宽 $8h/3$ 的 SwiGLU（$+5.3$，门、升维及其乘积），键和值的头数减到四分之一（$-3$），是 34.3，几乎没变。
+# 按数据手册，全部激活值从 $h = 2773$ 起在 NVLink-C2C 上能被掩盖，检查点的输入从 $h = 967$ 起在 PCIe 5 上能被掩盖。不过，几块 GPU 要共用主机内存，八条 63 GB/s 的链路合起来是 504 GB/s。固态硬盘写得比读得慢，还会磨损。
 #
 # </div>
 
 # %% [markdown]
-# ## 4.12 A function that offloads nothing / 一个什么也没卸载的函数
+# ## 4.14 Your own link, and host memory / 你自己的链路，以及主机内存
 #
 # <div lang="en">
 #
-# You may have met something like this. It takes an activation, keeps a copy on the lower tier, and in backward brings it back. Does it offload? Three questions: is the gradient right, is anything freed, what does the graph keep?
+# This cell measures your link. On a CPU it measures copies within memory, and a write to a file, which ends in the system's cache. If a GPU's link is far below its data sheet, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
 #
 # </div>
 # <div lang="zh">
 #
-# 你也许见过类似的写法：拿到激活值，在下一级存储里留一份拷贝，反向时再取回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
+# 这个单元格测量你的链路。在 CPU 上，它测的是内存之内的拷贝，以及写文件（先写进系统的缓存）。如果 GPU 的链路远低于数据手册，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
+#
+# </div>
+
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+from torch.utils.benchmark import Timer
+
+where = "cuda" if torch.cuda.is_available() else "cpu"
+host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=where == "cuda")
+there, file = host.to(where, copy=True), DiskStore().reserve(host.nbytes)
+ways = {"copied to the GPU": lambda: there.copy_(host, non_blocking=True)}
+ways["copied to the host"] = lambda: host.copy_(there, non_blocking=True)
+ways["copied to the file"] = lambda: file.put(host).wait()
+seconds = {k: Timer("copy()", globals={"copy": ways[k]}).timeit(3).median for k in ways}
+table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seconds.items()])
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Host memory** must hold all that moves, for each GPU. With $h = 4096$, 32 layers and one sequence of 4096 tokens, all activations take $34 \cdot 4096 \cdot 4096 \cdot 32$ bytes, 18.3 GB, and checkpointed inputs 1.1 GB. PyTorch rounds each pinned block up to a power of two.
+#
+# </div>
+# <div lang="zh">
+#
+# **主机内存**要装得下搬走的一切，有几块 GPU 就乘以几。设 $h = 4096$，32 层，一条 4096 个 token 的序列，全部激活值占 $34 \cdot 4096 \cdot 4096 \cdot 32$ 字节，即 18.3 GB；检查点的输入占 1.1 GB。PyTorch 还会把每块锁页内存的大小向上取到二的幂。
+#
+# </div>
+
+# %% [markdown]
+# ## 4.15 With Hugging Face and torch.compile / 与 Hugging Face 和 torch.compile 合用
+#
+# <div lang="en">
+#
+# The library's hooks go around any forward, such as that of a Hugging Face model. Compiled code calls them, too. Does the peak fall? (The backend `aot_eager` needs no C++ compiler.)
+#
+# </div>
+# <div lang="zh">
+#
+# 课程库的钩子可以套在任何前向外面，例如 Hugging Face 模型的前向。编译过的代码同样会调用它们。峰值会降低吗？（`aot_eager` 后端不需要 C++ 编译器。）
+#
+# </div>
+
+
+# %%
+def llama_peak(compiled, context):
+    config, ids = LlamaConfig(num_attention_heads=4, **sizes), random_tokens(8, 63, 512)
+    model = LlamaForCausalLM(config)
+    parts = {"nothing": [], "each layer": model.model.layers, "the model": [model]}
+    for module in parts[compiled]:
+        module.compile(backend="aot_eager")
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad()
+    with MemoryMeter(model) as meter:
+        with context:
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return round(meter.peak_bytes / 1e6, 1)
+
+
+# %%
+rows = []
+for compiled in ("nothing", "each layer", "the model"):
+    ways = nullcontext(), offload_activations(DiskStore(), min_bytes=2**14)
+    rows.append((compiled, *(llama_peak(compiled, way) for way in ways)))
+table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Layer by layer, offload works. The whole compiled model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays. With offload, compile each layer: `for layer in layers: layer.compile()`.
+#
+# </div>
+# <div lang="zh">
+#
+# 逐层编译时，卸载有效。整个模型一起编译时，它对 autograd 来说只是一个算子：前向结束时才把保存的张量一起交给钩子，反向一开始又要全部取回，所以峰值不变。要卸载，就逐层编译：`for layer in layers: layer.compile()`。
+#
+# </div>
+
+# %% [markdown]
+# ## 4.16 A function that offloads nothing / 一个什么也没卸载的函数
+#
+# <div lang="en">
+#
+# This function keeps a copy of an activation in the lower tier, and fetches it in backward. Is the gradient right? Is anything freed?
+#
+# </div>
+# <div lang="zh">
+#
+# 下面的函数在下一级存储里留一份激活值，反向时再取回来。梯度对不对？有没有释放什么？
 #
 # </div>
 
@@ -1010,44 +1067,35 @@ def loss_with(apply):
     return second(apply(first(x)).sin()).square().sum()
 
 
-def gradient_with(apply):
-    first.weight.grad = None
-    loss_with(apply).backward()
-    return first.weight.grad
-
-
-# %%
-ratio = (gradient_with(Offload.apply) / gradient_with(nn.Identity())).median().item()
-kept = [saved_tensors(loss_with, apply).total_bytes for apply in (nn.Identity(), Offload.apply)]
+ways = nn.Identity(), Offload.apply
+same, doubled = (torch.autograd.grad(loss_with(way), first.weight)[0] for way in ways)
+ratio = (doubled / same).median().item()
+kept = [saved_tensors(loss_with, way).total_bytes for way in ways]
 ratio, kept
 
 # %% [markdown]
 # <div lang="en">
 #
-# The gradient is doubled, exactly: once as it came, once through the "restored" activation. And the graph keeps what it kept before: the next operator, `sin`, saves its own input, the very same storage. The copy is one **more**.
+# The gradient is exactly doubled: once as it came, once through the "restored" activation. And nothing is freed, because the next operator, `sin`, saves the same storage.
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度恰好翻倍：一份是原样传来的，一份来自“恢复”的激活值。计算图里留着的和以前一样：下一个算子 `sin` 保存自己的输入，正是同一份存储区。那份拷贝是**多出来**的。
+# 梯度恰好翻倍：一份是原样传来的，一份来自“恢复”的激活值。而且什么也没有释放，因为下一个算子 `sin` 仍然保存着同一份存储区。
 #
 # </div>
 
 # %% [markdown]
-# ## 4.13 What yours lacks / 你那个版本缺什么
+# ## 4.17 What yours lacks / 你那个版本缺什么
 #
 # <div lang="en">
 #
-# Yours moves everything, also the storage that backward needs next, and fetches nothing ahead. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The library refuses if a tensor changes before its copy is complete; here `y` has not gone yet. After that a change does no harm.
-#
-# On a file, with one copy in flight, the peak is $(p + 3)\,B$ and a weight's gradient, from two layers on. All other storages are copied to the file, $2 L - (p + 1)$ in number. (The first is the batch, which you hold anyway: `keep=[batch]` would spare that copy.)
+# Your hooks fetch nothing ahead, and move even the storage that backward needs next. And hooks switch off a check of autograd, which raises an error if a saved tensor was changed in place. The library raises one if the change comes before the copy is complete, as here. Later changes do no harm.
 #
 # </div>
 # <div lang="zh">
 #
-# 你那个版本什么都搬，连反向马上要用的存储区也搬，而且从不提前取回。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。库会在张量的拷贝完成之前发生改动时拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
-#
-# 用文件、只许一次拷贝在途时，从两层起，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的存储区都要换出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
+# 你那个版本从不提前取回，连反向马上要用的存储区也搬。另外，钩子会关掉 autograd 的一项检查：保存的张量被原地修改，autograd 本来会报错。课程库在拷贝完成之前发生改动时报错，如下面这样；拷贝完成之后再改，就没有关系了。
 #
 # </div>
 
@@ -1063,95 +1111,63 @@ except RuntimeError as refused:
     print(refused)
 
 
-# %%
-def peak(depth, prefetch):
-    network, store = deep_mlp(depth=depth, width=256), DiskStore()
-    for parameter in network.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with MemoryMeter() as meter:
-        with offload_activations(store, min_bytes=1 << 16, prefetch=prefetch):
-            output = network(batch).sum()
-        output.backward()
-    return meter.peak_bytes, store.stats.bytes_down
-
-
-# %%
-rows, weight = [], 256 * 256 * 4
-for depth in (8, 32):
-    for p in (0, 2):
-        found, below = peak(depth, p)
-        case = f"L = {depth}, p = {p}"
-        rows.append((text("{case}: peak", case=case), (p + 3) * B + weight, found))
-        rows.append((text("{case}: copied to the file", case=case), (2 * depth - p - 1) * B, below))
-predictions(rows)
-
 # %% [markdown]
-# ## 4.14 On this machine / 在这台机器上
+# ## 4.18 Pages, and a fraction of the state / 页，以及只放一部分状态
 #
 # <div lang="en">
 #
-# Here the "device" is a CPU, and the lower tier a file. A write ends in the system's file cache, which is memory too, and the disk follows later: the figure varies, and the meter counts tensors, not the cache. And the cores that copy are those that compute, so that some of the time always shows, whatever $p$ is:
+# **Exercise 4.** All of the optimizer's state is offloaded. What is the peak of `step()`, in bytes? Weights and gradients are in memory, too. (Errors up to 6% are allowed, since pages hold the state of whole parameters.)
 #
 # </div>
 # <div lang="zh">
 #
-# 这里的“设备”是 CPU，下一级存储是文件。写入先到系统的文件缓存，那也是内存，随后才到磁盘：所以这个数每次都会变，而内存计量器数的是张量，不含缓存。而且拷贝和计算用的是同一批 CPU 核心，所以不论 $p$ 是多少，总有一部分时间藏不住：
+# **练习 4。** 优化器的状态全部卸载之后，`step()` 的峰值是多少字节？权重和梯度也在内存里。（允许有 6% 的误差，因为一个参数张量的状态不会拆到两页。）
 #
 # </div>
 
+
+# %% minutes=5
+def peak_in_step(parameters, page_bytes):
+    return None
+
+
+lesson_04.check_peak_in_step(peak_in_step)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_04.check_peak_in_step.accepted:
+
+    def peak_in_step(parameters, page_bytes):
+        return 8 * parameters + min(3 * page_bytes, 8 * parameters)
+
+
+lesson_04.check_peak_in_step(peak_in_step)
+### END SOLUTION
+
+
 # %%
-import time
-
-
-def median_seconds(run, *arguments):
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        run(*arguments)
-        times.append(time.perf_counter() - start)
-    return sorted(times)[1]
-
-
-def one_pass(context):
-    with context:
-        loss = decoder.loss(random_tokens(8, 128, 2048))
-    loss.backward()
-
-
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-block, store = torch.zeros(32 << 20, dtype=torch.uint8), DiskStore()
-room, a = store.reserve(block.nbytes), torch.randn(1024, 1024)
-bandwidth = block.nbytes / median_seconds(lambda: room.put(block).wait())
-here = 2 * 1024**3 / median_seconds(torch.mm, a, a)
-f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} FLOP/byte"
-
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-ways = {"plain": nullcontext()}
-for p in (0, 2):
-    ways[text("offload, p = {p}", p=p)] = offload_activations(store, min_bytes=1 << 17, prefetch=p)
-rows = [(name, round(median_seconds(one_pass, context), 3)) for name, context in ways.items()]
-table(["", "seconds"], rows)
+all_above = lesson_04.step_peak(16, fraction=0)
+measured = {mib: lesson_04.step_peak(mib) for mib in (1, 4, 16, 32)}
+lesson_04.draw_pages(peak_in_step, measured, plain=all_above)
 
 # %% [markdown]
-# ## 4.15 A fraction of the state / 只放一部分状态
-#
 # <div lang="en">
 #
-# `OffloadedOptimizer` keeps the state of a **fraction** of the elements on the lower tier, as Megatron-LM's hybrid optimizer does; here the largest parameters go first, there they go in their given order. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
-#
-# The weights first, after five steps with clipped gradients, compared with `torch.optim.AdamW`.
+# `OffloadedOptimizer` can also offload a **fraction** of the state, as Megatron-LM's hybrid optimizer does. On a GPU the CPU updates that fraction, and the update overlaps with copies. Five steps equal those of `torch.optim.AdamW`:
 #
 # </div>
 # <div lang="zh">
 #
-# `OffloadedOptimizer` 按一定的**比例**（fraction），把一部分元素的状态放到下一级存储，与 Megatron-LM 的混合优化器一样；这里最大的参数优先，Megatron-LM 则按给定的顺序。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态在文件与内存之间分页换入换出。
-#
-# 先看权重：做五步，带梯度裁剪，再与基线 `torch.optim.AdamW` 比较。
+# `OffloadedOptimizer` 也可以只卸载一部分状态，由**比例**（fraction）决定，与 Megatron-LM 的混合优化器一样。在 GPU 上，这一部分由 CPU 更新，与拷贝重叠。做五步，结果与 `torch.optim.AdamW` 相等：
 #
 # </div>
 
 
 # %%
+from torch import nn
+
+
 def trained(kind, **options):
     model = deep_mlp(depth=8, width=256)
     optimizer = kind(model.parameters(), **options)
@@ -1163,86 +1179,54 @@ def trained(kind, **options):
     return list(model.parameters())
 
 
-fractions = (0, 0.25, 0.5, 1.0)
 weights = trained(torch.optim.AdamW)
-[all(map(torch.equal, weights, trained(OffloadedOptimizer, fraction=f))) for f in fractions]
+[all(map(torch.equal, weights, trained(OffloadedOptimizer, fraction=r))) for r in (0, 0.25, 0.5, 1)]
 
 # %%
-sizes, all_above = (16, 4, 1), step_peak(16, fraction=0)
-peaks = {0: dict.fromkeys(sizes, all_above), 0.5: {mib: step_peak(mib, 0.5) for mib in sizes}}
-peaks[1.0] = measured
-rows = [(f"{f}", *(f"{peaks[f][mib] / 1e6:.1f}" for mib in sizes)) for f in peaks]
-columns = [text("pages of {mib} MiB", mib=mib) for mib in sizes]
-table(["fraction", *columns], rows)  # peak of the decoder's step, MB
+peaks = {"0": {16: all_above, 4: all_above}, "0.5": {}, "1.0": measured}
+peaks["0.5"] |= {mib: lesson_04.step_peak(mib, 0.5) for mib in (16, 4)}
+rows = [(r, *(f"{found[mib] / 1e6:.1f}" for mib in (16, 4))) for r, found in peaks.items()]
+table(["fraction", *(text("pages of {mib} MiB", mib=mib) for mib in (16, 4))], rows)  # peak, MB
 
 # %% [markdown]
 # <div lang="en">
 #
-# If half of the state is offloaded in pages of 16 MiB, nothing is saved, because three such pages hold all of that half at once. The next table counts the bytes that three steps of a network with eight Linears copy to the lower tier and back. Each step writes 8 bytes per parameter and, from the second step on, reads 8 bytes per parameter. With fp32 master weights for bf16 or fp16 parameters, it is 12 bytes each. (A tensor moves as a whole. Two of the eight weights have 24.9% of the elements, so at a fraction of 0.25 three of them move.)
+# Half of the state in pages of 16 MiB saves nothing, because three pages hold that half. Each step writes 8 bytes per offloaded parameter, and reads 8 from the second step on (12 with fp32 master weights). Three steps:
 #
 # </div>
 # <div lang="zh">
 #
-# 如果卸载一半状态，每页 16 MiB，就一点也不省，因为三页就把这一半全部放进了内存。下表统计一个八层 Linear 的网络在三步里换出到下一级存储和换入的字节。每一步都为每个参数写 8 字节，从第二步起还要为每个参数读 8 字节。如果参数是 bf16 或 fp16，另有 fp32 的主权重，那么读和写各是 12 字节。（一个张量只能整个搬走。八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时要搬走三个。）
+# 一半状态、每页 16 MiB，就一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。做三步：
 #
 # </div>
 
 # %%
-model, found = deep_mlp(depth=8, width=256), {}
-counts = sorted((parameter.numel() for parameter in model.parameters()), reverse=True)
-for fraction in fractions[1:]:
-    adam, below = OffloadedOptimizer(model.parameters(), fraction=fraction), 0
-    for count in counts:
-        below += count if below < fraction * sum(counts) else 0
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        adam.step()
-    found[fraction] = 8 * below, adam.store.stats
-
-# %%
-down = "fraction {f}: copied to the file in three steps"
-up, rows = "fraction {f}: copied back in three steps", []
-for fraction, (state, stats) in found.items():
-    rows.append((text(down, f=fraction), 3 * state, stats.bytes_down))
-    rows.append((text(up, f=fraction), 2 * state, stats.bytes_up))
-predictions(rows, unit="bytes")
+model = deep_mlp(depth=8, width=256)
+adam, count = OffloadedOptimizer(model.parameters()), sum(p.numel() for p in model.parameters())
+for _ in range(3):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+rows = [("copied to the file", 3 * 8 * count, adam.store.stats.bytes_down)]
+predictions([*rows, ("copied back", 2 * 8 * count, adam.store.stats.bytes_up)], unit="bytes")
 
 # %% [markdown]
-# ## 4.16 A whole training script / 一个完整的训练脚本
+# ## 4.19 A training script, and the next batch / 一个训练脚本，以及下一个批次
 #
 # <div lang="en">
 #
-# This script trains a decoder with a vocabulary of 2048, a hidden size of 128, 8 heads and 4 layers, on 8 sequences of 64 tokens. It has 1.06 million parameters (few, because many CPUs are slow in bf16). It uses five techniques:
-#
-# - It prefetches batches. On a GPU they come from pinned memory, which the system may not move, so copies need not wait.
-# - It allows TF32.
-# - It uses autocast with a GradScaler (lesson 05 explains it).
-# - It clips the gradients after unscaling them.
-# - It keeps the optimizer's state on the lower tier.
-#
-# On a CPU three of them have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.
-#
-# **Guess first:** by how many bytes does the peak of the step fall?
+# This script uses five techniques: prefetched batches (on a GPU from pinned memory), TF32, autocast with a GradScaler (lesson 05), clipping after unscaling, and an offloaded optimizer state. On a CPU the first three do little. **Guess first:** by how many bytes does the peak fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 这个脚本训练一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。它同时用了五种技术：
-#
-# - 预取批次。在 GPU 上，批次从锁页内存拷贝，系统不能挪动锁页内存，所以拷贝不必等待。
-# - 允许 TF32。
-# - 使用 autocast 和 GradScaler（第 05 课解释）。
-# - 先还原缩放（unscale），再裁剪梯度。
-# - 把优化器状态放在下一级存储。
-#
-# 在 CPU 上，其中三种几乎不起作用：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。用 autocast 时，参数仍是 fp32。
-#
-# **先猜**：一步的峰值会降低多少字节？
+# 这个脚本同时用了五种技术：预取批次（在 GPU 上用锁页内存），TF32，autocast 加 GradScaler（第 05 课），先还原缩放（unscale）再裁剪梯度，卸载优化器状态。前三种在 CPU 上几乎不起作用。**先猜**：峰值会降低多少字节？
 #
 # </div>
 
 # %%
+from torch import nn
+
 from course_lib.offload import Prefetcher
 
 where = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1251,6 +1235,7 @@ torch.backends.cuda.matmul.fp32_precision = "tf32"
 loader = [random_tokens(8, 64, 2048, seed=seed) for seed in range(3)]
 
 
+# %%
 def step(model, optimizer, scaler, tokens):
     with torch.autocast(where, dtype):
         loss = model.loss(tokens)
@@ -1279,120 +1264,49 @@ rows = [("the peak falls by 8 bytes per parameter", 8 * parameters, above - belo
 predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)])
 
 # %% [markdown]
-# ## 4.17 The next batch / 下一个批次
-#
 # <div lang="en">
 #
-# A prefetcher makes batch $i + 1$ while batch $i$ is used. If making takes $t_1$ and using $t_2$, a loop takes $t_1 + t_2$ without it and $\max(t_1, t_2)$ with it. So it can halve the time at best. It hides the smaller of the two, so little where one is small, and nothing where the making needs the same core (or Python's lock) as the using. Three cases, 10 batches each:
+# The prefetcher makes the next batch while this one is used. If making takes $t_1$ and using $t_2$, a round takes $\max(t_1, t_2)$ instead of $t_1 + t_2$. It hides nothing if making and using need the same core, or Python's lock:
 #
 # </div>
 # <div lang="zh">
 #
-# 第 $i$ 个批次还在使用时，预取器就准备第 $i + 1$ 个。准备要 $t_1$，使用要 $t_2$，不预取时一轮是 $t_1 + t_2$，预取时是 $\max(t_1, t_2)$。所以时间至多省一半。它掩盖的是两者中较小的，其中一个很小时就省不了多少；准备与使用抢同一个 CPU 核心（或 Python 的锁）时，什么也掩盖不了。三种情形，各 10 个批次：
+# 这个批次还在使用时，预取器就准备下一个。准备要 $t_1$，使用要 $t_2$，一轮就从 $t_1 + t_2$ 缩短到 $\max(t_1, t_2)$。如果准备与使用抢同一个 CPU 核心，或抢 Python 的锁，就什么也掩盖不了：
 #
 # </div>
-
-
-# %%
-def busy():
-    sum(range(1_000_000))  # 10 to 25 ms, and it holds Python's lock
-
-
-def wait():
-    time.sleep(0.02)
-
-
-def batches(make):
-    for _ in range(10):
-        make()
-        yield torch.zeros(1)
-
-
-def loop(make, use, prefetch):
-    start = time.perf_counter()
-    for _ in Prefetcher(batches(make)) if prefetch else batches(make):
-        use()
-    return round(time.perf_counter() - start, 2)
 
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
-cases = {"both wait 20 ms": (wait, wait)}
-cases["both compute in Python"] = (busy, busy)
-cases["a batch takes no time to make"] = (lambda: None, wait)
-rows = [(name, loop(*case, False), loop(*case, True)) for name, case in cases.items()]
-table(["", "plain (s)", "prefetched (s)"], rows)
+lesson_04.loops()
 
 # %% [markdown]
-# ## 4.18 Older claims / 更早的说法
+# ## 4.20 Older claims / 更早的说法
 #
 # <div lang="en">
 #
-# Four claims from the teaching documents that the course grew from.
+# Four claims of the teaching documents that the course grew from. The first is the function of section 4.16.
 #
 # </div>
 # <div lang="zh">
 #
-# 四条说法，来自课程最初所依据的教学文档。
+# 四条说法，来自课程最初所依据的教学文档。第一条就是 4.16 节的函数。
 #
 # </div>
 
 # %%
-adam = torch.optim.AdamW(model.parameters())
-for parameter in model.parameters():
-    parameter.grad = torch.ones_like(parameter)
-adam.step()
-places = [value.data_ptr() for state in adam.state.values() for value in state.values()]
-for state in adam.state.values():
-    for value in state.values():
-        value.to("cpu", copy=True)  # "offload the optimizer"
-after = [value.data_ptr() for state in adam.state.values() for value in state.values()]
-unmoved = sum(here == there for here, there in zip(places, after, strict=True))
-
-
-# %%
-class EagerPrefetcher:
-    def __init__(self, loader):
-        self.loader = loader
-        self.preload()
-
-    def preload(self):
-        self.next = next(self.batches)
-
-    def __iter__(self):
-        self.batches = iter(self.loader)
-        return self
-
-
-try:
-    EagerPrefetcher(loader)
-except AttributeError as error:
-    refused = type(error).__name__, error.name
-
-# %%
-import warnings
-
-with warnings.catch_warnings(), MemoryMeter() as transformer:
-    warnings.simplefilter("ignore")
-    mask = nn.Transformer().generate_square_subsequent_mask(512)
-with MemoryMeter() as alone:
-    nn.Transformer.generate_square_subsequent_mask(512)
-peaks = transformer.peak_bytes, alone.peak_bytes
-peaks, mask.nbytes
-
-# %%
-lesson_04.older_claims(ratio, kept, (unmoved, len(places)), refused, peaks)
+lesson_04.older_claims(ratio, kept)
 
 # %% [markdown]
-# ## 4.19 On a GPU / 在 GPU 上
+# ## 4.21 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory, and copies run on streams of their own. Pinned memory is slow to allocate, and the operating system cannot move it, so use it sparingly. A non-blocking copy from memory that is **not** pinned blocks nevertheless. If you have a GPU, this cell measures on it. Otherwise it shows what an H200 measured. From pinned memory the call returns after 0.02 ms, and 256 MB arrive after 4.7 ms. From pageable memory the call blocks for 28.6 ms. Offloading the activations takes 33% longer than keeping them, and `save_on_cpu` takes 95% longer; both lower the peak from 11.2 GB to 4.2 or 4.1. With AdamW's state in host memory the step takes 2.2 times as long, and the peak falls by the state's 877 MB.
+# On CUDA the lower tier is pinned host memory, which is slow to allocate. This cell measures on your GPU, if you have one, or shows what an H200 measured. From pinned memory a non-blocking copy returns after 0.02 ms, and 256 MB arrive after 4.7 ms. From pageable memory the call blocks for 28.6 ms. Offloading the activations takes 33% longer than keeping them, and `save_on_cpu` 95% longer. They lower the peak from 11.2 GB to 4.2 and 4.1 GB. With AdamW's state in host memory the step takes 2.2 times as long, and the peak falls by the state's 877 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存，拷贝在另外的流上进行。锁页内存分配得慢，系统又不能挪动它，所以不宜多用。源头若是**未**锁页的内存，“非阻塞”拷贝其实仍会阻塞。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。源头是锁页内存时，调用 0.02 ms 就返回，256 MB 在 4.7 ms 后到齐；源头是可换页内存时，调用要阻塞 28.6 ms。卸载激活值比保留它们多花 33% 的时间，`save_on_cpu` 多花 95%；两者都把峰值从 11.2 GB 降到 4.2 或 4.1 GB。AdamW 的状态放在主机内存里，一步要花 2.2 倍的时间，峰值减少的正是状态的 877 MB。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存，它分配得慢。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。源头是锁页内存时，“非阻塞”拷贝的调用 0.02 ms 就返回，256 MB 在 4.7 ms 后到齐；源头是可换页内存时，调用要阻塞 28.6 ms。卸载激活值比保留它们多花 33% 的时间，`save_on_cpu` 多花 95%；两者把峰值从 11.2 GB 分别降到 4.2 和 4.1 GB。AdamW 的状态放在主机内存里，一步要花 2.2 倍的时间，峰值减少的正是状态的 877 MB。
 #
 # </div>
 

@@ -176,14 +176,8 @@ def bare(program):
     return partial(program, wait=None)
 
 
-# The decoder, and pages
+# Pages
 # -----------------------------------------------------------------------------------------------
-
-MIB = 1_048_576
-
-
-def moved(p, checkpointed):
-    return (10 - p if checkpointed else 162 - p) * MIB
 
 
 def peak_in_step(parameters, page_bytes):
@@ -267,24 +261,6 @@ ANSWERS = {
             (three(first=without_a_copy), "nothing is copied"),
             (three(second=lambda device, host: use(device, host) * 2), "numbers are wrong"),
             (read, "three functions"),
-        ],
-    ),
-    "moved": (
-        [moved, lambda p, checkpointed: torch.tensor(moved(p, checkpointed))],
-        [
-            (lambda p, k: ((8 if k else 160) + 10) * MIB, "moved every storage"),
-            (lambda p, k: ((8 if k else 160) + 10 - p) * MIB, "saved last"),
-            (lambda p, k: ((8 if k else 160) + 9 - p) * MIB, "bytes of p + 1 layer inputs"),
-            (lambda p, k: moved(p, k) - MIB, "in addition to the log-probabilities"),
-            (lambda p, k: (8 if k else 160) * MIB, "p stay and the others move"),
-            (lambda p, k: ((8 if k else 160) - p) * MIB, "the output head"),
-            (lambda p, k: 2 * moved(p, k), "both directions"),
-            (lambda p, k: moved(p, False), "With checkpoints you counted"),
-            (lambda p, k: moved(p, True), "even without checkpoints"),
-            (lambda p, k: moved(p, k) + (0 if k else 8 * 16_384), "statistics"),
-            (lambda p, k: moved(0, k), "one storage for every p"),
-            (lambda p, k: moved(p, k) / 1e6, "in MB"),
-            (lambda p, k: moved(p, k) / MIB, "in MiB"),
         ],
     ),
     "peak_in_step": (

@@ -3,28 +3,37 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from course_lib.teaching import Claim, Table, text
-from course_lib.teaching.claims import what_you_may_have_read
+from course_lib.teaching import Claim, text
 
 from .checks import (
     STEP_PEAKS,
-    check_moved,
     check_offloading,
     check_peak_in_step,
     check_step_time,
     check_waits,
 )
-from .display import draw_lanes, draw_order, draw_pages, draw_threshold, draw_tiers, draw_times
+from .display import (
+    draw_forward,
+    draw_order,
+    draw_pages,
+    draw_step,
+    draw_threshold,
+    draw_tiers,
+    draw_times,
+)
 from .gpu import offloaded_activations, offloaded_optimizer, pinned_copies
+from .older import OLDER_CLAIMS, older_claims
 from .simulation import (
     RECORDED,
     Lanes,
     clock,
-    decoder_lanes,
+    decoder_table,
+    link_table,
     read_late,
     simulated_decoder,
     without_waits,
 )
+from .steps import loops, metered_step, started_down, started_up, step_peak
 
 __all__ = [
     "CLAIMS",
@@ -32,26 +41,32 @@ __all__ = [
     "RECORDED",
     "STEP_PEAKS",
     "Lanes",
-    "check_moved",
     "check_offloading",
     "check_peak_in_step",
     "check_step_time",
     "check_waits",
     "clock",
-    "decoder_lanes",
-    "draw_lanes",
+    "decoder_table",
+    "draw_forward",
     "draw_order",
     "draw_pages",
+    "draw_step",
     "draw_threshold",
     "draw_tiers",
     "draw_times",
     "figures_of_claims",
+    "link_table",
+    "loops",
+    "metered_step",
     "offloaded_activations",
     "offloaded_optimizer",
     "older_claims",
     "pinned_copies",
     "read_late",
     "simulated_decoder",
+    "started_down",
+    "started_up",
+    "step_peak",
     "without_waits",
 ]
 
@@ -101,34 +116,6 @@ CLAIMS = (
         source="DeepSpeed, pull request 7474",
     ),
 )
-#: Claims found only in the teaching documents from which the course was developed.
-OLDER_CLAIMS = (
-    Claim(
-        "An autograd function that copies its input to the CPU offloads the activation.",
-        "gradient relative to the baseline; bytes in the graph without the function and with it",
-        "No: the next operator keeps the same storage, and the function doubles the gradient.",
-        outcome="fails",
-    ),
-    Claim(
-        '`value.to("cpu")` over `optimizer.state` offloads the optimizer.',
-        "state tensors still at their old addresses",
-        "No: on a GPU `.to` returns a copy (here: `copy=True`), and the code throws it away.",
-        outcome="fails",
-    ),
-    Claim(
-        "This prefetcher works: it loads the first batch in `__init__`.",
-        "error when it is created",
-        "No: it uses an iterator that `__iter__` has not created yet.",
-        outcome="fails",
-    ),
-    Claim(
-        "Make the causal mask with the method of a new `nn.Transformer()`.",
-        "peak with it, and with the static method alone, n = 512",
-        "Partly: the mask is right, but every call creates 44 million parameters and throws"
-        " them away.",
-        outcome="partly",
-    ),
-)
 
 
 def figures_of_claims(
@@ -164,30 +151,3 @@ def figures_of_claims(
         " / ".join(f"{[round(number) for number in numbers]}" for numbers in read),
         text("28 bytes; 2 bytes of gradient, 2 of weight (bf16)"),
     ]
-
-
-def older_claims(
-    ratio: float,
-    kept: Sequence[int],
-    unmoved: tuple[int, int],
-    refused: tuple[str, str],
-    masks: Sequence[int],
-) -> Table:
-    """Return the table of the claims in depth.
-
-    Args:
-        ratio: Gradient relative to the right one.
-        kept: Bytes in the graph, without the function and with it.
-        unmoved: Number of state tensors that have not moved, and of all state tensors.
-        refused: Class of the error, and the attribute that is missing.
-        masks: Peaks in bytes, of the whole Transformer and of the static method.
-    """
-    return what_you_may_have_read(
-        OLDER_CLAIMS,
-        text("{ratio:.1f} ×; {before} → {after} bytes", ratio=ratio, before=kept[0], after=kept[1]),
-        text("{unmoved} of {count} have not moved", unmoved=unmoved[0], count=unmoved[1]),
-        text(
-            "{kind}: there is no {missing} yet", kind=f"`{refused[0]}`", missing=f"`{refused[1]}`"
-        ),
-        " : ".join(f"{peak / 1e6:.0f} MB" for peak in masks),
-    )

@@ -47,39 +47,36 @@ def draw_tiers() -> "Figure":
     return shown_once(drawn)
 
 
-def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: float) -> "Figure":
-    """Draw, for each p, the lanes of compute and of copies both ways, with live bytes below.
+#: p -> title of the step in which p storages are fetched ahead.
+_STEPS = {
+    0: "p = 0: compute waits for every fetch, and the step takes {ms} ms",
+    1: "p = 1: compute waits for one fetch of two, and the step takes {ms} ms",
+    2: "p = 2: compute hardly waits in backward, and the step takes {ms} ms",
+}
+
+
+def draw_step(p: int, run: tuple[SimulatedDevice, float, int], plain: float) -> "Figure":
+    """Draw the lanes of compute and of copies both ways, with the live bytes below.
 
     Args:
-        runs: p -> the device after its block, when the step began, and live bytes at that time.
+        p: Number of storages that are fetched ahead.
+        run: The device after its block, when the step began, and live bytes at that time.
         plain: Seconds of the step without copies, marked by a line.
     """
-    seconds = {p: device.seconds - began for p, (device, began, _) in runs.items()}
-    description = [
-        text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()
-    ]
-    title = "With two storages fetched ahead, the copies add almost no time"
+    device, began, held = run
+    title = text(_STEPS[p], ms=f"{1000 * (device.seconds - began):.2f}")
     alt = text(
-        "Three lanes per run: compute, copies to the host, copies to the GPU. Under them, the"
-        " live bytes. {runs}. Without copies: {ms} ms.",
-        runs=listed(description),
+        "Three lanes: compute, copies to the host, copies to the GPU. Under them, the live"
+        " bytes. Without copies: {ms} ms.",
         ms=f"{1000 * plain:.2f}",
     )
-    drawn, axes = figure(
-        title, rows=2 * len(runs), height=1.6 * len(runs) + 0.65, sharex=True, alt=alt
-    )
-    top = max(device.peak_bytes - held for device, _, held in runs.values()) / 1e6
-    for (p, (device, began, held)), lanes, below in zip(
-        runs.items(), axes[::2], axes[1::2], strict=True
-    ):
-        device.plot(lanes, since=began)
-        device.plot_bytes(below, since=began)
-        _above(below, held, top)
-        lanes.axvline(plain, color="#222222", linewidth=1.0, linestyle="--")
-        title = text("p = {p}: {ms} ms", p=p, ms=f"{1000 * seconds[p]:.2f}")
-        lanes.set(title=title, xlabel="", xlim=(0, max(seconds.values())))
-        below.set_xlabel("" if below is not axes[-1] else text("simulated seconds"))
-    axes[0].annotate(
+    drawn, (lanes, below) = figure(title, rows=2, height=3.0, sharex=True, alt=alt)
+    device.plot(lanes, since=began)
+    device.plot_bytes(below, since=began)
+    _above(below, held, (device.peak_bytes - held) / 1e6)
+    lanes.axvline(plain, color="#222222", linewidth=1.0, linestyle="--")
+    lanes.set(xlabel="", xlim=(0, 1.36 * plain))
+    lanes.annotate(
         text("without copies"),
         (plain, 1.0),
         xycoords=("data", "axes fraction"),
@@ -88,6 +85,25 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: fl
         ha="center",
         fontsize=9,
     )
+    return shown_once(drawn)
+
+
+def draw_forward(run: tuple[SimulatedDevice, float, int], layers: float) -> "Figure":
+    """Draw the lanes of compute and of copies to the host during the first layers of forward.
+
+    Args:
+        run: The device after its block, when the step began, and live bytes at that time.
+        layers: Seconds that are drawn.
+    """
+    device, began, _ = run
+    alt = text(
+        "Two lanes during the first layers of forward: compute, and copies to the host. Between"
+        " the products of two layers, compute waits as long as one copy takes."
+    )
+    title = "One copy in flight: compute waits for the first copy of every layer"
+    drawn, ax = figure(title, height=1.7, alt=alt)
+    device.plot(ax, since=began)
+    ax.set(xlim=(0, layers), ylim=(1.5, -0.5))
     return shown_once(drawn)
 
 
@@ -155,12 +171,12 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
 #: (lane, start, length, label) of the operations on one storage.
 _BOXES = (
     (0, 0.0, 1.6, "make"),
-    (1, 1.9, 2.6, "copy to the host (D2H)"),
-    (0, 4.8, 1.9, "release"),
-    (2, 7.0, 2.6, "copy to the GPU (H2D)"),
-    (0, 9.9, 1.6, "use"),
+    (1, 1.9, 3.2, "copy to the host (D2H)"),
+    (0, 5.4, 1.9, "release"),
+    (2, 7.6, 3.2, "copy to the GPU (H2D)"),
+    (0, 11.1, 1.6, "use"),
 )
-_HOST = (3, 4.8, 1.9, "host reads")
+_HOST = (3, 5.4, 1.9, "host reads")
 
 
 def draw_order() -> "Figure":
@@ -198,7 +214,7 @@ def draw_order() -> "Figure":
         [0, -1, -2, -3],
         [text(name) for name in ("compute", "to the host (D2H)", "to the GPU (H2D)", "host")],
     )
-    ax.set(xlim=(-0.2, 11.7), ylim=(-3.6, 0.6), xticks=[], xlabel=text("time"))
+    ax.set(xlim=(-0.2, 12.9), ylim=(-3.6, 0.6), xticks=[], xlabel=text("time"))
     return shown_once(drawn)
 
 

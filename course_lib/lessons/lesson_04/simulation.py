@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from course_lib.checkpoint import checkpoint_blocks
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, offload_activations
 from course_lib.simulated import SimulatedDevice
-from course_lib.teaching import Table, table, text
+from course_lib.teaching import Table, table
 from course_lib.teaching.tables import NumberText
 
 
@@ -83,50 +83,95 @@ def simulated_decoder(link: float | None, p: int = 0, checkpointed: bool = False
 RECORDED = {
     (None, 0, False): Lanes(0.045097, 195_174_408),
     (None, 0, True): Lanes(0.054761, 36_716_552),
-    (20e9, 0, False): Lanes(0.054851, 25_305_096),
     (20e9, 2, False): Lanes(0.046672, 28_459_008),
-    (2e9, 0, False): Lanes(0.199934, 25_305_096),
+    (17e9, 2, False): Lanes(0.047353, 28_459_008),
+    (11.16e9, 2, False): Lanes(0.051472, 28_459_008),
     (2e9, 2, False): Lanes(0.168707, 28_459_008),
-    (20e9, 0, True): Lanes(0.055338, 29_376_520),
-    (20e9, 2, True): Lanes(0.054813, 31_473_672),
-    (2e9, 0, True): Lanes(0.060528, 29_376_520),
     (2e9, 2, True): Lanes(0.055285, 31_473_672),
+    (0.85e9, 2, True): Lanes(0.057388, 31_473_672),
+    (0.558e9, 2, True): Lanes(0.059995, 31_473_672),
+}
+_FORWARD_FLOPS = 15_032_385_536  # of the course's decoder
+#: Checkpointed -> bytes moved with two storages fetched ahead, and the links of `link_table`.
+_VARIANTS = {
+    False: ("all activations", 167_772_160, 11.16e9, 17e9),
+    True: ("inputs of checkpoints", 8_388_608, 0.558e9, 0.85e9),
 }
 
 
-def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
+def decoder_table(live: Mapping[tuple, Lanes]) -> Table:
     """Show times relative to the step without copies and checkpoints, and bytes above the start.
 
     Args:
         live: Arguments of `simulated_decoder` -> its result now; the other rows are recorded ones.
     """
     known, rows = {**RECORDED, **live}, []
+    plain = known[None, 0, False].seconds
     variants = [("plain", None, 0, False), ("checkpoint", None, 0, True)]
-    for name, checkpointed in (("offload, p = {p}", False), ("both, p = {p}", True)):
-        variants += [
-            (text(name, p=p), link, p, checkpointed) for p in (0, 2) for link in (20e9, 2e9)
-        ]
+    variants += [("offload", link, 2, False) for link in (20e9, 2e9)]
+    variants += [("checkpoints and offload", 2e9, 2, True)]
     for name, *key in variants:
         found = known[tuple(key)]
-        times = f"{found.seconds / known[None, 0, False].seconds:.3f}"
         link = "–" if key[0] is None else f"{key[0] / 1e9:.0f} GB/s"
+        times, above = f"{found.seconds / plain:.3f}", f"{found.above_bytes / 1e6:.1f}"
         run = "now" if tuple(key) in live else "recorded"
-        above = f"{found.above_bytes / 1e6:.1f}"
         rows.append((name, link, NumberText(times), NumberText(above), run))
     return table(["step", "link", "time (× baseline)", "peak above the start (MB)", "run"], rows)
 
 
-def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> Table:
+def link_table() -> Table:
+    """Show which link each variant of the decoder's step asks for, by arithmetic and by the clock.
+
+    The clock's times are recorded ones, relative to the same step without copies.
+    """
+    rows = []
+    for checkpointed, (name, moved, average, enough) in _VARIANTS.items():
+        alone = RECORDED[None, 0, checkpointed].seconds
+        slower = RECORDED[average, 2, checkpointed].seconds / alone
+        rows.append(
+            (
+                name,
+                NumberText(f"{moved / 1e6:.1f}"),
+                NumberText(f"{_FORWARD_FLOPS / moved:,.0f}"),
+                NumberText(f"{average / 1e9:.2g}"),
+                NumberText(f"{slower:.2f}"),
+                NumberText(f"{enough / 1e9:.2g}"),
+            )
+        )
+    columns = ["copied to the host (MB)", "FLOPs of forward per byte", "threshold link (GB/s)"]
+    columns += ["time on it (× no copies)", "link for at most × 1.05 (GB/s)"]
+    return table(["what is moved", *columns], rows)
+
+
+class _Hasty(HostStore):
+    """A store in which whatever uses a copy in one direction does not wait for it."""
+
+    def __init__(self, missing: str | None):
+        super().__init__()
+        self.missing = missing
+
+    def _start_copy(self, reservation: Any, target: Tensor, source: Tensor, device: Any, name: str):
+        wait = super()._start_copy(reservation, target, source, device, name)
+        return (lambda: None) if name == self.missing else wait
+
+
+class _Unordered(SimulatedDevice):
+    """A device whose copies do not wait until their source is computed."""
+
+    def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
+        with self.on(self.side(name)):
+            self.transfer(target, source)
+            return self.event()
+
+
+def without_waits() -> Table:
     """Show what happens to a small offloaded chain if one wait is removed.
 
     The table has the races, and whether the gradient of the first weight is right.
-
-    Args:
-        hasty: A store that leaves out the wait for copies of the name `missing`, "down" or "up".
-        unordered: A device whose copies do not wait until their source is computed.
     """
-    mistakes = {"nothing": (SimulatedDevice, None), "made → copied to the host": (unordered, None)}
-    mistakes |= {
+    mistakes = {
+        "nothing": (SimulatedDevice, None),
+        "made → copied to the host": (_Unordered, None),
         "copied to the host → release": (SimulatedDevice, "down"),
         "copied to the GPU → use": (SimulatedDevice, "up"),
     }
@@ -134,9 +179,7 @@ def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> T
     for name, (kind, missing) in mistakes.items():
         marks = []
         for mode in ({}, {"late": True}, {"early": True}):
-            store = hasty()
-            store.missing = missing
-            gradient, races = _first_gradient(kind, store, **mode)
+            gradient, races = _first_gradient(kind, _Hasty(missing), **mode)
             marks.append("✓" if torch.equal(gradient, right) else "✗")
         rows.append((name, races, *marks))
     return table(["missing wait", "races", "gradient (normal mode)", "late", "early"], rows)

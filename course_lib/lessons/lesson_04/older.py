@@ -1,0 +1,111 @@
+"""Claims of the teaching documents that the course grew from, and the experiments on them."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from course_lib.memory import MemoryMeter
+from course_lib.models import deep_mlp
+from course_lib.teaching import Claim, Table, text
+from course_lib.teaching.claims import what_you_may_have_read
+
+#: Claims found only in the teaching documents from which the course was developed.
+OLDER_CLAIMS = (
+    Claim(
+        "An autograd function that copies its input to the CPU offloads the activation.",
+        "gradient relative to the baseline; bytes in the graph without the function and with it",
+        "No: the next operator keeps the same storage, and the function doubles the gradient.",
+        outcome="fails",
+    ),
+    Claim(
+        '`value.to("cpu")` over `optimizer.state` offloads the optimizer.',
+        "state tensors still at their old addresses",
+        "No: on a GPU `.to` returns a copy (here: `copy=True`), and the code throws it away.",
+        outcome="fails",
+    ),
+    Claim(
+        "This prefetcher works: it loads the first batch in `__init__`.",
+        "error when it is created",
+        "No: it uses an iterator that `__iter__` has not created yet.",
+        outcome="fails",
+    ),
+    Claim(
+        "Make the causal mask with the method of a new `nn.Transformer()`.",
+        "peak with it, and with the static method alone, n = 512",
+        "Partly: the mask is right, but every call creates 44 million parameters and throws"
+        " them away.",
+        outcome="partly",
+    ),
+)
+
+
+def older_claims(ratio: float, kept: Sequence[int]) -> Table:
+    """Return the table of the claims in depth; all but the first are tested here.
+
+    Args:
+        ratio: Gradient relative to the right one.
+        kept: Bytes in the graph, without the function and with it.
+    """
+    unmoved, count = _state_after_copies()
+    kind, missing = _error_of_the_prefetcher()
+    return what_you_may_have_read(
+        OLDER_CLAIMS,
+        text("{ratio:.1f} ×; {before} → {after} bytes", ratio=ratio, before=kept[0], after=kept[1]),
+        text("{unmoved} of {count} have not moved", unmoved=unmoved, count=count),
+        text("{kind}: there is no {missing} yet", kind=f"`{kind}`", missing=f"`{missing}`"),
+        " : ".join(f"{peak / 1e6:.0f} MB" for peak in _peaks_of_masks()),
+    )
+
+
+def _state_after_copies() -> tuple[int, int]:
+    """Count the state tensors of AdamW that are where they were after `.to("cpu")`, and all."""
+    model = deep_mlp(depth=8, width=64)
+    adam = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+
+    def addresses() -> list[int]:
+        return [value.data_ptr() for state in adam.state.values() for value in state.values()]
+
+    before = addresses()
+    for state in adam.state.values():
+        for value in state.values():
+            value.to("cpu", copy=True)
+    return sum(a == b for a, b in zip(before, addresses(), strict=True)), len(before)
+
+
+class _EagerPrefetcher:
+    """The prefetcher of the claim: it loads a batch before it has an iterator."""
+
+    def __init__(self, loader: Sequence):
+        self.loader = loader
+        self.preload()
+
+    def preload(self) -> None:
+        self.next = next(self.batches)
+
+    def __iter__(self) -> "_EagerPrefetcher":
+        self.batches = iter(self.loader)
+        return self
+
+
+def _error_of_the_prefetcher() -> tuple[str, str]:
+    """Return the class of the error that the prefetcher raises, and the missing attribute."""
+    try:
+        _EagerPrefetcher([torch.zeros(1)])
+    except AttributeError as error:
+        return type(error).__name__, str(error.name)
+    return "nothing", "nothing"
+
+
+def _peaks_of_masks() -> tuple[int, int]:
+    """Return the peaks of a causal mask, by a new Transformer and by its static method alone."""
+    with warnings.catch_warnings(), MemoryMeter() as transformer:
+        warnings.simplefilter("ignore")
+        nn.Transformer().generate_square_subsequent_mask(512)
+    with MemoryMeter() as alone:
+        nn.Transformer.generate_square_subsequent_mask(512)
+    return transformer.peak_bytes, alone.peak_bytes

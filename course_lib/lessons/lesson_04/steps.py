@@ -1,0 +1,103 @@
+"""Steps that lesson 04 measures: the decoder's, its optimizer's, and loops over batches."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.memory import MemoryMeter
+from course_lib.models import Decoder, random_tokens
+from course_lib.offload import DiskStore, OffloadedOptimizer, Prefetcher, offload_activations
+from course_lib.teaching import Table, table
+
+
+def _decoder() -> Decoder:
+    return Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+
+
+def metered_step(checkpointed: bool, p: int | None) -> tuple[MemoryMeter, int]:
+    """Run the course's training step, with all activations offloaded to a file.
+
+    Args:
+        checkpointed: Whether each layer has a checkpoint.
+        p: Number of storages that are fetched ahead, or None to offload nothing.
+
+    Returns:
+        The meter, and the number of bytes that were copied to the file.
+    """
+    decoder, file = _decoder(), DiskStore()
+    adam, tokens = torch.optim.Adam(decoder.parameters()), random_tokens(8, 128, 2048)
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    adam.step()  # makes its state
+    decoder.zero_grad()
+    if checkpointed:
+        checkpoint_blocks(decoder, "layers.*")
+    with MemoryMeter(decoder, adam) as meter:
+        with nullcontext() if p is None else offload_activations(file, min_bytes=2**17, prefetch=p):
+            loss = decoder.loss(tokens)
+        loss.backward()
+        adam.step()
+    return meter, file.stats.bytes_down
+
+
+def step_peak(mib: int, fraction: float = 1.0) -> int:
+    """Return the peak in bytes of `step()` of an `OffloadedOptimizer` of the course's decoder.
+
+    Args:
+        mib: Size of a page in MiB.
+        fraction: Fraction of the state that is offloaded.
+    """
+    decoder = _decoder()
+    adam = OffloadedOptimizer(decoder.parameters(), fraction=fraction, page_bytes=mib << 20)
+    for _ in range(2):  # the first step makes the state
+        for parameter in decoder.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with MemoryMeter(decoder, adam) as meter:
+            adam.step()
+    return meter.peak_bytes
+
+
+def started_down(device: Any, y: Tensor) -> tuple[Tensor, Any]:
+    """Start a copy to the host; return the host tensor and the event at the end of the copy."""
+    host = device.pinned(y.shape, y.dtype)
+    return host, device.copy(host, y, "down")
+
+
+def started_up(device: Any, host: Tensor) -> tuple[Tensor, Any]:
+    """Start a copy to the GPU; return the device tensor and the event at the end of the copy."""
+    x = torch.zeros(host.shape)  # made inside the block of the device, so it is the device's
+    return x, device.copy(x, host, "up")
+
+
+def _compute() -> None:
+    sum(range(1_000_000))  # 10 to 25 ms, and it holds Python's lock
+
+
+def _wait() -> None:
+    time.sleep(0.02)
+
+
+def _batches(make: Callable[[], None]) -> Iterator[Tensor]:
+    for _ in range(10):
+        make()
+        yield torch.zeros(1)
+
+
+def _seconds(work: Callable[[], None], prefetch: bool) -> float:
+    """Return the seconds of a loop whose batches take as much work to make as to use."""
+    start = time.perf_counter()
+    for _ in Prefetcher(_batches(work)) if prefetch else _batches(work):
+        work()
+    return round(time.perf_counter() - start, 2)
+
+
+def loops() -> Table:
+    """Show the seconds of two loops over ten batches, without a prefetcher and with it."""
+    cases = {"both wait 20 ms": _wait, "both compute in Python": _compute}
+    rows = [(name, _seconds(work, False), _seconds(work, True)) for name, work in cases.items()]
+    return table(["", "plain (s)", "prefetched (s)"], rows)
