@@ -22,8 +22,10 @@ def seeded(seed: int) -> Iterator[None]:
     if is_symbolic():  # symbolic tensors have no values to repeat
         yield
         return
+    # without an accelerator, `torch.manual_seed` formats the stack once per kind of device
+    everywhere = torch.accelerator.is_available()
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        (torch.manual_seed if everywhere else torch.default_generator.manual_seed)(seed)
         yield
 
 

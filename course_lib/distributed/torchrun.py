@@ -32,6 +32,15 @@ IMPORTED_ONCE = (
     "torch.distributed.optim",
     "torch.distributed.run",
 )
+# Frozen, so that no rank's garbage collector traverses the modules.
+IN_LAUNCHER = """
+import gc
+gc.disable()
+import {modules} as run
+gc.freeze()
+gc.enable()
+run.main()
+"""
 # Number of metered steps. The first creates Adam's state and the second DDP's buckets, so the third
 # is like all later ones.
 METERED = 3
@@ -247,7 +256,7 @@ def launch(
     launcher = ["-m", "torch.distributed.run"]
     run = ["-m", script]
     if sys.platform == "linux" and not torch.cuda.is_available():
-        launcher = ["-c", f"import {', '.join((script, *IMPORTED_ONCE))} as run; run.main()"]
+        launcher = ["-c", IN_LAUNCHER.format(modules=", ".join((script, *IMPORTED_ONCE)))]
         file = "__main__" if script == "course_lib.distributed" else script.rpartition(".")[2]
         run = [
             "--run-path",

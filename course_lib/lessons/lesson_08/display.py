@@ -202,12 +202,13 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
         edgecolor="#CC3311",
     )
     ax.annotate(
-        f"{wanted:.1f}",
-        (wanted, -0.2),
-        xytext=(6, 0),
+        text("needs {wanted} MB", wanted=f"{wanted:.1f}"),
+        (device_bytes / 1e6, -0.32),
+        xytext=(8, 0),
         textcoords="offset points",
         va="center",
         color="#CC3311",
+        fontsize=8.5,
     )
     for rank, peak in enumerate(peaks, 1):
         ax.barh(rank, peak / 1e6, height=0.6, color=COLORS["measured"])
@@ -219,11 +220,11 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
         (run["budget_bytes"], 0.5, len(peaks) + 0.5),
     ):
         ax.plot([budget / 1e6] * 2, [first, last], color="#222222", linewidth=1.8)
-        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
         description = text("budget {budget} MB", budget=f"{budget / 1e6:.0f}")
         ax.annotate(
             description,
-            (budget / 1e6, (first + last) / 2 + (0.28 if last == 0.5 else 0)),
+            (budget / 1e6, (first + last) / 2 + (0.32 if last == 0.5 else 0)),
             **place,
             fontsize=8.5,
         )

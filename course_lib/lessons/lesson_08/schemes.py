@@ -118,9 +118,9 @@ def _hide_axes(ax: "Axes") -> None:
 
 _NO = "–"
 # without line breaks inside
-_BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"
-_MATRICES = "matrices ÷ t"  # norms, and biases of matrices that are cut by rows, stay whole
-_SHARE = "÷ N for a fixed batch"
+_BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷\u00a0e"
+_MATRICES = "matrices ÷\u00a0t"  # norms, and biases of matrices that are cut by rows, stay whole
+_SHARE = "÷\u00a0N for a fixed batch"
 #: (kind; what a rank holds of weights, gradients, Adam's state and activations; collectives per
 #: step; source).
 PARALLELISMS = (
@@ -165,7 +165,7 @@ PARALLELISMS = (
         _MATRICES,
         _MATRICES,
         _MATRICES,
-        "activations inside attention and MLP ÷ t",
+        "activations inside attention and MLP ÷\u00a0t",
         "four all-reduces per layer",
         "Shoeybi et al. 2019, arXiv:1909.08053",
     ),
@@ -183,7 +183,7 @@ PARALLELISMS = (
         _NO,
         _NO,
         _NO,
-        "÷ c, along the sequence",
+        "÷\u00a0c, along the sequence",
         "keys and values passed around a ring",
         "Liu et al. 2023, arXiv:2310.01889",
     ),
@@ -192,7 +192,7 @@ PARALLELISMS = (
         _BY_P,
         _BY_P,
         _BY_P,
-        "÷ p, times the micro-batches in flight",
+        "÷\u00a0p, times the micro-batches in flight",
         "activations sent to the next stage",
         "Huang et al. 2018, arXiv:1811.06965",
     ),
