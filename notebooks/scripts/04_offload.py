@@ -99,17 +99,18 @@ lesson_04.draw_tiers()
 # %% slide="result"
 rate = 989e12  # FLOP/s
 links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
-{name: round(rate / bandwidth) for name, bandwidth in links.items()}
+rows = [(name, round(rate / bandwidth)) for name, bandwidth in links.items()]
+table(["link", "FLOPs per byte"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Over PCIe 5 nearly 16,000; over the other links from 2,000 to 141,000. (Section 4.13 shows which transformers do that many.) But a threshold says only that copies *can* hide. Do they?
+# Over PCIe 5 nearly 16,000; over the other links from 2,000 to 141,000. But a threshold says only that copies *can* hide. Do they?
 #
 # </div>
 # <div lang="zh">
 #
-# 经 PCIe 5 要将近 16,000，经其余的链路要 2,000 到 141,000。（哪些 transformer 能达到这么多，见 4.13 节的图。）但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
+# 经 PCIe 5 要将近 16,000，经其余的链路要 2,000 到 141,000。但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
 #
 # </div>
 
@@ -224,7 +225,8 @@ if not lesson_04.check_step_time.accepted:
 
     def step_time(L, f, g, c, p):
         backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
-        return L * max(f, 2 * c) + L * backward - f  # the first layer hands no gradient on
+        # The first layer hands no gradient on, which saves f.
+        return L * max(f, 2 * c) + L * backward - f
 
 
 lesson_04.check_step_time(step_time)
@@ -239,16 +241,12 @@ lesson_04.draw_times(step_time, clock)
 #
 # <div lang="en">
 #
-# Fetching ahead hides the copies to the GPU. What about those to the host?
-#
 # The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. `in_flight` says how many of them may be unfinished while compute goes on. With `in_flight=1`, when the copy of storage 5 starts, compute waits until the copy of storage 4 is finished. With `in_flight=2`, compute waits only for storage 3. (The default is 2 on CUDA and 1 on a CPU. All figures above use 2.)
 #
 # **Guess first:** does forward take longer with `in_flight=1`?
 #
 # </div>
 # <div lang="zh">
-#
-# 提前取回，掩盖的是换入。那么换出呢？
 #
 # 一份存储区的换出完成之后，它的内存才能释放，所以计算不能比换出快太多。`in_flight` 规定计算继续进行时，最多有几次换出可以还没有完成，也就是**在途**（in flight）。`in_flight=1` 时，第 5 份的换出一启动，计算就停下来，等第 4 份的换出完成。`in_flight=2` 时，只要等第 3 份完成。（默认值在 CUDA 上是 2，在 CPU 上是 1。上面各图都是 2。）
 #
@@ -473,7 +471,7 @@ lesson_04.draw_order()
 # | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | keep this memory until the stream is done with it |
 # | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **pinned memory**: host memory that the system cannot move, so the GPU copies it by itself |
 #
-# These are the library's own lines for CUDA. They do not run here. Section 4.21 has what a GPU measured with them:
+# These are the library's own lines for CUDA. Section 4.21 has what a GPU measured with them:
 #
 # </div>
 # <div lang="zh">
@@ -489,7 +487,7 @@ lesson_04.draw_order()
 # | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | 这条流用完之前，保留这块内存 |
 # | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **锁页内存**：系统不能挪动的主机内存，GPU 可以自己拷贝 |
 #
-# 下面是课程库为 CUDA 写的代码。它们在这里不会运行，在 GPU 上的实测结果见 4.21 节：
+# 下面是课程库为 CUDA 写的代码。在 GPU 上的实测结果见 4.21 节：
 #
 # </div>
 
@@ -517,16 +515,12 @@ lesson_04.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode the gradient is right in every row. That is how such a mistake gets into a release. In diffusers' pull request 13502, a `wait_stream` was missing before weights are used that were copied to the GPU. Reduced to pure PyTorch, about 98% of iterations gave wrong numbers on five GPUs of one make, and none with the wait.
-#
-# Here are three programs, each with one wait missing:
+# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing before weights are used that were copied to the GPU. Reduced to pure PyTorch, about 98% of iterations gave wrong numbers on five GPUs of one make, and none with the wait.
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对，这类错误就是这样混进发行版的。在 diffusers 的合并请求 13502 里，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有。
-#
-# 下面三个程序，各少一处等待：
+# 照常运行时，每一行的梯度都对。在 diffusers 的合并请求 13502 里，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有。
 #
 # </div>
 
@@ -613,7 +607,8 @@ lesson_04.check_waits((read, use, let_go))
 
 # %% slide="result"
 numbers_read = [lesson_04.read_late(waits) for waits in (False, True)]
-numbers_read
+rows = zip(("reads at once", "waits, then reads"), map("`{}`".format, numbers_read), strict=True)
+table(["host", "numbers read"], rows)
 
 # %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which of the three peaks lowest? Which moves least?", "zh": "课程的解码器，可以卸载、用检查点，或两者合用。\n\n**先猜**：三者之中谁的峰值最低？谁搬得最少？"}
 # ## 4.7 The decoder: moved, forgotten, or both / 解码器：搬走、忘掉，还是都用
@@ -645,14 +640,14 @@ timelines(two, title=title, panel_height=1.9)
 #
 # 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. Still live are the activations of the **first** layer. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. Only bytes that are absent at the peak lower it (section 2.5).
 #
-# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more layers or longer sequences, the inputs are a large part of the peak, so moving them lowers it. accelerate's pull request 4175 saw both cases, on GPUs.
+# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more layers or longer sequences, the inputs are a large part of the peak, so moving them lowers it.
 #
 # </div>
 # <div lang="zh">
 #
 # 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。只有在峰值那一刻不在内存里的字节，才能降低峰值（2.5 节）。
 #
-# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。而层数更多或序列更长时，峰值里有很大一部分是各层的输入，把它们搬走就能降低峰值。这两种情形，accelerate 的合并请求 4175 在 GPU 上都见到了。
+# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。而层数更多或序列更长时，峰值里有很大一部分是各层的输入，把它们搬走就能降低峰值。
 #
 # </div>
 
@@ -660,7 +655,7 @@ timelines(two, title=title, panel_height=1.9)
 now = (20e9, 2, False), (2e9, 2, True)  # link, p, checkpointed
 lesson_04.decoder_table({lanes: lesson_04.simulated_decoder(*lanes) for lanes in now})
 
-# %% [markdown]
+# %% [markdown] slide={"en": "On a link of 2 GB/s, offload alone takes almost four times as long.\n\nHow fast must the link be?", "zh": "链路为 2 GB/s 时，只卸载要花基线将近四倍的时间。\n\n链路到底要多快？"}
 # <div lang="en">
 #
 # This is the same step on the simulated device at $10^{12}$ FLOP/s, with $p$ = 2 and two copies in flight (without Adam). On the fast link, offload alone takes almost no extra time, and checkpoints cost a fifth. On the slow link, offload alone takes almost four times as long as the plain step. With checkpoints so few bytes move that their copies are hidden. How fast must the link be, then?
@@ -678,12 +673,12 @@ lesson_04.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and the bytes that attention saves come with fewer FLOPs. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte, and 0.85 GB/s is fast enough. (Offload alone is faster than checkpoints alone from 9.3 GB/s on.)
+# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and the bytes that attention saves come with fewer FLOPs. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte, and 0.85 GB/s is fast enough.
 #
 # </div>
 # <div lang="zh">
 #
-# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力保存的字节所配的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs，0.85 GB/s 的链路就够快。（从 9.3 GB/s 起，只卸载比只用检查点更快。）
+# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力保存的字节所配的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs，0.85 GB/s 的链路就够快。
 #
 # </div>
 
@@ -727,12 +722,12 @@ table(["state", "peak of `step()` (MB)"], [(k, round(v / 1e6, 1)) for k, v in pe
 #
 # <div lang="en">
 #
-# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). They fetch nothing ahead. Do they follow the rules of section 4.4? Here they copy nothing, because `.cpu()` of a CPU tensor is that tensor. So hooks of our own count what they would copy from a GPU, which is every saved tensor:
+# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). They fetch nothing ahead. Here they copy nothing, because `.cpu()` of a CPU tensor is that tensor. So hooks of our own count what they would copy from a GPU, which is every saved tensor:
 #
 # </div>
 # <div lang="zh">
 #
-# PyTorch 里有现成的钩子，只要一行代码，叫 `save_on_cpu`（在 GPU 上加 `pin_memory=True`）。它不会提前取回。它遵守 4.4 节的规则吗？在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们自己写钩子，数一数它在 GPU 上要拷贝多少，也就是把每个保存的张量都算上：
+# PyTorch 里有现成的钩子，只要一行代码，叫 `save_on_cpu`（在 GPU 上加 `pin_memory=True`）。它不会提前取回。在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们自己写钩子，数一数它在 GPU 上要拷贝多少，也就是把每个保存的张量都算上：
 #
 # </div>
 
@@ -815,29 +810,29 @@ except RuntimeError as error:
 #
 # <div lang="en">
 #
-# Five sentences that people meet. Each row says what was run here.
+# Five sentences that people meet.
 #
 # </div>
 # <div lang="zh">
 #
-# 五句常见的说法。每一行都注明在这里运行过什么。
+# 五句常见的说法。
 #
 # </div>
 
 # %% slide="result"
 what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_read))
 
-# %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
+# %% [markdown] slide={"en": "The same step of the same decoder, one technique per row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
 # ## 4.11 The ledger / 账本
 #
 # <div lang="en">
 #
-# The same step of the same decoder, with one technique alone. This lesson's row: all activations to a file, one fetched ahead.
+# This lesson's row: all activations to a file, one fetched ahead.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一个解码器的同一步，只用一种技术。这是本课的一行：全部激活值放到文件里，提前取回一份。
+# 这是本课的一行：全部激活值放到文件里，提前取回一份。
 #
 # </div>
 
@@ -974,7 +969,7 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 # </div>
 
 # %% [markdown]
-# ## 4.15 With Hugging Face and torch.compile / 与 Hugging Face 和 torch.compile 合用
+# ## 4.15 With Hugging Face and torch.compile / 卸载与 Hugging Face、torch.compile 配合使用
 #
 # <div lang="en">
 #

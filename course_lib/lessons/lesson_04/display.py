@@ -40,6 +40,7 @@ def draw_tiers() -> "Figure":
         ax.text(0, top - 0.35, label, ha="center", va="center", fontsize=10)
         if link:
             arrow = {"arrowstyle": "<->", "color": "#222222", "linewidth": 1.4}
+            arrow |= {"mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}  # heads do not grow
             ax.annotate("", (-0.3, top - 1.28), xytext=(-0.3, top - 0.72), arrowprops=arrow)
             ax.text(-0.1, top - 1.0, text(link), va="center", fontsize=10)
     ax.set(xlim=(-3.2, 3.2), ylim=(-4.75, 0.1))
@@ -156,34 +157,35 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
             color=COLORS["measured"],
             label=text("p = {p}", p=p),
         )
-    ax.axvline(0.5, color="#888888", linewidth=0.8)
+    ax.vlines(0.5, 0, 2.6, color="#888888", linewidth=0.8)  # ends below the legend
     ax.text(0.52, 0.1, text("threshold"), fontsize=9)
     ax.set(
         xlim=(0, 2.1),
-        ylim=(0, 3.6),
+        ylim=(0, 4.9),
         xlabel=text("time of a copy (in units of f)"),
         ylabel=text("time (× baseline)"),
     )
-    ax.legend(loc="lower right", title=text("line: your formula; points: clock"))
+    title = text("line: your formula; points: clock")
+    ax.legend(loc="upper left", title=title, ncols=3, alignment="left", columnspacing=1.2)
     return shown_once(drawn)
 
 
 #: (lane, start, length, label) of the operations on one storage.
 _BOXES = (
     (0, 0.0, 1.6, "make"),
-    (1, 1.9, 3.2, "copy to the host (D2H)"),
+    (1, 1.9, 3.2, "copy"),
     (0, 5.4, 1.9, "release"),
-    (2, 7.6, 3.2, "copy to the GPU (H2D)"),
+    (2, 7.6, 3.2, "copy"),
     (0, 11.1, 1.6, "use"),
 )
-_HOST = (3, 5.4, 1.9, "host reads")
+_HOST = (3, 5.4, 1.9, "read")
 
 
 def draw_order() -> "Figure":
     """Draw what happens to one storage on the three streams, with an arrow for each wait."""
     alt = text(
         "The operations on one storage, with arrows. “Make” points to the copy to the host."
-        " This copy points to “release”, “host reads” and the copy to the GPU. The copy to"
+        " This copy points to “release”, “read” on the host and the copy to the GPU. The copy to"
         " the GPU points to “use”."
     )
     drawn, ax = figure(
@@ -284,17 +286,16 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
     title = "Above a link's line, copies can hide. Checkpointed inputs get there at a smaller h"
     drawn, ax = figure(title, height=3.8)
     ticks = [1024, 4096, 16384]
-    ax.set(
-        xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h")
-    )
-    ax.set(ylabel=text("FLOPs per byte"), xticks=ticks, xticklabels=[str(tick) for tick in ticks])
+    ax.set(xscale="log", yscale="log", xlim=(512, 120000), ylim=(500, 2e6))
+    ax.set(xlabel=text("hidden size h"), ylabel=text("FLOPs per byte"))
+    ax.set(xticks=ticks, xticklabels=[str(tick) for tick in ticks])
     variants = {"everything saved, 34 h": (34, "-"), "checkpointed inputs, 2 h": (2, "--")}
     for name, (factor, style) in variants.items():
         intensity = [(24 * h + 2 * 4096) / factor for h in widths]
         ax.plot(widths, intensity, style, color=COLORS["predicted"], label=text(name))
     for name, bandwidth in links.items():
         ax.axhline(rate / bandwidth, color="#888888", linewidth=0.8, linestyle="--")
-        place = (30000, rate / bandwidth)
-        ax.annotate(name, place, xytext=(0, 2), textcoords="offset points", fontsize=8)
-    ax.legend(loc="upper left", fontsize=8)
+        place = (50000, rate / bandwidth)  # right of the curves
+        ax.annotate(name, place, xytext=(0, 2), textcoords="offset points", fontsize=9)
+    ax.legend(loc="upper left", fontsize=9)
     return shown_once(drawn)

@@ -124,13 +124,19 @@ def link_table() -> Table:
 
     The clock's times are recorded ones, relative to the same step without copies.
     """
-    rows = []
-    for checkpointed, (name, moved, average, enough) in _VARIANTS.items():
+    names = [
+        "copied to the host (MB)",
+        "FLOPs of forward per byte",
+        "threshold link (GB/s)",
+        "time on this link (× no copies)",
+        "link for at most × 1.05 (GB/s)",
+    ]
+    columns = []
+    for checkpointed, (_, moved, average, enough) in _VARIANTS.items():
         alone = RECORDED[None, 0, checkpointed].seconds
         slower = RECORDED[average, 2, checkpointed].seconds / alone
-        rows.append(
+        columns.append(
             (
-                name,
                 NumberText(f"{moved / 1e6:.1f}"),
                 NumberText(f"{_FORWARD_FLOPS / moved:,.0f}"),
                 NumberText(f"{average / 1e9:.2g}"),
@@ -138,9 +144,8 @@ def link_table() -> Table:
                 NumberText(f"{enough / 1e9:.2g}"),
             )
         )
-    columns = ["copied to the host (MB)", "FLOPs of forward per byte", "threshold link (GB/s)"]
-    columns += ["time on it (× no copies)", "link for at most × 1.05 (GB/s)"]
-    return table(["what is moved", *columns], rows)
+    variants = [name for name, *_ in _VARIANTS.values()]
+    return table(["what is moved", *variants], zip(names, *columns, strict=True))
 
 
 class _Hasty(HostStore):
