@@ -1042,3 +1042,8 @@ def test_everything_falls_back_to_plain_text_without_ipython_and_pandas():
     assert said[1].split("\t") == ["", "预测（字节）", "实测（字节）", "误差（%）"]
     assert said[2].split("\t") == ["参数", "5", "4", "+25.00"]
     assert said[3:] == ["✗ 还没有作答。", "滑块需要在 JupyterLab 中使用。"]
+
+
+def test_a_table_shows_truth_as_marks():
+    shown = str(teaching.table(["checkpoint", "gradients equal"], [("`a`", True), ("`b`", False)]))
+    assert [line.split()[-1] for line in shown.splitlines()[1:]] == ["✓", "✗"]

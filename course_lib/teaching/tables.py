@@ -119,6 +119,8 @@ class NumberText(str):
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """Create a table of labels and numbers; names from code are in `backquotes`.
 
+    True is shown as ✓, False as ✗.
+
     Example:
         >>> rows = table(["`recipe`", "MB"], [["`plain`", 277.7], ["`checkpointed`", 134.0]])
         >>> print(str(rows).splitlines()[-1].strip())
@@ -305,6 +307,8 @@ def _decimals(column: Sequence[Any]) -> int | None:
 
 
 def _plain_number(cell: Any, decimals: int | None) -> Any:
+    if isinstance(cell, bool):
+        return "✓" if cell else "✗"
     if not _is_real(cell):
         return (
             NumberText(cell) if isinstance(cell, str) and _WRITTEN_NUMBER.fullmatch(cell) else cell

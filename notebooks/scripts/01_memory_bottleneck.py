@@ -264,7 +264,7 @@ with TinyMeter() as tiny:
 decoder.zero_grad()
 with MemoryMeter() as full:
     decoder.loss(tokens).backward()
-tiny.peak - full.peak_bytes
+table(["meter", "bytes"], [("`TinyMeter`", tiny.peak), ("`MemoryMeter`", full.peak_bytes)])
 
 # %% [markdown] slide={"en": "A mean squared error is one number, 4 bytes.\n\n**Guess first.** Its input has 4,194,304 bytes. How many bytes does the loss keep in memory?", "zh": "均方误差是一个数，4 字节。\n\n**先猜**：它的输入有 4,194,304 字节。这个损失在内存里占多少字节？"}
 # <div lang="en">
@@ -285,7 +285,7 @@ tiny.peak - full.peak_bytes
 # %% slide="both"
 x, target = torch.randn(1024, 1024, requires_grad=True), torch.zeros(1024, 1024)
 error = F.mse_loss(x, target)
-error.numel(), error.untyped_storage().nbytes()
+table(["elements", "bytes of storage"], [(error.numel(), error.untyped_storage().nbytes())])
 
 # %% [markdown]
 # <div lang="en">
@@ -422,7 +422,7 @@ def pack(tensor):
 
 with saved_tensors_hooks(pack, lambda tensor: tensor):
     loss = decoder.loss(tokens)  # as long as the loss exists, so does all that is kept
-len(kept), sum(kept.values())
+table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 
 # %% [markdown] slide={"en": "Why does an operator keep a tensor? **Ask what its derivative needs.**\n\n$y = x W$: $dW = x^\\top dy$ needs $x$.\n\n$P = \\mathrm{softmax}(S)$: $dS = P \\odot (dP - \\ldots)$ needs $P$, not $S$.\n\n$y = x + z$: needs nothing.", "zh": "算子为什么要保存一个张量？**看它求导时要用什么。**\n\n$y = x W$：$dW = x^\\top dy$，要用 $x$。\n\n$P = \\mathrm{softmax}(S)$：$dS = P \\odot (dP - \\ldots)$，要用 $P$，不用 $S$。\n\n$y = x + z$：什么也不用。"}
 # <div lang="en">
@@ -800,7 +800,8 @@ tracker.track_external(decoder, adam)
 with tracker:
     decoder.loss(tokens).backward()
     adam.step()
-tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256 bytes of tokens
+found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+table(["meter", "bytes"], [("`MemTracker`", found)])  # with 8,256 bytes of tokens
 
 # %% [markdown]
 # <div lang="en">

@@ -238,7 +238,9 @@ def gradients(output):
 runs, expected = {"MyCheckpoint": MyCheckpoint.apply}, gradients(block(x))
 for name, library in {"torch": checkpoint, "course_lib": readable}.items():
     runs[name] = partial(library, use_reentrant=False)
-{name: all(map(torch.equal, expected, gradients(run(block, x)))) for name, run in runs.items()}
+found = {f"`{name}`": gradients(run(block, x)) for name, run in runs.items()}
+rows = [(name, all(map(torch.equal, expected, found[name]))) for name in found]
+table(["checkpoint", "gradients equal"], rows)
 
 # %% [markdown]
 # <div lang="en">

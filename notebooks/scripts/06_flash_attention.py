@@ -399,7 +399,9 @@ with flop_counter() as second:
         backward(*one, o, lse, grad_o[0, 0], 60, 60)
 two = attention_cost(sequence=n, head_dim=d, kind="flash", pass_="backward", walks=2)
 counts = [first.get_total_flops(), second.get_total_flops(), two.flops]
-[count / (n * n * d) for count in counts]
+passes = ("forward", "backward", "backward in two passes")
+rows = [(name, count / (n * n * d)) for name, count in zip(passes, counts, strict=True)]
+table(["", "FLOPs (units of n²d)"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -800,7 +802,8 @@ def step(attention, sequence, batch):
 ledger("06", "flash attention", step("flash", 128, 8))
 
 # %% jupyter={"source_hidden": true} slide="result"
-[f"{kind}: {step(kind, 4096, 1).peak_bytes / 1e9:.2f} GB" for kind in ("standard", "flash")]
+rows = [(kind, round(step(kind, 4096, 1).peak_bytes / 1e9, 2)) for kind in ("standard", "flash")]
+table(["attention", "peak (GB)"], rows)
 
 # %% [markdown]
 # <div lang="en">

@@ -415,7 +415,7 @@ lesson_07.check_break_even(break_even)
 # %% slide="result"
 both = ({**checkpoints, **early, **offloaded}, {**early, **offloaded})
 pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
-break_even(*pair)  # FLOPs per byte
+table(["equally fast at (FLOPs per byte)"], [(round(break_even(*pair), 1),)])
 
 # %% jupyter={"source_hidden": true} slide="result"
 lesson_07.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"])
