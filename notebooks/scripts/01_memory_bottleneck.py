@@ -283,8 +283,7 @@ table(["meter", "bytes"], [("`TinyMeter`", tiny.peak), ("`MemoryMeter`", full.pe
 # </div>
 
 # %% slide="both"
-x, target = torch.randn(1024, 1024, requires_grad=True), torch.zeros(1024, 1024)
-error = F.mse_loss(x, target)
+error = F.mse_loss(torch.randn(1024, 1024, requires_grad=True), torch.zeros(1024, 1024))
 table(["elements", "bytes of storage"], [(error.numel(), error.untyped_storage().nbytes())])
 
 # %% [markdown]

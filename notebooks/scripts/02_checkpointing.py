@@ -238,8 +238,9 @@ def gradients(output):
 runs, expected = {"MyCheckpoint": MyCheckpoint.apply}, gradients(block(x))
 for name, library in {"torch": checkpoint, "course_lib": readable}.items():
     runs[name] = partial(library, use_reentrant=False)
-found = {f"`{name}`": gradients(run(block, x)) for name, run in runs.items()}
-rows = [(name, all(map(torch.equal, expected, found[name]))) for name in found]
+rows = [
+    (f"`{n}`", all(map(torch.equal, expected, gradients(r(block, x))))) for n, r in runs.items()
+]
 table(["checkpoint", "gradients equal"], rows)
 
 # %% [markdown]
@@ -260,8 +261,7 @@ ways = {f"`{mode}`": partial(checkpoint, use_reentrant=mode) for mode in (True, 
 ways |= {"`MyCheckpoint`": MyCheckpoint.apply, "left out": checkpoint}
 for name, run in ways.items():
     block.zero_grad()
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as heard:
         head(run(block, data)).sum().backward()
     trained = sum(parameter.grad is not None for parameter in block.parameters())
     rows.append((name, trained, len(heard)))
