@@ -146,10 +146,11 @@ def _frozen(model):
 @pytest.mark.parametrize(
     ("name", "precision", "tier", "recipes"),
     [
-        ("tied", "fp32", "file", COMPOSED),
+        # Each of the recipes in at least one row.
+        ("tied", "fp32", "file", COMPOSED[0::2]),
         ("tied", "bf16", "host", COMPOSED[1::4]),
         ("untied", "fp32", "host", COMPOSED[3::5]),
-        ("untied", "bf16", "file", COMPOSED[4::5]),
+        ("untied", "bf16", "file", COMPOSED[7::4]),
         ("dropout", "fp32", "file", [r for r in COMPOSED if r.attention == "standard"][::5]),
         ("frozen", "bf16", "host", COMPOSED[::7]),
         ("tied", "bf16", "file", [Recipe(accumulate="fp32", micro_batches=2)]),
@@ -189,7 +190,7 @@ def test_an_error_of_the_composer_itself_is_raised(monkeypatch):
         known.estimate(Recipe())
 
 
-@pytest.mark.parametrize("first", range(1, 2 * MANY))
+@pytest.mark.parametrize("first", [1, 2, MANY - 1, MANY, MANY + 1, 2 * MANY - 1])
 def test_of_two_kinds_of_blocks_there_may_be_any_number_of_each(first):
     make, recipe = (
         partial(deep, 2 * MANY),
@@ -554,7 +555,8 @@ def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
 
 def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):
     monkeypatch.setattr("course_lib.budget.techniques.head.HEAD_CHUNK", 5)
-    make, of, base = partial(deep, MANY), partial(batch, 2), Recipe(optimizer="sgd")
+    make, of = partial(deep, MANY), partial(batch, 2)
+    base = Recipe(optimizer="sgd", attention="flash")
     keeps = [{}, {"checkpoint": "layers"}, {"checkpoint": "segments", "segments": 2}]
     every = [
         replace(base, head_chunk=chunk, micro_batches=count, **keep)
@@ -647,7 +649,7 @@ def compared():
     """Compare a case with its grid; later comparisons of it know the estimates of earlier ones."""
     known = {}
 
-    def compare(name, budgets=8):
+    def compare(name, budgets=4):
         case = brute_force_fit.CASES[name]
         facts = known.setdefault(name, brute_force_fit.known_of(case))
         with brute_force_fit.small_pages():
@@ -698,11 +700,12 @@ def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_search_is_for_any_optimizer(optimizer):
-    base, make, of = Recipe(optimizer=optimizer), partial(deep, 2), partial(batch, 2)
+    base, make, of = Recipe(optimizer=optimizer), partial(deep, 1), partial(batch, 2)
     plain = estimate(make, of, base)
-    quick = optimizer != "adam8bit"  # a quick search finds no recipe with it in this budget
-    options = {"rates": RATE, "tier": "file", "progress": False, "quick": quick}
-    found = fit(make, of, plain.peak_bytes * 3 // 4, base=base, **options)
+    # Somewhat more than the least that a quick search finds.
+    share = {"sgd": 0.9, "adafactor": 0.9, "adam8bit": 0.94}.get(optimizer, 0.75)
+    options = {"rates": RATE, "tier": "file", "progress": False, "quick": True}
+    found = fit(make, of, int(plain.peak_bytes * share), base=base, **options)
     assert all(e.recipe.optimizer == optimizer and e.peak_bytes < plain.peak_bytes for e in found)
     assert found[0] == estimate(make, of, found[0].recipe)
     if optimizer != "adam8bit":  # whose step is another library's
