@@ -811,7 +811,7 @@ def test_a_quick_search_says_so_and_tries_less():
 
 
 def test_budgets_and_rates_share_what_is_known():
-    facts = Known(partial(deep, 3), batch, Recipe(), **FILE)
+    facts = Known(partial(deep, 1), partial(batch, 2), Recipe(), **FILE)
     peak = facts.estimate(Recipe()).peak_bytes
     first = that_fit(Search(facts, peak - 1, RATE), Recipe())
     made = len(facts.estimates)
