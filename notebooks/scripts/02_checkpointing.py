@@ -235,12 +235,10 @@ def gradients(output):
 
 
 # %% slide="result"
-runs, expected = {"MyCheckpoint": MyCheckpoint.apply}, gradients(block(x))
+runs, right = {"MyCheckpoint": MyCheckpoint.apply}, gradients(block(x))
 for name, library in {"torch": checkpoint, "course_lib": readable}.items():
     runs[name] = partial(library, use_reentrant=False)
-rows = [
-    (f"`{n}`", all(map(torch.equal, expected, gradients(r(block, x))))) for n, r in runs.items()
-]
+rows = [(f"`{n}`", all(map(torch.equal, right, gradients(r(block, x))))) for n, r in runs.items()]
 table(["checkpoint", "gradients equal"], rows)
 
 # %% [markdown]
