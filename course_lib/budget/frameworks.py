@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from course_lib._check import whole
-from course_lib.labels import say, text, verbatim
+from course_lib.labels import markup, say, text, verbatim
 
 # This is `course_lib.budget.Recipe`, whose module imports this one.
 Recipe = Any
@@ -41,12 +42,20 @@ class TrainerLines:
     differences: Sequence[str]
     recipe: Recipe
 
-    def __str__(self) -> str:
+    def _call(self) -> str:
         lines = [f"    {name}={_code(value)}," for name, value in self.arguments.items()]
-        code = "\n".join(["TrainingArguments(", '    output_dir="out",', *lines, ")"])
-        return "\n".join([code, *(f"# {say(each)}" for each in self.differences)])
+        return "\n".join(["TrainingArguments(", '    output_dir="out",', *lines, ")"])
+
+    def __str__(self) -> str:
+        return "\n".join([self._call(), *(f"# {say(each)}" for each in self.differences)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li>{markup(each)}</li>" for each in self.differences)
+        return f"<pre><code>{html.escape(self._call())}</code></pre>" + (
+            f"<ul>{items}</ul>" if items else ""
+        )
 
 
 def _code(value: object) -> str:

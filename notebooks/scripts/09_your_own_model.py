@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "A Llama that this course did not write. You have 200 MB for a step.\n\nDoes all this hold for it, too?", "zh": "这里有一个别人写的 Llama，训练一步只有 200 MB 可用。\n\n换成这样的模型，前面学的还成立吗？"}
+# %% [markdown] slide={"en": "A Llama that this course did not write. You have 200 MB for a step.\n\nWhat has to change?", "zh": "一个别人写的 Llama，训练一步只有 200 MB 可用。\n\n要改哪里，才装得下？"}
 # # 9 Does it hold for your own model? / 换成你自己的模型，还成立吗？
 #
 # <div lang="en">
 #
-# Here is a small Llama that the course did not write. For one Adam step on four passages of 128 characters you have 200 MB. Does the step fit, and if not, what has to change?
+# Here is a small Llama that the course did not write. For one Adam step on four passages of 128 characters, you have 200 MB. Does the step fit? If not, what has to change?
 #
-# This page is a project. It has three blanks: a model, a batch, a loss. They come filled, so that everything runs at once; what you found on the course's decoder is tried on a model that the course did not write. Then you empty them and put in your own.
+# This lesson is a project with three fill-ins: a model, a batch and a loss. They come filled in, so everything runs at once. At the end you replace them with your own.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里有一个小 Llama，是别人写的。你有 200 MB 内存，要用四段 128 个字符的文本做一步 Adam。装得下吗？如果装不下，要改什么？
+# 这里有一个别人写的小 Llama。要用四段 128 个字符的文本做一步 Adam，内存只有 200 MB。装得下吗？如果装不下，该改哪里？
 #
-# 这一页是一个项目。它有三个空位：模型、批次、损失。一开始都填好了，可以马上运行：你在课程的解码器上得到的结论，要在一个不是这门课写的模型上再检验一遍。然后把空位清空，填上你自己的。
+# 这一课是一个项目，有三处填空：模型、批次和损失。它们事先已经填好，打开就能运行。到最后，请你换上自己的。
 #
 # </div>
 
@@ -32,24 +32,23 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (70 minutes). Give any model to the tools of this course, and know what is wrong if they don't take it. Predict a step from a configuration alone. Choose techniques by what fills the peak, and show that they train the same. Hand in your own model with its numbers.
+# **Goals** (100 minutes). Give any model to the tools of this course, and diagnose what is wrong if they reject it. Predict a step from a configuration alone. Choose techniques by what fills the peak, and show that they train the same. Carry the result over to your own training code. Hand in your own model with its numbers.
 #
 # **What to know before**: lesson 07.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（70 分钟）：把任何模型交给这门课的工具，行不通时知道问题出在哪里；只凭一份配置预测一步要多少内存；看清是什么撑起峰值，再选办法，并证明训练结果不变；最后交上你自己的模型和它的数。
+# **目标**（100 分钟）：把任何模型交给这门课的工具，如果工具不接受，能查出原因；只凭一份配置，预测一步要多少内存；先看峰值里什么最多，再选技术，并证明训练结果不变；把得到的结果搬进自己的训练代码；最后交上自己的模型和它的数据。
 #
 # **预备知识**：第 07 课。
 #
 # </div>
 
 # %%
-import json
-
 import torch
 from torch.nn import functional as F
+from transformers import ViTConfig, ViTForImageClassification
 
 from course_lib.budget import Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.__main__ import main as budget_command
@@ -58,19 +57,27 @@ from course_lib.lessons.ledger import whole_ledger
 from course_lib.teaching import predictions, table
 
 BUDGET = 200_000_000  # bytes
-STEPS = 3  # set 200, and it is minutes
+STEPS = 2  # 200 steps take minutes
 
 # %% [markdown]
-# ## 9.1 Three blanks / 三个空位
+# ## 9.1 Three fill-ins / 三处填空
 #
 # <div lang="en">
 #
-# Each blank is a function. `make_model()` returns a new model in fp32; `make_batch(step)` the batch of that step, as tensors, alone or in tuples and dictionaries; `loss_sum(model, batch)` the sum of the losses and their number (lesson 05 said why a mean will not do). Filled:
+# Each fill-in is a function:
+#
+# - `make_model()` returns a new model in fp32.
+# - `make_batch(step)` returns the batch of a step: tensors, alone or in tuples and dictionaries.
+# - `loss_sum(model, batch)` returns the sum of the losses and their number. Lesson 05 showed why a mean is not enough.
 #
 # </div>
 # <div lang="zh">
 #
-# 每个空位是一个函数。`make_model()` 返回一个新的 fp32 模型；`make_batch(step)` 返回那一步的批次，可以是张量，也可以是装着张量的元组或字典；`loss_sum(model, batch)` 返回损失之和与损失的个数（为什么不能用平均值，见第 05 课）。填好是这样：
+# 每处填空都是一个函数：
+#
+# - `make_model()` 返回一个新的 fp32 模型。
+# - `make_batch(step)` 返回那一步的批次，可以是张量，也可以是装着张量的元组或字典。
+# - `loss_sum(model, batch)` 返回损失之和，以及损失的个数。为什么只给平均值不够，第 05 课讲过。
 #
 # </div>
 
@@ -80,26 +87,22 @@ def make_model():  # transformers' LlamaForCausalLM, from a configuration of nin
     return lesson_09.model_of(lesson_09.LLAMA)
 
 
-def make_batch(step=0):  # four passages of the course's own English, a character a token
+def make_batch(step=0):  # four passages of the course's own English, one token per character
     return lesson_09.passages(step)
 
 
-print(type(make_model()).__name__, json.dumps(lesson_09.LLAMA, indent=1))
+print(type(make_model()).__name__, *lesson_09.LLAMA.items(), sep="\n")
 {name: tuple(tensor.shape) for name, tensor in make_batch().items()}
 
 # %% [markdown]
 # <div lang="en">
 #
-# (If the first line says `Decoder`, transformers is missing: `pip install transformers`. Until then the course's decoder stands in, and the numbers are others.)
-#
-# **Exercise 1.** The third blank is yours. A label of −100 is not predicted, and the logits at a place predict the *next* token. `model(batch["input_ids"]).logits` has the shape (batch, tokens, vocabulary).
+# **Exercise 1.** Write the third fill-in. `model(batch["input_ids"]).logits` has the shape (batch, tokens, vocabulary). The logits at a position predict the *next* token, and a label of −100 is not predicted.
 #
 # </div>
 # <div lang="zh">
 #
-# （如果第一行显示 `Decoder`，说明没有安装 transformers：`pip install transformers`。装好之前由课程的解码器顶替，数值会不同。）
-#
-# **练习 1。** 第三个空位由你来填。标签为 −100 的不预测；某个位置的 logits 预测的是**下一个** token。`model(batch["input_ids"]).logits` 的形状是（批次，token，词表）。
+# **练习 1。** 写出第三处填空。`model(batch["input_ids"]).logits` 的形状是（批次，token，词表）。某个位置的 logits 预测的是**下一个** token；标签为 −100 的位置不预测。
 #
 # </div>
 
@@ -128,12 +131,12 @@ lesson_09.check_loss_sum(loss_sum)
 # %% [markdown]
 # <div lang="en">
 #
-# transformers' own loss does the same (micro-batches are weighed by their labels), so that its models may leave the third blank empty.
+# Models of transformers compute this loss themselves, and the course weights their micro-batches by the number of labels. For such a model you can leave out the third fill-in.
 #
 # </div>
 # <div lang="zh">
 #
-# transformers 自带的损失做的是同一件事（各份按标签数加权），所以它的模型可以让第三个空位空着。
+# transformers 的模型自己就会算这个损失，本课程按标签数给它的各个微批次加权。所以用这样的模型时，第三处可以不填。
 #
 # </div>
 
@@ -143,16 +146,30 @@ lesson_09.check_loss_sum(loss_sum)
 #
 # <div lang="en">
 #
-# Nobody builds a model to find out that it does not fit. Start from the nine lines.
+# You need not build a model to find out whether it fits. Start from the nine lines.
 #
-# **Exercise 2.** `parameters(config)`: how many does a Llama have? Matrices without biases; each layer has attention (its queries, keys, values and output), a gated network (three matrices) and two norms; one norm comes last; embedding and head may be one matrix. It is tried on larger ones too.
+# **Exercise 2.** Write `parameters(config)`: how many parameters does a Llama have?
+#
+# - No matrix has a bias.
+# - Each layer has attention (queries, keys, values, output), a gated network of three matrices, and two norms.
+# - One more norm follows the last layer.
+# - The embedding and the head may be one matrix.
+#
+# The check tries larger configurations, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 没有谁会先把模型建出来，再发现装不下。就从这九行开始。
+# 要知道装不装得下，不必先把模型建出来。就从这九行开始。
 #
-# **练习 2。** `parameters(config)`：一个 Llama 有多少参数？矩阵都没有偏置；每层有注意力（查询、键、值、输出）、一个门控网络（三个矩阵）和两个归一化；最后还有一个归一化；嵌入和输出头可能是同一个矩阵。检查时也会用更大的配置来试。
+# **练习 2。** 写出 `parameters(config)`：一个 Llama 有多少参数？
+#
+# - 所有矩阵都没有偏置。
+# - 每层有注意力（查询、键、值、输出）、一个由三个矩阵组成的门控网络，以及两个归一化。
+# - 最后一层之后还有一个归一化。
+# - 嵌入和输出头可能是同一个矩阵。
+#
+# 检查时也会换上更大的配置。
 #
 # </div>
 
@@ -184,19 +201,17 @@ lesson_09.check_parameters(parameters)
 # %% [markdown]
 # <div lang="en">
 #
-# Four numbers a parameter, of 4 bytes each (lesson 01): weight, gradient and Adam's two. **Guess first:** that is 498.3 MB. How much more does the step take?
+# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. Together they take 498.3 MB. **Guess first.** How much more does the step take?
 #
 # </div>
 # <div lang="zh">
 #
-# 每个参数四个数，各 4 字节（第 01 课）：权重、梯度，以及 Adam 的两个矩。**先猜**：这是 498.3 MB。一步总共还要多占多少？
+# 每个参数有四个数，各 4 字节（第 01 课）：权重、梯度，以及 Adam 的两个矩。合起来是 498.3 MB。**先猜**：一步还要多占多少？
 #
 # </div>
 
 # %% slide="result"
-own_loss = None if lesson_09.has_transformers() else lesson_09.decoder_loss
-options = {"loss_sum": own_loss}
-plain = estimate(make_model, make_batch, Recipe(), **options)
+plain = estimate(make_model, make_batch, Recipe())
 count = parameters(lesson_09.LLAMA) or 0
 rows = [("16 bytes per parameter", 16 * count), ("estimate for the step", plain.peak_bytes)]
 table(["", "bytes"], rows)
@@ -204,33 +219,33 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Does a real step need what was predicted? `own_model` tries all three blanks: it builds the model, predicts a step, runs it and compares the two, and says what is wrong.
+# Does a real step need what was predicted? `own_model` tests all three fill-ins: it builds the model, predicts a step, runs it and compares both. If they differ, it names the first operator at which they do.
 #
 # </div>
 # <div lang="zh">
 #
-# 真的走一步，与预测的一样吗？`own_model` 把三个空位都试一遍：先建模型，再预测一步，然后真的走一步，对照两者，有什么不对就说出来。
+# 真正运行一步，与预测一样吗？`own_model` 会检验全部三处填空：建立模型，预测一步，再真正运行这一步，把两者对照。如果不一样，它会指出从哪个算子开始不同。
 #
 # </div>
 
 # %% slide="result" minutes=1
-lesson_09.own_model(make_model, make_batch, own_loss)
+lesson_09.own_model(make_model, make_batch, None)
 
-# %% [markdown] slide={"en": "609.1 MB. Checkpoints, four micro-batches, offloaded state, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、四个微批次、状态卸载、在反向中更新，只用其中一样。\n\n**先猜**：哪一样省得最多？哪一样等于没省？"}
-# ## 9.3 What fills the peak / 峰值是什么撑起来的
+# %% [markdown] slide={"en": "609.1 MB. Checkpoints, four micro-batches, offloaded state, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、四个微批次、状态卸载、在反向中更新，只用其中一种。\n\n**先猜**：哪一种省得最多？哪一种等于没省？"}
+# ## 9.3 What fills the peak / 峰值里有什么
 #
 # <div lang="en">
 #
-# 609.1 MB: more by 110.8, and still far from 498.3 plus activations. At the peak, early in backward, the gradients are not there yet.
+# The estimate is 609.1 MB, which is 110.8 MB more than 498.3 MB.
 #
-# **Guess first:** take one technique alone: a checkpoint for each layer, four micro-batches, the state on the lower tier, steps in backward. Which saves most? Which saves nothing?
+# **Guess first:** use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which one saves most? Which one saves nothing?
 #
 # </div>
 # <div lang="zh">
 #
-# 609.1 MB：多出 110.8 MB，却远小于 498.3 MB 再加上激活值。峰值出现在反向刚开始的时候，那时梯度还没有。
+# 估计值是 609.1 MB，比 498.3 MB 多 110.8 MB。
 #
-# **先猜**：只用一样办法：每层一个检查点、批次拆成四个微批次、状态放到下一级存储、在反向中更新。哪一样省得最多？哪一样等于没省？
+# **先猜**：每层一个检查点，批次分成四个微批次，优化器状态卸载到下一级存储，在反向中更新参数。如果只用其中一种，哪一种省得最多？哪一种等于没省？
 #
 # </div>
 
@@ -240,42 +255,41 @@ ways = {
     "plain": {},
     "checkpoints": {"checkpoint": "layers"},
     "4 micro-batches": {"micro_batches": 4},
+    "state offloaded": {"offload_optimizer": 1.0},
+    "steps in backward": {"in_backward": True},
 }
-ways |= {"state offloaded": {"offload_optimizer": 1.0}, "steps in backward": {"in_backward": True}}
 three = {"checkpoint": "layers", "offload_optimizer": 1.0, "in_backward": True}
 ways["all three"] = three
-found = {
-    name: estimate(make_model, make_batch, Recipe(**way), **options) for name, way in ways.items()
-}
+found = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in ways.items()}
 lesson_09.draw_techniques(found, BUDGET)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The largest part is Adam's state, 249 MB, so that moving it saves most; checkpoints, the technique that everybody knows, save 92. Steps in backward save nothing, alone: the gradients that they free were not there at the peak. With checkpoints the peak moves to the end of backward, where they are; only then does it pay.
+# Adam's state is the largest part, 249 MB, so offloading it saves most. Checkpoints, the technique that everybody knows, save 92 MB. Steps in backward save nothing when they are used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints the peak moves to the end of backward, when all gradients exist, and then it pays to release them early.
 #
-# That is the lesson of 07 once more, on a model that 07 never saw: look, then choose. Three techniques, one for each part, and 171.6 MB.
+# Lesson 07 found the same for another model: look at what fills the peak, then choose. Three techniques, each for one part, bring the step down to 171.6 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 最大的一块是 Adam 的状态，249 MB，所以把它移走省得最多；人人都知道的检查点只省 92 MB。单用“在反向中更新”等于没省：它放掉的梯度，在峰值那一刻本来就不在。加了检查点，峰值移到反向的末尾，梯度都在那里，这时它才有用。
+# 占得最多的是 Adam 的状态，249 MB，所以卸载它省得最多。人人都知道的检查点只省 92 MB。单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放它们才有用。
 #
-# 这正是第 07 课的结论，换了一个第 07 课没见过的模型：先看，再选。三样办法，各对付一块，降到 171.6 MB。
+# 这与第 07 课的结论一致，而模型是另一个：先看峰值里什么最多，再选技术。三种技术各管一部分，把这一步降到 171.6 MB。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three techniques.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前：同样的几步，一边什么都不用，一边三样全用。\n\n**先猜**：权重会逐比特相等吗？"}
+# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three techniques.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前，把同样的几步做两遍，一遍什么都不用，一遍三种技术全用。\n\n**先猜**：权重会逐比特相等吗？"}
 # ## 9.4 Equal first / 先看是否相等
 #
 # <div lang="en">
 #
-# Before any claim of saving: the same steps, from the same start, on the same passages (half as long, since these run for real), plain and with all three techniques. **Guess first:** are the weights the same, to the last bit? In lesson 07 they were.
+# A saving only counts if the model still trains the same. So run the same steps twice, on half as long passages: plain, and with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were.
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前：从同样的起点、用同样的文本（只取一半长，因为这几步要真的跑）走同样的几步，一边什么都不用，一边三样全用。**先猜**：权重会逐比特相等吗？第 07 课里是相等的。
+# 省下内存，还要训练结果不变才算数。所以把同样的几步运行两遍，文本只取一半长，一遍什么都不用，一遍三种技术全用。**先猜**：权重会逐比特相等吗？第 07 课里是相等的。
 #
 # </div>
 
@@ -283,55 +297,52 @@ lesson_09.draw_techniques(found, BUDGET)
 # %% slide="code"
 def train(recipe, steps, length):
     model, optimizer = build(make_model, recipe, lr=1e-3)
-    start, losses = weights(model), []
+    start, losses = lesson_09.weights(model), []
     for step in range(steps):
         batch = lesson_09.passages(step, length=length)
-        losses.append(float(train_step(model, optimizer, batch, recipe, **options).loss))
-    return weights(model), losses, (weights(model) - start).norm()
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+        losses.append(float(train_step(model, optimizer, batch, recipe).loss))
+    end = lesson_09.weights(model)
+    return end, losses, (end - start).norm()
 
 
 # %% slide="result"
 rows, losses = [], {}
-for length, steps in ((64, STEPS), (65, 1)):
+for length, steps in ((65, 1), (64, STEPS)):
     expected, losses["plain"], update = train(Recipe(), steps, length)
     lean, losses["all three"], _ = train(Recipe(**three), steps, length)
-    error = ((lean - expected).norm() / update).item()
-    shown = "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
-    rows.append((4 * (length - 1), steps, shown))
-    if steps == STEPS:
-        curves = dict(losses)
+    rows.append((4 * (length - 1), steps, lesson_09.difference(lean, expected, update)))
 table(["tokens predicted", "steps", "difference of the weights (in units of the update)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Not this time, and then, with one character more in each passage, yes. Why? A step divides the summed loss by the number of tokens. Plain, the gradients are divided at the end; with steps in backward there is no end, so that the loss is divided before. 4 × 63 = 252 is no power of 2: division rounds, here or there, and the last digits differ. 4 × 64 = 256 is one, as 1024 was in lesson 07, and nothing is rounded. What is left is less than a two-thousandth of the update: on this CPU both train the same. The losses of the first row, one over the other:
+# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The plain step divides the gradients at the end, and the step with updates in backward divides the loss beforehand. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
+#
+# The remaining difference is less than a two-thousandth of the update. On this CPU, both train the same. Here are the losses of the second row, one drawn over the other:
 #
 # </div>
 # <div lang="zh">
 #
-# 这一次不相等；每段文本多取一个字符，又相等了。为什么？一步要把损失之和除以 token 数。基线在最后才除各个梯度；在反向中更新，没有“最后”可言，只好先除损失。4 × 63 = 252 不是 2 的幂，除法要舍入，先除后除，末几位就不同。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以不舍入。剩下的差别不到更新量的两千分之一：在这个 CPU 上，两者训练的结果一样。把第一行的损失画在一起：
+# 预测 256 个 token 时，权重相等；每段文本少取一个字符，就不相等了。为什么？一步要把损失之和除以 token 数。基线到最后才去除各个梯度；在反向中更新，则是先除损失。4 × 63 = 252 不是 2 的幂，除法要舍入，先除和后除的末几位就不一样。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以没有舍入。
+#
+# 剩下的差别不到更新量的两千分之一，在这个 CPU 上，两者的训练结果一样。下面把第二行的损失画在一起：
 #
 # </div>
 
 # %% slide="result"
-lesson_09.draw_losses(curves)
+lesson_09.draw_losses(losses)
 
-# %% [markdown] slide={"en": "200 MB.\n\n**Write a recipe**, and run it under a meter that stops it at 200 MB.", "zh": "200 MB。\n\n**写一个配方**，在超过 200 MB 就会拦下的计量器下运行。"}
+# %% [markdown] slide={"en": "200 MB.\n\n**Write a recipe**, and run it under a meter that stops it at 200 MB.", "zh": "200 MB。\n\n**写一个配方**，再运行它；超过 200 MB，计量器就会拦下。"}
 # ## 9.5 By hand, then by search / 先自己配，再让搜索来配
 #
 # <div lang="en">
 #
-# **Exercise 3.** Write a recipe for 200 MB that uses another set of techniques than the three above, and keeps fp32 and Adam. (`Recipe`'s fields: lesson 07, section 7.2. Each try is an estimate, half a second.)
+# **Exercise 3.** Write a recipe for 200 MB that uses another set of techniques than the three above, and keeps fp32 and Adam. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 为 200 MB 写一个配方，所用的技术不能正好是上面那三种；fp32 和 Adam 不变。（`Recipe` 有哪些字段，见第 07 课 7.2 节。每试一次就是一次估计，半秒钟。）
+# **练习 3。** 为 200 MB 写一个配方，不能正好用上面那三种技术，fp32 和 Adam 不变。`Recipe` 有哪些字段，见第 07 课 7.2 节。每试一次大约半秒钟。
 #
 # </div>
 
@@ -350,22 +361,22 @@ lesson_09.check_recipe(recipe)
 # %% [markdown]
 # <div lang="en">
 #
-# Predicted beside measured, under a meter that would stop the step at 200 MB:
+# Now run the step under a meter that would stop it at 200 MB:
 #
 # </div>
 # <div lang="zh">
 #
-# 预测与实测并列；超过 200 MB，计量器就会把这一步拦下：
+# 现在真正运行这一步，超过 200 MB，计量器就会把它拦下：
 #
 # </div>
 
 # %% slide="result"
 recipe = recipe or Recipe(**three)
-predicted = estimate(make_model, make_batch, recipe, **options).peak_bytes
-taken = run(make_model, make_batch, recipe, budget_bytes=BUDGET, **options)
+predicted = estimate(make_model, make_batch, recipe).peak_bytes
+taken = run(make_model, make_batch, recipe, budget_bytes=BUDGET)
 predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三样里，还能省掉什么？"}
+# %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三种技术里，还能省掉什么？"}
 # <div lang="en">
 #
 # Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, and so does the state, so each gradient must be released as soon as it has been used, and the state must be offloaded. That leaves the activations. With all three techniques, 28 of the 200 MB are still unused. **Guess first:** what can still be left out?
@@ -379,28 +390,127 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 
 # %% slide="result"
 forced = Recipe(attention=None, offload_optimizer=1.0, in_backward=True)
-fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
+fit(make_model, make_batch, BUDGET, base=forced, progress=False)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Two of the eleven checkpoints can be left out. The backward pass begins with the last layers, so what they keep is soon released, and the peak comes later. That is why the search leaves the last two layers without checkpoints. The step then takes 0.118 TFLOPs; with checkpoints on all eleven layers it takes 0.123. (transformers has an option of this kind, `every_n_layers`, but it spreads the checkpoints over all layers; lesson 02 said what that costs.) The second recipe chooses what to keep by a schedule (lesson 03). The last one is the solution of exercise 3: it needs no more FLOPs than the plain step, but moves nearly twice as many bytes as the others. Which recipe is best depends on the machine: see the break-even of lesson 07.
+# Two of the eleven checkpoints can be left out. Backward begins with the last layers, so what they save is soon released, and the peak comes later. That is why the search leaves the last two layers without checkpoints. The step then takes 0.118 TFLOPs instead of 0.123.
+#
+# The second recipe chooses by a schedule what to keep (lesson 03). The last one is the solution of exercise 3. It needs no more FLOPs than the plain step, but moves nearly twice as many bytes as the others. Which recipe is best depends on the machine; see the break-even of lesson 07.
 #
 # </div>
 # <div lang="zh">
 #
-# 十一个检查点里，还能省掉两个。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs；如果十一层都设检查点，就要 0.123 TFLOPs。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点分散到所有的层，这样做的代价第 02 课说过。）第二行按调度来选择保留什么（第 03 课）。最后一行就是练习 3 的答案，FLOPs 不比基线多，搬运的字节却是其他几行的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
+# 十一个检查点里，还能省掉两个。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs，而不是 0.123 TFLOPs。
+#
+# 第二个配方按调度来选择保留什么（第 03 课）。最后一个就是练习 3 的答案，FLOPs 不比基线多，搬运的字节却是其他几个的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Llama 3 8B: 128 GB at 16 bytes per parameter.\n\n**Guess first.** A step of 4096 tokens in 80 GB? In 24?", "zh": "Llama 3 8B：每个参数 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 装得下吗？24 GB 呢？"}
-# ## 9.6 Larger, by configuration alone / 更大的模型，只凭配置
+# %% [markdown] slide={"en": "A vision transformer with 5,543,716 parameters, and 8 pictures.\n\n**Guess first.** The same techniques. Which one saves most now?", "zh": "一个视觉 Transformer，有 5,543,716 个参数，每批 8 张图片。\n\n**先猜**：还是那几种技术，现在哪一种省得最多？"}
+# ## 9.6 A model without text / 不处理文本的模型
 #
 # <div lang="en">
 #
-# Nothing above took the size of the model into account. Here is Llama 3 8B, from its published configuration: 4096 tokens, bf16 with fp32 master weights, Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, with the host's memory below? On one of 24?
+# Does the same technique always save most? Take a vision transformer (ViT), which sorts pictures into classes. It has 5,543,716 parameters, about a sixth of the Llama's. Its batch has 8 pictures of 224 × 224 pixels, each cut into 196 patches, which play the role of tokens.
 #
-# In a shell it is one line:
+# **Guess first:** which technique saves most now, and how many MB?
+#
+# </div>
+# <div lang="zh">
+#
+# 省得最多的总是同一种技术吗？换一个视觉 Transformer（ViT）来看，它的任务是给图片分类。它有 5,543,716 个参数，约为 Llama 的六分之一；每批 8 张 224 × 224 像素的图片，每张切成 196 个小块，作用相当于 token。
+#
+# **先猜**：现在哪种技术省得最多？能省多少 MB？
+#
+# </div>
+
+
+# %%
+def make_vit():
+    torch.manual_seed(0)
+    return ViTForImageClassification(ViTConfig(**lesson_09.VIT))
+
+
+# %% slide="result" minutes=1
+rows, vit = [], {}
+for name, way in ways.items():
+    vit[name] = estimate(make_vit, lesson_09.pictures, Recipe(**way))
+    rows.append((name, *(f"{each[name].peak_bytes / 1e6:.1f}" for each in (found, vit))))
+table(["", "Llama (MB)", "ViT (MB)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The order is reversed: checkpoints save 194 of 306 MB, and offloading the state saves 44. This model has few parameters, so three quarters of its peak are activations. The rule of 9.3 holds, and its answer differs from model to model. Do the predictions hold, too?
+#
+# </div>
+# <div lang="zh">
+#
+# 顺序反过来了：检查点从 306 MB 里省下 194 MB，卸载状态只省 44 MB。这个模型参数少，峰值的四分之三都是激活值。9.3 节的做法仍然适用，只是答案因模型而异。那么预测还准吗？
+#
+# </div>
+
+# %% slide="result"
+chosen = {name: vit[name] for name in ("plain", "checkpoints")}
+lesson_09.run_predicted(make_vit, lesson_09.pictures, chosen)
+
+# %% [markdown] slide={"en": "LoRA trains 2.5% of the Llama's parameters.\n\n**Guess first.** How much of the 609.1 MB does its step still take?", "zh": "LoRA 只训练 Llama 2.5% 的参数。\n\n**先猜**：609.1 MB 里，它的一步还要占多少？"}
+# ## 9.7 Few trained parameters: LoRA / 只训练少量参数：LoRA
+#
+# <div lang="en">
+#
+# Many people do not train a whole model. LoRA freezes its weights and adds an adapter to each matrix of the layers: two thin matrices, here of rank 8. Only the adapters are trained: 799,744 of 31,941,120 parameters, or 2.5%.
+#
+# **Guess first:** the whole Llama's step takes 609.1 MB. How much does the step of LoRA take?
+#
+# </div>
+# <div lang="zh">
+#
+# 很多人并不训练整个模型。LoRA 把原来的权重冻结，在各层的每个矩阵旁边加一个适配器（adapter），也就是两个很窄的矩阵，这里的秩是 8。训练的只有适配器，在 31,941,120 个参数里占 799,744 个，即 2.5%。
+#
+# **先猜**：训练整个 Llama，一步要 609.1 MB。换成 LoRA 要多少？
+#
+# </div>
+
+
+# %% slide="code"
+from peft import LoraConfig, get_peft_model
+
+adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def make_lora():
+    return get_peft_model(make_model(), adapters)
+
+
+# %% slide="result" minutes=1
+recipes = {"LoRA": Recipe(), "LoRA, checkpoints": Recipe(checkpoint="layers")}
+peaks = {name: estimate(make_lora, make_batch, each) for name, each in recipes.items()}
+lesson_09.run_predicted(make_lora, make_batch, peaks)
+
+# %% slide="result"
+lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
+
+# %% [markdown]
+# <div lang="en">
+#
+# LoRA takes 343.4 MB, more than half. It removes the gradients and states of frozen weights, but the weights themselves stay, and so do 199.5 MB of activations. Backward must still pass through every layer to reach the adapters of the first one. So checkpoints are the next technique, and bring the step to 170.1 MB. Offloading the state would save only 6.4 MB.
+#
+# </div>
+# <div lang="zh">
+#
+# LoRA 要 343.4 MB，超过一半。冻结的权重不再有梯度和优化器状态，但权重本身还在，激活值也还有 199.5 MB：反向要到达第一层的适配器，仍然得经过每一层。所以下一种技术该用检查点，用上就降到 170.1 MB。卸载状态的话，只能省 6.4 MB。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Llama 3 8B: 128 GB at 16 bytes per parameter.\n\n**Guess first.** A step of 4096 tokens in 80 GB? In 24?", "zh": "Llama 3 8B 每个参数 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 装得下吗？24 GB 呢？"}
+# ## 9.8 Larger, by configuration alone / 更大的模型，只凭配置
+#
+# <div lang="en">
+#
+# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, together with the host's memory? On one of 24 GB? In a shell it is one line:
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -409,9 +519,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 # </div>
 # <div lang="zh">
 #
-# 上面所做的一切，都与模型大小无关。下面是 Llama 3 8B，取自它公开的配置：4096 个 token，bf16，主权重 fp32，Adam。每个参数 16 字节，就是 128 GB。**先猜**：下层是主机内存，一块 80 GB 的卡能训练它吗？24 GB 的呢？
-#
-# 在终端里只要一行：
+# 现在换成 Llama 3 8B，用它公开的配置：4096 个 token，bf16，fp32 主权重，Adam。每个参数 16 字节，就是 128 GB。**先猜**：一块 80 GB 的卡，加上主机内存，能训练它吗？24 GB 的卡呢？在终端里只要一行：
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -420,27 +528,26 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 # </div>
 
 # %% slide="code" minutes=3
-config = str(lesson_09.FOLDER / "llama_3_8b.json")
-sizes = ["--config", config, "--sequence", "4096", "--batch", "1"]
+sizes = ["--config", lesson_09.LLAMA_3_8B, "--sequence", "4096", "--batch", "1"]
 budget_command([*sizes, "--device", "H100", "--quick"])
 
 # %% [markdown]
 # <div lang="en">
 #
-# 49 GB, and two fifths of the card remain: PyTorch's attention keeps no scores, and the optimizer's state goes to the host. The same line with other devices, and with another configuration:
+# The step takes 49 GB, and two fifths of the card remain. The optimizer state is in the host's memory. For another device or model, the same line gives:
 #
-# | model | device, GB | recipe | tensors, GB | reserved, GB | moved, GB |
+# | model | device (GB) | recipe | tensors (GB) | reserved (GB) | moved (GB) |
 # |---|---|---|---|---|---|
 # | Llama 3 8B | H100, 85.5 | state offloaded | 49.0 | 50.3 | 32.1 |
 # | Llama 3 8B | RTX 4090, 25.8 | state and activations offloaded, steps in backward | 22.4 | 24.4 | 85.1 |
 # | Mixtral 8x7B | H200, 150.1 | state offloaded, checkpoints, steps in backward | 98.7 | 102.9 | 186.8 |
 #
-# The first column of bytes counts the tensors. The second column is what PyTorch's allocator would reserve for them by its rules (lesson 01, in depth). It must fit, with what CUDA keeps for itself. On the RTX 4090 only 0.8 GB are left. Where less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. How far can you trust these columns? No GPU ran these steps. Of 165 smaller steps on an H200, 153 took the estimated bytes of tensors exactly, and the other estimates, except one, were at most 12 kB too high. The allocator reserved up to 9% more than predicted (`docs/gpus.md`).
+# A step fits if its *reserved* memory fits, together with what CUDA keeps for itself. On the RTX 4090, only 0.8 GB are left. If less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. No GPU ran these steps. Of 165 smaller steps on an H200, 153 took exactly the estimated bytes of tensors, and the allocator reserved up to 9% more than predicted (`docs/gpus.md`). To check a step on your own GPU, add `--device this --check`.
 #
 # </div>
 # <div lang="zh">
 #
-# 49 GB，卡上还剩五分之二：PyTorch 的注意力不保存分数，优化器状态放到了主机上。同一行命令，换几种设备，再换一份配置：
+# 这一步要 49 GB，卡上还剩五分之二。优化器状态放在主机内存里。同一行命令，换成别的设备或别的模型，结果是：
 #
 # | 模型 | 设备（GB） | 配方 | 张量（GB） | 已预留（GB） | 搬运（GB） |
 # |---|---|---|---|---|---|
@@ -448,113 +555,148 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，在反向中更新 | 22.4 | 24.4 | 85.1 |
 # | Mixtral 8x7B | H200，150.1 | 状态卸载，检查点，在反向中更新 | 98.7 | 102.9 | 186.8 |
 #
-# 前一列字节统计的是张量。后一列是 PyTorch 的分配器按它的规则要为它们预留多少（第 01 课，深入）。要装得下的是后一列，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。剩下的不到 5% 时，命令会再给出一种配方：输出头按 512 个 token 一小段来算，就剩 4.1 GB。这两列有多可信？表里的这些训练步没有在 GPU 上运行过。在一块 H200 上运行过 165 个较小的训练步，其中 153 个的张量与估计逐字节相等，其余的估计除一个以外最多偏高 12 kB；分配器预留的最多比预测多 9%（`docs/gpus.md`）。
+# 装不装得下，要看**已预留**的显存，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。如果剩下的不到 5%，命令会再给出一种配方：输出头按 512 个 token 一小段来算，就剩 4.1 GB。表里的训练步没有在 GPU 上运行过。在一块 H200 上运行过 165 个较小的训练步，其中 153 个的张量与估计逐字节相等，分配器预留的最多比预测多 9%（`docs/gpus.md`）。要在自己的 GPU 上验证，就加上 `--device this --check`。
 #
 # </div>
 
-# %% [markdown]
-# ## 9.7 On your GPU / 在你的 GPU 上
+# %% [markdown] slide={"en": "Your recipe takes 171.6 MB. You train with Hugging Face's Trainer.\n\n**Guess first.** How many MB there?", "zh": "配方只要 171.6 MB。改用 Hugging Face 的 Trainer 来训练。\n\n**先猜**：那里要多少 MB？"}
+# ## 9.9 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
-# On a machine with a GPU, `--device this --check` measures the machine's rates, searches for its memory, takes the cheapest recipe's step for real and prints predicted, measured and the allocator's peak:
+# Your own loop can call `build` and `train_step`, as `train` does in 9.4. For Hugging Face's Trainer, `as_training_arguments` writes a recipe as its arguments.
 #
-# ```
-# python -m course_lib.budget --config llama.json --sequence 256 --batch 4 --device this --check
-# ```
-#
-# The exact number is that of tensors. On top a GPU has three things of its own: what the caching allocator rounds up and keeps, workspace that libraries keep, and the CUDA context. The command says where its figure for each comes from; none was measured here.
+# **Guess first:** the recipe of 9.3 with all three techniques takes 171.6 MB. How many MB does a step take in the Trainer?
 #
 # </div>
 # <div lang="zh">
 #
-# 在有 GPU 的机器上，`--device this --check` 会测出这台机器的速率，按它的内存来搜索，把最便宜的配方真的走一步，并打印预测值、实测值和分配器的峰值：
+# 自己写的循环可以像 9.4 节的 `train` 那样，调用 `build` 和 `train_step`。如果用 Hugging Face 的 Trainer，`as_training_arguments` 可以把配方写成它的参数。
 #
-# ```
-# python -m course_lib.budget --config llama.json --sequence 256 --batch 4 --device this --check
-# ```
-#
-# 精确的那个数只数张量。GPU 上还有它自己的三样：缓存分配器取整和留着不还的部分、各个库占用的工作区，以及 CUDA 上下文。这三样的数各从哪里来，命令都有说明；在这里都没有测过。
+# **先猜**：9.3 节三种技术全用的配方要 171.6 MB。放到 Trainer 里，一步要多少 MB？
 #
 # </div>
 
+# %%
+lines = Recipe(**three).as_training_arguments(samples=4)
+lines
+
+# %% slide="result" minutes=1
+peak = lesson_09.peak_in_trainer(make_model(), lines.arguments)
+expected = estimate(make_model, make_batch, lines.recipe).peak_bytes
+predictions([("Trainer", expected, peak)], unit="bytes")
+
 # %% [markdown]
-# ## 9.8 In your own code / 实际怎么写
-#
 # <div lang="en">
 #
-# The blanks are the arguments of `estimate`, `run` and `fit`; in your own training loop it is two lines:
+# It takes 517.2 MB. The Trainer's arguments have only one of the three techniques, checkpoints. `lines.recipe` is the recipe without the other two, so an estimate of it says in advance what to expect. The Trainer takes 8,204 bytes more, as much as one more batch (8,192 bytes) and three fp32 numbers.
 #
-# | | |
-# |---|---|
-# | run here | `model, optimizer = build(make_model, recipe)`; `train_step(model, optimizer, batch, recipe)` |
-# | run here | `estimate(make_model, make_batch, recipe).peak_bytes` |
-# | not run | `TrainingArguments(gradient_checkpointing=True)`; `model.gradient_checkpointing_enable()` (transformers) |
-# | not run | `accelerate estimate-memory NAME` counts the weights, and for Adam in fp32 four times their bytes; it counts no activations |
+# For several GPUs, `as_fsdp2` writes the lines for PyTorch's FSDP2. A test of the course runs them, in one process on a CPU:
 #
 # </div>
 # <div lang="zh">
 #
-# 三个空位就是 `estimate`、`run` 和 `fit` 的参数；在你自己的训练循环里只有两行：
+# 要 517.2 MB。三种技术里，Trainer 的参数只有检查点。`lines.recipe` 是去掉另外两种技术的配方，估计一下它，就能预先知道结果。Trainer 比估计多占 8,204 字节，相当于多一个批次（8,192 字节），再加三个 fp32 的数。
 #
-# | | |
-# |---|---|
-# | 本课运行过 | `model, optimizer = build(make_model, recipe)`；`train_step(model, optimizer, batch, recipe)` |
-# | 本课运行过 | `estimate(make_model, make_batch, recipe).peak_bytes` |
-# | 没有运行 | `TrainingArguments(gradient_checkpointing=True)`；`model.gradient_checkpointing_enable()`（transformers） |
-# | 没有运行 | `accelerate estimate-memory NAME` 只统计权重，fp32 下用 Adam 训练按权重字节的四倍计算，不计激活值 |
+# 有多块 GPU 时，`as_fsdp2` 会写出 PyTorch FSDP2 的代码。本课程有一项测试会运行这几行，用的是 CPU 上的一个进程：
 #
 # </div>
 
-# %% [markdown]
-# ## 9.9 Claims and measurements / 说法与实测
+# %% slide="code"
+sharded = Recipe("bf16", checkpoint="layers", ranks=8, shard="zero3")
+print(sharded.as_fsdp2(["model.layers.0"]))
+
+# %% [markdown] slide={"en": "Training is over; the model generates text. No gradients, no state, nothing saved for backward.\n\n**Guess first.** What still grows with each token?", "zh": "训练结束，模型开始生成文本。没有梯度，没有状态，也不为反向保存什么。\n\n**先猜**：还有什么随 token 增多而增长？"}
+# ## 9.10 After training: the key-value cache / 训练之后：键值缓存
+#
+# <div lang="en">
+#
+# Each new token of a generated text attends to all earlier ones. So the model keeps their keys and values, in every layer: the key-value cache. With $L$ layers, $a_{kv}$ key-value heads of $d$ numbers, $b$ sequences of $s$ tokens, and $w$ bytes per number, the bytes of the cache are
+#
+# $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
+#
+# **Guess first:** how many MB is that for the small Llama and its four passages of 128 tokens?
+#
+# </div>
+# <div lang="zh">
+#
+# 生成文本时，每个新 token 都要关注前面所有的 token，所以每一层都要留着它们的键和值，这就是键值缓存（key-value cache）。设有 $L$ 层，每层 $a_{kv}$ 个键值头，每个头 $d$ 个数，共 $b$ 个序列、每个 $s$ 个 token，每个数 $w$ 字节，那么缓存的字节数是
+#
+# $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
+#
+# **先猜**：对小 Llama 和它的四段 128 个 token，这是多少 MB？
+#
+# </div>
+
+
+# %% slide="code"
+def cache_bytes(config, sequences, tokens, width):
+    head = config["hidden_size"] // config["num_attention_heads"]
+    numbers = config["num_hidden_layers"] * config["num_key_value_heads"] * head
+    return 2 * numbers * sequences * tokens * width
+
 
 # %% slide="result"
-both = {"checkpoint": "layers", "attention": "flash"}
-flash = estimate(make_model, make_batch, Recipe(**both), **options)
-model_bytes = plain.at_peak["parameter"]
-kept = found["checkpoints"]
-what_you_may_have_read(
-    "09",
-    f"{kept.flops / plain.flops:.2f} ×",
-    f"{plain.peak_bytes / model_bytes:.2f} ×",
-    f"{kept.peak_bytes / 1e6:.1f}; {flash.peak_bytes / 1e6:.1f}",
-)
+model, tokens = make_model().eval(), make_batch()["input_ids"]
+with torch.no_grad():
+    layers = model(tokens, use_cache=True).past_key_values.layers
+held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+predictions([("cache", cache_bytes(lesson_09.LLAMA, *tokens.shape, 4), held)], unit="bytes")
 
 # %% [markdown]
-# ## 9.10 Hand in / 交作业
+# <div lang="en">
+#
+# 5.8 MB, next to 124.6 MB of weights. For Llama 3 8B in bf16 the formula gives 131,072 bytes per token, so one sequence of 8192 tokens takes 1.07 GB. With 32 key-value heads instead of 8, it would take 4.29 GB. Grouped-query attention makes this cache smaller.
+#
+# </div>
+# <div lang="zh">
+#
+# 5.8 MB，而权重是 124.6 MB。对 bf16 的 Llama 3 8B，按公式每个 token 要 131,072 字节，一个 8192 个 token 的序列就是 1.07 GB。如果键值头是 32 个而不是 8 个，就要 4.29 GB。可见分组查询注意力（GQA）能缩小这个缓存。
+#
+# </div>
+
+# %% [markdown]
+# ## 9.11 Claims and measurements / 说法与实测
+
+# %% slide="result"
+flash = estimate(make_model, make_batch, Recipe(checkpoint="layers", attention="flash"))
+figures = lesson_09.figures_of_claims(plain, found["checkpoints"], flash)
+what_you_may_have_read("09", *figures)
+
+# %% [markdown]
+# ## 9.12 Hand in / 交作业
 #
 # <div lang="en">
 #
-# Empty the blanks and fill in your own: a model that you train or mean to train, its batch, its loss. Run the page again, and hand in this sheet. 20 points: the prediction equals the measurement, or the difference is explained (6); techniques chosen by what fills the peak (6); prices named (4); equal losses or weights shown (2); one guess that was wrong, reported (2).
+# Replace the three fill-ins by your own: a model that you train or want to train, its batch and its loss. Run the lesson again, and hand in this sheet. It gives 20 points: the prediction equals the measurement, or the difference is explained (6); each technique is chosen by what fills the peak (6); prices are named (4); equal losses or weights are shown (2); one wrong guess is reported (2).
 #
 # | | yours |
 # |---|---|
 # | model, parameters, budget | |
 # | plain: predicted, measured, difference in bytes | |
-# | what filled the peak | |
-# | recipe; predicted, measured, difference | |
+# | what fills the peak | |
+# | recipe: predicted, measured, difference in bytes | |
 # | what fills the peak now | |
-# | each technique taken or left, and why (a sentence each) | |
-# | FLOPs, bytes moved, seconds a step: plain and yours | |
-# | equal, or off by how much | |
+# | each technique used or not used, and why (one sentence each) | |
+# | FLOPs, bytes moved, seconds per step: plain and yours | |
+# | equal, or the size of the difference | |
 # | one thing that I guessed wrong | |
 #
 # </div>
 # <div lang="zh">
 #
-# 清空三个空位，填上你自己的：一个你正在训练或打算训练的模型，它的批次，它的损失。把这一页重新跑一遍，交上这张表。满分 20 分：预测等于实测，或者说清了差在哪里（6 分）；看清是什么撑起峰值再选办法（6 分）；说出代价（4 分）；证明损失或权重相等（2 分）；报告一个猜错的数（2 分）。
+# 把三处填空换成你自己的：一个你正在训练或打算训练的模型，它的批次和损失。把这一课重新运行一遍，然后交上这张表。满分 20 分：预测等于实测，或说清差在哪里（6 分）；每种技术都是看过峰值之后选的（6 分）；写出代价（4 分）；证明损失或权重相等（2 分）；报告一次猜错（2 分）。
 #
 # | | 你的 |
 # |---|---|
-# | 模型、参数数目、预算 | |
-# | 基线：预测、实测、相差多少字节 | |
-# | 峰值是什么撑起来的 | |
-# | 配方；预测、实测、相差 | |
-# | 现在峰值是什么撑起来的 | |
-# | 每样办法用或不用，为什么（各一句） | |
-# | FLOPs、搬运的字节、每步秒数：基线的和你的 | |
-# | 相等，或者差多少 | |
+# | 模型、参数个数、预算 | |
+# | 基线：预测、实测、相差的字节数 | |
+# | 峰值里什么最多 | |
+# | 配方：预测、实测、相差的字节数 | |
+# | 现在峰值里什么最多 | |
+# | 每种技术用或不用，为什么（各一句） | |
+# | FLOPs、搬运的字节数、每步秒数：基线的和你的 | |
+# | 相等，或者相差多少 | |
 # | 我猜错的一件事 | |
 #
 # </div>
@@ -566,7 +708,7 @@ loss_slot = None  # your loss_sum(model, batch), or None for the model's own
 lesson_09.own_model(model_slot, batch_slot, loss_slot)
 
 # %% [markdown]
-# ## 9.11 The ledger / 账本
+# ## 9.13 The ledger / 账本
 #
 # <div lang="en">
 #
@@ -582,29 +724,31 @@ lesson_09.own_model(model_slot, batch_slot, loss_slot)
 # %% slide="result"
 whole_ledger()
 
-# %% [markdown] slide={"en": "Three blanks, one sheet: put in your own model.\n\nLook at what fills the peak, choose, prove it equal, measure.", "zh": "三个空位，一张表：换上你自己的模型。\n\n看清是什么撑起峰值，选办法，证明相等，再测量。"}
-# ## 9.12 Summary / 小结
+# %% [markdown] slide={"en": "Three fill-ins, one sheet: put in your own model.\n\nLook at what fills the peak, choose, prove it equal, measure.", "zh": "三处填空，一张表，换上你自己的模型。\n\n看峰值里什么最多，选技术，证明相等，再测量。"}
+# ## 9.14 Summary / 小结
 #
 # <div lang="en">
 #
-# - The step of a model that the course did not write was predicted to the byte from nine lines of configuration, and measured on this CPU.
-# - Its largest part was Adam's state: look before you choose. A technique that frees what is not there saves nothing, or even costs.
-# - Equal weights first; then 171.6 MB instead of 609.1, and the search leaves two checkpoints out.
-# - A configuration and a device are enough to know how 8 billion parameters fit into 80 GB, or into 24, and what it costs.
+# - The step of a Llama was predicted to the byte from nine lines of configuration. So were the steps of a ViT and of LoRA, on this CPU.
+# - The largest part of the peak differs: optimizer state for the small Llama, activations for the ViT and for LoRA. So does the technique to begin with.
+# - Show equal weights first; then 171.6 MB instead of 609.1 MB counts.
+# - A recipe can be written as lines for the Trainer or FSDP2. Read what they lack.
+# - Reserved memory must fit, with room to spare.
 #
-# **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Jiang et al. 2024, *Mixtral of Experts*, arXiv:2401.04088. transformers' documentation, *Gradient checkpointing*. Accelerate's documentation, *Model memory estimator*.
+# **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Jiang et al. 2024, *Mixtral of Experts*, arXiv:2401.04088. Dosovitskiy et al. 2020, *An Image is Worth 16x16 Words*, arXiv:2010.11929. Hu et al. 2021, *LoRA*, arXiv:2106.09685. Documentation of transformers, peft and Accelerate (*Model memory estimator*).
 #
 # **Next.** Your own model.
 #
 # </div>
 # <div lang="zh">
 #
-# - 一个不是这门课写的模型，只凭九行配置，就把它的一步预测到了字节，并在这个 CPU 上实测验证。
-# - 它最大的一块是 Adam 的状态：先看，再选。放掉本来就不在的东西，等于没省，有时还更费。
-# - 先证明权重相等；然后是 171.6 MB，而不是 609.1 MB，搜索还省掉了两个检查点。
-# - 一份配置、一种设备，就能知道 80 亿参数怎样装进 80 GB 或 24 GB，以及代价是什么。
+# - 只凭九行配置，就预测出了 Llama 一步的峰值，一个字节也不差。ViT 和 LoRA 的一步也是如此（都在这个 CPU 上）。
+# - 峰值里什么最多，因模型而异：小 Llama 是优化器状态，ViT 和 LoRA 是激活值。该先用哪种技术，也就不同。
+# - 先证明权重相等，然后 171.6 MB 对 609.1 MB 才算数。
+# - 配方可以写成 Trainer 或 FSDP2 的代码。要看清它们缺少配方里的哪些技术。
+# - 要装得下的是已预留的显存，并且要留有余量。
 #
-# **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Jiang et al. 2024，*Mixtral of Experts*，arXiv:2401.04088。transformers 文档 *Gradient checkpointing*。Accelerate 文档 *Model memory estimator*。
+# **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Jiang et al. 2024，*Mixtral of Experts*，arXiv:2401.04088。Dosovitskiy et al. 2020，*An Image is Worth 16x16 Words*，arXiv:2010.11929。Hu et al. 2021，*LoRA*，arXiv:2106.09685。transformers、peft 和 Accelerate（*Model memory estimator*）的文档。
 #
 # **接下来。** 你自己的模型。
 #
@@ -625,16 +769,55 @@ whole_ledger()
 # </div>
 
 # %% [markdown]
-# ## 9.13 Three other architectures / 另外三种结构
+# ## 9.15 When prediction and run differ / 预测与实测不一致时
 #
 # <div lang="en">
 #
-# An encoder, an encoder with a decoder, and a network without attention, each with its own lists of blocks; predicted beside measured, with a checkpoint around every block:
+# Batches with padding have an `attention_mask`. transformers drops a mask that is all 1. Otherwise it takes another path, in which attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
 #
 # </div>
 # <div lang="zh">
 #
-# 一个编码器、一个编码器加解码器、一个没有注意力的网络，各有各的块列表。每一块都加检查点，预测与实测并列：
+# 有填充的批次带着 `attention_mask`。掩码全是 1 时，transformers 会丢掉它；否则就走另一条路径，注意力保存的张量也不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
+#
+# </div>
+
+
+# %% slide="result"
+def padded(count):
+    batch = lesson_09.passages(0)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, mask.shape[1] - count :] = 0
+    return {**batch, "attention_mask": mask}
+
+
+guess = estimate(make_model, lambda: padded(0), Recipe())
+taken = run(make_model, lambda: padded(40), Recipe())
+lesson_09.first_difference(guess.trace(), taken.meter.trace())
+
+# %% [markdown]
+# <div lang="en">
+#
+# A prediction with the padded batch equals the run, because estimates keep the values of small whole-number tensors.
+#
+# </div>
+# <div lang="zh">
+#
+# 如果也在有填充的批次上预测，两者就一致，因为估计时，较小的整数张量保留了数值。
+#
+# </div>
+
+# %% [markdown]
+# ## 9.16 Three other architectures / 另外三种结构
+#
+# <div lang="en">
+#
+# An encoder, an encoder with a decoder, and a network without attention, with a checkpoint around every block:
+#
+# </div>
+# <div lang="zh">
+#
+# 一个编码器，一个编码器加解码器，还有一个没有注意力的网络，每个块都加检查点：
 #
 # </div>
 
@@ -642,82 +825,44 @@ whole_ledger()
 lesson_09.other_architectures()
 
 # %% [markdown]
-# ## 9.14 A mask that is not all ones / 不全是 1 的掩码
+# ## 9.17 A technique that raises the peak / 反而升高峰值的技术
 #
 # <div lang="en">
 #
-# Batches with padding come with an `attention_mask`. transformers drops a mask in which all is 1, and keeps any other; then the step takes another way, and attention saves other tensors. Symbolic tensors of whole numbers have their values here (up to 4 MiB), so that the estimate goes the same way:
+# Steps in backward saved nothing in 9.3. With Llama 3 8B, here 8 of its 32 layers, they can even cost, if Adam updates one parameter at a time, as on a CPU. A GPU updates all at once by default:
 #
 # </div>
 # <div lang="zh">
 #
-# 有填充的批次带着 `attention_mask`。掩码全是 1，transformers 就把它丢掉；不全是 1，就留下，这时走的是另一条路，注意力保存的张量也不同。这里，整数的符号张量是有值的（不超过 4 MiB），所以估计也走同一条路：
-#
-# </div>
-
-
-# %% slide="result"
-def with_mask(padding):
-    batch = lesson_09.passages(0)
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, mask.shape[1] - padding :] = 0
-    return {**batch, "attention_mask": mask}
-
-
-if lesson_09.has_transformers():
-    guess = estimate(make_model, lambda: with_mask(0), Recipe())
-    rows = [("no padding", guess.peak_bytes, plain.peak_bytes)]
-    guess = estimate(make_model, lambda: with_mask(40), Recipe())
-    taken = run(make_model, lambda: with_mask(40), Recipe())
-    rows.append(("40 of 512 tokens", guess.peak_bytes, taken.meter.peak_bytes))
-predictions(rows, unit="bytes") if lesson_09.has_transformers() else "transformers is not installed"
-
-# %% [markdown]
-# ## 9.15 A technique that raises the peak / 升高峰值的办法
-#
-# <div lang="en">
-#
-# In 9.3 steps in backward saved nothing, alone. On Llama 3 8B they can even cost. Updated one parameter after the other, as Adam's loop on a CPU does it, and all at once, as on a GPU by default:
-#
-# </div>
-# <div lang="zh">
-#
-# 在 9.3 节，单用“在反向中更新”等于没省。在 Llama 3 8B 上，它甚至更费。一个参数一个参数地更新（CPU 上 Adam 的循环），和一次全部更新（GPU 上的默认做法）：
+# 在 9.3 节，“在反向中更新”等于没省。用在 Llama 3 8B 上（这里取 32 层里的 8 层），如果 Adam 像在 CPU 上那样逐个更新参数，峰值甚至会升高。在 GPU 上，默认是一次全部更新：
 #
 # </div>
 
 # %% slide="result"
-large = lesson_09.configured(config, 4096)
-rows = []
-for kind in ("cpu", "cuda"):
-    recipes = [Recipe("bf16", attention="flash", in_backward=inside) for inside in (False, True)]
-    given = large.make_model, lambda: large.make_batch(1)
-    peaks = [estimate(*given, each, kind=kind).peak_bytes / 1e9 for each in recipes]
-    rows.append((f"`{kind}`", *(f"{peak:.1f}" for peak in peaks)))
-table(["kind", "update at the end (GB)", "update in backward (GB)"], rows)
+lesson_09.update_in_backward()
 
 # %% [markdown]
 # <div lang="en">
 #
-# The first gradient of all is the head's, 128256 × 4096 numbers in 16 bits: 1.05 GB. Without steps in backward it waits; with them it is stepped at once, while nearly all activations are still there. The loop makes two temporaries in fp32 for it, 2.1 GB each, and these come at the worst moment; `foreach` makes one, and stays below the peak of the loss. An update takes memory too. As in 9.3, the technique pays where the peak is elsewhere: with the state gone, or with checkpoints.
+# The head's gradient comes first, and its update needs two fp32 temporaries of 2.1 GB while nearly all activations are live. With `foreach`, one is enough, and the peak stays at the loss.
 #
 # </div>
 # <div lang="zh">
 #
-# 最先得到的是输出头的梯度：128256 × 4096 个 16 位的数，1.05 GB。如果不在反向中更新，它就一直留着；如果在反向中更新，它一算出来就立刻用来更新输出头，而这时几乎所有激活值都还在。循环要为它建两个 fp32 的临时张量，各 2.1 GB，偏偏赶上最坏的时刻；`foreach` 只建一个，低于损失那里的峰值。更新本身也要内存。与 9.3 节一样，峰值在别处时，这个办法才有用：状态移走之后，或者加了检查点。
+# 最先算出的是输出头的梯度，更新它要两个 2.1 GB 的 fp32 临时张量，而这时几乎所有激活值都还存活。用 `foreach` 只要一个，峰值就仍在损失那里。
 #
 # </div>
 
 # %% [markdown]
-# ## 9.16 What was compared / 比较过哪些
+# ## 9.18 What was compared / 比较过哪些模型
 #
 # <div lang="en">
 #
-# `tests/sweep_models.py` builds small models of every type that transformers 5.23 has, 804 of them, and compares the estimated peak with the run, plain and with checkpoints. 216 types could be built here without a batch of their own kind; of 540 steps 521 were equal to the byte, none differed, and 19 were refused with a sentence (models that look at values of their data, for example). `tests/bench_models.py` has models of other libraries beside them.
+# `tests/sweep_models.py` builds small models of every type in transformers 5.23 (804). 216 could be built without a special batch. They ran 540 steps: 521 peaked at the estimate to the byte, none differed, and 19 were refused with a reason.
 #
 # </div>
 # <div lang="zh">
 #
-# `tests/sweep_models.py` 为 transformers 5.23 的每一种模型（共 804 种）建一个小模型，基线和加检查点的一步，都比较估计的峰值与实际运行的峰值。其中 216 种不需要特别的批次，在这里建得出来；540 步里 521 步逐字节相等，没有一步不等，19 步被拒绝，并各有一句说明（例如模型要看数据的值）。`tests/bench_models.py` 里还有别的库的模型。
+# `tests/sweep_models.py` 为 transformers 5.23 的每一种模型（共 804 种）建一个小模型。其中 216 种不需要特别的批次。它们的 540 个训练步里，521 个的峰值与估计逐字节相等，没有一个不等，另外 19 个被拒绝，并说明了原因。
 #
 # </div>

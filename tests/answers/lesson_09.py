@@ -91,13 +91,20 @@ ANSWERS = {
                 lambda config: parameters_of(config, "gate", "one norm"),
                 "gate, up and down. You left out norms",
             ),
-            lambda config: 31_141_376,
+            (lambda config: 31_141_376, "for the small Llama"),
+            (lambda config: 2 * parameters_of(config), "bytes in bf16"),
+            (lambda config: 16 * parameters_of(config), "bytes of Adam's step"),
         ],
     ),
     "recipe": (
         [
             Recipe(in_backward=True, offload_optimizer=1.0, offload_activations=True),
-            Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention="flash"),
+            Recipe(
+                in_backward=True,
+                offload_optimizer=1.0,
+                checkpoint="layers",
+                offload_activations=True,
+            ),
         ],
         [
             (
@@ -109,6 +116,28 @@ ANSWERS = {
                     in_backward=True, offload_optimizer=1.0, checkpoint="layers", first_blocks=9
                 ),
                 "exactly the three techniques",
+            ),
+            (
+                Recipe(
+                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention=None
+                ),
+                "exactly the three techniques",
+            ),
+            (
+                Recipe(
+                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention="sdpa"
+                ),
+                "exactly the three techniques",
+            ),
+            (
+                Recipe(
+                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention="flash"
+                ),
+                "saves nothing",
+            ),
+            (
+                Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers", head_chunk=64),
+                "saves nothing",
             ),
             (Recipe(checkpoint="layers", micro_batches=4), "optimizer state"),
             (Recipe(in_backward=True, offload_optimizer=1.0), "activation"),

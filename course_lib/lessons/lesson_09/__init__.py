@@ -1,21 +1,34 @@
 """Lesson 09: its claims, checks and figures, and the checks of the reader's own model."""
 
 from course_lib.teaching import Claim
-from course_lib.workload import configured
 
 from .checks import (
     BUDGET,
     FOLDER,
     LLAMA,
+    LLAMA_3_8B,
     check_loss_sum,
     check_parameters,
     check_recipe,
-    decoder_loss,
-    has_transformers,
     model_of,
     passages,
 )
-from .display import draw_losses, draw_techniques, other_architectures
+from .display import (
+    draw_lora,
+    draw_losses,
+    draw_techniques,
+    other_architectures,
+    update_in_backward,
+)
+from .practice import (
+    VIT,
+    difference,
+    figures_of_claims,
+    peak_in_trainer,
+    pictures,
+    run_predicted,
+    weights,
+)
 from .slots import check_slots, first_difference, own_model
 
 __all__ = [
@@ -23,20 +36,27 @@ __all__ = [
     "CLAIMS",
     "FOLDER",
     "LLAMA",
+    "LLAMA_3_8B",
+    "VIT",
     "check_loss_sum",
     "check_parameters",
     "check_recipe",
     "check_slots",
-    "configured",
-    "decoder_loss",
+    "difference",
+    "draw_lora",
     "draw_losses",
     "draw_techniques",
+    "figures_of_claims",
     "first_difference",
-    "has_transformers",
     "model_of",
     "other_architectures",
     "own_model",
     "passages",
+    "peak_in_trainer",
+    "pictures",
+    "run_predicted",
+    "update_in_backward",
+    "weights",
 ]
 
 #: Claims that learners may have read.

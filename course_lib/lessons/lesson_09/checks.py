@@ -15,39 +15,23 @@ from torch.nn import functional as F
 from course_lib.budget import Estimate, Recipe, estimate
 from course_lib.lessons import text as corpus
 from course_lib.memory import CATEGORIES
-from course_lib.models import Decoder
 from course_lib.teaching import Verdict, category_label, text
 from course_lib.teaching.exercises import exercise, expect_number, not_answered, right, wrong
 
 FOLDER = Path(__file__).parent
 #: A Llama of 31 million parameters, whose tokens are characters
 LLAMA = json.loads((FOLDER / "llama.json").read_text("utf-8"))
+#: Path of the configuration of Llama 3 8B
+LLAMA_3_8B = str(FOLDER / "llama_3_8b.json")
 IGNORED = -100  # label of a token that is not predicted, in PyTorch and transformers
 
 
-def has_transformers() -> bool:
-    """Return whether the library of the lesson's model is installed."""
-    try:
-        import transformers  # noqa: F401 - whether it is installed
-    except ImportError:
-        return False
-    return True
-
-
 def model_of(config: Mapping[str, Any]) -> nn.Module:
-    """Build transformers' model of a configuration, or a similar decoder without transformers."""
-    torch.manual_seed(0)
-    if has_transformers():
-        from transformers import AutoConfig, AutoModelForCausalLM
+    """Build transformers' model of a configuration, with the same weights each time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    return Decoder(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        layers=config["num_hidden_layers"],
-        sequence=config["max_position_embeddings"],
-    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 
 
 def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor]:
@@ -237,7 +221,15 @@ def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
     found |= {
         parameters_of(config, mistake): reason for mistake, reason in _PARAMETER_MISTAKES.items()
     }
-    found |= {4 * count: "You gave the bytes in fp32. Give the number of parameters."}
+    found |= {
+        parameters_of(LLAMA): (
+            "You gave the number for the small Llama. Compute it from `config`, which also has"
+            " other sizes."
+        ),
+        2 * count: "You gave the bytes in bf16. Give the number of parameters.",
+        4 * count: "You gave the bytes in fp32. Give the number of parameters.",
+        16 * count: "You gave the bytes of Adam's step in fp32. Give the number of parameters.",
+    }
     found.pop(count, None)
     return found
 
@@ -259,7 +251,7 @@ def check_parameters(function: Any) -> Verdict:
     # vocabulary has as many entries as the longest sequence, so a table of positions would look
     # like an untied head.
     other = {**LLAMA, "num_attention_heads": 16, "tie_word_embeddings": False, "vocab_size": 1000}
-    for config in (other, LLAMA, json.loads((FOLDER / "llama_3_8b.json").read_text("utf-8"))):
+    for config in (other, LLAMA, json.loads(Path(LLAMA_3_8B).read_text("utf-8"))):
         answer = function(config)
         if answer is None:
             return not_answered()
@@ -280,19 +272,7 @@ BUDGET = 200_000_000
 @cache
 def estimated(recipe: Recipe) -> Estimate:
     """Estimate a step of the lesson's model and batch."""
-    return estimate(
-        lambda: model_of(LLAMA),
-        lambda: passages(0),
-        recipe,
-        loss_sum=None if has_transformers() else decoder_loss,
-    )
-
-
-def decoder_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the loss of the decoder that is used without transformers."""
-    logits, targets = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total, (targets != IGNORED).sum()
+    return estimate(lambda: model_of(LLAMA), lambda: passages(0), recipe)
 
 
 #: The three techniques of section 9.3, which exercise 3 excludes.
@@ -302,7 +282,9 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 def _techniques_of(recipe: Recipe) -> set[str]:
     """Return the recipe's fields that save memory, without those that only give sizes."""
     sizes = {"first_blocks", "blocks", "segments", "schedule_bytes", "min_bytes", "page_bytes"}
-    return set(recipe.changed()) - sizes - {"precision", "prefetch", "in_flight", "update"}
+    found = set(recipe.changed()) - sizes - {"precision", "prefetch", "in_flight", "update"}
+    # The model calls PyTorch's attention without being asked to.
+    return found - {"attention"} if recipe.attention in (None, "sdpa") else found
 
 
 @exercise(
@@ -338,6 +320,17 @@ def check_recipe(recipe: Any) -> Verdict:
             exact=True,
         )
     found = estimated(recipe)
+    if _techniques_of(recipe) > _techniques_of(THREE) and found.peak_bytes >= (
+        peak := estimated(THREE).peak_bytes
+    ):
+        return wrong(
+            text(
+                "You added something to the three techniques of section 9.3 that saves nothing,"
+                " because they alone peak at {peak} MB. Find a recipe with another set.",
+                peak=f"{peak / 1e6:.1f}",
+            ),
+            exact=True,
+        )
     if found.peak_bytes <= BUDGET:
         return right(text("Right: {peak} MB.", peak=f"{found.peak_bytes / 1e6:.1f}"))
     largest = max(

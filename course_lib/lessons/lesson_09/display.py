@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from course_lib.budget import Estimate, Recipe, estimate, run
+from course_lib.configs import model_from, read_config
 from course_lib.labels import listed
 from course_lib.memory import CATEGORIES
 from course_lib.models import random_tokens
@@ -18,9 +19,12 @@ from course_lib.teaching import (
     category_look,
     figure,
     predictions,
+    table,
     text,
 )
 from course_lib.teaching.figures import shown_once
+
+from .checks import LLAMA_3_8B
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,12 +37,23 @@ def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure
         found: Label -> estimate.
         budget_bytes: The budget.
     """
+    title = "Each technique reduces one part, and only all three together fit"
+    return _draw_peaks(found, budget_bytes, title)
+
+
+def draw_lora(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
+    """Draw the peaks of a model with and without adapters, as `draw_techniques` does."""
+    title = "LoRA removes the optimizer state, but nearly all activations remain"
+    return _draw_peaks(found, budget_bytes, title)
+
+
+def _draw_peaks(found: Mapping[str, Estimate], budget_bytes: int, title: str) -> "Figure":
     description = [
         text("{name} {peak} MB", name=text(name), peak=f"{each.peak_bytes / 1e6:.1f}")
         for name, each in found.items()
     ]
     drawn, ax = figure(
-        "Each technique reduces one part, and only all three together fit",
+        title,
         height=0.9 + 0.42 * len(found),
         alt=text("Peaks: {peaks}.", peaks=listed(description, "; ")),
     )
@@ -127,12 +142,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, int]] = {
 _VOCABULARY, _LENGTH = 97, 32
 
 
-def other_architectures() -> Table | str:
+def other_architectures() -> Table:
     """Show predicted and measured peaks of three small models with a checkpoint per block."""
-    try:
-        import transformers
-    except ImportError:
-        return text("transformers is not installed")
+    import transformers
+
     rows = []
     for kind, sizes in ARCHITECTURES.items():
         settings = transformers.AutoConfig.for_model(
@@ -147,6 +160,19 @@ def other_architectures() -> Table | str:
         guess, taken = estimate(*given), run(*given)
         rows.append((type(make()).__name__, guess.peak_bytes, taken.meter.peak_bytes))
     return predictions(rows, unit="bytes")
+
+
+def update_in_backward() -> Table:
+    """Show the peaks of 8 layers of Llama 3 8B with the update at the end, and inside backward."""
+    config = {**read_config(LLAMA_3_8B), "num_hidden_layers": 8}
+    make_model = partial(model_from, config, sequence=4096)
+    given = make_model, partial(random_tokens, 1, 4096, config["vocab_size"])
+    rows = []
+    for kind in ("cpu", "cuda"):
+        recipes = [Recipe("bf16", attention="flash", in_backward=each) for each in (False, True)]
+        peaks = [estimate(*given, recipe, kind=kind).peak_bytes / 1e9 for recipe in recipes]
+        rows.append((f"`{kind}`", *(f"{peak:.1f}" for peak in peaks)))
+    return table(["kind", "update at the end (GB)", "update in backward (GB)"], rows)
 
 
 def _labelled() -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""Models of the lesson that are not plain language models, and a run of Hugging Face's Trainer."""
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.budget import Estimate, run
+from course_lib.memory import MemoryMeter
+from course_lib.teaching import Table, predictions
+
+from .checks import passages
+
+# bitsandbytes, if installed, warns here when peft imports it that a kernel is missing on the CPU.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+# peft asks transformers 5.23 for an attribute whose name has changed.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+#: A vision transformer of 5.5 million parameters that sorts pictures into 100 classes
+VIT = {
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 3,
+    "num_labels": 100,
+}
+
+
+def pictures(samples: int = 8) -> dict[str, Tensor]:
+    """Return random pictures of 224 x 224 pixels in three colors, and a random class of each."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "pixel_values": torch.rand(samples, 3, 224, 224, generator=generator),
+        "labels": torch.randint(VIT["num_labels"], (samples,), generator=generator),
+    }
+
+
+def run_predicted(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    predicted: Mapping[str, Estimate],
+) -> Table:
+    """Run a step of each estimated recipe, and show both peaks.
+
+    Args:
+        make_model: Function that returns a new model, whose own loss is used.
+        make_batch: Function that returns the batch.
+        predicted: Label -> estimate.
+    """
+    rows = []
+    for name, each in predicted.items():
+        taken = run(make_model, make_batch, each.recipe)
+        rows.append((name, each.peak_bytes, taken.meter.peak_bytes))
+    return predictions(rows, unit="bytes")
+
+
+def weights(model: nn.Module) -> Tensor:
+    """Return all weights of a model as one vector in fp64."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+
+
+def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
+    """Return the distance of two vectors of weights in units of the update's norm, in words.
+
+    Rounding differs between CPUs, so a small distance is shown by its bound.
+    """
+    error = ((found - expected).norm() / update).item()
+    return "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
+
+
+def peak_in_trainer(model: nn.Module, arguments: Mapping[str, Any]) -> int:
+    """Train a model for two steps with Hugging Face's Trainer, and return the peak in bytes.
+
+    There are two steps because the optimizer creates its state in the first one.
+
+    Args:
+        model: The model, for passages of four samples.
+        arguments: Arguments of `TrainingArguments`.
+    """
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    batch = passages(0)
+    rows = [{name: rows[i] for name, rows in batch.items()} for i in range(4)] * 2
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            folder,
+            max_steps=2,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            **arguments,
+        )
+        trainer = Trainer(model, settings, train_dataset=rows)
+        trainer.remove_callback(PrinterCallback)
+        with MemoryMeter(model) as meter:
+            trainer.train()
+    return meter.peak_bytes
+
+
+def figures_of_claims(plain: Estimate, kept: Estimate, flash: Estimate) -> tuple[str, str, str]:
+    """Return the figure that is measured for each claim of the lesson.
+
+    Args:
+        plain: Estimate of the baseline.
+        kept: Estimate with checkpoints.
+        flash: Estimate with checkpoints and the course's flash attention.
+    """
+    return (
+        f"{kept.flops / plain.flops:.2f} ×",
+        f"{plain.peak_bytes / plain.at_peak['parameter']:.2f} ×",
+        f"{kept.peak_bytes / 1e6:.1f}; {flash.peak_bytes / 1e6:.1f}",
+    )
