@@ -2,7 +2,7 @@
 its sections, agree.
 
 A line of open code takes 15 seconds, 200 words of prose a minute, an exercise the `minutes` of its
-cell's metadata. A newcomer needs a quarter more than that, which the lessons in `RECOUNTED` state.
+cell's metadata. A newcomer needs a quarter more than that, and this is what a lesson states.
 """
 
 import re
@@ -11,7 +11,6 @@ import pytest
 from test_notebooks import PATHS, load, nbformat
 
 NEWCOMER = 1.25
-RECOUNTED = {f"{n:02}" for n in (0, 1, 2, 3, 4, 5, 6, 7, 8)}  # the others follow
 MOST_MINUTES = 100
 IN_DEPTH = re.compile(r"^## In depth / 深入$", re.M)
 
@@ -83,8 +82,7 @@ def pace_problems(notebook, factor=1.0):
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_lesson_states_the_minutes_that_its_cells_take(path):
-    factor = NEWCOMER if path.stem[:2] in RECOUNTED else 1.0
-    assert pace_problems(load(path), factor) == []
+    assert pace_problems(load(path), NEWCOMER) == []
 
 
 def test_every_lesson_but_the_first_has_a_core():
