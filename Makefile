@@ -84,8 +84,8 @@ $(OTHER_VENV)/bin/pip:
 browser: $(COMPLETE) ## run only the tests in Chromium (CHROMIUM=path of a browser) / 只运行浏览器测试
 	$(BIN)/python -m pytest -p no:cacheprovider -q -m browser tests $(ARGS)
 
-bench: $(COMPLETE) ## run tests/bench_*.py, which print ratios / 运行性能对比
-	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+bench: $(COMPLETE) ## the scoreboard: this library beside its peers (ARGS="memory offload") / 与同类工具对比
+	$(BIN)/python benchmarks $(ARGS)
 
 gpu: $(GPU_NEEDS) ## run the next four, even if one of them fails; ARGS go to gpu-record / 依次运行以下四项，一项失败也继续
 	@$(GPU_PYTHON) -m course_lib.lessons --check
@@ -110,7 +110,7 @@ gpu-bench: $(GPU_NEEDS) ## run the benchmarks that have a GPU part (OUT=build/gp
 	@$(GPU_PYTHON) -m course_lib.lessons --check
 	@mkdir -p $(OUT)
 	@failed=; for bench in attention offload; do echo "== $$bench"; \
-	  $(GPU_PYTHON) tests/bench_$$bench.py --output $(OUT)/$$bench.json $(ARGS) || failed="$$failed $$bench"; \
+	  $(GPU_PYTHON) benchmarks/gpu_$$bench.py --output $(OUT)/$$bench.json $(ARGS) || failed="$$failed $$bench"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 notebooks: $(INSTALLED) ## run notebooks/scripts, and store the notebooks with outputs (ARGS="02 03") / 重新生成 notebook

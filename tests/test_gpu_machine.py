@@ -155,7 +155,7 @@ TESTS = "-m pytest -p no:cacheprovider -rs --durations=10 -m gpu -n auto tests"
 @pytest.mark.parametrize("fails", ["nothing", "pytest", "--only", "attention"])
 def test_make_gpu_runs_tests_recordings_and_benches_and_goes_on_after_a_failure(fails, tmp_path):
     benches = [
-        f"tests/bench_{name}.py --output {tmp_path}/out/{name}.json"
+        f"benchmarks/gpu_{name}.py --output {tmp_path}/out/{name}.json"
         for name in ("attention", "offload")
     ]
     lines, status = made(tmp_path, "gpu", "ARGS=--only 04 --skip 04.p", fails=fails)

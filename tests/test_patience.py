@@ -27,11 +27,7 @@ CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
 
 def files():
     """The files of the tests, without benchmarks and tools."""
-    return [
-        path
-        for path in sorted(TESTS.rglob("*.py"))
-        if path.name not in TOOLS and not path.name.startswith("bench_")
-    ]
+    return [path for path in sorted(TESTS.rglob("*.py")) if path.name not in TOOLS]
 
 
 def name_of(function):

@@ -1,56 +1,31 @@
-"""Flash attention beside the framework's: time and peak bytes on a CPU, or, where there is one,
-TFLOP/s on a GPU.
+"""Flash attention's Triton kernels beside the framework's kernels: TFLOP/s on a GPU.
 
-    python tests/bench_attention.py --output figures.json   # also as JSON, after each row
-    python tests/bench_attention.py --compile               # the Triton kernels' registers
-                                                            # and shared memory on an H100
+    python benchmarks/gpu_attention.py --output figures.json   # also as JSON, after each row
+    python benchmarks/gpu_attention.py --compile               # without a GPU: registers and shared
+                                                               # memory of the kernels on an H100
 
-Ratios of times taken in one run, in turns, so that they carry over to other machines: on a CPU with
-one thread, with as many as by default, and so beside a process that keeps a core busy. Peaks are
-the meter's, exact.
+`make gpu-bench` runs it. The calls take turns in one run.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from turns import Results, in_turns
+from turns import Results
 
 from course_lib.attention import attention_cost, flash_attention
-from course_lib.memory import MemoryMeter, symbolic
 
-# Seconds of the course's by those of the math kernel, with the default number of threads: at most
-BARS = {
-    "quiet": {1024: 0.90, 2048: 0.75, 4096: 0.65},
-    "beside a busy process": dict.fromkeys((1024, 2048, 4096), 1.0),
-}
-PEAK_BAR, LONGEST = 0.05, 8192
 HEADS, HEAD_DIM = 4, 64
 FUSED = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")  # the framework's, on a GPU
 GPU_SECONDS = 480  # after which no further row is begun
 H100 = 232_448  # bytes of shared memory that an instance can have
-ROUNDS = {1024: 21, 2048: 11, 4096: 5}
-
-
-def math_attention(q, k, v):
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v)
-
-
-ARMS = {
-    "math": math_attention,
-    "fused": F.scaled_dot_product_attention,
-    "course": lambda q, k, v: flash_attention(q, k, v, backend="torch"),
-}
 
 
 def tensors(
@@ -59,74 +34,6 @@ def tensors(
     """q, k, v, and a gradient of the output."""
     torch.manual_seed(0)
     return [torch.randn(batch, heads, n, d, requires_grad=i < 3, **options) for i in range(4)]
-
-
-def step(attention, q, k, v, grad_o):
-    return torch.autograd.grad(attention(q, k, v), (q, k, v), grad_o)
-
-
-def peak_bytes(attention, *case) -> int:
-    """Live bytes above the inputs, the output and the gradients, at the most."""
-    with MemoryMeter() as meter:
-        step(attention, *case)
-    return meter.peak_bytes - 4 * case[0].nbytes
-
-
-@contextmanager
-def busy_process(busy: bool):
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
-    try:
-        yield
-    finally:
-        if process:
-            process.kill()
-            process.wait()
-
-
-def on_cpu(results: Results) -> None:
-    columns = ("seconds", "of math", "least", "of math", "bar")
-    print(f"{'fp32, forward + backward':44}{'':>8}" + "".join(f"{column:>9}" for column in columns))
-    default = torch.get_num_threads()
-    for threads, state in dict.fromkeys(
-        ((1, "quiet"), (default, "quiet"), (default, "beside a busy process"))
-    ):
-        torch.set_num_threads(threads)
-        with busy_process(state != "quiet"):
-            for n, rounds in ROUNDS.items():
-                bar = BARS[state][n] if threads == default else None
-                report_times(results, f"{threads} threads, {state}, N {n}", n, rounds, bar)
-    torch.set_num_threads(default)
-
-
-def report_times(results: Results, label: str, n: int, rounds: int, bar: float | None) -> None:
-    case = tensors(n)
-    seconds = in_turns({name: lambda a=arm: step(a, *case) for name, arm in ARMS.items()}, rounds)
-    medians, least = (
-        {name: of(taken) for name, taken in seconds.items()} for of in (statistics.median, min)
-    )
-    for name in ARMS:
-        ratio = medians[name] / medians["math"]
-        verdict = (
-            f"{bar:9.2f} {'met' if ratio <= bar else 'missed'}" if bar and name == "course" else ""
-        )
-        print(
-            f"{label:44}{name:>8}{medians[name]:9.3f}{ratio:9.2f}{least[name]:9.3f}"
-            f"{least[name] / least['math']:9.2f}{verdict}",
-            flush=True,
-        )
-    results.add(case=label, n=n, seconds=medians, least=least)
-
-
-def peaks(results: Results) -> None:
-    with symbolic():
-        for n in (*ROUNDS, LONGEST):
-            course, plain = (peak_bytes(ARMS[name], *tensors(n)) for name in ("course", "math"))
-            verdict = (
-                f", bar {PEAK_BAR:.2f}: {'met' if course <= PEAK_BAR * plain else 'missed'}"
-                * (n == LONGEST)
-            )
-            print(f"peak at N {n:5}: {course / 1e6:7.1f} MB, {course / plain:.4f} of math{verdict}")
-            results.add(case="peak", n=n, bytes={"course": course, "math": plain})
 
 
 def on_gpu(results: Results, limit: float) -> None:
@@ -251,7 +158,8 @@ def blocks_in_use(launch) -> dict[str, str]:
 
 
 def on_absent_gpu() -> None:
-    """All configurations that the tuner may try, compiled for an H100."""
+    """Compile all configurations that the tuner may try for an H100, and print what they need."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from absent_gpu import compile_only
 
     from course_lib.attention import launch
@@ -313,22 +221,13 @@ def main() -> None:
     if options.compile:
         on_absent_gpu()
         return
-    results = Results(options.output)
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA GPU; --compile does not, and `make bench` is for a CPU")
     print(
         f"course_lib.attention beside F.scaled_dot_product_attention, torch {torch.__version__}, in"
         " turns"
     )
-    if torch.cuda.is_available():
-        on_gpu(results, options.seconds)
-        return
-    print(
-        f"on a CPU with {torch.get_num_threads()} threads; peaks above inputs, output and gradients"
-    )
-    on_cpu(results)
-    print()
-    peaks(results)
-    print()
-    print("no CUDA GPU here: TFLOP/s not measured")
+    on_gpu(Results(options.output), options.seconds)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Times for the benchmarks: taken in one run, in turns, so that their ratios carry over to other
-machines."""
+"""Times of several functions, called in turns in one run, so that their ratios carry over to other
+machines better than seconds do."""
 
 import json
 import time
@@ -10,11 +10,13 @@ import torch
 
 
 def in_turns(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, a call of each in every round, the order turned round from one round to
-    the next."""
+    """Call every function once in each round, and return the seconds of each call.
+
+    The order is reversed from one round to the next. A round before the first one warms up.
+    """
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for i in range(-1, rounds):  # the first round warms up
+    for i in range(-1, rounds):
         for name in list(arms) if i % 2 else list(arms)[::-1]:
             wait()
             start = time.perf_counter()
@@ -26,7 +28,7 @@ def in_turns(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 class Results:
-    """What a benchmark measures: in a file, if one is given, as JSON, from each row on."""
+    """Rows of a benchmark on a GPU, written to a file as JSON after each row, if one is given."""
 
     def __init__(self, output: Path | None):
         self.output, self.rows = output, []

@@ -1,37 +1,29 @@
-"""What offload costs: beside the plain step, `save_on_cpu`, and a file written and read while
-nothing else happens.
+"""What offload costs on a GPU, beside the plain step and `save_on_cpu`, and what the simulated
+device expects there.
 
-    python tests/bench_offload.py --output figures.json   # also as JSON, after each row
+    python benchmarks/gpu_offload.py --output figures.json   # also as JSON, after each row
 
-Times are taken in one run, in turns; ratios carry over, bytes are exact. The bars are for a GPU,
-where copies take half as long as the compute, at most 5 % over the plain step, and where they take
-as long, twice as fast as `save_on_cpu(pin_memory=True)`. The simulated device says what is to be
-expected there.
+`make gpu-bench` runs it. The calls take turns in one run. Two goals: where copies take half as long
+as the compute, at most 5% over the plain step; where they take as long, twice as fast as
+`save_on_cpu(pin_memory=True)`.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from turns import Results, in_turns
 
 from course_lib.memory import MemoryMeter
 from course_lib.models import deep_mlp
-from course_lib.offload import (
-    DiskStore,
-    HostStore,
-    OffloadedOptimizer,
-    offload_activations,
-)
+from course_lib.offload import HostStore, OffloadedOptimizer, offload_activations
 from course_lib.simulated import SimulatedDevice
 
 ROUNDS, OVERHEAD_BAR, PEER_BAR = 15, 1.05, 2.0
@@ -41,40 +33,16 @@ ROUNDS, OVERHEAD_BAR, PEER_BAR = 15, 1.05, 2.0
 WIDE, NARROW = (8192, 16384), (4096, 16384)
 
 
-def synchronous_file(module: nn.Module):
-    """Saved tensors to a file and back, one after the other: what one writes first."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the graph
-    stay = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() in stay:
-            return tensor.detach()
-        place = file.seek(0, 2)
-        file.write(tensor.contiguous().numpy())
-        return place, tensor.shape, tensor.dtype
-
-    def unpack(packed):
-        if isinstance(packed, torch.Tensor):
-            return packed
-        place, shape, dtype = packed
-        file.seek(place)
-        return torch.frombuffer(
-            bytearray(file.read(shape.numel() * dtype.itemsize)), dtype=dtype
-        ).view(shape)
-
-    return saved_tensors_hooks(pack, unpack)
-
-
 def medians(arms: dict) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in in_turns(arms, ROUNDS).items()}
 
 
 def activations(
-    results: Results, device: str, depth: int, width: int, rows: int, arms: dict
+    results: Results, depth: int, width: int, rows: int, arms: dict
 ) -> dict[str, float]:
     """Seconds of a step under each context, printed beside the plain one's, and the peak of its
     tensors."""
-    net, x = deep_mlp(depth, width).to(device), torch.randn(rows, width, device=device)
+    net, x = deep_mlp(depth, width).to("cuda"), torch.randn(rows, width, device="cuda")
 
     def step(context) -> None:
         net.zero_grad()
@@ -83,7 +51,7 @@ def activations(
         output.backward()
 
     seconds = medians({name: partial(step, context) for name, context in arms.items()})
-    print(f"{depth} x (Linear({width}) + GELU), {rows} rows, {device}")
+    print(f"{depth} x (Linear({width}) + GELU), {rows} rows")
     for name, context in arms.items():
         with MemoryMeter() as meter:
             step(context)
@@ -95,7 +63,6 @@ def activations(
         )
         results.add(
             case=f"{width} wide",
-            device=device,
             arm=name,
             seconds=seconds[name],
             ratio=ratio,
@@ -105,22 +72,6 @@ def activations(
 
 
 PLAIN = {"plain": lambda net: nullcontext()}
-
-
-def activations_on_cpu(results: Results) -> None:
-    store = DiskStore()
-    arms = {
-        "offload_activations": lambda net: offload_activations(store),
-        "save_on_cpu": lambda net: save_on_cpu(),
-    }
-    seconds = activations(
-        results, "cpu", 16, 512, 2048, PLAIN | arms | {"synchronous file": synchronous_file}
-    )
-    sync = seconds["synchronous file"] - seconds["plain"]
-    hidden = (
-        1 - (seconds["offload_activations"] - seconds["plain"]) / sync if sync > 0 else float("nan")
-    )
-    print(f"{'':>24} of the synchronous file's extra time, {100 * hidden:.0f} % is hidden")
 
 
 def activations_on_gpu(results: Results) -> None:
@@ -134,7 +85,7 @@ def activations_on_gpu(results: Results) -> None:
         )
         for n, m in product((1, 2, 3), repeat=2)
     }
-    seconds = activations(results, "cuda", 8, wide, rows // fewer, PLAIN | arms)
+    seconds = activations(results, 8, wide, rows // fewer, PLAIN | arms)
     over = seconds["2 in flight, prefetch 2"] / seconds["plain"]
     print(
         f"over plain {over:.3f}, bar {OVERHEAD_BAR}: {'met' if over <= OVERHEAD_BAR else 'MISSED'}"
@@ -143,7 +94,7 @@ def activations_on_gpu(results: Results) -> None:
         "offload_activations": lambda net: offload_activations(store),
         "save_on_cpu": lambda net: save_on_cpu(pin_memory=True),
     }
-    seconds = activations(results, "cuda", 8, narrow, rows // fewer, PLAIN | arms)
+    seconds = activations(results, 8, narrow, rows // fewer, PLAIN | arms)
     peer = seconds["save_on_cpu"] / seconds["offload_activations"]
     print(
         f"save_on_cpu / ours {peer:.2f}, bar {PEER_BAR}: {'met' if peer >= PEER_BAR else 'MISSED'}"
@@ -190,18 +141,14 @@ def simulated(results: Results) -> None:
             print(f"{in_flight:>5} in flight   {'   '.join(cells)}", flush=True)
 
 
-def optimizers(results: Results, device: str) -> None:
-    """AdamW's step: plain, with its state below, and on a CPU fused beside a loop, as it runs for a
-    GPU's state."""
+def optimizers(results: Results) -> None:
+    """AdamW's step: plain, and with its state on the host."""
     makers = {
         "plain": torch.optim.AdamW,
         "one by one": lambda p: OffloadedOptimizer(p, overlap=False),
         "overlapped": OffloadedOptimizer,
     }
-    if device == "cpu":
-        makers |= {"plain, fused": partial(torch.optim.AdamW, fused=True)}
-        makers |= {"overlapped, fused": partial(OffloadedOptimizer, fused=True)}
-    models = {name: deep_mlp(12, 1024).to(device) for name in makers}
+    models = {name: deep_mlp(12, 1024).to("cuda") for name in makers}
     optimizers = {name: makers[name](model.parameters()) for name, model in models.items()}
 
     def step(name) -> None:
@@ -212,14 +159,11 @@ def optimizers(results: Results, device: str) -> None:
     seconds = medians({name: partial(step, name) for name in models})
     count = sum(parameter.numel() for parameter in models["plain"].parameters())
     print(
-        f"AdamW's step on {count / 1e6:.1f} M parameters, {device}: 8 bytes a parameter down and up"
-        " each step"
+        f"AdamW's step on {count / 1e6:.1f} M parameters: 8 bytes a parameter down and up each step"
     )
     for name, taken in seconds.items():
         print(f"{name:>24} {taken:8.3f} s {taken / seconds['plain']:6.2f} of plain", flush=True)
-        results.add(
-            case="AdamW", device=device, arm=name, seconds=taken, ratio=taken / seconds["plain"]
-        )
+        results.add(case="AdamW", arm=name, seconds=taken, ratio=taken / seconds["plain"])
 
 
 if __name__ == "__main__":
@@ -231,8 +175,9 @@ if __name__ == "__main__":
         "--rounds", type=int, default=ROUNDS, help="times that each arm runs, the median counts"
     )
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA GPU; `make bench` is for a CPU")
     ROUNDS, written = given.rounds, Results(given.output)
-    chosen = "cuda" if torch.cuda.is_available() else "cpu"
     simulated(written)
-    activations_on_gpu(written) if chosen == "cuda" else activations_on_cpu(written)
-    optimizers(written, chosen)
+    activations_on_gpu(written)
+    optimizers(written)

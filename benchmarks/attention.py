@@ -1,0 +1,52 @@
+"""Flash attention in PyTorch operators beside the math kernel and the fused kernel: time of a
+forward and a backward pass, and peak bytes above inputs, output and gradients. Flex attention has
+no backward pass on a CPU."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from scoreboard import COURSE, Row, compare
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from course_lib.attention import flash_attention
+from course_lib.memory import MemoryMeter
+
+HEADS, HEAD_DIM = 4, 64
+
+
+def math_attention(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+ARMS = {
+    COURSE: lambda q, k, v: flash_attention(q, k, v, backend="torch"),
+    "math kernel": math_attention,
+    "fused kernel": F.scaled_dot_product_attention,
+}
+NOTES = {
+    "fused kernel": "one C++ kernel; the course's tiles are a loop of PyTorch operators",
+}
+
+
+def step(attention: Callable, tensors: list[torch.Tensor]) -> Callable[[], object]:
+    *qkv, grad_o = tensors
+    return lambda: torch.autograd.grad(attention(*qkv), qkv, grad_o)
+
+
+def peak(call: Callable[[], object], tensors: list[torch.Tensor]) -> int:
+    with MemoryMeter() as meter:
+        call()
+    return meter.peak_bytes - 4 * tensors[0].nbytes
+
+
+def rows(rounds: int) -> Iterator[Row]:
+    for n in (1024, 2048):
+        torch.manual_seed(0)
+        tensors = [torch.randn(1, HEADS, n, HEAD_DIM, requires_grad=i < 3) for i in range(4)]
+        arms = {name: step(attention, tensors) for name, attention in ARMS.items()}
+        peaks = {name: peak(call, tensors) for name, call in arms.items()}
+        work = f"attention over {n:,} tokens, forward and backward"
+        yield from compare(work, arms, rounds, bytes_of=peaks, notes=NOTES)
+        yield Row(work, "flex attention", note="no backward pass on a CPU")

@@ -1,0 +1,91 @@
+"""How the CPU time of a tool grows with its work: five sizes each, and the exponent beside the
+expected one. The exponent is the slope of the line through log time over log size."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from scoreboard import Row
+
+from course_lib.attention import flash_attention
+from course_lib.budget import Recipe, estimate
+from course_lib.memory import CachingAllocator, MemoryMeter
+from course_lib.models import Decoder, deep_mlp, random_tokens
+from course_lib.offload import DiskStore, offload_activations
+from course_lib.schedule import Chain, Stage, optimal
+
+
+def meter(layers: int) -> Callable:
+    net, x = deep_mlp(layers, 16), torch.randn(4, 16)
+
+    def call() -> None:
+        with MemoryMeter():
+            net(x).sum().backward()
+
+    return call
+
+
+def solver(stages: int) -> Callable:
+    chain = Chain(tuple(Stage(i % 5 + 1, 2, 2, i % 3 + 3) for i in range(stages)), 2)
+    return lambda: optimal(chain, 4 * stages // 2)
+
+
+def offload(rows: int) -> Callable:
+    net, x, store = deep_mlp(4, 512), torch.randn(rows, 512), DiskStore()
+
+    def call() -> None:
+        with offload_activations(store):
+            loss = net(x).sum()
+        loss.backward()
+
+    return call
+
+
+def flash(n: int) -> Callable:
+    q, k, v = (torch.randn(1, 2, n, 64) for _ in range(3))
+    return lambda: flash_attention(q, k, v, backend="torch")
+
+
+def layers(count: int) -> Callable:
+    def make() -> Decoder:
+        return Decoder(vocabulary=64, hidden=32, heads=2, layers=count, sequence=16)
+
+    return lambda: estimate(make, lambda: random_tokens(2, 16, 64), Recipe())
+
+
+def allocator(events: int) -> Callable:
+    sizes = [4096 * (i % 7 + 1) for i in range(events // 2)]
+    births = [("birth", i, size) for i, size in enumerate(sizes)]
+    releases = [("release", i, size) for i, size in enumerate(sizes)]
+    return lambda: CachingAllocator().replay(births[::2] + releases[::2] + births[1::2])
+
+
+CASES = {
+    "meter, in operators": (meter, (25, 50, 100, 200, 400), "1"),
+    "optimal, in stages": (solver, (25, 50, 100, 150, 200), "between 2 and 3"),
+    "offload, in bytes": (offload, (512, 1024, 2048, 4096, 8192), "1"),
+    "flash attention, in tokens": (flash, (512, 1024, 2048, 4096, 8192), "2"),
+    "estimate, in layers": (layers, (3, 6, 12, 24, 48), "1"),
+    "allocator, in events": (allocator, (2000, 4000, 8000, 16_000, 32_000), "1"),
+}
+
+
+def seconds(call: Callable, rounds: int) -> float:
+    taken = []
+    call()
+    for _ in range(rounds):
+        start = time.process_time()
+        call()
+        taken.append(time.process_time() - start)
+    return statistics.median(taken)
+
+
+def rows(rounds: int) -> Iterator[Row]:
+    for what, (make, sizes, expected) in CASES.items():
+        times = [seconds(make(size), min(rounds, 3)) for size in sizes]
+        x, y = [math.log(size) for size in sizes], [math.log(taken) for taken in times]
+        slope = statistics.linear_regression(x, y).slope
+        each = ", ".join(f"{n:,}: {1e3 * t:.1f} ms" for n, t in zip(sizes, times, strict=True))
+        yield Row(what, "", note=f"exponent {slope:.2f}, expected {expected} ({each})")

@@ -1,0 +1,59 @@
+"""Activations offloaded to a file beside `save_on_cpu` and a file that is written and read while
+nothing else happens."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from checkpoint import peak
+from scoreboard import COURSE, Row, compare
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from course_lib.models import deep_mlp
+from course_lib.offload import DiskStore, offload_activations
+
+
+def synchronous_file(parameters: set[int]):
+    """Write each saved tensor to a file, and read it back: what one writes first."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the graph
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() in parameters:
+            return tensor.detach()
+        place = file.seek(0, 2)
+        file.write(tensor.contiguous().numpy())
+        return place, tensor.shape
+
+    def unpack(packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        file.seek(packed[0])
+        read = bytearray(file.read(packed[1].numel() * 4))
+        return torch.frombuffer(read, dtype=torch.float32).view(packed[1])
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def step(net, x, context: Callable) -> None:
+    net.zero_grad()
+    with context():
+        output = net(x).sum()
+    output.backward()
+
+
+def rows(rounds: int) -> Iterator[Row]:
+    net, x, store = deep_mlp(16, 512), torch.randn(2048, 512), DiskStore()
+    stay = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+    contexts = {
+        COURSE: lambda: offload_activations(store),
+        "no offload": nullcontext,
+        "save_on_cpu": save_on_cpu,
+        "synchronous file": lambda: synchronous_file(stay),
+    }
+    arms = {name: partial(step, net, x, context) for name, context in contexts.items()}
+    peaks = {name: peak(arm) for name, arm in arms.items()}
+    notes = {"save_on_cpu": "on a CPU it copies into memory of the same kind, so it saves nothing"}
+    work = "activations of 16 linear layers to a file"
+    yield from compare(work, arms, rounds, bytes_of=peaks, notes=notes)

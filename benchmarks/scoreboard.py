@@ -1,0 +1,93 @@
+"""What every benchmark shares: calls in turns, ratios of medians with their spread, and rows.
+
+A row compares one technique of `course_lib` with one peer on the same work. Its ratio is the median
+time of the course's calls divided by the median time of the peer's. Its spread is the first and the
+third quartile of the ratios of the single rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from turns import in_turns
+
+COURSE = "course"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        work: What both do, for example "a step of a decoder with 12 layers".
+        peer: Name of the peer.
+        ratio: Median time of the course divided by that of the peer; None if there is none.
+        low, high: Quartiles of the ratio over the rounds.
+        course_bytes, peer_bytes: Peak bytes, predicted bytes or bytes sent; None if not measured.
+        note: What else is to be said, for example why a peer did not run.
+    """
+
+    work: str
+    peer: str
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    course_bytes: int | None = None
+    peer_bytes: int | None = None
+    note: str = ""
+
+
+def compare(
+    work: str,
+    arms: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    bytes_of: Mapping[str, int] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Iterator[Row]:
+    """Yield a row for each peer of `arms`; the function named "course" is compared with it.
+
+    Args:
+        work: What every function does.
+        arms: Name of the peer -> a function that does the work once.
+        rounds: Number of calls of each function that count.
+        bytes_of: Name -> bytes, for the rows.
+        notes: Name of the peer -> note.
+    """
+    sizes, notes = bytes_of or {}, notes or {}
+    gc.collect()
+    seconds = in_turns(arms, rounds)
+    course = seconds[COURSE]
+    for peer in (name for name in arms if name != COURSE):
+        ratios = [ours / theirs for ours, theirs in zip(course, seconds[peer], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+        ratio = statistics.median(course) / statistics.median(seconds[peer])
+        sized = (sizes.get(COURSE), sizes.get(peer))
+        yield Row(work, peer, ratio, low, high, *sized, notes.get(peer, ""))
+
+
+def installed(*modules: str) -> bool:
+    """Return whether all these modules can be imported."""
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def missing(work: str, peer: str) -> Row:
+    """Return the row of a peer that is not installed."""
+    return Row(work, peer, note="not installed")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute with one thread: idle threads that wait for work disturb short steps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

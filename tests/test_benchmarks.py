@@ -1,0 +1,80 @@
+"""`make bench`: its statistics, its rows, and the two pages that are written from them."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def board(monkeypatch):
+    """The modules `scoreboard` and `page` of benchmarks/."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    import page
+    import scoreboard
+
+    yield scoreboard, page
+    for name in set(sys.modules) - before:
+        if (
+            getattr(sys.modules[name], "__file__", None)
+            and "benchmarks" in sys.modules[name].__file__
+        ):
+            del sys.modules[name]
+
+
+def test_a_row_has_the_ratio_of_medians_and_the_quartiles_of_the_rounds(board, monkeypatch):
+    scoreboard, _ = board
+    seconds = {"course": [2.0, 4.0, 3.0], "peer": [1.0, 1.0, 2.0]}
+    monkeypatch.setattr(scoreboard, "in_turns", lambda arms, rounds: seconds)
+    arms = dict.fromkeys(seconds, lambda: None)
+    sizes = {"course": 10, "peer": 20}
+    [row] = scoreboard.compare("work", arms, 3, bytes_of=sizes, notes={"peer": "why"})
+    assert (row.ratio, row.low, row.high) == (3.0, 1.5, 4.0)  # of 2, 4 and 1.5
+    assert (row.course_bytes, row.peer_bytes, row.note) == (10, 20, "why")
+
+
+def test_each_function_is_called_once_a_round_and_once_before(board):
+    scoreboard, _ = board
+    calls = []
+    arms = {name: lambda name=name: calls.append(name) for name in ("course", "peer")}
+    list(scoreboard.compare("work", arms, 2))
+    assert calls == ["course", "peer", "peer", "course", "course", "peer"]
+
+
+def test_every_group_of_the_page_has_a_module_with_rows(board):
+    _, page = board
+    for group in page.GROUPS:
+        text = (ROOT / "benchmarks" / f"{group}.py").read_text()
+        assert "def rows(rounds: int) -> Iterator[Row]:" in text, group
+
+
+def test_a_group_runs(board):
+    import importlib
+
+    rows = list(importlib.import_module("loss").rows(1))
+    assert rows[0].peer == "F.cross_entropy" and rows[0].ratio > 0
+    assert rows[0].course_bytes < rows[0].peer_bytes / 4
+
+
+def numbers(text):
+    return re.findall(r"\d[\d.,]*", text)
+
+
+def test_the_stored_pages_hold_the_same_figures_and_the_chinese_one_no_english_sentence(board):
+    _, page = board
+    en, zh = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("scoreboard.md", "scoreboard.zh.md")
+    )
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (en, zh)]
+    assert len(tables[0]) == len(tables[1]) > 60
+    for english, chinese in zip(*tables, strict=True):
+        assert sorted(numbers(english)) == sorted(numbers(chinese))
+        words = re.sub(r"`[^`]*`", "", chinese)
+        assert not re.search(r"[a-z]{2,} [a-z]{2,} [a-z]{2,} [a-z]{2,}", words), chinese
+    assert {f"## {titles[0]}" for titles in page.GROUPS.values()} <= set(en.splitlines())
+    assert {f"## {titles[2]}" for titles in page.GROUPS.values()} <= set(zh.splitlines())
