@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from page import GROUPS, page
+from page import GROUPS, short, write
 from scoreboard import Row, one_thread
 
 import course_lib
@@ -31,7 +31,8 @@ import course_lib
 
 def line(row: Row) -> str:
     """Return a row as a line of text."""
-    ratio = "" if row.ratio is None else f"{row.ratio:8.2f} ({row.low:.2f} to {row.high:.2f})"
+    numbers = [short(each) for each in (row.ratio, row.low, row.high) if each is not None]
+    ratio = "{:>8} ({} to {})".format(*numbers) if numbers else ""
     sizes = [f"{size:,}" if size is not None else "" for size in (row.course_bytes, row.peer_bytes)]
     return f"{row.peer:28}{ratio:26}{sizes[0]:>16}{sizes[1]:>16}  {row.note}".rstrip()
 
@@ -86,8 +87,7 @@ def main() -> None:
     about = facts() | {"rounds": str(given.rounds)}
     given.output.write_text(json.dumps(about | {"groups": stored}, indent=1) + "\n")
     if given.page:
-        for language, name in (("en", "scoreboard.md"), ("zh", "scoreboard.zh.md")):
-            (given.page / name).write_text(page(found, about, language), encoding="utf-8")
+        write(found, about, given.page)
 
 
 if __name__ == "__main__":

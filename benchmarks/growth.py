@@ -88,4 +88,5 @@ def rows(rounds: int) -> Iterator[Row]:
         x, y = [math.log(size) for size in sizes], [math.log(taken) for taken in times]
         slope = statistics.linear_regression(x, y).slope
         each = ", ".join(f"{n:,}: {1e3 * t:.1f} ms" for n, t in zip(sizes, times, strict=True))
-        yield Row(what, "", note=f"exponent {slope:.2f}, expected {expected} ({each})")
+        note = f"exponent {slope:.2f}, expected {expected} ({each})"
+        yield Row(what, "", note=note, points=tuple(zip(sizes, times, strict=True)))

@@ -65,5 +65,5 @@ def rows(rounds: int) -> Iterator[Row]:
         "torch.profiler": found.entry_bytes + allocator_peak(under_modes, torch.device("cpu")),
     }
     arms["no tool"] = under(nullcontext)
-    notes = {"torch.profiler": "its bytes are the allocator's own peak, read from its events"}
+    notes = {"torch.profiler": "it records in C++ and assigns no category or FLOPs"}
     yield from compare(WORK, arms, rounds, bytes_of=peaks, notes=notes)

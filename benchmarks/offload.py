@@ -55,5 +55,6 @@ def rows(rounds: int) -> Iterator[Row]:
     arms = {name: partial(step, net, x, context) for name, context in contexts.items()}
     peaks = {name: peak(arm) for name, arm in arms.items()}
     notes = {"save_on_cpu": "on a CPU it copies into memory of the same kind, so it saves nothing"}
+    notes["synchronous file"] = "the course holds copies that are in flight"
     work = "activations of 16 linear layers to a file"
     yield from compare(work, arms, rounds, bytes_of=peaks, notes=notes)

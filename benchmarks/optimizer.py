@@ -1,7 +1,4 @@
-"""An AdamW whose state is on the host beside PyTorch's own: time of its step on a CPU.
-
-The host is then other memory of the same kind: what is seen is the cost of bookkeeping and copies.
-"""
+"""An AdamW whose state is in a file beside PyTorch's own, whose state stays in memory."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +15,8 @@ MAKERS = {
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
 }
 
+NOTES = {"AdamW, fused": "the course reads and writes 101 MB each in three fifths of its time"}
+
 
 def step(make: Callable) -> Callable[[], object]:
     model = deep_mlp(12, 1024)
@@ -29,4 +28,6 @@ def step(make: Callable) -> Callable[[], object]:
 
 def rows(rounds: int) -> Iterator[Row]:
     arms = {name: step(make) for name, make in MAKERS.items()}
-    yield from compare("AdamW's step on 12.6 M parameters, state on the host", arms, rounds)
+    yield from compare(
+        "AdamW's step on 12.6 M parameters, state in a file", arms, rounds, notes=NOTES
+    )

@@ -1,4 +1,4 @@
-"""The pages docs/scoreboard.md and docs/scoreboard.zh.md, written from the rows of a run."""
+"""The pages docs/scoreboard.md and docs/scoreboard.zh.md, and their figures, from a run's rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from figure import draw
 from scoreboard import Row
 
 TEXTS = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
@@ -16,17 +17,20 @@ HEADS = {
     "zh": ("做什么", "对比对象", "时间，本课程 / 对方", "字节，本课程", "字节，对方", "说明"),
 }
 ABOUT = {
-    "en": "# Scoreboard\n\n{other}\n\nEach technique of the library beside the tool that you would"
-    " otherwise use, on the same work. `make bench` measures all of it and prints the same table.\n\n"
-    "The calls take turns in one run. The time is the median of the course divided by the median"
-    " of the peer: below 1, the course is faster. In parentheses are the quartiles of the ratio over"
-    " the rounds. Bytes are exact. Measured on {date}: {machine}, Python {python}, torch {torch},"
-    " one thread, {rounds} rounds.\n",
+    "en": "# Scoreboard\n\n{other}\n\n"
+    "This page compares each technique of the library with the tool that you would otherwise use,"
+    " on the same work. `make bench` measures everything again and prints the same table.\n\n"
+    "The calls take turns in one run. The time is the course's median divided by the peer's, so the"
+    " course is faster where it is below 1. The quartiles of the ratio over the rounds are in"
+    " parentheses. Bytes are exact. Measured on {date}: {machine}, Python {python}, torch {torch},"
+    " one thread, {rounds} rounds.\n\n"
+    "![Ratios of time and bytes, group by group](scoreboard.svg)\n",
     "zh": "# 对比表\n\n{other}\n\n库里的每项技术，与您原本会用的工具做同样的工作，逐一对照。"
     "`make bench` 会测量全部项目，并打印同一张表。\n\n"
     "同一次运行中各方轮流执行。时间一栏是本课程的中位数除以对方的中位数：小于 1 表示本课程更快。"
     "括号里是各轮比值的四分位数。字节数是精确值。测量日期 {date}：{machine}，Python {python}，"
-    "torch {torch}，单线程，{rounds} 轮。\n",
+    "torch {torch}，单线程，{rounds} 轮。\n\n"
+    "![各组的时间比与字节比](scoreboard.zh.svg)\n",
 }
 OTHER = {"en": "[中文](scoreboard.zh.md)", "zh": "[English](scoreboard.md)"}
 
@@ -40,9 +44,14 @@ def in_chinese(text: str) -> str:
     return text
 
 
+def short(ratio: float) -> str:
+    """Return a ratio with two decimal places, or with one digit if it is small."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
+
+
 def cells(row: Row, language: str) -> list[str]:
     said = in_chinese if language == "zh" else str
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f} ({row.low:.2f}–{row.high:.2f})"
+    ratio = "" if row.ratio is None else f"{short(row.ratio)} ({short(row.low)}–{short(row.high)})"
     sizes = ["" if size is None else f"{size:,}" for size in (row.course_bytes, row.peer_bytes)]
     return [said(row.work), said(row.peer), ratio, *sizes, said(row.note)]
 
@@ -57,3 +66,13 @@ def page(found: Mapping[str, Sequence[Row]], about: Mapping[str, str], language:
         lines += [f"| {' | '.join(cells(row, language))} |" for row in rows]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def write(found: Mapping[str, Sequence[Row]], about: Mapping[str, str], folder: Path) -> None:
+    """Write both pages and their figures into the folder."""
+    for language, ending, place in (("en", "", 0), ("zh", ".zh", 2)):
+        text = page(found, about, language)
+        (folder / f"scoreboard{ending}.md").write_text(text, encoding="utf-8")
+        titles = {group: texts[place].replace("`", "") for group, texts in GROUPS.items()}
+        said = in_chinese if language == "zh" else str
+        draw(found, titles, said, language, folder / f"scoreboard{ending}.svg")

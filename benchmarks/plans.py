@@ -65,6 +65,6 @@ def rows(rounds: int) -> Iterator[Row]:
         found = {name: tried(plan, budget, plain.flops) for name, plan in PLANNERS.items()}
         ours, said = found.pop(COURSE)
         for peer, (peak, note) in found.items():
-            work = f"checkpoints for {budget:,} bytes ({share:.0%}); course {said}"
-            yield Row(work, peer, None, None, None, ours, peak, note)
+            work = f"checkpoints for {budget:,} bytes ({share:.0%})"
+            yield Row(work, peer, None, None, None, ours, peak, f"course {said}; peer {note}")
     logging.disable(logging.NOTSET)

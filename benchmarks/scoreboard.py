@@ -30,7 +30,8 @@ class Row:
         ratio: Median time of the course divided by that of the peer; None if there is none.
         low, high: Quartiles of the ratio over the rounds.
         course_bytes, peer_bytes: Peak bytes, predicted bytes or bytes sent; None if not measured.
-        note: What else is to be said, for example why a peer did not run.
+        note: What else is to be said, for example why a peer did not run or why it is faster.
+        points: Pairs of a size and the CPU seconds for it, in rows about growth.
     """
 
     work: str
@@ -41,6 +42,7 @@ class Row:
     course_bytes: int | None = None
     peer_bytes: int | None = None
     note: str = ""
+    points: tuple[tuple[int, float], ...] = ()
 
 
 def compare(
