@@ -1,5 +1,6 @@
 """`make bench`: its statistics, its rows, and the two pages that are written from them."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -58,6 +59,54 @@ def test_a_group_runs(board):
     rows = list(importlib.import_module("loss").rows(1))
     assert rows[0].peer == "F.cross_entropy" and rows[0].ratio > 0
     assert rows[0].course_bytes < rows[0].peer_bytes / 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_cases_find_no_difference_and_an_error_counts_as_one(board):
+    import importlib
+
+    fuzz = importlib.import_module("fuzz")
+    for check in fuzz.CHECKS[:-1]:  # test_budget_search.py has a grid of its own for `fit`
+        row = fuzz.tally(check, 1 if check.cases < 100 else 5)
+        assert "cases, 0 differences, at most " in row.note, row
+    wrong = fuzz.Check("a", "b", lambda draw: 1 / draw.choice([0]), 1)
+    assert "2 cases, 2 differences" in fuzz.tally(wrong, 2).note
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["checkpoint, not reentrant", "train_step"])
+def test_faults_lose_nothing(board, name):
+    import importlib
+
+    rows = list(importlib.import_module("faults").of_step(name, 1))
+    assert len(rows) >= 4 and all(row.note.endswith("; lost: nothing") for row in rows), rows
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_that_leaves_a_hook_and_half_a_gradient_is_noticed(board, monkeypatch):
+    import importlib
+
+    faults = importlib.import_module("faults")
+
+    def leaves(folder):
+        step = faults.STEPS["MemoryMeter"](folder)
+        call, weight = step.call, next(step.model.parameters())
+
+        def dirty():
+            try:
+                call()
+            except BaseException:
+                weight.grad = weight.detach().clone()
+                step.model.register_forward_hook(lambda *_: None)
+                raise
+
+        step.call = dirty
+        return step
+
+    monkeypatch.setitem(faults.STEPS, "dirty", leaves)
+    row = next(faults.of_step("dirty", 1))
+    assert "hooks (3 times)" in row.note and "gradients (3 times)" in row.note
 
 
 def numbers(text):

@@ -1484,6 +1484,21 @@ def test_a_forked_process_has_a_default_store_of_its_own():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_process_that_frees_a_reservation_leaves_the_file_as_it_is():
+    x = torch.arange(1000.0)
+    with DiskStore() as store:
+        reservation = store.put(x)
+        reservation.wait()
+        child = os.fork()
+        if child == 0:
+            reservation.free()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(reservation.get()(), x)
+
+
 # ---- the next batch
 
 

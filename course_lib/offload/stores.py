@@ -390,7 +390,8 @@ class DiskStore(Store):
             )
 
     def _free_range(self, start: int, nbytes: int) -> None:
-        if not nbytes or self._file.closed:
+        # A forked process shares the file, which its garbage collection must not truncate.
+        if not nbytes or self._file.closed or self._process != os.getpid():
             return
         # Free ranges are merged only at the end of the file. An optimizer's reservations keep their
         # sizes, so one list per size would be enough. Those of activations change with each new
