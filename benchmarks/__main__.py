@@ -1,5 +1,5 @@
-"""The scoreboard: each technique of the library beside the peer that an engineer would otherwise
-use, on the same work, in one run, in turns.
+"""The scoreboard: each technique of the library compared with the peer that an engineer would
+otherwise use, on the same work, in one run, in turns.
 
     python benchmarks                        # every group, about 5 minutes on two quiet cores
     python benchmarks memory offload         # only these groups
@@ -38,7 +38,7 @@ def line(row: Row) -> str:
 
 
 def measured(groups: list[str], rounds: int) -> dict[str, list[Row]]:
-    """Run the groups, print each row as soon as it is there, and return the rows by group."""
+    """Run the groups, print each row when it is measured, and return the rows by group."""
     found: dict[str, list[Row]] = {}
     for group in groups:
         found[group], work, start = [], None, time.perf_counter()

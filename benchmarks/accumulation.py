@@ -1,4 +1,4 @@
-"""`AccumulatedStep` beside a loop by hand and beside accelerate: time of a step of 8 micro-batches;
+"""`AccumulatedStep`, a loop by hand and accelerate compared: time of a step of 8 micro-batches;
 and the bytes that DDP sends with and without `no_sync`."""
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Flash attention in PyTorch operators beside the math kernel and the fused kernel: time of a
+"""Flash attention in PyTorch operators, the math kernel and the fused kernel: time of a
 forward and a backward pass, and peak bytes above inputs, output and gradients. Flex attention has
 no backward pass on a CPU."""
 

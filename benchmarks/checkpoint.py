@@ -1,4 +1,4 @@
-"""Checkpoints of the course beside those of `torch.utils.checkpoint`: time and peak of a step."""
+"""Checkpoints of the course and those of `torch.utils.checkpoint`: time and peak of a step."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

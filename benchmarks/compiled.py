@@ -1,6 +1,6 @@
-"""Under `torch.compile`: checkpoints of the course beside PyTorch's, and a selective checkpoint
-beside the compiler's own memory budget. The backend needs no C++ compiler, so that times are those
-of the operators as they are, not of generated kernels."""
+"""Under `torch.compile`: checkpoints of the course and PyTorch's, and a selective checkpoint
+and the compiler's own memory budget. The backend needs no C++ compiler, so no generated kernel
+is timed."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,6 +1,6 @@
-"""Predicted peaks of ten models beside the peaks of their steps, with AdamW in fp32: the course's
+"""Predicted peaks of ten models and the peaks of their steps, with AdamW in fp32: the course's
 estimate, `MemTracker`, torch-kitsune, accelerate, and the formula of DeepSpeed's estimator for
-ZeRO stage 0 (weights, gradients, state: 16 bytes a parameter in fp32)."""
+ZeRO stage 0 (weights, gradients, state: 16 bytes per parameter in fp32)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

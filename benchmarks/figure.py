@@ -84,6 +84,8 @@ def draw(
         if (kept := [r for r in rows if r.points or r.ratio is not None or bytes_ratio(r)])
         and group != "ranks"  # every ratio is 1
     }
+    if not shown:
+        return
     heights = [3.5 if rows[0].points else 0.7 + 0.27 * len(rows) for rows in shown.values()]
     options = {"svg.fonttype": "none", "svg.hashsalt": "scoreboard", "font.size": 9}
     with course_font(), plt.rc_context(options):

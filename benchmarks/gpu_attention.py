@@ -1,4 +1,4 @@
-"""Flash attention's Triton kernels beside the framework's kernels: TFLOP/s on a GPU.
+"""Flash attention's Triton kernels compared with the framework's kernels: TFLOP/s on a GPU.
 
     python benchmarks/gpu_attention.py --output figures.json   # also as JSON, after each row
     python benchmarks/gpu_attention.py --compile               # without a GPU: registers and shared
@@ -150,7 +150,7 @@ def gpu_milliseconds(functions: dict, rounds: int = 15) -> dict[str, float]:
 
 
 def blocks_in_use(launch) -> dict[str, str]:
-    """What the kernels were last launched with."""
+    """Return the options of the last launch of the kernels."""
     tuned = getattr(launch, "TUNED", {})
     return {
         kernel.__name__: str(getattr(each, "best_config", None)) for kernel, each in tuned.items()
@@ -198,7 +198,7 @@ def on_absent_gpu() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Times of the course's attention beside the framework's."
+        description="Times of the course's attention and the framework's."
     )
     parser.add_argument(
         "--output",
@@ -224,7 +224,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA GPU; --compile does not, and `make bench` is for a CPU")
     print(
-        f"course_lib.attention beside F.scaled_dot_product_attention, torch {torch.__version__}, in"
+        f"course_lib.attention and F.scaled_dot_product_attention, torch {torch.__version__}, in"
         " turns"
     )
     on_gpu(Results(options.output), options.seconds)

@@ -1,5 +1,5 @@
-"""What offload costs on a GPU, beside the plain step and `save_on_cpu`, and what the simulated
-device expects there.
+"""Costs of offload on a GPU, compared with the plain step, with `save_on_cpu` and with the
+expectation of the simulated device.
 
     python benchmarks/gpu_offload.py --output figures.json   # also as JSON, after each row
 
@@ -40,7 +40,7 @@ def medians(arms: dict) -> dict[str, float]:
 def activations(
     results: Results, depth: int, width: int, rows: int, arms: dict
 ) -> dict[str, float]:
-    """Seconds of a step under each context, printed beside the plain one's, and the peak of its
+    """Seconds of a step under each context, printed next to the plain one's, and the peak of its
     tensors."""
     net, x = deep_mlp(depth, width).to("cuda"), torch.randn(rows, width, device="cuda")
 
@@ -102,7 +102,7 @@ def activations_on_gpu(results: Results) -> None:
 
 
 def simulated_step(link: float, options: dict | None) -> tuple[float, int]:
-    """Seconds and peak bytes of the wide network's step, 256 times as narrow on a device as much
+    """Seconds and peak bytes of the wide network's step, 256 times narrower on a device that much
     slower."""
     k = WIDE[0] // 32
     rates = {"flops_per_second": 50e12 / k**3, "bytes_per_second": 4e12 / k**2}

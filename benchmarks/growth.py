@@ -1,4 +1,4 @@
-"""How the CPU time of a tool grows with its work: five sizes each, and the exponent beside the
+"""Growth of the CPU time of a tool with its work: five sizes each, and the exponent next to the
 expected one. The exponent is the slope of the line through log time over log size."""
 
 import math

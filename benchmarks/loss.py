@@ -1,4 +1,4 @@
-"""The loss in chunks beside `F.cross_entropy` over all logits at once: time and peak."""
+"""The loss in chunks and `F.cross_entropy` over all logits at once: time and peak."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""The meter beside PyTorch's `MemTracker` and its profiler: time of a measured step, and the peak
-that each of them reports beside the allocator's."""
+"""The meter, PyTorch's `MemTracker` and its profiler: time of a measured step, and the peak
+that each of them reports."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext

@@ -1,4 +1,4 @@
-"""Activations offloaded to a file beside `save_on_cpu` and a file that is written and read while
+"""Activations offloaded to a file, `save_on_cpu`, and a file that is written and read while
 nothing else happens."""
 
 import tempfile

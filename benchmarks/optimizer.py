@@ -1,4 +1,4 @@
-"""An AdamW whose state is in a file beside PyTorch's own, whose state stays in memory."""
+"""An AdamW whose state is in a file, and PyTorch's own, whose state stays in memory."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

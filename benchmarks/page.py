@@ -25,18 +25,23 @@ ABOUT = {
     " parentheses. Bytes are exact. Measured on {date}: {machine}, Python {python}, torch {torch},"
     " one thread, {rounds} rounds.\n\n"
     "![Ratios of time and bytes, group by group](scoreboard.svg)\n",
-    "zh": "# 对比表\n\n{other}\n\n库里的每项技术，与您原本会用的工具做同样的工作，逐一对照。"
+    "zh": "# 对比表\n\n{other}\n\n库里的每项技术，与你原本会用的工具做同样的工作，逐一对照。"
     "`make bench` 会测量全部项目，并打印同一张表。\n\n"
     "同一次运行中各方轮流执行。时间一栏是本课程的中位数除以对方的中位数：小于 1 表示本课程更快。"
     "括号里是各轮比值的四分位数。字节数是精确值。测量日期 {date}：{machine}，Python {python}，"
     "torch {torch}，单线程，{rounds} 轮。\n\n"
     "![各组的时间比与字节比](scoreboard.zh.svg)\n",
 }
-OTHER = {"en": "[中文](scoreboard.zh.md)", "zh": "[English](scoreboard.md)"}
+OTHER = {
+    "en": "**English** · [中文](scoreboard.zh.md)",
+    "zh": "[English](scoreboard.md) · **中文**",
+}
 
 
 def in_chinese(text: str) -> str:
     """Return a text of a row with its English phrases replaced."""
+    if text in TEXTS["phrases"]:
+        return TEXTS["phrases"][text]
     for pattern, replacement in TEXTS["patterns"].items():
         text = re.sub(pattern, replacement, text)
     for phrase in sorted(TEXTS["phrases"], key=len, reverse=True):

@@ -61,5 +61,5 @@ PREDICTORS = {
     "MemTracker": by_tracker,
     "torch-kitsune": by_kitsune,
     "accelerate": by_accelerate,
-    "16 bytes a parameter": by_formula,
+    "16 bytes per parameter": by_formula,
 }

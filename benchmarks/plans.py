@@ -40,7 +40,7 @@ PLANNERS = {
 
 
 def tried(planner: Callable, budget: int, plain_flops: int) -> tuple[int | None, str]:
-    """Return the peak of the planned step, and what is to be said of it."""
+    """Return the peak of the planned step, and a note on it."""
     start = time.perf_counter()
     try:
         model, step = planner(budget)

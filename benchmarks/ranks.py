@@ -1,4 +1,4 @@
-"""What a rank holds and takes, predicted beside measured, for each mode on 2 processes (gloo)."""
+"""Bytes of a rank, predicted and measured, for each mode on 2 processes (gloo)."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""Solvers of schedules: `optimal` beside a plain NumPy dynamic program over the same bytes (the
-recurrence of rotor, as the paper states it), and `binomial` beside `checkpoint-schedules`."""
+"""Solvers of schedules: `optimal` and a plain NumPy dynamic program over the same bytes (the
+recurrence of rotor, as the paper states it), and `binomial` and `checkpoint-schedules`."""
 
 import random
 from collections.abc import Iterator

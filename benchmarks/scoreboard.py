@@ -1,4 +1,4 @@
-"""What every benchmark shares: calls in turns, ratios of medians with their spread, and rows.
+"""The shared part of all benchmarks: calls in turns, ratios of medians with their spread, and rows.
 
 A row compares one technique of `course_lib` with one peer on the same work. Its ratio is the median
 time of the course's calls divided by the median time of the peer's. Its spread is the first and the
@@ -25,12 +25,12 @@ class Row:
     """One comparison.
 
     Attributes:
-        work: What both do, for example "a step of a decoder with 12 layers".
+        work: Work of both, for example "a step of a decoder with 12 layers".
         peer: Name of the peer.
         ratio: Median time of the course divided by that of the peer; None if there is none.
         low, high: Quartiles of the ratio over the rounds.
         course_bytes, peer_bytes: Peak bytes, predicted bytes or bytes sent; None if not measured.
-        note: What else is to be said, for example why a peer did not run or why it is faster.
+        note: Another remark, for example why a peer did not run or why it is faster.
         points: Pairs of a size and the CPU seconds for it, in rows about growth.
     """
 
@@ -56,7 +56,7 @@ def compare(
     """Yield a row for each peer of `arms`; the function named "course" is compared with it.
 
     Args:
-        work: What every function does.
+        work: Work of every function.
         arms: Name of the peer -> a function that does the work once.
         rounds: Number of calls of each function that count.
         bytes_of: Name -> bytes, for the rows.

@@ -110,7 +110,7 @@ def test_a_fault_that_leaves_a_hook_and_half_a_gradient_is_noticed(board, monkey
 
 
 def numbers(text):
-    return re.findall(r"\d[\d.,]*", text)
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
 
 
 def test_the_stored_pages_hold_the_same_figures_and_the_chinese_one_no_english_sentence(board):

@@ -1499,6 +1499,26 @@ def test_a_forked_process_that_frees_a_reservation_leaves_the_file_as_it_is():
         assert torch.equal(reservation.get()(), x)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_process_does_not_wait_for_a_copy_of_its_parent(monkeypatch):
+    may_write, write = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *given: (may_write.wait(), write(*given))[1])
+    with DiskStore() as store:
+        reservation = store.put(torch.arange(1000.0))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends a child that waits forever
+            try:
+                reservation.wait()
+            except ValueError as refused:
+                os._exit(7 if "forked" in str(refused) else 1)
+            finally:
+                os._exit(2)
+        may_write.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 # ---- the next batch
 
 

@@ -426,7 +426,13 @@ class DiskStore(Store):
         reservation.last = self._pool.submit(
             copy, reservation.place, reservation.nbytes, [data], reservation.last
         )
-        return reservation.last.result
+        copied = reservation.last
+
+        def finish() -> None:
+            self._check_process()  # a forked process has no thread that would finish the copy
+            copied.result()
+
+        return finish
 
     def _write(self, start: int, nbytes: int, data: list[Tensor], previous: Future | None) -> None:
         if previous is not None:
@@ -449,6 +455,9 @@ class DiskStore(Store):
     def check_open(self) -> None:
         if self._file.closed:
             raise ValueError("this DiskStore is closed; make a new one")
+        self._check_process()
+
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise ValueError(
                 "a DiskStore must be used in the process that made it, but this process was forked"
