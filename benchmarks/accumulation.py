@@ -67,5 +67,5 @@ def rows(rounds: int) -> Iterator[Row]:
         yield missing(WORK, "accelerate")
     yield from compare(WORK, arms, rounds)
     sent = on_ranks(on_a_rank, 8)
-    work = "bytes reduced per rank and step of 8 micro-batches, 2 ranks"
+    work = "bytes reduced per rank, 8 micro-batches"
     yield Row(work, "DDP without no_sync", None, None, None, sent["library"], sent["each"])

@@ -67,8 +67,12 @@ def rows(rounds: int) -> Iterator[Row]:
             for peer, f in PREDICTORS.items()
         }
         working = {peer: call for peer, call in calls.items() if runs(call)}
-        notes = {p: f"{found[p] / measured - 1:+.1%} of the measured peak" for p in working}
-        work = f"predict {name}; its step takes {measured:,} bytes, course {notes[COURSE]}"
+        errors = {peer: f"{found[peer] / measured - 1:+.1%}" for peer in working}
+        notes = {
+            peer: f"peer {error}, course {errors[COURSE]} of the measured {measured:,} bytes"
+            for peer, error in errors.items()
+        }
+        work = f"predict {name}"
         yield from compare(work, working, 1, bytes_of=found, notes=notes)
         for peer in calls.keys() - working.keys():
             yield Row(work, peer, note="cannot predict this model")

@@ -102,5 +102,5 @@ def draw(
             if label in HEADS[language]
         }
         figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=2)
-        figure.savefig(path, metadata=NO_DATE)
+        figure.savefig(path, metadata=NO_DATE, bbox_inches="tight", pad_inches=0.5)
         plt.close(figure)
