@@ -1508,7 +1508,7 @@ def test_a_forked_process_does_not_wait_for_a_copy_of_its_parent(monkeypatch):
         reservation = store.put(torch.arange(1000.0))
         child = os.fork()
         if child == 0:
-            signal.alarm(20)  # ends a child that waits forever
+            signal.alarm(HANGS_SECONDS)  # ends a child that waits forever
             try:
                 reservation.wait()
             except ValueError as refused:

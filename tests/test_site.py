@@ -173,7 +173,8 @@ BLOCKS = [
 ]
 ENGLISH = re.compile(r"[A-Za-z][a-z'’]+(?:[ ,]+[A-Za-z][a-z'’]*){2}")
 HAN_CHARACTER = re.compile(HAN)
-CITED = re.compile(r"\w+ et al\. \d{4}，arXiv:[\d.]+")  # a paper is named so in both languages
+# A paper, and a warning that a library prints, are the same in both languages.
+CITED = re.compile(r"\w+ et al\. \d{4}，arXiv:[\d.]+|\w+Warning: .*")
 
 
 def english_in(page, names=()):

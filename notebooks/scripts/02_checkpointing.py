@@ -641,7 +641,7 @@ lesson_02.check_in_chunks(in_chunks)
 #
 # </div>
 
-# %% slide="result"
+# %%
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts
 
 

@@ -92,7 +92,7 @@ from course_lib.teaching import predictions, table
 # </div>
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 def make_stages(**changes):  # embedding, attention and feed-forward of each layer, head with loss
     sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence": 128}
     decoder, tokens = Decoder(**{**sizes, **changes}), random_tokens(8, 128, 2048)
@@ -231,7 +231,7 @@ print(f"A = {kept / 1e6:.1f} MB, B = {its_input / 1e6:.1f} MB, 2A/B = {2 * kept 
 # </div>
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 def gradients(run, layers, how, x):
     layers.zero_grad()
     output = run(layers, how, x)
@@ -435,7 +435,7 @@ for name, cuts in arms.items():
     rows.append((name, predicted_peak(cuts) // B, round(peak / B, 1), round(flops / once, 3)))
 table(["cut", "predicted (units of B)", "measured (units of B)", "FLOPs (× baseline)"], rows)
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapered")})
 
 # %% [markdown]
@@ -590,7 +590,6 @@ if not lesson_03.check_recurrence.accepted:
         later = fastest(stages[e:], room - stages[e - 1].output_bytes)
         return ahead + later + fastest(stages[:e], room)
 
-    @cache
     def fastest(stages, room):
         if not stages:
             return 0
@@ -882,7 +881,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def predicted_for(depth, k):
     return predicted_peak(framework_cuts(depth, k))
 
@@ -894,7 +893,7 @@ for depth, ks in tried.items():
     sweeps[depth] = peaks
 lesson_03.draw_sweeps(sweeps, predicted_for)
 
-# %%
+# %% jupyter={"source_hidden": true}
 rows = []
 for depth in (16, 36, 50, 64):
     cuttings = {"√L": balanced(depth, round(depth**0.5)), "tapered": tapered(depth)}
@@ -917,6 +916,8 @@ table(["L", "cut", "segments k", "predicted (units of B)", "measured (units of B
 # </div>
 
 # %%
+from course_lib.schedule import frontier, optimal
+
 links = Chain.uniform(100, saved_bytes=2)  # in units of B
 min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
 
@@ -992,6 +993,12 @@ lesson_03.check_gives_up_early(actions)
 
 # %%
 from course_lib.schedule import Schedule
+from course_lib.schedule import ScheduledSequential as Scheduled
+
+
+def scheduled(layers, schedule, x):
+    return Scheduled(layers, schedule)(x)
+
 
 early, layers5 = Schedule(actions), hundred[:5]
 plain5 = gradients(in_segments, layers5, [0, 5], x)
@@ -1053,6 +1060,7 @@ all(map(torch.equal, gradients(in_segments, hundred, [0, 100], x), mine))
 # </div>
 
 # %%
+cost_of = partial(lesson_03.cost_of, make_stages)
 quarter = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 4)
 promised = simulate(quarter, chain).peak_bytes
 rows = [("a quarter", promised, cost_of(scheduled, quarter)[0])]
@@ -1265,8 +1273,7 @@ modes = {
 }
 for name, option in modes.items():
     chain6.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it does warn that no input needs a gradient
+    with warnings.catch_warnings(action="ignore"):  # "no input needs a gradient"
         checkpoint_sequential(chain6, 3, x, **option).sum().backward()
     trained = sum(linear.weight.grad is not None for linear in linears)
     rows.append((name, f"{trained} / 6"))
@@ -1297,7 +1304,7 @@ for start in (0, 4, 8):
 first16[12:](value).sum().backward()
 trained = sum(layer[0].weight.grad is not None for layer in first16)
 
-# %%
+# %% jupyter={"source_hidden": true}
 _, flops = lesson_03.peak_and_flops(in_segments, hundred, tapered(100))
 doubled = f"{flops / once:.2f} ×"
 lesson_03.older_claims(f"{saving:.0%}", f"{extra:.0%}", doubled, f"{trained} / 16")

@@ -776,7 +776,7 @@ what_you_may_have_read("08", *figures)
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 rank = symbolic_four["fsdp"]
 ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 
