@@ -170,7 +170,7 @@ lesson_08.check_held(held)
 #
 # Below, `launch` runs this command and reads what the ranks print about the second step.
 #
-# **Guess first.** One device with 4 sequences peaks at the start of the backward pass, with 82.5 MB of weights and Adam's state, 97.6 MB of everything else and not one gradient: 180.1 MB. What is the peak of a DDP rank with 4 sequences? And of an FSDP2 rank, which holds 41.3 MB less of weights and state?
+# **Guess first.** One device with 4 sequences peaks at the start of the backward pass, with 82.5 MB of weights and Adam's state, 97.6 MB of everything else and not one gradient: 180.1 MB. What is the peak of a DDP rank with 4 sequences, and of an FSDP2 rank, which holds 41.3 MB less weights and state?
 #
 # </div>
 # <div lang="zh">
@@ -357,12 +357,12 @@ lesson_08.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# Your step sends two numbers per weight, as DDP does. PyTorch's `ZeroRedundancyOptimizer` needs three: DDP has already reduced all gradients on all ranks, and then it broadcasts each updated tensor.
+# Your step sends two numbers per weight, as DDP does. PyTorch's `ZeroRedundancyOptimizer` sends three, because DDP first all-reduces all gradients, and the optimizer then broadcasts each updated tensor.
 #
 # </div>
 # <div lang="zh">
 #
-# 你写的这一步，每个权重发送两个数，与 DDP 一样多。PyTorch 的 `ZeroRedundancyOptimizer` 要发送三个数，因为 DDP 先把全部梯度归约到了每个进程上，然后它还要把更新好的张量逐个广播出去。
+# 你写的这一步，每个权重发送两个数，与 DDP 一样多。PyTorch 的 `ZeroRedundancyOptimizer` 要发送三个数，因为 DDP 先对全部梯度做 all-reduce，然后优化器还要把更新好的张量逐个广播出去。
 #
 # </div>
 
@@ -380,7 +380,7 @@ lesson_08.check_sharded_step(sharded_step)
 #
 # 在 ZeRO 3 中，一层只持有权重的一个分片，用之前收集完整的权重，用完就释放。`F.linear(x, wire.all_gather(shard))` 的输出是对的，却什么也没有释放，因为反向传播要用到权重（第 01 课），autograd 会把它完整地保存下来。解决办法与第 02 课相同，只保存小的，其余的再取一次。
 #
-# **练习 3。** 站在一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一片。`forward` 返回 $x W^\top$；`backward` 返回 `x` 和 `shard` 的梯度，线路的位置返回 `None`。在前向与反向之间，权重只能有自己的分片留在内存里。
+# **练习 3。** 站在一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一片。`forward` 返回 $x W^\top$；`backward` 返回 `x` 和 `shard` 的梯度，最后一个参数的位置返回 `None`。在前向与反向之间，内存里只能留下本进程的那个权重分片。
 #
 # </div>
 
@@ -430,7 +430,7 @@ lesson_08.check_gathered_linear(GatheredLinear)
 #
 # The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor twice, every other collective once. In fp32, DDP's volume is $8\Psi$ bytes.
 #
-# **Exercise 4.** Type the volume of FSDP2.
+# **Exercise 4.** Write FSDP2's volume as a formula.
 #
 # </div>
 # <div lang="zh">
@@ -473,7 +473,7 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** On two ranks FSDP2's volume is 80.3 MB per rank.\n\nHow many bytes really leave a rank?", "zh": "**先猜**：两个进程时，FSDP2 的通信量是每个进程 80.3 MB。\n\n真正从一个进程发出去的有多少？"}
 # <div lang="en">
 #
-# Your formula counts the calls. How many bytes leave a rank is another question. The table answers it for two ranks and, in its last rows, for one tensor of 4 MB.
+# Your formula counts bytes given to collectives. How many bytes leave a rank is another question. The table answers it for two ranks, and its last rows for one tensor of 4 MB.
 #
 # - *Communicated* is the volume.
 # - *In a ring* is $(N-1)/N$ of it, which is what ranks in a ring send.
@@ -482,7 +482,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 你的公式统计的是调用。真正从一个进程发出去的有多少字节，是另一个问题。下表给出两个进程时的答案，最后几行是对一个 4 MB 的张量做一次集合通信。
+# 你的公式统计的是交给集合通信的字节数。真正从一个进程发出去的有多少字节，是另一个问题。下表给出两个进程时的答案，最后几行是对一个 4 MB 的张量做一次集合通信。
 #
 # - “通信量”就是上面所说的通信量。
 # - “按环算法应发送”是通信量的 $(N-1)/N$，即各进程连成环时发送的字节数。
@@ -523,7 +523,7 @@ table(["2 ranks", *columns], rows)
 # </div>
 # <div lang="zh">
 #
-# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，这一步最小只能缩减到一条序列，每层都加检查点。带预算的计量器会在第一个超出预算的算子处报错。
+# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，这一步最省内存的形式是只算一条序列，并给每层加检查点。带预算的计量器会在第一个超出预算的算子处报错。
 #
 # </div>
 
@@ -542,7 +542,7 @@ except MemoryBudgetExceeded as stopped:
 # %% [markdown]
 # <div lang="en">
 #
-# Forward and backward pass fit. Then Adam creates its state and the memory runs out. Weights, gradients and state take 110.0 MB, whatever the batch.
+# The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB, whatever the batch.
 #
 # Now four ranks take two sequences each, in four modes. Three of them are new. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-bf16` gathers and computes in bf16. `fsdp-checkpoint` puts a checkpoint around each layer, and it runs under a budget of 48 MB **on every rank**.
 #
@@ -693,7 +693,7 @@ lesson_08.compare_splits(seventy, link)
 #
 # **HSDP** shards within a machine, whose links are some nine times as fast, and replicates between machines. It communicates little between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
 #
-# The last row fits, and computation hides it. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. So each GPU still computes for 2.0 s, but gathers only its eighth of the weights between machines. It holds 16.2 of its 80 GB, and the rest is free for activations. (Tensor parallelism also communicates within the machine, which the table does not count.)
+# The last row fits, and computation hides its communication. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU still computes for 2.0 s, but gathers only its eighth of the weights between machines. It holds 16.2 of its 80 GB, and the rest is free for activations. (Tensor parallelism also communicates within the machine, which the table does not count.)
 #
 # </div>
 # <div lang="zh">
@@ -745,7 +745,7 @@ lesson_08.compare_splits(seventy, link)
 #
 # <div lang="en">
 #
-# Three statements, each with its source, tried on this step. The second one compares one device with one rank of four, with 2 sequences each. The third one is tried with DDP on a single rank.
+# We test three statements, with their sources, on this step. The second one compares one device with one rank of four, with 2 sequences each. The third one is tested with DDP on a single rank.
 #
 # </div>
 # <div lang="zh">
@@ -772,7 +772,7 @@ what_you_may_have_read("08", *figures)
 # </div>
 # <div lang="zh">
 #
-# 本课的这一行是用 FSDP2 时四个进程中的一个，它处理批次的四分之一，FLOPs 也是四分之一。通信量记在“移动的字节”一栏。
+# 本课的这一行记录的是四个进程用 FSDP2 训练时其中的一个进程，它处理批次的四分之一，FLOPs 也是四分之一。通信量记在“移动的字节”一栏。
 #
 # </div>
 
@@ -846,7 +846,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # </div>
 # <div lang="zh">
 #
-# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，注意力也不例外。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
+# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，连注意力也按序列分摊。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
 #
 # </div>
 
@@ -901,7 +901,7 @@ tensor = launch(2, script="course_lib.distributed.tensor_parallel")
 # </div>
 # <div lang="zh">
 #
-# 损失和梯度都与单个进程相等。持有的字节数和通信量由公式预测，峰值由一个符号进程预测：
+# 损失和梯度都与单个进程相等。持有的字节数和通信量由公式预测，峰值则用符号张量运行其中一个进程来预测：
 #
 # </div>
 
@@ -918,7 +918,7 @@ predictions(lesson_08.tensor_rows(task, tensor), unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 每个进程的峰值从 277.7 MB 降到 172.8 MB，加上序列并行是 163.8 MB。每层有四次 $s b h$ 个数的 all-reduce，或者同样多对的 reduce-scatter 和 all-gather。
+# 每个进程的峰值从 277.7 MB 降到 172.8 MB，加上序列并行是 163.8 MB。每层做四次 all-reduce，每次 $s b h$ 个数。用序列并行时，每次 all-reduce 换成一次 reduce-scatter 加一次 all-gather。
 #
 # 每层要为反向保存多少？第 01 课的公式是 $16 s b h + a s^2 b$ 个数。按 Korthikanti et al.（2022）的说法，除了归一化层的 $4 s b h$，张量并行分摊其余全部，序列并行则连这部分也分摊：
 #
@@ -964,7 +964,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # | offload to the host | `CPUOffloadPolicy()` | `offload_optimizer`, `offload_param` |
 # | clip | `clip_grad_norm_` | `gradient_clipping`* |
 #
-# FSDP2 cuts as `torch.chunk` does. Three ranks get 683, 683 and 682 of 2048 rows, padded to equal storages.
+# FSDP2 splits weights like `torch.chunk`. Three ranks get 683, 683 and 682 of 2048 rows, padded to equal storages.
 #
 # </div>
 # <div lang="zh">
@@ -1112,7 +1112,7 @@ table(columns, [("FSDP2", *fsdp), ("HSDP", *hsdp)])
 # %% [markdown]
 # <div lang="en">
 #
-# HSDP communicates 27.5 MB more, an all-reduce of half of the gradients. Only this goes between the machines. In a recorded run on four real gloo ranks, a rank sends 67.8 MB over the wire instead of FSDP2's 81.0 MB.
+# HSDP communicates 27.5 MB more, because it all-reduces half of the gradients. Only this all-reduce goes between machines. In a recorded run on four real gloo ranks, a rank sends 67.8 MB over the wire instead of FSDP2's 81.0 MB.
 #
 # </div>
 # <div lang="zh">
@@ -1223,7 +1223,7 @@ follows({"losses": went_on}, losses[2:])
 #
 # <div lang="en">
 #
-# With one GPU per rank, the same command uses NCCL, and the mode `fsdp-cpu` is available. Only the peak differs. According to the code of PyTorch 2.13, **not measured**, gathers start early. Two flat buffers of gathered blocks and the gradients of one block may be live besides the current block, here three times 3.2 MB. NCCL also has buffers that are in no tensor.
+# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak differs from the CPU's. According to PyTorch 2.13's code (**not measured**), gathers start early. Two flat buffers of gathered blocks and the gradients of one block may be live besides the current block, here three times 3.2 MB. NCCL also has buffers that are in no tensor.
 #
 # </div>
 # <div lang="zh">

@@ -169,7 +169,7 @@ lesson_09.check_loss_sum(loss_sum)
 # - 最后一层之后还有一个归一化。
 # - 嵌入和输出头可能是同一个矩阵。
 #
-# 检查时也会换上更大的配置。
+# 检查你的答案时，还会用更大的配置再试。
 #
 # </div>
 
@@ -275,7 +275,7 @@ lesson_09.draw_techniques(found, BUDGET)
 #
 # 占得最多的是 Adam 的状态，249 MB，所以卸载它省得最多。人人都知道的检查点只省 92 MB。单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放它们才有用。
 #
-# 这与第 07 课的结论一致，而模型是另一个：先看峰值里什么最多，再选技术。三种技术各管一部分，把这一步降到 171.6 MB。
+# 第 07 课用另一个模型，也得到了同样的结论：先看峰值里什么最多，再选技术。三种技术各管一部分，把这一步降到 171.6 MB。
 #
 # </div>
 
@@ -318,7 +318,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 #
 # With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The plain step divides the gradients at the end, and the step with updates in backward divides the loss beforehand. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
 #
-# The remaining difference is less than a two-thousandth of the update. On this CPU, both train the same. Here are the losses of the second row, one drawn over the other:
+# The remaining difference is less than a two-thousandth of the update. On this CPU, both versions train equally well. Here are the losses of the second row, drawn over each other:
 #
 # </div>
 # <div lang="zh">
@@ -376,7 +376,7 @@ predicted = estimate(make_model, make_batch, recipe).peak_bytes
 taken = run(make_model, make_batch, recipe, budget_bytes=BUDGET)
 predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三种技术里，还能省掉什么？"}
+# %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
 # Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, and so does the state, so each gradient must be released as soon as it has been used, and the state must be offloaded. That leaves the activations. With all three techniques, 28 of the 200 MB are still unused. **Guess first:** what can still be left out?
@@ -384,7 +384,7 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 哪个配方最便宜？有两种技术非用不可，因为权重加全部梯度是 249 MB，状态也是 249 MB。所以每个梯度用完就要释放，状态必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：还能省掉什么？
+# 哪个配方最便宜？有两种技术非用不可，因为权重加全部梯度是 249 MB，状态也是 249 MB。所以每个梯度用完就要释放，状态必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：还有什么可以不用？
 #
 # </div>
 
@@ -402,7 +402,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False)
 # </div>
 # <div lang="zh">
 #
-# 十一个检查点里，还能省掉两个。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs，而不是 0.123 TFLOPs。
+# 十一个检查点里，有两个可以不用。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs，而不是 0.123 TFLOPs。
 #
 # 第二个配方按调度来选择保留什么（第 03 课）。最后一个就是练习 3 的答案，FLOPs 不比基线多，搬运的字节却是其他几个的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
 #
@@ -501,7 +501,7 @@ lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
 # </div>
 # <div lang="zh">
 #
-# LoRA 要 343.4 MB，超过一半。冻结的权重不再有梯度和优化器状态，但权重本身还在，激活值也还有 199.5 MB：反向要到达第一层的适配器，仍然得经过每一层。所以下一种技术该用检查点，用上就降到 170.1 MB。卸载状态的话，只能省 6.4 MB。
+# LoRA 的一步要 343.4 MB，超过训练整个模型时的一半。冻结的权重不再有梯度和优化器状态，但权重本身还在，激活值也还有 199.5 MB：反向要到达第一层的适配器，仍然得经过每一层。所以接下来该用检查点，用了之后，这一步降到 170.1 MB。卸载状态的话，只能省 6.4 MB。
 #
 # </div>
 
@@ -510,7 +510,7 @@ lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
 #
 # <div lang="en">
 #
-# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, together with the host's memory? On one of 24 GB? In a shell it is one line:
+# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, or of 24 GB, together with the host's memory? In a shell it is one line:
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -555,7 +555,7 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，在反向中更新 | 22.4 | 24.4 | 85.1 |
 # | Mixtral 8x7B | H200，150.1 | 状态卸载，检查点，在反向中更新 | 98.7 | 102.9 | 186.8 |
 #
-# 装不装得下，要看**已预留**的显存，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。如果剩下的不到 5%，命令会再给出一种配方：输出头按 512 个 token 一小段来算，就剩 4.1 GB。表里的训练步没有在 GPU 上运行过。在一块 H200 上运行过 165 个较小的训练步，其中 153 个的张量与估计逐字节相等，分配器预留的最多比预测多 9%（`docs/gpus.md`）。要在自己的 GPU 上验证，就加上 `--device this --check`。
+# 装不装得下，要看**已预留**的显存，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。如果剩下的不到 5%，命令会再给出一种配方：输出头分小段计算，每段 512 个 token，这样还剩 4.1 GB。表里的训练步没有在 GPU 上运行过。在一块 H200 上运行过 165 个较小的训练步，其中 153 个的张量与估计逐字节相等，分配器预留的最多比预测多 9%（`docs/gpus.md`）。要在自己的 GPU 上验证，就加上 `--device this --check`。
 #
 # </div>
 
@@ -589,14 +589,14 @@ predictions([("Trainer", expected, peak)], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# It takes 517.2 MB. The Trainer's arguments have only one of the three techniques, checkpoints. `lines.recipe` is the recipe without the other two, so an estimate of it says in advance what to expect. The Trainer takes 8,204 bytes more, as much as one more batch (8,192 bytes) and three fp32 numbers.
+# The Trainer takes 517.2 MB. Its arguments have only one of the three techniques, checkpoints. `lines.recipe` is the recipe without the other two, so its estimate says in advance what to expect. The Trainer takes 8,204 bytes more than this estimate, as much as one more batch (8,192 bytes) and three fp32 numbers.
 #
 # For several GPUs, `as_fsdp2` writes the lines for PyTorch's FSDP2. A test of the course runs them, in one process on a CPU:
 #
 # </div>
 # <div lang="zh">
 #
-# 要 517.2 MB。三种技术里，Trainer 的参数只有检查点。`lines.recipe` 是去掉另外两种技术的配方，估计一下它，就能预先知道结果。Trainer 比估计多占 8,204 字节，相当于多一个批次（8,192 字节），再加三个 fp32 的数。
+# 要 517.2 MB。三种技术里，Trainer 的参数只支持检查点这一种。`lines.recipe` 是去掉另外两种技术的配方，估计一下它，就能预先知道结果。Trainer 比估计多占 8,204 字节，相当于多一个批次（8,192 字节），再加三个 fp32 的数。
 #
 # 有多块 GPU 时，`as_fsdp2` 会写出 PyTorch FSDP2 的代码。本课程有一项测试会运行这几行，用的是 CPU 上的一个进程：
 #
@@ -651,7 +651,7 @@ predictions([("cache", cache_bytes(lesson_09.LLAMA, *tokens.shape, 4), held)], u
 # </div>
 # <div lang="zh">
 #
-# 5.8 MB，而权重是 124.6 MB。对 bf16 的 Llama 3 8B，按公式每个 token 要 131,072 字节，一个 8192 个 token 的序列就是 1.07 GB。如果键值头是 32 个而不是 8 个，就要 4.29 GB。可见分组查询注意力（GQA）能缩小这个缓存。
+# 缓存占 5.8 MB，而权重占 124.6 MB。对 bf16 的 Llama 3 8B，按公式每个 token 要 131,072 字节，一个 8192 个 token 的序列就是 1.07 GB。如果键值头是 32 个而不是 8 个，就要 4.29 GB。可见分组查询注意力（GQA）能缩小这个缓存。
 #
 # </div>
 
@@ -668,7 +668,7 @@ what_you_may_have_read("09", *figures)
 #
 # <div lang="en">
 #
-# Replace the three fill-ins by your own: a model that you train or want to train, its batch and its loss. Run the lesson again, and hand in this sheet. It gives 20 points: the prediction equals the measurement, or the difference is explained (6); each technique is chosen by what fills the peak (6); prices are named (4); equal losses or weights are shown (2); one wrong guess is reported (2).
+# Replace the three fill-ins by your own: a model that you train or want to train, its batch and loss. Run the lesson again, and hand in this sheet. It gives 20 points: the prediction equals the measurement, or the difference is explained (6); each technique is chosen by what fills the peak (6); its cost is stated (4); equal losses or weights are shown (2); one wrong guess is reported (2).
 #
 # | | yours |
 # |---|---|
@@ -829,7 +829,7 @@ lesson_09.other_architectures()
 #
 # <div lang="en">
 #
-# Steps in backward saved nothing in 9.3. With Llama 3 8B, here 8 of its 32 layers, they can even cost, if Adam updates one parameter at a time, as on a CPU. A GPU updates all at once by default:
+# Steps in backward saved nothing in 9.3. With Llama 3 8B (8 of its 32 layers), they even raise the peak if Adam updates one parameter at a time, as on a CPU. GPUs update all parameters at once by default:
 #
 # </div>
 # <div lang="zh">
@@ -844,7 +844,7 @@ lesson_09.update_in_backward()
 # %% [markdown]
 # <div lang="en">
 #
-# The head's gradient comes first, and its update needs two fp32 temporaries of 2.1 GB while nearly all activations are live. With `foreach`, one is enough, and the peak stays at the loss.
+# The head's gradient comes first, and its update needs two fp32 temporaries of 2.1 GB while nearly all activations are live. With `foreach`, one temporary suffices, and the peak stays at the loss.
 #
 # </div>
 # <div lang="zh">
