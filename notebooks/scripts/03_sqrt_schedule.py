@@ -1267,10 +1267,8 @@ chain6 = hundred[:6]
 linears = [layer[0] for layer in chain6]
 same = torch.allclose(framework(linears, 3, x), chain6(x))
 rows = [("a list of the Linears: is the output the same?", f"`{same}`")]
-modes = {
-    "reentrant: Linears that get gradients": {"use_reentrant": True},
-    "`use_reentrant` left out: Linears that get gradients": {},
-}
+modes = {"reentrant: Linears that get gradients": {"use_reentrant": True}}
+modes["`use_reentrant` left out: Linears that get gradients"] = {}
 for name, option in modes.items():
     chain6.zero_grad()
     with warnings.catch_warnings(action="ignore"):  # "no input needs a gradient"

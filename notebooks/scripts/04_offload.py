@@ -388,7 +388,7 @@ lesson_04.check_offloading(offloading)
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。课程库会留下最后 $p + 1$ 份存储区，因为反向最先用到它们；太小的存储区它也不搬（4.17 节）。
+# 看省了多少内存之前，先检查课程解码器的梯度是否逐比特相等。在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。课程库会留下最后 $p + 1$ 份存储区，因为反向最先用到它们；太小的存储区它也不搬（4.17 节）。
 #
 # </div>
 
@@ -596,7 +596,7 @@ lesson_04.check_waits((read, use, let_go))
 # %% [markdown]
 # <div lang="en">
 #
-# The first is the silent classic: `y.to("cpu", non_blocking=True)`, read at once. Nothing fails; the numbers are those that the memory had before. Here is what `late` makes of it, with the wait and without:
+# The first is the silent classic: `y.to("cpu", non_blocking=True)`, read at once. Nothing fails; the numbers are those that the memory had before. The next cell runs it in `late` mode, with the wait and without:
 #
 # </div>
 # <div lang="zh">
@@ -810,7 +810,7 @@ except RuntimeError as error:
 #
 # <div lang="en">
 #
-# Five sentences that people meet.
+# These are five common claims.
 #
 # </div>
 # <div lang="zh">
@@ -1279,12 +1279,12 @@ lesson_04.loops()
 #
 # <div lang="en">
 #
-# Four claims of the teaching documents that the course grew from. The first is the function of section 4.16.
+# These four claims come from the course's original teaching documents. The first describes section 4.16's function.
 #
 # </div>
 # <div lang="zh">
 #
-# 四条说法，来自课程最初所依据的教学文档。第一条就是 4.16 节的函数。
+# 四条说法，来自课程最初所依据的教学文档。第一条说的就是 4.16 节的函数。
 #
 # </div>
 

@@ -481,7 +481,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # <div lang="en">
 #
-# You have looked for a recipe by hand. A search does three things. It proposes recipes, it estimates each of them, and it sorts those that fit by time. The last part takes two lines. Apply it to the recipes of this lesson first:
+# You have looked for a recipe by hand. A search does three things. It proposes recipes, it estimates each of them, and it sorts those that fit by time. Sorting takes two lines. Apply it to the recipes of this lesson first:
 #
 # </div>
 # <div lang="zh">
@@ -503,7 +503,7 @@ searched
 #
 # The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes. It skips the others by three rules:
 #
-# - Skip a recipe if the tensors that exist before the first operator exceed the budget, or those of the optimizer step alone. Nothing done to activations helps then.
+# - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget. Nothing done to activations helps then.
 # - If a recipe fits, skip those that add another technique to it, because they cost more. The exception is offloaded activations: there, a checkpoint can save time because fewer bytes move.
 # - For checkpoints around the first $k$ layers: if $k=1$ already costs more than the best recipe so far, skip every larger $k$.
 #
@@ -958,7 +958,7 @@ lesson_07.what_fills(["1", "2"], halves)
 # </div>
 # <div lang="zh">
 #
-# 两个峰值都出现在反向快结束、正在求最后一个梯度的时候，也就是嵌入的梯度，21 MB。只用一个微批次时，内存里有其余的梯度，共 119 MB。用两个微批次时，第一个微批次的全部梯度都还在，共 140 MB，此外还要加上第二个微批次的嵌入梯度。只有当激活值占满峰值时，微批次才有用。
+# 两个峰值都出现在反向快结束、正在求最后一个梯度的时候，也就是嵌入的梯度，21 MB。只用一个微批次时，内存里还有其他参数的梯度，共 119 MB。用两个微批次时，第一个微批次的全部梯度都还在，共 140 MB，此外还要加上第二个微批次的嵌入梯度。只有当激活值占满峰值时，微批次才有用。
 #
 # </div>
 
@@ -1014,7 +1014,7 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 #
 # The smaller model trains on a device of 24 GB, with 79 GB of state on the host (12 bytes per parameter) and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, and 777 GB of state are on the host.
 #
-# That it fits does not make it sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor. A larger batch spreads the copies over more tokens. More devices share the bytes (lesson 08).
+# A recipe that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor. A larger batch spreads the copies over more tokens. More devices share the bytes (lesson 08).
 #
 # </div>
 # <div lang="zh">
