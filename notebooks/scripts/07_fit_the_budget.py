@@ -415,7 +415,7 @@ lesson_07.check_break_even(break_even)
 # %% slide="result"
 both = ({**checkpoints, **early, **offloaded}, {**early, **offloaded})
 pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
-table(["equally fast at (FLOPs per byte)"], [(round(break_even(*pair), 1),)])
+table(["equally fast at (FLOPs per byte)"], [(round(break_even(*pair) or 0, 1),)])
 
 # %% jupyter={"source_hidden": true} slide="result"
 lesson_07.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"])
@@ -1014,7 +1014,7 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 #
 # The smaller model trains on a device of 24 GB, with 79 GB of state on the host (12 bytes per parameter) and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, and 777 GB of state are on the host.
 #
-# A recipe that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor. A larger batch spreads the copies over more tokens. More devices share the bytes (lesson 08).
+# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor. A larger batch spreads the copies over more tokens. More devices share the bytes (lesson 08).
 #
 # </div>
 # <div lang="zh">

@@ -97,6 +97,9 @@ def measured_lines(
     """
     rows, first = [], cost_without_checkpoints()
     for line in lines:
+        if line == OWN_LOSS and in_chunks(llama(VOCABULARY), *llama_batch().values()) is None:
+            rows.append((f"`{line}`", "", "", ""))  # the exercise is not solved yet
+            continue
         model, loss = llama(VOCABULARY), in_chunks if line == OWN_LOSS else loss_of_model
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
