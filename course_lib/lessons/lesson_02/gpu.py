@@ -1,12 +1,22 @@
-"""The GPU experiment of lesson 02."""
+"""The GPU experiments of lesson 02."""
 
 import functools
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from course_lib.checkpoint import checkpoint
-from course_lib.teaching.experiments import TINY, Part, compared, decoder_and_tokens, experiment
+from course_lib.models import random_tokens
+from course_lib.teaching.experiments import (
+    TINY,
+    Part,
+    compared,
+    decoder_and_tokens,
+    experiment,
+    peaks,
+    seconds,
+)
 
 
 @experiment(
@@ -36,3 +46,94 @@ def checkpointed_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
 
     variants = {"plain": lambda: step(plain), "checkpointed": lambda: step(checkpointed)}
     yield from compared(device, variants, model=model)
+
+
+#: Operators whose results the selective checkpoint keeps: products, and attention on each device.
+_KEPT = (
+    "mm",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+@experiment(
+    title="The lines of 2.9 on a Llama in bf16: forward and backward",
+    sizes={
+        "vocabulary": 32000,
+        "hidden": 1024,
+        "heads": 16,
+        "layers": 12,
+        "sequence": 1024,
+        "batch": 4,
+    },
+    small=TINY,
+    variants={
+        "plain": "no checkpoint",
+        "enabled": "`activation_checkpointing_enable()`",
+        "older": "`activation_checkpointing_enable(older)`",
+        "selective": "`activation_checkpointing_enable(keep_mm)`",
+        "compiled": "`compile()`",
+        "compiled_half": "`compile()`, `activation_memory_budget = 0.5`",
+        "compiled_enabled": "`activation_checkpointing_enable()`, `compile()`",
+    },
+)
+def lines_of_a_script(
+    device: torch.device, *, batch: int, sequence: int, vocabulary: int, **sizes: int
+) -> Iterator[Part]:
+    """Measure lines of a training script; those with the compiler on a GPU alone.
+
+    The kernels of the compiler run no operators, so only the allocator sees their tensors.
+    """
+    tokens = random_tokens(batch, sequence - 1, vocabulary).to(device)
+    kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
+    selective = {
+        "use_reentrant": False,
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, kept),
+    }
+    checkpoints = {
+        "plain": None,
+        "enabled": {"use_reentrant": False},
+        "older": {"use_reentrant": True},
+    }
+    for variant, options in (checkpoints | {"selective": selective}).items():
+        step, model = _llama_step(device, tokens, options, vocabulary=vocabulary, **sizes)
+        yield {**peaks(variant, step, model=model), **seconds(device, {variant: step})}
+    if device.type != "cuda":
+        return
+    budgets = {
+        "compiled": (None, 1),
+        "compiled_half": (None, 0.5),
+        "compiled_enabled": ({"use_reentrant": False}, 1),
+    }
+    for variant, (options, budget) in budgets.items():
+        torch.compiler.reset()  # otherwise one model's compiled code could serve the next
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            step, model = _llama_step(device, tokens, options, vocabulary=vocabulary, **sizes)
+            model.compile()
+            found = peaks(variant, step, model=model) | seconds(device, {variant: step})
+        yield {name: value for name, value in found.items() if name != f"{variant}_peak_bytes"}
+
+
+def _llama_step(
+    device: torch.device, tokens: torch.Tensor, options: dict | None, **sizes: int
+) -> tuple[Callable[[], None], torch.nn.Module]:
+    """Return forward and backward of a new Llama, with `options` of its checkpoints, and it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=sizes["vocabulary"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["hidden"] * 11 // 4,
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["heads"] // 2,
+        num_hidden_layers=sizes["layers"],
+        use_cache=False,
+    )
+    with device:
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    if options:
+        enable = getattr(model, "activation_checkpointing_enable", None)  # the newer name
+        (enable or model.gradient_checkpointing_enable)(options)
+    return lambda: model(input_ids=tokens, labels=tokens).loss.backward(), model
