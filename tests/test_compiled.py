@@ -9,12 +9,14 @@ import torch.utils.checkpoint as reference
 from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._prims import rng_prims
 from torch.testing import assert_close
 
 import course_lib.checkpoint as ours
 from course_lib.budget import Recipe, build, train_step
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.memory import MemoryMeter
+from course_lib.memory import MemoryMeter, measure
+from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
 from course_lib.schedule import schedule_blocks, sqrt_segments
 
@@ -279,3 +281,23 @@ def test_scheduled_blocks_inside_a_full_graph_are_an_error_that_says_what_to_do(
             model(tokens)
         model.compile(backend=Backend())
         assert_close(model(tokens), plain)
+
+
+def test_a_compiled_checkpoint_that_repeats_a_mask_is_measured():
+    net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Dropout(), nn.Linear(16, 8, bias=False))
+    x, graphs = torch.randn(4, 8), Backend()
+    eager = partial(reference.checkpoint, net, x, use_reentrant=False)
+    compiled = torch.compile(lambda: eager(), backend=graphs)
+    found = measure(lambda: compiled().sum().backward(), model=net)
+    repeated = torch.ops.higher_order.run_with_rng_state
+    assert any(repeated in operators for operators in graphs.backward)
+    assert found.flops == measure(lambda: eager().sum().backward(), model=net).flops > 0
+
+
+@pytest.mark.parametrize("operator", ["run_and_save_rng_state", "run_with_rng_state"])
+def test_a_product_with_repeated_random_numbers_counts_as_many_flops_as_any(operator):
+    call, a, b = getattr(rng_prims, operator), torch.randn(3, 4), torch.randn(4, 5)
+    state = [torch.get_rng_state()] if operator == "run_with_rng_state" else []
+    with flop_counter() as counter, MemoryMeter() as meter:
+        call(*state, aten.mm.default, a, b)
+    assert counter.get_total_flops() == meter.flops == 2 * 3 * 4 * 5

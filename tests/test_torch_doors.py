@@ -455,6 +455,30 @@ def test_operators_are_of_two_kinds():
 
 
 @door(
+    "torch._prims.rng_prims.run_and_save_rng_state",
+    "torch._C.DispatchKey",
+    "torch._C.DispatchKey.BackendSelect",
+)
+def test_an_operator_repeats_random_numbers_by_a_kernel_that_calls_another_operator():
+    from torch._prims.rng_prims import run_and_save_rng_state as save
+
+    kernel = save.py_kernels[torch._C.DispatchKey.BackendSelect]
+    with seen_operators() as calls:
+        state, mask = kernel(torch.ops.aten.bernoulli.p, torch.ones(8), 0.5)
+    assert torch.ops.aten.bernoulli.p in [operator for operator, _ in calls]
+    torch.set_rng_state(state)
+    assert torch.equal(torch.bernoulli(torch.ones(8), 0.5), mask)
+
+
+@door("torch._functorch.config.patch")
+def test_the_compilers_settings_are_patched_for_a_block():
+    before = torch._functorch.config.activation_memory_budget
+    with torch._functorch.config.patch(activation_memory_budget=0.25):
+        assert torch._functorch.config.activation_memory_budget == 0.25
+    assert torch._functorch.config.activation_memory_budget == before == 1.0
+
+
+@door(
     "torch.ops.profiler._record_function_enter_new.default",
     "torch.ops.profiler._record_function_exit._RecordFunction",
 )

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
@@ -38,7 +40,15 @@ _QUERY_AT = {
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     """Return the FLOPs of one call of an operator; 0 if it has no formula."""
-    packet = getattr(func, "overloadpacket", None)  # higher-order operators have no formula
+    if isinstance(func, HigherOrderOperator):
+        inside = next((i for i, each in enumerate(args) if isinstance(each, OpOverload)), None)
+        if inside is None:
+            return 0
+        # compiled code calls an operator so to repeat its random numbers
+        result = result[1] if func is run_and_save_rng_state else result
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "rng_state"}
+        func, args = args[inside], args[inside + 1 :]
+    packet = getattr(func, "overloadpacket", None)
     kind = _COUNTED_AS.get(packet, packet)
     formula = flop_registry.get(kind)
     if formula is None:

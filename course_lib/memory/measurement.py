@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DispatchKey
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 from course_lib.labels import listed, text, verbatim
@@ -316,6 +317,15 @@ class _FlopCounter(FlopCounterMode):
 
 class _FlopMode(ObserverMode, _FlopCounterMode):
     """Mode of the counter, under which compiled functions run compiled."""
+
+    def _handle_higher_order_ops(self, func, types, args, kwargs):
+        result = super()._handle_higher_order_ops(func, types, args, kwargs)
+        # PyTorch's counter refuses the operators by which compiled code repeats random numbers.
+        kernel = func.py_kernels.get(DispatchKey.BackendSelect)
+        if result is not NotImplemented or kernel is None:
+            return result
+        with self:
+            return kernel(*args, **kwargs)
 
 
 class _NoModules(nullcontext):
