@@ -128,7 +128,9 @@ NO_CHAIN = [Recipe(offload_optimizer=1.0, **SMALL), Recipe("bf16", checkpoint="l
 
 def checkpointing(use_reentrant):
     model = LLAMA()
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    # transformers 5.17 has the older name alone
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": use_reentrant})
     return model.train()
 
 

@@ -62,10 +62,10 @@ _KEPT = (
     title="The lines of 2.9 on a Llama in bf16: forward and backward",
     sizes={
         "vocabulary": 32000,
-        "hidden": 1024,
+        "hidden": 2048,
         "heads": 16,
         "layers": 12,
-        "sequence": 1024,
+        "sequence": 2048,
         "batch": 4,
     },
     small=TINY,
@@ -134,6 +134,6 @@ def _llama_step(
     with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
     if options:
-        enable = getattr(model, "activation_checkpointing_enable", None)  # the newer name
-        (enable or model.gradient_checkpointing_enable)(options)
+        name = "activation_checkpointing_enable"  # older versions have the older name alone
+        getattr(model, name, model.gradient_checkpointing_enable)(options)
     return lambda: model(input_ids=tokens, labels=tokens).loss.backward(), model
