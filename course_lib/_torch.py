@@ -325,7 +325,6 @@ class RandomState:
         if devices is None:
             count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
             devices = [torch.device("cuda", index) for index in range(count)]
-        counted = counted and counted_kind() == "cpu"
         self.cpu = torch.get_rng_state() if counted else torch.default_generator.get_state()
         self.devices = {}
         for device in set(devices):

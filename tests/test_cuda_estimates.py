@@ -55,6 +55,21 @@ def test_an_estimate_equals_the_step_of_an_h200(case):
     assert_equal(case, RECORDED[case])
 
 
+@pytest.mark.parametrize(
+    ("case", "peak"),
+    [  # what an H200 took with transformers 5.17
+        ("own checkpoints: Recipe(attention='flash')", 497_072),
+        ("own checkpoints: Recipe(attention='flash', in_backward=True)", 438_828),
+        ("own reentrant checkpoints: Recipe(attention='flash')", 513_456),
+        ("own reentrant checkpoints: Recipe(attention='flash', in_backward=True)", 455_212),
+    ],
+)
+def test_checkpoints_of_a_model_keep_the_state_of_the_cpus_generator_on_the_host(case, peak):
+    make_model, make_batch, recipe = STEPS[case]
+    options = options_of(make_batch)
+    assert estimate(make_model, make_batch, recipe, kind="cuda", **options).peak_bytes == peak
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", STEPS)
 def test_an_estimate_equals_the_step_of_this_gpu(case):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from .._check import kind
-from .._torch import tensors_among, tensors_in
+from .._torch import counted_kind, tensors_among, tensors_in
 
 AccumulateGrad = torch._C._functions.AccumulateGrad
 
@@ -200,9 +200,13 @@ def storages_without_operators(
 
         return call
 
+    def made_on_host(storage: UntypedStorage) -> None:
+        if counted_kind() == "cpu":
+            made(storage)
+
     with ExitStack() as stack:
         told = (
-            (torch, "get_rng_state", made),
+            (torch, "get_rng_state", made_on_host),
             (UntypedStorage, "clone", made),
             (UntypedStorage, "resize_", resized),
         )
