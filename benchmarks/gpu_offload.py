@@ -3,9 +3,9 @@ expectation of the simulated device.
 
     python benchmarks/gpu_offload.py --output figures.json   # also as JSON, after each row
 
-`make gpu-bench` runs it. The calls take turns in one run. Two goals: where copies take half as long
-as the compute, at most 5% over the plain step; where they take as long, twice as fast as
-`save_on_cpu(pin_memory=True)`.
+`make gpu-bench` runs it. The calls take turns in one run. The goal is at most 5% over the plain
+step, both where copies take half as long as the compute and where they take as long. (On an H200
+`save_on_cpu(pin_memory=True)` takes 72% over the plain step in the second case.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from course_lib.models import deep_mlp
 from course_lib.offload import HostStore, OffloadedOptimizer, offload_activations
 from course_lib.simulated import SimulatedDevice
 
-ROUNDS, OVERHEAD_BAR, PEER_BAR = 15, 1.05, 2.0
+ROUNDS, OVERHEAD_BAR = 15, 1.05
 #: Networks on a GPU: (width, rows). Forward, a layer does 2 * rows * width^2 FLOPs and sends 8 *
 #: rows * width bytes down, in fp32. At 50 TFLOP/s and 50 GB/s, about those of an H200, both take
 #: as long where the width is 4,000.
@@ -86,19 +86,19 @@ def activations_on_gpu(results: Results) -> None:
         for n, m in product((1, 2, 3), repeat=2)
     }
     seconds = activations(results, 8, wide, rows // fewer, PLAIN | arms)
-    over = seconds["2 in flight, prefetch 2"] / seconds["plain"]
-    print(
-        f"over plain {over:.3f}, bar {OVERHEAD_BAR}: {'met' if over <= OVERHEAD_BAR else 'MISSED'}"
-    )
+    compare_with_goal(seconds["2 in flight, prefetch 2"] / seconds["plain"])
     arms = {
         "offload_activations": lambda net: offload_activations(store),
         "save_on_cpu": lambda net: save_on_cpu(pin_memory=True),
     }
     seconds = activations(results, 8, narrow, rows // fewer, PLAIN | arms)
-    peer = seconds["save_on_cpu"] / seconds["offload_activations"]
-    print(
-        f"save_on_cpu / ours {peer:.2f}, bar {PEER_BAR}: {'met' if peer >= PEER_BAR else 'MISSED'}"
-    )
+    compare_with_goal(seconds["offload_activations"] / seconds["plain"])
+
+
+def compare_with_goal(ratio: float) -> None:
+    """Print the seconds of a step relative to the plain one's, and whether they meet the goal."""
+    met = "met" if ratio <= OVERHEAD_BAR else "MISSED"
+    print(f"{ratio:.3f} of plain, at most {OVERHEAD_BAR} wanted: {met}")
 
 
 def simulated_step(link: float, options: dict | None) -> tuple[float, int]:
