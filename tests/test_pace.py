@@ -63,7 +63,7 @@ def stated_minutes(notebook):
     }
 
 
-def pace_problems(notebook, factor=1.0):
+def pace_problems(notebook, factor=NEWCOMER):
     """A lesson whose stated minutes are more than a tenth from what its cells take, or too many; an
     exercise without minutes."""
     stated, counted = stated_minutes(notebook), factor * sum(map(minutes_of, core(notebook)))
@@ -82,7 +82,7 @@ def pace_problems(notebook, factor=1.0):
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_lesson_states_the_minutes_that_its_cells_take(path):
-    assert pace_problems(load(path), NEWCOMER) == []
+    assert pace_problems(load(path)) == []
 
 
 def test_every_lesson_but_the_first_has_a_core():
@@ -103,11 +103,11 @@ def test_minutes_are_counted_by_the_rule():
     folded = new.new_code_cell("x\n" * 99, metadata={"jupyter": {"source_hidden": True}})
     depth = [new.new_markdown_cell("## In depth / 深入"), new.new_code_cell("x\n" * 99)]
     notebook = new.new_notebook(cells=[new.new_markdown_cell(prose), exercise, folded, *depth])
-    assert pace_problems(notebook) == []
-    assert pace_problems(notebook, 1.25) == ["states [6] minutes, its cells take 7.5"]
+    assert pace_problems(notebook, 1.0) == []
+    assert pace_problems(notebook) == ["states [6] minutes, its cells take 7.5"]
     exercise.metadata["minutes"] = 99
-    assert pace_problems(notebook)[1] == "takes 102.0 minutes, at most 100"
+    assert pace_problems(notebook, 1.0)[1] == "takes 102.0 minutes, at most 100"
     del exercise.metadata["minutes"]
-    assert pace_problems(notebook) == ["states [6] minutes, its cells take 3.0"]
+    assert pace_problems(notebook, 1.0) == ["states [6] minutes, its cells take 3.0"]
     exercise.source = "check_x(1)"
-    assert pace_problems(notebook)[0].startswith("an exercise needs `minutes`")
+    assert pace_problems(notebook, 1.0)[0].startswith("an exercise needs `minutes`")

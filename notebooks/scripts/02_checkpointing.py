@@ -1019,7 +1019,7 @@ from contextlib import nullcontext
 
 
 def run_twice(norm):
-    return nullcontext(), lesson_02.standing_still(norm)  # for the first run, for the second
+    return nullcontext(), lesson_02.statistics_unchanged(norm)  # for the first run, for the second
 
 
 norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()

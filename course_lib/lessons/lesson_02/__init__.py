@@ -25,7 +25,7 @@ from .display import (
     seconds_beside_flops,
 )
 from .gpu import checkpointed_decoder
-from .in_depth import attention_saving, repeats, standing_still, train
+from .in_depth import attention_saving, repeats, statistics_unchanged, train
 from .llama_checks import check_in_chunks
 from .modes import gaps, modes
 from .own_code import llama, measured_lines
@@ -61,6 +61,6 @@ __all__ = [
     "peak_with_checkpoint",
     "repeats",
     "seconds_beside_flops",
-    "standing_still",
+    "statistics_unchanged",
     "train",
 ]

@@ -123,7 +123,7 @@ def _after_a_step(
 
 
 @contextmanager
-def standing_still(norm: nn.BatchNorm1d) -> Iterator[None]:
+def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
     """Keep the running statistics of a BatchNorm unchanged during a recomputation."""
     momentum, tracked = norm.momentum, norm.num_batches_tracked.clone()
     norm.momentum = 0.0

@@ -60,10 +60,12 @@ def loss_of_model(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def cost_of(
     model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss_of_model
-) -> Cost:
-    """Measure forward and backward of `loss(model, tokens, labels)`."""
+) -> Cost | None:
+    """Measure forward and backward of `loss(model, tokens, labels)`; None if it returns None."""
     with MemoryMeter(model) as meter:
         value = loss(model, batch["input_ids"], batch["labels"])
+        if value is None:
+            return None
         value.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return Cost(meter.peak_bytes, meter.flops, float(value.detach()), gradients)
@@ -72,19 +74,19 @@ def cost_of(
 @cache
 def cost_without_checkpoints() -> Cost:
     """Return the costs of the small Llama on its batch, as it comes."""
-    return cost_of(llama(VOCABULARY), llama_batch())
+    return cost_of(llama(VOCABULARY), llama_batch())  # pyrefly: ignore[bad-return]
 
 
 def measured_lines(
     in_chunks: Callable[..., Tensor] | None = None,
-    lines: Sequence[str] = (*LINES, OWN_LOSS),
+    lines: Sequence[str] = LINES,
     **names: Any,
 ) -> Table:
     """Run each line on a new Llama, then forward and backward, and compare peaks and FLOPs.
 
     Args:
-        in_chunks: The reader's function of a model, tokens and labels that returns the loss. Only
-            the line `OWN_LOSS` calls it.
+        in_chunks: The reader's function of a model, tokens and labels that returns the loss. If it
+            is given, a last row shows its costs; the row is empty if the function returns None.
         lines: Lines that change `model`; the empty one is the model without a checkpoint.
         **names: Values of the names in the lines, apart from `model`.
 
@@ -96,16 +98,18 @@ def measured_lines(
         ValueError: A line changed a gradient by more than rounding.
     """
     rows, first = [], cost_without_checkpoints()
-    for line in lines:
-        if line == OWN_LOSS and in_chunks(llama(VOCABULARY), *llama_batch().values()) is None:
-            rows.append((f"`{line}`", "", "", ""))  # the exercise is not solved yet
-            continue
-        model, loss = llama(VOCABULARY), in_chunks if line == OWN_LOSS else loss_of_model
+    for line in lines if in_chunks is None else (*lines, OWN_LOSS):
+        model = llama(VOCABULARY)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if line != OWN_LOSS:
+            if line == OWN_LOSS:
+                cost = cost_of(model, llama_batch(), in_chunks)
+            else:
                 exec(line, {"model": model, **names})
-            cost = cost_of(model, llama_batch(), loss)
+                cost = cost_of(model, llama_batch())
+        if cost is None:
+            rows.append((f"`{line}`", "", "", ""))  # the exercise is not solved yet
+            continue
         if not equal_gradients(cost.gradients, first.gradients):
             raise ValueError(f"lines must leave the gradients equal up to rounding, got {line!r}")
         messages = (
