@@ -13,14 +13,14 @@
 #
 # Eight sequences at once peak at 277.7 MB. The step can also compute them one at a time and add up their gradients. Then its peak is lower, and it needs no more FLOPs. This is **gradient accumulation**, and each part of the batch is a **micro-batch**.
 #
-# Is it the same gradient? Late in 2024, Unsloth and Hugging Face wrote that the gradient of their trainers was a different one. And with bf16 parameters the gradient may be off even if the loop is right. Section 5.5 measures by how much.
+# Is it the same gradient? Late in 2024, Unsloth and Hugging Face wrote that their trainers did not give the whole batch's gradient. With bf16 parameters the gradient may be off even if the loop is right. Section 5.5 measures by how much.
 #
 # </div>
 # <div lang="zh">
 #
 # 八条序列一起算，峰值是 277.7 MB。也可以一次只算一条，再把梯度加起来，这样峰值更低，FLOPs 一个也不多。这就是**梯度累积**（gradient accumulation），批次拆出来的每一部分叫**微批次**（micro-batch）。
 #
-# 梯度还一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出的梯度不一样。另外，如果参数是 bf16，循环写对了，梯度也可能有偏差。5.5 节会测出偏差有多大。
+# 梯度还一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文说，自己的训练器算出的梯度，与整个批次一起算的不一样。另外，如果参数是 bf16，循环写对了，梯度也可能有偏差。5.5 节会测出偏差有多大。
 #
 # </div>
 
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (100 minutes). Predict the peak for micro-batches of any size from two runs. Say which divisor is right, and what another one trains. Fix a training loop with five bugs. Sum bf16 gradients in fp32, and say what this costs. Read the loop that several processes run.
+# **Goals** (100 minutes). Predict the peak for micro-batches of any size from two runs. Name the right divisor, and what a wrong one changes. Fix a training loop with five bugs. Sum bf16 gradients in fp32, and say what this costs. Read the loop that several processes run.
 #
 # **What to know before**: lesson 01.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（100 分钟）：学完本课，你只需运行两次，就能预测任意大小的微批次的峰值；能说出除数应当是什么，除数不对时训练的又是什么；能修好一个有五处错误的训练循环；会用 fp32 对 bf16 的梯度求和，并说出代价；能读懂多个进程一起运行的循环。
+# **目标**（100 分钟）：学完本课，你只需运行两次，就能预测任意大小的微批次的峰值；能说出除数应当是什么，除数不对又有什么后果；能修好一个有五处错误的训练循环；会用 fp32 对 bf16 的梯度求和，并说出代价；能读懂多个进程一起运行的循环。
 #
 # **预备知识**：第 01 课。
 #
@@ -115,7 +115,7 @@ table(columns, [(m, metered_step(m).peak_bytes) for m in (4, 2)])
 # %% [markdown] slide={"en": "$m = 4$: 207,597,976 bytes. $m = 2$: 158,804,376 bytes.\n\n**Guess first.** The peak for $m = 1$? For $m = 8$, a single micro-batch?", "zh": "$m = 4$：207,597,976 字节。$m = 2$：158,804,376 字节。\n\n**先猜**：$m = 1$ 时的峰值是多少？$m = 8$，只有一个微批次时呢？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its gradients are created while its activations are released, and at the peak, where backward begins, no gradient exists yet. One set of gradients is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its peak is at the start of backward, before any gradient exists. Then gradients are created while activations are released. One set of gradients is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
@@ -160,7 +160,7 @@ predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in mete
 # </div>
 # <div lang="zh">
 #
-# 用另外两次运行，就把第 00 课的峰值算到一字节不差。直线的常数项 110,010,776 字节就是**下限**，其中**每个参数 16 字节**（权重、梯度、两个矩），外加 408 字节，即 Adam 的 100 个步数计数，以及损失和它的梯度。批次怎样拆，下限都不变。
+# 用另外两次运行，就把第 00 课的峰值算到一字节不差。直线的常数项 110,010,776 字节就是**下限**。其中绝大部分是**每个参数 16 字节**（权重、梯度、两个矩），另外 408 字节是 Adam 的 100 个步数计数，以及损失和它的梯度。批次怎样拆，下限都不变。
 #
 # 而 $m = 1$ 时，直线少算了 393,216 字节。下表中的两个峰值各出现在什么时刻？
 #
@@ -177,7 +177,7 @@ lesson_05.peak_moments({m: meters[m] for m in (2, 1)})
 # </div>
 # <div lang="zh">
 #
-# 你的直线描述的是一个时刻，即 softmax 的反向，那时除了激活值，还有两个与 logits 一样大的张量。这些都随 $m$ 缩小。到 $m = 1$ 时，另一个时刻更高，即最后一层的反向。那时有两份**权重**的梯度还没有加进去，它们不会缩小。一份是输出头的（2.1 MB），它要等嵌入层的梯度，因为两者是同一个矩阵（见第 01 课）。另一份是某个 MLP 的（1.0 MB）。与第 02 课一样，公式只描述一个时刻，别的时刻更高时就不再成立。
+# 你的直线描述的是一个时刻，即 softmax 的反向，那时除了激活值，还有两个与 logits 一样大的张量。这些都随 $m$ 缩小。到 $m = 1$ 时，另一个时刻更高，即最后一层的反向。那时有两份**权重**的梯度还没有累加进去，而它们的大小与微批次无关。一份是输出头的（2.1 MB），它要等嵌入层的梯度，因为两者是同一个矩阵（见第 01 课）。另一份是某个 MLP 的（1.0 MB）。与第 02 课一样，公式只描述一个时刻，别的时刻更高时就不再成立。
 #
 # </div>
 
@@ -189,9 +189,9 @@ lesson_05.draw_peaks(meters, predicted_peak)
 #
 # <div lang="en">
 #
-# The random tokens of section 5.1 had one length, but text does not. The course has a text of its own, lines of code and paragraphs of prose, read character by character and cut at 128. A batch has 16 of them. (`lesson_05.loss_sum` is the function above without the padding.)
+# The sequences of section 5.1 had equal lengths, unlike real text. The course's own text has lines of code and paragraphs of prose, read character by character and cut at 128. A batch has 16 such samples. (`lesson_05.loss_sum` is the function above without the padding.)
 #
-# Many loops divide the **mean** loss of each micro-batch by the number of micro-batches. The other way is to add up sums and to divide once by the number of all tokens. **Guess first:** how far apart are the two gradients, in micro-batches of one sample, and of eight?
+# Many loops divide the **mean** loss of each micro-batch by the number of micro-batches. The other way is to add up sums and to divide once by the number of all tokens. **Guess first:** how far apart are the two gradients with one sample per micro-batch, and with eight?
 #
 # </div>
 # <div lang="zh">
@@ -299,7 +299,7 @@ print("with num_items_in_batch: below 1e-6:", error(counted, whole) < 1e-6)
 #
 # 在这些提示词长度和随机 token 下，梯度差 33%。传入目标数之后，就只剩舍入误差。
 #
-# `transformers` 5.23 的 `Trainer` 默认就是这样做的。它统计一步里所有微批次的目标数，并且对所有设备求和（`average_tokens_across_devices=True`），再传给模型，条件是模型的 `forward` 接受额外的关键字参数，Llama 就是如此；也可以传给你的 `compute_loss_func`。其他模型仍旧除以微批次数。如果你重写了 `compute_loss`，就要用到这个数，或者设 `loss_is_scaled_for_ga = False`，否则 Llama 的损失根本不会被除。
+# `transformers` 5.23 的 `Trainer` 默认就是这样做的。它统计一步里所有微批次、所有设备上的目标数（`average_tokens_across_devices=True`）。如果模型的 `forward` 接受额外的关键字参数，例如 Llama，就把这个数传给模型；也可以传给你的 `compute_loss_func`。其他模型仍旧除以微批次数。如果你重写了 `compute_loss`，就要用到这个数，或者设 `loss_is_scaled_for_ga = False`，否则 Llama 的损失根本不会被除。
 #
 # </div>
 
@@ -308,7 +308,7 @@ print("with num_items_in_batch: below 1e-6:", error(counted, whole) < 1e-6)
 #
 # <div lang="en">
 #
-# A small decoder is trained with AdamW in micro-batches of one sample. The two runs of a seed differ only in the divisor. They are judged on held-out lines and paragraphs, by the loss per character. **Guess first:** which one is better on which text?
+# A small decoder is trained with AdamW in micro-batches of one sample. Each seed has two runs, with different divisors. They are judged on held-out lines and paragraphs, by the loss per character. **Guess first:** which one is better on which text?
 #
 # The runs of eight seeds are recorded. `python -m course_lib.lessons.lesson_05.mean_of_means` repeats them in a few minutes.
 #
@@ -332,7 +332,7 @@ lesson_05.draw_training()
 # </div>
 # <div lang="zh">
 #
-# 20 步之后，八个种子一致：平均的平均在短样本上更好，在长样本上更差。120 步之后，短样本上 8 个种子里有 7 个更好，平均低 0.04；长样本上 8 个都更差，平均高 0.04。可是在第 100 步，长样本上只有 5 个更差。所以对这份文本和这个小网络，除数不对时训练的是另一个问题，其中短样本的每个字符权重更大。单看损失曲线看不出来。
+# 20 步之后，八个种子一致：平均的平均在短样本上更好，在长样本上更差。120 步之后，短样本上 8 个种子里有 7 个更好，平均低 0.04；长样本上 8 个都更差，平均高 0.04。可是在第 100 步，只有 5 个种子在长样本上更差。所以对这份文本和这个小网络，除数不对时训练的是另一个问题，其中短样本的每个字符权重更大。单看损失曲线看不出来。
 #
 # </div>
 
@@ -505,7 +505,7 @@ lesson_05.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# The error rises with the number of micro-batches. With one micro-batch you see the error of the bf16 pass itself. With more of them, each addition in bf16 rounds as well, to 8 bits of a sum that is large compared with the gradient that is added. In the end this error dominates. In fp32 the curve stays flat. So with 256 micro-batches the error is more than three times that of fp32 sums, because of the accumulator alone.
+# The error rises with the number of micro-batches. With one micro-batch you see the error of the bf16 pass itself. With more of them, each addition also rounds the sum to 8 bits, and the sum is much larger than the added gradient. In the end this error dominates. In fp32 the curve stays flat. So with 256 micro-batches, bf16 sums have more than three times the error of fp32 sums. Only the accumulator differs.
 #
 # The figure shows the weights of the layers' Linears, 90% of the parameters. It leaves out the norms, 0.6%, because LayerNorm's backward on a CPU sums over all rows in bf16. In one micro-batch, their gradients are off by 6% with two threads and by 11% with one, and by less in many micro-batches. This is an effect of that kernel.
 #
@@ -535,12 +535,12 @@ lesson_05.draw_sums(errors)
 #
 # <div lang="en">
 #
-# With DDP, each device has a process, called a **rank**, with its own samples. Each backward gives all gradients to **all-reduce**, which takes their mean over the ranks. `no_sync` leaves this out. **Guess first:** for how many of eight micro-batches is it needed? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. What must the last two lines do?
+# With DDP, each device has a process, called a **rank**, with its own samples. Each backward gives all gradients to **all-reduce**, which takes their mean over the ranks. `no_sync` skips this reduction. **Guess first:** how many of eight micro-batches need the reduction? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. What must the cell's last two lines do?
 #
 # </div>
 # <div lang="zh">
 #
-# 用 DDP 时，每台设备有一个进程，叫做 **rank**，各自处理自己的样本。每次反向都把全部梯度交给 **all-reduce**，对各进程取平均，而 `no_sync` 可以跳过它。**先猜**：八个微批次里，有几个需要它？如果每个进程除以自己的 token 数，对各进程取平均就又成了平均的平均。最后两行应当怎样做？
+# 用 DDP 时，每台设备有一个进程，叫做 **rank**，各自处理自己的样本。每次反向都把全部梯度交给 **all-reduce**，对各进程取平均，而 `no_sync` 可以跳过它。**先猜**：八个微批次里，有几个需要归约？如果每个进程除以自己的 token 数，对各进程取平均就又成了平均的平均。下面代码的最后两行应当怎样写？
 #
 # </div>
 
@@ -581,7 +581,7 @@ lesson_05.bytes_reduced(ranks, micro_batches=8)
 #
 # <div lang="en">
 #
-# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. The first row's loss ran in section 5.2. The other rows need several devices, or packages that are not installed here.
+# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. Section 5.2 ran the first row's loss. The other rows need several devices, or packages that are not installed here.
 #
 # | where | what to write |
 # |---|---|
@@ -653,8 +653,8 @@ ledger("05", "eight micro-batches", row)
 # <div lang="en">
 #
 # - The peak is a floor of 16 bytes per parameter, plus a fixed number of bytes per sequence of the micro-batch. Only the second part shrinks.
-# - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means depends on the split, and trains another problem.
-# - Once per step: unscale, clip, step, update the scaler, step the scheduler, clear. Use the last group too.
+# - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means weighs tokens unequally, depending on the split.
+# - Once per step: unscale, clip, step, update the scaler, step the scheduler, clear. Use a smaller last group, too.
 # - The error of bf16 sums grows with the number of micro-batches. That of fp32 sums does not, and they take 4 bytes per parameter.
 # - With DDP, let only the last micro-batch reduce (`no_sync`).
 #
@@ -664,7 +664,7 @@ ledger("05", "eight micro-batches", row)
 # <div lang="zh">
 #
 # - 峰值等于每个参数 16 字节的下限，再加上微批次里每条序列固定的字节数。能缩小的只有后一部分。
-# - 损失求总和，只除一次，除以这一步在所有进程上的全部 token 数。平均的平均取决于怎样拆，训练的是另一个问题。
+# - 损失求总和，只除一次，除以这一步在所有进程上的全部 token 数。平均的平均给各 token 的权重不相等，还取决于怎样拆。
 # - 每步各做一次：还原缩放、裁剪、优化器更新、缩放器更新、调度、清零。最后不满一组的微批次也要用上。
 # - 用 bf16 求和，误差随微批次数增长。用 fp32 求和则不会，代价是每个参数 4 字节。
 # - 用 DDP 时，只让最后一个微批次归约（`no_sync`）。
@@ -743,12 +743,12 @@ cases["bf16"] = torch.bfloat16, 1
 # %% [markdown]
 # <div lang="en">
 #
-# Sums over tokens can overflow instead, above 65,504. `AccumulatedStep` therefore divides each sum by a power of two, which rounds nothing, and corrects this at the end.
+# Sums over tokens can overflow instead, above 65,504. `AccumulatedStep` therefore divides each sum by a power of two, which is exact, and corrects gradients at the end.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 token 求总和则可能溢出，超过 65,504。所以 `AccumulatedStep` 先把每个总和除以一个二的幂（这样除没有舍入误差），最后再校正回来。
+# 对 token 求总和则可能溢出，超过 65,504。所以 `AccumulatedStep` 先把每个总和除以一个二的幂（这样除没有舍入误差），最后再校正梯度。
 #
 # </div>
 
@@ -804,12 +804,12 @@ def moves_without_gradient(set_to_none):
 #
 # <div lang="en">
 #
-# Autocast covers only the forward passes. The loss to print after a step is the mean over the tokens of all its micro-batches, here four. The mean of the last one is another number:
+# Autocast covers only the forward passes. The loss to print after a step is the mean over the tokens of all its micro-batches, here four. The last micro-batch's own mean differs from it:
 #
 # </div>
 # <div lang="zh">
 #
-# autocast 只罩住前向。一步之后应当打印的损失，是这一步各微批次（这里有四个）全部 token 的平均。最后一个微批次自己的平均是另一个数：
+# autocast 只罩住前向。一步之后应当打印的损失，是这一步各微批次（这里有四个）全部 token 的平均。最后一个微批次自己的平均与它不同：
 #
 # </div>
 
@@ -832,7 +832,7 @@ print("more than 0.1 apart:", abs(float(last) / count - true) > 0.1)
 # </div>
 # <div lang="zh">
 #
-# BatchNorm 只用一个微批次求均值和方差，除以什么数也补不回来。对各样本分别计算的层，例如 LayerNorm，梯度则不变：
+# BatchNorm 只用一个微批次来求均值和方差，除数取什么也补救不了。对各样本分别计算的层，例如 LayerNorm，梯度则不变：
 #
 # </div>
 
@@ -860,7 +860,7 @@ for norm in (nn.BatchNorm1d, nn.LayerNorm):
 # </div>
 # <div lang="zh">
 #
-# 对比损失要把每一对与批次里所有其他的对相比，而一个微批次里，其他的对变少了。**GradCache** 先不建计算图，逐个微批次算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后带着计算图，把每个微批次重计算一次，从这些梯度出发做反向。代价是多一次前向：
+# 对比损失拿每一对样本与批次里其余各对相比，而微批次里可比的样本对更少。**GradCache** 先不建计算图，逐个微批次算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后带着计算图，把每个微批次重计算一次，从这些梯度出发做反向。代价是多一次前向：
 #
 # </div>
 
@@ -902,7 +902,7 @@ print("grad_cache: equal to 1e-9:", error(found[2], found[0]) < 1e-9)
 #
 # <div lang="en">
 #
-# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08), unless `no_sync`, or `set_requires_gradient_sync(False)`, makes it keep all of them until the last micro-batch. For our decoder on 8 ranks, by formula, that is 27.5 MB and one reduction per step, instead of 3.4 MB and eight. PyTorch's pull request 126166 calls these "two flavors". In `AccumulatedStep` they are `sync="last"` and `sync="each"`.
+# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08), unless `no_sync`, or `set_requires_gradient_sync(False)`, makes it keep all until the last micro-batch. For our decoder on 8 ranks, by formula, that is 27.5 MB and one reduction per step, instead of 3.4 MB and eight. PyTorch's pull request 126166 calls these two "flavors" of accumulation. In `AccumulatedStep` they are `sync="last"` and `sync="each"`.
 #
 # </div>
 # <div lang="zh">
@@ -952,12 +952,12 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `.grad` holds at most 2.1 MB at once instead of 27.5. (The head's gradient, another 2.1 MB, waits inside autograd.) For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients is no longer possible, because most are dropped before it is known. With accumulation, the second micro-batch would use other weights than the first, so torchtune's documentation calls the two "not compatible".
+# `.grad` holds at most 2.1 MB at once instead of 27.5. (The head's gradient, another 2.1 MB, waits inside autograd.) For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients becomes impossible, because most are released before this norm is known. With accumulation, the second micro-batch would use other weights than the first, so torchtune's documentation calls the two "not compatible".
 #
 # </div>
 # <div lang="zh">
 #
-# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。（另有 2.1 MB 是输出头的梯度，在 autograd 内部等待。）一条序列时，峰值只降低 6.4 MB，因为峰值移到了反向刚开始的时候。八条序列时，峰值本来就在那里，所以什么也不省。按全部梯度的范数裁剪，这时就做不到了，因为范数求出来之前，大部分梯度已经释放。与累积合用时，第二个微批次用的权重已经与第一个不同，所以 torchtune 的文档说两者“不兼容”。
+# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。（另有 2.1 MB 是输出头的梯度，在 autograd 内部等待。）一条序列时，峰值只降低 6.4 MB，因为峰值移到了反向刚开始的时候。八条序列时，峰值本来就在反向刚开始的时候，所以一点也省不下来。按全部梯度的范数裁剪，这时就做不到了，因为范数求出来之前，大部分梯度已经释放。与累积合用时，第二个微批次用的权重已经与第一个不同，所以 torchtune 的文档说两者“不兼容”。
 #
 # </div>
 
@@ -1050,7 +1050,7 @@ lesson_05.check_fast_micro_batch(min(fast))
 #
 # <div lang="en">
 #
-# The last two claims are from the teaching documents from which the course was developed. For the second, 60 samples come in micro-batches of 4, and `every` is 4.
+# The last two claims are from the teaching documents that preceded the course. For the second, 60 samples come in micro-batches of 4, and `every` is 4.
 #
 # </div>
 # <div lang="zh">
