@@ -68,7 +68,7 @@ from course_lib.teaching import predictions, table, text, timelines
 #
 # <div lang="en">
 #
-# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. The **lower tier** is the one farther from the arithmetic. The numbers are those of an H100's data sheet and of a usual server; a link's is for one way.
+# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. The **lower tier** is the one farther from the arithmetic. The numbers are from an H100's data sheet and a usual server; bandwidths count one direction.
 #
 # </div>
 # <div lang="zh">
@@ -80,19 +80,19 @@ from course_lib.teaching import predictions, table, text, timelines
 # %% slide="result"
 lesson_04.draw_tiers()
 
-# %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs must come with each byte, so that its copy hides?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，要配多少 FLOPs，拷贝才能被掩盖？"}
+# %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs per byte does a copy need to hide?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the matrix products that run at the same time, if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs per second divided by the link's bytes per second. This number is the machine's **threshold**. The FLOPs that the network does for each byte it moves are its **arithmetic intensity** towards the lower tier.
+# A copy can hide behind the matrix products that run at the same time, if it takes no longer than they do. So the network must do enough FLOPs for each byte: the device's FLOPs per second divided by the link's bytes per second. This number is the machine's **threshold**. The FLOPs that the network does for each byte it moves are its **arithmetic intensity** towards the lower tier.
 #
-# **Guess first:** a GPU with 989 TFLOP/s (H100, dense bf16) behind PCIe 5. How many FLOPs must come with each byte?
+# **Guess first:** a GPU with 989 TFLOP/s (H100, dense bf16) behind PCIe 5. How many FLOPs does each byte need?
 #
 # </div>
 # <div lang="zh">
 #
-# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每个字节都要配上一定数量的 FLOPs，也就是设备每秒的 FLOPs 除以链路每秒的字节。这个数叫**阈值**，由机器决定。网络每搬一个字节做多少 FLOPs，则是它相对于下一级存储的**算术强度**。
+# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每搬一个字节，网络至少要做一定数量的 FLOPs，也就是设备每秒的 FLOPs 除以链路每秒的字节。这个数叫**阈值**，由机器决定。网络每搬一个字节做多少 FLOPs，则是它相对于下一级存储的**算术强度**。
 #
-# **先猜**：一块 989 TFLOP/s 的 GPU（H100，稠密 bf16），经 PCIe 5 拷贝。每个字节要配多少 FLOPs？
+# **先猜**：一块 989 TFLOP/s 的 GPU（H100，稠密 bf16），经 PCIe 5 拷贝。每搬一个字节，至少要做多少 FLOPs？
 #
 # </div>
 
@@ -515,7 +515,7 @@ lesson_04.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing before weights are used that were copied to the GPU. Reduced to pure PyTorch, about 98% of iterations gave wrong numbers on five GPUs of one make, and none with the wait.
+# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing between copying weights to the GPU and using them. Reduced to pure PyTorch, the code was wrong in about 98% of iterations on five identical GPUs, and never with the wait.
 #
 # </div>
 # <div lang="zh">
@@ -596,12 +596,12 @@ lesson_04.check_waits((read, use, let_go))
 # %% [markdown]
 # <div lang="en">
 #
-# The first is the silent classic: `y.to("cpu", non_blocking=True)`, read at once. Nothing fails; the numbers are those that the memory had before. The next cell runs it in `late` mode, with the wait and without:
+# `read` shows the classic mistake: `y.to("cpu", non_blocking=True)`, read at once. No error is raised; the numbers are what the memory held before. The next cell runs it in `late` mode, with the wait and without:
 #
 # </div>
 # <div lang="zh">
 #
-# 第一个是经典的无声错误：`y.to("cpu", non_blocking=True)` 之后马上就读。什么也不报错，读到的却是那块内存里原来的数。看 `late` 模式下会怎样，先不等，再等：
+# `read` 少了等待，就是一个经典错误：`y.to("cpu", non_blocking=True)` 之后马上就读。程序不报任何错，读到的却是那块内存里原来的数。看 `late` 模式下会怎样，先不等，再等：
 #
 # </div>
 
@@ -615,7 +615,7 @@ table(["host", "numbers read"], rows)
 #
 # <div lang="en">
 #
-# A layer of the course's decoder saves 20 times as many bytes as its input has. With a checkpoint around each layer, it saves its input alone. **Guess first:** how high is the peak of a step with offload, with checkpoints, and with both?
+# A layer of the course's decoder saves 20 times as many bytes as its input has. With a checkpoint around each layer, it saves only its input. **Guess first:** how high is the peak of a step with offload, with checkpoints, and with both?
 #
 # </div>
 # <div lang="zh">
@@ -638,14 +638,14 @@ timelines(two, title=title, panel_height=1.9)
 # %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB，再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
 # <div lang="en">
 #
-# 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. Still live are the activations of the **first** layer. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. Only bytes that are absent at the peak lower it (section 2.5).
+# 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. The activations of the **first** layer are still live. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. A saving counts only at the moment of the peak (section 2.5).
 #
 # Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more layers or longer sequences, the inputs are a large part of the peak, so moving them lowers it.
 #
 # </div>
 # <div lang="zh">
 #
-# 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。只有在峰值那一刻不在内存里的字节，才能降低峰值（2.5 节）。
+# 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。内存要在峰值那一刻省下来，才算数（2.5 节）。
 #
 # 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。而层数更多或序列更长时，峰值里有很大一部分是各层的输入，把它们搬走就能降低峰值。
 #
@@ -658,7 +658,7 @@ lesson_04.decoder_table({lanes: lesson_04.simulated_decoder(*lanes) for lanes in
 # %% [markdown] slide={"en": "On a link of 2 GB/s, offload alone takes almost four times as long.\n\nHow fast must the link be?", "zh": "链路为 2 GB/s 时，只卸载要花基线将近四倍的时间。\n\n链路到底要多快？"}
 # <div lang="en">
 #
-# This is the same step on the simulated device at $10^{12}$ FLOP/s, with $p$ = 2 and two copies in flight (without Adam). On the fast link, offload alone takes almost no extra time, and checkpoints cost a fifth. On the slow link, offload alone takes almost four times as long as the plain step. With checkpoints so few bytes move that their copies are hidden. How fast must the link be, then?
+# This is the same step on the simulated device at $10^{12}$ FLOP/s, with $p$ = 2 and two copies in flight (without Adam). On the fast link, offload alone takes almost no extra time, and checkpoints cost a fifth. On the slow link, offload alone takes almost four times as long as the plain step. With checkpoints, so few bytes move that their copies are hidden. How fast must the link be, then?
 #
 # </div>
 # <div lang="zh">
@@ -673,12 +673,12 @@ lesson_04.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and the bytes that attention saves come with fewer FLOPs. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte, and 0.85 GB/s is fast enough.
+# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and attention does fewer FLOPs per saved byte. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte, and 0.85 GB/s is fast enough.
 #
 # </div>
 # <div lang="zh">
 #
-# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力保存的字节所配的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs，0.85 GB/s 的链路就够快。
+# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力每保存一个字节所做的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs，0.85 GB/s 的链路就够快。
 #
 # </div>
 
@@ -751,7 +751,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 # %% [markdown]
 # <div lang="en">
 #
-# 247.7 MB instead of 178.4. Of the rest, 27.3 MB are parameters, which the GPU keeps in any case, and 41.9 MB are storages that are saved again.
+# It would move 247.7 MB instead of 178.4. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages moved again.
 #
 # Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. On a machine without a GPU there is no pinned memory (section 4.15 offloads such a model with the library instead):
 #
@@ -845,19 +845,19 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs that come with each byte reach the machine's threshold, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
+# - A copy can hide if the FLOPs done for each byte reach the machine's threshold, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and a storage as often as it is saved.
-# - Only waits determine the order of two streams. Without one, the result is right only by luck.
-# - At the peak, offload has single tensors of a layer in memory, and a checkpoint the whole layer. Both together move far fewer bytes, so a slower link is enough, but here they peak higher than offload alone.
+# - Only waits order two streams. If one is missing, the result is right only by luck.
+# - At the peak, offload holds single tensors of a layer, but a checkpoint holds the whole layer. Both together move far fewer bytes, so a slower link is enough, but here they peak higher than offload alone.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
 # </div>
 # <div lang="zh">
 #
-# - 如果每个字节所配的 FLOPs 不少于机器的阈值，而且开始得够早，拷贝就能被掩盖。在这里，提前取回两份可以掩盖换入（H2D），允许两次换出同时在途可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的换出，就要多占一份存储区的内存。
+# - 如果每搬一个字节所做的 FLOPs 不少于机器的阈值，而且拷贝开始得够早，它就能被掩盖。在这里，提前取回两份可以掩盖换入（H2D），允许两次换出同时在途可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的换出，就要多占一份存储区的内存。
 # - 两个钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。`save_on_cpu` 则连参数也搬，而且一份存储区保存几次就搬几次。
-# - 流与流之间，只有等待才规定先后。少了一处等待，结果对只是碰巧。
+# - 流与流之间，只有等待才规定先后。少了一处等待，结果即使对，也只是碰巧。
 # - 峰值那一刻，用卸载时内存里只有一层的单个张量，用检查点时则有整整一层。合用时搬的字节少得多，链路慢一些也够用，但在这里峰值高于只用卸载。
 #
 # **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆开来算。
@@ -895,7 +895,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. Backward does twice the FLOPs for the same bytes, so the copies of forward, to the host, are harder to hide. The table gives the smallest $h$, by the data sheets and with half of the FLOPs and 80% of the link.
+# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. Backward does twice the FLOPs for the same bytes, so the copies of forward, to the host, are harder to hide. The table gives the smallest $h$ for the data sheets' rates, and for half the FLOPs and 80% of the bandwidth.
 #
 # </div>
 # <div lang="zh">
@@ -1261,7 +1261,7 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # %% [markdown]
 # <div lang="en">
 #
-# The prefetcher makes the next batch while this one is used. If making takes $t_1$ and using $t_2$, a round takes $\max(t_1, t_2)$ instead of $t_1 + t_2$. It hides nothing if making and using need the same core, or Python's lock:
+# The prefetcher makes the next batch while this one is used. If making takes $t_1$ and using $t_2$, a round takes $\max(t_1, t_2)$ instead of $t_1 + t_2$. Nothing is hidden if both need the same core, or Python's lock:
 #
 # </div>
 # <div lang="zh">

@@ -196,7 +196,7 @@ table(["", "bytes"], rows)
 #
 # <div lang="en">
 #
-# Memory may only be compared if the training is the same. The next cell trains a decoder of two layers for two Adam steps with each recipe. It compares the weights with those of the baseline. The difference is relative to what the two steps have changed.
+# Memory may only be compared if the training is the same. The next cell trains a decoder of two layers for two Adam steps with each recipe. It compares the weights with those of the baseline. The difference is given as a fraction of the baseline's update.
 #
 # Three combinations have a name from here on: `checkpoints`, `offloaded` and `early`.
 #
@@ -304,7 +304,7 @@ lesson_07.what_fills(found, found.values())
 # %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55.\n\n**Guess first.** Update inside backward, without micro-batches: is it 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
 # <div lang="en">
 #
-# Of the 63.7 MB, weights and gradients take 55 MB, and the weights must stay. So all gradients must never exist at the same time. The optimizer can update each parameter **inside** the backward pass (lesson 05) and release its gradient. This rules out micro-batches, which add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
+# Of the 63.7 MB, weights and gradients take 55 MB, and the weights must stay. So the gradients must never all exist at once. The optimizer can update each parameter **inside** the backward pass (lesson 05) and release its gradient. This rules out micro-batches, which add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
 #
 # </div>
 # <div lang="zh">
@@ -324,7 +324,7 @@ lesson_07.what_fills(more, [found[name] for name in more])
 #
 # The peak is 64.2 MB, no lower than before, but something else fills it. The gradients are gone. Without micro-batches, however, the recomputation brings back a layer of eight sequences, 21 MB, next to the inputs of 7 layers. These activations can be reduced further: offload what the checkpoints keep. The second row is 57.9 MB, and it fits.
 #
-# The next cell runs every recipe for real. A meter would stop the last one if it exceeded 60 MB.
+# The next cell runs every recipe for real. A meter stops the last one if it exceeds 60 MB.
 #
 # </div>
 # <div lang="zh">
@@ -380,7 +380,7 @@ lesson_07.both_timelines(stepped.meter, without.meter)
 #
 # What is the price? Without checkpoints nothing is recomputed, but 447.7 MB move instead of 128.9 MB. Which recipe is faster?
 #
-# **Exercise 2.** Write `break_even(first, second)`. A machine does how many FLOPs in the time in which it copies one byte, if both recipes take equally long? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
+# **Exercise 2.** Write `break_even(first, second)`. If both recipes take equally long, how many FLOPs does the machine do in the time of one copied byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
 #
 # </div>
 # <div lang="zh">
@@ -423,7 +423,7 @@ lesson_07.draw_break_even(*pair, names=["with checkpoints", "without checkpoints
 # %% [markdown]
 # <div lang="en">
 #
-# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it does 100 FLOPs in the time of one copied byte. There, the recipe with checkpoints is faster. On a machine with 20 FLOPs per byte, a slow processor with a fast disk, the other one is. Without a machine, "Which recipe is best?" has no answer.
+# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it does 100 FLOPs in the time of one copied byte. There, the recipe with checkpoints is faster. With 20 FLOPs per byte, on a slow processor with a fast disk, the other one is faster. Without a machine, "Which recipe is best?" has no answer.
 #
 # </div>
 # <div lang="zh">
@@ -503,7 +503,7 @@ searched
 #
 # The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes. It skips the others by three rules:
 #
-# - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget. Nothing done to activations helps then.
+# - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget. Fewer activations would not help then.
 # - If a recipe fits, skip those that add another technique to it, because they cost more. The exception is offloaded activations: there, a checkpoint can save time because fewer bytes move.
 # - For checkpoints around the first $k$ layers: if $k=1$ already costs more than the best recipe so far, skip every larger $k$.
 #
@@ -567,7 +567,7 @@ lesson_07.recipes_playground(lesson_07.stored_estimates())
 # </div>
 # <div lang="zh">
 #
-# 下面给三个预算各找一个配方。每个预算都需要一个想法，想清楚比乱试更快。检查会估计你的配方要多少内存，装不下时会写出峰值由什么占满。
+# 下面给三个预算各找一个配方。每个预算都要先想好再动手，这比乱试更快。检查会估计你的配方要多少内存，装不下时会写出峰值由什么占满。
 #
 # **练习 3。** 峰值不超过 160 MB，FLOPs 不得超过基线，也不能搬运任何字节。
 #
