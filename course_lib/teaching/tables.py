@@ -97,8 +97,8 @@ class Table(show.Table):
         except ImportError:
             return None  # without pandas the text is shown instead
         numeric = [
-            bool(self._shown) and all(_is_number(row[column]) for row in self._shown)
-            for column in range(len(self._headings))
+            any(map(_is_number, cells)) and all(_is_number(cell) or cell == "" for cell in cells)
+            for cells in ([row[n] for row in self._shown] for n in range(len(self._headings)))
         ]
         headings = [
             _cell(heading, right) for heading, right in zip(self._headings, numeric, strict=True)

@@ -303,7 +303,7 @@ plain, forgetful = make_decoder(), make_decoder()
 checkpoint_blocks(forgetful, "layers.*")
 step = lesson_02.metered_step  # lesson 01's step with Adam, under the meter
 meters = {"plain": step(plain), "checkpointed": step(forgetful)}
-all(map(torch.equal, plain.parameters(), forgetful.parameters()))  # weights after the step
+table(["weights equal"], [[all(map(torch.equal, plain.parameters(), forgetful.parameters()))]])
 
 # %% slide="result"
 timelines(
@@ -398,7 +398,7 @@ whole = {layer: peak(layer) for layer in (None, *range(8))}
 lesson_02.draw_which_block(alone, whole)
 
 # %%
-alone[None] - alone[7]  # bytes that it saves around the last of the layers alone
+table(["saved around the last of the layers alone (bytes)"], [[alone[None] - alone[7]]])
 
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
@@ -971,7 +971,7 @@ for name, options in {"none kept": {}, "products kept": {"context_fn": selective
     with lesson_02.flop_counter() as counter:
         found = gradients(checkpoint(block, x, use_reentrant=False, **options))
     flops[name] = all(map(torch.equal, expected, found)), counter.get_total_flops()
-flops  # are the gradients equal, and how many FLOPs?
+table(["kept", "gradients equal", "FLOPs"], [(name, *each) for name, each in flops.items()])
 
 # %% [markdown]
 # <div lang="en">
@@ -1025,7 +1025,8 @@ def run_twice(norm):
 norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()
 still = partial(run_twice, norm)
 checkpoint(norm, images, use_reentrant=False, context_fn=still).exp().sum().backward()
-round(float((norm.running_mean / images.detach().mean(0)).mean()), 2), int(norm.num_batches_tracked)
+share = round(float((norm.running_mean / images.detach().mean(0)).mean()), 2)
+table(["running mean / batch mean", "batches counted"], [(share, int(norm.num_batches_tracked))])
 
 # %% [markdown]
 # ## 2.17 Attention over longer sequences / 更长序列上的注意力
@@ -1065,7 +1066,7 @@ predictions(rows)
 # %%
 losses, log = lesson_02.train(checkpointed=True)
 without, _ = lesson_02.train(checkpointed=False)
-log[0], losses == without
+table(["log", "losses equal"], [(f"`{log[0]}`", losses == without)])
 
 # %% [markdown]
 # ## 2.19 `checkpoint_sequential`, and older claims / `checkpoint_sequential`，以及更早的说法

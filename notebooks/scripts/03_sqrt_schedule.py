@@ -246,7 +246,7 @@ x = torch.linspace(-1, 1, 25_000).view(1000, 25)
 hundred = nn.Sequential(*(deep_mlp(depth=1, width=25, seed=i) for i in range(100)))
 framework = partial(checkpoint_sequential, use_reentrant=False, preserve_rng_state=False)
 plain = gradients(in_segments, hundred, [0, 100], x)  # one segment, so no checkpoint
-all(map(torch.equal, plain, gradients(framework, hundred, 10, x)))
+table(["gradients equal"], [[all(map(torch.equal, plain, gradients(framework, hundred, 10, x)))]])
 
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会平滑吗？"}
 # <div lang="en">
@@ -521,7 +521,9 @@ from course_lib.schedule import Backward, Chain, Forward, simulate, store_all
 three = Chain.uniform(3, saved_bytes=2)
 again = [Forward(0, "input"), Forward(1, "nothing"), Forward(2, "all"), Backward(2)]
 again += [Forward(0, "all"), Forward(1, "all"), Backward(1), Backward(0)]
-simulate(store_all(three), three), simulate(again, three)
+ways = {"all stages saved": store_all(three), "the first two run again": again}
+costs = {name: simulate(way, three) for name, way in ways.items()}
+table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in costs.items()])
 
 # %% [markdown]
 # <div lang="en">
@@ -1045,7 +1047,8 @@ from course_lib.schedule.rules import segmented
 hundred.zero_grad()
 execute(hundred, segmented(tapered(100)), x, torch.linspace(-1, 2, 25_000).view(1000, 25))
 mine = [parameter.grad for parameter in hundred.parameters()]
-all(map(torch.equal, gradients(in_segments, hundred, [0, 100], x), mine))
+equal = all(map(torch.equal, gradients(in_segments, hundred, [0, 100], x), mine))
+table(["gradients equal"], [[equal]])
 
 # %% [markdown]
 # <div lang="en">

@@ -428,7 +428,7 @@ lesson_05.five_bugs()
 # </div>
 
 # %% slide="both"
-lesson_05.same_weights_as_library(train_epoch)
+table(["weights equal"], [[lesson_05.same_weights_as_library(train_epoch)]])
 
 # %% [markdown] slide={"en": "Parameters, gradients and their sums are bf16, with 8 bits of precision.\n\n**Guess first.** Draw the gradient's error from 1 micro-batch to 256.", "zh": "参数、梯度、梯度之和都是 bf16，有效精度 8 位。\n\n**先猜**：从 1 个微批次到 256 个，梯度的误差怎样变？画出来。"}
 # ## 5.5 The accumulator's dtype / 累加器的 dtype

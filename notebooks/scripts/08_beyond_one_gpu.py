@@ -202,7 +202,7 @@ def follows(run, wanted, within=1e-5):
     return all(abs(a - b) < within for a, b in zip(run["losses"], wanted, strict=True))
 
 
-{mode: follows(run, losses[:2]) for mode, run in two.items()}
+table(["`mode`", "losses equal"], [(f"`{m}`", follows(run, losses[:2])) for m, run in two.items()])
 
 # %% [markdown] slide={"en": "All three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "三种做法都重现了单个进程的损失。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
@@ -560,7 +560,8 @@ modes = "fsdp-keep,fsdp,fsdp-bf16,fsdp-checkpoint"
 options = ["--steps", "2", "--details", "--budget", "fsdp-checkpoint=48e6"]
 four = {run["mode"]: run for run in launch(4, "--mode", modes, *options)}
 within = {"fsdp-bf16": 1e-2}
-{name: follows(run, losses[:2], within.get(name, 1e-5)) for name, run in four.items()}
+rows = [(f"`{m}`", follows(run, losses[:2], within.get(m, 1e-5))) for m, run in four.items()]
+table(["`mode`", "losses equal"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
 lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000_000)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from course_lib.labels import verbatim
 from course_lib.memory import MemoryMeter
 from course_lib.models import random_tokens
 from course_lib.teaching import Table, table, text
@@ -92,7 +91,7 @@ def measured_lines(
 
     Returns:
         A row per line: the line, the peak in MB, the FLOPs relative to the model without a
-        checkpoint, and the warning that the line printed.
+        checkpoint, and the kind of warning that the line printed, if any line printed one.
 
     Raises:
         ValueError: A line changed a gradient by more than rounding.
@@ -112,20 +111,19 @@ def measured_lines(
             continue
         if not equal_gradients(cost.gradients, first.gradients):
             raise ValueError(f"lines must leave the gradients equal up to rounding, got {line!r}")
-        messages = (
-            f"{each.category.__name__}: {each.message}"
-            for each in caught
-            if each.category in _FOR_USERS
-        )
+        kinds = {each.category.__name__ for each in caught if each.category in _FOR_USERS}
         rows.append(
             (
                 f"`{line}`" if line else text("no checkpoint"),
                 round(cost.peak_bytes / 1e6, 1),
                 round(cost.flops / first.flops, 2),
-                verbatim(" ".join(dict.fromkeys(messages))),
+                ", ".join(f"`{kind}`" for kind in sorted(kinds)),
             )
         )
-    return table(["line", "peak (MB)", "FLOPs (ratio)", "warning"], rows)
+    columns = ["line", "peak (MB)", "FLOPs (ratio)", "warning"]
+    if not any(row[3] for row in rows):
+        columns, rows = columns[:3], [row[:3] for row in rows]
+    return table(columns, rows)
 
 
 def equal_gradients(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:

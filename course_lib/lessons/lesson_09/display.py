@@ -75,7 +75,7 @@ def _draw_peaks(found: Mapping[str, Estimate], budget_bytes: int, title: str) ->
             va="center",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # covers the budget's line
         )
-    ax.axvline(budget_bytes / 1e6, color="black", linestyle="--", linewidth=1)
+    ax.axvline(budget_bytes / 1e6, color="black", linestyle="--", linewidth=1, zorder=1.5)
     ax.annotate(
         text("budget"),
         (budget_bytes / 1e6, len(found) - 1),
