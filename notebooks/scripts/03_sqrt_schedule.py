@@ -140,8 +140,7 @@ def compiled(module, x, budget):
 # %% slide="result"
 def ways(n):
     each, pairs = ([0, *range(1, 2 * n, step), 2 * n + 1, 2 * n + 2] for step in (2, 4))
-    products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-    keeping = partial(contexts, products)
+    keeping = partial(contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
     whole, cost = [0, 2 * n + 2], partial(lesson_03.cost_of, make_stages, layers=n)
     found = {"no checkpoint": cost(in_segments, whole), "each layer": cost(in_segments, each)}
     found["two layers per checkpoint"] = cost(in_segments, pairs)

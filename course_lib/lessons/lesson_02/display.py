@@ -324,8 +324,9 @@ def _draw_bars(
         label=text("CPU seconds (median and range of ten rounds)"),
     )  # fmt: skip
     for x, f, m in zip(places, flops, middle, strict=True):
-        ax.text(x - 0.2, f / 2, f"{f:.2f}", ha="center", va="center", color="white")
-        ax.text(x + 0.2, m / 2, f"{m:.2f}", ha="center", va="center", color="white")
+        # at the foot of the bars, where no line shows the range
+        ax.text(x - 0.2, 0.04, f"{f:.2f}", ha="center", va="bottom", color="white")
+        ax.text(x + 0.2, 0.04, f"{m:.2f}", ha="center", va="bottom", color="white")
     ax.set_xticks(list(places), [text(name) for name in names])
     ax.set(ylabel=text("ratio to the baseline"), ylim=(0, None))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
