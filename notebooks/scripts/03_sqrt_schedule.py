@@ -660,7 +660,8 @@ cost_of = partial(lesson_03.cost_of, make_stages)
 halved = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
 half = cost_of(scheduled, halved)
 plain = gradients(in_segments, stages, [0, 18], inputs)
-print(all(map(torch.equal, plain, gradients(scheduled, stages, halved, inputs))))
+equal = all(map(torch.equal, plain, gradients(scheduled, stages, halved, inputs)))
+display(table(["gradients equal"], [[equal]]))
 predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes")
 
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Where are the ways of section 3.1: above the frontier, or below?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种做法，在前沿的上方还是下方？"}
@@ -1003,7 +1004,8 @@ def scheduled(layers, schedule, x):
 
 early, layers5 = Schedule(actions), hundred[:5]
 plain5 = gradients(in_segments, layers5, [0, 5], x)
-print(all(map(torch.equal, plain5, gradients(scheduled, layers5, early, x))))
+equal = all(map(torch.equal, plain5, gradients(scheduled, layers5, early, x)))
+display(table(["gradients equal"], [[equal]]))
 promised = simulate(early, Chain.profile(layers5, x)).peak_bytes
 ran, _ = lesson_03.peak_and_flops(scheduled, layers5, early)
 predictions([("discarded early", promised, ran)], unit="bytes")

@@ -238,7 +238,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
 
 
 #: Name of a policy -> position of the name relative to its point, in points, and its alignment.
-_PLACES = {"each layer": (-8, 2, "right"), "eight layers per checkpoint": (-8, 2, "right")}
+_PLACES = {"each layer": (-8, 2, "right"), "eight layers per checkpoint": (0, -16, "center")}
 
 
 def draw_policies(variants: Mapping[str, Any]) -> "Figure":

@@ -190,6 +190,7 @@ def draw_frontier(
                     textcoords="offset points",
                     fontsize=8,
                     color=color,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
                 )
     ax.set(
         xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak (MB)"), ylabel=text("FLOPs (× baseline)")
