@@ -88,6 +88,14 @@ def not_answered() -> Verdict:
     return wrong(_UNANSWERED, exact=True)
 
 
+def returns_none(case: str) -> Verdict:
+    """Return the verdict on a function that answers other cases, but not this one."""
+    return wrong(
+        text("Your function returns None for {case}. Every branch needs a `return`.", case=case),
+        exact=True,
+    )
+
+
 class Refused(Exception):
     """Ends a check from inside a function that it calls; the arguments are those of `wrong`."""
 
@@ -315,7 +323,7 @@ def expect_number(
     if number is None:
         kind = type(answer).__name__
         return wrong(text("Expected one number, got a `{kind}`.", kind=kind), exact=True)
-    if _close(number, expected, tolerance):
+    if _close(number, expected, max(tolerance, _rounding(answer))):
         return right("Right." if why is None else text("Right. {why}", why=why))
     for mistaken, reason in (wrong_answers or {}).items():
         if _close(number, mistaken, tolerance):
@@ -349,6 +357,11 @@ def _number(answer: Any) -> Fraction | float | None:
         return answer if math.isinf(answer) else Fraction(answer)
     except Exception:  # the answer's own methods may raise, but the reader gets a verdict
         return None
+
+
+def _rounding(answer: Any) -> float:
+    """Return the relative error of a number that has fp32's 24 bits, and 0 for other numbers."""
+    return 2.0**-23 if str(getattr(answer, "dtype", "")).endswith("float32") else 0.0
 
 
 def _close(number: Fraction | float, expected: float, tolerance: float) -> bool:

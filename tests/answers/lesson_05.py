@@ -1,5 +1,7 @@
 """Answers to the exercises of lesson 05: right ones, and wrong ones with what they are told."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -194,6 +196,56 @@ def never_set_back(model, loss_sum, micro_batches, optimizer, scheduler, scaler,
             finish(model, optimizer, scheduler, scaler, max_norm)
 
 
+def sums_of_a_group(model, loss_sum, group, scaler):
+    total = 0
+    for micro_batch in group:
+        loss, count = loss_sum(model, micro_batch)
+        scaler.scale(loss).backward()
+        total += count
+    return total
+
+
+def raises_for_infinity(
+    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
+):
+    for start in range(0, len(micro_batches), every):
+        group = micro_batches[start : start + every]
+        total = sums_of_a_group(model, loss_sum, group, scaler)
+        for parameter in model.parameters():
+            parameter.grad /= total
+        clip = partial(nn.utils.clip_grad_norm_, error_if_nonfinite=True)
+        finish(model, optimizer, scheduler, scaler, max_norm, clip=clip)
+
+
+def updates_the_scaler_last(
+    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
+):
+    """`scaler.update` runs once per epoch."""
+    for start in range(0, len(micro_batches), every):
+        sums_of_a_group(model, loss_sum, micro_batches[start : start + every], scaler)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()
+
+
+def steps_past_the_scaler(
+    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
+):
+    """The optimizer steps although the scaler found an infinite gradient."""
+    for start in range(0, len(micro_batches), every):
+        group = micro_batches[start : start + every]
+        total = sums_of_a_group(model, loss_sum, group, scaler)
+        scaler.unscale_(optimizer)
+        for parameter in model.parameters():
+            parameter.grad /= total
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
 def of_every_micro_batch(loss, total, samples, micro_batches):
     return loss / total if micro_batches == 2 else loss / total / 2
 
@@ -246,6 +298,31 @@ def summed(into):
     return accumulate
 
 
+def never_registered(parameters):
+    sums = {}
+
+    def add(parameter):
+        sums[parameter] = sums.get(parameter, 0) + taken(parameter).float()
+
+    return sums
+
+
+def by_key(key):
+    """A function whose dict has `key(parameter)` as its keys."""
+
+    def accumulate(parameters):
+        sums = {}
+
+        def add(parameter):
+            sums[key(parameter)] = sums.get(key(parameter), 0) + taken(parameter).float()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(add)
+        return sums
+
+    return accumulate
+
+
 def taken(parameter):
     gradient, parameter.grad = parameter.grad, None
     return gradient
@@ -274,8 +351,12 @@ def first_parameter_alone(parameters):
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "peaks": (
-        [peak],
+        [peak, lambda m: torch.tensor(float(peak(m)))],  # the second one has fp32's 24 bits
         [
+            (lambda m: 158_804_376 + (m - 2) * 2 * SLOPE, "did not halve"),
+            (lambda m: 207_597_976 * m / 4, "in proportion"),
+            (lambda m: 158_804_376 * m / 2, "in proportion"),
+            (lambda m: None if m == 8 else peak(m), "returns None for `m = 8`"),
             (lambda m: FLOOR + m * SLOPE, "no gradient exists yet"),
             (lambda m: FLOOR - WEIGHTS + m * SLOPE, "earlier micro-batches"),
             (lambda m: WEIGHTS + m * SLOPE, "and the optimizer state"),
@@ -293,6 +374,7 @@ ANSWERS = {
     "loop": (
         [
             *(correct_loop, loop(), sums_then_divided),
+            raises_for_infinity,
             *(counted_first(torch.no_grad), counted_first(torch.inference_mode)),
         ],
         [
@@ -302,6 +384,8 @@ ANSWERS = {
             (loop(divide=of_every_micro_batch), "last group"),
             (loop(per_micro_batch=["unscale"]), "more than once"),
             (loop(left_out=["update"]), "scaler.update()"),
+            (updates_the_scaler_last, "without `scaler.update()` in between"),
+            (steps_past_the_scaler, "although a gradient is infinite"),
             (loop(left_out=["clip"]), "as long as the bound"),
             (loop(left_out=["scale"]), "not always go through the scaler"),
             (clips_each_parameter, "another direction"),
@@ -330,6 +414,11 @@ ANSWERS = {
             (first_parameter_alone, "1 of 3"),
             (iterated_twice, "no hook was called"),
             (lambda parameters: [0 for _ in parameters], "dict"),
+            (lambda parameters: None, "Return a dict"),
+            (never_registered, "stays empty"),
+            (by_key(id), "parameters themselves"),
+            (by_key(lambda parameter: parameter.shape), "parameters themselves"),
+            (summed(lambda so_far, parameter: [taken(parameter).float()]), "one tensor per"),
         ],
     ),
     "largest_micro_batch": (

@@ -9,17 +9,27 @@ import torch
 from course_lib.lessons.lesson_06.tiles import reference_backward, reference_forward
 
 
-def in_blocks(scores, block, rescale=True, step=1, start=float("-inf"), of_all_rows=False):
+def in_blocks(
+    scores,
+    block,
+    rescale=True,
+    step=1,
+    start=float("-inf"),
+    of_all_rows=False,
+    larger=torch.maximum,
+    keep=True,
+    result=lambda largest, logarithm: largest + logarithm,
+):
     largest, total = (
         scores.new_full(scores.shape[:1], start),
         scores.new_zeros(scores.shape[:1]),
     )
     for part in scores.split(block, dim=1)[::step]:
-        new = torch.maximum(largest, part.max() if of_all_rows else part.amax(1))
+        new = larger(largest, part.max() if of_all_rows else part.amax(1))
         factor = {True: (largest - new).exp(), False: 1, -1: (new - largest).exp(), None: 0}
         total = total * factor[rescale] + (part - new[:, None]).exp().sum(1)
-        largest = new
-    return largest + total.log()
+        largest = new if keep else largest
+    return result(largest, total.log())
 
 
 def padded(scores, block):
@@ -177,10 +187,10 @@ def queries_outside(q, k, v, o, lse, grad_o, block_q, block_k):
     return torch.cat(parts), dk, dv
 
 
-def off_by(place):
+def off_by(place, factor=1.5):
     def answer(*case):
         found = list(gradients(*case))
-        found[place] = found[place] * 1.5
+        found[place] = found[place] * factor
         return tuple(found)
 
     return answer
@@ -190,6 +200,14 @@ def by_torch(q, k, v):
     """What a right kernel returns, without a kernel."""
     scores = q @ k.T * q.shape[1] ** -0.5
     return scores.softmax(1) @ v, torch.logsumexp(scores, 1)
+
+
+def wrapped_error(q, k, v):
+    """Fails as Triton's interpreter does, with an error inside an error."""
+    try:
+        raise AttributeError("amax")
+    except AttributeError as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def kernel(
@@ -248,6 +266,17 @@ def causal_tiles(
     return count
 
 
+def seen_up_to(query):
+    """Counts the tiles that a block's query with the number `query(first, block_q)` - 1 sees."""
+
+    def tiles(queries, keys, block_q, block_k):
+        firsts = range(0, queries, block_q)
+        seen = [max(0, query(first, block_q) + keys - queries) for first in firsts]
+        return sum(-(-each // block_k) for each in seen)
+
+    return tiles
+
+
 def seen_by_some(queries, keys, block_q, block_k):
     """The mask itself, tile by tile."""
     mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
@@ -266,8 +295,21 @@ def normalised(q, k, lse):
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "log_sum_exp": (
-        [in_blocks, padded, functools.partial(in_blocks, step=-1), of_transposed, in_python],
         [
+            *(in_blocks, padded, functools.partial(in_blocks, step=-1), of_transposed, in_python),
+            lambda scores, block: in_blocks(scores, block).double(),
+        ],
+        [
+            (functools.partial(in_blocks, larger=lambda old, new: new), "this block alone"),
+            (functools.partial(in_blocks, keep=False), "still −∞ at the end"),
+            (functools.partial(in_blocks, start=-100.0), "or at another number"),
+            (functools.partial(in_blocks, result=lambda largest, log: log), "returned log ℓ"),
+            (
+                lambda scores, block: in_blocks(
+                    scores[:, : scores.shape[1] // block * block], block
+                ),
+                "left out the last block",
+            ),
             (
                 lambda scores, block: shifted(scores, block, scores.amax(1)),
                 "`amax` read more than one block",
@@ -305,9 +347,21 @@ ANSWERS = {
                     ("not divided", "did not divide"),
                     ("softmax of the tile", "sums to 1 in every tile"),
                     ("scale forgotten", "lack the scale"),
+                    ("scaled twice", "by d. Divide"),
                     ("sum returned", "returned log ℓ"),
                 )
             ),
+            (
+                lambda q, k, v, block_q, block_k: forward(
+                    q, *(x[: len(k) // block_k * block_k] for x in (k, v)), block_q, block_k
+                ),
+                "left out the last keys",
+            ),
+            (
+                lambda q, k, v, *blocks: forward(q, k[: len(q)], v[: len(q)], *blocks),
+                "left out the last keys",
+            ),
+            (lambda *case: [x.numpy() for x in forward(*case)], "as two tensors"),
             (one_loop, "`(256, 32)` has more scores than a tile"),
             (whole_forward, "N × N"),
             (twice(forward, 2), "4.0 products"),
@@ -327,6 +381,10 @@ ANSWERS = {
                 functools.partial(gradients, slip="softmax of the tile"),
                 "sums to 1 in every tile",
             ),
+            (functools.partial(gradients, slip="S not scaled"), "S lacks the scale"),
+            (off_by(1, 4.0), "dK, by a factor of √d. It is too large"),
+            (off_by(2, 0.25), "dV, by a factor of √d. It is too small"),
+            (lambda *case: tuple(x.numpy() for x in gradients(*case)), "three tensors"),
             (functools.partial(gradients, slip="scale forgotten"), "dS must contain it"),
             (functools.partial(gradients, slip="dQ overwritten"), "only the last key block"),
             (
@@ -365,6 +423,7 @@ ANSWERS = {
         [kernel()],
         [
             (by_torch, "products with PyTorch"),
+            (wrapped_error, "It raised AttributeError('amax')"),
             (kernel(beyond=0.0), "after the last key"),
             (
                 kernel(new=lambda largest, scores: numpy.zeros(16, "float32"), shrink=ones),
@@ -400,12 +459,24 @@ ANSWERS = {
             (functools.partial(causal_tiles, least=-(10**9)), "negative number"),
             (functools.partial(causal_tiles, rounded=lambda n, d: n // d), "only in part"),
             (functools.partial(causal_tiles, rounded=lambda n, d: n // d + 1), "one tile too many"),
+            (seen_up_to(lambda first, block_q: first + block_q), "past the last query"),
+            (seen_up_to(lambda first, block_q: first + 1), "the first query of each block"),
+            (
+                functools.partial(causal_tiles, rounded=lambda n, d: -(-max(0, n - 1) // d)),
+                "the key on the diagonal",
+            ),
+            (lambda *case: causal_tiles(*case) if case[0] <= case[1] else None, "returns None for"),
             lambda q, k, bq, bk: 36,
         ],
     ),
     "probabilities": (
-        [probabilities],
         [
+            probabilities,
+            lambda q, k, lse: probabilities(q.double(), k.double(), lse.double()),
+            lambda q, k, lse: (q.mul_(0.25) @ k.T - lse[:, None]).exp(),
+        ],
+        [
+            lambda q, k, lse: probabilities(k, q, lse),
             (lambda q, k, lse: q @ k.T, "do not sum to 1"),
             (lambda q, k, lse: (q @ k.T).softmax(1), "are wrong"),
             (lambda q, k, lse: lse, "matrix"),
@@ -423,6 +494,8 @@ ANSWERS = {
     "grouped_bytes": (
         [84_410_368],
         [
+            (84_017_152, "own log-sum-exps"),
+            *((41_943_040, "Give bytes"), (42_074_112, "Give bytes")),
             (83_886_080, "left out the log-sum-exp"),
             (84_148_224, "It is fp32"),
             (134_742_016, "for K and V. They have 8."),

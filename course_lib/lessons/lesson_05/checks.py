@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,14 @@ from course_lib.labels import listed
 from course_lib.lessons.ledger import BASELINE
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    Refused,
+    exercise,
+    not_answered,
+    returns_none,
+    right,
+    wrong,
+)
 
 #: Bytes of the course's decoder: weights, bytes per sequence, and the part that does not depend on
 #: the micro-batch.
@@ -39,7 +47,7 @@ def check_peaks(answer: Any) -> Verdict:
     for m in (4, 2, 1, 8):
         given = answer(m)
         if given is None or given is ...:
-            return not_answered()
+            return not_answered() if m == 4 else returns_none(f"`m = {m}`")
         whole = FLOOR + 8 * SLOPE
         mistakes = {
             FLOOR - WEIGHTS + m * SLOPE: (
@@ -57,8 +65,12 @@ def check_peaks(answer: Any) -> Verdict:
                 "You started at the peak for m = 2. The line starts at m = 0, and the"
                 " difference between the two runs is for two sequences."
             ),
-            BASELINE.peak_bytes * m / 8: (
-                "The peak does not fall in proportion to m, because part of it is not activations."
+            158_804_376 + (m - 2) * 2 * SLOPE: (
+                "You did not halve the difference between the two runs. It is for two sequences."
+            ),
+            **dict.fromkeys(
+                (BASELINE.peak_bytes * m / 8, 207_597_976 * m / 4, 158_804_376 * m / 2),
+                "The peak does not fall in proportion to m, because part of it is not activations.",
             ),
             # lines through m = 8, where the peak has no gradients
             207_597_976 + (m - 4) * 17_521_152: (
@@ -156,7 +168,8 @@ _MISTAKES = {
         "Call `scaler.update()` once after each step of the optimizer."
     ),
     "unscale_() is being called after step": (
-        "Call `unscale_` first, then `scaler.step`, then `scaler.update()`."
+        "You called `unscale_` after `scaler.step`, without `scaler.update()` in between. In each"
+        " step, call `unscale_` first, then `scaler.step`, then `scaler.update()`."
     ),
     "No scale call has been made": (
         "Pass the loss through `scaler.scale` before you call `backward`."
@@ -350,6 +363,15 @@ def _grows_by(loop: Callable) -> int:
     return peaks[1] - peaks[0]
 
 
+def _updates_with_infinity(loop: Callable) -> bool:
+    """Return whether the optimizer steps although the gradient is infinite."""
+    try:
+        _epoch(loop, [torch.full((2, 4, 8), math.inf)], 1, scale=2.0)
+    except (Refused, RuntimeError):  # no step, or clipping with `error_if_nonfinite` raised
+        return False
+    return True
+
+
 #: Bytes of one micro-batch's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each
 _ACTIVATIONS = 2 * 16 * 64 * 4
 
@@ -393,6 +415,12 @@ def check_loop(function: Any) -> Verdict:
                 n=5 - len(found),
                 found=listed(found, "; "),
             )
+        )
+    if _updates_with_infinity(function):
+        return wrong(
+            "All five are fixed, but the optimizer steps although a gradient is infinite. Call"
+            " `scaler.step(optimizer)`, which skips this step.",
+            exact=True,
         )
     more = _grows_by(function)
     if more > 5 * _ACTIVATIONS:
@@ -448,7 +476,7 @@ def check_fp32_sums(function: Any) -> Verdict:
     narrow = [of_one[-1] for of_one in so_far]  # the sums that `.grad` would have
     with MemoryMeter() as meter:
         sums = function(model.parameters())
-        if sums is None or sums is ...:
+        if sums is ...:
             return not_answered()
         for x in data:
             model(x).square().sum().backward()
@@ -458,13 +486,22 @@ def check_fp32_sums(function: Any) -> Verdict:
             "Return a dict that maps each parameter to the sum of its gradients.", exact=True
         )
     parameters = list(model.parameters())
-    if not sums:  # the cell is unchanged
-        return not_answered()
-    if any(parameter not in sums for parameter in parameters):
+    if not sums:
+        if _adds_nothing(function):  # the cell is unchanged
+            return not_answered()
         return wrong(
-            text("Only {n} of 3 parameters have a sum.", n=sum(p in sums for p in parameters))
+            "Your dict stays empty, because no hook was called. Register your function for each"
+            " parameter.",
+            exact=True,
         )
+    having = sum(any(key is parameter for key in sums) for parameter in parameters)
+    if not having:
+        return wrong("The keys of your dict must be the parameters themselves.", exact=True)
+    if having < 3:
+        return wrong(text("Only {n} of 3 parameters have a sum.", n=having))
     found = [sums[parameter] for parameter in parameters]
+    if not all(isinstance(one, Tensor) for one in found):
+        return wrong("Keep one tensor per parameter: the sum of its gradients.", exact=True)
     if any(one.dtype != torch.float32 for one in found):
         kinds = {str(one.dtype).removeprefix("torch.") for one in found}
         return wrong(
@@ -511,6 +548,18 @@ def check_fp32_sums(function: Any) -> Verdict:
         "Right: the sums are in fp32, at 4 bytes per parameter, and no bf16 gradient stays in"
         " memory."
     )
+
+
+def _adds_nothing(function: Any) -> bool:
+    """Return whether a function, and the hook in it, are still the cell's original.
+
+    Neither uses an attribute or a name.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return not any(each.co_names for each in (code, *inner))
 
 
 def _all_close(found: list[Tensor], wanted: list[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from course_lib._torch import tensors_in
 from course_lib.labels import say
 from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import exercise, not_answered, returns_none, right, wrong
 
 from .tiles import large_and_small
 
@@ -89,21 +89,25 @@ def _log_sum_exp_by_blocks(
     start: float = -math.inf,
     factor: Factor = lambda old, new: (old - new).exp(),
     of_rows: Callable[[Tensor], Tensor] = lambda part: part.amax(1),
+    larger: Factor = torch.maximum,
+    whole_blocks: bool = False,
+    result: Factor = lambda largest, logarithm: largest + logarithm,
 ) -> Tensor:
     """Return the log-sum-exp of each row in one pass; other arguments introduce a mistake."""
     largest, total = scores.new_full(scores.shape[:1], start), scores.new_zeros(len(scores))
-    for part in scores.split(block, 1):
-        new = torch.maximum(largest, of_rows(part))
+    columns = scores.shape[1] // block * block if whole_blocks else scores.shape[1]
+    for part in scores[:, :columns].split(block, 1):
+        new = larger(largest, of_rows(part))
         total = total * factor(largest, new) + (part - new[:, None]).exp().sum(1)
         largest = new
-    return largest + total.log()
+    return result(largest, total.log())
 
 
 #: Message -> the arguments of `_log_sum_exp_by_blocks` that introduce the mistake.
 _LOG_SUM_EXP_MISTAKES: dict[str, dict[str, Any]] = {
     (
-        "Your running maximum starts at 0, so the sum of a row whose scores are all far below 0"
-        " becomes 0. Start at −∞."
+        "Your running maximum starts at 0 or at another number, so the sum of a row whose scores"
+        " are all far below it becomes 0. Start at −∞."
     ): {"start": 0.0},
     "You do not rescale the old sum when the maximum rises.": {
         "factor": lambda old, new: torch.ones_like(old)
@@ -120,6 +124,14 @@ _LOG_SUM_EXP_MISTAKES: dict[str, dict[str, Any]] = {
         "You keep one maximum for all rows, so the sum of a row far below it becomes 0. Keep one"
         " maximum per row."
     ): {"of_rows": lambda part: part.max().expand(len(part))},
+    (
+        "Your new maximum is the maximum of this block alone. If an earlier block has a larger one,"
+        " the factor overflows. Take the larger of the two."
+    ): {"larger": lambda old, new: new},
+    "You left out the last block, which is shorter than `block`.": {"whole_blocks": True},
+    "You returned log ℓ. The log-sum-exp is m + log ℓ, because ℓ is relative to m.": {
+        "result": lambda largest, logarithm: logarithm
+    },
 }
 
 
@@ -131,12 +143,16 @@ _LOG_SUM_EXP_MISTAKES: dict[str, dict[str, Any]] = {
 )
 def check_log_sum_exp(function: Any) -> Verdict:
     """Check the log-sum-exp of each row, in one pass over blocks, for large scores too."""
-    rows, block, columns = 6, 7, 23
+    rows, block, columns = 7, 7, 23
     along = torch.linspace(-1, 1, columns)
     waves = torch.linspace(-3, 3, 4 * columns).sin().view(4, columns)
-    # small scores that rise and fall, large ones of both signs, and a row far below 0
+    # small scores that rise and fall, large ones of both signs, a row far below 0, and one that
+    # falls by more than `exp` can hold
     scores = torch.stack(
-        [along, -along, 10 * waves[0], 500 * waves[1], 1000 * waves[2], waves[3] - 1000]
+        [
+            *(along, -along, 10 * waves[0], 500 * waves[1], 1000 * waves[2], waves[3] - 1000),
+            -500 * along,
+        ]
     )
     given = scores.clone()
     with _ReadRecorder(given, block) as recorder, _TolistRecorder(recorder):
@@ -145,13 +161,19 @@ def check_log_sum_exp(function: Any) -> Verdict:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.numel() != rows:
         return wrong("Return a tensor with one number per row.")
-    found = found.flatten()
+    found = found.flatten().float()
     if not torch.allclose(found, torch.logsumexp(scores, 1), atol=1e-4):
         for message, mistake in _LOG_SUM_EXP_MISTAKES.items():
             if torch.allclose(
                 found, _log_sum_exp_by_blocks(scores, block, **mistake), atol=1e-4, equal_nan=True
             ):
                 return wrong(message, exact=True)
+        if (found[:2] == -math.inf).all():
+            return wrong(
+                "Your running maximum is still −∞ at the end. Set it to the new maximum after each"
+                " block.",
+                exact=True,
+            )
         if found[:2].isnan().any():  # the scores of these rows lie between -1 and 1
             return wrong(
                 "Your result is nan even for small scores, because your code computes 0 · ∞ or"
@@ -264,7 +286,10 @@ def check_kernel(run: Any) -> Verdict:
     q, k, v = large_and_small(45, 45)  # the last block of 16 has 13 rows
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with flop_counter() as counter, numpy.errstate(all="ignore"):  # Triton's interpreter is NumPy
-        found = run(*(x.to(device) for x in (q, k, v)))
+        try:
+            found = run(*(x.to(device) for x in (q, k, v)))
+        except Exception as error:  # Triton's interpreter wraps errors in errors
+            raise _root_cause(error) from None
     if found is None:
         return not_answered()
     if counter.get_total_flops():
@@ -292,8 +317,8 @@ def check_kernel(run: Any) -> Verdict:
             return wrong(message, exact=True)
     if right_lse:
         return wrong(
-            "The log-sum-exp is right, but the output is not. The old output shrinks by the"
-            " same factor as the old sum."
+            "The log-sum-exp is right, but the output is not. Multiply the old output by the same"
+            " factor as the old sum, and add the product of the weights and V."
         )
     if not all(x.isfinite().all() for x in found):
         return wrong(
@@ -303,6 +328,12 @@ def check_kernel(run: Any) -> Verdict:
     return wrong(
         "The log-sum-exp is wrong. Look at the new maximum and at the factor for the old sum."
     )
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _kernel_result(
@@ -414,15 +445,21 @@ def _is_untouched(run: Any) -> bool:
 )
 def check_probabilities(function: Any) -> Verdict:
     """Check P of one head, `(n, n)`, computed from Q, K and the log-sum-exp."""
-    q, k = (torch.linspace(-2, 2, 80).view(5, 16) * factor for factor in (1.0, -1.5))
+    # q @ k.T is not symmetric, so that q and k cannot be exchanged
+    q, k = torch.linspace(-2, 2, 80).view(5, 16), torch.linspace(1, 41, 80).sin().view(5, 16)
     scores = q @ k.T / 4
     lse = torch.logsumexp(scores, 1)
-    found = function(q, k, lse)
+
+    def result(*given: Tensor) -> Any:
+        found = function(*(x.clone() for x in given))
+        return found.float() if isinstance(found, Tensor) else found
+
+    found = result(q, k, lse)
     if found is None:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.shape != (5, 5):
-        return wrong("Return a matrix of shape (n, n).", exact=True)
-    large = function(50 * q, 50 * k, torch.logsumexp(2500 * scores, 1))
+        return wrong("Return a matrix of shape (n, n), as a tensor.", exact=True)
+    large = result(50 * q, 50 * k, torch.logsumexp(2500 * scores, 1))
     if isinstance(large, torch.Tensor) and large.isnan().any() and not found.isnan().any():
         return wrong(
             "You divide exp(s) by exp(lse), and both overflow for large scores. Subtract first:"
@@ -444,7 +481,7 @@ def check_probabilities(function: Any) -> Verdict:
         if torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
             return wrong("The rows of your result sum to 1, but the probabilities are wrong.")
         return wrong("The rows of your result do not sum to 1.")
-    halved = function(q, k, lse + math.log(2))  # the lse if every key occurred twice
+    halved = result(q, k, lse + math.log(2))  # the lse if every key occurred twice
     if not isinstance(halved, torch.Tensor) or not torch.allclose(2 * halved, found, atol=1e-5):
         return wrong(
             "The numbers are right, but you did not compute them from `lse`. If `lse` grows by"
@@ -472,7 +509,11 @@ def check_grouped_bytes(answer: Any) -> Verdict:
             80 * one + 2 * 32 * 4096 * 4: (
                 "You counted two numbers per row. Flash attention keeps only one, the log-sum-exp."
             ),
+            80 * one + 8 * 4096 * 4: "Each of the 32 query heads has its own log-sum-exps.",
             48 * one + 32 * 4096 * 4: "You left out the output. It is kept, too.",
+            **dict.fromkeys(
+                (40 * one, 40 * one + 32 * 4096), "You counted numbers. Give bytes: bf16 has two."
+            ),
             128 * one: (
                 "You counted 32 heads for K and V, but they have 8. The log-sum-exp is missing,"
                 " too."
@@ -516,7 +557,8 @@ def check_causal_tiles(function: Any) -> Verdict:
         parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]
         expected = sum(bool(part.any()) for part in parts)
         case = f"{queries}, {keys}, {block_q}, {block_k}"
-        last = [min(first + block_q, queries) for first in range(0, queries, block_q)]
+        firsts = range(0, queries, block_q)
+        last = [min(first + block_q, queries) for first in firsts]
         seen = [each + keys - queries for each in last]  # keys seen by the last query of each block
         mistakes = {
             sum(-(-min(each, keys) // block_k) for each in last): (
@@ -535,6 +577,16 @@ def check_causal_tiles(function: Any) -> Verdict:
                 "You left out the tiles that a block of queries sees only in part. They are"
                 " computed, too."
             ),
+            sum(-(-max(0, first + block_q + keys - queries) // block_k) for first in firsts): (
+                "You counted past the last query. The last block of queries may be shorter."
+            ),
+            sum(-(-max(0, first + 1 + keys - queries) // block_k) for first in firsts): (
+                "You counted the tiles that the first query of each block sees. Its last query may"
+                " see more."
+            ),
+            sum(-(-max(0, each - 1) // block_k) for each in seen): (
+                "You left out the key on the diagonal. A query sees this key, too."
+            ),
             sum(max(0, each) // block_k + 1 for each in seen): (
                 "You count one tile too many for a block of queries that sees a whole number of"
                 " tiles."
@@ -543,7 +595,7 @@ def check_causal_tiles(function: Any) -> Verdict:
         mistakes = {number: message for number, message in mistakes.items() if number != expected}
         answer = function(queries, keys, block_q, block_k)
         if answer is None:
-            return not_answered()
+            return not_answered() if queries == 512 else returns_none(f"`{case}`")
         verdict = expect_number(answer, expected, wrong_answers=mistakes)
         if not verdict:
             return wrong(

@@ -103,8 +103,8 @@ _FORWARD_MISTAKES = {
         " scores of −8000."
     ),
     "starts at 0": (
-        "Your running maximum starts at 0, so the sum of a row whose scores are all far below 0"
-        " becomes 0. Start at −∞."
+        "Your running maximum starts at 0 or at another number, so the sum of a row whose scores"
+        " are all far below it becomes 0. Start at −∞."
     ),
     "maximum of the tile": (
         "Your new maximum is the maximum of this tile alone. If an earlier tile has a larger one,"
@@ -130,6 +130,7 @@ _FORWARD_MISTAKES = {
         " sum to 1 over all tiles."
     ),
     "scale forgotten": "Your scores lack the scale 1 / √d.",
+    "scaled twice": "You divided the scores by d. Divide them by √d, and only once.",
     "sum returned": (
         "The output is right, but you returned log ℓ. The log-sum-exp is m + log ℓ, because ℓ is"
         " relative to m."
@@ -144,7 +145,8 @@ def reference_forward(
 
     `mistake` names a mistake that learners make, which is then included.
     """
-    scale = 1.0 if mistake == "scale forgotten" else q.shape[1] ** -0.5
+    power = {"scale forgotten": 0.0, "scaled twice": -1.0}.get(mistake, -0.5)
+    scale = q.shape[1] ** power
     outputs, log_sums = [], []
     for query in q.split(block_q):
         o, total = torch.zeros_like(query), query.new_zeros(len(query), 1)
@@ -199,7 +201,9 @@ def check_forward(function: Any) -> Verdict:
         or [getattr(x, "numel", int)() for x in found] != [40 * 16, 40]
         or tuple(found[0].shape) != (40, 16)
     ):
-        return wrong("Return the output, (n, d), and the log-sum-exps, (n,).", exact=True)
+        return wrong(
+            "Return the output, (n, d), and the log-sum-exps, (n,), as two tensors.", exact=True
+        )
     found = found[0], found[1].flatten()
     expected = reference_forward(*case, *_BLOCKS)
     if not all(map(_equal, found, expected)):
@@ -220,10 +224,18 @@ def _wrong_forward(
     for mistake, message in _FORWARD_MISTAKES.items():
         if all(map(_equal, found, reference_forward(*case, *_BLOCKS, mistake))):
             return wrong(message, exact=True)
+    q, k, v = case
+    for keys in (len(q), len(k) // _BLOCKS[1] * _BLOCKS[1]):
+        if all(map(_equal, found, reference_forward(q, k[:keys], v[:keys], *_BLOCKS))):
+            return wrong(
+                "You left out the last keys. There may be more keys than queries, and the last key"
+                " block may be shorter.",
+                exact=True,
+            )
     if _equal(found[1], expected[1]):
         return wrong(
-            "The log-sum-exp is right, but the output is not. The old output shrinks by the"
-            " same factor as the old sum."
+            "The log-sum-exp is right, but the output is not. Multiply the old output by the same"
+            " factor as the old sum, and add the product of the weights and V."
         )
     if not all(x.isfinite().all() for x in found):
         return wrong(
@@ -253,6 +265,7 @@ _GRADIENT_MISTAKES = {
         "All three are wrong, because you took the softmax of each tile, which sums to 1 in every"
         " tile. P is exp(S − lse)."
     ),
+    "S not scaled": "All three are wrong, because your S lacks the scale 1 / √d.",
     "scale forgotten": (
         "dV is right, but dQ and dK are √d times too large. S contains the scale, so dS must"
         " contain it, too."
@@ -298,7 +311,7 @@ def reference_backward(
         keys = slice(start, start + block_k)
         for first in range(0, len(q), block_q):
             rows = slice(first, first + block_q)
-            scores = q[rows] @ k[keys].T * scale
+            scores = q[rows] @ k[keys].T * (1 if mistake == "S not scaled" else scale)
             p = (scores - lse[rows, None]).exp()
             if mistake == "softmax of the tile":
                 p = scores.softmax(1)
@@ -376,7 +389,8 @@ def _wrong_gradients(
     shapes = [tuple(x.shape) for x in expected]
     if (
         not isinstance(found, tuple | list)
-        or [tuple(getattr(x, "shape", ())) for x in found] != shapes
+        or not all(isinstance(x, Tensor) for x in found)
+        or [tuple(x.shape) for x in found] != shapes
     ):
         return wrong(
             "Return three tensors dQ, dK and dV, with the shapes of q, k and v.", exact=True
@@ -388,12 +402,17 @@ def _wrong_gradients(
             return wrong(message, exact=True)
     if all(any(_equal(one, other) for other in expected) for one in found):
         return wrong("You returned dQ, dK and dV in the wrong order.", exact=True)
-    off = [
-        name
-        for name, one, other in zip(("dQ", "dK", "dV"), found, expected, strict=True)
-        if not _equal(one, other)
-    ]
-    return wrong(text("Not right yet: {names}.", names=", ".join(off)))
+    pairs = list(zip(found, expected, strict=True))
+    off = [name for name, pair in zip(("dQ", "dK", "dV"), pairs, strict=True) if not _equal(*pair)]
+    names = ", ".join(off)
+    for power, message in (
+        (0.5, "Not right yet: {names}, by a factor of √d. It is too large."),
+        (-0.5, "Not right yet: {names}, by a factor of √d. It is too small."),
+    ):
+        times = case[0].shape[1] ** power
+        if all(_equal(one, other) or _equal(one, times * other) for one, other in pairs):
+            return wrong(text(message, names=names), exact=True)
+    return wrong(text("Not right yet: {names}.", names=names))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
