@@ -129,6 +129,20 @@ def elsewhere(store, stay):
     )
 
 
+def copies_back_at_once(store, stay):
+    """Calls `room.get()` in `pack`, so that the data are in memory again during forward."""
+    known = hooks()(store, stay)
+
+    def pack(tensor):
+        packed = known.pack_hook(tensor)
+        return packed if isinstance(packed, torch.Tensor) else (packed[0].get(), *packed[1:])
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else packed[0]().as_strided(*packed[1:])
+
+    return saved_tensors_hooks(pack, unpack)
+
+
 # Waits
 # --------------------------------------------------------------------------------------------------
 
@@ -161,6 +175,40 @@ def let_go(device, x, wait="wait", keeps=False, again=True):
     if again:
         z = x * 100  # noqa: F841
     device.finish(copied)
+    return host.tolist()
+
+
+def waits_twice(device, x):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    copied = device.copy(host, y, "down")
+    device.wait(copied)
+    device.finish(copied)
+    return host.tolist()
+
+
+def returns_the_tensor(device, x):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    device.finish(device.copy(host, y, "down"))
+    return host
+
+
+def finishes_before_the_next_tensor(device, x):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    device.finish(device.copy(host, y, "down"))
+    del y
+    z = x * 100  # noqa: F841
+    return host.tolist()
+
+
+def never_finishes(device, x):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    device.wait(device.copy(host, y, "down"))
+    del y
+    z = x * 100  # noqa: F841
     return host.tolist()
 
 
@@ -212,6 +260,22 @@ ANSWERS = {
             (lambda L, f, g, c, p: step_time(L, f, g, c, p) - L * max(f, 2 * c), "backward alone"),
             (lambda L, f, g, c, p: step_time(L, f, 2 * f, c, p), "took 2 f"),
             (but_backward({1: lambda g, c: g + c}), "the shorter one"),
+            (but_backward({2: lambda g, c: g}), "On a slow link"),
+            (but_backward({1: lambda g, c: g + c, 2: lambda g, c: g}), "On a slow link"),
+            (lambda L, f, g, c, p: L * (f + g + (2 - p) * c), "On a slow link"),
+            (
+                lambda L, f, g, c, p: step_time(L, f, g, c, p) + L * (f - max(f, 2 * c)),
+                "On a slow link",
+            ),
+            (but_backward({2: lambda g, c: max(g, c)}), "one after the other"),
+            (
+                lambda L, f, g, c, p: L * (max(f, 2 * c) + (g + c if p == 0 else max(g, c))),
+                "In backward you counted one copy",
+            ),
+            (
+                lambda L, f, g, c, p: step_time(L, f, g, c, p) if p == 0 else None,
+                "p = 1: your function returned nothing",
+            ),
             (but_backward({1: lambda g, c: max(g, 2 * c)}), "Only one of them does"),
             (but_backward({1: lambda g, c: g + 2 * c}), "wait for both copies"),
             (but_backward({0: lambda g, c: c + max(g, c)}), "waits for both copies"),
@@ -229,6 +293,8 @@ ANSWERS = {
         [hooks(), with_handles],
         [
             (elsewhere, "moved nothing into the store"),
+            (copies_back_at_once, "copied back during forward"),
+            (lambda store, stay: (store, stay), "got a `tuple`"),
             (hooks(moves=lambda storage, stay: True), "moved a parameter"),
             (hooks(known=lambda: None), "even if it is saved twice"),
             (hooks(key=lambda storage: storage.data_ptr(), known=WeakValueDictionary), _ADDRESS),
@@ -259,6 +325,11 @@ ANSWERS = {
             (three(third=partial(let_go, wait=None, keeps=True)), "reuses its memory"),
             (three(third=partial(let_go, wait=None, again=False)), "reuses its memory"),
             (three(first=without_a_copy), "nothing is copied"),
+            (three(first=waits_twice), "the compute stream waits as well"),
+            (three(first=returns_the_tensor), "a list of numbers"),
+            (three(first=lambda device, x: print(end="")), "`read`: it returns nothing"),
+            (three(third=finishes_before_the_next_tensor), "the host waits"),
+            (three(third=never_finishes), "The host reads before"),
             (three(second=lambda device, host: use(device, host) * 2), "numbers are wrong"),
             (read, "three functions"),
         ],
@@ -268,7 +339,11 @@ ANSWERS = {
         [
             (lambda n, page: 8 * n + page, "You counted one page"),
             (lambda n, page: 8 * n + 2 * page, "You counted two pages"),
+            (lambda n, page: 8 * n + min(page, 8 * n), "You counted one page"),
+            (lambda n, page: 8 * n + min(2 * page, 8 * n), "You counted two pages"),
             (lambda n, page: 8 * n + 3 * page, "For large pages"),
+            (lambda n, page: 8 * n + min(3, -(-8 * n // page)) * page, "For large pages"),
+            (lambda n, page: 8 * n + 3 * min(page, 8 * n), "For large pages"),
             (lambda n, page: 4 * n + min(3 * page, 8 * n), "Besides the pages"),
             (lambda n, page: min(3 * page, 8 * n), "the state alone"),
             (lambda n, page: 16 * n, "all of the state"),

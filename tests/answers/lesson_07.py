@@ -15,6 +15,9 @@ def peak(
     set_to_none=True,
     update=True,
     batch_before=False,
+    keep_batch=False,
+    keep_loss=False,
+    watch_state=True,
     **settings,
 ):
     """The peak of a step, with one mistake where an option asks for it."""
@@ -25,8 +28,14 @@ def peak(
             if zero:
                 adam.zero_grad(set_to_none=set_to_none)
             early = make_batch() if batch_before else None
-            with MemoryMeter(model, adam) as meter:
-                model.loss(make_batch() if early is None else early).backward()
+            with MemoryMeter(model, *[adam] * watch_state) as meter:
+                batch = make_batch() if early is None else early
+                loss = model.loss(batch)
+                if not keep_batch:
+                    del batch
+                loss.backward()
+                if not keep_loss:
+                    del loss
                 if update:
                     adam.step()
             if not update:
@@ -53,9 +62,18 @@ ALL_IN = {**LEAST, "checkpoint": "layers"}
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "peak_without_memory": (
-        [peak, slip(batch_before=True), slip(steps=3)],
         [
-            (slip(steps=1), "You measured the first step"),
+            peak,
+            slip(batch_before=True),
+            slip(steps=3),
+            slip(keep_batch=True),
+            slip(keep_loss=True),
+            slip(keep_batch=True, keep_loss=True),
+            slip(batch_before=True, keep_loss=True),
+        ],
+        [
+            (slip(steps=1), "Adam's state is missing"),
+            (slip(watch_state=False), "`MemoryMeter(model, adam)`"),
             (slip(zero=False), "still live"),
             (slip(set_to_none=False), "`set_to_none=False` they keep their memory"),
             (slip(update=False), "the temporaries of Adam's update"),
@@ -83,8 +101,10 @@ ANSWERS = {
             (lambda a, b: 1 / ratio(a, b), "bytes per FLOP"),
             (lambda a, b: -ratio(a, b), "wrong sign"),
             (lambda a, b: 2 * ratio(a, b), "both directions"),
-            lambda a, b: (a.flops - b.flops) // (b.moved_bytes - a.moved_bytes),
-            lambda a, b: round(ratio(a, b)),
+            (lambda a, b: ratio(a, b) / 2, "do not multiply it by 2"),
+            (lambda a, b: (a.flops - b.flops) // (b.moved_bytes - a.moved_bytes), "rounded"),
+            (lambda a, b: round(ratio(a, b)), "rounded"),
+            (lambda a, b: round(ratio(a, b), 1), "rounded"),
             (lambda a, b: a.flops / a.moved_bytes, "of one recipe"),
             (lambda a, b: b.flops / b.moved_bytes, "of one recipe"),
             lambda a, b: 30.3,

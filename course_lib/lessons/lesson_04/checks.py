@@ -21,8 +21,8 @@ from course_lib.teaching.exercises import Refused, exercise, not_answered, right
 
 from .simulation import clock
 
-#: Verdict on a mistake -> the formula with that mistake.
-Mistakes = Mapping[str, Callable[..., float]]
+#: Verdict on a mistake -> the formula with that mistake, or several such formulas.
+Mistakes = Mapping[str, Callable[..., float] | tuple[Callable[..., float], ...]]
 
 
 def _differs(
@@ -48,18 +48,24 @@ def _differs(
         The verdict, or None if the function is right; and its result for each case.
     """
     given = {case: function(*case) for case in wanted}
-    if any(value is None or value is ... for value in given.values()):
+    empty = [case for case, value in given.items() if value is None or value is ...]
+    if len(empty) == len(given):
         return not_answered(), given
+    if empty:
+        message = text("{case}: your function returned nothing.", case=case_is(*empty[0]))
+        return wrong(message, exact=True), given
     for case, (value, tolerance) in wanted.items():
         verdict = expect_number(given[case], value, tolerance=tolerance, in_bytes=in_bytes)
         if verdict.exact and not verdict:
             return verdict, given
         if not verdict:
-            for message, formula in mistakes.items():
-                if all(
-                    expect_number(each, formula(*at), tolerance=close) for at, each in given.items()
-                ):
-                    return wrong(text("Not yet. {reason}", reason=message), exact=True), given
+            for message, formulas in mistakes.items():
+                for formula in formulas if isinstance(formulas, tuple) else (formulas,):
+                    if all(
+                        expect_number(each, formula(*at), tolerance=close)
+                        for at, each in given.items()
+                    ):
+                        return wrong(text("Not yet. {reason}", reason=message), exact=True), given
             return (
                 wrong(text("{case}: {message}", case=case_is(*case), message=verdict.message)),
                 given,
@@ -94,19 +100,25 @@ def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
     return layers * max(f, c) + layers * (g + c if p == 0 else max(g, c))
 
 
-def _with_backward(times: Mapping[int, Callable[[float, float], float]]) -> Callable[..., float]:
+def _with_backward(
+    times: Mapping[int, Callable[[float, float], float]], *, short_copies: bool = False
+) -> Callable[..., float]:
     """Return the formula of the step's time with a mistake in the time of a layer's backward.
 
     Args:
         times: p -> the wrong time, a function of g and c.
+        short_copies: Whether a layer's forward takes f even if the copies take longer.
     """
 
     def time(layers: int, f: float, g: float, c: float, p: int) -> float:
         extra = times[p](g, c) - _backward(g, c, p) if p in times else 0.0
+        extra += f - max(f, 2 * c) if short_copies else 0.0
         return _step_time(layers, f, g, c, p) + layers * extra
 
     return time
 
+
+_PRODUCTS = {1: lambda g, c: g + c, 2: lambda g, c: g}  # as if copies never took longer
 
 _TIMES: Mistakes = {
     "You left out the copies.": lambda layers, f, g, c, p: layers * (f + g),
@@ -136,6 +148,18 @@ _TIMES: Mistakes = {
     ),
     "With p = 1 one copy runs next to the product, so take the longer of the two. You always"
     " took the product, but that may be the shorter one.": _with_backward({1: lambda g, c: g + c}),
+    "You took the time of the products wherever copies run next to them. On a slow link the"
+    " copies take longer.": (
+        _with_backward(_PRODUCTS),
+        _with_backward(_PRODUCTS, short_copies=True),
+        _with_backward({2: lambda g, c: g}),
+        _with_backward({}, short_copies=True),
+    ),
+    "With p = 2 you took the longer of the product and one copy. Both copies run next to the"
+    " product, one after the other.": _with_backward({2: lambda g, c: max(g, c)}),
+    "In backward you counted one copy per layer. There are two.": _with_backward(
+        {0: lambda g, c: g + c, 1: lambda g, c: max(g, c), 2: lambda g, c: max(g, c)}
+    ),
     "With p = 1 you let both copies run next to the product. Only one of them does, and"
     " backward waits for the other one.": _with_backward({1: lambda g, c: max(g, 2 * c)}),
     "With p = 1 you let backward wait for both copies. One of them runs next to the product,"
@@ -252,6 +276,14 @@ def check_offloading(function: Any) -> Verdict:
     context = function(store, stay)
     if context is None or context is ...:
         return not_answered()
+    if not hasattr(context, "__enter__"):
+        return wrong(
+            text(
+                "`offloading` must return `saved_tensors_hooks(pack, unpack)`, got a `{kind}`.",
+                kind=type(context).__name__,
+            ),
+            exact=True,
+        )
     out = _program(linear, x, seen, _at_one_address(), context)
     if any(each() is not None for each in seen):
         gc.collect()  # the answer's own objects may refer to each other
@@ -264,7 +296,7 @@ def check_offloading(function: Any) -> Verdict:
     if parameters & set(store.addresses):
         return wrong(
             "Your hooks moved a parameter. The model keeps it in any case, so moving it frees"
-            " nothing.",
+            " nothing. A view of a parameter is another tensor with the same storage.",
             exact=True,
         )
     if held:
@@ -272,6 +304,12 @@ def check_offloading(function: Any) -> Verdict:
             "{held} of {count} storages are still held after forward, so their memory is not freed."
         )
         return wrong(text(message, held=held, count=len(seen)), hint=_RETURN_THE_ROOM)
+    if store.stats.bytes_up:
+        return wrong(
+            "You copied back during forward, so the memory is in use again at once. Call"
+            " `room.get()` in `unpack`, not in `pack`.",
+            exact=True,
+        )
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
     equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -412,15 +450,22 @@ _RETURN_THE_ROOM = (
 
 
 class _Watched(SimulatedDevice):
-    """A device that records what the host has waited for, and what was copied."""
+    """A device that records what host and compute have waited for, and what was copied."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.finished = self.copied = 0
+        self.finished = self.waited = self.copied = 0
+        self.made_before: int | None = None  # samples before the host waited for the first time
 
     def finish(self, event: Any) -> None:
+        if self.finished == 0:
+            self.made_before = len(self.samples)
         self.finished += 1
         super().finish(event)
+
+    def wait(self, event: Any) -> None:
+        self.waited += self.current() is self._compute
+        super().wait(event)
 
     def transfer(self, target: Tensor, source: Tensor) -> None:
         self.copied += 1
@@ -457,15 +502,13 @@ def check_waits(functions: Any) -> Verdict:
     found = {
         name: _in_all_modes(name, each) for name, each in zip(_PROGRAMS, functions, strict=True)
     }
-    if all(
-        problem == unordered
-        for problem, (unordered, _) in zip(found.values(), _PROGRAMS.values(), strict=True)
-    ):
+    unchanged = [unordered for unordered, _ in _PROGRAMS.values()]
+    if list(found.values()) in (unchanged, [_NOTHING] * len(_PROGRAMS)):
         return not_answered()
     for name, problem in found.items():
         if problem is not None:
             message = text("{name}: {problem}", name=f"`{name}`", problem=problem)
-            return wrong(message, exact=problem == _HOST_WAITS)
+            return wrong(message, exact=problem in (_HOST_WAITS, _STREAM_WAITS, _NOTHING, _NO_LIST))
     return right(
         "Right: in every mode there is no race and the numbers are right, and the host waits"
         " only before it reads."
@@ -481,6 +524,12 @@ _HOST_WAITS = (
     "The numbers are right, but the host waits and cannot queue more work meanwhile. Make the"
     " stream wait instead."
 )
+_STREAM_WAITS = (
+    "The numbers are right, but the compute stream waits as well, and nothing on it uses the"
+    " copy. Remove `device.wait(copied)`."
+)
+_NOTHING = "it returns nothing."
+_NO_LIST = "it must return a list of numbers, `host.tolist()`."
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
@@ -492,11 +541,13 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
             given = device.pinned(numbers.shape, numbers.dtype).copy_(numbers)
         else:
             given = device.move(numbers)
-        device.finished = device.copied = 0
+        device.finished = device.waited = device.copied = 0
         before, made = device.live_bytes, len(device.samples)
         try:
             found = function(device, given)
-            finished, copied, made = device.finished, device.copied, len(device.samples) - made
+            finished, waited, copied = device.finished, device.waited, device.copied
+            too_early = finished > 0 and device.made_before != len(device.samples)
+            made = len(device.samples) - made
             above = device.peak_bytes - before
             if isinstance(found, Tensor) and name == "use":
                 host = device.pinned(found.shape, found.dtype)
@@ -506,7 +557,7 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
         finally:
             device.races.clear()
     if found is None or found is ...:
-        raise NotImplementedError
+        return _NOTHING
     if not copied:
         return "nothing is copied."
     if name == "let_go" and (made < 2 or above >= 2 * numbers.nbytes):
@@ -515,10 +566,15 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
             " its memory."
         )
     if races:
-        return unordered
+        host_reads = name == "let_go" and finished < waits  # the original has one `finish`
+        return _PROGRAMS["read"][0] if host_reads else unordered
+    if name != "use" and isinstance(found, Tensor):
+        return _NO_LIST
     if not isinstance(found, list) or found != (numbers * 2).tolist():
         return "the numbers are wrong."
-    return _HOST_WAITS if finished > waits else None
+    if finished > waits or (name == "let_go" and too_early):
+        return _HOST_WAITS
+    return _STREAM_WAITS if name == "read" and waited else None
 
 
 # Pages of the optimizer's state
@@ -528,12 +584,20 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
 _PAGES: Mistakes = {
     "You counted one page. While it is updated, the next one is read and the previous one is"
-    " written.": (lambda n, page: 8 * n + page),
-    "You counted two pages. One is read, one is updated and one is written.": lambda n, page: (
-        8 * n + 2 * page
+    " written.": (
+        lambda n, page: 8 * n + page,
+        lambda n, page: 8 * n + min(page, 8 * n),
+    ),
+    "You counted two pages. One is read, one is updated and one is written.": (
+        lambda n, page: 8 * n + 2 * page,
+        lambda n, page: 8 * n + min(2 * page, 8 * n),
     ),
     "For large pages you counted more than all of the state. Its size is 8 bytes per"
-    " parameter, however large a page is.": lambda n, page: 8 * n + 3 * page,
+    " parameter, however large a page is.": (
+        lambda n, page: 8 * n + 3 * page,
+        lambda n, page: 8 * n + min(3, -(-8 * n // page)) * page,  # rounded up to whole pages
+        lambda n, page: 8 * n + 3 * min(page, 8 * n),
+    ),
     "Besides the pages you counted 4 bytes per parameter. Both the weights and the gradients"
     " are in memory, with 4 bytes each.": lambda n, page: 4 * n + min(3 * page, 8 * n),
     "You counted the state alone. Weights and gradients are in memory, too, with 8 bytes per"

@@ -87,10 +87,9 @@ def check_peak_without_memory(function: Any) -> Verdict:
         if not seen:
             message = "You never called `make_model`. Measure the model that it returns."
             return wrong(message, exact=True)
-        expected, mistakes = _peaks(shape, batch)
-        # The batch may be created inside the meter's block or before it.
-        for right_answer in (expected, expected - _inputs(shape, batch)):
-            verdict = expect_number(answer, right_answer, wrong_answers=mistakes, in_bytes=True)
+        peaks, mistakes = _peaks(shape, batch)
+        for peak in peaks:
+            verdict = expect_number(answer, peak, wrong_answers=mistakes, in_bytes=True)
             if verdict or verdict.exact:
                 break
         if not verdict:
@@ -106,8 +105,12 @@ def _inputs(shape: dict[str, int], batch: int) -> int:
     return 8 * batch * (shape["sequence"] + 1)
 
 
-def _peaks(shape: dict[str, int], batch: int) -> tuple[int, dict[float, str]]:
-    """Return the second step's peak with its batch, and the peaks that mistakes give."""
+def _peaks(shape: dict[str, int], batch: int) -> tuple[list[int], dict[float, str]]:
+    """Return the peaks of the second step that are right, and those that mistakes give.
+
+    The batch may be created inside the meter's block or before it, and a variable may keep the
+    batch or the loss until the optimizer step.
+    """
     whole = _step_peak(shape, batch)
     inside = {
         # A fused update creates no temporaries either, so both mistakes may give this peak.
@@ -120,14 +123,22 @@ def _peaks(shape: dict[str, int], batch: int) -> tuple[int, dict[float, str]]:
             " with `adam.zero_grad()`. With `set_to_none=False` they keep their memory."
         ),
         _step_peak(shape, batch, steps=1): (
-            "You measured the first step, before Adam has its state. Measure the second step."
+            "Adam's state is missing. The first step creates it, so measure the second step, with"
+            " `MemoryMeter(model, adam)`."
         ),
     }
     inputs = _inputs(shape, batch)
-    mistakes = inside | {peak - inputs: reason for peak, reason in inside.items()}
-    return whole, {
-        peak: reason for peak, reason in mistakes.items() if peak not in (whole, whole - inputs)
+    extras = [kept + loss for kept in (0, -inputs, inputs) for loss in (0, _LOSS_BYTES)]
+    peaks = [whole + extra for extra in extras]
+    return peaks, {
+        peak + extra: reason
+        for extra in extras
+        for peak, reason in inside.items()
+        if peak + extra not in peaks
     }
+
+
+_LOSS_BYTES = 4  # one fp32 number
 
 
 @cache
@@ -192,6 +203,14 @@ def check_break_even(function: Any) -> Verdict:
             2 * expected: (
                 "Your result is twice as large as it should be. `moved_bytes` already counts"
                 " both directions, so do not divide it by 2."
+            ),
+            expected / 2: (
+                "Your result is half as large as it should be. `moved_bytes` already counts"
+                " both directions, so do not multiply it by 2."
+            ),
+            **dict.fromkeys(
+                (int(expected), *(round(expected, digits) for digits in (0, 1, 2))),
+                "You rounded the result. Return the quotient itself.",
             ),
             first.flops / first.moved_bytes: (
                 "You returned the FLOPs per byte of one recipe. Use the differences between the"
