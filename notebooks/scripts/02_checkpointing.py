@@ -137,7 +137,7 @@ lesson_02.draw_order(heard)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 1.** Write both functions. `forward` returns the block's output and records no graph. `backward` returns `None` for `block`, which has no gradient, and the gradient of `x`.
+# **Exercise 1.** Write both functions. `forward` returns the block's output and records no graph. `backward` returns two values: `None`, since `block` has no gradient, and `x`'s gradient.
 #
 # The check compares the gradients of the input and of the weight, counts the runs, and looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
 #
@@ -355,7 +355,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# The formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. It describes one moment, the start of backward. The last checkpoint lowers this moment so far that another one is higher: the end of backward, when one layer's activations and nearly all gradients are in memory.
+# The formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. It describes one moment, the start of backward. The eighth checkpoint lowers it so far that the peak moves to the end of backward, when one layer's activations and nearly all gradients are in memory.
 #
 # </div>
 # <div lang="zh">
@@ -403,7 +403,7 @@ table(["saved around the last of the layers alone (bytes)"], [[alone[None] - alo
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
 #
-# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. So does a checkpoint around the only layer of a network. Around layers 0 to 5, it saves the layer less its input. Around layer 6 it saves 2 MB less, because the gradients of layer 7 have arrived by then.
+# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. So does a checkpoint around the only layer of a network. Around layers 0 to 5, it saves the layer except its input. Around layer 6 it saves 2 MB less, because the gradients of layer 7 have arrived by then.
 #
 # In the decoder, even the last layer's checkpoint saves memory, because the peak comes earlier, during the backward pass of the loss. Three tensors as large as the logits (25 MB) are in memory then. First ask when the peak is, then what is in memory.
 #
@@ -580,7 +580,7 @@ table(["tokens in a chunk", "one backward for the whole loss", "a backward per c
 # %% [markdown]
 # <div lang="en">
 #
-# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column reaches its floor, 3. The second column continues toward 2, the gradient so far and that of the next chunk, and computes nothing twice. Fused losses such as Liger's do this already in forward.
+# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column reaches its floor, 3. The second column approaches 2, the gradient so far and the next chunk's, and nothing is recomputed. Fused losses such as Liger's do this already in forward.
 #
 # </div>
 # <div lang="zh">
@@ -743,7 +743,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # <div lang="en">
 #
 # - A checkpoint keeps the input of a block and recomputes its activations in backward. Always write `use_reentrant=False`.
-# - It saves what is not in memory at the peak. In layers alone, the last one's checkpoint saves nothing. A formula for one moment fails where another moment is higher.
+# - It saves what is not in memory at the peak. Without a head, the last layer's checkpoint saves nothing. A formula for one moment fails where another moment is higher.
 # - One more forward pass adds about a third of a step's FLOPs if all weights are trained, and less with early stop. Keeping the linear layers' products costs almost no FLOPs.
 # - Whether groups of layers save memory depends on the depth, and on whether gradients exist from the start.
 # - The loss is a block, too. In chunks, it needs two to three times its matrix.
@@ -755,7 +755,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # - 检查点只保存一个块的输入，到反向时再重新计算激活值。一定要写 `use_reentrant=False`。
 # - 省下的是峰值那一刻不在内存里的东西。只有若干层的网络，给最后一层加检查点什么也不省。公式描述一个时刻，别的时刻更高时，它就不再成立。
-# - 全部权重都训练时，多一次前向约增加一步 FLOPs 的三分之一，有提前终止时少一些。保留线性层的乘积，几乎不增加 FLOPs。
+# - 全部权重都训练时，多做一次前向，一步的 FLOPs 约增加三分之一，有提前终止时少一些。保留线性层的乘积，几乎不增加 FLOPs。
 # - 几层合用一个检查点是否更省，取决于层数，也取决于梯度是否一开始就存在。
 # - 损失也是一个块。分成小段之后，所需内存是词表矩阵的两到三倍。
 #

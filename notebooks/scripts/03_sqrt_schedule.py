@@ -354,14 +354,14 @@ lesson_03.check_best_count(best_count)
 # %% [markdown]
 # <div lang="en">
 #
-# $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only where a layer keeps as much as one boundary. Our layers keep twice that, so 14 segments are best, not 10. It hardly matters here, because the curve is flat there: 29.3 instead of 31, in units of $B$. An uneven remainder costs more: the framework's 14 segments peak at 33.
+# $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only where a layer keeps as much as one boundary. Our layers keep twice that, so 14 segments are best, not 10. It hardly matters here, because the curve is flat there: 29.3 instead of 31, in units of $B$. An uneven remainder costs more: with 14 segments, `checkpoint_sequential` peaks at 33.
 #
 # For 32 layers of Llama 3 8B, $k^* = \sqrt{32 \cdot 24.6} = 28$. That is nearly one segment per layer.
 #
 # </div>
 # <div lang="zh">
 #
-# $k^* = \sqrt{L \cdot A / B}$，此处的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当一层保存的恰好等于一个边界时才对。这里的层保存两倍，所以最好的段数是 14，不是 10。不过在这里差别很小，因为曲线在最低点附近很平：以 $B$ 为单位，29.3 对 31。余数分得不匀，损失更大：框架的 14 段，峰值是 33。
+# $k^* = \sqrt{L \cdot A / B}$，此处的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当一层保存的恰好等于一个边界时才对。这里的层保存两倍，所以最好的段数是 14，不是 10。不过在这里差别很小，因为曲线在最低点附近很平：以 $B$ 为单位，29.3 对 31。余数分得不均匀，影响反而更大：`checkpoint_sequential` 也分 14 段，峰值却是 33。
 #
 # 对 Llama 3 8B 的 32 层，$k^* = \sqrt{32 \cdot 24.6} = 28$，几乎就是一层一段。
 #
@@ -487,7 +487,7 @@ lesson_03.budget_table(rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls at 0.75, for no FLOPs: only GELUs run again, and FLOPs count matrix products only. Then the saved bytes fall further, and the peak **rises**, at 0 far above the peak with everything kept. The solver that chooses knows how many bytes each result takes and how many FLOPs it costs. It does not know how long a recomputed result lives. At 0.25 the first seven Linears' results are kept and nothing of the last nine layers, so backward begins with recomputing these nine at once. Section 3.16 shows that, and halves the peak.
+# At 0.75 the peak falls for no FLOPs: only GELUs run again, and FLOPs count only matrix products. Then the saved bytes fall further, and the peak **rises**, at 0 far above the peak with everything kept. The solver that chooses knows how many bytes each result takes and how many FLOPs it costs. It does not know how long a recomputed result lives. At 0.25 the first seven Linears' results are kept and nothing of the last nine layers, so backward begins with recomputing these nine at once. Section 3.16 shows that, and halves the peak.
 #
 # On our decoder, 0.5 was a good choice: a peak of 105.9 MB for 1.02 times the FLOPs. So start with 0.5, and measure the peak of your model, because fewer saved bytes are not a lower peak. Four segments of the same 16 layers peak at 13 (section 3.12).
 #
@@ -529,7 +529,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # The second list runs stages 0 and 1 twice, for a lower peak.
 #
-# Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, given the input of stage $i$, which is counted elsewhere, and $R$ more bytes. Only schedules that never discard early what they keep are considered. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. There are two ways to begin:
+# Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, within $R$ bytes, not counting the input of stage $i$. Only schedules that never discard early what they keep are considered. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. There are two ways to begin:
 #
 # - **Keep all** of stage $i$. This needs $A_i + B_i \le R$, with the gradient that comes in. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
 # - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. Which forwards does that take, which two parts remain, and how many bytes does each of them have?
@@ -694,7 +694,7 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nHere the model had whole stages only. Which choices did it leave out?", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n这里的模型只有整级。它漏掉了哪些选择？"}
 # <div lang="en">
 #
-# Pairs lie on the frontier, and the other ways lie below it. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. So a checkpoint around each layer takes 36.7 MB for 1.21 times the FLOPs, where whole stages take 1.31 times. If the search may stop early too, it finds the second line. Products kept and the compiler lie below that, too: they recompute single operators, which no stage describes.
+# Pairs lie on the frontier, and the other ways lie below it. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. So a checkpoint around each layer takes 36.7 MB for 1.21 times the FLOPs, where whole stages take 1.31 times. A search that may stop early, too, finds the second frontier. Products kept and the compiler lie below both: they recompute single operators instead of whole stages.
 #
 # **A proof of optimality is a proof about a model**, and this model had whole stages only. For a transformer the choice within a layer matters more than the choice among layers. The search pays where stages differ by much, as in the pyramid.
 #
@@ -878,7 +878,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 # <div lang="zh">
 #
-# 对 16、36 和 64 层同样扫一遍，小点是你对每个 $k$ 的预测。表里还有 50 层，它不是平方数，而 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除它。
+# 对 16、36 和 64 层同样扫一遍，图中的小点是你对每个 $k$ 的预测。表里还有 50 层，它不是平方数，而 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除它。
 #
 # </div>
 
