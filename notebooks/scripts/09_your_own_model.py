@@ -529,7 +529,7 @@ lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
 
 # %% slide="code" minutes=3
 sizes = ["--config", lesson_09.LLAMA_3_8B, "--sequence", "4096", "--batch", "1"]
-budget_command([*sizes, "--device", "H100", "--quick"]);
+_ = budget_command([*sizes, "--device", "H100", "--quick"])
 
 # %% [markdown]
 # <div lang="en">
