@@ -649,6 +649,8 @@ lesson_03.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": py
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
+from IPython.display import display
+
 from course_lib.schedule import ScheduledSequential, frontier, optimal
 
 
