@@ -652,6 +652,7 @@ ANSWERS = {
             ((3, False), "too small"),
             ((8, True), "numbered from 0"),
             (("last", True), "numbered from 0"),
+            (("layers.7", True), "numbered from 0"),
             ((-1, True), "numbered from 0"),
             ((7, False), "in the decoder its checkpoint saves"),
             ((7, None), "second question"),
@@ -734,6 +735,8 @@ ANSWERS = {
             *no_checkpoints,
             (checkpoint_of(preserve_rng_state=False), "a different mask"),
             (Careless.apply, "as if the gradient that arrives were all ones"),
+            (lambda block, x: None, "Not answered"),
+            (lambda block, x: print(block(x).shape), "returns nothing"),
             (Rewinds.apply, "random numbers afterwards"),
             *((Seeded, "a different mask"), (StateAfterwards, "a different mask")),
             *((OneState, "a different mask"), (SeedOfItsOwn, "the same mask")),
@@ -741,7 +744,7 @@ ANSWERS = {
         ],
     ),
     "policy": (
-        [[aten.bmm.default]],
+        [[aten.bmm.default], frozenset({aten.bmm.default})],
         [
             *(
                 (aten.bmm.default, "list"),

@@ -297,6 +297,13 @@ ANSWERS = {
         [
             (lambda cuts: segment_peak(cuts) / 100_000, "Return bytes"),
             (lambda cuts: segment_peak(cuts) - 100_000, "One B is missing"),
+            (lambda cuts: segment_peak(cuts) / 1e6, "in MB. Give bytes"),
+            (
+                lambda cuts: (
+                    100_000 * (1 + max(j + 1 + 3 * n for j, n in enumerate(sizes_of(cuts))))
+                ),
+                "added a B for each layer",
+            ),
             (
                 lambda cuts: (len(cuts) + 2 * max_layers(cuts)) * 100_000,
                 "inputs of the later ones have been released",
@@ -346,6 +353,9 @@ ANSWERS = {
         [
             *((lambda L, A, B: L**0.5, "√L"), (lambda L, A, B: L * A / B, "square root")),
             (lambda L, A, B: round(L**0.5), "√L"),
+            (lambda L, A, B: (L * A) ** 0.5, "left out B"),
+            (lambda L, A, B: (A / B) ** 0.5, "left out L"),
+            (lambda L, A, B: (L * A / (A + B)) ** 0.5, "added A and B"),
             (lambda L, A, B: (L * B / A) ** 0.5, "swapped A and B"),
             (
                 lambda L, A, B: 14,
@@ -400,6 +410,10 @@ ANSWERS = {
             (lambda depth: taper(depth)[1:], "must begin with 0 and end with 2"),
             (lambda depth: taper(depth)[:-1], "must begin with 0"),
             (lambda depth: [0, depth / 3, depth], "whole number"),
+            (lambda depth: [*itertools.pairwise(taper(depth))], "whole number"),
+            (lambda depth: [0, math.inf, depth], "whole number"),
+            (lambda depth: set(taper(depth)), "no order"),
+            (lambda depth: [0, *sizes_of(taper(depth))], "sizes of the segments"),
             (lambda depth: sorted([*taper(depth), depth]), "so the cuts must increase"),
             (lambda depth: [0, depth - 1, depth], "layers with the cuts"),
             (lambda depth: 22, "got a `int`"),
@@ -438,6 +452,8 @@ ANSWERS = {
             (functools.partial(without_end), "e must begin at 1"),
             (functools.partial(without_end, first=1, last=1), "e must begin at 1"),
             (lambda stages, room: 12, "4 stages and room = 1"),
+            (lambda stages, room: f"{recurrence(stages, room)}", "got a `str`"),
+            (lambda stages, room: [recurrence(stages, room)], "got a `list`"),
             (
                 lambda stages, room: recurrence(stages, room) + (len(stages) == 5),
                 "5 stages and room = 8",
@@ -486,6 +502,7 @@ ANSWERS = {
         [
             (lambda first, stages, room: [], "Not answered"),
             (lambda first, stages, room: None, "Not answered"),
+            (lambda first, stages, room: ..., "Not answered"),
             (lambda first, stages, room: list(segmented([0, len(stages)])), "bytes besides"),
             (functools.partial(plan, slip="from 0"), "refuses"),
             (functools.partial(plan, slip="no inputs"), "refuses"),

@@ -379,7 +379,7 @@ def check_which_block(answer: Any) -> Verdict:
     layer, saves_in_decoder = answer
     if layer is None or layer is ...:
         return not_answered()
-    if layer in ("last", -1, 8):
+    if isinstance(layer, str) or layer in (-1, 8):
         return wrong("Give the layer's number. The layers are numbered from 0 to 7.", exact=True)
     verdict = expect_number(
         layer,
@@ -614,6 +614,12 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         runs.clear()
         inputs = [torch.ones(1000, requires_grad=True) for _ in range(2)]
         outputs = [function(block, x) for x in inputs]
+        if any(output is None or output is ... for output in outputs):
+            if runs:
+                _refuse(
+                    "Your function runs the block and returns nothing. Return the block's output."
+                )
+            raise NotImplementedError
         counts = [len(runs)]
         torch.rand(3)  # drawn by later layers before backward
         if goes_backward:
@@ -673,7 +679,7 @@ def check_policy(operators: Any) -> Verdict:
 
     The limits are 110 MB for forward and backward, and 1.2 times the FLOPs.
     """
-    if not isinstance(operators, list | tuple | set):
+    if not isinstance(operators, list | tuple | set | frozenset):
         return wrong("Return a list of operators.")
     if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
         return wrong(

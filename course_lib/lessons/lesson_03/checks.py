@@ -249,10 +249,17 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
     for chain, (times, least) in enumerate(zip(given, wanted, strict=True)):
         for room, (one, best) in enumerate(zip(times, least, strict=True), start=1):
             if one != best:
+                try:
+                    shown = f"{float(one + 0.0):g}"
+                except TypeError:
+                    kind = type(one).__name__
+                    return wrong(
+                        text("Expected one number, got a `{kind}`.", kind=kind), exact=True
+                    )
                 values = {
                     "length": len(_CHAINS[chain]),
                     "room": room,
-                    "given": f"{float(one):g}",
+                    "given": shown,
                     "best": f"{best:g}",
                 }
                 return wrong(
@@ -379,7 +386,8 @@ def check_plan(answer: Any) -> Verdict:
     cases.append((chain, budget - chain.input_bytes, time))
     for chain, room, least in cases:
         actions = answer(0, chain.stages, room)
-        if actions is None or (isinstance(actions, list | tuple) and not actions):
+        unset = actions is None or actions is ...
+        if unset or (isinstance(actions, list | tuple) and not actions):
             return not_answered()
         cost = _simulated(actions, chain)
         peak = cost.peak_bytes - chain.input_bytes

@@ -36,14 +36,17 @@ def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
         inputs, sizes = [inputs[largest]], [sizes[largest]]
     if mistake == "ends":
         inputs, sizes = [inputs[0], inputs[-1]], [sizes[0], sizes[-1]]
-    parts = [kept * B + size * A for kept, size in zip(inputs, sizes, strict=True)]
+    kept_by_layer = A + B if mistake == "output twice" else A
+    parts = [kept * B + size * kept_by_layer for kept, size in zip(inputs, sizes, strict=True)]
     peak = (sum(parts) if mistake == "sum" else max(parts)) + (0 if mistake == "gradient" else B)
-    return {"units": peak / B, "loss": peak + 8}.get(mistake, peak)
+    return {"units": peak / B, "megabytes": peak / 1e6, "loss": peak + 8}.get(mistake, peak)
 
 
 #: Mistake in the peak -> verdict.
 _PEAK_MISTAKES = {
     "units": "You counted in units of B. Return bytes.",
+    "megabytes": "That is in MB. Give bytes.",
+    "output twice": "You added a B for each layer. A includes everything that a layer keeps.",
     "gradient": (
         "One B is missing. Count the chain's own input, and also the gradient that is passed back."
     ),
@@ -145,6 +148,12 @@ _COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
         lambda n, a, b: math.sqrt(n),
     ),
     ("You returned L·A/B. Take its square root.", lambda n, a, b: n * a / b),
+    ("You left out B. Divide L·A by B.", lambda n, a, b: math.sqrt(n * a)),
+    ("You left out L. The more layers, the more segments.", lambda n, a, b: math.sqrt(a / b)),
+    (
+        "You added A and B. Set the two terms that depend on k equal: k·B = L·A/k.",
+        lambda n, a, b: math.sqrt(n * a / (a + b)),
+    ),
     (
         "You swapped A and B. Your formula gives the layers of one segment.",
         lambda n, a, b: math.sqrt(n * b / a),
@@ -256,13 +265,18 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
                 kind=kind,
             )
         )
-    cuts = [float(cut) for cut in given]
-    if sum(cuts) == depth and cuts[:1] != [0]:
+    if isinstance(given, set | frozenset):
+        raise Refused(text("A set has no order. Return a list of cuts."), exact=True)
+    try:
+        cuts = [float(cut) for cut in given]
+    except (TypeError, ValueError):
+        cuts = [math.nan]
+    if sum(cuts) == depth and cuts[1:] != [depth]:
         raise Refused(
             text("You returned the sizes of the segments, {cuts}. Return the cuts.", cuts=shown),
             exact=True,
         )
-    if any(cut != int(cut) for cut in cuts):
+    if not all(cut.is_integer() for cut in cuts):
         raise Refused(
             text(
                 "A cut lies between two layers, so it must be a whole number. Yours are {cuts}.",
