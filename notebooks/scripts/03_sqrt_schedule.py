@@ -230,22 +230,13 @@ print(f"A = {kept / 1e6:.1f} MB, B = {its_input / 1e6:.1f} MB, 2A/B = {2 * kept 
 # </div>
 
 
-# %%
-def gradients(run, layers, how, x):
-    layers.zero_grad()
-    output = run(layers, how, x)
-    weights = torch.linspace(-1, 2, output.numel()).view_as(output)  # an uneven gradient comes in
-    (output * weights).sum().backward()
-    return [parameter.grad for parameter in layers.parameters()]
-
-
 # %% slide="code"
 A, B = 200_000, 100_000  # bytes that a layer keeps, bytes at a boundary
 x = torch.linspace(-1, 1, 25_000).view(1000, 25)
 hundred = nn.Sequential(*(deep_mlp(depth=1, width=25, seed=i) for i in range(100)))
 framework = partial(checkpoint_sequential, use_reentrant=False, preserve_rng_state=False)
-plain = gradients(in_segments, hundred, [0, 100], x)  # one segment, so no checkpoint
-table(["gradients equal"], [[all(map(torch.equal, plain, gradients(framework, hundred, 10, x)))]])
+plain, tenths = (in_segments, [0, 100]), (framework, 10)  # one segment has no checkpoint
+table(["gradients equal"], [[lesson_03.equal_gradients(hundred, x, plain, tenths)]])
 
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会平滑吗？"}
 # <div lang="en">
@@ -476,13 +467,8 @@ lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapere
 # </div>
 
 # %% slide="result"
-layers16, rows = hundred[:16], []
-_, once16 = lesson_03.peak_and_flops(in_segments, layers16, [0, 16])
-for budget in (1, 0.75, 0.5, 0.25, 0):
-    run = compiled(layers16, x, budget)
-    peak, flops = lesson_03.peak_and_flops(lambda _, run, x: run(x), layers16, run)
-    rows.append((f"`{budget}`", lesson_03.saved_when_compiled(run, x), peak, flops / once16))
-lesson_03.budget_table(rows)
+layers16, budgets = hundred[:16], {f"`{budget}`": budget for budget in (1, 0.75, 0.5, 0.25, 0)}
+lesson_03.budget_table(compiled, layers16, x, budgets)
 
 # %% [markdown]
 # <div lang="en">
@@ -629,8 +615,8 @@ lesson_03.check_recurrence(fastest)
 # %% slide="result"
 with symbolic():
     chain = Chain.profile(*make_stages())
-pyramid = lesson_03.pyramid()
-lesson_03.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": pyramid})
+chains = {"the decoder, 18 stages": chain, "a pyramid, 12 stages": lesson_03.pyramid()}
+lesson_03.draw_cuts(chains)
 
 # %% [markdown]
 # <div lang="en">
@@ -661,8 +647,8 @@ def scheduled(layers, schedule, x):
 cost_of = partial(lesson_03.cost_of, make_stages)
 halved = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
 half = cost_of(scheduled, halved)
-plain = gradients(in_segments, stages, [0, 18], inputs)
-equal = all(map(torch.equal, plain, gradients(scheduled, stages, halved, inputs)))
+plain = in_segments, [0, 18]
+equal = lesson_03.equal_gradients(stages, inputs, plain, (scheduled, halved))
 display(table(["gradients equal"], [[equal]]))
 predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes")
 
@@ -1005,8 +991,7 @@ def scheduled(layers, schedule, x):
 
 
 early, layers5 = Schedule(actions), hundred[:5]
-plain5 = gradients(in_segments, layers5, [0, 5], x)
-print(all(map(torch.equal, plain5, gradients(scheduled, layers5, early, x))))
+print(lesson_03.equal_gradients(layers5, x, (in_segments, [0, 5]), (scheduled, early)))
 promised = simulate(early, Chain.profile(layers5, x)).peak_bytes
 ran, _ = lesson_03.peak_and_flops(scheduled, layers5, early)
 predictions([("discarded early", promised, ran)], unit="bytes")
@@ -1049,7 +1034,7 @@ from course_lib.schedule.rules import segmented
 hundred.zero_grad()
 execute(hundred, segmented(tapered(100)), x, torch.linspace(-1, 2, 25_000).view(1000, 25))
 mine = [parameter.grad for parameter in hundred.parameters()]
-equal = all(map(torch.equal, gradients(in_segments, hundred, [0, 100], x), mine))
+equal = all(map(torch.equal, lesson_03.gradients(in_segments, hundred, [0, 100], x), mine))
 table(["gradients equal"], [[equal]])
 
 # %% [markdown]
@@ -1229,11 +1214,9 @@ def spread(sizes, flops, most):
 
 
 with mock.patch("torch._functorch.partitioners.dp_knapsack", spread):  # the compiler's solver
-    evenly = compiled(layers16, x, 0.25)
-peak, flops = lesson_03.peak_and_flops(lambda _, run, x: run(x), layers16, evenly)
+    evenly = lesson_03.budget_table(compiled, layers16, x, {"`0.25`, seven spread evenly": 0.25})
 print(*chosen)
-saved = lesson_03.saved_when_compiled(evenly, x)
-lesson_03.budget_table([("`0.25`, seven spread evenly", saved, peak, flops / once16)])
+evenly
 
 # %% [markdown]
 # <div lang="en">

@@ -132,6 +132,25 @@ def peak_and_flops(
     return meter.peak_bytes, counter.get_total_flops()
 
 
+def gradients(
+    run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any, x: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of `run(layers, how, x)`, with an output that is weighted unevenly."""
+    layers.zero_grad()
+    output = run(layers, how, x)
+    weights = torch.linspace(-1, 2, output.numel()).view_as(output)
+    (output * weights).sum().backward()
+    return [parameter.grad for parameter in layers.parameters()]
+
+
+def equal_gradients(
+    layers: nn.Module, x: Tensor, first: tuple[Callable, Any], second: tuple[Callable, Any]
+) -> bool:
+    """Return whether two ways, each `(run, how)` of `gradients`, give exactly the same ones."""
+    one, other = (gradients(run, layers, how, x) for run, how in (first, second))
+    return all(map(torch.equal, one, other))
+
+
 def cost_of(
     make: Callable[..., tuple[nn.Module, Tensor]],
     run: Callable[..., Tensor],

@@ -1,7 +1,7 @@
 """Tables of lesson 03 on ways to keep less: a loss in chunks, a Llama layer, a compiled chain."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from course_lib.memory import saved_tensors, symbolic
 from course_lib.teaching import Table, table, text
 
 from .cuts import B
+from .display import peak_and_flops
 
 Cost = tuple[int, int]  # peak in bytes, FLOPs
 
@@ -88,15 +89,26 @@ def decision_table(measured: Mapping[int, Mapping[str, Cost]]) -> Table:
     return table(columns, rows.values())
 
 
-def budget_table(rows: Iterable[tuple[str, int | None, int, float]]) -> Table:
-    """Show what a compiled chain saves, its peak and its FLOPs, next to cuts of the same chain.
+def budget_table(
+    compiled: Callable[[nn.Module, Tensor, float], Callable[[Tensor], Tensor]],
+    layers: nn.Module,
+    x: Tensor,
+    budgets: Mapping[str, float],
+) -> Table:
+    """Compile layers once per budget, and show what is saved, the peak and the FLOPs.
 
     Args:
-        rows: Label, saved bytes or None, peak in bytes, FLOPs relative to the baseline.
+        compiled: Function that compiles a module on an input with a budget. It may forget what it
+            compiled before.
+        layers, x: The module and its input.
+        budgets: Label -> budget.
     """
-    shown = [
-        (name, "" if saved is None else round(saved / B, 1), round(peak / B, 1), round(flops, 2))
-        for name, saved, peak, flops in rows
-    ]
+    _, baseline = peak_and_flops(lambda layers, _, x: layers(x), layers, None)
+    rows = []
+    for name, budget in budgets.items():
+        run = compiled(layers, x, budget)
+        saved = saved_when_compiled(run, x)
+        peak, flops = peak_and_flops(lambda _, run, x: run(x), layers, run)
+        rows.append((name, round(saved / B, 1), round(peak / B, 1), round(flops / baseline, 2)))
     columns = ["budget", "saved (units of B)", "peak (units of B)", "FLOPs (× baseline)"]
-    return table(columns, shown)
+    return table(columns, rows)
