@@ -272,7 +272,7 @@ lesson_08.draw_peaks(at_peak, title)
 #
 # **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.) **ZeRO 1** has the same buckets, and they take as much as it saves.
 #
-# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and keeps its shard. Its peak is 66.5 MB below DDP's, more than the 55.0 MB of your formulas.
+# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and keeps its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted only 55.0 MB.
 #
 # </div>
 # <div lang="zh">
@@ -298,7 +298,7 @@ lesson_08.draw_peaks(at_peak, title)
 # </div>
 # <div lang="zh">
 #
-# 一个进程只有 Adam 状态的 $N$ 分之一，也就只更新权重的 $N$ 分之一。为此它只需要各进程梯度之和中自己负责的那个分片，更新之后又需要全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
+# 一个进程只有 Adam 状态的 $N$ 分之一，也就只更新权重的 $N$ 分之一。各进程的梯度加起来以后，它只需要自己负责的那个分片，而更新之后又需要全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
 #
 # - **reduce-scatter**（归约散射）把各进程的张量加起来，第 $r$ 个进程得到和的第 $r$ 个分片；
 # - **all-gather**（全收集）把各分片依次拼接，每个进程都得到全部。
@@ -518,7 +518,7 @@ table(["2 ranks", *columns], rows)
 #
 # <div lang="en">
 #
-# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, the smallest form of this step is one sequence with a checkpoint around every layer. A meter with a budget stops it at the first operator that would exceed the budget.
+# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, this step needs least memory with one sequence and a checkpoint around every layer. A meter with a budget stops it at the first operator that would exceed the budget.
 #
 # </div>
 # <div lang="zh">
@@ -599,7 +599,7 @@ lesson_08.draw_ranks(predicted, drawn)
 # %% [markdown]
 # <div lang="en">
 #
-# What is sharded halves. What is not sharded stays: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (PyTorch has no exact ZeRO 2. The hollow point is `fsdp-keep`, which comes near.)
+# Sharded parts halve. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (PyTorch has no exact ZeRO 2. The hollow point is `fsdp-keep`, which comes near.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
@@ -634,7 +634,7 @@ table(["4 ranks", "predicted peak (bytes)", "measured peak (bytes)", "communicat
 #
 # Lesson 04's rule: $f$ FLOPs at a rate $r$ hide a transfer of $m$ bytes with bandwidth $w$ if $m/w \le f/r$. FSDP2 in fp32 communicates some 12 bytes per parameter (without the root's exception). A step computes some 6 FLOPs per parameter and token: 2 in the forward pass, 4 in the backward pass.
 #
-# **Exercise 5.** From how many tokens per rank on does the computation take at least as long as the communication? `rate` is in FLOPs per second, `link` in bytes per second.
+# **Exercise 5.** At least how many tokens must each rank process for computation to take as long as communication? `rate` is in FLOPs per second, `link` in bytes per second.
 #
 # </div>
 # <div lang="zh">
@@ -694,7 +694,7 @@ lesson_08.compare_splits(seventy, link)
 #
 # **HSDP** shards within a machine, whose links are some nine times as fast, and replicates between machines. It communicates little between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
 #
-# The last row fits, and computation hides its communication. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU still computes for 2.0 s, but gathers only its eighth of the weights between machines. It holds 16.2 of its 80 GB, and the rest is free for activations. (Tensor parallelism also communicates within the machine, which the table does not count.)
+# The last row fits, and computation hides its communication. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU still computes for 2.0 s, but gathers only an eighth of the weights across machines. It holds 16.2 of its 80 GB, and the rest is free for activations. (Tensor parallelism also communicates within the machine, which the table does not count.)
 #
 # </div>
 # <div lang="zh">
@@ -788,16 +788,16 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32 a rank holds $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ or $16\Psi/N$ bytes.
 # - DDP's buckets take memory for all gradients all the time, here 27.5 MB at the peak.
-# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 update between the two and send no more than DDP. ZeRO 3 gathers weights twice, which adds up to half.
+# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 update between the two and send no more than DDP. ZeRO 3 gathers weights twice, sending up to half more.
 # - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards and checkpoints, a rank of four needs 47.1 MB.
-# - Computation hides FSDP2's communication from $2r/w$ tokens per rank on.
+# - At least $2r/w$ tokens per rank hide FSDP2's communication.
 #
 # **Next:** [lesson 09](09_your_own_model.ipynb), a model of your own.
 #
 # </div>
 # <div lang="zh">
 #
-# - 数据并行分摊固定批次的激活值，ZeRO 把 DDP 的每个进程都完整持有的内容分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
+# - 批次固定时，数据并行分摊激活值。DDP 的每个进程都完整持有权重、梯度和优化器状态，ZeRO 则把它们分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
 # - DDP 的桶始终为全部梯度占用内存，这里使峰值高出 27.5 MB。
 # - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 在两者之间更新权重，发送的不比 DDP 多。ZeRO 3 收集两次权重，通信量最多多出一半。
 # - 只处理四分之一个批次，峰值就从 277.7 MB 降到 131.3 MB。再加上分片和检查点，四个进程各只需 47.1 MB。
@@ -859,7 +859,7 @@ lesson_08.parallelisms()
 #
 # <div lang="en">
 #
-# A layer has two pairs of matrices. The first matrix of a pair is cut by columns of $W^\top$, the second one by rows. Only after the second one must the ranks add up their outputs. In PyTorch:
+# A layer has two pairs of matrices. A pair's first matrix is cut into columns of $W^\top$, its second into rows. The ranks add up their outputs only after the second one. In PyTorch:
 #
 # ```
 # parallelize_module(model, mesh, {
@@ -914,7 +914,7 @@ predictions(lesson_08.tensor_rows(task, tensor), unit="bytes")
 #
 # A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, or as many pairs of a reduce-scatter and an all-gather.
 #
-# What does a layer keep for the backward pass? Your formula of lesson 01 has $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all except the norms' $4 s b h$, and sequence parallelism divides everything:
+# What does a layer keep for the backward pass? Lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all except the norms' $4 s b h$, and sequence parallelism divides everything:
 #
 # </div>
 # <div lang="zh">
@@ -995,7 +995,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 #
 # <div lang="en">
 #
-# Of several micro-batches (lesson 05), only the last one needs to reduce gradients: DDP's `no_sync()`, FSDP2's `set_requires_gradient_sync(False)`. In the usual loop of DDP, gradients that are not reduced yet are accumulated **outside** the buckets. With `zero_grad(set_to_none=False)` they stay in the buckets (`in_buckets=True`). FSDP2 must hold whole gradients. Here are predictions for two ranks with two micro-batches each:
+# Only the last micro-batch (lesson 05) must reduce gradients. The others use `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). In the usual loop of DDP, gradients that are not reduced yet are accumulated **outside** the buckets. With `zero_grad(set_to_none=False)` they stay in the buckets (`in_buckets=True`). FSDP2 must hold whole gradients. Here are predictions for two ranks with two micro-batches each:
 #
 # </div>
 # <div lang="zh">
@@ -1118,7 +1118,7 @@ table(columns, [("FSDP2", *fsdp), ("HSDP", *hsdp)])
 # </div>
 # <div lang="zh">
 #
-# HSDP 的通信量多 27.5 MB，也就是对一半的梯度做 all-reduce。机器之间传输的只有这一项。在四个真实的 gloo 进程上，按记录，每个进程在线路上实际传输 67.8 MB，而 FSDP2 是 81.0 MB。
+# HSDP 的通信量多 27.5 MB，也就是对一半的梯度做 all-reduce。机器之间传输的只有这一项。用四个真实的 gloo 进程运行时，记录到每个进程在线路上实际传输 67.8 MB，而 FSDP2 要传输 81.0 MB。
 #
 # </div>
 

@@ -219,7 +219,7 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Does a real step need what was predicted? `own_model` tests all three fill-ins: it builds the model, predicts a step, runs it and compares both. If they differ, it names the first operator at which they do.
+# Does a real step need what was predicted? `own_model` tests all three fill-ins: it builds the model, predicts a step, runs it and compares both. If they differ, it names the first operator that differs.
 #
 # </div>
 # <div lang="zh">
@@ -316,7 +316,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The plain step divides the gradients at the end, and the step with updates in backward divides the loss beforehand. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
+# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The plain step divides the gradients at the end. The step with updates in backward divides the loss first. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
 #
 # The remaining difference is less than a two-thousandth of the update. On this CPU, both versions train equally well. Here are the losses of the second row, drawn over each other:
 #
@@ -379,7 +379,7 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
-# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, and so does the state, so each gradient must be released as soon as it has been used, and the state must be offloaded. That leaves the activations. With all three techniques, 28 of the 200 MB are still unused. **Guess first:** what can still be left out?
+# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released as soon as it has been used. The state also takes 249 MB and must be offloaded. That leaves the activations. With all three techniques, 28 of the 200 MB are still unused. **Guess first:** what can still be left out?
 #
 # </div>
 # <div lang="zh">
@@ -404,7 +404,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False)
 #
 # 十一个检查点里，有两个可以不用。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs，而不是 0.123 TFLOPs。
 #
-# 第二个配方按调度来选择保留什么（第 03 课）。最后一个就是练习 3 的答案，FLOPs 不比基线多，搬运的字节却是其他几个的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
+# 第二个配方用调度（第 03 课）来决定保留哪些激活值。最后一个就是练习 3 的答案，FLOPs 不比基线多，搬运的字节却是其他几个的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
 #
 # </div>
 
@@ -589,7 +589,7 @@ predictions([("Trainer", expected, peak)], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# The Trainer takes 517.2 MB. Its arguments have only one of the three techniques, checkpoints. `lines.recipe` is the recipe without the other two, so its estimate says in advance what to expect. The Trainer takes 8,204 bytes more than this estimate, as much as one more batch (8,192 bytes) and three fp32 numbers.
+# The Trainer takes 517.2 MB. Its arguments have only one of the three techniques, checkpoints. `lines.recipe` contains only what the Trainer supports, so its estimate says in advance what to expect. The Trainer takes 8,204 bytes more than this estimate, as much as one more batch (8,192 bytes) and three fp32 numbers.
 #
 # For several GPUs, `as_fsdp2` writes the lines for PyTorch's FSDP2. A test of the course runs them, in one process on a CPU:
 #
@@ -730,8 +730,8 @@ whole_ledger()
 # <div lang="en">
 #
 # - The step of a Llama was predicted to the byte from nine lines of configuration. So were the steps of a ViT and of LoRA, on this CPU.
-# - The largest part of the peak differs: optimizer state for the small Llama, activations for the ViT and for LoRA. So does the technique to begin with.
-# - Show equal weights first; then 171.6 MB instead of 609.1 MB counts.
+# - The largest part of the peak differs: optimizer state for the small Llama, activations for the ViT and for LoRA. So does the best first technique.
+# - Without equal weights, 171.6 MB instead of 609.1 MB proves nothing.
 # - A recipe can be written as lines for the Trainer or FSDP2. Read what they lack.
 # - Reserved memory must fit, with room to spare.
 #
@@ -743,8 +743,8 @@ whole_ledger()
 # <div lang="zh">
 #
 # - 只凭九行配置，就预测出了 Llama 一步的峰值，一个字节也不差。ViT 和 LoRA 的一步也是如此（都在这个 CPU 上）。
-# - 峰值里什么最多，因模型而异：小 Llama 是优化器状态，ViT 和 LoRA 是激活值。该先用哪种技术，也就不同。
-# - 先证明权重相等，然后 171.6 MB 对 609.1 MB 才算数。
+# - 峰值里什么最多，因模型而异：小 Llama 是优化器状态，ViT 和 LoRA 是激活值。因此，最先该用的技术也不一样。
+# - 先证明权重相等，从 609.1 MB 降到 171.6 MB 才算真正省下了内存。
 # - 配方可以写成 Trainer 或 FSDP2 的代码。要看清它们缺少配方里的哪些技术。
 # - 要装得下的是已预留的显存，并且要留有余量。
 #
@@ -798,12 +798,12 @@ lesson_09.first_difference(guess.trace(), taken.meter.trace())
 # %% [markdown]
 # <div lang="en">
 #
-# A prediction with the padded batch equals the run, because estimates keep the values of small whole-number tensors.
+# A prediction with the padded batch equals the run, because estimates keep the values of small integer tensors.
 #
 # </div>
 # <div lang="zh">
 #
-# 如果也在有填充的批次上预测，两者就一致，因为估计时，较小的整数张量保留了数值。
+# 如果也在有填充的批次上预测，两者就一致，因为估计会保留较小的整数张量里的数值。
 #
 # </div>
 
@@ -844,7 +844,7 @@ lesson_09.update_in_backward()
 # %% [markdown]
 # <div lang="en">
 #
-# The head's gradient comes first, and its update needs two fp32 temporaries of 2.1 GB while nearly all activations are live. With `foreach`, one temporary suffices, and the peak stays at the loss.
+# The head's gradient comes first, and its update needs two fp32 temporaries of 2.1 GB while nearly all activations are live. `foreach` needs only one, so the peak stays at the loss.
 #
 # </div>
 # <div lang="zh">
