@@ -1102,6 +1102,18 @@ class LooksAtRealTokens(WithoutBlocks):
             "The weights that",
         ),
         ((small_decoder, small_batch, lambda m, b: m.loss(b)), "must return a pair"),
+        ((small_decoder(), small_batch), "`make_model` must be a function, got a `Decoder`"),
+        ((small_decoder, {}), "`make_batch` must be a function, got a `dict`"),
+        ((small_decoder, small_batch, 3), "`loss_sum` must be a function, got a `int`"),
+        ((lambda: small_decoder().bfloat16(), small_batch), "a model in fp32"),
+        (
+            (
+                small_decoder,
+                small_batch,
+                lambda m, b: (m.loss_sum(b)[0], np.int64(m.loss_sum(b)[1])),
+            ),
+            "3 blocks from `layers.0` on",
+        ),
         (
             (lambda: nn.Sequential(nn.Linear(8, 8)), lambda s: torch.rand(4, 8) + s),
             "write `loss_sum`",

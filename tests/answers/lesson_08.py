@@ -93,6 +93,16 @@ class KeepsTheWhole(Gathered):
         return gradient @ context.whole, context.wire.reduce_scatter(gradient.mT @ context.x), None
 
 
+class KeepsACopy(Gathered):
+    """Saves a copy of the shard, which is half of the weight on two ranks."""
+
+    @staticmethod
+    def forward(context, x, shard, wire):
+        context.wire = wire
+        context.save_for_backward(x.clone(), shard.clone())
+        return x @ wire.all_gather(shard).mT
+
+
 HIDDEN = []
 
 
@@ -178,6 +188,16 @@ def divides_first(weights, gradients, adams, wire):
     return wire.all_gather([a(s, g) for a, s, g in zip(adams, shards, means, strict=True)])
 
 
+def divides_in_place(weights, gradients, adams, wire):
+    """Right as well, and changes its arguments."""
+    n = len(weights)
+    for gradient in gradients:
+        gradient.div_(n)
+    means = wire.reduce_scatter(gradients)
+    shards = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
+    return wire.all_gather([a(s, g) for a, s, g in zip(adams, shards, means, strict=True)])
+
+
 def cheats(weights, gradients, adams, wire):
     """Never uses the wire, and says that it did."""
     new = sharded(weights, gradients, adams, wire, "no wire")
@@ -224,6 +244,13 @@ ANSWERS = {
         [
             (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
             (lambda psi, n: 16 * psi, "keys"),
+            (lambda psi, n: tuple(stages(*HELD)(psi, n).values()), "keys"),
+            (stages(*(lambda psi, n, f=f: n * f(psi, n) for f in HELD)), "all ranks together"),
+            (but(1, lambda psi, n: 12 * psi + 4 * psi / n), "sharded the gradients"),
+            (but(1, lambda psi, n: 4 * psi + 8 * psi / n), "left out the gradients"),
+            (but(2, lambda psi, n: 12 * psi + 4 * psi / n), "sharded the gradients"),
+            (but(2, lambda psi, n: 4 * psi + 8 * psi / n), "left out the gradients"),
+            (but(3, lambda psi, n: 12 * psi / n), "left out the gradients"),
             (but(0, lambda psi, n: 4 * psi), "You counted numbers"),
             (but(0, lambda psi, n: 16 * psi / 1e6), "in MB"),
             (but(2, lambda psi, n: (4 * psi + 12 * psi / n) / 2**20), "in MiB"),
@@ -237,7 +264,7 @@ ANSWERS = {
             (but(3, lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two alone
             *(
                 (but(0, lambda psi, n: 16 * psi / n), "does not shard anything"),
-                (but(0, lambda psi, n: 12 * psi), "Adam keeps two"),
+                (but(0, lambda psi, n: 12 * psi), "three numbers per parameter"),
             ),
         ],
     ),
@@ -247,6 +274,9 @@ ANSWERS = {
             (dict.fromkeys(STAGES), "Not answered"),
             ({"DDP": 112e9}, "keys"),
             (sevens(14, 38.5, 26.25, 14), "does not shard anything"),
+            (sevens(896, 308, 210, 112), "all ranks together"),
+            (sevens(112, 26.25, 26.25, 14), "does not shard the gradients"),
+            (sevens(112, 38.5, 26.25, 26.25), "left the weights whole"),
             (sevens(112, 14, 26.25, 14), "does not shard everything"),
             (sevens(112, 63, 38.5, 14), "as autocast keeps them"),
             (sevens(112, 38.5, 33.25, 14), "Not yet"),
@@ -258,13 +288,15 @@ ANSWERS = {
         ],
     ),
     "sharded_step": (
-        [sharded, lambda *given: tuple(sharded(*given)), divides_first],
+        [sharded, lambda *given: tuple(sharded(*given)), divides_first, divides_in_place],
         [
             *(
                 (functools.partial(sharded, slip=slip), reason)
                 for slip, reason in SHARDED_SLIPS.items()
             ),
             (cheats, "sent_bytes"),
+            (lambda *given: [each.numpy() for each in sharded(*given)], "one tensor per rank"),
+            (lambda weights, *given: [None for _ in weights], "one tensor per rank"),
             (ignores_the_sums, "what `wire.reduce_scatter` returns"),
             (ignores_the_gathered, "what `wire.all_gather` returns"),
             (whole_weights, "You gave Adam 64 weights and 32 numbers"),
@@ -280,11 +312,13 @@ ANSWERS = {
             (lambda x, shard, wire: None, "Not answered"),
             (
                 lambda x, shard, wire: torch.nn.functional.linear(x, wire.all_gather(shard)),
-                "Save `shard` instead",
+                "Save `shard` itself",
             ),
             (lambda x, shard, wire: (x @ wire.all_gather(shard).mT).detach(), "no graph"),
-            (KeepsTheWhole, "Save `shard` instead"),
-            (HidesTheWhole, "Save `shard` instead"),
+            (lambda x, shard, wire: (x @ wire.all_gather(shard).mT,), "as one tensor"),
+            (KeepsACopy, "not a copy"),
+            (KeepsTheWhole, "Save `shard` itself"),
+            (HidesTheWhole, "Save `shard` itself"),
             (AllReduces, "You send 5 numbers"),
             (AloneInTheWorld, "only this rank's gradient"),
             (Averages, "averaging belongs in the loss"),
@@ -302,6 +336,9 @@ ANSWERS = {
             (lambda psi, rate, link: 0, "Not answered"),
             (lambda psi, rate, link: 6 * rate / link, "counted only forward"),
             (lambda psi, rate, link: 3 * rate / link, "together take 6"),
+            (lambda psi, rate, link: 12 * rate / link, "left out the 6 FLOPs"),
+            (lambda psi, rate, link: rate / link, "communicates 12 bytes"),
+            (lambda psi, rate, link: 16 * rate / link, "counted bits"),
             (lambda psi, rate, link: rate / link / 2, "counted the numbers that are sent"),
             (lambda psi, rate, link: 4 / 3 * rate / link, "DDP's communication volume"),
             (lambda psi, rate, link: 2 * link / rate, "upside down"),

@@ -29,6 +29,51 @@ def predicts_the_inputs(model, batch):
     return loss_sum(model, {**batch, "labels": batch["input_ids"]})
 
 
+def by_its_own_loss(model, batch):
+    """Right as well: the mean that a model of transformers returns, times the number."""
+    count = (batch["labels"][:, 1:] != -100).sum()
+    return model(**batch).loss * count, count
+
+
+def called_by_name(model, batch):
+    return loss_sum(lambda tokens: model(input_ids=tokens), batch)
+
+
+def predicts_padding(model, batch):
+    """Overwrites the labels that are not predicted, and so agrees with a check that uses them."""
+    batch["labels"][batch["labels"] == -100] = 0
+    return loss_sum(model, batch)
+
+
+def ten_tokens(model, batch):
+    return loss_sum(model, batch)[0], 10
+
+
+def subtracts_the_first(model, batch):
+    """Right if the first token of each sample has a label, which a prompt has not."""
+    labels = batch["labels"]
+    return loss_sum(model, batch)[0], (labels != -100).sum() - len(labels)
+
+
+def only_tied(config):
+    return parameters_of(config) if config["tie_word_embeddings"] else None
+
+
+def only_untied(config):
+    return None if config["tie_word_embeddings"] else parameters_of(config)
+
+
+def takes_the_size_out(config):
+    """Right as well, and changes its argument."""
+    size = config.pop("hidden_size")
+    return parameters_of({**config, "hidden_size": size})
+
+
+def doubles_the_vocabulary(config):
+    config["vocab_size"] *= 2
+    return parameters_of(config)
+
+
 def slip(name):
     return lambda config: parameters_of(config, name)
 
@@ -53,12 +98,18 @@ def row_by_row(model, batch):
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "loss_sum": (
-        [loss_sum, row_by_row],
+        [loss_sum, row_by_row, by_its_own_loss, called_by_name],
         [
             (functools.partial(loss_sum, reduction="mean"), "You returned a mean"),
             (functools.partial(loss_sum, shift=False), "shift the labels"),
             (shifted_the_wrong_way, "in the wrong direction"),
             (predicts_the_inputs, "You used `input_ids`"),
+            (predicts_padding, "changes the batch"),
+            (ten_tokens, "The sum is right"),
+            (subtracts_the_first, "The sum is right"),
+            (functools.partial(loss_sum, reduction="none"), "one number each"),
+            (lambda model, batch: loss_sum(model, batch)[::-1], "You swapped the two"),
+            (lambda model, batch: (loss_sum(model, batch)[0].detach(), 9), "no gradient"),
             (functools.partial(loss_sum, count=lambda labels: labels.numel()), "-100"),
             (functools.partial(loss_sum, count=lambda labels: 9 + 0 * labels.sum()), None),
             (functools.partial(loss_sum, count=lambda labels: len(labels)), "not over samples"),
@@ -68,7 +119,7 @@ ANSWERS = {
         ],
     ),
     "parameters": (
-        [parameters_of, counted_on_meta],
+        [parameters_of, counted_on_meta, takes_the_size_out],
         [
             (slip("keys"), "num_key_value_heads"),
             (slip("gate"), "It has three"),
@@ -78,6 +129,12 @@ ANSWERS = {
             (slip("tied"), "they are one matrix"),
             (slip("head"), "of its own"),
             (slip("layers"), "You counted one layer"),
+            (slip("values"), "counted keys or values"),
+            (slip("head size"), "one number"),
+            (slip("tables"), "left out the embedding"),
+            (only_tied, "returns None for `tie_word_embeddings = False`"),
+            (only_untied, "returns None for `tie_word_embeddings = True`"),
+            doubles_the_vocabulary,
             (slip("one norm"), "two norms"),
             (lambda config: 4 * parameters_of(config), "bytes in fp32"),
             (

@@ -51,13 +51,19 @@ def check_held(answer: Any) -> Verdict:
         given = _four_stages(answer(psi, n))
         for stage, count in _held(psi, n).items():
             mistakes = {count / 4: "You counted numbers. Each fp32 number takes 4 bytes."}
+            mistakes |= _mistakes_of_any(count, n)
             if stage == "DDP":
                 mistakes |= {
-                    12 * psi: "You counted one number of Adam's state per weight. Adam keeps two.",
+                    12 * psi: (
+                        "You counted three numbers per parameter. There are four: the weight, its"
+                        " gradient and two of Adam's."
+                    ),
                     16 * psi / n: "You divided by n. DDP does not shard anything.",
                 }
             if stage == "ZeRO 1":
                 mistakes |= {
+                    12 * psi + 4 * psi / n: _OTHER_SHARD,
+                    4 * psi + 8 * psi / n: _NO_GRADIENTS,
                     4 * psi + 12 * psi / n: (
                         "You counted ZeRO 2, or used the paper's formula, in which each"
                         " gradient takes 2 bytes. Here it takes 4 bytes, and ZeRO 1 does not"
@@ -73,6 +79,8 @@ def check_held(answer: Any) -> Verdict:
                 }
             if stage == "ZeRO 2":
                 mistakes |= {
+                    12 * psi + 4 * psi / n: _OTHER_SHARD,
+                    4 * psi + 8 * psi / n: _NO_GRADIENTS,
                     2 * psi + 14 * psi / n: (
                         "You used the paper's formula for mixed precision. Here all numbers are"
                         " fp32."
@@ -83,7 +91,8 @@ def check_held(answer: Any) -> Verdict:
                 }
             if stage == "ZeRO 3":
                 mistakes |= {
-                    4 * psi + 12 * psi / n: "You left the weights whole. ZeRO 3 shards them, too."
+                    12 * psi / n: _NO_GRADIENTS,
+                    4 * psi + 12 * psi / n: "You left the weights whole. ZeRO 3 shards them, too.",
                 }
             _expect(given[stage], count, mistakes, stage, n, tolerance=1e-9)
     return right("Right: 16ψ, 8ψ + 8ψ/n, 4ψ + 12ψ/n and 16ψ/n bytes.")
@@ -109,7 +118,7 @@ def check_seven_billion(answer: Any) -> Verdict:
     for stage, count in _mixed(psi, n).items():
         mistakes = {
             count / psi: "You gave the bytes per parameter. Give the bytes of all parameters.",
-        }
+        } | _mistakes_of_any(count, n)
         if stage in ("ZeRO 1", "ZeRO 2"):
             mistakes[16 * psi / n] = (
                 "You divided everything by n. This stage does not shard everything."
@@ -121,6 +130,13 @@ def check_seven_billion(answer: Any) -> Verdict:
             mistakes[fp32[stage]] = (
                 "You counted weights and gradients in fp32, as autocast keeps them. Here they"
                 " take 2 bytes per number."
+            )
+            mistakes[2 * psi + 14 * psi / n] = (
+                "You counted ZeRO 2. ZeRO 1 does not shard the gradients."
+            )
+        if stage == "ZeRO 3":
+            mistakes[2 * psi + 14 * psi / n] = (
+                "You left the weights whole. ZeRO 3 shards them, too."
             )
         # At ZeRO 2 this number means whole gradients, because the answer for ZeRO 1 was right.
         if stage == "ZeRO 2":
@@ -144,8 +160,19 @@ def _four_stages(given: Any) -> Mapping[str, Any]:
     if given is None or (isinstance(given, Mapping) and not any(given.values())):
         raise Refused("Not answered yet.")
     if not isinstance(given, Mapping) or set(given) != set(STAGES):
-        raise Refused("Give a dictionary with the keys `DDP`, `ZeRO 1`, `ZeRO 2` and `ZeRO 3`.")
+        raise Refused(
+            "Give a dictionary with the keys `DDP`, `ZeRO 1`, `ZeRO 2` and `ZeRO 3`.", exact=True
+        )
     return given
+
+
+_OTHER_SHARD = "You sharded the gradients and left Adam's state whole. ZeRO shards the state first."
+_NO_GRADIENTS = "You left out the gradients. Each rank holds them, too."
+
+
+def _mistakes_of_any(count: float, n: int) -> dict[float, str]:
+    """Return the wrong numbers that are possible for each stage."""
+    return {n * count: "You counted all ranks together. Give the bytes of one rank."}
 
 
 def _expect(
@@ -232,7 +259,8 @@ def check_sharded_step(answer: Any) -> Verdict:
         for step in range(3):
             gradients = [torch.linspace(rank, step + 2, 64).sin() for rank in range(n)]
             mean = (sum(gradients) + wire.HIDDEN_GRADIENT) / n
-            weights = answer(weights, gradients, adams, wire)
+            # an answer may change its arguments in place
+            weights = answer(weights, [each.clone() for each in gradients], adams, wire)
             if weights is None:
                 return not_answered()
             if _close(divided := sum(gradients) / n + wire.HIDDEN_GRADIENT, adams):
@@ -258,7 +286,9 @@ def _close(gradient: Tensor, adams: list[_RecordingAdam]) -> bool:
 
 def _check_shards(weights: Any, adams: list[_RecordingAdam], mean: Tensor, n: int) -> None:
     if not isinstance(weights, (list, tuple)) or len(weights) != n:
-        raise Refused("Return a list with one tensor per rank.")
+        raise Refused("Return a list with one tensor per rank.", exact=True)
+    if not all(isinstance(each, Tensor) for each in weights):
+        raise Refused("Return a list with one tensor per rank.", exact=True)
     if not any(adam.steps for adam in adams):
         raise Refused("You did not call any of the `adams`.")
     if any(len(each) < len(mean) for each in weights):
@@ -393,14 +423,18 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
     x, shard = inputs[rank].clone().requires_grad_(), shards[rank].clone().requires_grad_()
     with MemoryMeter() as meter:
         output = function(x, shard, wire)
-        if output is None or output is ... or output is x or output.shape == x.shape:
+        if output is None or output is ... or output is x:
+            raise NotImplementedError
+        if not isinstance(output, Tensor):
+            raise Refused("Return the output as one tensor.", exact=True)
+        if output.shape == x.shape:
             raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
     _check_forward(output, inputs[rank] @ weight.mT, shard, wire, weight.nbytes)
     if kept > weight.nbytes // 2:
         message = (
             "Between forward and backward you keep {kept:,} more bytes, and the whole weight"
-            " has {whole:,}. Save `shard` instead of the whole weight."
+            " has {whole:,}. Save `shard` itself, not a copy or the whole weight."
         )
         raise Refused(text(message, kept=kept, whole=weight.nbytes), exact=True)
     try:
@@ -498,7 +532,7 @@ def check_sent(answer: Any) -> Verdict:
         if given == {"DDP": 8 * psi, "FSDP2": 0}:  # the function as it was given
             return not_answered()
         if not isinstance(given, Mapping) or set(given) != {"DDP", "FSDP2"}:
-            return wrong("Give a dictionary with the keys `DDP` and `FSDP2`.")
+            return wrong("Give a dictionary with the keys `DDP` and `FSDP2`.", exact=True)
         expected = {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
         for mode, count in expected.items():
             mistakes = {count / 4: "You counted numbers. Each fp32 number takes 4 bytes."}
@@ -565,6 +599,9 @@ def check_tokens_to_hide(answer: Any) -> Verdict:
                 "You counted only forward, with 2 FLOPs per weight and token. With backward it"
                 " is 6."
             ),
+            12 * rate / link: "You left out the 6 FLOPs per weight and token.",
+            rate / link: ("You counted 6 bytes per weight. In fp32, FSDP2 communicates 12 bytes."),
+            16 * rate / link: "You counted bits. The link is in bytes per second.",
             3 * rate / link: (
                 "You counted 4 FLOPs per weight and token. Forward and backward together take 6."
             ),

@@ -1,7 +1,7 @@
 """The exercises of lesson 09, and the model that is given for the fill-ins."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -16,7 +16,14 @@ from course_lib.budget import Estimate, Recipe, estimate
 from course_lib.lessons import text as corpus
 from course_lib.memory import CATEGORIES
 from course_lib.teaching import Verdict, category_label, text
-from course_lib.teaching.exercises import exercise, expect_number, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    exercise,
+    expect_number,
+    not_answered,
+    returns_none,
+    right,
+    wrong,
+)
 
 FOLDER = Path(__file__).parent
 #: A Llama of 31 million parameters, whose tokens are characters
@@ -59,15 +66,28 @@ class _PositionDependent(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.linspace(-2, 2, 6 * 7).sin().view(6, 7) * 3)
 
-    def forward(self, tokens: Tensor, **_: Any) -> SimpleNamespace:
-        offsets = torch.arange(tokens.shape[1])[:, None] * torch.linspace(0, 0.4, 7)
-        return SimpleNamespace(logits=self.table[tokens] + offsets)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> SimpleNamespace:
+        """Return logits and, as transformers' models do, the mean loss if there are labels."""
+        offsets = torch.arange(input_ids.shape[1])[:, None] * torch.linspace(0, 0.4, 7)
+        logits = self.table[input_ids] + offsets
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        pairs = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return SimpleNamespace(logits=logits, loss=F.cross_entropy(*pairs))
 
 
 def _padded_batch() -> dict[str, Tensor]:
     tokens = torch.tensor([[1, 5, 2, 4, 3, 1], [2, 2, 1, 0, 0, 0], [4, 1, 5, 3, 0, 0]])
     labels = tokens.clone()
     labels[1, 3:], labels[2, 4:] = IGNORED, IGNORED
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _prompted_batch() -> dict[str, Tensor]:
+    """Return a batch whose prompt is not predicted, so that its first label is `IGNORED`, too."""
+    tokens = torch.tensor([[0, 3, 1, 0, 2, 5], [2, 0, 4, 1, 3, 1]])
+    labels = tokens.clone()
+    labels[0, :3] = IGNORED
     return {"input_ids": tokens, "labels": labels}
 
 
@@ -83,18 +103,42 @@ def _padded_batch() -> dict[str, Tensor]:
 )
 def check_loss_sum(function: Any) -> Verdict:
     """Check `function(model, batch)`: the sum and the number of the tokens' cross-entropies."""
-    model, batch = _PositionDependent(), _padded_batch()
-    found = function(model, batch)
+    for make_batch in (_padded_batch, _prompted_batch):
+        verdict = _loss_verdict(function, make_batch)
+        if not verdict:
+            return verdict
+    return right("Right: ten tokens are predicted here.")
+
+
+def _loss_verdict(function: Any, make_batch: Callable[[], dict[str, Tensor]]) -> Verdict:
+    """Check the sum and the number that the function returns for one batch."""
+    model, batch, given = _PositionDependent(), make_batch(), make_batch()
+    found = function(model, given)
     if found is None:
         return not_answered()
+    if given.keys() != batch.keys() or not all(
+        torch.equal(given[key], batch[key]) for key in batch
+    ):
+        return wrong(
+            "Your function changes the batch. Work on a copy, because the batch is used again.",
+            exact=True,
+        )
     if not isinstance(found, tuple | list) or len(found) != 2:
         return wrong("Return a pair: the sum of the losses and their number.", exact=True)
     loss, weight = found
     if loss is None or weight is None:
         return not_answered()
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
+    if not _has_gradient(loss):
         return wrong(
-            "Your sum has no gradient. Return it as a tensor, not as a Python number.", exact=True
+            "You swapped the two. Return the sum first, then the number."
+            if _has_gradient(weight)
+            else "Your sum has no gradient. Return a tensor that is neither detached nor a Python"
+            " number.",
+            exact=True,
+        )
+    if any(isinstance(each, Tensor) and each.numel() != 1 for each in (loss, weight)):
+        return wrong(
+            "The sum and the number must be one number each. Add up the tokens.", exact=True
         )
     logits, labels = model(batch["input_ids"]).logits, batch["labels"]
     each = F.cross_entropy(
@@ -149,7 +193,13 @@ def check_loss_sum(function: Any) -> Verdict:
         ),
     }
     verdict = expect_number(weight, count, wrong_answers=counted)
-    return right("Right: ten tokens are predicted here.") if verdict else verdict
+    if verdict or verdict.exact:
+        return verdict
+    return wrong("The sum is right, but your number is not that of the predicted tokens.")
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 # Exercise 2: parameters from a configuration
@@ -189,6 +239,12 @@ _PARAMETER_MISTAKES = {
         " matrix of its own."
     ),
     "layers": "You counted one layer. The model has `num_hidden_layers` layers.",
+    "values": "You counted keys or values. They have a matrix each.",
+    "head size": (
+        "You gave each head of keys and values one number. It has `hidden_size /"
+        " num_attention_heads` numbers."
+    ),
+    "tables": "You left out the embedding. Its matrix has parameters, too.",
 }
 
 
@@ -196,14 +252,17 @@ def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
     """Return the number of a Llama's parameters, or the result of the named mistakes."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    keys = hidden * (hidden // heads) * (heads if "keys" in mistakes else key_heads)
-    attention = (1 if "output" in mistakes else 2) * hidden**2 + 2 * keys
+    head_size = 1 if "head size" in mistakes else hidden // heads
+    keys = hidden * head_size * (heads if "keys" in mistakes else key_heads)
+    attention = (1 if "output" in mistakes else 2) * hidden**2
+    attention += (1 if "values" in mistakes else 2) * keys
     network = (2 if "gate" in mistakes else 3) * hidden * width
     norms = 0 if "norms" in mistakes else hidden if "one norm" in mistakes else 2 * hidden
     layers = 1 if "layers" in mistakes else config["num_hidden_layers"]
     last = 0 if {"norms", "last norm"} & set(mistakes) else hidden
     tables = 1 if config["tie_word_embeddings"] else 2
     tables = 2 if "tied" in mistakes else 1 if "head" in mistakes else tables
+    tables = 0 if "tables" in mistakes else tables
     rows = tables * config["vocab_size"]
     if "positions" in mistakes:
         rows += config["max_position_embeddings"]
@@ -252,9 +311,11 @@ def check_parameters(function: Any) -> Verdict:
     # like an untied head.
     other = {**LLAMA, "num_attention_heads": 16, "tie_word_embeddings": False, "vocab_size": 1000}
     for config in (other, LLAMA, json.loads(Path(LLAMA_3_8B).read_text("utf-8"))):
-        answer = function(config)
+        answer = function({**config})  # a copy, because a function may change its argument
         if answer is None:
-            return not_answered()
+            if config is other and function({**LLAMA}) is None:
+                return not_answered()
+            return returns_none(f"`tie_word_embeddings = {config['tie_word_embeddings']}`")
         verdict = expect_number(
             answer, parameters_of(config), wrong_answers=_parameter_mistakes(config)
         )

@@ -1,6 +1,7 @@
 """Checks of a reader's own model, batch and loss, before anything is measured with them."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -52,12 +53,29 @@ def own_model(
 )
 def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
     make_model, make_batch, loss_sum = slots
+    functions = {"make_model": make_model, "make_batch": make_batch, "loss_sum": loss_sum}
+    for name, given in functions.items():
+        if given is not None and (isinstance(given, nn.Module) or not callable(given)):
+            return wrong(
+                text(
+                    "`{name}` must be a function, got a `{kind}`.",
+                    name=name,
+                    kind=type(given).__name__,
+                ),
+                exact=True,
+            )
     model = make_model()
     if model is None:
         return not_answered()
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         return wrong(
             "`make_model()` must return a module that has trainable parameters.", exact=True
+        )
+    if any(
+        p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
+    ):
+        return wrong(
+            "`make_model()` must return a model in fp32. The recipe sets the precision.", exact=True
         )
     if make_model() is model:
         return wrong(
@@ -158,9 +176,7 @@ def _is_pair(found: Any) -> bool:
     if not isinstance(found, tuple | list) or len(found) != 2:
         return False
     loss, weight = found
-    one_number = isinstance(weight, int | float) or (
-        isinstance(weight, Tensor) and not weight.dim()
-    )
+    one_number = isinstance(weight, Real) or (isinstance(weight, Tensor) and not weight.dim())
     return isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad and one_number
 
 
