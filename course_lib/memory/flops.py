@@ -44,7 +44,7 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
         inside = next((i for i, each in enumerate(args) if isinstance(each, OpOverload)), None)
         if inside is None:
             return 0
-        # compiled code calls an operator so to repeat its random numbers
+        # Through these, compiled code runs an operator again with the same random numbers.
         result = result[1] if func is run_and_save_rng_state else result
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "rng_state"}
         func, args = args[inside], args[inside + 1 :]

@@ -201,7 +201,7 @@ def storages_without_operators(
         return call
 
     def made_on_host(storage: UntypedStorage) -> None:
-        if counted_kind() == "cpu":
+        if counted_kind() == "cpu":  # a step on CUDA keeps this state on the host
             made(storage)
 
     with ExitStack() as stack:

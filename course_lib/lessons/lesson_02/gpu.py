@@ -82,9 +82,9 @@ _KEPT = (
 def lines_of_a_script(
     device: torch.device, *, batch: int, sequence: int, vocabulary: int, **sizes: int
 ) -> Iterator[Part]:
-    """Measure lines of a training script; those with the compiler on a GPU alone.
+    """Measure the lines of section 2.9; those with the compiler only on a GPU.
 
-    The kernels of the compiler run no operators, so only the allocator sees their tensors.
+    The compiler's kernels are not operators, so only the allocator counts all their tensors.
     """
     tokens = random_tokens(batch, sequence - 1, vocabulary).to(device)
     kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
@@ -119,7 +119,11 @@ def lines_of_a_script(
 def _llama_step(
     device: torch.device, tokens: torch.Tensor, options: dict | None, **sizes: int
 ) -> tuple[Callable[[], None], torch.nn.Module]:
-    """Return forward and backward of a new Llama, with `options` of its checkpoints, and it."""
+    """Make a Llama, and return a function that runs its forward and backward pass, and the model.
+
+    Args:
+        options: Arguments of PyTorch's checkpoint around each layer; None for no checkpoints.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
