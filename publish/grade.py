@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -274,7 +274,7 @@ def _one_line(words: object) -> str:
 
 def grade(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str = "") -> list[Row]:
     """Return the rows of one file, at least one for any content."""
-    name = _shown(path)
+    name = _shown(path.name)
     try:
         notebook, lesson = read_submission(path, lessons)
         if wanted and lesson.number != wanted:
@@ -432,9 +432,9 @@ def _report_of(probe: NotebookNode, ticket: str) -> dict[str, object] | None:
 # --- the table ---
 
 
-def _shown(path: Path) -> str:
-    """Return a file's name on one line, without `.ipynb`."""
-    name = path.name.removesuffix(".ipynb")
+def _shown(path: str) -> str:
+    """Return a file's path on one line, without `.ipynb`."""
+    name = path.removesuffix(".ipynb")
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
@@ -479,6 +479,8 @@ def grade_folder(
 ) -> list[Row]:
     """Return the rows of all files of a folder, in the order of their names.
 
+    If it has folders, for example one for each learner, their notebooks are graded.
+
     Raises:
         EditionError: The folder is empty, no lesson has the wanted number, or a grading process was
             killed.
@@ -487,15 +489,21 @@ def grade_folder(
         raise EditionError(f"there is no lesson {wanted!r} in {notebooks}")
     if jobs < 1:
         raise EditionError(f"--jobs must be at least 1, got {jobs}")
-    paths = sorted(path for path in folder.glob("*") if path.name[:1] != ".")
+    paths = [
+        path
+        for entry in sorted(folder.glob("*"))
+        if entry.name[:1] != "."
+        for path in sorted(entry.glob("[!.]*.ipynb")) or [entry]
+    ]
     if not paths:
         raise EditionError(f"there is nothing in {folder}: put the handed-in notebooks there")
     work = partial(_timed, lessons=lessons_of(notebooks), limits=limits, wanted=wanted)
     rows = []
     graded = _side_by_side(min(jobs, len(paths)), work, paths)
     for path, (found, seconds) in zip(paths, graded, strict=True):
-        say(f"{_shown(path)}: {' '.join(row.verdict for row in found)}  ({seconds:.0f} s)")
-        rows += found
+        name = _shown(path.relative_to(folder).as_posix())
+        say(f"{name}: {' '.join(row.verdict for row in found)}  ({seconds:.0f} s)")
+        rows += [replace(row, name=name) for row in found]
     return rows
 
 

@@ -224,6 +224,18 @@ def test_what_is_no_file_and_what_breaks_grading_cost_the_others_nothing(tmp_pat
     assert rows[4].name == "e.txt" and rows[4].message.startswith("It is not a notebook: ")
 
 
+def test_the_notebooks_in_a_folder_per_learner_are_graded_under_the_name_of_the_folder(tmp_path):
+    for name in ("ann", "bo"):
+        (tmp_path / name / ".ipynb_checkpoints").mkdir(parents=True)
+        (tmp_path / name / "01.ipynb").write_text("{}", "utf-8")
+    (tmp_path / "bo/02.ipynb").write_text("{}", "utf-8")
+    (tmp_path / "bo/notes.txt").write_text("", "utf-8")
+    told = []
+    rows = grade.grade_folder(tmp_path, ROOT / "notebooks", LIMITS, say=told.append)
+    assert [row.name for row in rows] == ["ann/01", "bo/01", "bo/02"]
+    assert [line.partition(":")[0] for line in told] == [row.name for row in rows]
+
+
 @pytest.mark.usefixtures("fresh")
 def test_a_folder_without_files_a_lesson_and_a_language_that_are_none_are_one_sentence(
     tmp_path, monkeypatch
