@@ -780,12 +780,12 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # <div lang="en">
 #
-# The other lessons do not need these sections. Each can be read alone.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下内容，其他各课都不会用到，各节可以分开阅读。
+# 其他各课用不到以下各节，各节也可以单独读。
 #
 # </div>
 
@@ -872,14 +872,14 @@ lesson_02.gaps(runs)
 # %% [markdown]
 # <div lang="en">
 #
-# `with_hooks` keeps everything that it has recomputed until the block is done. The libraries release each tensor after its use. Neither of your versions keeps the generator's state, so dropout draws another mask, and the gradient belongs to a network that never ran. None of the four compares values.
+# `with_hooks` keeps everything that it has recomputed until the block is done. The libraries release each tensor after its use. Neither of your versions keeps the generator's state, so dropout draws another mask. None of the four compares values.
 #
 # If the recomputation saves other tensors than the first run, PyTorch raises a `CheckpointError`. There are two usual causes. The block reads something that has changed since, such as a counter or a cache (for Hugging Face's encoder-decoders, set `use_cache=False`). Or the module itself was changed between forward and backward, for example by `eval()` or by freezing weights:
 #
 # </div>
 # <div lang="zh">
 #
-# `with_hooks` 把重新算出来的张量一直留到整个块做完，两个库则是用完一个就释放一个。你写的两种都不保存发生器的状态，dropout 就会抽到另一个掩码，算出的梯度属于一个从未运行过的网络。四种检查点都不比较数值。
+# `with_hooks` 把重新算出来的张量一直留到整个块做完，两个库则是用完一个就释放一个。你写的两种都不保存发生器的状态，dropout 就会抽到另一个掩码。四种检查点都不比较数值。
 #
 # 如果重计算时保存的张量与第一遍不同，PyTorch 会抛出 `CheckpointError`。常见的原因有两个。一是块读取的某个状态已经变了，例如计数器或缓存（训练 Hugging Face 的编码器–解码器模型时要设 `use_cache=False`）。二是前向与反向之间改动了模块本身，例如调用了 `eval()`，或者冻结了权重：
 #
@@ -918,12 +918,12 @@ table(["case", "reentrant", "non-reentrant"], answers)
 # %% [markdown]
 # <div lang="en">
 #
-# Only the reentrant mode runs functions that forbid hooks on saved tensors, such as `torch.func.grad`. Five of the cases need the other mode. In the first row the block's output is the loss, so backward finds no graph and raises an error.
+# Only the reentrant mode runs functions that forbid hooks on saved tensors, such as `torch.func.grad`. In the first row the block's output is the loss, so backward finds no graph and raises an error.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.func.grad` 之类的函数不允许给保存的张量挂钩子，只能在可重入模式里运行。另有五种情形只有非可重入模式做得到。第一行里，块的输出就是损失，反向找不到计算图，所以报错。
+# `torch.func.grad` 之类的函数不允许给保存的张量挂钩子，只能在可重入模式里运行。第一行里，块的输出就是损失，反向找不到计算图，所以报错。
 #
 # </div>
 
@@ -974,18 +974,6 @@ for name, options in {"none kept": {}, "products kept": {"context_fn": selective
 table(["kept", "gradients equal", "FLOPs"], [(name, *each) for name, each in flops.items()])
 
 # %% [markdown]
-# <div lang="en">
-#
-# The versions of PyTorch and of the library also decide case by case, and handle random numbers and results that were changed in place.
-#
-# </div>
-# <div lang="zh">
-#
-# PyTorch 和课程库的版本还能逐例决定保留什么，并能处理随机数和被原地修改的结果。
-#
-# </div>
-
-# %% [markdown]
 # ## 2.16 Random numbers and state / 随机数与状态
 #
 # <div lang="en">
@@ -1005,12 +993,12 @@ lesson_02.repeats()
 # %% [markdown]
 # <div lang="en">
 #
-# `preserve_module_state=True` also repeats Python's random numbers and the module's attributes. It cannot know about a global variable. If runs are compared, the library raises an error instead of returning a wrong gradient. BatchNorm's output is right, but its running statistics move twice for one batch. They must stand still during the recomputation:
+# `preserve_module_state=True` also repeats Python's random numbers and the module's attributes. It cannot know about a global variable. BatchNorm's output is right, but its running statistics move twice for one batch. They must stand still during the recomputation:
 #
 # </div>
 # <div lang="zh">
 #
-# `preserve_module_state=True` 还会重现 Python 的随机数和模块的属性，但它无法知道全局变量。如果让课程库比较两遍的结果，它会报错，而不是返回错误的梯度。BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。补救的办法，是让统计量在重计算时保持不变：
+# `preserve_module_state=True` 还会重现 Python 的随机数和模块的属性，但它无法知道全局变量。BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。补救的办法，是让统计量在重计算时保持不变：
 #
 # </div>
 
@@ -1054,12 +1042,12 @@ predictions(rows)
 #
 # <div lang="en">
 #
-# A post-norm layer (model size 512, 8 heads) is trained with Adam, with and without a checkpoint. The losses are equal to the last bit.
+# A post-norm layer (model size 512, 8 heads) is trained with Adam, with and without a checkpoint.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个 post-norm（后置归一化）层，模型维度 512，8 个头，用 Adam 训练。加不加检查点，损失都逐比特相等。
+# 一个 post-norm（后置归一化）层，模型维度 512，8 个头，用 Adam 训练，加检查点，或者不加。
 #
 # </div>
 
@@ -1119,14 +1107,14 @@ lesson_02.older_claims()
 #
 # Keeping the products costs few FLOPs, but asks Python about every operator, some 900 times per step. The second cell measures on your GPU, or shows what an H200 measured. With a checkpoint around each layer of a decoder, the peak falls from 8,790 to 2,548 MB, and forward and backward take 24% longer.
 #
-# The second table there has the lines of section 2.9, on a Llama in bf16. `keep_mm` computes no product twice, yet forward and backward take 23% longer, almost as long as with `activation_checkpointing_enable()` (25%). The compiler saves that time: with both the checkpoints and `compile()`, the peak falls from 13,541 to 4,045 MB, and forward and backward take as long as without them.
+# The second table has the lines of section 2.9, on a Llama in bf16. `keep_mm` computes no product twice, yet takes 23% longer, almost as long as `activation_checkpointing_enable()` (25%). With both the checkpoints and `compile()`, the peak falls from 13,541 to 4,045 MB, and the time is that without them.
 #
 # </div>
 # <div lang="zh">
 #
 # 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要问一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在一块 H200 上测得的结果：解码器每层加检查点，峰值从 8,790 MB 降到 2,548 MB，前向加反向多用 24% 的时间。
 #
-# 那里的第二张表，是把 2.9 节的各种写法用在一个 bf16 的 Llama 上。用 `keep_mm` 没有一次乘法要做两遍，前向加反向却要多花 23% 的时间，与 `activation_checkpointing_enable()`（25%）差不多。编译器能把时间省回来：检查点和 `compile()` 一起用，峰值从 13,541 MB 降到 4,045 MB，前向加反向与两样都不用时一样快。
+# 第二张表，是把 2.9 节的各种写法用在一个 bf16 的 Llama 上。用 `keep_mm` 没有一次乘法要做两遍，却要多花 23% 的时间，与 `activation_checkpointing_enable()`（25%）差不多。检查点和 `compile()` 一起用，峰值从 13,541 MB 降到 4,045 MB，用时与两样都不用时一样。
 #
 # </div>
 
@@ -1185,7 +1173,7 @@ lesson_02.check_dropout_checkpoint(Careful.apply)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Forward and backward of the decoder may need at most 110 MB and 1.2 times the FLOPs. Which operators must a selective policy keep? With nothing kept, 63.2 MB are in memory when the loss peaks. Each kept result adds its bytes eight times. `operators` is a list such as `[torch.ops.aten.gelu.default]`.
+# **Exercise 8.** Forward and backward of the decoder may need at most 110 MB and 1.2 times the FLOPs. Which operators must a selective policy keep? With nothing kept, 63.2 MB are in memory when the loss peaks, and each kept result adds its bytes eight times. `operators` is a list such as `[torch.ops.aten.gelu.default]`.
 #
 # </div>
 # <div lang="zh">

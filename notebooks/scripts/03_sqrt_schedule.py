@@ -847,12 +847,12 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 #
 # <div lang="en">
 #
-# Nothing from here on is needed for the other lessons. Each section stands alone and uses names defined above.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+# 其他各课用不到以下各节，各节也可以单独读。
 #
 # </div>
 
@@ -1001,12 +1001,12 @@ predictions([("discarded early", promised, ran)], unit="bytes")
 #
 # <div lang="en">
 #
-# `ScheduledSequential` does the following, and also takes care of random numbers, buffers and autocast. The parts are those of your checkpoint of lesson 02; only the order comes from the list.
+# `ScheduledSequential` does the following, and also takes care of random numbers, buffers and autocast.
 #
 # </div>
 # <div lang="zh">
 #
-# `ScheduledSequential` 做的就是下面这些，此外还照管随机数、缓冲区和 autocast。各个部分都出自你在第 02 课写的检查点，只是顺序由清单决定。
+# `ScheduledSequential` 做的就是下面这些，此外还照管随机数、缓冲区和 autocast。
 #
 # </div>
 
@@ -1158,14 +1158,14 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 #
 # Four slots and three runs ahead reverse $\binom{7}{4} = 35$ stages. A thousand stages with 32 slots take 2.4 more forwards per stage.
 #
-# The picture shows three schedules of 16 stages that keep two activations each, and all three peak at 8. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action: a green one is a forward that keeps all, a blue one keeps its input, a gray one keeps nothing, and a red one is a backward. The pale band to the right of a box lasts as long as its tensors are kept: pale green for all, pale blue for an input, and the color between them for both. Below are the live bytes.
+# The picture shows three schedules of 16 stages that keep two activations each, and all three peak at 8. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action: a green one is a forward that keeps all, a blue one keeps its input, a gray one keeps nothing, and a red one is a backward. The pale band to the right of a box lasts as long as its tensors are kept. Below are the live bytes.
 #
 # </div>
 # <div lang="zh">
 #
 # 四个槽、空跑三次，可以反向走完 $\binom{7}{4} = 35$ 级。一千个级、32 个槽，每级要多做 2.4 次前向。
 #
-# 图上是 16 个级的三种调度，每级保存两份激活值，三种的峰值都是 8。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只留输入的前向，灰色是什么也不留的前向，红色是反向。格子右边的浅色带表示这些张量留到什么时候：浅绿是全部，浅蓝是一份输入，介于两者之间的颜色表示两者都留着。下方是存活的字节。
+# 图上是 16 个级的三种调度，每级保存两份激活值，三种的峰值都是 8。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只留输入的前向，灰色是什么也不留的前向，红色是反向。格子右边的浅色带表示这些张量留到什么时候。下方是存活的字节。
 #
 # </div>
 
@@ -1239,12 +1239,12 @@ evenly
 #
 # <div lang="en">
 #
-# `checkpoint_sequential` has two traps, shown with 3 segments of six Linears and GELUs. Given a list of the Linears only, it runs these without a warning, and the GELUs are gone. In the reentrant mode a segment whose input needs no gradient does not train, so only the last segment, which has no checkpoint, gets gradients. In PyTorch 2.13 this is still the mode that you get if you leave `use_reentrant` out, with a warning.
+# `checkpoint_sequential` has two traps, shown with 3 segments of six Linears and GELUs. Given a list of the Linears only, it runs these without a warning, and the GELUs are gone. In the reentrant mode a segment whose input needs no gradient does not train, so only the last segment, which has no checkpoint, gets gradients.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 有两个陷阱，用六个 Linear 和 GELU、3 段来看。只把各个 Linear 列成表传给它，它照样运行，没有任何警告，GELU 却没有了。在可重入模式下，一个段的输入若不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。在 PyTorch 2.13 里，不写 `use_reentrant`，用的仍是这种模式，只会收到警告。
+# `checkpoint_sequential` 有两个陷阱，用六个 Linear 和 GELU、3 段来看。只把各个 Linear 列成表传给它，它照样运行，没有任何警告，GELU 却没有了。在可重入模式下，一个段的输入若不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。
 #
 # </div>
 
@@ -1268,12 +1268,12 @@ table(["trap", "found"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# These four claims stood in the teaching documents from which this course grew. The last one is a segment written by hand. The first two speak of layers that keep one activation, such as Linear and Tanh.
+# These four claims stood in the teaching documents from which this course grew. The first two speak of layers that keep one activation, such as Linear and Tanh.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面是四条说法，都出自本课程的前身，即几份教学文档。最后一条是手写的段。前两条说的是只保存一份激活值的层，例如 Linear 加 Tanh。
+# 下面是四条说法，都出自本课程的前身，即几份教学文档。前两条说的是只保存一份激活值的层，例如 Linear 加 Tanh。
 #
 # </div>
 
@@ -1300,12 +1300,12 @@ lesson_03.older_claims(f"{saving:.0%}", f"{extra:.0%}", doubled, f"{trained} / 1
 #
 # <div lang="en">
 #
-# A schedule does not depend on the device, and `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows what an H200 measured. All gradients exist from the start, and count. Both predictions hold up to 8 bytes. The schedule for half of the peak takes 15% longer than keeping everything, and the one for a quarter 27%.
+# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows what an H200 measured. Both predictions hold up to 8 bytes. The schedule for half of the peak takes 15% longer than keeping everything, and the one for a quarter 27%.
 #
 # </div>
 # <div lang="zh">
 #
-# 调度与设备无关，`ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，显示的是一块 H200 上记录的数据。所有梯度从一开始就在，也计入。两个预测都只差 8 字节。把峰值降到一半的调度，比全部保留多花 15% 的时间；降到四分之一的，多花 27%。
+# `ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，显示的是一块 H200 上记录的数据。两个预测都只差 8 字节。把峰值降到一半的调度，比全部保留多花 15% 的时间；降到四分之一的，多花 27%。
 #
 # </div>
 

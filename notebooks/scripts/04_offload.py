@@ -412,8 +412,8 @@ def gradients(context):
 # %% slide="result"
 stay = {parameter.untyped_storage() for parameter in decoder.parameters()}
 expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), stay)}
-ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
-{name: all(map(torch.equal, expected, gradients(context))) for name, context in ways.items()}
+ways["the library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
+table(["", "equal"], [(k, all(map(torch.equal, expected, gradients(c)))) for k, c in ways.items()])
 
 # %% [markdown] slide={"en": "A stream does its work in order. Two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按顺序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
 # ## 4.5 Streams and events / 流与事件
@@ -881,12 +881,12 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that were defined above.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+# 其他各课用不到以下各节，各节也可以单独读。
 #
 # </div>
 
@@ -895,12 +895,12 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. Backward does twice the FLOPs for the same bytes, so the copies of forward, to the host, are harder to hide. The table gives the smallest $h$ for the data sheets' rates, and for half the FLOPs and 80% of the bandwidth.
+# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. The table gives the smallest $h$ for the data sheets' rates, and for half the FLOPs and 80% of the bandwidth.
 #
 # </div>
 # <div lang="zh">
 #
-# 设序列长 $s = 4096$，16 位精度。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs，保存 $34 h$ 字节（第 01 课）；加了检查点则是 $2 h$ 字节。搬同样多的字节，反向的 FLOPs 是前向的两倍，所以更难掩盖的是前向的换出。下表列出最小的 $h$：先按数据手册，再假设算力只达到一半，带宽只达到 80%。
+# 设序列长 $s = 4096$，16 位精度。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs，保存 $34 h$ 字节（第 01 课）；加了检查点则是 $2 h$ 字节。下表列出最小的 $h$：先按数据手册，再假设算力只达到一半，带宽只达到 80%。
 #
 # </div>
 
@@ -921,12 +921,12 @@ table(["smallest h at which copies hide", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# By the data sheets, all activations hide on NVLink-C2C from $h = 2773$ on, and checkpointed inputs on PCIe 5 from $h = 967$ on. But GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s. And a drive writes slower than it reads, and wears.
+# By the data sheets, all activations hide on NVLink-C2C from $h = 2773$ on, and checkpointed inputs on PCIe 5 from $h = 967$ on. But GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s.
 #
 # </div>
 # <div lang="zh">
 #
-# 按数据手册，全部激活值从 $h = 2773$ 起在 NVLink-C2C 上能被掩盖，检查点的输入从 $h = 967$ 起在 PCIe 5 上能被掩盖。不过，几块 GPU 要共用主机内存，八条 63 GB/s 的链路合起来是 504 GB/s。固态硬盘写得比读得慢，还会磨损。
+# 按数据手册，全部激活值从 $h = 2773$ 起在 NVLink-C2C 上能被掩盖，检查点的输入从 $h = 967$ 起在 PCIe 5 上能被掩盖。不过，几块 GPU 要共用主机内存，八条 63 GB/s 的链路合起来是 504 GB/s。
 #
 # </div>
 
@@ -1009,12 +1009,12 @@ table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Layer by layer, offload works. The whole compiled model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays. With offload, compile each layer: `for layer in layers: layer.compile()`.
+# Layer by layer, offload works. The whole compiled model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐层编译时，卸载有效。整个模型一起编译时，它对 autograd 来说只是一个算子：前向结束时才把保存的张量一起交给钩子，反向一开始又要全部取回，所以峰值不变。要卸载，就逐层编译：`for layer in layers: layer.compile()`。
+# 逐层编译时，卸载有效。整个模型一起编译时，它对 autograd 来说只是一个算子：前向结束时才把保存的张量一起交给钩子，反向一开始又要全部取回，所以峰值不变。
 #
 # </div>
 
@@ -1085,12 +1085,12 @@ ratio, kept
 #
 # <div lang="en">
 #
-# Your hooks fetch nothing ahead, and move even the storage that backward needs next. And hooks switch off a check of autograd, which raises an error if a saved tensor was changed in place. The library raises one if the change comes before the copy is complete, as here. Later changes do no harm.
+# Your hooks fetch nothing ahead, and move even the storage that backward needs next. They also switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
 #
 # </div>
 # <div lang="zh">
 #
-# 你那个版本从不提前取回，连反向马上要用的存储区也搬。另外，钩子会关掉 autograd 的一项检查：保存的张量被原地修改，autograd 本来会报错。课程库在拷贝完成之前发生改动时报错，如下面这样；拷贝完成之后再改，就没有关系了。
+# 你那个版本从不提前取回，连反向马上要用的存储区也搬。钩子还会关掉 autograd 的一项检查：保存的张量有没有被原地修改。如果拷贝完成之前就被改动，课程库会报错，如下面这样。
 #
 # </div>
 
@@ -1210,12 +1210,12 @@ predictions([*rows, ("copied back", 2 * 8 * count, adam.store.stats.bytes_up)], 
 #
 # <div lang="en">
 #
-# This script uses five techniques: prefetched batches (on a GPU from pinned memory), TF32, autocast with a GradScaler (lesson 05), clipping after unscaling, and an offloaded optimizer state. On a CPU the first three do little. **Guess first:** by how many bytes does the peak fall?
+# This script uses five techniques: prefetched batches (on a GPU from pinned memory), TF32, autocast with a GradScaler (lesson 05), clipping after unscaling, and an offloaded optimizer state. **Guess first:** by how many bytes does the peak fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 这个脚本同时用了五种技术：预取批次（在 GPU 上用锁页内存），TF32，autocast 加 GradScaler（第 05 课），先还原缩放（unscale）再裁剪梯度，卸载优化器状态。前三种在 CPU 上几乎不起作用。**先猜**：峰值会降低多少字节？
+# 这个脚本同时用了五种技术：预取批次（在 GPU 上用锁页内存），TF32，autocast 加 GradScaler（第 05 课），先还原缩放（unscale）再裁剪梯度，卸载优化器状态。**先猜**：峰值会降低多少字节？
 #
 # </div>
 
@@ -1296,14 +1296,14 @@ lesson_04.older_claims(ratio, kept)
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory, which is slow to allocate. This cell measures on your GPU, if you have one, or shows what an H200 measured. From pinned memory a non-blocking copy returns after 0.02 ms, and 256 MB arrive after 4.7 ms. From pageable memory the call blocks for 28.6 ms. Offloading the activations takes 33% longer than keeping them, and `save_on_cpu` 95% longer. They lower the peak from 11.2 GB to 4.2 and 4.1 GB. With AdamW's state in host memory the step takes 2.2 times as long, and the peak falls by the state's 877 MB.
+# On CUDA the lower tier is pinned host memory. This cell measures on your GPU, if you have one, or shows what an H200 measured. From pinned memory a non-blocking copy returns after 0.02 ms, and 256 MB arrive after 4.7 ms. From pageable memory the call blocks for 28.6 ms. Offloading the activations takes 33% longer than keeping them, and `save_on_cpu` 95% longer. They lower the peak from 11.2 GB to 4.2 and 4.1 GB. With AdamW's state in host memory the step takes 2.2 times as long, and the peak falls by the state's 877 MB.
 #
 # Was the simulated device right? For another network and nine settings of `prefetch` and `in_flight`, it had predicted times from 1.01 to 1.14 of the step without offload. The H200 took from 1.01 to 1.13 (see `docs/gpus.md`).
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存，它分配得慢。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。源头是锁页内存时，“非阻塞”拷贝的调用 0.02 ms 就返回，256 MB 在 4.7 ms 后到齐；源头是可换页内存时，调用要阻塞 28.6 ms。卸载激活值比保留它们多花 33% 的时间，`save_on_cpu` 多花 95%；两者把峰值从 11.2 GB 分别降到 4.2 和 4.1 GB。AdamW 的状态放在主机内存里，一步要花 2.2 倍的时间，峰值减少的正是状态的 877 MB。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。源头是锁页内存时，“非阻塞”拷贝的调用 0.02 ms 就返回，256 MB 在 4.7 ms 后到齐；源头是可换页内存时，调用要阻塞 28.6 ms。卸载激活值比保留它们多花 33% 的时间，`save_on_cpu` 多花 95%；两者把峰值从 11.2 GB 分别降到 4.2 和 4.1 GB。AdamW 的状态放在主机内存里，一步要花 2.2 倍的时间，峰值减少的正是状态的 877 MB。
 #
 # 模拟的设备说得准吗？对另一个网络，`prefetch` 和 `in_flight` 取九种设置，它预测的时间是不卸载的 1.01 到 1.14 倍，H200 实测是 1.01 到 1.13 倍（见 `docs/gpus.md`）。
 #

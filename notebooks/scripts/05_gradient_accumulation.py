@@ -561,7 +561,7 @@ def step_on_a_rank(model, loss_sum, micro_batches, each):
 
 # %% slide="result"
 ranks = lesson_05.on_ranks(step_on_a_rank, micro_batches=8)  # two processes run the cell above
-print("equal to one process with all tokens, to 1e-5:", ranks["error"] < 1e-5)
+display(table(["equal to one process with all tokens, to 1e-5"], [[ranks["error"] < 1e-5]]))
 lesson_05.bytes_reduced(ranks, micro_batches=8)
 
 # %% [markdown]
@@ -690,12 +690,12 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# The other lessons don't need anything from here on. Each section can be read alone, and uses only names that are defined above.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+# 其他各课用不到以下各节，各节也可以单独读。
 #
 # </div>
 
@@ -704,12 +704,12 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# If the global batch stays the same, so does the learning rate. A batch that is $k$ times as large has a less noisy gradient and takes fewer steps per epoch, so the rate is usually raised. For SGD, the **linear scaling rule** multiplies it by $k$, after a warmup (Goyal et al. 2017, up to 8192 images). For Adam, Malladi et al. (2022) derive a **square-root rule**: $\sqrt{k}$ times the rate, and $k$ times $1 - \beta$. Both are starting points for tuning. Beyond some size, which depends on the task and grows during training, a larger batch saves few steps (McCandlish et al. 2018).
+# If the global batch stays the same, so does the learning rate. A batch that is $k$ times as large has a less noisy gradient, so the rate is usually raised. For SGD, the **linear scaling rule** multiplies it by $k$, after a warmup (Goyal et al. 2017, up to 8192 images). For Adam, Malladi et al. (2022) derive a **square-root rule**: $\sqrt{k}$ times the rate, and $k$ times $1 - \beta$. Beyond some size, a larger batch saves few steps (McCandlish et al. 2018).
 #
 # </div>
 # <div lang="zh">
 #
-# 如果全局批次不变，学习率也不必变。批次变成 $k$ 倍，梯度的噪声变小，每个 epoch 的步数变少，所以通常要调高学习率。对 SGD，**线性缩放规则**把学习率乘以 $k$，开头要预热（Goyal et al. 2017，批次最大到 8192 张图像）。对 Adam，Malladi et al.（2022）推导出**平方根规则**：学习率乘以 $\sqrt{k}$，$1 - \beta$ 乘以 $k$。两者都只是调参的起点。批次超过一定大小之后，再加大也省不了多少步数；这个大小因任务而异，还会在训练中增长（McCandlish et al. 2018）。
+# 如果全局批次不变，学习率也不必变。批次变成 $k$ 倍，梯度的噪声变小，所以通常要调高学习率。对 SGD，**线性缩放规则**把学习率乘以 $k$，开头要预热（Goyal et al. 2017，批次最大到 8192 张图像）。对 Adam，Malladi et al.（2022）推导出**平方根规则**：学习率乘以 $\sqrt{k}$，$1 - \beta$ 乘以 $k$。批次超过一定大小之后，再加大也省不了多少步数（McCandlish et al. 2018）。
 #
 # </div>
 
@@ -741,28 +741,16 @@ cases["bf16"] = torch.bfloat16, 1
 {name: f"{vanished(*case)} of 1000 vanish" for name, case in cases.items()}
 
 # %% [markdown]
-# <div lang="en">
-#
-# Sums over tokens can overflow instead, above 65,504. `AccumulatedStep` therefore divides each sum by a power of two, which is exact, and corrects gradients at the end.
-#
-# </div>
-# <div lang="zh">
-#
-# 对 token 求总和则可能溢出，超过 65,504。所以 `AccumulatedStep` 先把每个总和除以一个二的幂（这样除没有舍入误差），最后再校正梯度。
-#
-# </div>
-
-# %% [markdown]
 # ## 5.13 What counts as a step / 什么才算一步
 #
 # <div lang="en">
 #
-# If a gradient is inf or NaN, the scaler skips the step and halves its scale. The scheduler should then wait too. `AccumulatedStep` reports in `stepped` whether the weights were updated. With a scale of $2^{127}$ they are not:
+# If a gradient is inf or NaN, the scaler skips the step and halves its scale. The scheduler should then wait too, and `stepped` tells it. With a scale of $2^{127}$ the step is skipped:
 #
 # </div>
 # <div lang="zh">
 #
-# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次更新，并把缩放倍数减半。这时调度器也应当等待。`AccumulatedStep` 用 `stepped` 报告权重有没有更新。缩放倍数取 $2^{127}$ 时就没有：
+# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次更新，并把缩放倍数减半。这时调度器也应当等待，看 `stepped` 就知道。缩放倍数取 $2^{127}$ 时就会跳过：
 #
 # </div>
 
@@ -775,12 +763,12 @@ step = AccumulatedStep(decoder, sgd, text_loss_sum, scaler=scaler, max_norm=0.1)
 # %% [markdown]
 # <div lang="en">
 #
-# `zero_grad` sets gradients to None by default. Zeros would take memory, and with them Adam would still move an unused parameter, by the older gradients in its moments:
+# `zero_grad` sets gradients to None by default. With zeros, Adam would still move an unused parameter, because its moments contain older gradients:
 #
 # </div>
 # <div lang="zh">
 #
-# `zero_grad` 默认把梯度设成 None。设成零也要占内存，而且 Adam 仍会凭着矩里的旧梯度，去更新一个没有参与计算的参数：
+# `zero_grad` 默认把梯度设成 None。如果设成零，Adam 仍会更新一个没有参与计算的参数，因为它的两个矩里还有旧的梯度：
 #
 # </div>
 
@@ -804,12 +792,12 @@ def moves_without_gradient(set_to_none):
 #
 # <div lang="en">
 #
-# Autocast covers only the forward passes. The loss to print after a step is the mean over the tokens of all its micro-batches, here four. The last micro-batch's own mean differs from it:
+# Autocast covers only the forward passes. The loss to print is the mean over the tokens of all four micro-batches. The last one's own mean differs from it:
 #
 # </div>
 # <div lang="zh">
 #
-# autocast 只罩住前向。一步之后应当打印的损失，是这一步各微批次（这里有四个）全部 token 的平均。最后一个微批次自己的平均与它不同：
+# autocast 只罩住前向。应当打印的损失，是四个微批次全部 token 的平均。最后一个微批次自己的平均与它不同：
 #
 # </div>
 
@@ -855,12 +843,12 @@ for norm in (nn.BatchNorm1d, nn.LayerNorm):
 #
 # <div lang="en">
 #
-# A contrastive loss compares each pair with all others in the batch, and a micro-batch has fewer others. **GradCache** first computes all embeddings in micro-batches, without a graph, then the loss and its gradient for each embedding. Then it computes each micro-batch again, with a graph, and runs backward from that gradient. It costs one more forward:
+# A contrastive loss compares each pair with all others in the batch, and a micro-batch has fewer others. **GradCache** first computes all embeddings without a graph, then the loss and its gradient for each embedding. Then it computes each micro-batch again, with a graph, and runs backward from that gradient:
 #
 # </div>
 # <div lang="zh">
 #
-# 对比损失拿每一对样本与批次里其余各对相比，而微批次里可比的样本对更少。**GradCache** 先不建计算图，逐个微批次算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后带着计算图，把每个微批次重计算一次，从这些梯度出发做反向。代价是多一次前向：
+# 对比损失拿每一对样本与批次里其余各对相比，而微批次里可比的样本对更少。**GradCache** 先不建计算图，算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后带着计算图，把每个微批次重计算一次，从这些梯度出发做反向：
 #
 # </div>
 
@@ -902,12 +890,12 @@ print("grad_cache: equal to 1e-9:", error(found[2], found[0]) < 1e-9)
 #
 # <div lang="en">
 #
-# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08), unless `no_sync`, or `set_requires_gradient_sync(False)`, makes it keep all until the last micro-batch. For our decoder on 8 ranks, by formula, that is 27.5 MB and one reduction per step, instead of 3.4 MB and eight. PyTorch's pull request 126166 calls these two "flavors" of accumulation. In `AccumulatedStep` they are `sync="last"` and `sync="each"`.
+# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08), but `set_requires_gradient_sync(False)` makes it keep all until the last micro-batch. For our decoder on 8 ranks, by formula, that is 27.5 MB and one reduction per step, instead of 3.4 MB and eight. In `AccumulatedStep` these are `sync="last"` and `sync="each"`.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 的每个进程本来就留着全部梯度。FSDP 的每个进程只留自己的那一份（第 08 课），但用了 `no_sync` 或 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一个微批次。以我们的解码器、8 个进程为例，按公式计算，这样要留 27.5 MB，每步归约一次；否则只留 3.4 MB，每步归约八次。PyTorch 的 126166 号合并请求说这是“两种”（two flavors）梯度累积。在 `AccumulatedStep` 里写成 `sync="last"` 和 `sync="each"`。
+# DDP 的每个进程本来就留着全部梯度。FSDP 的每个进程只留自己的那一份（第 08 课），但用了 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一个微批次。以我们的解码器、8 个进程为例，按公式计算，这样要留 27.5 MB，每步归约一次；否则只留 3.4 MB，每步归约八次。在 `AccumulatedStep` 里分别写成 `sync="last"` 和 `sync="each"`。
 #
 # </div>
 
@@ -952,19 +940,19 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `.grad` holds at most 2.1 MB at once instead of 27.5. (The head's gradient, another 2.1 MB, waits inside autograd.) For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients becomes impossible, because most are released before this norm is known. With accumulation, the second micro-batch would use other weights than the first, so torchtune's documentation calls the two "not compatible".
+# `.grad` holds at most 2.1 MB at once instead of 27.5. For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients becomes impossible. With accumulation, the second micro-batch would use other weights than the first, so torchtune's documentation calls the two "not compatible".
 #
 # </div>
 # <div lang="zh">
 #
-# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。（另有 2.1 MB 是输出头的梯度，在 autograd 内部等待。）一条序列时，峰值只降低 6.4 MB，因为峰值移到了反向刚开始的时候。八条序列时，峰值本来就在反向刚开始的时候，所以一点也省不下来。按全部梯度的范数裁剪，这时就做不到了，因为范数求出来之前，大部分梯度已经释放。与累积合用时，第二个微批次用的权重已经与第一个不同，所以 torchtune 的文档说两者“不兼容”。
+# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。一条序列时，峰值只降低 6.4 MB，因为峰值移到了反向刚开始的时候。八条序列时，峰值本来就在反向刚开始的时候，所以一点也省不下来。这时无法按全部梯度的范数裁剪。与累积合用时，第二个微批次用的权重已经与第一个不同，所以 torchtune 的文档说两者“不兼容”。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **AdamA** combines the two. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end. The first moment is the same as Adam's. The second adds the squares of the micro-batches' gradients, whereas Adam squares their sum:
+# **AdamA** combines the two. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end. The first moment is Adam's. The second adds the squares of the gradients, whereas Adam squares their sum:
 #
 # </div>
 # <div lang="zh">
@@ -987,12 +975,12 @@ f"second moments: {ratio:.1f} of Adam's"
 #
 # <div lang="en">
 #
-# Accumulation costs no FLOPs, but it can cost time, because each micro-batch launches all kernels again, and small kernels leave parts of a GPU idle. This cell measures on your GPU, or shows the record of an H200. There, in fp16, 16 micro-batches of 1 sample take 6.9 times as long as all samples at once, and 4 micro-batches of 4 take 1.6 times. The peaks are 2.4, 7.9 and 3.6 GB. So use the largest micro-batch that fits.
+# Accumulation costs no FLOPs, but it can cost time, because small kernels leave parts of a GPU idle. This cell measures on your GPU, or shows the record of an H200. There, in fp16, 16 micro-batches of 1 sample take 6.9 times as long as all samples at once, and 4 micro-batches of 4 take 1.6 times. So use the largest micro-batch that fits.
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度累积不增加 FLOPs，却可能增加时间，因为每个微批次都要把全部核函数重新启动一遍，太小的核函数又会让 GPU 的一部分计算单元闲着。有 GPU 时，这个单元格现场测量，没有就显示一块 H200 的记录。在那里用 fp16，16 个微批次、每个 1 条样本，用时是一次全部算完的 6.9 倍；4 个微批次、每个 4 条，是 1.6 倍。峰值分别是 2.4、7.9 和 3.6 GB。所以微批次应当取放得下的最大值。
+# 梯度累积不增加 FLOPs，却可能增加时间，因为太小的核函数会让 GPU 的一部分计算单元闲着。有 GPU 时，这个单元格现场测量，没有就显示一块 H200 的记录。在那里用 fp16，16 个微批次、每个 1 条样本，用时是一次全部算完的 6.9 倍；4 个微批次、每个 4 条，是 1.6 倍。所以微批次应当取放得下的最大值。
 #
 # </div>
 

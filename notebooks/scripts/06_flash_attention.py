@@ -860,12 +860,12 @@ table(["attention", "peak (GB)"], rows)
 #
 # <div lang="en">
 #
-# The other lessons need nothing from here on. Each section can be read alone, and uses only names defined above.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+# 其他各课用不到以下各节，各节也可以单独读。
 #
 # </div>
 
@@ -926,12 +926,12 @@ lesson_06.check_causal_tiles(tiles)
 #
 # <div lang="en">
 #
-# This table lists the saved bytes at N = 2048. The last line compares the totals with those of PyTorch's fused kernel.
+# This table lists the saved bytes at N = 2048.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表逐项列出 N = 2048 时保存的字节。最后一行与 PyTorch 融合算子的总数比较。
+# 下表逐项列出 N = 2048 时保存的字节。
 #
 # </div>
 
@@ -947,10 +947,6 @@ for name, function in kinds.items():
         label = text("{name}, {part}", name=name, part=part)
         rows.append((label, count, found[count].pop(0).bytes))
 predictions(rows, unit="bytes")
-
-# %%
-fused, ours = (kept(f, 2048).total_bytes for f in (F.scaled_dot_product_attention, flash_attention))
-fused == ours, f"{ours / 1e6:.1f} MB"
 
 # %% [markdown]
 # <div lang="en">
@@ -988,12 +984,12 @@ lesson_06.check_probabilities(probabilities)
 #
 # <div lang="en">
 #
-# The table counts one head with N = 4096, for the loops of FlashAttention-2 and for this library's two passes, with 163 KiB on the chip. The time is at least the larger of compute time and memory time, at 312 TFLOP/s and 2.0 TB/s. The second table has the seconds of forward and backward on this CPU.
+# The table counts one head with N = 4096, for the loops of FlashAttention-2 and for this library's two passes, with 163 KiB on the chip. The time is at least the larger of compute time and memory time, at 312 TFLOP/s and 2.0 TB/s. The second table shows seconds on this CPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表统计 N = 4096 时的一个头，按 FlashAttention-2 的循环，以及本库遍历两次的做法，片上有 163 KiB。按 312 TFLOP/s 和 2.0 TB/s，时间至少是计算时间与访存时间中较大的。第二张表是在这个 CPU 上前向加反向的秒数。
+# 下表统计 N = 4096 时的一个头，按 FlashAttention-2 的循环，以及本库遍历两次的做法，片上有 163 KiB。按 312 TFLOP/s 和 2.0 TB/s，时间至少是计算时间与访存时间中较大的。第二张表是在这个 CPU 上用的秒数。
 #
 # </div>
 
@@ -1033,14 +1029,14 @@ table(["", "N = 1024", "N = 2048"], rows)
 #
 # <div lang="en">
 #
-# Dropout on P would need a mask of N × N. CUDA kernels keep a **seed** instead. A counter-based generator computes the random number of each place of P from the seed and the place, in forward and again in backward, so autograd holds only two numbers.
+# Dropout on P would need a mask of N × N. CUDA kernels keep only a **seed**. In both passes, a counter-based generator computes the random number of each place of P from the seed and the place.
 #
 # The idea is older than FlashAttention. Rabe and Staats 2021 (*Self-attention Does Not Need O(n²) Memory*, arXiv:2112.05682) used the same running maximum and sum, with one checkpoint per block for backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 P 做 dropout，本来要一个 N × N 的掩码。CUDA 核函数改为保存一个**种子**。基于计数器的随机数发生器只凭种子和位置，就能算出 P 中每个元素的随机数，前向算一次，反向再算一次，因此 autograd 只保存两个数。
+# 对 P 做 dropout，本来要一个 N × N 的掩码。CUDA 核函数只保存一个**种子**：基于计数器的随机数发生器凭种子和位置，就能算出 P 中每个元素的随机数，前向和反向各算一次。
 #
 # 这一课的思路比 FlashAttention 更早。Rabe 和 Staats 2021（*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682）就用了同样的当前最大值和总和，反向时每块一个检查点。
 #
@@ -1051,12 +1047,12 @@ table(["", "N = 1024", "N = 2048"], rows)
 #
 # <div lang="en">
 #
-# The library has one kernel for forward and two for backward. One keeps a key block and sums dK and dV over queries, the other keeps a block of queries and sums dQ over keys. The cell counts the products of each, and compares all of them with the torch backend for 40 tokens, without and with a causal mask.
+# The library has one kernel for forward and two for backward: one sums dK and dV over the queries, the other sums dQ over the keys. The cells count the products of each kernel, and compare the gradients with the torch backend for 40 tokens, without and with a causal mask.
 #
 # </div>
 # <div lang="zh">
 #
-# 库里的前向是一个核函数，反向是两个：一个负责一个键块，对查询累加 dK 和 dV；另一个负责一个查询块，对键累加 dQ。下面的单元格数出每个核函数的乘法次数，再用 40 个 token 与 torch 后端比较，先不带因果掩码，再带上。
+# 库里的前向是一个核函数，反向是两个：一个沿查询累加 dK 和 dV，另一个沿键累加 dQ。下面的单元格数出每个核函数里有几次矩阵乘法，再用 40 个 token 与 torch 后端的梯度比较，先不带因果掩码，再带上。
 #
 # </div>
 
@@ -1122,12 +1118,12 @@ lesson_06.older_claims(
 #
 # <div lang="en">
 #
-# On a GPU `backend="auto"` selects the Triton kernels of this course. If you have a GPU, this cell measures them beside the kernels of PyTorch. Otherwise it shows an H200's record of forward and backward with a causal mask and 4096 tokens. The course's kernels take 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's peak in the allocator is twice that of its tensors, because backward takes a workspace as large as all tensors, partly to sum dQ in fp32. The course's kernels need no such workspace. They sum nothing in memory, and compute 7 products in the backward pass instead of 5.
+# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them beside the kernels of PyTorch. Without a GPU it shows what an H200 took for forward and backward with a causal mask and 4096 tokens: the course's kernels 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's backward takes a workspace. The course's kernels need none, but compute 7 products in backward instead of 5.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数。有 GPU 时，这个单元格会现场测量，并与 PyTorch 的几种核函数对照；没有 GPU，就显示在一块 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token。本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的分配器峰值是张量峰值的两倍：它的反向要占一块与全部张量一样大的工作区，其中一部分用来以 fp32 累加 dQ。本课程的核函数不需要这样的工作区：它不在显存里累加任何东西，代价是反向要算 7 次乘积，而不是 5 次。
+# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示在一块 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token：本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区，代价是反向要算 7 次乘积，而不是 5 次。
 #
 # </div>
 

@@ -862,12 +862,12 @@ ledger(
 #
 # <div lang="en">
 #
-# The other lessons need nothing of what follows. Each section stands alone.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下内容，其他各课都不会用到。各节互相独立。
+# 其他各课用不到以下各节，各节也可以单独读。
 #
 # </div>
 
@@ -876,12 +876,12 @@ ledger(
 #
 # <div lang="en">
 #
-# `Recipe` has more fields than this lesson has used:
+# `Recipe` has more fields:
 #
 # </div>
 # <div lang="zh">
 #
-# `Recipe` 还有一些本课没有用到的字段：
+# `Recipe` 还有一些字段：
 #
 # </div>
 
@@ -922,12 +922,12 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The third recipe fits with 521 MB. With offloaded activations the peak is 501 MB, with checkpoints or without, because it is now in the optimizer step. Here, taking the checkpoints out gains nothing. It only moves more bytes, 2,859 MB instead of 1,663 MB.
+# The third recipe fits with 521 MB. With offloaded activations the peak is 501 MB, with checkpoints or without, because it is now in the optimizer step. Here, taking the checkpoints out only moves more bytes, 2,859 MB instead of 1,663 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 第三个配方装得下，峰值 521 MB。再把激活值卸载，有没有检查点都是 501 MB，因为峰值已经移到优化器更新的时候。所以去掉检查点在这里没有好处，只会多搬运一些字节：2,859 MB，而不是 1,663 MB。
+# 第三个配方装得下，峰值 521 MB。再把激活值卸载，有没有检查点都是 501 MB，因为峰值已经移到优化器更新的时候。所以在这里去掉检查点，只会多搬运一些字节：2,859 MB，而不是 1,663 MB。
 #
 # </div>
 
@@ -967,14 +967,14 @@ lesson_07.what_fills(["1", "2"], halves)
 #
 # <div lang="en">
 #
-# Now take decoders of 6.6 billion and 64.7 billion parameters, bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The state stays in host memory, where the host updates it (lesson 04). Each step moves 4 bytes per parameter: gradients to the host, parameters to the GPU.
+# Now take decoders of 6.6 billion and 64.7 billion parameters, bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The state stays in host memory, where the host updates it (lesson 04).
 #
 # **Guess first:** what is the smallest device that trains the smaller model? And the larger one?
 #
 # </div>
 # <div lang="zh">
 #
-# 换成 66 亿和 647 亿参数的解码器，bf16 加 fp32 主权重，用 Adam，一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。每一步每个参数搬运 4 字节：梯度送到主机，参数送回 GPU。
+# 换成 66 亿和 647 亿参数的解码器，bf16 加 fp32 主权重，用 Adam，一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。
 #
 # **先猜**：训练小的那个，至少要多大的设备？大的呢？
 #
@@ -1012,16 +1012,16 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 # %% [markdown]
 # <div lang="en">
 #
-# The smaller model trains on a device of 24 GB, with 79 GB of state on the host (12 bytes per parameter) and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, and 777 GB of state are on the host.
+# The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, and 777 GB of state are on the host.
 #
-# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor. A larger batch spreads the copies over more tokens. More devices share the bytes (lesson 08).
+# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor.
 #
 # </div>
 # <div lang="zh">
 #
-# 小的那个能在 24 GB 的设备上训练，主机上有 79 GB 的状态（每个参数 12 字节），每步搬运 26 GB。大的那个能在 141 GB 的设备上训练，峰值 137 GB，主机上有 777 GB 的状态。
+# 小的那个能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大的那个能在 141 GB 的设备上训练，峰值 137 GB，主机上有 777 GB 的状态。
 #
-# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.8 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。批次大一些，拷贝就能摊到更多 token 上；设备多一些，这些字节就能由多台设备分担（第 08 课）。
+# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.8 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。
 #
 # </div>
 
@@ -1050,12 +1050,12 @@ lesson_07.older_claims(
 #
 # <div lang="en">
 #
-# A GPU's allocator rounds sizes up, and operators need workspace. This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows what an H200 measured. Its three estimates, 45.3, 21.1 and 5.0 GB, equal the meter to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
+# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows what an H200 measured. Its three estimates, 45.3, 21.1 and 5.0 GB, equal the meter to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
 #
 # </div>
 # <div lang="zh">
 #
-# GPU 的分配器会把大小向上取整，算子还要占用工作区。有 GPU 时，下面的单元格用一个 12.8 亿参数的解码器现场运行三个配方；没有 GPU，就显示在一块 H200 上测得的数据。那里的三个估计值是 45.3、21.1 和 5.0 GB，都与计量器逐字节相等。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
+# 有 GPU 时，下面的单元格用一个 12.8 亿参数的解码器现场运行三个配方；没有 GPU，就显示在一块 H200 上测得的数据。那里的三个估计值是 45.3、21.1 和 5.0 GB，都与计量器逐字节相等。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
 #
 # </div>
 

@@ -311,7 +311,8 @@ lesson_08.draw_peaks(at_peak, title)
 wire = lesson_08.Wire()
 tensors = [torch.full((8,), float(rank)) for rank in range(4)]  # 0, 1, 2, 3
 shards = wire.reduce_scatter(tensors)
-print(shards[0], wire.all_gather(shards)[0], wire.sent_bytes)
+first, gathered = shards[0].tolist(), wire.all_gather(shards)[0].tolist()
+display(table(["rank 0's shard", "gathered", "sent (bytes)"], [[first, gathered, wire.sent_bytes]]))
 lesson_08.draw_collectives()
 
 # %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees only its shard. At the end every rank has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的分片，最后每个进程都有全部权重。"}
@@ -828,12 +829,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# Each section stands alone and uses only names that are defined above.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
 #
-# 各节互相独立，只用到前面正文里定义过的名字。
+# 其他各课用不到以下各节，各节也可以单独读。
 #
 # </div>
 
@@ -842,12 +843,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# If the batch per rank is fixed, as in most training, data parallelism divides no activations, with any form of ZeRO. A rank computes at least one sequence. If that is too much, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) also divides the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers among $p$ ranks. **Expert parallelism** (EP) divides the experts of a mixture among $e$ ranks. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
+# With data parallelism and any form of ZeRO, a rank computes at least one whole sequence. If its activations don't fit, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) also divides the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers among $p$ ranks. **Expert parallelism** (EP) divides the experts of a mixture among $e$ ranks. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
 #
 # </div>
 # <div lang="zh">
 #
-# 多数训练让每个进程的批次保持不变，此时无论用哪一种 ZeRO，数据并行都不分摊激活值。每个进程至少要计算一条序列。如果这样还装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，连注意力也按序列分摊。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
+# 用数据并行，无论哪一种 ZeRO，每个进程至少要计算一条完整的序列。如果它的激活值装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，连注意力也按序列分摊。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
 #
 # </div>
 
@@ -892,7 +893,9 @@ lesson_08.parallelisms()
 
 # %%
 tensor = launch(2, script="course_lib.distributed.tensor_parallel")
-{run["mode"]: (follows(run, losses[:2]), run["gradient_difference"] < 1e-5) for run in tensor}
+equal = [(follows(run, losses[:2]), run["gradient_difference"] < 1e-5) for run in tensor]
+rows = [(f"`{run['mode']}`", *each) for run, each in zip(tensor, equal, strict=True)]
+table(["`mode`", "losses equal", "gradients equal"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -935,12 +938,12 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # %% [markdown]
 # <div lang="en">
 #
-# Tensor parallelism agrees with the formula to the byte. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. In exercise 3 you avoided the same for a weight. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
+# Tensor parallelism agrees with the formula to the byte. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
 #
 # </div>
 # <div lang="zh">
 #
-# 张量并行与公式一字节不差。加上序列并行时，PyTorch 每层却多保存 1,048,576 字节。原因是两个矩阵的输入要先收集，而 autograd 保存的是收集后的完整输入。练习 3 里，你写的层已经为权重避免了同样的问题。据论文所说，Megatron-LM 在反向时重新收集这些输入。
+# 张量并行与公式一字节不差。加上序列并行时，PyTorch 每层却多保存 1,048,576 字节。原因是两个矩阵的输入要先收集，而 autograd 保存的是收集后的完整输入。据论文所说，Megatron-LM 在反向时重新收集这些输入。
 #
 # </div>
 
@@ -965,8 +968,6 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # | offload to the host | `CPUOffloadPolicy()` | `offload_optimizer`, `offload_param` |
 # | clip | `clip_grad_norm_` | `gradient_clipping`* |
 #
-# FSDP2 splits weights like `torch.chunk`. Three ranks get 683, 683 and 682 of 2048 rows, padded to equal storages.
-#
 # </div>
 # <div lang="zh">
 #
@@ -985,8 +986,6 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # | bf16，fp32 主权重 | `MixedPrecisionPolicy`，分片仍是 fp32 | `bf16`* |
 # | 卸载到主机内存 | `CPUOffloadPolicy()` | `offload_optimizer`、`offload_param` |
 # | 裁剪 | `clip_grad_norm_` | `gradient_clipping`* |
-#
-# FSDP2 的切法与 `torch.chunk` 相同。2048 行分给三个进程时，各得 683、683 和 682 行，存储区补齐到同样长。
 #
 # </div>
 
@@ -1032,12 +1031,12 @@ lesson_08.sync_table(taken)
 #
 # <div lang="en">
 #
-# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as the ZeRO paper and DeepSpeed count it: 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold? (FSDP2's bf16 policy keeps fp32 shards, which makes $16\Psi/N$, too.)
+# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as the ZeRO paper and DeepSpeed count it: 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 70 亿个参数（$7 \times 10^9$）、8 块 GPU，混合精度，按 ZeRO 论文和 DeepSpeed 的计法，权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的状态共 12 字节。每个进程持有多少字节？（FSDP2 的 bf16 策略保存 fp32 分片，也是 $16\Psi/N$。）
+# **练习 6。** 70 亿个参数（$7 \times 10^9$）、8 块 GPU，混合精度，按 ZeRO 论文和 DeepSpeed 的计法，权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的状态共 12 字节。每个进程持有多少字节？
 #
 # </div>
 
@@ -1179,29 +1178,29 @@ print("all-reduced:", round(squares[0][0].sqrt().item(), 3))
 #
 # <div lang="en">
 #
-# The two ranks of section 8.3 saved their second step with `torch.distributed.checkpoint`. Each rank wrote its shards. A process that reads takes what it needs from all files, by the names of the parameters. So one rank of DDP, in this very process, can continue what two ranks of FSDP2 have saved:
+# The two ranks of section 8.3 saved their second step with `torch.distributed.checkpoint`. Each rank wrote its shards. A process that reads takes what it needs from all files, by the names of the parameters. So one rank of DDP can continue what two ranks of FSDP2 have saved:
 #
 # </div>
 # <div lang="zh">
 #
-# 8.3 节的两个进程已经把第二步的结果存盘，每个进程用 `torch.distributed.checkpoint` 写出自己的分片。读取的进程按参数的名字，从各个文件里取出需要的部分。因此两个 FSDP2 进程存下的状态，一个 DDP 进程也能接着训练，下面就在当前进程里运行：
+# 8.3 节的两个进程已经把第二步的结果存盘，每个进程用 `torch.distributed.checkpoint` 写出自己的分片。读取的进程按参数的名字，从各个文件里取出需要的部分。因此两个 FSDP2 进程存下的状态，一个 DDP 进程也能接着训练：
 #
 # </div>
 
 # %%
 went_on = lesson_08.resumed_alone(f"{saved.name}/fsdp")
 saved.cleanup()
-follows({"losses": went_on}, losses[2:])
+table(["losses equal"], [[follows({"losses": went_on}, losses[2:])]])
 
 # %% [markdown]
 # <div lang="en">
 #
-# In a terminal, add `--save runs --every 20`, and later `--resume runs`. A folder gets its final name only when all ranks have written; until then it ends in `.incomplete`.
+# In a terminal, add `--save runs --every 20`, and later `--resume runs`.
 #
 # </div>
 # <div lang="zh">
 #
-# 在终端里加上 `--save runs --every 20` 存盘，之后用 `--resume runs` 继续。全部进程都写完之后，目录才改成正式的名字，在此之前以 `.incomplete` 结尾。
+# 在终端里加上 `--save runs --every 20` 存盘，之后用 `--resume runs` 继续。
 #
 # </div>
 
@@ -1210,12 +1209,12 @@ follows({"losses": went_on}, losses[2:])
 #
 # <div lang="en">
 #
-# If one rank fails, another one that waits in an all-reduce gets "Connection closed by peer" within half a second. `torchrun` prints the error of the first failed rank under "Root Cause". A rank that hangs gives no error until the timeout of the process group, by default 30 minutes with gloo and 10 with NCCL.
+# If one rank fails, another one that waits in an all-reduce gets "Connection closed by peer". `torchrun` prints the error of the first failed rank under "Root Cause". A rank that hangs gives no error until the timeout of the process group, by default 30 minutes with gloo and 10 with NCCL.
 #
 # </div>
 # <div lang="zh">
 #
-# 如果一个进程失败，正在 all-reduce 中等待的另一个进程半秒之内就会收到 “Connection closed by peer”。`torchrun` 把最先失败的进程的错误打印在 “Root Cause” 下。停住不动的进程则不报错，要等进程组超时，默认 gloo 是 30 分钟，NCCL 是 10 分钟。
+# 如果一个进程失败，正在 all-reduce 中等待的另一个进程就会收到 “Connection closed by peer”。`torchrun` 把最先失败的进程的错误打印在 “Root Cause” 下。停住不动的进程则不报错，要等进程组超时，默认 gloo 是 30 分钟，NCCL 是 10 分钟。
 #
 # </div>
 
@@ -1224,11 +1223,11 @@ follows({"losses": went_on}, losses[2:])
 #
 # <div lang="en">
 #
-# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak differs from the CPU's. According to PyTorch 2.13's code (**not measured**), gathers start early. Two flat buffers of gathered blocks and the gradients of one block may be live besides the current block, here three times 3.2 MB. NCCL also has buffers that are in no tensor.
+# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak differs from the CPU's. According to PyTorch 2.13's code (**not measured**), gathers start early, so two gathered blocks and the gradients of one may be live besides the current block.
 #
 # </div>
 # <div lang="zh">
 #
-# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。不同的只有峰值。根据 PyTorch 2.13 的代码（**没有实测**），由于收集会提前进行，除了正在计算的块，还可能同时有两个收集用的扁平缓冲区和一个块的梯度，在这里是三个 3.2 MB。NCCL 自己也有缓冲区，张量里看不到。
+# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。不同的只有峰值。根据 PyTorch 2.13 的代码（**没有实测**），由于收集会提前进行，除了正在计算的块，还可能同时有两个收集好的块和一个块的梯度。
 #
 # </div>

@@ -243,6 +243,7 @@ ANSWERS = {
         [stages(*HELD), lambda psi, n: {**stages(*HELD)(psi, n), "ZeRO 3": 16 * psi // n}],
         [
             (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
+            (lambda psi, n: dict.fromkeys(STAGES, torch.ones(2)), "one number"),
             (lambda psi, n: 16 * psi, "keys"),
             (lambda psi, n: tuple(stages(*HELD)(psi, n).values()), "keys"),
             (stages(*(lambda psi, n, f=f: n * f(psi, n) for f in HELD)), "all ranks together"),
@@ -334,6 +335,7 @@ ANSWERS = {
         ],
         [
             (lambda psi, rate, link: 0, "Not answered"),
+            (lambda psi, rate, link: torch.ones(2), "one number"),
             (lambda psi, rate, link: 6 * rate / link, "counted only forward"),
             (lambda psi, rate, link: 3 * rate / link, "together take 6"),
             (lambda psi, rate, link: 12 * rate / link, "left out the 6 FLOPs"),
@@ -352,6 +354,8 @@ ANSWERS = {
             (lambda psi, root: {"DDP": 0, "FSDP2": 0}, "Not answered"),
             (lambda psi, root: {"DDP": 8 * psi, "FSDP2": 0}, "Not answered"),
             (lambda psi, root: 8 * psi, "keys"),
+            (lambda psi, root: {"DDP": torch.ones(2), "FSDP2": torch.ones(2)}, "one number"),
+            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": torch.ones(2)}, "one number"),
             (lambda psi, root: {"DDP": 2 * psi, "FSDP2": 0}, "You counted numbers"),
             (lambda psi, root: {"DDP": 8 * psi / 1e6, "FSDP2": 0}, "in MB"),
             (lambda psi, root: {"DDP": 4 * psi, "FSDP2": 0}, "counts twice"),

@@ -28,6 +28,11 @@ def _mixed(psi: int, n: int) -> dict[str, float]:
     return dict(zip(STAGES, counts, strict=True))
 
 
+def _blank(value: Any) -> bool:
+    """Return whether this value, which may be an array, stands for no answer."""
+    return value is None or value is ... or (isinstance(value, int | float) and value == 0)
+
+
 @exercise(
     hint=(
         "Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for Adam's"
@@ -157,7 +162,7 @@ def _four_stages(given: Any) -> Mapping[str, Any]:
     Raises:
         Refused: The answer has another form, or all numbers are zero.
     """
-    if given is None or (isinstance(given, Mapping) and not any(given.values())):
+    if _blank(given) or (isinstance(given, Mapping) and all(map(_blank, given.values()))):
         raise Refused("Not answered yet.")
     if not isinstance(given, Mapping) or set(given) != set(STAGES):
         raise Refused(
@@ -527,12 +532,12 @@ def check_sent(answer: Any) -> Verdict:
     """Check a function of psi and root: bytes that a rank communicates per step, DDP and FSDP2."""
     for psi, root in ((PSI, 557_568), (1000, 100)):
         given = answer(psi, root)
-        if given is None or (isinstance(given, Mapping) and not any(given.values())):
-            return not_answered()
-        if given == {"DDP": 8 * psi, "FSDP2": 0}:  # the function as it was given
+        if _blank(given) or (isinstance(given, Mapping) and all(map(_blank, given.values()))):
             return not_answered()
         if not isinstance(given, Mapping) or set(given) != {"DDP", "FSDP2"}:
             return wrong("Give a dictionary with the keys `DDP` and `FSDP2`.", exact=True)
+        if _blank(given["FSDP2"]) and expect_number(given["DDP"], 8 * psi):
+            return not_answered()  # the function as it was given
         expected = {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
         for mode, count in expected.items():
             mistakes = {count / 4: "You counted numbers. Each fp32 number takes 4 bytes."}
@@ -591,7 +596,7 @@ def check_tokens_to_hide(answer: Any) -> Verdict:
         (10**9, 900e12, 450e9),
     ):
         given = answer(psi, rate, link)
-        if given is None or given is ... or given == 0:
+        if _blank(given):
             return not_answered()
         least = 2 * rate / link
         mistakes = {
