@@ -794,12 +794,12 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # <div lang="en">
 #
-# **Exercise 6.** Write the newer mode of section 2.3. `forget` returns the next number: with `numbers = count()`, `next(numbers)` is 0, 1, 2 and so on. `bring_back` runs the block again when it is called for the first time. That run needs `torch.enable_grad()`, hooks of its own (`saved_tensors_hooks(collect, bring_back)`), and an input of its own, `x.detach()`. This input must require a gradient if `x` does, or the run saves less.
+# **Exercise 6.** Write the newer mode of section 2.3. `forget` returns the next number: with `numbers = count()`, `next(numbers)` is 0, 1, 2 and so on. `bring_back` runs the block again when it is called for the first time. That run needs `torch.enable_grad()`, hooks of its own (`saved_tensors_hooks(collect, bring_back)`), and an input of its own, `x.detach()`. This input must require a gradient if `x` does.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 写出 2.3 节的新模式。`forget` 返回下一个编号：`numbers = count()` 之后，`next(numbers)` 依次是 0、1、2 等等。`bring_back` 第一次被调用时，把块再跑一遍。这一遍要有 `torch.enable_grad()`，要有自己的钩子（`saved_tensors_hooks(collect, bring_back)`），还要有自己的输入 `x.detach()`。`x` 需要梯度时，这个输入也要需要梯度，否则这一遍保存的张量会变少。
+# **练习 6。** 写出 2.3 节的新模式。`forget` 返回下一个编号：`numbers = count()` 之后，`next(numbers)` 依次是 0、1、2 等等。`bring_back` 第一次被调用时，把块再跑一遍。这一遍要有 `torch.enable_grad()`，要有自己的钩子（`saved_tensors_hooks(collect, bring_back)`），还要有自己的输入 `x.detach()`。`x` 需要梯度时，这个输入也要需要梯度。
 #
 # </div>
 
@@ -853,18 +853,6 @@ if not lesson_02.check_hooks.accepted:
 lesson_02.check_hooks(with_hooks)
 ### END SOLUTION
 
-# %% [markdown]
-# <div lang="en">
-#
-# How do your two versions and the two libraries behave on less simple blocks?
-#
-# </div>
-# <div lang="zh">
-#
-# 遇到不那么简单的块，你写的两种和两个库的实现各有什么表现？
-#
-# </div>
-
 # %%
 runs = {"MyCheckpoint": MyCheckpoint.apply, "with_hooks": with_hooks, **runs}
 lesson_02.gaps(runs)
@@ -872,16 +860,16 @@ lesson_02.gaps(runs)
 # %% [markdown]
 # <div lang="en">
 #
-# `with_hooks` keeps everything that it has recomputed until the block is done. The libraries release each tensor after its use. Neither of your versions keeps the generator's state, so dropout draws another mask. None of the four compares values.
+# `with_hooks` keeps everything that it has recomputed until the block is done. The libraries release each tensor after its use.
 #
-# If the recomputation saves other tensors than the first run, PyTorch raises a `CheckpointError`. There are two usual causes. The block reads something that has changed since, such as a counter or a cache (for Hugging Face's encoder-decoders, set `use_cache=False`). Or the module itself was changed between forward and backward, for example by `eval()` or by freezing weights:
+# If the recomputation saves other tensors than the first run, PyTorch raises a `CheckpointError`. The block may read something that has changed since, such as a counter or a cache (Hugging Face's encoder-decoders need `use_cache=False`). Or the module was changed between forward and backward, for example by `eval()`:
 #
 # </div>
 # <div lang="zh">
 #
-# `with_hooks` 把重新算出来的张量一直留到整个块做完，两个库则是用完一个就释放一个。你写的两种都不保存发生器的状态，dropout 就会抽到另一个掩码。四种检查点都不比较数值。
+# `with_hooks` 把重新算出来的张量一直留到整个块做完，两个库则是用完一个就释放一个。
 #
-# 如果重计算时保存的张量与第一遍不同，PyTorch 会抛出 `CheckpointError`。常见的原因有两个。一是块读取的某个状态已经变了，例如计数器或缓存（训练 Hugging Face 的编码器–解码器模型时要设 `use_cache=False`）。二是前向与反向之间改动了模块本身，例如调用了 `eval()`，或者冻结了权重：
+# 如果重计算时保存的张量与第一遍不同，PyTorch 会抛出 `CheckpointError`。可能是块读取的某个状态已经变了，例如计数器或缓存（训练 Hugging Face 的编码器–解码器模型时要设 `use_cache=False`）。也可能是前向与反向之间改动了模块，例如调用了 `eval()`：
 #
 # </div>
 
@@ -901,12 +889,12 @@ for cause, run in causes.items():
 #
 # <div lang="en">
 #
-# ✓ means that the function ran twice and that the gradient equals the one without a checkpoint. PyTorch and the library give the same answers.
+# ✓ means that the function ran twice and that the gradient equals the one without a checkpoint.
 #
 # </div>
 # <div lang="zh">
 #
-# ✓ 表示函数运行了两次，而且梯度与不用检查点时相等。PyTorch 和课程库的结果相同。
+# ✓ 表示函数运行了两次，而且梯度与不用检查点时相等。
 #
 # </div>
 
@@ -918,12 +906,12 @@ table(["case", "reentrant", "non-reentrant"], answers)
 # %% [markdown]
 # <div lang="en">
 #
-# Only the reentrant mode runs functions that forbid hooks on saved tensors, such as `torch.func.grad`. In the first row the block's output is the loss, so backward finds no graph and raises an error.
+# `torch.func.grad` forbids hooks on saved tensors, so the non-reentrant mode fails. In the first row the block's output is the loss, so backward finds no graph.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.func.grad` 之类的函数不允许给保存的张量挂钩子，只能在可重入模式里运行。第一行里，块的输出就是损失，反向找不到计算图，所以报错。
+# `torch.func.grad` 不允许给保存的张量挂钩子，所以非可重入模式会报错。第一行里，块的输出就是损失，因此反向找不到计算图。
 #
 # </div>
 
@@ -978,12 +966,12 @@ table(["kept", "gradients equal", "FLOPs"], [(name, *each) for name, each in flo
 #
 # <div lang="en">
 #
-# What does a recomputation repeat? In the table, ✓ means that gradients, state and later random numbers are those of a model without checkpoints. The columns are options of `checkpoint_blocks`. PyTorch's `checkpoint` behaves like the default.
+# ✓ means that gradients, state and later random numbers are those of a model without checkpoints. The columns are options of `checkpoint_blocks`.
 #
 # </div>
 # <div lang="zh">
 #
-# 重计算会重现哪些东西？表中的 ✓ 表示，梯度、状态和之后的随机数都与没有检查点的模型相同。各列是 `checkpoint_blocks` 的选项，PyTorch 的 `checkpoint` 与默认一列相同。
+# 表中的 ✓ 表示，梯度、状态和之后的随机数都与没有检查点的模型相同。各列是 `checkpoint_blocks` 的选项。
 #
 # </div>
 
@@ -993,12 +981,12 @@ lesson_02.repeats()
 # %% [markdown]
 # <div lang="en">
 #
-# `preserve_module_state=True` also repeats Python's random numbers and the module's attributes. It cannot know about a global variable. BatchNorm's output is right, but its running statistics move twice for one batch. They must stand still during the recomputation:
+# BatchNorm's output is right, but its running statistics move twice for one batch. They must stand still during the recomputation:
 #
 # </div>
 # <div lang="zh">
 #
-# `preserve_module_state=True` 还会重现 Python 的随机数和模块的属性，但它无法知道全局变量。BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。补救的办法，是让统计量在重计算时保持不变：
+# BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。补救的办法，是让统计量在重计算时保持不变：
 #
 # </div>
 
@@ -1085,18 +1073,6 @@ for segments in (1, 2, 4, 8):
     rows.append((segments, round(meter.peak_bytes / 1e6, 1)))
 table(["segments", "peak (MB)"], rows)
 
-# %% [markdown]
-# <div lang="en">
-#
-# The last two rows below are its traps. It runs only the modules in the list that it gets. And leaving out `use_reentrant` gives the older mode.
-#
-# </div>
-# <div lang="zh">
-#
-# 下表的最后两行是它的陷阱：它只运行列表里的模块；不写 `use_reentrant` 时，它同样使用旧模式。
-#
-# </div>
-
 # %%
 lesson_02.older_claims()
 
@@ -1105,16 +1081,16 @@ lesson_02.older_claims()
 #
 # <div lang="en">
 #
-# Keeping the products costs few FLOPs, but asks Python about every operator, some 900 times per step. The second cell measures on your GPU, or shows what an H200 measured. With a checkpoint around each layer of a decoder, the peak falls from 8,790 to 2,548 MB, and forward and backward take 24% longer.
+# Keeping the products costs few FLOPs, but asks Python about every operator, some 900 times per step. The second cell measures on your GPU, or shows what an H200 measured.
 #
-# The second table has the lines of section 2.9, on a Llama in bf16. `keep_mm` computes no product twice, yet takes 23% longer, almost as long as `activation_checkpointing_enable()` (25%). With both the checkpoints and `compile()`, the peak falls from 13,541 to 4,045 MB, and the time is that without them.
+# On the H200, with a Llama in bf16, `keep_mm` computes no product twice, yet takes 23% longer. With both the checkpoints and `compile()`, forward and backward take as long as with neither.
 #
 # </div>
 # <div lang="zh">
 #
-# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要问一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在一块 H200 上测得的结果：解码器每层加检查点，峰值从 8,790 MB 降到 2,548 MB，前向加反向多用 24% 的时间。
+# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要问一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在一块 H200 上测得的结果。
 #
-# 第二张表，是把 2.9 节的各种写法用在一个 bf16 的 Llama 上。用 `keep_mm` 没有一次乘法要做两遍，却要多花 23% 的时间，与 `activation_checkpointing_enable()`（25%）差不多。检查点和 `compile()` 一起用，峰值从 13,541 MB 降到 4,045 MB，用时与两样都不用时一样。
+# 在这块 H200 上训练一个 bf16 的 Llama 时，用 `keep_mm` 没有一次乘法要做两遍，却要多花 23% 的时间。检查点和 `compile()` 一起用，前向加反向的用时与两样都不用时一样。
 #
 # </div>
 

@@ -972,12 +972,12 @@ lesson_03.check_gives_up_early(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# It takes 70, because stage 0 runs once less. Stages 2 and 3 are reached from $x_1$, which is then released, so that all of both stages fits. This lies *below* the frontier that the library computes. Like the program of Beaumont et al., it finds the best **persistent** schedule. Does such a list run under autograd, on five layers of our chain?
+# It takes 70, because stage 0 runs once less. Stages 2 and 3 are reached from $x_1$, which is then released, so that all of both stages fits. This lies *below* the frontier that the library computes. Like the program of Beaumont et al., it finds the best **persistent** schedule.
 #
 # </div>
 # <div lang="zh">
 #
-# 用时 70，因为第 0 级少跑了一遍。去第 2、3 级是从 $x_1$ 出发的，然后 $x_1$ 就释放了，于是这两级可以全部保留。它落在库算出的前沿*下方*。库与 Beaumont 等人的程序一样，找的是最好的**持久**（persistent）调度。这样的清单能在 autograd 里运行吗？用链上的五层来试：
+# 用时 70，因为第 0 级少跑了一遍。去第 2、3 级是从 $x_1$ 出发的，然后 $x_1$ 就释放了，于是这两级可以全部保留。它落在库算出的前沿*下方*。库与 Beaumont 等人的程序一样，找的是最好的**持久**（persistent）调度。
 #
 # </div>
 
@@ -1158,14 +1158,14 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 #
 # Four slots and three runs ahead reverse $\binom{7}{4} = 35$ stages. A thousand stages with 32 slots take 2.4 more forwards per stage.
 #
-# The picture shows three schedules of 16 stages that keep two activations each, and all three peak at 8. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action: a green one is a forward that keeps all, a blue one keeps its input, a gray one keeps nothing, and a red one is a backward. The pale band to the right of a box lasts as long as its tensors are kept. Below are the live bytes.
+# The picture shows three schedules of 16 stages that keep two activations each, and all three peak at 8. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action: a green one is a forward that keeps all, a blue one keeps its input, a gray one keeps nothing, and a red one is a backward. The pale band to the right of a box lasts as long as its tensors are kept.
 #
 # </div>
 # <div lang="zh">
 #
 # 四个槽、空跑三次，可以反向走完 $\binom{7}{4} = 35$ 级。一千个级、32 个槽，每级要多做 2.4 次前向。
 #
-# 图上是 16 个级的三种调度，每级保存两份激活值，三种的峰值都是 8。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只留输入的前向，灰色是什么也不留的前向，红色是反向。格子右边的浅色带表示这些张量留到什么时候。下方是存活的字节。
+# 图上是 16 个级的三种调度，每级保存两份激活值，三种的峰值都是 8。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只留输入的前向，灰色是什么也不留的前向，红色是反向。格子右边的浅色带表示这些张量留到什么时候。
 #
 # </div>
 
