@@ -286,7 +286,7 @@ MUTANTS = [
             "self._unit * self.ranks.count / weight",
             "self._unit / weight",
         ),
-        ("attention", "attention/costs.py", "3 + 2 * walks}", "4 + walks}"),
+        ("attention", "attention/costs.py", "3 + 2 * tile_passes}", "4 + tile_passes}"),
         ("attention", "attention/costs.py", "blocks = -(-n // (", "blocks = abs(n // ("),
         ("attention", "attention/tiled.py", "total.mul_(rescale).add_", "total.add_"),
         ("attention", "attention/tiled.py", ".tril(j - i - shift - 1)", ".tril(j - i - shift)"),

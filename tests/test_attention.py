@@ -813,7 +813,7 @@ def test_flops_are_those_that_are_counted(kind, attention, n):
     assert (many.flops, many.moved_bytes) == (15 * one.flops, 15 * one.moved_bytes)
 
 
-def test_two_walks_back_take_seven_products_as_many_as_the_kernels_do():
+def test_a_backward_in_two_passes_takes_seven_products_as_many_as_the_kernels_do():
     kernels = pytest.importorskip("course_lib.attention.kernels")
     each = (kernels.keys_backward_kernel, kernels.queries_backward_kernel)
     products = sum(
@@ -821,14 +821,15 @@ def test_two_walks_back_take_seven_products_as_many_as_the_kernels_do():
     )
     size = {"sequence": 128, "head_dim": 16, "kind": "flash"}
     assert (
-        attention_cost(pass_="backward", walks=2, **size).flops
+        attention_cost(pass_="backward", tile_passes=2, **size).flops
         == 2 * products * 128**2 * 16
         == 14 * 128**2 * 16
     )
     with pytest.raises(
-        ValueError, match="walks must be 1 unless kind is 'flash' and pass_ is 'backward', got 2"
+        ValueError,
+        match="tile_passes must be 1 unless kind is 'flash' and pass_ is 'backward', got 2",
     ):
-        attention_cost(pass_="forward", walks=2, **size)
+        attention_cost(pass_="forward", tile_passes=2, **size)
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(96, 96), (64, 96), (96, 64)])

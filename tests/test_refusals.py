@@ -222,7 +222,7 @@ ONE_BY_ONE = [
     (flash_attention, QKV, {"backend": ("cuda",), "block_q": (0,), "block_k": (2.5,)}),
     (standard_attention, QKV, {"k": (X[:1],)}),
     (attention_cost, COST, {"kind": ("linear",), "pass_": ("both",), "sequence": (0,)}),
-    (attention_cost, COST, {"heads": (1.5,), "sram_bytes": (511,), "walks": (2,)}),
+    (attention_cost, COST, {"heads": (1.5,), "sram_bytes": (511,), "tile_passes": (2,)}),
     (online_softmax, SOFTMAX, {"block": (0,), "scores": (torch.ones(3, dtype=torch.long),)}),
     (
         Recipe,

@@ -26,9 +26,9 @@ Elements moved per head, if each operator reads its inputs once and writes its o
   dV stay on chip and are read or written once, 4 N d. For each of N / B blocks, Q and dO are read,
   dQ is read and written, and the log-sum-exp and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2
   / M.
-- flash, backward in two passes (`walks=2`): the first pass is as above without dQ, so it moves 2 N
-  d less per block. The second keeps Q, dO and dQ on chip, 3 N d, reads the log-sum-exp and D once,
-  and reads K and V for each block, 2 N d. Both together: 9 N d + 4 N d * N / B.
+- flash, backward in two passes (`tile_passes=2`): the first pass is as above without dQ, so it
+  moves 2 N d less per block. The second keeps Q, dO and dQ on chip, 3 N d, reads the log-sum-exp
+  and D once, and reads K and V for each block, 2 N d. Both together: 9 N d + 4 N d * N / B.
 
 Blocks are whole: B is rounded down, and N / B is rounded up. An element takes `dtype_bytes` bytes,
 and each number of the log-sum-exp and of D takes four bytes. A GPU moves fewer bytes than this if
@@ -81,7 +81,7 @@ def attention_cost(
     pass_: str = "forward",
     sram_bytes: int = 163 * 2**10,
     dtype_bytes: int = 2,
-    walks: int = 1,
+    tile_passes: int = 1,
 ) -> AttentionCost:
     """Count the FLOPs and the bytes moved of one pass of attention.
 
@@ -97,8 +97,8 @@ def attention_cost(
         sram_bytes: Bytes of fast memory that one thread block can use; on an A100, 163 KiB of its
             192 KiB. Actual kernels use less: 64 or 128 queries with d = 64 occupy 32 or 64 KiB.
         dtype_bytes: Bytes per element; 2 in half precision.
-        walks: Number of times that flash's backward passes over the tiles. 2 stands for one pass
-            for dK and dV and another for dQ, as in this package's Triton kernels.
+        tile_passes: Number of times that flash's backward passes over the tiles. 2 stands for one
+            pass for dK and dV and another for dQ, as in this package's Triton kernels.
 
     Returns:
         FLOPs and bytes of all heads together.
@@ -106,8 +106,8 @@ def attention_cost(
     Raises:
         TypeError: A count is not a whole number.
         ValueError: A count is not positive; `kind` or `pass_` is unknown; sram_bytes is too small
-            for one row of each block; walks is neither 1 nor 2, or it is 2 although `kind` is not
-            "flash" or `pass_` is not "backward".
+            for one row of each block; tile_passes is neither 1 nor 2, or it is 2 although `kind`
+            is not "flash" or `pass_` is not "backward".
 
     Example:
         >>> standard, flash = (
@@ -122,14 +122,14 @@ def attention_cost(
         _check.whole(name, value, 1)
     _check.one_of("kind", kind, ("standard", "flash"))
     _check.one_of("pass_", pass_, ("forward", "backward"))
-    _check.one_of("walks", walks, (1, 2))
-    if walks == 2 and (kind, pass_) != ("flash", "backward"):
+    _check.one_of("tile_passes", tile_passes, (1, 2))
+    if tile_passes == 2 and (kind, pass_) != ("flash", "backward"):
         raise ValueError(
-            "walks must be 1 unless kind is 'flash' and pass_ is 'backward', got 2 with"
+            "tile_passes must be 1 unless kind is 'flash' and pass_ is 'backward', got 2 with"
             f" kind={kind!r} and pass_={pass_!r}"
         )
     n, d = sequence, head_dim
-    products = {"forward": 2, "backward": 4 if kind == "standard" else 3 + 2 * walks}[pass_]
+    products = {"forward": 2, "backward": 4 if kind == "standard" else 3 + 2 * tile_passes}[pass_]
     flops = products * 2 * n * n * d
     if kind == "standard":
         elements = 4 * n * n + 4 * n * d if pass_ == "forward" else 7 * n * n + 8 * n * d
@@ -140,7 +140,7 @@ def attention_cost(
         blocks = -(-n // (_check.whole("sram_bytes", sram_bytes, row_bytes) // row_bytes))
         if pass_ == "forward":
             moved = (2 * n * d + 2 * n * d * blocks) * dtype_bytes + 4 * n
-        elif walks == 1:
+        elif tile_passes == 1:
             moved = (6 * n * d + 4 * n * d * blocks) * dtype_bytes + (1 + 2 * blocks) * 4 * n
         else:
             moved = (9 * n * d + 4 * n * d * blocks) * dtype_bytes + (3 + 2 * blocks) * 4 * n

@@ -6,19 +6,19 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "Every activation goes to a file until backward needs it, and not one FLOP is done twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪进文件，反向用到时再取回，没有一个 FLOP 算两遍。\n\n拷贝什么时候没有代价？"}
+# %% [markdown] slide={"en": "Every activation goes to a file until backward needs it, and nothing is computed twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪进文件，反向用到时再取回，什么也不用重计算。\n\n拷贝什么时候没有代价？"}
 # # 4 What if we move bytes to a lower tier instead? (offload) / 不忘掉，而是挪到下一级存储呢？（卸载）
 #
 # <div lang="en">
 #
-# Move every activation of the course's step to a file, and fetch it when backward asks for it. The peak falls, and not one FLOP is done twice. Does it fall further than with a checkpoint around each layer? And further still with both?
+# Move every activation of the course's step to a file, and fetch it when backward asks for it. The peak falls, and nothing is computed twice. Does it fall further than with a checkpoint around each layer? And further still with both?
 #
-# And where is the price? Suppose that each copy takes no longer than the computation that runs at the same time. Does the step then take as long as it does without copies?
+# And what does it cost? Suppose that each copy takes no longer than the computation that runs at the same time. Does the step then take as long as it does without copies?
 #
 # </div>
 # <div lang="zh">
 #
-# 把课程这一步里的每份激活值都挪进文件，反向用到时再取回，峰值就降低了，而且没有一个 FLOP 算两遍。这就是**卸载**（offload）：把暂时不用的数据移到下一级存储，不是“卸载软件”的卸载。它比每层一个检查点降得更多吗？两者合用，还会更低吗？
+# 把课程训练步里的每份激活值都移到文件，反向用到时再取回，峰值就降低了，而且什么也不用重计算。这就是**卸载**（offload）：把暂时不用的数据移到下一级存储，不是“卸载软件”的卸载。它比每层一个检查点降得更多吗？两者合用，还会更低吗？
 #
 # 那么代价在哪里？假设链路够快，每次拷贝都不比同时进行的计算更久。这时训练步的用时，与没有拷贝时一样吗？
 #
@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (100 minutes). Write the time of a step whose copies hide behind computation, and compare it with a clock. Write activation offload from nothing. Say which wait orders which two things, and how it is written in `torch.cuda`. Say what offload, checkpoints and both together do to the peak, and which link each needs.
+# **Goals** (100 minutes). Write a formula for the time of a step with hidden copies, and compare it with a clock. Write activation offload from nothing. Say which wait orders which two things, and how it is written in `torch.cuda`. Say what offload, checkpoints and both together do to the peak, and which link each needs.
 #
 # **What to know before**: lesson 01; lesson 02 for saved-tensor hooks and checkpoints.
 #
@@ -271,7 +271,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 #
 # With one copy in flight, forward takes 1.5 times as long. A layer saves its two storages one directly after the other, so in each layer compute waits for the first copy, $c = f/2$. So both settings are needed: two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host.
 #
-# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two in flight the peak here is $(p + 4)\,B$, with three layers as with sixteen.
+# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two copies in flight the peak here is $(p + 4)\,B$, for three layers and for sixteen.
 #
 # </div>
 # <div lang="zh">
@@ -326,7 +326,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # - `room = store.put(row)` 把一行数换出到下一级存储。`room.get()` 启动换入，并返回一个函数；调用它，即 `room.get()()`，就等到这一行数取回来，并返回这一行。`room` 不再被引用时，它在下一级存储里占的字节就空出来了。
 # - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后，对应的记录会自动消失。（不能用地址作键，因为分配器会把它再分给下一个张量。）
 #
-# **练习 2。** 写出两个钩子。`pack` 接到一个张量，返回计算图改为保存的东西；`unpack` 接到这个东西，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回。
+# **练习 2。** 写出两个钩子。`pack` 接收一个张量，它的返回值由计算图代为保存；`unpack` 接收这个返回值，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回。
 #
 # </div>
 
@@ -420,7 +420,7 @@ table(["", "equal"], [(k, all(map(torch.equal, expected, gradients(c)))) for k, 
 #
 # <div lang="en">
 #
-# The host gives orders and goes on without waiting for the results. A **stream** executes its orders one after the other. The orders of two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all the orders that a stream has been given so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait for it. This is how the library starts a copy, on any device:
+# The host starts operations and goes on without waiting for the results. A **stream** executes its operations one after the other. Operations on two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all the operations that a stream has been given so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait for it. This is how the library starts a copy, on any device:
 #
 # </div>
 # <div lang="zh">
@@ -500,12 +500,12 @@ for name in ("on", "side", "event", "wait", "finish", "used", "pinned"):
 #
 # <div lang="en">
 #
-# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory whose order nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck. `late` runs each copy as late as the waits allow, and `early` runs everything else as early as they allow. The table offloads a network of five layers, each time without one of the waits. **Guess first:** in which rows is the gradient wrong?
+# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory whose order nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck. `late` runs each copy as late as the waits allow, and `early` runs everything else as early as they allow. Each row of the table offloads a network of five layers without one of the waits. **Guess first:** in which rows is the gradient wrong?
 #
 # </div>
 # <div lang="zh">
 #
-# 少了一处等待，模拟设备就会报告**竞争**（race），意思是有两次操作访问同一块内存，而它们的先后没有任何规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合：`late` 让每次拷贝在等待所允许的范围内尽量晚，`early` 让其余的操作在等待所允许的范围内尽量早。下表卸载一个五层的网络，每次去掉一处等待。**先猜**：哪几行的梯度是错的？
+# 少了一处等待，模拟设备就会报告**竞争**（race），意思是有两次操作访问同一块内存，而它们的先后没有任何规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合。在遵守各处等待的前提下，`late` 让每次拷贝尽量晚，`early` 让其余的操作尽量早。下表卸载一个五层的网络，每次去掉一处等待。**先猜**：哪几行的梯度是错的？
 #
 # </div>
 
@@ -515,7 +515,7 @@ lesson_04.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing between copying weights to the GPU and using them. Reduced to pure PyTorch, the code was wrong in about 98% of iterations on five identical GPUs, and never with the wait.
+# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing between copying weights to the GPU and using them. A pure-PyTorch version gave wrong numbers in about 98% of iterations on five identical GPUs, and never with the wait.
 #
 # </div>
 # <div lang="zh">
@@ -530,7 +530,7 @@ lesson_04.without_waits()
 #
 # `started_down(device, y)` starts a copy to the host, and `started_up(device, host)` a copy to the GPU. Both return the new tensor, and the event at the end of the copy.
 #
-# **Exercise 3.** Put the one missing line into each function: `device.wait(copied)`, or `device.finish(copied)` where the host has to wait, and nowhere else. The check runs all three in each mode, and looks at races and at numbers.
+# **Exercise 3.** Add the one missing line to each function: `device.wait(copied)`, or `device.finish(copied)` only where the host has to wait. The check runs all three in each mode, and looks at races and at numbers.
 #
 # </div>
 # <div lang="zh">
@@ -601,7 +601,7 @@ lesson_04.check_waits((read, use, let_go))
 # </div>
 # <div lang="zh">
 #
-# `read` 少了等待，就是一个经典错误：`y.to("cpu", non_blocking=True)` 之后马上就读。程序不报任何错，读到的却是那块内存里原来的数。看 `late` 模式下会怎样，先不等，再等：
+# `read` 少了等待，就是一个经典错误：`y.to("cpu", non_blocking=True)` 之后马上就读。程序不报任何错，读到的却是那块内存里原来的数。下面在 `late` 模式下运行，一次不等待，一次等待：
 #
 # </div>
 
@@ -727,7 +727,7 @@ table(["state", "peak of `step()` (MB)"], [(k, round(v / 1e6, 1)) for k, v in pe
 # </div>
 # <div lang="zh">
 #
-# PyTorch 里有现成的钩子，只要一行代码，叫 `save_on_cpu`（在 GPU 上加 `pin_memory=True`）。它不会提前取回。在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们自己写钩子，数一数它在 GPU 上要拷贝多少，也就是把每个保存的张量都算上：
+# PyTorch 里有现成的钩子 `save_on_cpu`，只要一行代码（在 GPU 上加 `pin_memory=True`）。它不会提前取回。在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们自己写钩子，数一数它在 GPU 上要拷贝多少，也就是把每个保存的张量都算上：
 #
 # </div>
 
@@ -751,14 +751,14 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 # %% [markdown]
 # <div lang="en">
 #
-# It would move 247.7 MB instead of 178.4. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages moved again.
+# `save_on_cpu` would move 247.7 MB instead of 178.4 MB. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages moved again.
 #
 # Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. On a machine without a GPU there is no pinned memory (section 4.15 offloads such a model with the library instead):
 #
 # </div>
 # <div lang="zh">
 #
-# 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的部分里，27.3 MB 是参数，GPU 反正要留着它们；41.9 MB 是重复保存的存储区。
+# `save_on_cpu` 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的部分里，27.3 MB 是参数，GPU 反正要留着它们；41.9 MB 是重复保存的存储区。
 #
 # Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 的机器没有锁页内存（4.15 节改用课程库来卸载这样的模型）：
 #
@@ -827,12 +827,12 @@ what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_
 #
 # <div lang="en">
 #
-# This lesson's row: all activations to a file, one fetched ahead.
+# This lesson's row moves all activations to a file and fetches one storage ahead.
 #
 # </div>
 # <div lang="zh">
 #
-# 这是本课的一行：全部激活值放到文件里，提前取回一份。
+# 本课的这一行把全部激活值移到文件，并提前取回一个存储区。
 #
 # </div>
 
@@ -847,7 +847,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # - A copy can hide if the FLOPs done for each byte reach the machine's threshold, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and a storage as often as it is saved.
-# - Only waits order two streams. If one is missing, the result is right only by luck.
+# - Only a wait orders the work of two streams. If one is missing, the result is right only by luck.
 # - At the peak, offload holds single tensors of a layer, but a checkpoint holds the whole layer. Both together move far fewer bytes, so a slower link is enough, but here they peak higher than offload alone.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
@@ -895,7 +895,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. The table gives the smallest $h$ for the data sheets' rates, and for half the FLOPs and 80% of the bandwidth.
+# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. The table gives the smallest $h$ at the data sheets' rates, and at half the FLOP/s and 80% of the bandwidth.
 #
 # </div>
 # <div lang="zh">
@@ -921,12 +921,12 @@ table(["smallest h at which copies hide", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# By the data sheets, all activations hide on NVLink-C2C from $h = 2773$ on, and checkpointed inputs on PCIe 5 from $h = 967$ on. But GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s.
+# By the data sheets, copies of all activations hide on NVLink-C2C if $h \ge 2773$, of checkpointed inputs on PCIe 5 if $h \ge 967$. But GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s.
 #
 # </div>
 # <div lang="zh">
 #
-# 按数据手册，全部激活值从 $h = 2773$ 起在 NVLink-C2C 上能被掩盖，检查点的输入从 $h = 967$ 起在 PCIe 5 上能被掩盖。不过，几块 GPU 要共用主机内存，八条 63 GB/s 的链路合起来是 504 GB/s。
+# 按数据手册，$h \ge 2773$ 时，全部激活值的拷贝在 NVLink-C2C 上能被掩盖；$h \ge 967$ 时，检查点输入的拷贝在 PCIe 5 上能被掩盖。不过，几块 GPU 要共用主机内存，八条 63 GB/s 的链路合起来是 504 GB/s。
 #
 # </div>
 
@@ -940,7 +940,7 @@ table(["smallest h at which copies hide", *columns], rows)
 # </div>
 # <div lang="zh">
 #
-# 这个单元格测量你的链路。在 CPU 上，它测的是内存之内的拷贝，以及写文件（先写进系统的缓存）。如果 GPU 的链路远低于数据手册，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
+# 这个单元格测量你的链路。在 CPU 上，它测的是内存之内的拷贝，以及写文件（先写进系统的缓存）。如果 GPU 链路的带宽远低于数据手册，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
 #
 # </div>
 
@@ -973,7 +973,7 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 #
 # <div lang="en">
 #
-# The library's hooks go around any forward, such as that of a Hugging Face model. Compiled code calls them, too. Does the peak fall? (The backend `aot_eager` needs no C++ compiler.)
+# The library's hooks can wrap any forward, such as a Hugging Face model's. Compiled code calls them, too. Does the peak fall? (The backend `aot_eager` needs no C++ compiler.)
 #
 # </div>
 # <div lang="zh">
@@ -1009,7 +1009,7 @@ table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Layer by layer, offload works. The whole compiled model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays.
+# If each layer is compiled alone, offload works. Compiled whole, the model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays.
 #
 # </div>
 # <div lang="zh">
@@ -1090,7 +1090,7 @@ ratio, kept
 # </div>
 # <div lang="zh">
 #
-# 你那个版本从不提前取回，连反向马上要用的存储区也搬。钩子还会关掉 autograd 的一项检查：保存的张量有没有被原地修改。如果拷贝完成之前就被改动，课程库会报错，如下面这样。
+# 你那个版本从不提前取回，连反向马上要用的存储区也搬。钩子还会关掉 autograd 的一项检查：保存的张量有没有被原地修改。如果张量在拷贝完成之前就被改动，课程库会报错，如下所示。
 #
 # </div>
 
@@ -1191,7 +1191,7 @@ table(["fraction", *(text("pages of {mib} MiB", mib=mib) for mib in (16, 4))], r
 # </div>
 # <div lang="zh">
 #
-# 一半状态、每页 16 MiB，就一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。做三步：
+# 只卸载一半状态、每页 16 MiB 时，一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。做三步：
 #
 # </div>
 
@@ -1261,12 +1261,12 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # %% [markdown]
 # <div lang="en">
 #
-# The prefetcher makes the next batch while this one is used. If making takes $t_1$ and using $t_2$, a round takes $\max(t_1, t_2)$ instead of $t_1 + t_2$. Nothing is hidden if both need the same core, or Python's lock:
+# The prefetcher makes the next batch while this one is used. If making a batch takes $t_1$ and using it $t_2$, each batch takes $\max(t_1, t_2)$ instead of $t_1 + t_2$. Nothing is hidden if making and using need one core, or the GIL:
 #
 # </div>
 # <div lang="zh">
 #
-# 这个批次还在使用时，预取器就准备下一个。准备要 $t_1$，使用要 $t_2$，一轮就从 $t_1 + t_2$ 缩短到 $\max(t_1, t_2)$。如果准备与使用抢同一个 CPU 核心，或抢 Python 的锁，就什么也掩盖不了：
+# 这个批次还在使用时，预取器就准备下一个。准备要 $t_1$，使用要 $t_2$，一轮就从 $t_1 + t_2$ 缩短到 $\max(t_1, t_2)$。如果准备与使用抢同一个 CPU 核心，或抢 GIL，就什么也掩盖不了：
 #
 # </div>
 

@@ -18,7 +18,7 @@
 # </div>
 # <div lang="zh">
 #
-# 八条序列一起算，峰值是 277.7 MB。也可以一次只算一条，再把梯度加起来，这样峰值更低，FLOPs 一个也不多。这就是**梯度累积**（gradient accumulation），批次拆出来的每一部分叫**微批次**（micro-batch）。
+# 八条序列一起算，峰值是 277.7 MB。也可以一次只算一条，再把梯度加起来，这样峰值更低，FLOPs 也不增加。这就是**梯度累积**（gradient accumulation），批次拆出来的每一部分叫**微批次**（micro-batch）。
 #
 # 梯度还一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文说，自己的训练器算出的梯度，与整个批次一起算的不一样。另外，如果参数是 bf16，循环写对了，梯度也可能有偏差。5.5 节会测出偏差有多大。
 #
@@ -172,12 +172,12 @@ lesson_05.peak_moments({m: meters[m] for m in (2, 1)})
 # %% [markdown]
 # <div lang="en">
 #
-# Your line describes one moment: softmax's backward, where two tensors as large as the logits are live next to the activations. All of these shrink with $m$. At $m = 1$ another moment is higher, the backward of the last layer. There, two gradients of **weights** have not been added yet, and these do not shrink. The head's gradient (2.1 MB) waits for the embedding's, because both are one matrix (lesson 01). The other one (1.0 MB) belongs to an MLP. As in lesson 02, a formula for one moment fails where another moment is higher.
+# Your line describes one moment: softmax's backward, where two tensors as large as the logits are live next to the activations. All of these shrink with $m$. At $m = 1$ another moment is higher, the backward of the last layer. There, two gradients of **weights** have not been added yet, and these do not shrink. The head's gradient (2.1 MB) waits for the embedding's, because both are one matrix (lesson 01). The other one (1.0 MB) belongs to an MLP. As in lesson 02, a formula for one moment fails when the peak is elsewhere.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的直线描述的是一个时刻，即 softmax 的反向，那时除了激活值，还有两个与 logits 一样大的张量。这些都随 $m$ 缩小。到 $m = 1$ 时，另一个时刻更高，即最后一层的反向。那时有两份**权重**的梯度还没有累加进去，而它们的大小与微批次无关。一份是输出头的（2.1 MB），它要等嵌入层的梯度，因为两者是同一个矩阵（见第 01 课）。另一份是某个 MLP 的（1.0 MB）。与第 02 课一样，公式只描述一个时刻，别的时刻更高时就不再成立。
+# 你的直线描述的是一个时刻，即 softmax 的反向，那时除了激活值，还有两个与 logits 一样大的张量。这些都随 $m$ 缩小。到 $m = 1$ 时，峰值换到另一个时刻，即最后一层的反向。那时有两份**权重**的梯度还没有累加进去，而它们的大小与微批次无关。一份是输出头的（2.1 MB），它要等嵌入层的梯度，因为两者是同一个矩阵（见第 01 课）。另一份是某个 MLP 的（1.0 MB）。与第 02 课一样，公式只描述一个时刻，峰值出现在别的时刻时就不再成立。
 #
 # </div>
 
@@ -241,12 +241,12 @@ lesson_05.draw_say(lengths, off)
 #
 # Sums are right up to rounding, however the batch is split. The mean of means is off by 15% to 25% in micro-batches of one sample. In micro-batches of eight, which mix long and short samples, it is off by 0.1% to 10%. The reason is that each micro-batch has the same weight, whatever its number of tokens. A character in a line of 14 counts nearly seven times its share, and one in a long paragraph three quarters of it. With equal counts both loops agree, so tests with equal counts never found the bug.
 #
-# It can also be a **choice**: some fine-tuning by reinforcement takes a mean per answer, then a mean over answers. But then the result should not depend on the split either.
+# It can also be a **choice**: some reinforcement-learning fine-tuning takes a mean per answer, then a mean over answers. But then the result should not depend on the split either.
 #
 # </div>
 # <div lang="zh">
 #
-# 求总和的做法，不论怎样拆，都只差舍入误差。平均的平均，在每个微批次一条样本时差 15% 到 25%；八条时长短混在一起，差 0.1% 到 10%。原因是每个微批次权重相同，不论其中有多少 token。一行 14 个字符的代码里，一个字符的权重将近应有的七倍，而长段落里的一个字符只有应有的四分之三。token 数相等时两种循环结果一致，所以用相等的 token 数做测试，一直没有发现这个错误。
+# 求总和的做法，不论怎样拆，都只差舍入误差。用平均的平均，每个微批次一条样本时，梯度差 15% 到 25%；每个微批次八条、有长有短时，差 0.1% 到 10%。原因是每个微批次权重相同，不论其中有多少 token。一行 14 个字符的代码里，一个字符的权重将近应有的七倍，而长段落里的一个字符只有应有的四分之三。token 数相等时两种循环结果一致，所以用相等的 token 数做测试，一直没有发现这个错误。
 #
 # 这也可以是一种**选择**：有些强化学习微调先对每个回答取平均，再对各个回答取平均。即使如此，结果也不应当取决于怎样拆批次。
 #
@@ -292,14 +292,14 @@ print("with num_items_in_batch: below 1e-6:", error(counted, whole) < 1e-6)
 #
 # With these prompts and random tokens, the gradient is off by 33%. With the number of targets, only rounding is left.
 #
-# In `transformers` 5.23, `Trainer` does this by default. It counts the targets of a step over all micro-batches and devices (`average_tokens_across_devices=True`). It passes the number to a model whose `forward` takes extra keyword arguments, such as Llama's, or to your `compute_loss_func`. For other models it still divides by the number of micro-batches. If you override `compute_loss`, use the number, or set `loss_is_scaled_for_ga = False`. Otherwise a Llama's loss is not divided at all.
+# In `transformers` 5.23, `Trainer` does this by default. It counts the targets of a step over all micro-batches and devices (`average_tokens_across_devices=True`). It passes the number to a model whose `forward` takes extra keyword arguments, such as Llama's, or to your `compute_loss_func`. For other models it still divides by the number of micro-batches. If you override `compute_loss`, divide by that number, or set `loss_is_scaled_for_ga = False`. Otherwise a Llama's loss is not divided at all.
 #
 # </div>
 # <div lang="zh">
 #
 # 在这些提示词长度和随机 token 下，梯度差 33%。传入目标数之后，就只剩舍入误差。
 #
-# `transformers` 5.23 的 `Trainer` 默认就是这样做的。它统计一步里所有微批次、所有设备上的目标数（`average_tokens_across_devices=True`）。如果模型的 `forward` 接受额外的关键字参数，例如 Llama，就把这个数传给模型；也可以传给你的 `compute_loss_func`。其他模型仍旧除以微批次数。如果你重写了 `compute_loss`，就要用到这个数，或者设 `loss_is_scaled_for_ga = False`，否则 Llama 的损失根本不会被除。
+# `transformers` 5.23 的 `Trainer` 默认就是这样做的。它统计一步里所有微批次、所有设备上的目标数（`average_tokens_across_devices=True`）。如果模型的 `forward` 接受额外的关键字参数，例如 Llama，就把这个数传给模型；也可以传给你的 `compute_loss_func`。其他模型仍旧除以微批次数。如果你重写了 `compute_loss`，就要除以这个数，或者设 `loss_is_scaled_for_ga = False`，否则 Llama 的损失根本没有做除法。
 #
 # </div>
 
@@ -353,10 +353,10 @@ lesson_05.draw_training()
 # </div>
 # <div lang="zh">
 #
-# 除数不对，只是这类循环里五处常见错误之一。下面的循环五处都有。它由这几部分组成：
+# 除数不对，只是这类循环里五种常见错误之一。下面的循环五处都有。它由这几部分组成：
 #
 # - **缩放器**（scaler）在反向之前把损失放大，使很小的梯度在 fp16 里不至于变成零。`scaler.unscale_(optimizer)` 再把梯度除回去（还原缩放），每步一次。如果没有手动调用，`scaler.step` 会自己做。
-# - **裁剪**把整个批次的梯度缩短到 `max_norm`。
+# - **裁剪**把整个批次的梯度缩小，使范数不超过 `max_norm`。
 # - **调度器**（scheduler）为优化器的下一步设定学习率。
 # - 每 `every` 个微批次更新一次。一个 epoch 的最后一步，微批次可能不足 `every` 个。
 #
@@ -421,7 +421,7 @@ lesson_05.five_bugs()
 # </div>
 # <div lang="zh">
 #
-# 表中每一行的循环只有一处错误，只有对应的那项检查报错。也就是说，每种错误都能通过四项很好的测试。如果每个微批次各自裁剪，方向就错了。如果忘了还原缩放，裁剪时梯度就长了 1024 倍，裁完几乎什么也不剩。
+# 表中每一行的循环只有一处错误，只有对应的那项检查报错。也就是说，每种错误都能通过四项很好的测试。如果每个微批次各自裁剪，方向就错了。如果忘了还原缩放，裁剪时梯度就是原来的 1024 倍，裁完几乎什么也不剩。
 #
 # 库里的 `AccumulatedStep` 没有这五处错误。它还支持 autocast 和多个进程，总和在 fp16 里不会溢出。它得到的权重与你的循环一样：
 #
@@ -444,7 +444,7 @@ table(["weights equal"], [[lesson_05.same_weights_as_library(train_epoch)]])
 #
 # 参数是 bf16 时，梯度是 bf16，梯度之和也是，有效精度只有 8 位。**先猜**：微批次数从 1 到 256，梯度的误差怎样变？画出来。
 #
-# **练习 3。** 改用 fp32 求和。用 `parameter.register_post_accumulate_grad_hook(hook)` 注册的钩子，每当这个参数的 `.grad` 算好，就会以该参数为输入被调用。返回一个字典，用来存放每个参数的梯度之和（fp32）。内存里不许再留着 bf16 的梯度。这样做，每个参数要多少字节？
+# **练习 3。** 改用 fp32 求和。用 `parameter.register_post_accumulate_grad_hook(hook)` 注册钩子后，每当这个参数的 `.grad` 算好，PyTorch 就以它为参数调用钩子。返回一个字典，用来存放每个参数的梯度之和（fp32）。内存里不许再留着 bf16 的梯度。这样做，每个参数要多少字节？
 #
 # </div>
 
@@ -507,7 +507,7 @@ lesson_05.draw_sums(errors)
 #
 # The error rises with the number of micro-batches. With one micro-batch you see the error of the bf16 pass itself. With more of them, each addition also rounds the sum to 8 bits, and the sum is much larger than the added gradient. In the end this error dominates. In fp32 the curve stays flat. So with 256 micro-batches, bf16 sums have more than three times the error of fp32 sums. Only the accumulator differs.
 #
-# The figure shows the weights of the layers' Linears, 90% of the parameters. It leaves out the norms, 0.6%, because LayerNorm's backward on a CPU sums over all rows in bf16. In one micro-batch, their gradients are off by 6% with two threads and by 11% with one, and by less in many micro-batches. This is an effect of that kernel.
+# The figure covers the weights of the layers' Linears, 90% of the parameters. It leaves out the norms, 0.6%, because LayerNorm's backward on a CPU sums over all rows in bf16. With a single micro-batch, their gradients are off by 6% with two threads and 11% with one, and by less with many. This is an effect of that kernel.
 #
 # </div>
 # <div lang="zh">
@@ -561,13 +561,15 @@ def step_on_a_rank(model, loss_sum, micro_batches, each):
 
 # %% slide="result"
 ranks = lesson_05.on_ranks(step_on_a_rank, micro_batches=8)  # two processes run the cell above
-display(table(["equal to one process with all tokens, to 1e-5"], [[ranks["error"] < 1e-5]]))
+table(["equal to one process with all tokens, to 1e-5"], [[ranks["error"] < 1e-5]])
+
+# %% slide="result"
 lesson_05.bytes_reduced(ranks, micro_batches=8)
 
 # %% [markdown]
 # <div lang="en">
 #
-# One reduction of eight is enough. The gradient equals that of one process with all tokens, although the second rank has fewer tokens. (Lesson 08 counts the bytes that are really sent.) With FSDP the advice is the opposite, because `no_sync` keeps the gradients of **all** parameters on each rank (section 5.17).
+# One of the eight reductions is enough. The gradient equals that of one process with all tokens, although the second rank has fewer tokens. (Lesson 08 counts the bytes that are really sent.) With FSDP the advice is the opposite, because `no_sync` keeps the gradients of **all** parameters on each rank (section 5.17).
 #
 # </div>
 # <div lang="zh">
@@ -797,7 +799,7 @@ def moves_without_gradient(set_to_none):
 # </div>
 # <div lang="zh">
 #
-# autocast 只罩住前向。应当打印的损失，是四个微批次全部 token 的平均。最后一个微批次自己的平均与它不同：
+# autocast 只用于前向。应当打印的损失，是四个微批次全部 token 的平均。最后一个微批次自己的平均与它不同：
 #
 # </div>
 
@@ -843,12 +845,12 @@ for norm in (nn.BatchNorm1d, nn.LayerNorm):
 #
 # <div lang="en">
 #
-# A contrastive loss compares each pair with all others in the batch, and a micro-batch has fewer others. **GradCache** first computes all embeddings without a graph, then the loss and its gradient for each embedding. Then it computes each micro-batch again, with a graph, and runs backward from that gradient:
+# A contrastive loss compares each pair with all others in the batch, and a micro-batch has fewer pairs. **GradCache** first computes all embeddings without a graph, then the loss and its gradient for each embedding. Then it computes each micro-batch again, with a graph, and runs backward from that gradient:
 #
 # </div>
 # <div lang="zh">
 #
-# 对比损失拿每一对样本与批次里其余各对相比，而微批次里可比的样本对更少。**GradCache** 先不建计算图，算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后带着计算图，把每个微批次重计算一次，从这些梯度出发做反向：
+# 对比损失拿每一对样本与批次里其余各对相比，而微批次里可比的样本对更少。**GradCache** 先不建计算图，算出全部嵌入，再求损失，以及损失对每个嵌入的梯度。然后把每个微批次重计算一次，这次建立计算图，并从这些梯度开始反向：
 #
 # </div>
 
@@ -940,7 +942,7 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `.grad` holds at most 2.1 MB at once instead of 27.5. For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients becomes impossible. With accumulation, the second micro-batch would use other weights than the first, so torchtune's documentation calls the two "not compatible".
+# `.grad` holds at most 2.1 MB at once instead of 27.5. For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients becomes impossible. With accumulation, the second micro-batch would use other weights than the first, so torchtune's documentation calls both techniques "not compatible".
 #
 # </div>
 # <div lang="zh">
@@ -952,7 +954,7 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **AdamA** combines the two. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end. The first moment is Adam's. The second adds the squares of the gradients, whereas Adam squares their sum:
+# **AdamA** combines the two. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end. The first moment equals Adam's. The second adds the squares of the gradients, whereas Adam squares their sum:
 #
 # </div>
 # <div lang="zh">
@@ -997,7 +999,7 @@ on_gpu("05")
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 我们的解码器，64 条序列的批次，分成一样大的微批次。要让峰值低于 1 GB（$10^9$ 字节），每个微批次最多几条？
+# **练习 4。** 用我们的解码器，把 64 条序列的批次分成一样大的微批次。要让峰值低于 1 GB（$10^9$ 字节），每个微批次最多几条？
 #
 # </div>
 

@@ -11,7 +11,7 @@
 #
 # <div lang="en">
 #
-# Take one attention layer with 8192 tokens and 12 heads of 64 features. Standard attention keeps its probabilities for the backward pass, which are 3.2 GB in fp32. FlashAttention keeps its output instead, which is 25 MB, and one number per row, which is another 0.4 MB. Both also keep Q, K and V (75 MB). The totals are 3,297 MB and 101 MB.
+# Take one attention layer with 8192 tokens and 12 heads of 64 features. For the backward pass, standard attention keeps its probabilities, which are 3.2 GB in fp32. FlashAttention keeps its output instead, which is 25 MB, and one number per row, which is another 0.4 MB. Both also keep Q, K and V (75 MB). The totals are 3,297 MB and 101 MB.
 #
 # What is that number, and how can it be enough for dQ, dK and dV? In this lesson you write both passes, and three lines of a GPU kernel.
 #
@@ -138,7 +138,7 @@ lesson_06.draw_running(maxima, sums)
 #
 # A GPU computes in a small, fast memory on the chip. The (n, block) scores of a long sequence do not fit there. Therefore the queries are cut into blocks too. A block of queries and a **key block** (keys with their values) give one **tile** of scores. Its size does not depend on the length.
 #
-# **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. All inputs are (n, d), but there may be more keys than queries, and blocks need not divide the lengths. Return the output, (n, d), and the log-sum-exps, (n,). Divide the scores by $\sqrt d$.
+# **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. Inputs are (n, d). There may be more keys than queries, and block sizes need not divide the lengths. Return the output, (n, d), and the log-sum-exps, (n,). Divide the scores by $\sqrt d$.
 #
 # </div>
 # <div lang="zh">
@@ -285,7 +285,7 @@ lesson_06.draw_errors(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# All errors are near 4e-7. The tiles add in another order than standard attention does, so the last digits differ. "Exact" attention is exact as a formula, not bit by bit.
+# All errors are near 4e-7. Tiled attention adds in a different order from standard attention, so the last digits differ. "Exact" attention is exact as a formula, not bit by bit.
 #
 # </div>
 # <div lang="zh">
@@ -397,7 +397,7 @@ with flop_counter() as first:
 with flop_counter() as second:
     if solved:
         backward(*one, o, lse, grad_o[0, 0], 60, 60)
-two = attention_cost(sequence=n, head_dim=d, kind="flash", pass_="backward", walks=2)
+two = attention_cost(sequence=n, head_dim=d, kind="flash", pass_="backward", tile_passes=2)
 counts = [first.get_total_flops(), second.get_total_flops(), two.flops]
 passes = ("forward", "backward", "backward in two passes")
 rows = [(name, count / (n * n * d)) for name, count in zip(passes, counts, strict=True)]
@@ -424,12 +424,12 @@ table(["", "FLOPs (units of n²d)"], rows)
 #
 # <div lang="en">
 #
-# Flash attention computes more, and can still be faster, because on a GPU the limit is often the number of bytes moved. Standard attention moves $\Theta(N d + N^2)$ numbers. Flash attention reads K and V once per block of queries, which makes $\Theta(N^2 d^2 / M)$ if $M$ numbers fit on the chip. FLOPs divided by bytes is the **arithmetic intensity**. The **roofline** is the smaller of the compute rate and intensity times bandwidth. The figure shows counts, not measurements, for blocks of 64 and 128 queries.
+# Flash attention computes more, and can still be faster, because on a GPU the limit is often the number of bytes moved. Standard attention moves $\Theta(N d + N^2)$ numbers. Flash attention reads K and V once per block of queries, which makes $\Theta(N^2 d^2 / M)$ if $M$ numbers fit on the chip. FLOPs divided by bytes is the **arithmetic intensity**. The **roofline** is the smaller of compute rate and bandwidth times intensity. The figure shows counts, not measurements, for blocks of 64 and 128 queries.
 #
 # </div>
 # <div lang="zh">
 #
-# flash 注意力算得更多，却可能更快，因为在 GPU 上，限制往往来自搬运的字节数。标准注意力搬运 $\Theta(N d + N^2)$ 个数。flash 注意力每处理一个查询块，就把 K 和 V 读一遍，如果片上放得下 $M$ 个数，一共是 $\Theta(N^2 d^2 / M)$ 个。FLOPs 除以字节是**算术强度**，**屋顶线**（roofline）取算力与“强度乘带宽”两者中较小的。下图是数出来的，不是测出来的，查询块取 64 和 128。
+# flash 注意力算得更多，却可能更快，因为在 GPU 上，限制往往来自搬运的字节数。标准注意力搬运 $\Theta(N d + N^2)$ 个数。flash 注意力每处理一个查询块，就把 K 和 V 读一遍。设片上放得下 $M$ 个数，一共要搬 $\Theta(N^2 d^2 / M)$ 个。FLOPs 除以字节是**算术强度**，**屋顶线**（roofline）取算力与“强度乘带宽”两者中较小的。下图是数出来的，不是测出来的，查询块取 64 和 128。
 #
 # </div>
 
@@ -450,7 +450,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 # %% [markdown]
 # <div lang="en">
 #
-# Flash attention reaches 63 and 124 FLOPs per byte. Both lie to the left of the ridges of an A100 and an H100, 156 and 295, so by this count memory would still be the limit. In reality the L2 cache helps. An A100's has 40 MB, so one head's K and V, 1 MB here, stay in it. If K and V were read from memory only once per head, the intensity would be 2,032. FlashAttention-2 reports 50% to 73% of an A100's peak.
+# Flash attention reaches 63 and 124 FLOPs per byte. Both lie to the left of the ridges of an A100 and an H100, 156 and 295, so by this count memory would still be the limit. In reality the L2 cache helps. The A100's L2 has 40 MB, so one head's K and V, 1 MB here, stay there. If K and V were read from memory only once per head, the intensity would be 2,032. FlashAttention-2 reports 50% to 73% of an A100's peak.
 #
 # </div>
 # <div lang="zh">
@@ -498,7 +498,7 @@ lesson_06.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # %% [markdown]
 # <div lang="en">
 #
-# Both forget P. The checkpoint's recomputation stops early, so both compute only $Q K^T$ again, and their FLOPs are equal. But when backward reaches a checkpointed layer, the whole of P exists again, together with its gradient and the gradient of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention never has such a matrix. The general tool forgets between layers, and the special one forgets inside the operator.
+# Both forget P. The checkpoint's recomputation stops early, so both compute only $Q K^T$ again, and their FLOPs are equal. But when backward reaches a checkpointed layer, the whole of P exists again, together with its gradient and the gradient of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention never has such a matrix. A checkpoint discards P between layers, and flash attention discards it inside the operator.
 #
 # </div>
 # <div lang="zh">
@@ -512,7 +512,7 @@ lesson_06.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 #
 # <div lang="en">
 #
-# On a GPU your outer loop becomes a **kernel**, a program that runs many times at once. Each **instance** takes one block of queries, and `tl.program_id(0)` tells it which one. `tl.load` reads a block of rows at computed addresses. On a CPU, Triton's interpreter runs the instances one after the other.
+# On a GPU your outer loop becomes a **kernel**, a program with many parallel instances. Each **instance** takes one block of queries, and `tl.program_id(0)` tells it which one. `tl.load` reads a block of rows at computed addresses. On a CPU, Triton's interpreter runs the instances one after the other.
 #
 # Any number of tokens is allowed. Rows past the end are **masked**: `tl.load` returns 0 for them, `tl.store` skips them, and keys past the end get the score −∞, so their weight is 0. `tl.constexpr` marks numbers that are fixed when the kernel is compiled.
 #
@@ -652,7 +652,7 @@ table(["call", *headings], rows)
 # <div lang="en">
 #
 # - A **mask** costs $4N^2$ bytes in fp32, because the mask itself is kept. On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
-# - **Dropout** is inside the kernels on CUDA. This CPU falls back to `MATH` and keeps 107 MB instead of 8.4.
+# - **Dropout** is inside the kernels on CUDA. On this CPU PyTorch uses `MATH` and keeps 107 MB instead of 8.4 MB.
 # - **Head sizes** must be a multiple of 4 in fp32 and of 8 in bf16 on CUDA.
 # - **Grouped queries** get no fused kernel in fp32 on CUDA. With one, a Llama's step there would peak at 6,230 MB instead of 8,509 MB. In bf16 they get one.
 #
@@ -662,11 +662,11 @@ table(["call", *headings], rows)
 # <div lang="zh">
 #
 # - **掩码**在 fp32 下要占 $4N^2$ 字节，因为掩码本身要保存。在 CUDA 上，最后一维步长不是 1 的掩码（T5 就是这样）用不上融合算子。
-# - **dropout** 在 CUDA 上由核函数内部完成。这个 CPU 则退回 `MATH`，保存 107 MB，而不是 8.4 MB。
-# - **头的维度**在 CUDA 上，fp32 时要是 4 的倍数，bf16 时要是 8 的倍数。
-# - **分组查询**在 CUDA 上、fp32 时用不上融合算子。在那里，一个 Llama 训练步的峰值是 8,509 MB，如果能用融合算子，只要 6,230 MB。bf16 时可以用。
+# - **dropout** 在 CUDA 上由核函数内部完成。在这个 CPU 上则退回 `MATH`，保存 107 MB，而不是 8.4 MB。
+# - 在 CUDA 上，**头的维度**必须是 4（fp32）或 8（bf16）的倍数。
+# - **分组查询**在 CUDA 上、fp32 时用不上融合算子。这时一个 Llama 训练步的峰值是 8,509 MB，如果能用融合算子，只要 6,230 MB。bf16 时可以用。
 #
-# H200 的两列按 PyTorch 2.11 的规则得出。其中，因果标志、掩码和 dropout 的字节数，以及转置的掩码和分组查询所选的核函数，都在 H200 上核对过。头的维度依据 PyTorch 的源码。
+# H200 的两列按 PyTorch 2.11 的规则得出。其中，因果标志、掩码和 dropout 的字节数，以及转置的掩码和分组查询所选的核函数，都在 H200 上核对过。头的维度那一行依据 PyTorch 的源码。
 #
 # </div>
 
@@ -753,7 +753,7 @@ flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.spa
 #
 # <div lang="en">
 #
-# Readers often meet these three sentences.
+# These are three common claims.
 #
 # </div>
 # <div lang="zh">
@@ -766,7 +766,8 @@ flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.spa
 double = saved["flash"][1] / saved["flash"][0]
 sizes = {"head_dim": 64, "kind": "flash"}
 one, other = (attention_cost(sequence=n, **sizes).flops for n in (512, 1024))
-backs = [attention_cost(sequence=512, **sizes, pass_="backward", walks=n).flops for n in (1, 2)]
+sizes |= {"sequence": 512, "pass_": "backward"}
+backs = [attention_cost(**sizes, tile_passes=n).flops for n in (1, 2)]
 what_you_may_have_read(
     "06",
     f"{double:.1f} × / {other / one:.1f} ×",
@@ -779,7 +780,7 @@ what_you_may_have_read(
 #
 # <div lang="en">
 #
-# This is the training step of lesson 00 with flash attention as its only change. The second result estimates one sequence of 4096 tokens, with standard and with flash attention.
+# This is the training step of lesson 00 with flash attention as its only change. The second result estimates the peak for one sequence of 4096 tokens, with standard and flash attention.
 #
 # </div>
 # <div lang="zh">
@@ -839,7 +840,7 @@ table(["attention", "peak (GB)"], rows)
 # - 给注意力加检查点，也忘掉 P，FLOPs 相同，但峰值时完整的 P 又出现了。
 # - PyTorch 会不声不响地退回到保存分数的实现，用 `sdpa_kernel` 可以让它报错。
 #
-# **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这些技术一起装进一个预算。
+# **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这些技术结合起来，满足内存预算。
 #
 # </div>
 
@@ -984,12 +985,12 @@ lesson_06.check_probabilities(probabilities)
 #
 # <div lang="en">
 #
-# The table counts one head with N = 4096, for the loops of FlashAttention-2 and for this library's two passes, with 163 KiB on the chip. The time is at least the larger of compute time and memory time, at 312 TFLOP/s and 2.0 TB/s. The second table shows seconds on this CPU.
+# The table counts one head's FLOPs and bytes at N = 4096, for FlashAttention-2's loops and this library's two passes, with 163 KiB on the chip. The time is at least the larger of compute time and memory time, at 312 TFLOP/s and 2.0 TB/s. The second table shows seconds on this CPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表统计 N = 4096 时的一个头，按 FlashAttention-2 的循环，以及本库遍历两次的做法，片上有 163 KiB。按 312 TFLOP/s 和 2.0 TB/s，时间至少是计算时间与访存时间中较大的。第二张表是在这个 CPU 上用的秒数。
+# 下表统计 N = 4096 时一个头的 FLOPs 和搬运量，分别按 FlashAttention-2 的循环和本库遍历两次的做法，设片上有 163 KiB。按 312 TFLOP/s 和 2.0 TB/s，时间至少是计算时间与访存时间中较大的。第二张表是在这个 CPU 上用的秒数。
 #
 # </div>
 
@@ -1000,7 +1001,7 @@ for name, options in {
     "standard, backward": {"kind": "standard", "pass_": "backward"},
     "flash, forward": {"kind": "flash"},
     "flash, backward": {"kind": "flash", "pass_": "backward"},
-    "flash, backward in two passes": {"kind": "flash", "pass_": "backward", "walks": 2},
+    "flash, backward in two passes": {"kind": "flash", "pass_": "backward", "tile_passes": 2},
 }.items():
     cost = attention_cost(**sizes, **options)
     times = f"{1e6 * cost.flops / 312e12:.0f}; {1e6 * cost.moved_bytes / 2e12:.0f}"
@@ -1029,14 +1030,14 @@ table(["", "N = 1024", "N = 2048"], rows)
 #
 # <div lang="en">
 #
-# Dropout on P would need a mask of N × N. CUDA kernels keep only a **seed**. In both passes, a counter-based generator computes the random number of each place of P from the seed and the place.
+# Dropout on P would need a mask of N × N. CUDA kernels keep only a **seed**. In both passes, a counter-based generator computes each element's random number from the seed and the element's index in P.
 #
 # The idea is older than FlashAttention. Rabe and Staats 2021 (*Self-attention Does Not Need O(n²) Memory*, arXiv:2112.05682) used the same running maximum and sum, with one checkpoint per block for backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 P 做 dropout，本来要一个 N × N 的掩码。CUDA 核函数只保存一个**种子**：基于计数器的随机数发生器凭种子和位置，就能算出 P 中每个元素的随机数，前向和反向各算一次。
+# 对 P 做 dropout，本来要一个 N × N 的掩码。CUDA 核函数只保存一个**种子**。基于计数器的随机数发生器凭种子和位置，就能算出 P 中每个元素的随机数，前向和反向各算一次。
 #
 # 这一课的思路比 FlashAttention 更早。Rabe 和 Staats 2021（*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682）就用了同样的当前最大值和总和，反向时每块一个检查点。
 #
@@ -1052,7 +1053,7 @@ table(["", "N = 1024", "N = 2048"], rows)
 # </div>
 # <div lang="zh">
 #
-# 库里的前向是一个核函数，反向是两个：一个沿查询累加 dK 和 dV，另一个沿键累加 dQ。下面的单元格数出每个核函数里有几次矩阵乘法，再用 40 个 token 与 torch 后端的梯度比较，先不带因果掩码，再带上。
+# 库里的前向是一个核函数，反向是两个，一个沿查询累加 dK 和 dV，另一个沿键累加 dQ。下面的单元格数出每个核函数里有几次矩阵乘法，再用 40 个 token 与 torch 后端的梯度比较，先不带因果掩码，再带上。
 #
 # </div>
 
@@ -1123,7 +1124,7 @@ lesson_06.older_claims(
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示在一块 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token：本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区，代价是反向要算 7 次乘积，而不是 5 次。
+# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示在一块 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token。本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区，代价是反向要做 7 次矩阵乘法，而不是 5 次。
 #
 # </div>
 

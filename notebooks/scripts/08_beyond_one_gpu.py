@@ -312,7 +312,9 @@ wire = lesson_08.Wire()
 tensors = [torch.full((8,), float(rank)) for rank in range(4)]  # 0, 1, 2, 3
 shards = wire.reduce_scatter(tensors)
 first, gathered = shards[0].tolist(), wire.all_gather(shards)[0].tolist()
-display(table(["rank 0's shard", "gathered", "sent (bytes)"], [[first, gathered, wire.sent_bytes]]))
+table(["rank 0's shard", "gathered", "sent (bytes)"], [[first, gathered, wire.sent_bytes]])
+
+# %% slide="result"
 lesson_08.draw_collectives()
 
 # %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees only its shard. At the end every rank has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的分片，最后每个进程都有全部权重。"}
