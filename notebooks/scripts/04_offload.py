@@ -985,8 +985,8 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 
 # %%
 def llama_peak(compiled, context):
-    config, ids = LlamaConfig(num_attention_heads=4, **sizes), random_tokens(8, 63, 512)
-    model = LlamaForCausalLM(config)
+    config = LlamaConfig(num_attention_heads=4, **sizes | {"num_hidden_layers": 4})
+    model, ids = LlamaForCausalLM(config), random_tokens(8, 63, 512)
     parts = {"nothing": [], "each layer": model.model.layers, "the model": [model]}
     for module in parts[compiled]:
         module.compile(backend="aot_eager")
