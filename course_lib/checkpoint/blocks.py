@@ -1,7 +1,7 @@
 """Checkpoint the blocks of any model in place: `checkpoint_blocks`.
 
-`BlocksInPlace` replaces the `forward` of blocks and restores it; a schedule uses it, too. The last
-part of this file selects the blocks.
+`BlocksInPlace` replaces the `forward` of blocks and restores it; `schedule_blocks` uses it, too.
+The functions that select the blocks are at the end of this file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def checkpoint_blocks(
     state dict stay the same. With gradients disabled, the blocks run as before. A copy of the model
     (deepcopy, pickle) has no checkpoints. The model or its blocks may be compiled before or after
     this call, by `torch.compile(block)` or `block.compile()`, also with `fullgraph=True`. Inside a
-    compiled graph, PyTorch's checkpoints are used. With a `policy`, these give a warning about
-    in-place operators, but no warning if none of the listed operators runs.
+    compiled graph, PyTorch's checkpoints are used. With a `policy`, PyTorch then warns about
+    in-place operators, but nothing warns if none of the listed operators runs.
 
     Args:
         model: Model to change in place: its blocks get a new `forward`.
@@ -254,9 +254,9 @@ class _ListedOperators:
 class _ReplacementForward:
     """Replacement for a block's `forward`, set as an attribute of the block.
 
-    `block(...)` still runs the block's hooks, because `nn.Module.__call__` calls this attribute. It
-    refers to the block weakly, because a reference cycle would keep the block alive until garbage
-    collection.
+    `block(...)` still runs the block's hooks, because `nn.Module.__call__` calls this attribute.
+    The replacement holds only a weak reference to the block, because a reference cycle would keep
+    the block alive until garbage collection.
 
     Args:
         block: The block, whose `forward` is replaced.
@@ -285,8 +285,8 @@ class _ReplacementForward:
     def undo(self) -> None:
         block = self.block()
         self.active = False
-        # If another library has replaced this object since, it may still call it, and then
-        # `active = False` has the effect of the original forward.
+        # If another library has since replaced this object, that library may still call it. With
+        # `active = False`, such a call only runs the original forward.
         if block is not None and vars(block).get("forward") is self:
             del block.forward
             if self.replaced is not None:

@@ -241,7 +241,7 @@ def _user_hooks() -> Hooks | None:
 
 
 class _Recomputation:
-    """A second run of a region's function, which fills its slots.
+    """Another run of a region's function, which fills the region's slots.
 
     The i-th tensor that autograd saves goes into the i-th slot.
 
@@ -292,7 +292,7 @@ class _Recomputation:
         self.count += 1
         if position < len(region.slots):
             slot, metadata = region.slots[position](), region.metadata[position]
-            # `slot` is None if it no longer exists: its tensor will not be read.
+            # `slot` is None if the graph has released it; then nothing will read its tensor.
             if slot is not None and self.only in (None, slot):
                 self.fill(slot, tensor)
                 if region.comparison is not None:

@@ -79,12 +79,12 @@ def version(tensor: Tensor) -> int | None:
 class RunningStatistics:
     """Copies of the running statistics among the inputs of a function.
 
-    All floating-point vectors without gradients are taken for running statistics, because
-    PyTorch's functions, such as `F.instance_norm`, change no other arguments in place. All of them
-    are copied before the first run. After it, the copies of unchanged vectors are dropped. The
-    recomputation gets copies of the vectors that the first run changed, so it starts from the same
-    values and changes only copies. `F.batch_norm` does not increase the version counter, so its
-    changes are not detected.
+    Every floating-point vector that does not require gradients is assumed to hold running
+    statistics, because PyTorch's functions, such as `F.instance_norm`, change only such arguments
+    in place. These vectors are copied before the first run. After that run, the copies of unchanged
+    vectors are dropped. The recomputation gets copies of the vectors that the first run changed, so
+    it starts from the same values and changes only copies. `F.batch_norm` does not increase the
+    version counter, so its changes are not detected.
 
     Attributes:
         copies: Position of an input -> its copy. After `drop_unchanged`, only changed inputs have

@@ -376,7 +376,10 @@ class BlockState:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """If runs are compared, raise an error if a later run changes a tensor of the block."""
+        """Raise an error if the run inside the `with` block changes a tensor of the block.
+
+        Running statistics may change. Without a comparison, nothing is checked.
+        """
         comparison = self.comparison
         if comparison is None:
             yield
@@ -469,7 +472,7 @@ class Comparison:
         self.checksums_before = {name: checksum(tensor) for name, tensor in tensors.items()}
 
     def finish(self, tensors: dict[str, Tensor]) -> None:
-        """After the run, raise an error if one of the block's own tensors has changed."""
+        """After the run, raise an error if it changed a tensor other than running statistics."""
         for name, tensor in tensors.items():
             if checksums_differ(self.checksums_before[name], checksum(tensor)):
                 if tensor.untyped_storage().data_ptr() not in self.statistics:

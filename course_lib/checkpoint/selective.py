@@ -41,9 +41,9 @@ class _CachedValue:
             value = value.to("cpu")
         elif isinstance(value, Tensor):
             # The tensor is detached, because autograd will give the output a history that refers
-            # to this object, which would form a reference cycle. While this dispatch key is
-            # included, the detached tensor shares the version counter, which counts in-place
-            # changes.
+            # to this object, which would form a reference cycle. The detached tensor shares the
+            # version counter, which counts in-place changes, only if the dispatch key below is not
+            # excluded.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 value = value.detach()
             if hooks is not None:

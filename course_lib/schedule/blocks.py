@@ -187,7 +187,7 @@ class ScheduledBlocks(BlocksInPlace):
 
 
 class _Stage(nn.Module):
-    """A block as a stage of the chain, with the other arguments of its call.
+    """A block as a stage of the chain; it holds all arguments except the chain's tensor.
 
     Attributes:
         arguments: (first argument, other arguments, keyword arguments) of the block's call. An

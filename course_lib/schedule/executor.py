@@ -55,12 +55,13 @@ class ScheduledSequential(nn.Sequential):
     a stage changes generators, buffers and attributes. Autocast is as in the first run. With
     gradients disabled, the stages simply run one after the other.
 
-    The live bytes are those that `simulate` counts for `Chain.profile`, plus the gradients of
-    parameters, plus some state of stages that run again. This state consists of copies of buffers
-    and of tensors in attributes (all of them during the first run, afterwards only those that it
-    changed), and, for stages that draw random numbers, of the states of the generators (5,056 bytes
-    on the CPU). A stage passes the gradients of all its parameters to autograd at the end of its
-    backward; the profile includes this.
+    The live bytes are those that `simulate` counts for the chain of `Chain.profile`, plus the
+    gradients of parameters, plus some state of stages that run again. This state consists of copies
+    of buffers and of tensors in attributes. During a stage's first run all of them are copied;
+    afterwards only the copies of those that the run changed are kept. For a stage that draws random
+    numbers, the state also includes the states of the generators (5,056 bytes on the CPU). A stage
+    holds the gradients of all its parameters until the end of its backward, when it passes them to
+    autograd. The profile includes these gradients.
 
     Args:
         module: The chain: an `nn.Sequential`, or a list of modules and functions. Modules are
@@ -260,7 +261,8 @@ class Run:
     def to_next_backward(self) -> None:
         """Run all forward actions up to the next backward action, and set `due` to its stage."""
         # The autocast cache is disabled, because it would keep cast weights in memory. In older
-        # versions of torch these would also have no graph if they were cast without gradients.
+        # versions of torch, a weight that was cast while gradients were disabled would also stay in
+        # the cache without a graph.
         with self.autocast.restored(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):

@@ -114,7 +114,9 @@ class _Table:
             for kind in (self.sizes.values, self.sizes.saved)
         )
         for t in range(length):
-            # right[e]: time to run from x_0 to x_e, and then stages e to t with x_e kept
+            # right[e] is the time of the forwards from x_0 to x_e plus the least time of stages e
+            # to t with x_e kept. It starts at x_0, so that all s share it; `fill_entry` subtracts
+            # the time from x_0 to x_s.
             right = np.empty_like(self.workspace)
             for s in reversed(range(t + 1)):
                 self.fill_entry(s, t, right)
@@ -143,7 +145,8 @@ class _Table:
         """Fill need[s, t] and time[s, t], given the entries of all shorter parts.
 
         Args:
-            right: right[e] is the time to run from x_0 to x_e, and then stages e to t.
+            right: right[e] is the time of the forwards from x_0 to x_e, plus the least time of
+                stages e to t.
         """
         option_bytes = self.least_bytes_per_option(s, t)
         best = self.time[s, t]
@@ -167,7 +170,7 @@ class _Table:
         np.minimum(best[first_level:-1], keep_all_time[first_level:-1], out=best[first_level:-1])
 
     def schedule(self, budget: int) -> Schedule:
-        """Return the schedule of the table for `budget` bytes in addition to x_0."""
+        """Build the fastest schedule that the table gives for `budget` bytes in addition to x_0."""
         actions: list[Action] = []
         stack: list[Backward | tuple[int, int, int]] = [(0, self.sizes.length - 1, budget)]
         while stack:  # a stack replaces recursion, whose depth is limited

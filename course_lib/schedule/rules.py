@@ -59,7 +59,7 @@ def segments(chain: Chain, count: int) -> Schedule:
 
 
 def sqrt_segments(chain: Chain) -> Schedule:
-    """Cut the chain into k* segments and keep only the input of each.
+    """Cut the chain into about sqrt(L*s/b) segments and keep only the input of each.
 
     With s bytes saved per stage and b bytes at a boundary, keeping k boundaries and one segment of
     L/k stages costs k*b + (L/k)*s bytes, which is least at k* = sqrt(L*s/b). The number of
@@ -97,7 +97,7 @@ def recursive(chain: Chain) -> Schedule:
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.4.
     """
     actions: list[Action] = []
-    stack = [(0, _length(chain))]  # the last element, the right half, is taken first
+    stack = [(0, _length(chain))]  # `pop` takes the last element, so right halves run first
     while stack:
         start, end = stack.pop()
         if end - start == 1:

@@ -46,7 +46,7 @@ _identities = itertools.count()
 
 
 class _Function(nn.Module):
-    """A module that calls a function, and contains the modules and parameters it refers to."""
+    """Module that calls a function and contains the modules and parameters of that function."""
 
     def __init__(self, function: Callable):
         super().__init__()
