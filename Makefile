@@ -24,8 +24,8 @@ LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command 
 LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
 
 BIN       := $(VENV)/bin
-# These files mark what is installed: INSTALLED all that a learner needs, and COMPLETE also the 1.1 GB that `make test`,
-# `site` and `slides` need.
+# These files mark what is installed. INSTALLED stands for all that a learner needs. COMPLETE also stands for the 1.1 GB
+# that `make test`, `site` and `slides` need in addition.
 INSTALLED := $(VENV)/.course-installed
 COMPLETE  := $(VENV)/.course-test-installed
 CPU_TORCH := $(VENV)/.course-torch-cpu
@@ -50,7 +50,7 @@ OUT       ?= build/gpu
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-# Learners get a copy in work/, which git ignores. Its file list has only what is theirs.
+# Learners work on a copy in work/, which git ignores. JupyterLab's file list shows only the files of that folder.
 lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) ## open your copy of the lessons, work/, in JupyterLab / 打开你自己的一份课程 work/
 	$(BIN)/python -m publish.work
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=work $(ARGS) work/00_start_here.ipynb
@@ -178,9 +178,9 @@ $(FILE_LIST): publish/jupyterlab/server.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 
-# When JupyterLab opens a notebook, it stores the kernel's description of its language, and marks the notebook as changed
-# if the stored one differs. With this configuration the kernel says "3" instead of the exact version of Python, as the
-# stored lessons do, so they are equal on every machine.
+# When JupyterLab opens a notebook, it writes the kernel's language and version into the notebook, and marks it as changed
+# if the file had another version. With this configuration every kernel reports Python "3", which is also what the stored
+# lessons contain, so opening a lesson does not change it on any machine.
 $(KERNEL): publish/jupyterlab/ipython_kernel_config.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@

@@ -16,7 +16,7 @@ def make_model() -> Decoder:
 
 
 def make_batch() -> torch.Tensor:
-    return torch.randint(256, (8, 65))  # (sequences, 64 inputs and one more label)
+    return torch.randint(256, (8, 65))  # 8 sequences; the 65th token is the last input's label
 
 
 estimates = fit(make_model, make_batch, BUDGET_BYTES)

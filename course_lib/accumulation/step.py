@@ -112,10 +112,10 @@ class AccumulatedStep:
 
     With `DistributedDataParallel` or FSDP2, each rank has its own `AccumulatedStep`, and `loss_sum`
     calls the module that is replicated or sharded. With sync="last", DDP ranks may have different
-    numbers of micro-batches, but each needs at least one. The iterator of micro-batches is then
-    read one micro-batch ahead. An invalid loss or weight raises an error on all ranks. Any other
-    error on one rank leaves the other ranks waiting, as usual with collectives. After such an
-    error, an FSDP2 model may also still hold unsharded gradients.
+    numbers of micro-batches, but each needs at least one. With any `sync`, the iterator of
+    micro-batches is read one micro-batch ahead. An invalid loss or weight raises an error on all
+    ranks. Any other error on one rank leaves the other ranks waiting, as usual with collectives.
+    After such an error, an FSDP2 model may also still hold unsharded gradients.
 
     Args:
         model: First argument of `loss_sum`.
@@ -127,11 +127,11 @@ class AccumulatedStep:
             tensor that requires gradients. The weight is the number of tokens or samples in the
             sum, as a number or a scalar tensor. It is zero if all of them are masked.
         scaler: Scales the losses, and is updated once per step. A disabled scaler counts as None.
-        max_norm: Largest norm of the gradient of the mean loss, which is clipped once, after
+        max_norm: Largest norm of the mean loss's gradient. The gradient is clipped once, after
             unscaling. With `math.inf` the norm is only measured.
         autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
-        accumulate: "fp32" sums the gradients of bf16 and fp16 parameters in fp32, which needs 4
-            more bytes per parameter instead of 2, and casts their mean once. None sums in the
+        accumulate: "fp32" sums the gradients of bf16 and fp16 parameters in fp32, and casts their
+            mean once. The sums take 4 bytes per parameter instead of 2. None sums in the
             parameters' dtype, where the sum over many small micro-batches drifts.
         sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
             every micro-batch does: this sends more bytes, but FSDP2 does not keep unsharded
@@ -291,7 +291,7 @@ class AccumulatedStep:
         early_copying: list,
         copy_contexts: ExitStack,
     ) -> Tensor:
-        """Add the gradient of one micro-batch's loss sum, divided by the unit, to .grad.
+        """Add the gradient of one micro-batch's loss sum, divided by `self._unit`, to .grad.
 
         Args:
             micro_batch: The micro-batch.
@@ -343,7 +343,8 @@ class AccumulatedStep:
         """Unscale and clip gradients, step, and update the scaler.
 
         Args:
-            others: Gradients of parameters that the optimizer does not hold; they are unscaled.
+            others: Gradients of parameters that the optimizer does not hold. They are only
+                unscaled, not clipped.
 
         Returns:
             (norm of the gradient before clipping or None, whether the optimizer stepped)
@@ -492,7 +493,7 @@ def _clip(
 
 @contextmanager
 def _recorded_calls(model: nn.Module | None) -> Iterator[list]:
-    """Yield a list that is empty as long as the model is not called inside the `with` block.
+    """Yield a list that gets one item for each call of the model inside the `with` block.
 
     For None or a compiled model, whose calls cannot be recorded, the list is never empty.
     """

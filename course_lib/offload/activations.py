@@ -331,7 +331,7 @@ class _SavedStorage:
         reservation: Its reservation in the store, from GOING_DOWN on.
         fetched: Function that waits and returns the fetched tensor, in COMING_UP.
         index: Position among the storages of the forward pass; None while PARTIAL.
-        copied_at: Number of nodes in autograd's graph when the copy to the host began.
+        copied_at: Sequence number of the next autograd node when the copy to the lower tier began.
         handles: Key -> (offset, bytes) of each saved tensor that still exists.
         unread: Keys of the handles that backward has not read since the storage was fetched.
     """
@@ -393,8 +393,9 @@ class _SavedStorage:
                 _CHANGED.format(shape=handle.view[1], when=" before it was offloaded")
             )
         node = torch._C._current_autograd_node()
-        # `copied_at` shows that the copy began while this node's operator was still running. Such
-        # an operator writes the tensor only after saving it, so the copy has the old values.
+        # Operators in `writes_after_saving` save a tensor before they write it. If `copied_at`
+        # shows that the copy began while such an operator was still running, the copy has the old
+        # values.
         if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
             raise RuntimeError(
                 f"{node.name()} needs a tensor of shape {handle.view[1]} that its operator (rrelu"

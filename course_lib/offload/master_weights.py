@@ -89,7 +89,7 @@ class MasterWeights:
         self.states = states
 
     def nbytes(self) -> int:
-        """Return how many bytes this parameter takes on a page."""
+        """Return the number of bytes with which this parameter counts toward `page_bytes`."""
         return self.dtype.itemsize * self.p.numel()
 
     # ---- one step of all parameters that have gradients
@@ -105,7 +105,8 @@ class MasterWeights:
         """Call `update`, which runs the base optimizer, on one list of master weights at a time.
 
         Weights that are an fp32 copy also need an fp32 copy of the gradient. All these gradients
-        together would take as much memory as the weights, so they are updated one page at a time.
+        together would take as much memory as the weights. The weights are therefore updated one
+        page at a time.
         """
         update([master for master in masters if not master.has_copy])
         for page in pages([master for master in masters if master.has_copy], options.page_bytes):

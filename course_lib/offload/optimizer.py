@@ -36,10 +36,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     For CPU parameters the state is in a file, and a step reads and writes it page by page. While
     one page is updated, the next is read and the previous one is written, so three pages are in
-    memory. For CUDA parameters the state is in host memory, and the CPU runs the update. It uses
-    `fused=True` if `base` has that option and neither `fused` nor `foreach=True` is passed.
-    Meanwhile gradients of other parameters are copied to the host, and updated parameters are
-    copied to the GPU.
+    memory. For CUDA parameters the state is in host memory, and the CPU runs the update. While it
+    updates one parameter, gradients of other parameters are copied to the host, and updated
+    parameters are copied to the GPU. The update uses `fused=True` if `base` has that option and
+    neither `fused` nor `foreach=True` is passed.
 
     Between `backward` and `step`, gradients may be changed in any way: clipped, unscaled, or summed
     over processes. Other code may set parameters at any time, and the next step uses them. On
@@ -98,8 +98,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        # The constructor makes the master weights of all groups together, so that the largest
-        # parameters of all groups are chosen. `_base` is None until then.
+        # While the base class's constructor calls this method, `_base` is None. Our constructor
+        # then makes the master weights of all groups together, so that the largest parameters of
+        # all groups are offloaded.
         if self._base is not None:
             try:
                 self._add_masters(self.param_groups[-1:])

@@ -33,7 +33,8 @@ class FileState(MasterWeights):
 
     def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
         super().attach_states(states)
-        self._empty_weights()  # the base optimizer has checked their shape by now
+        # The weights may be empty from now on: the base optimizer has already checked their shape.
+        self._empty_weights()
 
     def _empty_weights(self) -> None:
         if self.has_copy:

@@ -58,7 +58,7 @@ class Race(RuntimeError):
 
 
 class _Streams(Device):
-    """Streams in the access log; each thread chooses its current stream."""
+    """A `Device` whose streams are actors of an access log; each thread has a current stream."""
 
     def __init__(self, log: AccessLog):
         super().__init__(torch.device("cpu"))
@@ -129,13 +129,15 @@ class SimulatedDevice(_Streams):
       reported, but the numbers stay correct.
     - An access covers a tensor from its first byte to its last, so different columns of one matrix
       count as the same memory.
-    - Only the thread that entered the block is observed, and only its operators and the methods
-      `tolist` and `numpy` and printing. These methods are not observed in hooks during a backward
-      pass. Accesses through a storage, such as those of `torch.save` and pickle, are not observed,
-      and neither are later accesses through an array that `numpy` returned. Making a view reads
-      nothing, except that `host[0]`, a single number, counts as read.
-    - Each thread of the host is an actor. Synchronization between threads is not observed. A
-      thread counts as ordered after everything that other threads did before its first access.
+    - Only the thread that entered the block is observed: its operators, the methods `tolist` and
+      `numpy`, and printing. In hooks during a backward pass, these methods and printing are not
+      observed. Accesses through a storage, such as those of `torch.save` and pickle, are not
+      observed, and neither are later accesses through an array that `numpy` returned. Making a view
+      does not count as a read, except if an index selects a single number of a host tensor, as in
+      `x[0]`.
+    - Each thread of the host is an actor. Synchronization between threads is not observed. When a
+      thread makes its first access, everything that other threads have done so far counts as
+      ordered before it.
     - Each stream has the full rates of the device, so two streams that compute at the same time do
       not slow each other down. Caches, launching operators, Python and views take no time. An
       operator that indexes a tensor counts as reading all of it.
@@ -322,7 +324,8 @@ class SimulatedDevice(_Streams):
 def _checked_rates(rates: dict[str, float | None]) -> dict[str, float]:
     if unknown := rates.keys() - set(RATES):
         raise TypeError(
-            f"the options of a SimulatedDevice must be {any_of(RATES)}, got"
+            "the options of a SimulatedDevice must be late, early, memory_bytes,"
+            f" {any_of(RATES)}, got"
             f" {', '.join(sorted(unknown))}"
         )
     return {

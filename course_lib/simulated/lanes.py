@@ -10,8 +10,8 @@ from course_lib.labels.drawing import pyplot
 
 from .race_detector import Span
 
-#: Kind of work -> color. The colors differ from those of the categories of bytes, and compute, up
-#: and down also differ in grayscale.
+#: Kind of work -> color. The colors differ from those of the categories of bytes. Those of
+#: "compute", "up" and "down" also differ from one another in grayscale.
 LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
 #: Stream -> label, in the order in which the lanes are drawn.
 LANE_NAMES = {

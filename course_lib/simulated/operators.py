@@ -82,7 +82,7 @@ class Operators(TorchDispatchMode):
         are_on_device = [device.holds(tensor) for tensor in tensors]
         if func is aten.copy_.default and sum(are_on_device) == 1 and args[1].numel() > 1:
             device.transfer(*args[:2])
-            if len(args) == 2:  # the copy was not requested to be non-blocking
+            if len(args) == 2:  # without `non_blocking`, so the host waits for the copy
                 device.finish(device.event())
             return args[0]
         if any(are_on_device):

@@ -94,9 +94,10 @@ class Block:
 
     Attributes:
         start, nbytes: Position and size in the arena.
-        pool: Number of the pool that it returns to: 0 for the host, else the index of its stream.
-        used_by: Other streams that use it. It is reused only after they have finished the tasks
-            that they had when it was freed.
+        pool: Number of the pool to which the block returns: 0 for the host, else the index of the
+            stream that allocated it.
+        used_by: Other streams that use the block. It is reused only after these streams have
+            finished the tasks that they had been given before the block was freed.
     """
 
     start: int
@@ -108,7 +109,8 @@ class Block:
 class Access(NamedTuple):
     """An actor's last access to the bytes from `start` to `end` of an arena.
 
-    The access was in the task number `position` of the actor; `name` is the operator or copy.
+    `position` is the number of the actor's task that made the access. `name` is the name of the
+    operator or copy.
     """
 
     start: int
@@ -124,9 +126,9 @@ class Access(NamedTuple):
 class Arena:
     """Memory in blocks that are reused after they are freed, with the last accesses to each byte.
 
-    A freed block returns to its own pool. The actor that reuses it first waits for the streams in
-    `used_by`. A later block at the same start has the same rounded size, so accesses are stored by
-    the start of their block.
+    A freed block returns to its own pool. Before an actor reuses the block, it waits for the
+    streams in `used_by`. A later block at the same start has the same rounded size, so accesses are
+    stored by the start of their block.
 
     Args:
         name: Name of the memory in messages.
@@ -224,7 +226,7 @@ class Arena:
         """Record an access, and return the earlier accesses with which it forms a race.
 
         Returns:
-            Pairs of an access and "written" or "read", at most one write, and one read per actor.
+            Pairs (access, "written" or "read"): at most one write, and at most one read per actor.
         """
         if (extent := self.extent(tensor)) is None:
             return []
