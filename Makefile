@@ -178,9 +178,9 @@ $(FILE_LIST): publish/jupyterlab/server.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 
-# When JupyterLab opens a notebook, it writes the kernel's language and version into the notebook, and marks it as changed
-# if the file had another version. With this configuration every kernel reports Python "3", which is also what the stored
-# lessons contain, so opening a lesson does not change it on any machine.
+# When JupyterLab opens a notebook, it writes the kernel's language and version into it, and marks the notebook as
+# changed if its file has another version. With this configuration the kernel reports version "3" instead of the exact
+# version of Python. The stored lessons also contain "3", so opening one does not change it on any machine.
 $(KERNEL): publish/jupyterlab/ipython_kernel_config.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@

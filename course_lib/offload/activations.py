@@ -393,7 +393,7 @@ class _SavedStorage:
                 _CHANGED.format(shape=handle.view[1], when=" before it was offloaded")
             )
         node = torch._C._current_autograd_node()
-        # Operators in `writes_after_saving` save a tensor before they write it. If `copied_at`
+        # Operators in `WRITES_AFTER_SAVING` save a tensor before they write it. If `copied_at`
         # shows that the copy began while such an operator was still running, the copy has the old
         # values.
         if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
