@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from course_lib.offload import DiskStore
 
 PLACES = 3  # places of each kind tried in a round; all of them are some thousand
-PATIENCE_SECONDS = 20  # after which a child has hung
+PATIENCE_SECONDS = 600  # after which a child has hung, also on a busy machine
 
 
 class Injected(Exception):
