@@ -59,6 +59,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
     )
     ax.set_xticks([0, *meters])
     ax.legend(fontsize=9, loc="center right")
+    drawn.course_larger = 1.0  # a larger legend would not fit beside the last bar
     return shown_once(drawn)
 
 
@@ -152,6 +153,7 @@ def draw_order() -> "Figure":
         at += 2.9
     ax.set(xlim=(-0.1, at), ylim=(-0.05, 1.05))
     ax.axis("off")
+    drawn.course_larger = 1.0  # larger words would not fit into the boxes
     return shown_once(drawn)
 
 

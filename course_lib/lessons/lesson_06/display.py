@@ -87,6 +87,7 @@ def draw_passes() -> "Figure":
             ax.text(0.4, -0.6 - 0.5 * line, text(note), fontsize=9)
         ax.set(xlim=(0.2, 5.4), ylim=(-1.4, 4.1))
         ax.axis("off")
+    drawn.course_larger = 1.15  # the notes of the two panels would meet
     return shown_once(drawn)
 
 
