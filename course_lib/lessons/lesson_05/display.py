@@ -59,7 +59,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
     )
     ax.set_xticks([0, *meters])
     ax.legend(fontsize=9, loc="center right")
-    drawn.course_larger = 1.0  # a larger legend would not fit beside the last bar
+    drawn.course_larger = 1.0  # a larger legend would cover the last bar
     return shown_once(drawn)
 
 
