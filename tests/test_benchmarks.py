@@ -78,8 +78,9 @@ def test_random_cases_find_no_difference_and_an_error_counts_as_one(board):
 @pytest.mark.parametrize("name", ["checkpoint, not reentrant", "train_step"])
 def test_faults_lose_nothing(name):
     """In a new process, since autograd refuses to run in a fork of one that has started its
-    threads, as a test that ran before may have done."""
-    code = f"import faults\nfor row in faults.of_step({name!r}, 1): print(row.note)"
+    threads. Ctrl-C is enabled, because a shell disables it for what runs in the background."""
+    code = "import faults, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"for row in faults.of_step({name!r}, 1): print(row.note)"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
