@@ -117,7 +117,7 @@ f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step
 #
 # You want to compare recipes on a machine that cannot run them. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes as usual.
 #
-# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. It returns the peak in bytes of the **second** step of the baseline with Adam, found on symbolic tensors. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
+# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. Using symbolic tensors, it returns the peak in bytes of the **second** step of the baseline with Adam. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
 #
 # </div>
 # <div lang="zh">
@@ -182,7 +182,7 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Your estimate may be 8,256 bytes higher. These bytes are the batch, 8 × 129 numbers of 8 bytes, which counts if you create it after the meter has started. The library creates it before.
+# Your estimate may be 8,256 bytes higher. These bytes are the batch, 8 × 129 numbers of 8 bytes, which counts if you create it after the meter has started. The library creates it before the meter starts.
 #
 # </div>
 # <div lang="zh">
@@ -205,7 +205,7 @@ table(["", "bytes"], rows)
 #
 # 训练的结果相同，比较内存才有意义。下面用一个两层的解码器，按每个配方做两步 Adam，再与基线的权重比较，差别以这两步的更新量为单位。
 #
-# 从这里起，有三组选项各用一个名字：`checkpoints`、`offloaded` 和 `early`。
+# 从这里起，给三组常用的选项各起一个名字：`checkpoints`、`offloaded` 和 `early`。
 #
 # </div>
 
@@ -322,16 +322,16 @@ lesson_07.what_fills(more, [found[name] for name in more])
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is 64.2 MB, no lower than before, but something else fills it. The gradients are gone. Without micro-batches, however, the recomputation brings back a layer of eight sequences, 21 MB, next to the inputs of 7 layers. These activations can be reduced further: offload what the checkpoints keep. The second row is 57.9 MB, and it fits.
+# The peak is 64.2 MB, no lower than before, but something else fills it. The gradients are gone. Without micro-batches, however, the recomputation restores a whole layer for eight sequences (21 MB), in addition to the inputs of 7 layers. These activations can be reduced further: offload what the checkpoints keep. The second row is 57.9 MB, and it fits.
 #
 # The next cell runs every recipe for real. A meter stops the last one if it exceeds 60 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值是 64.2 MB，并没有降低，但占满峰值的东西变了。梯度没有了；可是不用微批次，重计算时恢复的就是八条序列的一整层激活值，共 21 MB，此外还有 7 层的输入。激活值还有办法减少：把检查点保存的输入也卸载到下一级存储。这就是表中第二行，57.9 MB，装得下了。
+# 峰值是 64.2 MB，并没有降低，但占满峰值的东西变了。梯度已经释放，但不用微批次时，重计算会恢复八条序列的一整层激活值，共 21 MB，此外还有 7 层的输入。激活值还有办法减少：把检查点保存的输入也卸载到下一级存储。这就是表中第二行，57.9 MB，装得下了。
 #
-# 下面把每个配方都真实地运行一遍。最后一个配方若超过 60 MB，计量器会让它停下。
+# 下面把每个配方都真实地运行一遍。最后一个配方的内存若超过 60 MB，计量器会让训练停下。
 #
 # </div>
 
@@ -606,7 +606,7 @@ lesson_07.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro
 # %% [markdown] slide={"en": "50 MB, by any means.\n\nWhat fills the peak of the recipe without checkpoints?", "zh": "50 MB，什么办法都行。\n\n去掉检查点的配方，峰值由什么占满？"}
 # <div lang="en">
 #
-# **Exercise 5.** At most 50 MB, by any means. The recipes above are not enough.
+# **Exercise 5.** Find a recipe that needs at most 50 MB, with any techniques. The recipes above are not enough.
 #
 # </div>
 # <div lang="zh">
@@ -632,7 +632,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # Many people first do something else when a step does not fit. They train fewer numbers, or store fewer bits per number. The result is another training, so `fit` does not propose it.
 #
-# - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16, as in fp32.
+# - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16 bytes, as in fp32.
 # - **8-bit Adam**: each moment is the index of one of 256 levels, 1 byte, and 256 elements share an fp32 scale. **Paged** moments may also move to the host while GPU memory is short.
 # - **LoRA** (lesson 01): the weights are frozen, so they have no gradients and no optimizer state. Only two thin matrices per layer are trained.
 # - **QLoRA**: a frozen weight is the index of one of 16 levels, 4 bits, and 64 weights share an fp32 scale. Each layer rebuilds its weight when it needs it.
@@ -642,8 +642,8 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # 训练步装不下时，很多人先用的是另一类办法：少训练一些数，或者每个数少存几位。这样得到的是另一种训练，所以 `fit` 不会提出这些办法。
 #
-# - **不用主权重的 bf16**：权重、梯度和两个动量各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，就是 16 字节，与 fp32 相同。
-# - **8 位 Adam**：每个动量只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放因子。**分页**的优化器在 GPU 显存不足时，还能把动量移到主机内存。
+# - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，就是 16 字节，与 fp32 相同。
+# - **8 位 Adam**：两个矩里的每个数只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放因子。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
 # - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态，每层只训练两个很窄的矩阵。
 # - **QLoRA**：冻结的权重只存 16 个数值级别中的一个编号，占 4 位，每 64 个权重共用一个 fp32 的缩放因子。哪一层要用权重，就临时还原哪一层的。
 #
@@ -680,18 +680,18 @@ lesson_07.compare_smaller(smaller, make_batch)
 # %% [markdown]
 # <div lang="en">
 #
-# Every prediction equals the run. Only QLoRA fits, with 41.7 MB and nothing moved. It stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each. For 7 billion weights that is 3.9 GB instead of 28 GB in fp32.
+# Every prediction equals the run. Only QLoRA fits: it needs 41.7 MB and moves no data. It stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each. For 7 billion weights that is 3.9 GB instead of 28 GB in fp32.
 #
 # The row *paged* is an estimate for a GPU that moves all moments away. On a CPU bitsandbytes warns "Paged optimizers are not supported on CPU" and does not move them.
 #
-# Does each of them still train what it should? A model with two layers is enough to see it.
+# Does each of them still compute the right update? A model with two layers is enough to see it.
 #
 # </div>
 # <div lang="zh">
 #
 # 预测与实际运行全都相等。只有 QLoRA 装得下，峰值 41.7 MB，而且不搬运任何数据。各层的权重每个只占 0.5 + 4/64 = 0.5625 字节，70 亿个权重就是 3.9 GB，而用 fp32 要 28 GB。
 #
-# “分页”一行没有运行，是对 GPU 的估计，假定全部动量都移走了。在 CPU 上，bitsandbytes 会警告“Paged optimizers are not supported on CPU”，并不移动动量。
+# “分页”一行没有运行，是对 GPU 的估计，假定两个矩全部移走了。在 CPU 上，bitsandbytes 会警告“Paged optimizers are not supported on CPU”，两个矩并不会移走。
 #
 # 那么，这些办法训练的结果还对吗？用一个两层的模型就能看出来。
 #
@@ -732,7 +732,7 @@ lesson_07.what_stays_right(two_layers, make_batch)
 #
 # <div lang="en">
 #
-# The search of this lesson is also a command. `--config` takes the `config.json` of a model, and `--plot out.png` draws how the peak falls:
+# This search is also available as a command. `--config` takes the `config.json` of a model, and `--plot out.png` draws how the peak falls:
 #
 # ```
 # python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
@@ -838,7 +838,7 @@ ledger(
 # - 先看峰值由什么占满，再选技术。节省的内存不能相加，因为每用一种技术，占满峰值的东西都会变。
 # - 在这里，卸载之上再加检查点，搬运的字节变少，峰值却升高，因为检查点恢复的是整层的激活值。每字节不到 30.3 FLOPs 时，不用检查点更快。
 # - 每种技术都有代价：多算的 FLOPs、搬运的字节、不能裁剪，或者主机的时间。
-# - 搜索就是提出、估计、排序。只有在规则保证不会漏掉最好的配方时，才可以跳过。
+# - 搜索就是提出配方、估计峰值、再排序。只有在规则保证不会漏掉最好的配方时，才可以跳过。
 # - LoRA、QLoRA、8 位 Adam 和纯 bf16 减少的是每个参数 16 字节的那一部分，训练本身也随之改变。
 #
 # **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)，不止一台设备。
@@ -927,7 +927,7 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 第三个配方装得下，峰值 521 MB。再把激活值卸载，有没有检查点都是 501 MB，因为峰值已经移到优化器更新的时候。所以在这里去掉检查点，只会多搬运一些字节：2,859 MB，而不是 1,663 MB。
+# 第三个配方装得下，峰值 521 MB。再把激活值卸载，有没有检查点都是 501 MB，因为峰值已经移到优化器更新的时候。所以在这里去掉检查点没有好处，搬运的字节反而从 1,663 MB 增加到 2,859 MB。
 #
 # </div>
 
@@ -953,7 +953,7 @@ lesson_07.what_fills(["1", "2"], halves)
 # %% [markdown]
 # <div lang="en">
 #
-# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two, all gradients of the first one exist, 140 MB, and the second one's embedding gradient is added. Micro-batches help where activations fill the peak.
+# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two micro-batches, all gradients of the first one are held (140 MB), and the embedding gradient of the second one is added. Micro-batches help where activations fill the peak.
 #
 # </div>
 # <div lang="zh">
@@ -967,7 +967,7 @@ lesson_07.what_fills(["1", "2"], halves)
 #
 # <div lang="en">
 #
-# Now take decoders of 6.6 billion and 64.7 billion parameters, bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The state stays in host memory, where the host updates it (lesson 04).
+# Now train decoders with 6.6 billion and 64.7 billion parameters in bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The state stays in host memory, where the host updates it (lesson 04).
 #
 # **Guess first:** what is the smallest device that trains the smaller model? And the larger one?
 #
@@ -1014,12 +1014,12 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 #
 # The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, and 777 GB of state are on the host.
 #
-# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs and one host processor.
+# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">
 #
-# 小的那个能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大的那个能在 141 GB 的设备上训练，峰值 137 GB，主机上有 777 GB 的状态。
+# 小的那个能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 141 GB 的设备上训练，峰值 137 GB，另有 777 GB 的状态放在主机内存里。
 #
 # 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.8 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。
 #

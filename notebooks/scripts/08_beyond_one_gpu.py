@@ -270,16 +270,16 @@ lesson_08.draw_peaks(at_peak, title)
 # %% [markdown]
 # <div lang="en">
 #
-# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.) **ZeRO 1** has the same buckets, and they take as much as it saves.
+# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.) **ZeRO 1** has the same buckets, which cancel its saving.
 #
-# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and keeps its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted only 55.0 MB.
+# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted only 55.0 MB.
 #
 # </div>
 # <div lang="zh">
 #
 # **DDP** 的峰值是 207.6 MB。此时一个梯度都还没有算出来，它却已经为全部梯度占用了 27.5 MB。原因是 DDP 在第一步之前就建好了**桶**（bucket），反向传播把梯度写进桶里，一个桶满了就发送，同时填下一个，而且两步之间也不释放。（本课设置了 `gradient_as_bucket_view=True`；默认情况下，梯度和桶各占一块内存。）**ZeRO 1** 也有这些桶，它们占用的内存恰好抵消了省下的内存。
 #
-# **FSDP2** 没有桶。一个块的梯度一算完就归约，进程只留下自己的分片。因此它的峰值比 DDP 低 66.5 MB，比你的公式给出的 55.0 MB 还多。
+# **FSDP2** 没有桶。一个块的梯度一算完就归约，进程只留下自己的分片。因此它的峰值比 DDP 低 66.5 MB，而按你的公式只应低 55.0 MB。
 #
 # </div>
 
@@ -374,7 +374,7 @@ lesson_08.check_sharded_step(sharded_step)
 #
 # <div lang="en">
 #
-# In ZeRO 3 a layer holds one shard of its weight. It gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves it whole. The remedy is that of lesson 02: save what is small, and get the rest again.
+# In ZeRO 3 a layer holds one shard of its weight. It gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves it whole. The remedy is that of lesson 02: save only the small shard, and gather the weight again.
 #
 # **Exercise 3.** Write the layer as one rank sees it. `shard` has this rank's rows of the weight. `wire.all_gather(shard)` returns the whole weight, and `wire.reduce_scatter(tensor)` returns this rank's shard of the sum over all ranks. `forward` returns $x W^\top$. `backward` returns the gradients of `x` and `shard`, and `None` for the wire. Between the two, only the shard of the weight may be live.
 #
@@ -431,14 +431,14 @@ lesson_08.check_gathered_linear(GatheredLinear)
 #
 # FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for the forward pass and again for the backward pass, and reduce-scatters the gradients. The **root**, the 557,568 parameters outside the blocks, is kept from forward to backward.
 #
-# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor twice, every other collective once. In fp32, DDP's volume is $8\Psi$ bytes.
+# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts as twice its tensor's bytes, every other collective as once. In fp32, DDP's volume is $8\Psi$ bytes.
 #
 # **Exercise 4.** Write FSDP2's volume as a formula.
 #
 # </div>
 # <div lang="zh">
 #
-# FSDP2 的做法与你写的层相同。`fully_shard(block)` 一次收集一个块的全部权重，前向收集一次，反向再收集一次，梯度则做一次 reduce-scatter。各块之外的 557,568 个参数称为**根模块**（root），它们从前向一直保留到反向。
+# FSDP2 的做法与你写的层相同。`fully_shard(block)` 一次收集一个块的全部权重，前向收集一次，反向再收集一次，梯度则做一次 reduce-scatter。各块之外的 557,568 个参数属于**根模块**（root），收集之后从前向一直保留到反向。
 #
 # 一个进程的**通信量**，是它交给集合通信的字节数。all-reduce 按张量的两倍计，其余的集合通信只计一次。用 fp32 时，DDP 的通信量是 $8\Psi$ 字节。
 #
@@ -476,7 +476,7 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** On two ranks FSDP2's volume is 80.3 MB per rank.\n\nHow many bytes really leave a rank?", "zh": "**先猜**：两个进程时，FSDP2 的通信量是每个进程 80.3 MB。\n\n真正从一个进程发出去的有多少？"}
 # <div lang="en">
 #
-# Your formula counts bytes given to collectives. How many bytes leave a rank is another question. The table answers it for two ranks, and its last rows for one tensor of 4 MB.
+# Your formula counts bytes given to collectives. The bytes that leave a rank are another quantity. The table shows them for two ranks, and its last rows for one tensor of 4 MB.
 #
 # - *Communicated* is the volume.
 # - *In a ring* is $(N-1)/N$ of it, which is what ranks in a ring send.
@@ -507,12 +507,12 @@ table(["2 ranks", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# DDP and ZeRO 1 send what a ring would send. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So FSDP2's volume is 46% above DDP's, and what it sends over this wire is 96% above DDP's. NCCL, which GPUs use, was not measured here.
+# DDP and ZeRO 1 send as many bytes as a ring algorithm. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So FSDP2's volume is 46% above DDP's, and it sends 96% more over this wire. NCCL, which GPUs use, was not measured here.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 和 ZeRO 1 发送的与环算法一致。FSDP2 发送得更多，因为这个版本的 gloo 做 reduce-scatter 时，传输的与它的 all-reduce 一样多。因此 FSDP2 的通信量比 DDP 多 46%，在这条线路上的实际传输则多 96%。GPU 使用的 NCCL 在这里没有测量。
+# DDP 和 ZeRO 1 发送的与环算法一致。FSDP2 发送得更多，因为这个版本的 gloo 做 reduce-scatter 时，传输量与 all-reduce 相同。因此 FSDP2 的通信量比 DDP 多 46%，在这条线路上的实际传输则多 96%。GPU 使用的 NCCL 在这里没有测量。
 #
 # </div>
 
@@ -572,7 +572,7 @@ lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_0
 # %% [markdown]
 # <div lang="en">
 #
-# Four ranks process the whole batch with 47.1 MB each, where one device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together they do both.
+# Four ranks process the whole batch with 47.1 MB each, where one device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together they reduce all of these.
 #
 # </div>
 # <div lang="zh">
@@ -602,7 +602,7 @@ lesson_08.draw_ranks(predicted, drawn)
 # %% [markdown]
 # <div lang="en">
 #
-# Sharded parts halve. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (PyTorch has no exact ZeRO 2. The hollow point is `fsdp-keep`, which comes near.)
+# From two ranks to four, sharded memory halves. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (PyTorch has no exact ZeRO 2. The hollow point is `fsdp-keep`, the closest to it.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
@@ -685,7 +685,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # </div>
 # <div lang="zh">
 #
-# 模型的大小在式中约掉了，只剩下 $2r/w$。按 400 TFLOP/s（H100 标称值的五分之二）和 50 GB/s（400 Gbit/s 的网络）计算，是每个进程 16,000 个 token。这里的秒数都是算出来的，不是实测。只有一条 2048 个 token 的序列时，700 亿个参数的计算要 2.0 s，通信要 15.5 s。8 台机器上的 64 块 GPU，怎样才能更快？
+# 模型的大小在式中约掉了，只剩下 $2r/w$。按 400 TFLOP/s（H100 标称值的五分之二）和 50 GB/s（400 Gbit/s 的网络）计算，$2r/w$ 等于每个进程 16,000 个 token。这里的秒数都是算出来的，不是实测。只有一条 2048 个 token 的序列时，700 亿个参数的计算要 2.0 s，通信要 15.5 s。8 台机器上的 64 块 GPU，怎样才能更快？
 #
 # </div>
 
@@ -776,7 +776,7 @@ what_you_may_have_read("08", *figures)
 # </div>
 # <div lang="zh">
 #
-# 本课的这一行记录的是四个进程用 FSDP2 训练时其中的一个进程，它处理批次的四分之一，FLOPs 也是四分之一。通信量记在“移动的字节”一栏。
+# 本课的这一行记录四个 FSDP2 进程中的一个，它处理批次的四分之一，FLOPs 也是四分之一。通信量记在“移动的字节”一栏。
 #
 # </div>
 
@@ -845,12 +845,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# With data parallelism and any form of ZeRO, a rank computes at least one whole sequence. If its activations don't fit, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) also divides the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers among $p$ ranks. **Expert parallelism** (EP) divides the experts of a mixture among $e$ ranks. The rows DDP, ZeRO 1, FSDP2, TP and SP are measured in this lesson, the others are from the papers.
+# With data parallelism, a rank computes at least one whole sequence. If its activations don't fit, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) also divides the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers among $p$ ranks. **Expert parallelism** (EP) divides the experts of a mixture among $e$ ranks.
 #
 # </div>
 # <div lang="zh">
 #
-# 用数据并行，无论哪一种 ZeRO，每个进程至少要计算一条完整的序列。如果它的激活值装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，连注意力也按序列分摊。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。DDP、ZeRO 1、FSDP2、TP 和 SP 这几行在本课中有实测，其余各行出自论文。
+# 用数据并行时，每个进程至少要计算一条完整的序列。如果它的激活值装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，连注意力也按序列分摊。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。
 #
 # </div>
 
@@ -873,7 +873,7 @@ lesson_08.parallelisms()
 # })
 # ```
 #
-# The course first reorders the rows of `qkv`, so that a rank gets the queries, keys and values of the same heads. Sequence parallelism (mode `tp-sp`) adds `SequenceParallel()` for the norms. Embeddings and head stay whole here. Two real ranks process all 8 sequences:
+# The course first reorders the rows of `qkv`, so that a rank gets the queries, keys and values of the same heads. Sequence parallelism (mode `tp-sp`) adds `SequenceParallel()` for the norms. Two real ranks process all 8 sequences:
 #
 # </div>
 # <div lang="zh">
@@ -889,7 +889,7 @@ lesson_08.parallelisms()
 # })
 # ```
 #
-# 一个进程得到的 Q、K、V 必须属于同一些头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行时（`tp-sp`），再为归一化层加上 `SequenceParallel()`。嵌入和输出头在这里保持完整。两个真实的进程一起处理全部 8 条序列：
+# 一个进程得到的 Q、K、V 必须属于同一些头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行时（`tp-sp`），再为归一化层加上 `SequenceParallel()`。两个真实的进程一起处理全部 8 条序列：
 #
 # </div>
 
@@ -919,7 +919,7 @@ predictions(lesson_08.tensor_rows(task, tensor), unit="bytes")
 #
 # A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, or as many pairs of a reduce-scatter and an all-gather.
 #
-# What does a layer keep for the backward pass? Lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all except the norms' $4 s b h$, and sequence parallelism divides everything:
+# What does a layer keep for backward? Lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all except the norms' $4 s b h$, and sequence parallelism divides everything:
 #
 # </div>
 # <div lang="zh">
@@ -954,7 +954,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 #
 # <div lang="en">
 #
-# DeepSpeed's settings are from its documentation and were not run here. They are keys of `zero_optimization`, except for those marked with *.
+# DeepSpeed's settings are from its documentation and were not run. All except the last two are keys of `zero_optimization`.
 #
 # | meaning | FSDP2 | DeepSpeed |
 # |---|---|---|
@@ -966,14 +966,14 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # | keep a copy within a machine of 8 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
 # | gather ahead | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
 # | small weights stay whole | – | `stage3_param_persistence_threshold`, by default 1e5 numbers |
-# | bf16 with fp32 master weights | `MixedPrecisionPolicy`; the shards stay fp32 | `bf16`* |
 # | offload to the host | `CPUOffloadPolicy()` | `offload_optimizer`, `offload_param` |
-# | clip | `clip_grad_norm_` | `gradient_clipping`* |
+# | bf16 with fp32 master weights | `MixedPrecisionPolicy`; the shards stay fp32 | `bf16` |
+# | clip by the norm of the whole gradient | `clip_grad_norm_` | `gradient_clipping` |
 #
 # </div>
 # <div lang="zh">
 #
-# DeepSpeed 的设置出自它的文档，这里没有运行。除了带 * 的，都是 `zero_optimization` 里的键。
+# DeepSpeed 的设置出自它的文档，这里没有运行。除了最后两行，都是 `zero_optimization` 里的键。
 #
 # | 含义 | FSDP2 | DeepSpeed |
 # |---|---|---|
@@ -985,9 +985,9 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # | 在 8 块 GPU 的机器内留一份 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
 # | 提前收集 | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
 # | 小的权重不切 | – | `stage3_param_persistence_threshold`，默认 1e5 个数 |
-# | bf16，fp32 主权重 | `MixedPrecisionPolicy`，分片仍是 fp32 | `bf16`* |
 # | 卸载到主机内存 | `CPUOffloadPolicy()` | `offload_optimizer`、`offload_param` |
-# | 裁剪 | `clip_grad_norm_` | `gradient_clipping`* |
+# | bf16，fp32 主权重 | `MixedPrecisionPolicy`，分片仍是 fp32 | `bf16` |
+# | 按完整梯度的范数裁剪 | `clip_grad_norm_` | `gradient_clipping` |
 #
 # </div>
 
@@ -996,7 +996,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 #
 # <div lang="en">
 #
-# Only the last micro-batch (lesson 05) must reduce gradients. The others use `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). In the usual loop of DDP, gradients that are not reduced yet are accumulated **outside** the buckets. With `zero_grad(set_to_none=False)` they stay in the buckets (`in_buckets=True`). FSDP2 must hold whole gradients. Here are predictions for two ranks with two micro-batches each:
+# Only the last micro-batch (lesson 05) must reduce gradients. The others use `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). In DDP's usual loop, gradients not yet reduced are accumulated **outside** the buckets. With `zero_grad(set_to_none=False)` they stay in the buckets (`in_buckets=True`). FSDP2 must hold whole gradients. Here are predictions for two ranks with two micro-batches each:
 #
 # </div>
 # <div lang="zh">
@@ -1057,39 +1057,16 @@ lesson_08.check_seven_billion(answer)
 ### END SOLUTION
 
 # %% [markdown]
-# <div lang="en">
-#
-# Functions compute the same in fp32, for 70 billion parameters. The held bytes fall with the number of ranks, the volume does not:
-#
-# </div>
-# <div lang="zh">
-#
-# 下面用函数计算 700 亿个参数、fp32 时的结果。持有的字节数随进程数减少，通信量则不变：
-#
-# </div>
-
-# %%
-from course_lib.distributed import held_bytes
-
-seventy, rows = lesson_08.seventy_billion(), []
-for n in (8, 64):
-    held_gb = [sum(held_bytes(seventy, mode, n)[0].values()) / 1e9 for mode in ("ddp", "fsdp")]
-    sent_gb = [sent_bytes(seventy, mode, n) / 1e9 for mode in ("ddp", "fsdp", "fsdp-bf16")]
-    rows.append((n, *(round(count, 1) for count in (*held_gb, *sent_gb))))
-columns = ["held, DDP (GB)", "held, FSDP2 (GB)", "communicated, DDP (GB)"]
-table(["ranks", *columns, "communicated, FSDP2 (GB)", "in bf16 (GB)"], rows)
-
-# %% [markdown]
 # ## 8.20 HSDP, run / 运行 HSDP
 #
 # <div lang="en">
 #
-# Four ranks act as two machines. `fully_shard` gets a mesh of two dimensions, replicates along the first and shards along the second. Here is one rank, with a process group that sends nothing:
+# Four ranks act as two machines. `fully_shard` gets a mesh of two dimensions, replicates along the first and shards along the second. Here is one rank:
 #
 # </div>
 # <div lang="zh">
 #
-# 把四个进程看作两台机器，每台两个。`fully_shard` 接受一个有两个维度的 mesh，沿第一维复制，沿第二维分片。下面只运行其中一个进程，进程组什么都不发送：
+# 把四个进程看作两台机器，每台两个。`fully_shard` 接受一个有两个维度的 mesh，沿第一维复制，沿第二维分片。下面只运行其中一个进程：
 #
 # </div>
 
@@ -1154,38 +1131,16 @@ with lesson_08.as_rank_of(4):
 table(["created on", "peak (bytes)", "held afterwards (bytes)"], rows)
 
 # %% [markdown]
-# ## 8.22 Clipping a sharded gradient / 裁剪分片的梯度
+# ## 8.22 Saving, and resuming on another number of ranks / 存盘，换个进程数继续训练
 #
 # <div lang="en">
 #
-# Gradients are clipped by the norm of the whole gradient, and a rank has only a shard. Each rank sums the squares of its shard, and one number is all-reduced. `torch.nn.utils.clip_grad_norm_` does this for FSDP2.
+# The two ranks of section 8.3 saved their second step (`--save`) with `torch.distributed.checkpoint`. A process that reads takes what it needs from the files of all ranks. So one rank of DDP can continue (`--resume`) what two ranks of FSDP2 have saved:
 #
 # </div>
 # <div lang="zh">
 #
-# 裁剪要用完整梯度的范数，而一个进程只有一个分片。每个进程先求自己分片的平方和，再对这一个数做 all-reduce。`torch.nn.utils.clip_grad_norm_` 对 FSDP2 就是这样做的。
-#
-# </div>
-
-# %%
-gradient = torch.linspace(-1, 3, 64).sin()
-shards = gradient.chunk(4)
-squares = lesson_08.Wire().all_reduce([shard.square().sum().expand(4) for shard in shards])
-norms = [round(shard.norm().item(), 3) for shard in shards]
-print(norms, "whole:", round(gradient.norm().item(), 3))
-print("all-reduced:", round(squares[0][0].sqrt().item(), 3))
-
-# %% [markdown]
-# ## 8.23 Saving, and resuming on another number of ranks / 存盘，换个进程数继续训练
-#
-# <div lang="en">
-#
-# The two ranks of section 8.3 saved their second step with `torch.distributed.checkpoint`. Each rank wrote its shards. A process that reads takes what it needs from all files, by the names of the parameters. So one rank of DDP can continue what two ranks of FSDP2 have saved:
-#
-# </div>
-# <div lang="zh">
-#
-# 8.3 节的两个进程已经把第二步的结果存盘，每个进程用 `torch.distributed.checkpoint` 写出自己的分片。读取的进程按参数的名字，从各个文件里取出需要的部分。因此两个 FSDP2 进程存下的状态，一个 DDP 进程也能接着训练：
+# 8.3 节的两个进程已经用 `torch.distributed.checkpoint` 把第二步的结果存盘（`--save`）。读取的进程从各个进程写的文件里取出需要的部分。因此两个 FSDP2 进程存下的状态，一个 DDP 进程也能接着训练（`--resume`）：
 #
 # </div>
 
@@ -1195,23 +1150,11 @@ saved.cleanup()
 table(["losses equal"], [[follows({"losses": went_on}, losses[2:])]])
 
 # %% [markdown]
-# <div lang="en">
-#
-# In a terminal, add `--save runs --every 20`, and later `--resume runs`.
-#
-# </div>
-# <div lang="zh">
-#
-# 在终端里加上 `--save runs --every 20` 存盘，之后用 `--resume runs` 继续。
-#
-# </div>
-
-# %% [markdown]
-# ## 8.24 A rank that fails / 一个进程失败时
+# ## 8.23 A rank that fails / 一个进程失败时
 #
 # <div lang="en">
 #
-# If one rank fails, another one that waits in an all-reduce gets "Connection closed by peer". `torchrun` prints the error of the first failed rank under "Root Cause". A rank that hangs gives no error until the timeout of the process group, by default 30 minutes with gloo and 10 with NCCL.
+# If one rank fails, a rank waiting in an all-reduce gets "Connection closed by peer". `torchrun` prints the error of the first failed rank under "Root Cause". A rank that hangs gives no error until the timeout of the process group, by default 30 minutes with gloo and 10 with NCCL.
 #
 # </div>
 # <div lang="zh">
@@ -1221,15 +1164,15 @@ table(["losses equal"], [[follows({"losses": went_on}, losses[2:])]])
 # </div>
 
 # %% [markdown]
-# ## 8.25 On a GPU / 在 GPU 上
+# ## 8.24 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak differs from the CPU's. According to PyTorch 2.13's code (**not measured**), gathers start early, so two gathered blocks and the gradients of one may be live besides the current block.
+# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak may differ: according to PyTorch 2.13's code (**not measured**), two more gathered blocks and the gradients of one may be live.
 #
 # </div>
 # <div lang="zh">
 #
-# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。不同的只有峰值。根据 PyTorch 2.13 的代码（**没有实测**），由于收集会提前进行，除了正在计算的块，还可能同时有两个收集好的块和一个块的梯度。
+# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。可能不同的只有峰值：根据 PyTorch 2.13 的代码（**没有实测**），还可能多出两个收集好的块和一个块的梯度。
 #
 # </div>

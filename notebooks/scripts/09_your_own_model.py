@@ -206,7 +206,7 @@ lesson_09.check_parameters(parameters)
 # </div>
 # <div lang="zh">
 #
-# 每个参数有四个数，各 4 字节（第 01 课）：权重、梯度，以及 Adam 的两个矩。合起来是 498.3 MB。**先猜**：一步还要多占多少？
+# 每个参数有四个数，各 4 字节（第 01 课）：权重、梯度，以及 Adam 的两个矩。合起来是 498.3 MB。**先猜**：除此之外，一步的峰值还要多出多少 MB？
 #
 # </div>
 
@@ -219,7 +219,7 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Does a real step need what was predicted? `own_model` tests all three fill-ins: it builds the model, predicts a step, runs it and compares both. If they differ, it names the first operator that differs.
+# Does a real step need as much memory as predicted? `own_model` tests all three fill-ins: it builds the model, predicts a step, runs it and compares both. If they differ, it names the first operator that differs.
 #
 # </div>
 # <div lang="zh">
@@ -284,7 +284,7 @@ lesson_09.draw_techniques(found, BUDGET)
 #
 # <div lang="en">
 #
-# A saving only counts if the model still trains the same. So run the same steps twice, on half as long passages: plain, and with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were.
+# A saving only counts if the model still trains the same. So run the same steps twice on passages half as long: as the baseline, and with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
 #
 # </div>
 # <div lang="zh">
@@ -316,7 +316,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The plain step divides the gradients at the end. The step with updates in backward divides the loss first. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
+# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The baseline divides the gradients at the end. The step with updates in backward divides the loss first. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
 #
 # The remaining difference is less than a two-thousandth of the update. On this CPU, both versions train equally well. Here are the losses of the second row, drawn over each other:
 #
@@ -384,7 +384,7 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 哪个配方最便宜？有两种技术非用不可，因为权重加全部梯度是 249 MB，状态也是 249 MB。所以每个梯度用完就要释放，状态必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：还有什么可以不用？
+# 哪个配方最便宜？有两种技术非用不可，因为权重加全部梯度是 249 MB，状态也是 249 MB。所以每个梯度用完就要释放，状态必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：三种技术里，还有什么可以省去？
 #
 # </div>
 
@@ -413,7 +413,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False)
 #
 # <div lang="en">
 #
-# Does the same technique always save most? Take a vision transformer (ViT), which sorts pictures into classes. It has 5,543,716 parameters, about a sixth of the Llama's. Its batch has 8 pictures of 224 × 224 pixels, each cut into 196 patches, which play the role of tokens.
+# Does the same technique always save most? Take a vision transformer (ViT), which classifies images. It has 5,543,716 parameters, about a sixth of the Llama's. Its batch has 8 pictures of 224 × 224 pixels, each cut into 196 patches, which play the role of tokens.
 #
 # **Guess first:** which technique saves most now, and how many MB?
 #
@@ -510,7 +510,7 @@ lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
 #
 # <div lang="en">
 #
-# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, or of 24 GB, together with the host's memory? In a shell it is one line:
+# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, or of 24 GB, together with the host's memory? One shell command answers this:
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -534,7 +534,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # %% [markdown]
 # <div lang="en">
 #
-# The step takes 49 GB, and two fifths of the card remain. The optimizer state is in the host's memory. For another device or model, the same line gives:
+# The step takes 49 GB, and two fifths of the card's memory remain. The optimizer state is in the host's memory. For another device or model, the same line gives:
 #
 # | model | device (GB) | recipe | tensors (GB) | reserved (GB) | moved (GB) |
 # |---|---|---|---|---|---|
@@ -564,7 +564,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 #
 # <div lang="en">
 #
-# Your own loop can call `build` and `train_step`, as `train` does in 9.4. For Hugging Face's Trainer, `as_training_arguments` writes a recipe as its arguments.
+# Your own loop can call `build` and `train_step`, as `train` does in 9.4. `as_training_arguments` converts a recipe to arguments of Hugging Face's Trainer.
 #
 # **Guess first:** the recipe of 9.3 with all three techniques takes 171.6 MB. How many MB does a step take in the Trainer?
 #
@@ -589,14 +589,14 @@ predictions([("Trainer", expected, peak)], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# The Trainer takes 517.2 MB. Its arguments have only one of the three techniques, checkpoints. `lines.recipe` contains only what the Trainer supports, so its estimate says in advance what to expect. The Trainer takes 8,204 bytes more than this estimate, as much as one more batch (8,192 bytes) and three fp32 numbers.
+# The Trainer takes 517.2 MB. Its arguments support only one of the three techniques, checkpoints. `lines.recipe` contains only what the Trainer supports, so its estimate says in advance what to expect. The Trainer takes 8,204 bytes more than this estimate, as much as one more batch (8,192 bytes) and three fp32 numbers.
 #
 # For several GPUs, `as_fsdp2` writes the lines for PyTorch's FSDP2. A test of the course runs them, in one process on a CPU:
 #
 # </div>
 # <div lang="zh">
 #
-# 要 517.2 MB。三种技术里，Trainer 的参数只支持检查点这一种。`lines.recipe` 是去掉另外两种技术的配方，估计一下它，就能预先知道结果。Trainer 比估计多占 8,204 字节，相当于多一个批次（8,192 字节），再加三个 fp32 的数。
+# 要 517.2 MB。三种技术里，Trainer 的参数只支持检查点这一种。`lines.recipe` 是去掉另外两种技术的配方，用它作估计，就能预先知道结果。Trainer 比估计多占 8,204 字节，相当于多一个批次（8,192 字节），再加三个 fp32 的数。
 #
 # 有多块 GPU 时，`as_fsdp2` 会写出 PyTorch FSDP2 的代码。本课程有一项测试会运行这几行，用的是 CPU 上的一个进程：
 #
@@ -615,12 +615,12 @@ print(sharded.as_fsdp2(["model.layers.0"]))
 #
 # $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
 #
-# **Guess first:** how many MB is that for the small Llama and its four passages of 128 tokens?
+# **Guess first:** how many MB is the cache for the small Llama and its four passages of 128 tokens?
 #
 # </div>
 # <div lang="zh">
 #
-# 生成文本时，每个新 token 都要关注前面所有的 token，所以每一层都要留着它们的键和值，这就是键值缓存（key-value cache）。设有 $L$ 层，每层 $a_{kv}$ 个键值头，每个头 $d$ 个数，共 $b$ 个序列、每个 $s$ 个 token，每个数 $w$ 字节，那么缓存的字节数是
+# 生成文本时，每个新 token 都要关注前面所有的 token，所以每一层都要留着它们的键和值，这就是键值缓存（key-value cache）。设有 $L$ 层，每层 $a_{kv}$ 个键值头，每个头 $d$ 个数，共 $b$ 条序列，每条 $s$ 个 token，每个数 $w$ 字节，那么缓存的字节数是
 #
 # $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
 #
@@ -745,7 +745,7 @@ whole_ledger()
 # - 只凭九行配置，就预测出了 Llama 一步的峰值，一个字节也不差。ViT 和 LoRA 的一步也是如此（都在这个 CPU 上）。
 # - 峰值里什么最多，因模型而异：小 Llama 是优化器状态，ViT 和 LoRA 是激活值。因此，最先该用的技术也不一样。
 # - 先证明权重相等，从 609.1 MB 降到 171.6 MB 才算真正省下了内存。
-# - 配方可以写成 Trainer 或 FSDP2 的代码。要看清它们缺少配方里的哪些技术。
+# - 配方可以写成 Trainer 或 FSDP2 的代码。注意这些代码缺少配方里的哪些技术。
 # - 要装得下的是已预留的显存，并且要留有余量。
 #
 # **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Jiang et al. 2024，*Mixtral of Experts*，arXiv:2401.04088。Dosovitskiy et al. 2020，*An Image is Worth 16x16 Words*，arXiv:2010.11929。Hu et al. 2021，*LoRA*，arXiv:2106.09685。transformers、peft 和 Accelerate（*Model memory estimator*）的文档。
@@ -773,7 +773,7 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# Batches with padding have an `attention_mask`. transformers drops a mask that is all 1. Otherwise it takes another path, in which attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
+# Batches with padding have an `attention_mask`. transformers drops a mask that is all 1. Otherwise transformers takes another code path, in which attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
 #
 # </div>
 # <div lang="zh">
@@ -812,7 +812,7 @@ lesson_09.first_difference(guess.trace(), taken.meter.trace())
 #
 # <div lang="en">
 #
-# An encoder, an encoder with a decoder, and a network without attention, with a checkpoint around every block:
+# The next cell runs an encoder, an encoder with a decoder, and a network without attention, with a checkpoint around every block:
 #
 # </div>
 # <div lang="zh">
