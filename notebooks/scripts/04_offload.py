@@ -921,12 +921,12 @@ table(["smallest h at which copies hide", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# By the data sheets, copies of all activations hide on NVLink-C2C if $h \ge 2773$, of checkpointed inputs on PCIe 5 if $h \ge 967$. But GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s.
+# By the data sheets, copies of all activations hide on NVLink-C2C if $h \ge 2773$.
 #
 # </div>
 # <div lang="zh">
 #
-# 按数据手册，$h \ge 2773$ 时，全部激活值的拷贝在 NVLink-C2C 上能被掩盖；$h \ge 967$ 时，检查点输入的拷贝在 PCIe 5 上能被掩盖。不过，几块 GPU 要共用主机内存，八条 63 GB/s 的链路合起来是 504 GB/s。
+# 按数据手册，$h \ge 2773$ 时，全部激活值的拷贝在 NVLink-C2C 上能被掩盖。
 #
 # </div>
 
@@ -935,12 +935,12 @@ table(["smallest h at which copies hide", *columns], rows)
 #
 # <div lang="en">
 #
-# This cell measures your link. On a CPU it measures copies within memory, and a write to a file, which ends in the system's cache. If a GPU's link is far below its data sheet, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
+# This cell measures your link. On a CPU it measures copies within memory, and writing to the system's file cache. If a GPU's link is slow, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个单元格测量你的链路。在 CPU 上，它测的是内存之内的拷贝，以及写文件（先写进系统的缓存）。如果 GPU 链路的带宽远低于数据手册，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
+# 这个单元格测量你的链路。在 CPU 上，它测的是内存之内的拷贝，以及写进系统的文件缓存。如果 GPU 的链路很慢，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
 #
 # </div>
 
@@ -973,12 +973,12 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 #
 # <div lang="en">
 #
-# The library's hooks can wrap any forward, such as a Hugging Face model's. Compiled code calls them, too. Does the peak fall? (The backend `aot_eager` needs no C++ compiler.)
+# The library's hooks can wrap any forward, such as a Hugging Face model's. Compiled code calls them, too. Does the peak fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 课程库的钩子可以套在任何前向外面，例如 Hugging Face 模型的前向。编译过的代码同样会调用它们。峰值会降低吗？（`aot_eager` 后端不需要 C++ 编译器。）
+# 课程库的钩子可以套在任何前向外面，例如 Hugging Face 模型的前向。编译过的代码同样会调用它们。峰值会降低吗？
 #
 # </div>
 
@@ -1085,12 +1085,12 @@ ratio, kept
 #
 # <div lang="en">
 #
-# Your hooks fetch nothing ahead, and move even the storage that backward needs next. They also switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
+# Your hooks fetch nothing ahead, and they switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
 #
 # </div>
 # <div lang="zh">
 #
-# 你那个版本从不提前取回，连反向马上要用的存储区也搬。钩子还会关掉 autograd 的一项检查：保存的张量有没有被原地修改。如果张量在拷贝完成之前就被改动，课程库会报错，如下所示。
+# 你的钩子从不提前取回，还关掉了 autograd 的一项检查：保存的张量有没有被原地修改。如果张量在拷贝完成之前就被改动，课程库会报错，如下所示。
 #
 # </div>
 
@@ -1186,12 +1186,12 @@ table(["fraction", *(text("pages of {mib} MiB", mib=mib) for mib in (16, 4))], r
 # %% [markdown]
 # <div lang="en">
 #
-# Half of the state in pages of 16 MiB saves nothing, because three pages hold that half. Each step writes 8 bytes per offloaded parameter, and reads 8 from the second step on (12 with fp32 master weights). Three steps:
+# Half of the state in pages of 16 MiB saves nothing, because three pages hold that half. Each step writes 8 bytes per offloaded parameter, and reads 8 from the second step on (12 with fp32 master weights):
 #
 # </div>
 # <div lang="zh">
 #
-# 只卸载一半状态、每页 16 MiB 时，一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。做三步：
+# 只卸载一半状态、每页 16 MiB 时，一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。下面做三步：
 #
 # </div>
 
@@ -1279,12 +1279,12 @@ lesson_04.loops()
 #
 # <div lang="en">
 #
-# These four claims come from the course's original teaching documents. The first describes section 4.16's function.
+# The first claim is about section 4.16's function.
 #
 # </div>
 # <div lang="zh">
 #
-# 四条说法，来自课程最初所依据的教学文档。第一条说的就是 4.16 节的函数。
+# 第一条说的就是 4.16 节的函数。
 #
 # </div>
 
@@ -1296,16 +1296,16 @@ lesson_04.older_claims(ratio, kept)
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory. This cell measures on your GPU, if you have one, or shows what an H200 measured. From pinned memory a non-blocking copy returns after 0.02 ms, and 256 MB arrive after 4.7 ms. From pageable memory the call blocks for 28.6 ms. Offloading the activations takes 33% longer than keeping them, and `save_on_cpu` 95% longer. They lower the peak from 11.2 GB to 4.2 and 4.1 GB. With AdamW's state in host memory the step takes 2.2 times as long, and the peak falls by the state's 877 MB.
+# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows what an H200 measured. Offloading the activations lowers the peak from 11.2 GB to 4.2 GB and takes 33% longer; `save_on_cpu` takes 95% longer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
-# Was the simulated device right? For another network and nine settings of `prefetch` and `in_flight`, it had predicted times from 1.01 to 1.14 of the step without offload. The H200 took from 1.01 to 1.13 (see `docs/gpus.md`).
+# The simulated device was right. For nine settings of `prefetch` and `in_flight` in another network, it had predicted 1.01 to 1.14 times the step without offload, and the H200 took 1.01 to 1.13 (`docs/gpus.md`).
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。源头是锁页内存时，“非阻塞”拷贝的调用 0.02 ms 就返回，256 MB 在 4.7 ms 后到齐；源头是可换页内存时，调用要阻塞 28.6 ms。卸载激活值比保留它们多花 33% 的时间，`save_on_cpu` 多花 95%；两者把峰值从 11.2 GB 分别降到 4.2 和 4.1 GB。AdamW 的状态放在主机内存里，一步要花 2.2 倍的时间，峰值减少的正是状态的 877 MB。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。卸载激活值把峰值从 11.2 GB 降到 4.2 GB，时间多 33%，而 `save_on_cpu` 多 95%。源头是锁页内存时，“非阻塞”拷贝的调用 0.02 ms 就返回；源头是可换页内存时，要 28.6 ms 才返回。
 #
-# 模拟的设备说得准吗？对另一个网络，`prefetch` 和 `in_flight` 取九种设置，它预测的时间是不卸载的 1.01 到 1.14 倍，H200 实测是 1.01 到 1.13 倍（见 `docs/gpus.md`）。
+# 模拟的设备说对了。对另一个网络，`prefetch` 和 `in_flight` 取九种设置，它预测的时间是不卸载的 1.01 到 1.14 倍，H200 实测是 1.01 到 1.13 倍（`docs/gpus.md`）。
 #
 # </div>
 

@@ -706,12 +706,12 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# If the global batch stays the same, so does the learning rate. A batch that is $k$ times as large has a less noisy gradient, so the rate is usually raised. For SGD, the **linear scaling rule** multiplies it by $k$, after a warmup (Goyal et al. 2017, up to 8192 images). For Adam, Malladi et al. (2022) derive a **square-root rule**: $\sqrt{k}$ times the rate, and $k$ times $1 - \beta$. Beyond some size, a larger batch saves few steps (McCandlish et al. 2018).
+# If the global batch stays the same, so does the learning rate. A batch $k$ times as large has a less noisy gradient, so the rate is usually raised: for SGD to $k$ times, after a warmup (the **linear scaling rule** of Goyal et al. 2017, up to 8192 images), for Adam to $\sqrt{k}$ times, with $k$ times $1 - \beta$ (the **square-root rule** of Malladi et al. 2022). Beyond some size, a larger batch saves few steps (McCandlish et al. 2018).
 #
 # </div>
 # <div lang="zh">
 #
-# 如果全局批次不变，学习率也不必变。批次变成 $k$ 倍，梯度的噪声变小，所以通常要调高学习率。对 SGD，**线性缩放规则**把学习率乘以 $k$，开头要预热（Goyal et al. 2017，批次最大到 8192 张图像）。对 Adam，Malladi et al.（2022）推导出**平方根规则**：学习率乘以 $\sqrt{k}$，$1 - \beta$ 乘以 $k$。批次超过一定大小之后，再加大也省不了多少步数（McCandlish et al. 2018）。
+# 如果全局批次不变，学习率也不必变。批次变成 $k$ 倍，梯度的噪声变小，所以通常要调高学习率。SGD 用**线性缩放规则**，学习率乘以 $k$，开头要预热（Goyal et al. 2017，批次最大到 8192 张图像）。Adam 用**平方根规则**，学习率乘以 $\sqrt{k}$，$1 - \beta$ 乘以 $k$（Malladi et al. 2022）。批次超过一定大小之后，再加大也省不了多少步数（McCandlish et al. 2018）。
 #
 # </div>
 
@@ -720,12 +720,12 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# The smallest positive number in fp16 is $6 \cdot 10^{-8}$, and numbers below half of it become zero. bf16 has the exponent range of fp32, so it needs no scaler. Here are a thousand gradients between $10^{-11}$ and $10^{-5}$:
+# In fp16, numbers below about $3 \cdot 10^{-8}$ become zero. bf16 has the exponent range of fp32, so it needs no scaler. Here are 1000 gradients between $10^{-11}$ and $10^{-5}$:
 #
 # </div>
 # <div lang="zh">
 #
-# fp16 最小的正数是 $6 \cdot 10^{-8}$，小于它一半的数都变成零。bf16 的指数范围与 fp32 相同，所以不需要缩放器。下面取一千个梯度，在 $10^{-11}$ 到 $10^{-5}$ 之间：
+# 在 fp16 中，大约小于 $3 \cdot 10^{-8}$ 的数都变成零。bf16 的指数范围与 fp32 相同，所以不需要缩放器。下面取 1000 个梯度，在 $10^{-11}$ 到 $10^{-5}$ 之间：
 #
 # </div>
 
@@ -747,12 +747,12 @@ cases["bf16"] = torch.bfloat16, 1
 #
 # <div lang="en">
 #
-# If a gradient is inf or NaN, the scaler skips the step and halves its scale. The scheduler should then wait too, and `stepped` tells it. With a scale of $2^{127}$ the step is skipped:
+# If a gradient is inf or NaN, the scaler skips the step and halves its scale. The scheduler should then wait too, and `stepped` tells it:
 #
 # </div>
 # <div lang="zh">
 #
-# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次更新，并把缩放倍数减半。这时调度器也应当等待，看 `stepped` 就知道。缩放倍数取 $2^{127}$ 时就会跳过：
+# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次更新，并把缩放倍数减半。这时调度器也应当等待，看 `stepped` 就知道：
 #
 # </div>
 
@@ -765,12 +765,12 @@ step = AccumulatedStep(decoder, sgd, text_loss_sum, scaler=scaler, max_norm=0.1)
 # %% [markdown]
 # <div lang="en">
 #
-# `zero_grad` sets gradients to None by default. With zeros, Adam would still move an unused parameter, because its moments contain older gradients:
+# With zeros instead of None, the default of `zero_grad`, Adam would still move an unused parameter by its older gradients:
 #
 # </div>
 # <div lang="zh">
 #
-# `zero_grad` 默认把梯度设成 None。如果设成零，Adam 仍会更新一个没有参与计算的参数，因为它的两个矩里还有旧的梯度：
+# `zero_grad` 默认把梯度设成 None。如果设成零，Adam 仍会按旧的梯度更新一个没有参与计算的参数：
 #
 # </div>
 
@@ -794,7 +794,7 @@ def moves_without_gradient(set_to_none):
 #
 # <div lang="en">
 #
-# Autocast covers only the forward passes. The loss to print is the mean over the tokens of all four micro-batches. The last one's own mean differs from it:
+# Autocast covers only the forward passes. The loss to print is the mean over the tokens of all four micro-batches. The last one's mean differs:
 #
 # </div>
 # <div lang="zh">
@@ -817,7 +817,7 @@ print("more than 0.1 apart:", abs(float(last) / count - true) > 0.1)
 #
 # <div lang="en">
 #
-# BatchNorm takes the mean and variance of one micro-batch, and no divisor repairs that. Layers that compute each sample alone, such as LayerNorm, give equal gradients:
+# BatchNorm takes one micro-batch's mean and variance, and no divisor repairs that. Layers that compute each sample alone, such as LayerNorm, give equal gradients:
 #
 # </div>
 # <div lang="zh">
@@ -892,12 +892,12 @@ print("grad_cache: equal to 1e-9:", error(found[2], found[0]) < 1e-9)
 #
 # <div lang="en">
 #
-# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08), but `set_requires_gradient_sync(False)` makes it keep all until the last micro-batch. For our decoder on 8 ranks, by formula, that is 27.5 MB and one reduction per step, instead of 3.4 MB and eight. In `AccumulatedStep` these are `sync="last"` and `sync="each"`.
+# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08). With `sync="last"`, `AccumulatedStep` makes it keep all until the last micro-batch: for our decoder on 8 ranks, by formula, 27.5 MB instead of 3.4 MB, to reduce once per step instead of eight times.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 的每个进程本来就留着全部梯度。FSDP 的每个进程只留自己的那一份（第 08 课），但用了 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一个微批次。以我们的解码器、8 个进程为例，按公式计算，这样要留 27.5 MB，每步归约一次；否则只留 3.4 MB，每步归约八次。在 `AccumulatedStep` 里分别写成 `sync="last"` 和 `sync="each"`。
+# DDP 的每个进程本来就留着全部梯度。FSDP 的每个进程只留自己的那一份（第 08 课）。但 `AccumulatedStep` 用了 `sync="last"`，就要把全部梯度一直留到最后一个微批次：以我们的解码器、8 个进程为例，按公式计算，要留 27.5 MB 而不是 3.4 MB，换来每步只归约一次，而不是八次。
 #
 # </div>
 
@@ -942,19 +942,19 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `.grad` holds at most 2.1 MB at once instead of 27.5. For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients becomes impossible. With accumulation, the second micro-batch would use other weights than the first, so torchtune's documentation calls both techniques "not compatible".
+# For one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. For eight sequences it was there already, so nothing is saved. Clipping by the norm of all gradients becomes impossible. With accumulation, the second micro-batch would use other weights than the first.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。一条序列时，峰值只降低 6.4 MB，因为峰值移到了反向刚开始的时候。八条序列时，峰值本来就在反向刚开始的时候，所以一点也省不下来。这时无法按全部梯度的范数裁剪。与累积合用时，第二个微批次用的权重已经与第一个不同，所以 torchtune 的文档说两者“不兼容”。
+# 一条序列时，峰值只降低 6.4 MB，因为峰值移到了反向刚开始的时候。八条序列时，峰值本来就在反向刚开始的时候，所以一点也省不下来。这时无法按全部梯度的范数裁剪。与累积合用时，第二个微批次用的权重已经与第一个不同。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **AdamA** combines the two. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end. The first moment equals Adam's. The second adds the squares of the gradients, whereas Adam squares their sum:
+# **AdamA** does combine both: its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end. The first moment equals Adam's. The second adds the squares of the gradients, whereas Adam squares their sum:
 #
 # </div>
 # <div lang="zh">
@@ -977,12 +977,12 @@ f"second moments: {ratio:.1f} of Adam's"
 #
 # <div lang="en">
 #
-# Accumulation costs no FLOPs, but it can cost time, because small kernels leave parts of a GPU idle. This cell measures on your GPU, or shows the record of an H200. There, in fp16, 16 micro-batches of 1 sample take 6.9 times as long as all samples at once, and 4 micro-batches of 4 take 1.6 times. So use the largest micro-batch that fits.
+# Accumulation can cost time, because small kernels leave parts of a GPU idle. This cell measures your GPU, or shows an H200's record: in fp16, 16 micro-batches of 1 sample take 6.9 times as long as all at once. So use the largest micro-batch that fits.
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度累积不增加 FLOPs，却可能增加时间，因为太小的核函数会让 GPU 的一部分计算单元闲着。有 GPU 时，这个单元格现场测量，没有就显示一块 H200 的记录。在那里用 fp16，16 个微批次、每个 1 条样本，用时是一次全部算完的 6.9 倍；4 个微批次、每个 4 条，是 1.6 倍。所以微批次应当取放得下的最大值。
+# 梯度累积可能增加时间，因为太小的核函数会让 GPU 的一部分计算单元闲着。有 GPU 时，这个单元格现场测量，没有就显示一块 H200 的记录：用 fp16，16 个微批次、每个 1 条样本，用时是一次全部算完的 6.9 倍。所以微批次应当取放得下的最大值。
 #
 # </div>
 
@@ -1016,12 +1016,12 @@ lesson_05.check_largest_micro_batch(max(fits))
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 5.** A micro-batch of $m$ samples takes $5 + m$ milliseconds. Which is the smallest $m$ among 1, 2, 4, 8, 16, 32 and 64 that computes at least 80% as many samples per second as $m = 64$?
+# **Exercise 5.** A micro-batch of $m$ samples takes $5 + m$ milliseconds. Which smallest power of two computes at least 80% as many samples per second as $m = 64$?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** $m$ 个样本的微批次要 $5 + m$ 毫秒。$m$ 取 1、2、4、8、16、32、64 之一，要让每秒样本数至少达到 $m = 64$ 时的 80%，$m$ 最小是多少？
+# **练习 5。** $m$ 个样本的微批次要 $5 + m$ 毫秒。$m$ 取二的幂，要让每秒样本数至少达到 $m = 64$ 时的 80%，$m$ 最小是多少？
 #
 # </div>
 
@@ -1037,17 +1037,6 @@ lesson_05.check_fast_micro_batch(min(fast))
 
 # %% [markdown]
 # ## 5.20 More claims / 更多的说法
-#
-# <div lang="en">
-#
-# The last two claims are from the teaching documents that preceded the course. For the second, 60 samples come in micro-batches of 4, and `every` is 4.
-#
-# </div>
-# <div lang="zh">
-#
-# 后两条出自本课程取材的教学文档。检验第二条用 60 个样本，每个微批次 4 个，`every` 也是 4。
-#
-# </div>
 
 # %%
 used = 60 // (4 * 4) * (4 * 4)  # samples in complete groups

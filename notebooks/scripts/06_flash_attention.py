@@ -1048,7 +1048,7 @@ table(["", "N = 1024", "N = 2048"], rows)
 #
 # <div lang="en">
 #
-# The library has one kernel for forward and two for backward: one sums dK and dV over the queries, the other sums dQ over the keys. The cells count the products of each kernel, and compare the gradients with the torch backend for 40 tokens, without and with a causal mask.
+# The library has one kernel for forward and two for backward: one sums dK and dV over the queries, the other sums dQ over the keys. The cells count each kernel's products, and compare the gradients with the torch backend for 40 tokens, without and with a causal mask.
 #
 # </div>
 # <div lang="zh">
@@ -1080,17 +1080,6 @@ masks = (False, True) if triton else ()
 
 # %% [markdown]
 # ## 6.19 Older claims / 更早的说法
-#
-# <div lang="en">
-#
-# These claims come from the teaching documents that preceded this course.
-#
-# </div>
-# <div lang="zh">
-#
-# 这些说法出自本课程的前身，即几份教学文档。
-#
-# </div>
 
 # %% jupyter={"source_hidden": true}
 in_bf16 = kept(flash_attention, 1024, torch.bfloat16)
@@ -1119,12 +1108,12 @@ lesson_06.older_claims(
 #
 # <div lang="en">
 #
-# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them beside the kernels of PyTorch. Without a GPU it shows what an H200 took for forward and backward with a causal mask and 4096 tokens: the course's kernels 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's backward takes a workspace. The course's kernels need none, but compute 7 products in backward instead of 5.
+# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them beside PyTorch's. Without a GPU it shows what an H200 took for both passes with a causal mask and 4096 tokens: the course's kernels 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's backward takes a workspace, the course's kernels need none.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示在一块 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token。本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区，代价是反向要做 7 次矩阵乘法，而不是 5 次。
+# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示在一块 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token。本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区。
 #
 # </div>
 

@@ -113,7 +113,7 @@ OLDER_CLAIMS = (
     ),
     Claim(
         "The last, partial group can be ignored.",
-        "samples whose gradients are never used",
+        "samples whose gradients are never used: 60 samples in micro-batches of 4, `every=4`",
         (
             "Their gradients are lost. If they are never cleared, they enter the next epoch's first"
             " step. Update with them, too."
