@@ -146,3 +146,20 @@ def test_real_floating_point_tensor_is_refused():
     real = torch.ones(2)
     with symbolic(), pytest.raises(AssertionError, match=r"Found in aten\.mul\.Tensor"):
         real * 2
+
+
+def counters():
+    count, whole = torch.tensor(0.0), torch.tensor(3)
+    alias = count.view(1)
+    count += 1
+    count.add_(2.5)
+    whole += 2
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        whole.add_(0.5)
+    return count.item(), alias.item(), (count * 2).item(), whole.item()
+
+
+def test_known_counters_count_like_real_ones():
+    with symbolic():
+        counted = counters()
+    assert counted == counters() == (3.5, 3.5, 7.0, 5)

@@ -33,6 +33,8 @@ _PLAIN = (
 )
 _DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_ADD = torch.ops.aten.add_.Tensor
 _known: dict[tuple, tuple | None] = {}
 
 
@@ -62,6 +64,14 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
         return args[0].fake_device
     if func is _LIFT and type(args[0]) is Tensor and args[0].dim() == 0:
         return _constant(mode, args[0])
+    # Optimizers count their steps with these two operators.
+    if func in (_ITEM, _ADD) and (known := getattr(args[0], "constant", None)) is not None:
+        if func is _ITEM:
+            return known.item()
+        if len(args) == 2 and type(args[1]) in (int, float) and not kwargs:
+            with torch._C._DisableTorchDispatch():
+                known.add_(args[1])
+            return args[0]
     odd = (
         torch.is_inference_mode_enabled()
         or torch.Tag.inplace_view in func.tags
