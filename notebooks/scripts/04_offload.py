@@ -1171,11 +1171,12 @@ def trained(kind, **options):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
+    return list(model.parameters()), optimizer
 
 
-weights = trained(torch.optim.AdamW)
-[all(map(torch.equal, weights, trained(OffloadedOptimizer, fraction=r))) for r in (0, 0.25, 0.5, 1)]
+weights, _ = trained(torch.optim.AdamW)
+runs = [trained(OffloadedOptimizer, fraction=fraction) for fraction in (0, 0.25, 0.5, 1)]
+[all(map(torch.equal, weights, found)) for found, _ in runs]
 
 # %%
 peaks = {"0": {16: all_above, 4: all_above}, "0.5": {}, "1.0": measured}
@@ -1191,19 +1192,14 @@ table(["fraction", *(text("pages of {mib} MiB", mib=mib) for mib in (16, 4))], r
 # </div>
 # <div lang="zh">
 #
-# 只卸载一半状态、每页 16 MiB 时，一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。下面做三步：
+# 只卸载一半状态、每页 16 MiB 时，一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。上面的五步就是这样：
 #
 # </div>
 
 # %%
-model = deep_mlp(depth=8, width=256)
-adam, count = OffloadedOptimizer(model.parameters()), sum(p.numel() for p in model.parameters())
-for _ in range(3):
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    adam.step()
-rows = [("copied to the file", 3 * 8 * count, adam.store.stats.bytes_down)]
-predictions([*rows, ("copied back", 2 * 8 * count, adam.store.stats.bytes_up)], unit="bytes")
+copied, count = runs[-1][1].store.stats, sum(weight.numel() for weight in weights)
+rows = [("copied to the file", 5 * 8 * count, copied.bytes_down)]
+predictions([*rows, ("copied back", 4 * 8 * count, copied.bytes_up)], unit="bytes")
 
 # %% [markdown]
 # ## 4.19 A training script, and the next batch / 一个训练脚本，以及下一个批次

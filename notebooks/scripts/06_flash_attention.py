@@ -995,20 +995,7 @@ lesson_06.check_probabilities(probabilities)
 # </div>
 
 # %% jupyter={"source_hidden": true}
-sizes, rows = {"sequence": 4096, "head_dim": 64}, []
-for name, options in {
-    "standard, forward": {"kind": "standard"},
-    "standard, backward": {"kind": "standard", "pass_": "backward"},
-    "flash, forward": {"kind": "flash"},
-    "flash, backward": {"kind": "flash", "pass_": "backward"},
-    "flash, backward in two passes": {"kind": "flash", "pass_": "backward", "tile_passes": 2},
-}.items():
-    cost = attention_cost(**sizes, **options)
-    times = f"{1e6 * cost.flops / 312e12:.0f}; {1e6 * cost.moved_bytes / 2e12:.0f}"
-    moved = round(cost.moved_bytes / 1e6, 1)
-    rows.append((name, round(cost.flops / 1e9, 1), moved, round(cost.arithmetic_intensity), times))
-headings = ["N = 4096, d = 64, bf16", "GFLOPs", "moved (MB)", "FLOPs per byte"]
-table([*headings, "time (µs): compute; memory"], rows)
+lesson_06.costs_of_both_passes(sequence=4096, head_dim=64)
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
 from timeit import repeat

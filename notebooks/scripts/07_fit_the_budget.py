@@ -893,7 +893,7 @@ lesson_07.recipe_fields(others=True)
 #
 # <div lang="en">
 #
-# A decoder of 99 million parameters trains on two sequences of 384 tokens. Its weights take 396 MB, and the baseline takes 2,793 MB. Does it fit into 550 MB?
+# A decoder of 99 million parameters trains on two sequences of 384 tokens. Its weights take 396 MB, the baseline 2,793 MB. Does it fit into 550 MB?
 #
 # </div>
 # <div lang="zh">
@@ -953,7 +953,7 @@ lesson_07.what_fills(["1", "2"], halves)
 # %% [markdown]
 # <div lang="en">
 #
-# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two micro-batches, all gradients of the first one are held (140 MB), and the embedding gradient of the second one is added. Micro-batches help where activations fill the peak.
+# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two micro-batches, all gradients of the first are held (140 MB), and the embedding gradient of the second is added. Micro-batches help where activations fill the peak.
 #
 # </div>
 # <div lang="zh">
@@ -976,7 +976,7 @@ lesson_07.what_fills(["1", "2"], halves)
 #
 # 换成 66 亿和 647 亿参数的解码器，bf16 加 fp32 主权重，用 Adam，一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。
 #
-# **先猜**：训练小的那个，至少要多大的设备？大的呢？
+# **先猜**：训练小模型，至少要多大的设备？大模型呢？
 #
 # </div>
 
@@ -1012,14 +1012,14 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 # %% [markdown]
 # <div lang="en">
 #
-# The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, and 777 GB of state are on the host.
+# The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, with 777 GB of state on the host.
 #
 # A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">
 #
-# 小的那个能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 141 GB 的设备上训练，峰值 137 GB，另有 777 GB 的状态放在主机内存里。
+# 小模型能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 141 GB 的设备上训练，峰值 137 GB，另有 777 GB 的状态放在主机内存里。
 #
 # 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.8 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。
 #

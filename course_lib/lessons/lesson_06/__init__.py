@@ -16,6 +16,7 @@ from .checks import (
     check_probabilities,
 )
 from .display import (
+    costs_of_both_passes,
     draw_causal_tiles,
     draw_errors,
     draw_passes,
@@ -39,6 +40,7 @@ __all__ = [
     "check_kernel",
     "check_log_sum_exp",
     "check_probabilities",
+    "costs_of_both_passes",
     "draw_causal_tiles",
     "draw_errors",
     "draw_passes",
