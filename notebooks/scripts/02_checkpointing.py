@@ -20,7 +20,7 @@
 #
 # 在第 01 课的训练步里，八层一共保存 168 MB 的激活值。只要加一行代码，解码器就会忘掉这些激活值，用到时再重新计算。峰值从 277.7 MB 降到 134.0 MB，梯度逐比特相等。
 #
-# 再把这八层单独拿出来，不要嵌入层和输出头，只给其中一层加上同一行代码。加在某一层上，内存一点也没有省下来。这是哪一层？为什么？
+# 再把这八层单独拿出来，不要嵌入层和输出头，只给其中一层加上同一行代码。其中有一层，加了检查点，内存却一点也没有省下来。这是哪一层？为什么？
 #
 # </div>
 
@@ -119,7 +119,7 @@ lesson_02.draw_order(heard)
 #
 # - `context.save_for_backward(x)` keeps a tensor, and `context.saved_tensors` returns it in backward.
 # - Inside a Function, no graph is recorded. `torch.enable_grad()` turns recording on.
-# - `x.detach().requires_grad_()` is the same tensor at the beginning of a new graph.
+# - `x.detach().requires_grad_()` shares the data of x and begins a new graph.
 # - `torch.autograd.backward(output, gradient)` goes backward through that graph, and leaves gradients in `.grad`.
 #
 # </div>
@@ -129,7 +129,7 @@ lesson_02.draw_order(heard)
 #
 # - `context.save_for_backward(x)` 保存一个张量，反向时从 `context.saved_tensors` 取回。
 # - Function 内部不记录计算图，`torch.enable_grad()` 把记录打开。
-# - `x.detach().requires_grad_()` 还是那个张量，只是成了一张新计算图的起点。
+# - `x.detach().requires_grad_()` 与 x 共用数据，并成为一张新计算图的起点。
 # - `torch.autograd.backward(output, gradient)` 沿这张图做反向，梯度放进 `.grad`。
 #
 # </div>
@@ -244,7 +244,7 @@ table(["checkpoint", "gradients equal"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Data need no gradient. Give them to the block, and let a head follow. **Guess first:** how many of the block's 12 parameters get a gradient, with your checkpoint, and with PyTorch's if you leave out `use_reentrant`?
+# Data need no gradient. Pass them to the block, and add a head after it. **Guess first:** how many of the block's 12 parameters get a gradient, with your checkpoint, and with PyTorch's if you leave out `use_reentrant`?
 #
 # </div>
 # <div lang="zh">
@@ -403,14 +403,14 @@ table(["saved around the last of the layers alone (bytes)"], [[alone[None] - alo
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
 #
-# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. So does a checkpoint around the only layer of a network. Around layers 0 to 5, it saves the layer except its input. Around layer 6 it saves 2 MB less, because the gradients of layer 7 have arrived by then.
+# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. So does a checkpoint around the only layer of a network. Around layers 0 to 5, it saves the layer except its input. Around layer 6 it saves 2 MB less, because the gradients of layer 7 already exist then.
 #
-# In the decoder, even the last layer's checkpoint saves memory, because the peak comes earlier, during the backward pass of the loss. Three tensors as large as the logits (25 MB) are in memory then. First ask when the peak is, then what is in memory.
+# In the decoder, even the last layer's checkpoint saves memory, because the peak comes earlier, during the backward pass of the loss. Three tensors as large as the logits (25 MB) are in memory then. First ask when the peak occurs, then what is in memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 检查点省下的，是**峰值那一刻**不在内存里的东西。反向从最后一层开始，所以这一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给它加检查点什么也省不了，还要多占 5,056 字节来保存发生器的状态。只有一层的网络也是如此。给第 0 到第 5 层中的一层加，省下的是这一层的激活值减去它的输入。给第 6 层加要少省 2 MB，因为它重新算出来时，第 7 层的梯度已经产生。
+# 检查点省下的，是**峰值那一刻**不在内存里的东西。反向从最后一层开始，所以这一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给它加检查点什么也省不了，还要多占 5,056 字节来保存随机数发生器的状态。只有一层的网络也是如此。给第 0 到第 5 层中的一层加，省下的是这一层的激活值减去它的输入。给第 6 层加检查点，会少省 2 MB，因为它重新算出来时，第 7 层的梯度已经产生。
 #
 # 在解码器里，给最后一层加检查点也能省内存，因为峰值出现得更早，在损失的反向那里。那一刻有三个 logits 大小的张量，共 25 MB。所以要先问峰值在什么时候，再问那一刻内存里有什么。
 #
@@ -421,7 +421,7 @@ table(["saved around the last of the layers alone (bytes)"], [[alone[None] - alo
 #
 # <div lang="en">
 #
-# The same step can be run in five ways. **Selective checkpointing** keeps the results of some operators and recomputes the others. Here it keeps the products of the linear layers. A Linear with a bias calls `addmm`, and one without a bias calls `mm`. **Guess first:** one more forward pass is what share of a step's FLOPs? For each product of forward, backward computes two, for the gradients of the input and of the weight.
+# The same step can be run in five ways. **Selective checkpointing** keeps the results of some operators and recomputes the others. Here it keeps the products of the linear layers. A Linear with a bias calls `addmm`, and one without a bias calls `mm`. **Guess first:** what share of a step's FLOPs is one more forward pass? For each product of forward, backward computes two, for the gradients of the input and of the weight.
 #
 # </div>
 # <div lang="zh">
@@ -491,7 +491,7 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Pairs need more memory with 8 layers and less with 48. Both peaks are linear in the depth, and the lines cross at 40 layers. In our usual step, pairs need more at any depth here: the gradients that arrive take more memory than the inputs that are released.
+# Pairs of layers need more memory with 8 layers and less with 48. Both peaks are linear in the depth, and the lines cross at 40 layers. In our usual step, pairs need more at any depth here: the gradients that arrive take more memory than the inputs that are released.
 #
 # </div>
 # <div lang="zh">
@@ -505,7 +505,7 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 #
 # <div lang="en">
 #
-# The head with its loss is a block, too, and often the largest one. At the peak it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, these have 131 MB each. Divide the tokens into **chunks** and put a checkpoint around each, and the logits never exist whole.
+# The head with its loss is a block, too, and often the largest one. At the peak it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, these take 131 MB each. Divide the tokens into **chunks** and put a checkpoint around each, and the logits never exist whole.
 #
 # **Exercise 4.** Write this loss in about eight lines. It must equal `F.cross_entropy(hidden @ weight.T, targets)`, also if the last chunk is shorter. `chunk` is a number of tokens. The loss is the mean over the targets that count. A target of −100 does not count (`ignore_index`). In fine-tuning, prompts and padding have this target.
 #
@@ -580,12 +580,12 @@ table(["tokens in a chunk", "one backward for the whole loss", "a backward per c
 # %% [markdown]
 # <div lang="en">
 #
-# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column reaches its floor, 3. The second column approaches 2, the gradient so far and the next chunk's, and nothing is recomputed. Fused losses such as Liger's do this already in forward.
+# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column reaches its floor, 3. The second column approaches 2 (the accumulated gradient and the next chunk's), and nothing is recomputed. Fused losses such as Liger's do this already in forward.
 #
 # </div>
 # <div lang="zh">
 #
-# 表中峰值以词表矩阵的大小（33 MB）为单位。一个小段有 1024 个 token，就等于不分段，峰值是矩阵的 12 倍，即 393 MB。小段变小时，第一列降到下限 3 就不再降；第二列继续降向 2，也就是目前的梯度和下一小段的梯度，而且没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
+# 表中峰值以词表矩阵的大小（33 MB）为单位。如果一个小段有 1024 个 token，就等于不分段，峰值是矩阵的 12 倍，即 393 MB。小段变小时，第一列降到下限 3 就不再降；第二列继续降向 2，也就是目前的梯度和下一小段的梯度，而且没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
 #
 # </div>
 
@@ -981,7 +981,7 @@ lesson_02.repeats()
 # %% [markdown]
 # <div lang="en">
 #
-# BatchNorm's output is right, but its running statistics move twice for one batch. They must stand still during the recomputation:
+# BatchNorm's output is right, but its running statistics move twice for one batch. They must not change during the recomputation:
 #
 # </div>
 # <div lang="zh">
@@ -1088,7 +1088,7 @@ lesson_02.older_claims()
 # </div>
 # <div lang="zh">
 #
-# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要问一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在一块 H200 上测得的结果。
+# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在一块 H200 上测得的结果。
 #
 # 在这块 H200 上训练一个 bf16 的 Llama 时，用 `keep_mm` 没有一次乘法要做两遍，却要多花 23% 的时间。检查点和 `compile()` 一起用，前向加反向的用时与两样都不用时一样。
 #

@@ -164,7 +164,7 @@ lesson_03.decision_table({8: eight, 48: deep})
 #
 # With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB instead of 195.2, for 1.21 times the FLOPs. With 48 layers **pairs** have the lowest peak. Products kept and the compiler's budget save nearly half for about 2% more FLOPs. The loss in chunks saves 18 MB at both depths, because a model has only one loss.
 #
-# Why does the order change? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the inputs of $L / g$ groups are kept, and one group is recomputed as a whole: $\frac{L}{g} B + g A$. Pairs save $\frac{L}{2} B$ of inputs and add one more $A$. So they pay **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, so that is 40 layers.
+# Why does the order change? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the inputs of $L / g$ groups are kept, and one group is recomputed as a whole: $\frac{L}{g} B + g A$. Pairs save $\frac{L}{2} B$ of inputs and add one more $A$. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, so that is 40 layers.
 #
 # And in a model that people train? Here is one layer of Llama 3 8B in bf16, for a sequence of 4096 tokens:
 #
@@ -173,7 +173,7 @@ lesson_03.decision_table({8: eight, 48: deep})
 #
 # 8 层时，**每层一个检查点**的峰值最低：从 195.2 MB 降到 36.7 MB，FLOPs 是基线的 1.21 倍。48 层时，峰值最低的变成**两层合用一个**。保留乘积和编译器的预算只多花约 2% 的 FLOPs，却省下将近一半。损失分小段在两种深度下都省 18 MB，因为一个模型只有一个损失。
 #
-# 为什么名次变了？设一层为自己的反向保存 $A$ 字节，它的输入占 $B$ 字节。$L$ 层分成组，每组 $g$ 层，就要留住 $L / g$ 组的输入，并且整组整组地重计算，共 $\frac{L}{g} B + g A$。两层一组时，输入少留 $\frac{L}{2} B$，重计算的那一组却多出一个 $A$。所以**从 $L = 2 A / B$ 层起**，两层一组才划算。在这个解码器里，$A$ 是 $B$ 的 20 倍，因此是从 40 层起。
+# 为什么名次变了？设一层为自己的反向保存 $A$ 字节，它的输入占 $B$ 字节。$L$ 层分成组，每组 $g$ 层，就要留住 $L / g$ 组的输入，并且整组地重计算，内存共 $\frac{L}{g} B + g A$。两层一组时，输入少留 $\frac{L}{2} B$，重计算的那一组却多出一个 $A$。所以**从 $L = 2 A / B$ 层起**，两层一组才划算。在这个解码器里，$A$ 是 $B$ 的 20 倍，因此是从 40 层起。
 #
 # 那么大家真正训练的模型呢？下面是 Llama 3 8B 的一层，用 bf16，输入一条 4096 个 token 的序列：
 #
@@ -216,7 +216,7 @@ print(f"A = {kept / 1e6:.1f} MB, B = {its_input / 1e6:.1f} MB, 2A/B = {2 * kept 
 #
 # <div lang="en">
 #
-# Where layers keep little, groups pay early. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, Linear and GELU, with activations of 1000 × 25 numbers. A layer keeps $A = 2B$, because Linear and GELU each save their input. A boundary between segments keeps $B$ = 100,000 bytes.
+# Where layers keep little, groups save memory even with few layers. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, Linear and GELU, with activations of 1000 × 25 numbers. A layer keeps $A = 2B$, because Linear and GELU each save their input. A boundary between segments keeps $B$ = 100,000 bytes.
 #
 # `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each except the last. Are the gradients equal?
 #
@@ -238,7 +238,7 @@ framework = partial(checkpoint_sequential, use_reentrant=False, preserve_rng_sta
 plain, tenths = (in_segments, [0, 100]), (framework, 10)  # one segment has no checkpoint
 table(["gradients equal"], [[lesson_03.equal_gradients(hundred, x, plain, tenths)]])
 
-# %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会平滑吗？"}
+# %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会连成平滑的曲线吗？"}
 # <div lang="en">
 #
 # How does the peak depend on the number $k$ of segments? The inputs of $k$ segments, one segment of $L/k$ layers, and the gradient that is handed on make $k B + \frac{L}{k} A + B$, which is a smooth curve. **Guess first:** will the measured points be smooth, too?
@@ -246,7 +246,7 @@ table(["gradients equal"], [[lesson_03.equal_gradients(hundred, x, plain, tenths
 # </div>
 # <div lang="zh">
 #
-# 峰值随段数 $k$ 怎样变化？$k$ 段的输入、一个 $L/k$ 层的段，再加正在往回传的梯度，共 $k B + \frac{L}{k} A + B$，这是一条平滑的曲线。**先猜**：测得的点也会平滑吗？
+# 峰值随段数 $k$ 怎样变化？$k$ 段的输入、一个 $L/k$ 层的段，再加正在往回传的梯度，共 $k B + \frac{L}{k} A + B$，这是一条平滑的曲线。**先猜**：测得的点也会连成平滑的曲线吗？
 #
 # </div>
 
@@ -384,7 +384,7 @@ lesson_03.check_best_count(best_count)
 #
 # 与 $2 \sqrt{L A B}$ 相比，差一个因子 $1 / \sqrt 2$。
 #
-# **练习 3。** 段长是整数，所以公式还不是切法。写出 `tapered(depth)`，返回切口，例如 7 层时是 `[0, 4, 6, 7]`，要求没有别的切法峰值更低。检查会在许多深度上，把你的切法与所有切法比较。
+# **练习 3。** 段长必须是整数，所以公式还不能直接用作切法。写出 `tapered(depth)`，返回切口，例如 7 层时是 `[0, 4, 6, 7]`，要求没有别的切法峰值更低。检查会在许多深度上，把你的切法与所有切法比较。
 #
 # </div>
 
@@ -473,7 +473,7 @@ lesson_03.budget_table(compiled, layers16, x, budgets)
 # %% [markdown]
 # <div lang="en">
 #
-# At 0.75 the peak falls for no FLOPs: only GELUs run again, and FLOPs count only matrix products. Then the saved bytes fall further, and the peak **rises**, at 0 far above the peak with everything kept. The solver that chooses knows how many bytes each result takes and how many FLOPs it costs. It does not know how long a recomputed result lives. At 0.25 the first seven Linears' results are kept and nothing of the last nine layers, so backward begins with recomputing these nine at once. Section 3.16 shows that, and halves the peak.
+# At 0.75 the peak falls for no FLOPs: only GELUs run again, and FLOPs count only matrix products. Then the saved bytes fall further, and the peak **rises**: at 0 it is far above the peak with everything kept. The solver that chooses knows how many bytes each result takes and how many FLOPs it costs. It does not know how long a recomputed result lives. At 0.25 the first seven Linears' results are kept and nothing of the last nine layers, so backward begins with recomputing these nine at once. Section 3.16 shows that, and halves the peak.
 #
 # On our decoder, 0.5 was a good choice: a peak of 105.9 MB for 1.02 times the FLOPs. So start with 0.5, and measure the peak of your model, because fewer saved bytes are not a lower peak. Four segments of the same 16 layers peak at 13 (section 3.12).
 #
@@ -604,7 +604,7 @@ lesson_03.check_recurrence(fastest)
 # </div>
 # <div lang="zh">
 #
-# 往前跑要做的前向用时 $f_i + \dots + f_{e-1}$。然后第 $e$ 到第 $n$ 级有 $R - B_{e-1}$ 字节可用，因为留住的那份输入要占一部分。做完之后这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
+# 往前跑时要做的前向，共用时 $f_i + \dots + f_{e-1}$。然后第 $e$ 到第 $n$ 级有 $R - B_{e-1}$ 字节可用，因为留住的那份输入要占一部分。做完之后这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
 #
 # 库里的 `optimal` 就是你的递推式，只是能用于长链，并且给出调度本身。`frontier` 一次算出所有预算，也就是**帕累托前沿**：前沿上的每一点都不被支配，这类调度里找不到另一个，字节和时间都不比它差。
 #
@@ -682,7 +682,7 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nHere the model had whole stages only. Which choices did it leave out?", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n这里的模型只有整级。它漏掉了哪些选择？"}
 # <div lang="en">
 #
-# Pairs lie on the frontier, and the other ways lie below it. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. So a checkpoint around each layer takes 36.7 MB for 1.21 times the FLOPs, where whole stages take 1.31 times. A search that may stop early, too, finds the second frontier. Products kept and the compiler lie below both: they recompute single operators instead of whole stages.
+# Pairs lie on the frontier, and the other ways lie below it. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. So a checkpoint around each layer takes 36.7 MB for 1.21 times the FLOPs, where whole stages take 1.31 times. A search that may stop early, too, finds the second frontier. Keeping products and the compiler's budget lie below both frontiers: they recompute single operators instead of whole stages.
 #
 # **A proof of optimality is a proof about a model**, and this model had whole stages only. For a transformer the choice within a layer matters more than the choice among layers. The search pays where stages differ by much, as in the pyramid.
 #
@@ -833,12 +833,12 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267), cut finer than stages. The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM, on GitHub (claims two and three).
+# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267), schedule units smaller than stages. The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM, on GitHub (claims two and three).
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Griewank 1992，*Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*，Optimization Methods and Software 1。Griewank 和 Walther 2000，*Algorithm 799: revolve*，ACM TOMS 26(1)。Beaumont et al. 2019，*Optimal checkpointing for heterogeneous chains*，arXiv:1911.13214：递推式的来源，其程序叫 **rotor**。Jain et al. 2019，*Checkmate*，arXiv:1910.02653。Zhao et al. 2023，*Rockmate*，arXiv:2307.01236，以及 Gusak et al. 2025，*HiRemate*，ICML（PMLR 267），切得比级更细。`checkpoint_schedules`，出自 Firedrake 项目的软件包。PyTorch 的 `torch._functorch.partitioners`（我们读过并运行过其源码）。GitHub 上 cybertronai/gradient-checkpointing（2018）和 NVIDIA/Megatron-LM 的 README（第二、三条说法）。
+# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Griewank 1992，*Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*，Optimization Methods and Software 1。Griewank 和 Walther 2000，*Algorithm 799: revolve*，ACM TOMS 26(1)。Beaumont et al. 2019，*Optimal checkpointing for heterogeneous chains*，arXiv:1911.13214：递推式的来源，其程序叫 **rotor**。Jain et al. 2019，*Checkmate*，arXiv:1910.02653。Zhao et al. 2023，*Rockmate*，arXiv:2307.01236，以及 Gusak et al. 2025，*HiRemate*，ICML（PMLR 267），调度的单位比级更小。`checkpoint_schedules`，出自 Firedrake 项目的软件包。PyTorch 的 `torch._functorch.partitioners`（我们读过并运行过其源码）。GitHub 上 cybertronai/gradient-checkpointing（2018）和 NVIDIA/Megatron-LM 的 README（第二、三条说法）。
 #
 # </div>
 
@@ -949,7 +949,7 @@ five = lesson_03.five_stages()
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 修改这张清单，使它不超过 13 字节，用时少于 80。在途中留住一份输入，又在那一级的反向之前把它释放。这样在哪里能少跑一遍？
+# **练习 5。** 修改这张清单，使它不超过 13 字节，用时少于 80。请在往前跑的途中留住一份输入，并在那一级的反向之前释放它。这样在哪里能少跑一遍？
 #
 # </div>
 
@@ -1163,7 +1163,7 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 四个槽、空跑三次，可以反向走完 $\binom{7}{4} = 35$ 级。一千个级、32 个槽，每级要多做 2.4 次前向。
+# 四个槽、空跑三次，可以反向走完 $\binom{7}{4} = 35$ 级。如果有一千个级、32 个槽，每级要多做 2.4 次前向。
 #
 # 图上是 16 个级的三种调度，每级保存两份激活值，三种的峰值都是 8。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只留输入的前向，灰色是什么也不留的前向，红色是反向。格子右边的浅色带表示这些张量留到什么时候。
 #
@@ -1223,14 +1223,14 @@ evenly
 #
 # The spread choice saves the same bytes for the same FLOPs as the first seven, and has half the peak. The solver sees bytes and FLOPs, which are alike for all sixteen. **Which** results are kept decides.
 #
-# Checkmate solves such a choice as an integer program over the graph. Rockmate (arXiv:2307.01236) treats the graph of each block in this way, and combines the blocks by the recurrence of section 3.6. HiRemate does it on several levels.
+# Checkmate solves such a choice as an integer program over the graph. Rockmate (arXiv:2307.01236) treats the graph of each block in this way, and combines the blocks by the recurrence of section 3.6. HiRemate repeats these two steps on several levels.
 #
 # </div>
 # <div lang="zh">
 #
 # 均匀选出的七个，与前七个相比，保存的字节相同，FLOPs 也相同，峰值却只有一半。求解器看到的只有字节和 FLOPs，而十六个结果的字节和 FLOPs 都一样。关键在于留下的是**哪些**结果。
 #
-# Checkmate 把这种选择写成图上的整数规划来解。Rockmate（arXiv:2307.01236）用同样的办法处理每个块的图，再用 3.6 节的递推式把各块组合起来。HiRemate 则分好几层来做。
+# Checkmate 把这种选择写成图上的整数规划来解。Rockmate（arXiv:2307.01236）用同样的办法处理每个块的图，再用 3.6 节的递推式把各块组合起来。HiRemate 在几个层次上重复这两步。
 #
 # </div>
 
@@ -1268,7 +1268,7 @@ table(["trap", "found"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# These four claims stood in the teaching documents from which this course grew. The first two speak of layers that keep one activation, such as Linear and Tanh.
+# These four claims stood in the teaching documents from which this course grew. The first two are about layers that keep one activation, such as Linear and Tanh.
 #
 # </div>
 # <div lang="zh">

@@ -279,7 +279,7 @@ lesson_09.draw_techniques(found, BUDGET)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three techniques.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前，把同样的几步做两遍，一遍什么都不用，一遍三种技术全用。\n\n**先猜**：权重会逐比特相等吗？"}
+# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three techniques.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前，把同样的几步做两遍，一遍作为基线，一遍三种技术全用。\n\n**先猜**：权重会逐比特相等吗？"}
 # ## 9.4 Equal first / 先看是否相等
 #
 # <div lang="en">
@@ -289,7 +289,7 @@ lesson_09.draw_techniques(found, BUDGET)
 # </div>
 # <div lang="zh">
 #
-# 省下内存，还要训练结果不变才算数。所以把同样的几步运行两遍，文本只取一半长，一遍什么都不用，一遍三种技术全用。**先猜**：权重会逐比特相等吗？第 07 课里是相等的。
+# 省下内存，还要训练结果不变才算数。所以把同样的几步运行两遍，文本只取一半长，一遍作为基线，一遍三种技术全用。**先猜**：权重会逐比特相等吗？第 07 课里是相等的。
 #
 # </div>
 
