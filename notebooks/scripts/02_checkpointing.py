@@ -954,12 +954,8 @@ def selective():
 
 
 block = DecoderLayer(256, 8)
-expected, flops = gradients(block(x)), {}
-for name, options in {"none kept": {}, "products kept": {"context_fn": selective}}.items():
-    with lesson_02.flop_counter() as counter:
-        found = gradients(checkpoint(block, x, use_reentrant=False, **options))
-    flops[name] = all(map(torch.equal, expected, found)), counter.get_total_flops()
-table(["kept", "gradients equal", "FLOPs"], [(name, *each) for name, each in flops.items()])
+contexts = {"none kept": None, "products kept": selective}
+lesson_02.compare_kept(gradients, block, x, contexts)
 
 # %% [markdown]
 # ## 2.16 Random numbers and state / 随机数与状态
@@ -998,11 +994,7 @@ def run_twice(norm):
     return nullcontext(), lesson_02.statistics_unchanged(norm)  # for the first run, for the second
 
 
-norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()
-still = partial(run_twice, norm)
-checkpoint(norm, images, use_reentrant=False, context_fn=still).exp().sum().backward()
-share = round(float((norm.running_mean / images.detach().mean(0)).mean()), 2)
-table(["running mean / batch mean", "batches counted"], [(share, int(norm.num_batches_tracked))])
+lesson_02.statistics_after(run_twice)
 
 # %% [markdown]
 # ## 2.17 Attention over longer sequences / 更长序列上的注意力
@@ -1061,17 +1053,7 @@ table(["log", "losses equal"], [(f"`{log[0]}`", losses == without)])
 # %%
 from torch.utils.checkpoint import checkpoint_sequential
 
-from course_lib.memory import MemoryMeter
-from course_lib.models import deep_mlp
-
-network, data, rows = deep_mlp(depth=16, width=256), torch.randn(512, 256), []
-for segments in (1, 2, 4, 8):
-    network.zero_grad()
-    with MemoryMeter(network) as meter:
-        output = checkpoint_sequential(network, segments, data, use_reentrant=False)
-        output.square().mean().backward()
-    rows.append((segments, round(meter.peak_bytes / 1e6, 1)))
-table(["segments", "peak (MB)"], rows)
+lesson_02.peaks_of_segments(partial(checkpoint_sequential, use_reentrant=False))
 
 # %%
 lesson_02.older_claims()

@@ -876,22 +876,10 @@ def predicted_for(depth, k):
     return predicted_peak(framework_cuts(depth, k))
 
 
-tried = {16: (2, 4, 5, 6, 8, 16), 36: (3, 6, 8, 9, 12, 13, 36), 64: (4, 8, 11, 16, 22, 64)}
-sweeps = {}
-for depth, ks in tried.items():
-    peaks = {k: lesson_03.peak_and_flops(framework, hundred[:depth], k)[0] for k in ks}
-    sweeps[depth] = peaks
-lesson_03.draw_sweeps(sweeps, predicted_for)
+lesson_03.draw_other_depths(framework, hundred, predicted_for)
 
 # %% jupyter={"source_hidden": true}
-rows = []
-for depth in (16, 36, 50, 64):
-    cuttings = {"√L": balanced(depth, round(depth**0.5)), "tapered": tapered(depth)}
-    cuttings["k*"] = balanced(depth, round((2 * depth) ** 0.5))
-    for name, cuts in cuttings.items():
-        measured = round(measured_peak(cuts) / B, 1)
-        rows.append((depth, name, len(cuts) - 1, predicted_peak(cuts) // B, measured))
-table(["L", "cut", "segments k", "predicted (units of B)", "measured (units of B)"], rows)
+lesson_03.compare_cuts(balanced, tapered, predicted_peak, measured_peak)
 
 # %% [markdown]
 # <div lang="en">
@@ -1278,22 +1266,8 @@ table(["trap", "found"], rows)
 # </div>
 
 # %%
-tanh = nn.Sequential(*(deep_mlp(depth=1, width=25, activation=nn.Tanh, seed=i) for i in range(100)))
-peak, flops = lesson_03.peak_and_flops(in_segments, tanh, range(0, 101, 10))
-plain_peak, plain_flops = lesson_03.peak_and_flops(in_segments, tanh, [0, 100])
-saving, extra = 1 - peak / plain_peak, flops / plain_flops - 1
-first16, value = hundred[:16], x
-first16.zero_grad()
-for start in (0, 4, 8):
-    value = checkpoint(first16[start : start + 4], value, use_reentrant=False)
-    value = value.detach().requires_grad_()
-first16[12:](value).sum().backward()
-trained = sum(layer[0].weight.grad is not None for layer in first16)
-
-# %% jupyter={"source_hidden": true}
-_, flops = lesson_03.peak_and_flops(in_segments, hundred, tapered(100))
-doubled = f"{flops / once:.2f} ×"
-lesson_03.older_claims(f"{saving:.0%}", f"{extra:.0%}", doubled, f"{trained} / 16")
+measured = lesson_03.figures_of_older_claims(in_segments, hundred, tapered(100))
+lesson_03.older_claims(*measured)
 
 # %% [markdown]
 # ## 3.18 On a GPU / 在 GPU 上

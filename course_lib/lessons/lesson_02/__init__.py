@@ -25,7 +25,15 @@ from .display import (
     seconds_beside_flops,
 )
 from .gpu import checkpointed_decoder
-from .in_depth import attention_saving, repeats, statistics_unchanged, train
+from .in_depth import (
+    attention_saving,
+    compare_kept,
+    peaks_of_segments,
+    repeats,
+    statistics_after,
+    statistics_unchanged,
+    train,
+)
 from .llama_checks import check_in_chunks
 from .modes import gaps, modes
 from .own_code import llama, measured_lines
@@ -44,6 +52,7 @@ __all__ = [
     "check_policy",
     "check_which_block",
     "checkpointed_decoder",
+    "compare_kept",
     "draw_order",
     "draw_policies",
     "draw_which_block",
@@ -59,8 +68,10 @@ __all__ = [
     "older_claims",
     "peak_of_groups",
     "peak_with_checkpoint",
+    "peaks_of_segments",
     "repeats",
     "seconds_beside_flops",
+    "statistics_after",
     "statistics_unchanged",
     "train",
 ]

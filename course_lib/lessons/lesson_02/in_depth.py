@@ -3,8 +3,9 @@
 import io
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import MemoryMeter
-from course_lib.models import Attention, DecoderLayer
+from course_lib.memory.measurement import flop_counter
+from course_lib.models import Attention, DecoderLayer, deep_mlp
 from course_lib.teaching import Table, table
 
 # ---- random numbers and state
@@ -184,3 +186,59 @@ def train(checkpointed: bool) -> tuple[list[float], list[str]]:
         losses.append(loss.item())
         logger.info("step %d: loss %.3f", step, losses[-1])
     return losses, log.getvalue().splitlines()
+
+
+# ---- what is kept, BatchNorm's statistics, and PyTorch's segments
+
+
+def compare_kept(
+    gradients: Callable[[Tensor], list[Tensor]],
+    block: nn.Module,
+    x: Tensor,
+    contexts: Mapping[str, Callable | None],
+) -> Table:
+    """Return a table of the FLOPs of a checkpointed block, and of the equality of its gradients.
+
+    Args:
+        gradients: Function of the block's output that runs backward and returns the gradients.
+        block, x: Block and its input.
+        contexts: Mapping from the label of a row to a `context_fn` for PyTorch's checkpoint.
+    """
+    expected, rows = gradients(block(x)), []
+    for name, context in contexts.items():
+        options = {} if context is None else {"context_fn": context}
+        with flop_counter() as counter:
+            found = gradients(checkpoint(block, x, use_reentrant=False, **options))
+        equal = all(map(torch.equal, expected, found))
+        rows.append((name, equal, counter.get_total_flops()))
+    return table(["kept", "gradients equal", "FLOPs"], rows)
+
+
+def statistics_after(contexts: Callable[[nn.BatchNorm1d], tuple]) -> Table:
+    """Return a table of a BatchNorm's running statistics after one checkpointed batch.
+
+    Args:
+        contexts: Function of the BatchNorm that returns the context managers of both runs.
+    """
+    norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()
+    still = partial(contexts, norm)
+    checkpoint(norm, images, use_reentrant=False, context_fn=still).exp().sum().backward()
+    share = round(float((norm.running_mean / images.detach().mean(0)).mean()), 2)
+    row = share, int(norm.num_batches_tracked)
+    return table(["running mean / batch mean", "batches counted"], [row])
+
+
+def peaks_of_segments(run: Callable[[nn.Module, int, Tensor], Tensor]) -> Table:
+    """Return a table of the peaks of 16 layers in 1, 2, 4 and 8 segments.
+
+    Args:
+        run: Function that runs a network in segments, `run(network, segments, data)`.
+    """
+    network, data, rows = deep_mlp(depth=16, width=256), torch.randn(512, 256), []
+    for segments in (1, 2, 4, 8):
+        network.zero_grad()
+        with MemoryMeter(network) as meter:
+            output = run(network, segments, data)
+            output.square().mean().backward()
+        rows.append((segments, round(meter.peak_bytes / 1e6, 1)))
+    return table(["segments", "peak (MB)"], rows)

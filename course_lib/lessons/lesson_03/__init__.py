@@ -19,7 +19,6 @@ from .display import (
     cost_of,
     draw_rooms,
     draw_sweep,
-    draw_sweeps,
     equal_gradients,
     gradients,
     peak_and_flops,
@@ -27,6 +26,7 @@ from .display import (
 )
 from .frontiers import best_cuts, draw_cuts, draw_frontier, frontier_with_early_stop
 from .gpu import scheduled_decoder
+from .in_depth import compare_cuts, draw_other_depths, figures_of_older_claims
 from .own_model import (
     budget_table,
     decision_table,
@@ -46,16 +46,18 @@ __all__ = [
     "check_predicted_peak",
     "check_recurrence",
     "check_tapered",
+    "compare_cuts",
     "cost_of",
     "decision_table",
     "draw_cuts",
     "draw_frontier",
+    "draw_other_depths",
     "draw_rooms",
     "draw_sweep",
-    "draw_sweeps",
     "equal_gradients",
     "every_schedule",
     "figures_of_claims",
+    "figures_of_older_claims",
     "five_stages",
     "frontier_with_early_stop",
     "gradients",
