@@ -1179,10 +1179,7 @@ runs = [trained(OffloadedOptimizer, fraction=fraction) for fraction in (0, 0.25,
 [all(map(torch.equal, weights, found)) for found, _ in runs]
 
 # %%
-peaks = {"0": {16: all_above, 4: all_above}, "0.5": {}, "1.0": measured}
-peaks["0.5"] |= {mib: lesson_04.step_peak(mib, 0.5) for mib in (16, 4)}
-rows = [(r, *(f"{found[mib] / 1e6:.1f}" for mib in (16, 4))) for r, found in peaks.items()]
-table(["fraction", *(text("pages of {mib} MiB", mib=mib) for mib in (16, 4))], rows)  # peak, MB
+lesson_04.peaks_of_fractions(measured)
 
 # %% [markdown]
 # <div lang="en">

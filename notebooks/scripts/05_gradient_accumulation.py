@@ -877,15 +877,7 @@ def grad_cache(net, x, y, size):
 
 
 # %%
-torch.manual_seed(0)
-net, found = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).double(), []
-x, y = torch.randn(2, 32, 16).double()
-for run, size in ((by_size, 32), (by_size, 8), (grad_cache, 8)):
-    net.zero_grad()
-    run(net, x, y, size)
-    found.append(gradient_of(net))
-print(f"by_size: {error(found[1], found[0]):.0%} off; ", end="")
-print("grad_cache: equal to 1e-9:", error(found[2], found[0]) < 1e-9)
+lesson_05.errors_of_pairs(by_size, grad_cache)
 
 # %% [markdown]
 # ## 5.17 FSDP: the opposite advice / FSDP：相反的建议

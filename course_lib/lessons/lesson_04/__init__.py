@@ -33,7 +33,7 @@ from .simulation import (
     simulated_decoder,
     without_waits,
 )
-from .steps import loops, metered_step, started_down, started_up, step_peak
+from .steps import loops, metered_step, peaks_of_fractions, started_down, started_up, step_peak
 
 __all__ = [
     "CLAIMS",
@@ -61,6 +61,7 @@ __all__ = [
     "offloaded_activations",
     "offloaded_optimizer",
     "older_claims",
+    "peaks_of_fractions",
     "pinned_copies",
     "read_late",
     "simulated_decoder",

@@ -1,7 +1,7 @@
 """Steps that lesson 04 measures: the decoder's, its optimizer's, and loops over batches."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import DiskStore, OffloadedOptimizer, Prefetcher, offload_activations
-from course_lib.teaching import Table, table
+from course_lib.teaching import Table, table, text
 
 
 def _decoder() -> Decoder:
@@ -101,3 +101,20 @@ def loops() -> Table:
     cases = {"both wait 20 ms": _wait, "both compute in Python": _compute}
     rows = [(name, _seconds(work, False), _seconds(work, True)) for name, work in cases.items()]
     return table(["", "plain (s)", "prefetched (s)"], rows)
+
+
+def peaks_of_fractions(whole: Mapping[int, int]) -> Table:
+    """Return a table of the peaks of `step()` with none, half and all of the state offloaded.
+
+    Args:
+        whole: Mapping from a page's size in MiB to the peak in bytes with all of the state
+            offloaded.
+    """
+    sizes, none = (16, 4), step_peak(16, fraction=0)  # without offload there are no pages
+    peaks = {
+        "0": [none, none],
+        "0.5": [step_peak(mib, 0.5) for mib in sizes],
+        "1.0": [whole[mib] for mib in sizes],
+    }
+    rows = [(part, *(f"{peak / 1e6:.1f}" for peak in found)) for part, found in peaks.items()]
+    return table(["fraction", *(text("pages of {mib} MiB (MB)", mib=mib) for mib in sizes)], rows)

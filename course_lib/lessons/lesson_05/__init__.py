@@ -26,6 +26,7 @@ from .ranks import on_ranks
 from .results import (
     bytes_reduced,
     error,
+    errors_of_pairs,
     errors_of_sums,
     gradient_of,
     peak_moments,
@@ -49,6 +50,7 @@ __all__ = [
     "draw_sums",
     "draw_training",
     "error",
+    "errors_of_pairs",
     "errors_of_sums",
     "figures_of_claims",
     "five_bugs",

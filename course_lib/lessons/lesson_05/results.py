@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.models import Decoder
-from course_lib.teaching import Table, predictions, table
+from course_lib.teaching import Table, predictions, table, text
 
 from .mean_of_means import batch, loss_sum, small_decoder
 
@@ -98,3 +98,29 @@ def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
         ("`AccumulatedStep`", once, figures["library"]),
     ]
     return predictions(rows, unit="bytes")
+
+
+def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None]) -> Table:
+    """Return a table of the errors of a contrastive loss's gradients, for 32 pairs in groups of 8.
+
+    The reference is `by_size` with all 32 pairs at once, in float64.
+
+    Args:
+        by_size, grad_cache: Functions (net, x, y, size) that leave gradients in the net.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).double()
+    x, y = torch.randn(2, 32, 16).double()
+
+    def gradient(run: Callable[..., None], size: int) -> Tensor:
+        net.zero_grad()
+        run(net, x, y, size)
+        return gradient_of(net)
+
+    wanted = gradient(by_size, 32)
+    errors = [error(gradient(run, 8), wanted) for run in (by_size, grad_cache)]
+    shown = [f"{each:.0%}" if each > 1e-9 else text("below 1e-9") for each in errors]
+    return table(
+        ["8 pairs at a time", "error of the gradient"],
+        [("`by_size`", shown[0]), ("`grad_cache`", shown[1])],
+    )
