@@ -36,7 +36,7 @@ _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
 # The line that keeps a reader's accepted answer when all cells run, and its indented block.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
-# Metadata of a notebook that an edition keeps. The rest is for storing the notebook again.
+# Metadata that an edition keeps. The rest tells publish.notebooks whether to run a lesson again.
 _NOTEBOOK_METADATA = ("kernelspec", "language_info")
 # Errors of `ast` for text that is not Python, is not Unicode, or is nested too deeply.
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)

@@ -116,7 +116,7 @@ class Problem(Exception):
 
 
 def lessons_of(notebooks: Path) -> dict[str, Lesson]:
-    """Read the lessons, by number."""
+    """Return the lessons of a folder as a dict from number to lesson."""
     found = {}
     for name, stored in read_lessons(notebooks).items():
         code = [cell for cell in stored.cells if cell.cell_type == "code" and not is_solution(cell)]

@@ -79,7 +79,7 @@ class Run(NotebookClient):
         return left
 
     def execute(self) -> NotebookNode:  # type: ignore[override]
-        """Start the kernel, run, and leave no process behind."""
+        """Start the kernel, run the notebook, and end every process that this started."""
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         try:
             return super().execute(cwd=str(self._work), env=self._environment())

@@ -364,7 +364,7 @@ def _write_page(
 
 
 def _for_the_site(page: str) -> str:
-    """Return a README or a page of docs/ without what is true of the repository alone.
+    """Return a README or a page of docs/ without the parts that concern only the repository.
 
     Comments, the link to the other language, how a code host shows the lessons, and links to guides
     for people who work in the repository are left out. A badge becomes a link with its words,
@@ -583,7 +583,7 @@ def _run_sphinx(source: Path, finished: Path, language: str, address: str) -> li
     command += [option for setting in settings for option in ("-D", setting)]
     command += ["-A", f"address={address}", "-d", str(scratch / "doctrees")]
     command += ["-w", str(scratch / "warnings"), str(source), str(finished)]
-    # the course_lib that is running
+    # Sphinx must import the course_lib of this repository, not another installed one.
     paths = [str(LICENCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(scratch)}
     done = subprocess.run(

@@ -39,7 +39,7 @@ except ImportError as error:
     sys.exit(not_installed("student", error))
 
 ASSETS = Path(__file__).resolve().parent / "student_assets"
-LIBRARY = Path(__file__).resolve().parents[1]  # the course_lib that is running, with its pyproject
+LIBRARY = Path(__file__).resolve().parents[1]  # has course_lib and pyproject.toml
 JUPYTERLAB = LIBRARY / "publish/jupyterlab"
 NAME = "memory-course"  # name of the zip, and of the folder in it
 PROMPT = "**Why?** · **为什么？** (`{check}`)"
@@ -100,7 +100,7 @@ def check_of(cell: NotebookNode) -> str | None:
 
 
 def with_reasons(notebook: NotebookNode) -> NotebookNode:
-    """Insert a cell below each exercise for the student's reason, in place."""
+    """Change the notebook: insert a cell for the student's reason below each exercise."""
     cells = []
     for cell in notebook.cells:
         cells.append(cell)

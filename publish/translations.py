@@ -27,7 +27,7 @@ Pair = tuple[str, str]  # hashes of the English and the Chinese
 
 
 def pairs(notebook: NotebookNode) -> dict[str, Pair]:
-    """Return the pair of every text by its place, such as "02.5" or "02.5-3 slide"."""
+    """Map each text's place, such as "02.5" or "02.5-3 slide", to its hashes (en, zh)."""
     return {place: (_hash(en), _hash(zh)) for place, en, zh in _texts(notebook)}
 
 

@@ -394,8 +394,8 @@ MUTANTS = [
         (
             "distributed",
             "distributed/sharded_checkpoint.py",
-            "(path.stem, not path.suffix)",
-            "(path.stem, path.suffix)",
+            "not path.suffix)",
+            "path.suffix)",
         ),
         ("distributed", "distributed/sharded_checkpoint.py", "    random.restore()\n", ""),
         ("models", "configs.py", 'bias or name == "qwen2"', "bias"),

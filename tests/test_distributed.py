@@ -651,7 +651,7 @@ def test_what_the_command_refuses_reaches_the_caller_of_launch(folder):
     with pytest.raises(RuntimeError) as error:
         launch(1, "--mode", "fdsp", timeout=HANGS_SECONDS)
     assert str(error.value).startswith(
-        "torchrun ended with 1: error: --mode must be one or several of ddp,"
+        "torchrun ended with exit status 1: error: --mode must be one or several of ddp,"
     )
     assert "\n" not in str(error.value)
 
@@ -793,6 +793,12 @@ def interrupted(folder):
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+
+
+def test_newest_checkpoint_has_the_largest_step_and_not_the_last_name(tmp_path):
+    for name in ("step-99999999", "step-100000000.replaced", "step-100000000", "step-7"):
+        (tmp_path / name).mkdir()
+    assert last_complete(tmp_path).name == "step-100000000"
 
 
 @needs_proc
@@ -957,7 +963,7 @@ def refused(monkeypatch, capsys, folder):
         (
             ["--budget", "fsdp=48e6"],
             2,
-            "--budget must be bytes such as 48MB, or ddp=48MB for one of --mode ddp, got 'fsdp=",
+            "--budget must be bytes such as 48MB, or ddp=48MB for one of the modes ddp, got 'fsdp=",
         ),
         (["--budget", "ddp=-1"], 2, "--budget must be a number of bytes such as 80GiB or 24GB"),
         (["--ranks", "2", "--budget", "48e6"], 2, "--ranks cannot be combined with --budget"),

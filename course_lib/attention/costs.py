@@ -101,7 +101,7 @@ def attention_cost(
             pass for dK and dV and another for dQ, as in this package's Triton kernels.
 
     Returns:
-        FLOPs and bytes of all heads together.
+        FLOPs and bytes of all samples and heads together.
 
     Raises:
         TypeError: A count is not a whole number.

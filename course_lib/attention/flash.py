@@ -1,7 +1,7 @@
 """Standard attention, FlashAttention as an autograd function, and their argument checks.
 
-The loops over tiles are in three modules with the same `forward` and `backward`: `tiled` (plain
-torch), `launch` (Triton) and `symbolic` (sizes only).
+Three modules compute the tiles, each with a `forward` and a `backward` of the same signature:
+`tiled` (plain torch), `launch` (Triton) and `symbolic` (sizes only).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def standard_attention(
     """Compute softmax(scale * Q K^T) V with all scores in memory at once.
 
     Autograd saves Q, K, V and the probabilities P, which have n_q x n_k entries per head.
-    Arguments, result and errors are those of `flash_attention`.
+    Arguments, result and errors are those of `flash_attention`, without blocks and backend.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
@@ -113,8 +113,8 @@ def flash_attention(
         block_q, block_k: Rows (queries) and columns (keys) of a tile, by default chosen by the
             backend. They need not divide n_q and n_k. Triton allows 16, 32, 64 and 128.
         backend: "torch", "triton" or "auto". "auto" uses Triton for CUDA tensors if it can run, and
-            otherwise torch. For symbolic tensors it counts the bytes and FLOPs of torch without
-            running the loops over tiles.
+            otherwise torch. For symbolic tensors it counts the bytes and FLOPs of the backend that
+            it would use, without running the loops over tiles.
         attn_mask, dropout_p: Must be None and 0. They exist so that code written for PyTorch's
             function gets an error that explains what is not supported.
 

@@ -42,7 +42,8 @@ import math
 try:
     import triton
     import triton.language as tl
-# Without Triton this module can still be imported, and `launch.why_not` gives the reason.
+# Without Triton this module can still be imported. `launch.why_not` then returns that Triton is not
+# installed.
 except ImportError:
     triton = tl = None
 
@@ -338,9 +339,9 @@ def keys_backward_kernel(
 
     It sums over all query heads that share these keys.
 
-    Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads q and grad_o (n_q, D) in
-             tiles (BLOCK_Q, D), and lse_log2 and row_dots (n_q,) in blocks (BLOCK_Q,), from the
-             diagonal on if causal.
+    Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads, q and grad_o (n_q, D) in
+             tiles (BLOCK_Q, D), and lse_log2 and row_dots (n_q,) in blocks (BLOCK_Q,). If causal,
+             these are read from the diagonal on.
     Writes:  grad_k and grad_v (BLOCK_K, D), once, at the end.
     On chip: the keys and values, one tile of queries and of output gradients; weights, their
              gradients and those of the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and

@@ -51,7 +51,7 @@ SMALL_SETTINGS = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)
 # Settings for fp32, whose exact products use no tensor cores. Larger tiles would spill registers
 # and take half a minute to compile.
 FP32_SETTINGS = [(32, 32, 4, 2), (16, 16, 4, 1)]
-# Settings for 16-bit dtypes that are used without tuning: {(kernel, BLOCK_D, capability, causal):
+# Settings that are used for 16-bit dtypes without tuning: {(kernel, BLOCK_D, capability, causal):
 # (BLOCK_Q, BLOCK_K, warps, stages)}. On an H200 (bf16, torch 2.11, Triton 3.6) the tuner chose them
 # at each length of 4096, 8192 and 16384. In `keys_backward_kernel` with BLOCK_D 128 and a causal
 # mask it chose differently from length to length, so that one is tuned.
@@ -148,9 +148,9 @@ def _shared_memory(device: torch.device) -> int:
 def _tuning_key(q: Tensor, k: Tensor) -> tuple[int, ...]:
     """Return the tuner's key: bytes of shared memory, and sizes rounded up to powers of two.
 
-    The sizes are the number of queries of all heads, and the number of keys. Because of the
-    rounding, a new length seldom needs new tuning. The upper limits treat all sizes that more than
-    fill a GPU alike.
+    The sizes are the number of queries of all samples and heads together, and the number of keys.
+    Because of the rounding, a new length seldom needs new tuning. Sizes are capped, because above
+    the cap they fill a GPU anyway and need no tuning of their own.
     """
     sizes = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
     return _shared_memory(q.device), *(
@@ -208,7 +208,8 @@ def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> V
 def why_not(q: Tensor, v: Tensor) -> str | None:
     """Return why the kernels cannot run on tensors like `q` and `v`, or None if they can.
 
-    All other conditions are checked in `flash.py` for every backend. Lengths need no condition.
+    Conditions on tensors that apply to every backend are checked in `flash.py`, and `_launch`
+    checks the block sizes. Sequences may have any length.
     """
     if triton is None:
         return "Triton is not installed"
@@ -242,9 +243,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     Args:
         q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides and lengths.
         k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        options: Its blocks must be 16, 32, 64 or 128, or None. If both are None, they are tuned on
-            a GPU: the first call whose lengths round up to new powers of two measures a few
-            settings, which takes seconds and memory. Exclude that call from measurements.
+        options: Its blocks must be 16, 32, 64 or 128, or None. If both are None on a GPU, the
+            settings in `MEASURED` are used. Where it has none, the first call whose lengths round
+            up to new powers of two measures a few settings, which takes seconds and memory.
+            Exclude that call from measurements.
 
     Returns:
         o, (batch, heads, n_q, d), contiguous, in q's dtype; lse, (batch, heads, n_q), in fp32,

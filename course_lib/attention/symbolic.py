@@ -7,7 +7,8 @@ see. One group of heads represents all groups, because they use the same memory 
 and the last tiles of the group represent its earlier ones.
 
 In a symbolic mode of kind "cuda" the tiles are inside the kernels of `launch`, so they take no
-bytes. Backward allocates two numbers in fp32 per row of scores, for a padded number of rows.
+bytes. Backward also allocates two fp32 numbers per row of scores. The number of rows is rounded up
+to a multiple of `PADDED_ROWS`.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
 def _area_by_columns(n_q: int, n_k: int, options: Options) -> int:
     """Count the scores that the backward pass of one head computes.
 
-    In `tiled.backward_tiles`, a block of keys starts at the first row that sees one of its keys.
+    In `tiled.backward_tiles`, the loop over rows for a block of keys starts at the first row that
+    sees one of its keys.
     """
     shift, _, _, block_k = options
     if shift is None:

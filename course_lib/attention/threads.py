@@ -32,7 +32,7 @@ def workers(x: Tensor, scores: int, at_once: int) -> int:
 
 
 def run(function: Callable, parts: Iterable, count: int) -> None:
-    """Call `function(*part)` for each part, in `count` threads, where gradients are off."""
+    """Call `function(*part)` for each part, here or in `count` threads without gradients."""
     if count == 1:
         for part in parts:
             function(*part)

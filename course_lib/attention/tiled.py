@@ -202,8 +202,8 @@ def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
     """Return how many key heads are computed at a time.
 
-    The number depends only on the shapes and the type of device, so the step takes the same bytes
-    on every machine.
+    The number depends only on the shapes and the type of device. So without threads the step takes
+    the same bytes on every machine; threads divide these heads among them.
     """
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
     tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)

@@ -256,7 +256,7 @@ def _budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--budget {error}") from None
         if mode and mode not in modes:
-            allowed = f"bytes such as 48MB, or {modes[-1]}=48MB for one of --mode"
+            allowed = f"bytes such as 48MB, or {modes[-1]}=48MB for one of the modes"
             raise ValueError(f"--budget must be {allowed} {','.join(modes)}, got {budget_text!r}")
         budgets |= dict.fromkeys([mode] if mode else modes, budget)
     return budgets

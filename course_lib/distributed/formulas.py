@@ -54,7 +54,8 @@ class Weight:
     def share(self, ranks: int, rank: int = 0) -> int:
         """Return the number of elements on one rank, without padding.
 
-        On every rank storages are padded to the first rank's share.
+        On every rank the storages of parameters and gradients are as long as the first rank's
+        share.
         """
         most = -(-self.rows // ranks)
         return max(0, min(most, self.rows - rank * most)) * self.columns
@@ -180,5 +181,5 @@ def sent_bytes(
 
 
 def _moments(shares: Iterable[tuple[Weight, int]]) -> int:
-    """Return Adam's state for these numbers of each weight: two moments and a step counter."""
+    """Return the bytes of Adam's state: two moments of each share, one step counter per weight."""
     return sum(2 * numbers * weight.item_bytes + STEP_BYTES for weight, numbers in shares)

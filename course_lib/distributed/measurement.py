@@ -36,7 +36,9 @@ _COUNTED = {
 
 
 class Communicated(ObserverMode):
-    """Count the bytes of parameters and gradients that this rank gives to collectives in the block.
+    """Count the bytes of floating-point tensors that this rank gives to collectives in the block.
+
+    These are parameters and gradients, and with tensor parallelism also activations.
 
     An all-reduce of n bytes counts as 2n, because it is a reduce-scatter and an all-gather. An
     all-gather counts the bytes of its output, a reduce-scatter those of its input, and a broadcast

@@ -91,7 +91,7 @@ class Trainer:
             self.run = DistributedDataParallel(
                 _Loss(model.to(device), loss_sum), gradient_as_bucket_view=True
             )
-            loss_sum = nn.Module.__call__  # calls `self.run(micro_batch)`
+            loss_sum = nn.Module.__call__  # so the loss is `self.run(micro_batch)`
         else:
             shard(model, mode, self.device, blocks, wrapper, bf16)
             self.run = model

@@ -93,7 +93,7 @@ def _make_state(trainer: Trainer) -> None:
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # `AccumulatedStep` runs it
+    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # `AccumulatedStep` does the same
     trainer.local.step()
     for p in parameters:
         p.grad = None
@@ -101,8 +101,8 @@ def _make_state(trainer: Trainer) -> None:
 
 # ---- replacements for the other ranks
 #
-# They use these private parts of PyTorch, which tests/test_torch_doors.py lists, each with a test
-# of the behavior that this module relies on:
+# The code below uses these private parts of PyTorch. For each of them, tests/test_torch_doors.py
+# tests the behavior that this module relies on:
 #
 # torch.testing._internal.distributed.fake_pg: the group "fake", whose collectives return at once
 # torch.nn.parallel.distributed, IN_CPP: functions that DDP calls when it is created, which need
@@ -143,8 +143,9 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
 def _fake_reductions(run: DistributedDataParallel) -> None:
     """Replace the parts of DDP's reducer that need data from other ranks.
 
-    The reducer would wait for the result of a fake all-reduce, and it would agree with the other
-    ranks on an order of buckets, which needs values.
+    Without these replacements the reducer would wait for the result of a fake all-reduce. It would
+    also agree with the other ranks on an order of buckets by sending values, which symbolic tensors
+    do not have.
     """
 
     # It has no annotations, because DDP compares them with classes, and here they are strings.
@@ -159,7 +160,7 @@ def _fake_reductions(run: DistributedDataParallel) -> None:
 
 
 class _FixedBuckets:
-    """A reducer that keeps its first buckets; reordered ones would hold the same bytes."""
+    """A reducer that never rebuilds its buckets; rebuilding would not change their total bytes."""
 
     def __init__(self, reducer):
         self._reducer = reducer

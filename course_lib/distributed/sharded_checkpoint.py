@@ -60,7 +60,7 @@ def last_complete(folder: Path | str) -> Path:
     names = re.compile(r"step-\d{8,}(\.replaced)?")
     found = [path for path in Path(folder).glob("step-*") if names.fullmatch(path.name)]
     # If two are of the same step, the new one comes last, after the one that it replaces.
-    found.sort(key=lambda path: (path.stem, not path.suffix))
+    found.sort(key=lambda path: (int(path.stem.removeprefix("step-")), not path.suffix))
     if not found:
         raise ValueError(
             "resume must be a folder with a complete checkpoint, as --save writes it, got"

@@ -178,8 +178,8 @@ def _by_function(name: str) -> Task:
         if loss_sum is None and not has_loss_sum(make_model()):
             raise ValueError(
                 "--model must have a loss that is a sum with a known weight, got"
-                f" {name!r}; give the function an attribute loss_sum(model, batch), or the model"
-                " a method loss_sum(batch), that returns (sum of losses, weight)"
+                f" {name!r}; add an attribute loss_sum(model, batch) to the function, or a method"
+                " loss_sum(batch) to the model, and return (sum of losses, weight) from it"
             )
     return Task(
         partial(_without_cache, make_model),
@@ -195,7 +195,7 @@ def _own_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
 
 
 def _without_cache(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model with its key-value cache disabled, which a checkpoint would extend twice."""
+    """Build a model without its key-value cache, which recomputation would extend a second time."""
     model = make_model()
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False

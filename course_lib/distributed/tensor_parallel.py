@@ -117,7 +117,8 @@ def by_rank(qkv: Tensor, ranks: int) -> Tensor:
 class TensorParallel:
     """A rank's part of a `Decoder`, and the step with AdamW that all ranks do on the same batch.
 
-    The attributes are those of `Trainer`, so that a `Watch` can measure its steps.
+    It has the attributes of `Trainer` that a `Watch` reads, so that a `Watch` can measure its
+    steps.
 
     Args:
         mode: One of `TENSOR_MODES`.
@@ -172,12 +173,12 @@ def tensor_sent_bytes(shapes: Shapes, mode: str, activation_bytes: int) -> int:
     """Return the bytes that a rank communicates per step, as counted by `Communicated`.
 
     With tp, each layer has two all-reduces in the forward pass and two in the backward pass. With
-    tp-sp, each of the four is a reduce-scatter and an all-gather. The sequence is also gathered
-    once before the head, and once in the backward pass of the first cut. The gradients of the
-    norms are all-reduced.
+    tp-sp, a reduce-scatter and an all-gather replace each of the four all-reduces. The sequence is
+    also gathered once before the head in the forward pass, and once in the backward pass, where the
+    forward pass had first split it, before layer 0. The gradients of the norms are all-reduced.
 
     Args:
-        activation_bytes: Bytes of a tensor (b, s, h).
+        activation_bytes: Bytes of one whole activation tensor (batch, sequence, hidden size).
     """
     layers = len(shapes.blocks)
     if one_of("mode", mode, TENSOR_MODES) == "tp":

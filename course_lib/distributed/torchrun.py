@@ -239,8 +239,8 @@ def launch(
 
     On Linux without a GPU, the modules are imported once, in torchrun, which then forks the ranks.
     Otherwise torchrun starts each rank as it does in a shell, because CUDA cannot be used in a
-    forked process. All processes have ended when this
-    function returns or raises, even after Ctrl-C.
+    forked process. All processes have ended when this function returns or raises, even after
+    Ctrl-C.
 
     Args:
         ranks: Number of processes on this machine.
@@ -284,7 +284,9 @@ def launch(
             _end(running)
             raise
     if running.returncode:
-        raise RuntimeError(f"torchrun ended with {running.returncode}: {_cause(errors)}")
+        raise RuntimeError(
+            f"torchrun ended with exit status {running.returncode}: {_cause(errors)}"
+        )
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 

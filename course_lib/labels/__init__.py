@@ -7,9 +7,9 @@ The code contains only the English. All Chinese is in `zh.toml` next to this fil
     markup("peak (MB)")           # HTML in both languages; a page shows one of them
     verbatim("sgd")               # the same in both languages, such as the name of an option
 
-A label is looked up by its English, so it is still translated after it has passed through lists,
-f-strings and matplotlib. This module imports only the standard library, since every part of the
-course may import it.
+A label is looked up by its English text, so it is still translated after an f-string or matplotlib
+has turned it into an ordinary string. This module imports only the standard library, since every
+part of the course may import it.
 """
 
 import html
@@ -24,11 +24,11 @@ from pathlib import Path
 LANGUAGES = ("en", "zh", "both")
 CATALOG = Path(__file__).parent / "zh.toml"
 _MOST_MADE = 4096
-# English -> label. `_fixed` has the labels without values that are in the catalog, and `_made` the
-# other labels that `text` created, at most `_MOST_MADE`.
+# English -> label. `_fixed` holds the labels that are in the catalog and have no values. `_made`
+# holds the other labels that `text` created, at most `_MOST_MADE` of them.
 _fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
-# None until `choose` is called; until then `current` reads the environment each time
+# None until `choose` or `choose_only` is called; until then `current` reads the environment
 _chosen: str | None = None
 # Languages in which HTML and figures are written. With both, the page's switch hides one of them;
 # `choose_only` leaves only one.
@@ -44,7 +44,7 @@ _HAN = re.compile("[\u3400-\u9fff]")
 
 
 class LabelError(ValueError):
-    """Error for a label that has no Chinese, or whose Chinese has other placeholders."""
+    """Error for missing Chinese, for placeholders that differ, or for an entry in two sections."""
 
 
 # The current language
@@ -77,7 +77,7 @@ def choose_only(language: str) -> None:
 
 
 def shown() -> tuple[str, ...]:
-    """Return the languages of HTML and figures: ("en", "zh"), or one of them."""
+    """Return the languages of HTML and figures: ("en", "zh"), ("en",) or ("zh",)."""
     return _shown
 
 
@@ -104,7 +104,7 @@ def _checked_language(value: str, name: str) -> str:
 class Label(str):
     """English text that keeps the template and the values from which it was made.
 
-    A notebook shows it in both languages.
+    A notebook shows it in both languages, unless `choose_only` has left one.
 
     Attributes:
         template: English with placeholders, a key of the catalog.
@@ -115,7 +115,7 @@ class Label(str):
     values: dict[str, object]
 
     def in_chinese(self) -> str | None:
-        """Return the Chinese with the values filled in, or None if the template has no Chinese.
+        """Return the Chinese text with its values, or None if a translation is needed but missing.
 
         Raises:
             LabelError: A value is English without Chinese, and COURSE_LABELS is "strict".
@@ -129,7 +129,7 @@ class Label(str):
         return zh.format(**values) if values else zh
 
     def _value(self, value: object) -> object:
-        """Return a value as it appears in the Chinese: its Chinese, or the value itself."""
+        """Return a value as the Chinese text shows it: its translation, or the value itself."""
         if value == self or not isinstance(value, str):
             return value
         found = chinese(value)
@@ -159,7 +159,7 @@ def text(english: str, /, **values: object) -> Label:
     Values may be labels themselves.
 
     Raises:
-        LabelError: The names of the placeholders and of the values differ.
+        LabelError: Values are given, and their names differ from those of the placeholders.
     """
     if values and placeholders(english) != set(values):
         raise LabelError(
@@ -177,8 +177,8 @@ def text(english: str, /, **values: object) -> Label:
 def _remember(label: Label) -> None:
     """Store a label, so that `chinese` finds it by its English.
 
-    Labels without values that are in the catalog are always kept, since they are few. Only the
-    newest `_MOST_MADE` of the others are kept.
+    A label that is in the catalog and has no values is always kept, since there are few such
+    labels. Only the newest `_MOST_MADE` of the other labels are kept.
     """
     if not label.values and label in catalog():
         _fixed[str(label)] = label
@@ -204,7 +204,7 @@ def _is_strict() -> bool:
 
 
 def chinese(words: object) -> str | None:
-    """Return the Chinese of a label, or of words that are or contain labels; None if there is none.
+    """Return the Chinese of a label, or of a string with labels in it; None without a translation.
 
     Raises:
         LabelError: A value in the label is English without Chinese, and COURSE_LABELS is "strict".
@@ -263,8 +263,11 @@ def markup(words: object) -> str:
 
 
 def _piecewise(words: str) -> str | None:
-    """Translate each label that the words contain; return None if English words would remain."""
-    if not is_english(words):  # for example code in which `input` is a name
+    """Translate each label that the words contain.
+
+    Return None if there is none, or if English words would remain.
+    """
+    if not is_english(words):  # in code, a name such as `input` is not translated
         return None
     stored = (*_fixed.items(), *_made.items())
     inside = {
@@ -288,7 +291,7 @@ def _piecewise(words: str) -> str | None:
 
 
 def is_english(words: str) -> bool:
-    """Return whether words need Chinese.
+    """Return whether the words need a Chinese translation.
 
     They do if they contain no Chinese, and an English word that is neither code nor in `same()`.
     """
@@ -334,7 +337,7 @@ def _read() -> dict:
 
 
 def entries(sections: dict) -> dict[str, str]:
-    """Return the entries of all sections of a catalog; raises the errors of `catalog`."""
+    """Return the entries of all sections of a catalog as one dict, with the checks of `catalog`."""
     found: dict[str, str] = {}
     for section, words in sections.items():
         for en, zh in words.items() if isinstance(words, dict) else ():

@@ -103,7 +103,8 @@ def translated_error(message: str) -> str:
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Return each sentence under [errors] as (pattern with one group per value, Chinese).
 
-    Sentences with the most text outside of values come first, because a value matches any text.
+    Sentences with the most fixed text come first. A sentence with little fixed text matches many
+    messages, because a placeholder matches any text.
     """
     templates = sorted(
         sentences().items(), key=lambda entry: -len(re.sub(r"\{\w+\}", "", entry[0]))

@@ -41,7 +41,7 @@ def add_font() -> None:
 
 @contextmanager
 def course_font() -> Iterator[None]:
-    """Draw and save figures in the block in the course's font."""
+    """Use the course's font for figures that are drawn and saved inside the block."""
     import matplotlib
 
     add_font()

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def release(device: torch.device) -> None:
-    """Free all unreferenced memory, on a GPU including cuBLAS's workspaces and cached memory."""
+    """Free unreferenced and cached GPU memory and cuBLAS's workspaces; on a CPU, do nothing."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.init()

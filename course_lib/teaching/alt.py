@@ -95,7 +95,7 @@ def _shared(drawn: "Figure", language: str) -> list[str]:
 
 
 def _written(items: Iterable[Any]) -> str:
-    """List the words among texts, each once, in the order in which they were written.
+    """List the texts that contain letters, each once, in the order in which they were written.
 
     Numbers are left out, because they mean nothing without their position.
     """

@@ -97,7 +97,7 @@ def returns_none(case: str) -> Verdict:
 
 
 class Refused(Exception):
-    """Ends a check from inside a function that it calls; the arguments are those of `wrong`."""
+    """Error with which a helper ends a check as wrong; the arguments are those of `wrong`."""
 
     def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
         super().__init__(message)

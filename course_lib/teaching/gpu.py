@@ -43,7 +43,7 @@ class GpuFigures:
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
     def _blocks(self) -> list[tuple[list[str], Experiment, Figures]]:
-        """Return one block per experiment; those without figures for the same reason share one."""
+        """Return one block per experiment, or per run of those that lack figures for one reason."""
         blocks: list[tuple[list[str], Experiment, Figures]] = []
         for item, found in self._parts:
             if blocks and not found.values and blocks[-1][2] == found:

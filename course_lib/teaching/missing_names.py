@@ -62,7 +62,7 @@ def _names(notebook: Path) -> Iterator[tuple[str, set[str], set[str]]]:
     """Yield (first line, imported names, other names that it binds) of each code cell."""
     try:
         cells = json.loads(notebook.read_text("utf-8"))["cells"]
-    except (OSError, ValueError, KeyError, TypeError):  # the kernel has no notebook
+    except (OSError, ValueError, KeyError, TypeError):  # none, or not readable
         return
     for cell in cells:
         source = "".join(cell.get("source", ""))

@@ -36,7 +36,7 @@ class Figures:
             if it could, or if there is no GPU.
         smaller: Name -> value of the sizes that differ from the experiment's own, because memory
             was too small for these.
-        notes: Further information on the figures, such as which attention kernel ran.
+        notes: Name -> further information on the figures, such as which attention kernel ran.
     """
 
     source: str
@@ -114,7 +114,7 @@ def record(
         device: "cuda", or "cpu" in tests.
 
     Returns:
-        The file. The same figures give the same bytes, in whatever order they were found.
+        Path of the file. Its contents do not depend on the order of the figures.
     """
     gpu, total = "CPU", 0
     if torch.device(device).type == "cuda":

@@ -260,7 +260,7 @@ def _as_number(prediction: Any) -> float | None:
 def _scaled(value: float | None, scale: float) -> tuple[float | None, str]:
     """Return the value in its unit, and its text.
 
-    Whole numbers are shown to the last digit, others with three decimals.
+    A whole number with a scale of 1 is shown to the last digit, and any other with three decimals.
     """
     if value is None or not math.isfinite(value):
         return None, NumberText("–")

@@ -37,7 +37,7 @@ def timelines(
         share_x: Whether all panels have the same x scale, so that a step with more operators is
             longer.
         width, panel_height: Size in inches.
-        named: label=meter.
+        named: Further meters as keyword arguments, `label=meter`.
 
     Returns:
         The figure. A notebook shows it as the value of the cell, so make it the last line.
@@ -107,8 +107,8 @@ class _Step:
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (phase, first operator, one past the last) for each stretch of one phase.
 
-        Optimizer updates between two stretches of backward count as backward, because steps in
-        backward would otherwise be drawn as stripes.
+        Optimizer updates between two stretches of backward count as backward. Otherwise an
+        optimizer that updates each parameter during backward would be drawn as thin stripes.
         """
         names = [(phase, len(list(stretch))) for phase, stretch in itertools.groupby(self.phases)]
         around = zip([("", 0), *names], names, [*names[1:], ("", 0)], strict=False)
@@ -276,7 +276,7 @@ def _width_of(panel: "Axes", words: str, size: float) -> float:
 
 
 def _highest_box(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
-    """Return (center x, center y, height) of the highest box of this width within a layer.
+    """Return (center x, center y, height) of the tallest box of this width in a layer.
 
     The width is in operators.
     """

@@ -258,7 +258,7 @@ class MixedAdam:
 
     def __init__(self, model: nn.Module):
         self.pairs = [(p, torch.optim.Adam([p.detach().float()])) for p in model.parameters()]
-        for _, adam in self.pairs:  # the state exists, as from the first step on
+        for _, adam in self.pairs:  # makes the state now, not in the first step
             (master,) = adam.param_groups[0]["params"]
             moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
             adam.state[master] = {"step": torch.tensor(1.0, dtype=torch.float32), **moments}

@@ -487,7 +487,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         )
     with MemoryMeter() as whole:
         function(hidden, weight, targets, 240).backward()
-    # With all tokens in one chunk, backward has three tensors of this size in memory at once.
+    # If all tokens are in one chunk, backward has three tensors of the size of all logits at once.
     if whole.peak_bytes < 2 * logits:
         if abs(whole.peak_bytes - meter.peak_bytes) < 0.1 * meter.peak_bytes:
             return wrong(

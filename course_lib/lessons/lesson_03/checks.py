@@ -195,7 +195,7 @@ _MISTAKES = {
     )
 )
 def check_recurrence(answer: Any) -> Verdict:
-    """Check `fastest(stages, room)` on four chains with every number of bytes.
+    """Check `fastest(stages, room)` on four chains with every useful `room`, a number of bytes.
 
     The right times are found by simulating every schedule.
     """

@@ -102,7 +102,7 @@ def _error_of_the_prefetcher() -> tuple[str, str]:
 
 
 def _peaks_of_masks() -> tuple[int, int]:
-    """Return the peaks of a causal mask, by a new Transformer and by its static method alone."""
+    """Return the peaks of making a causal mask with a new Transformer, and without one."""
     with warnings.catch_warnings(), MemoryMeter() as transformer:
         warnings.simplefilter("ignore")
         nn.Transformer().generate_square_subsequent_mask(512)

@@ -246,7 +246,7 @@ def divisor(loop: Callable) -> str | None:
         sum(micro_batch.shape[0] * micro_batch.shape[1] for micro_batch in group)
         for group in groups
     ]
-    # a dropped remainder is left to another check
+    # If the loop drops the incomplete last group, `zip` ends early, and another check reports it.
     for step, (gradient, group) in enumerate(zip(found, groups, strict=False)):
         if (off := _relative_error(gradient, _mean(group))) < 1e-4:
             continue
@@ -400,7 +400,7 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
     )
 )
 def check_loop(function: Any) -> Verdict:
-    """Check `train_epoch`, a training loop over one epoch, in five ways and with a meter.
+    """Check `train_epoch`, a loop over one epoch, for five bugs and for its peak memory.
 
     Its parameters are model, loss_sum, micro_batches, optimizer, scheduler, scaler, every and
     max_norm.
@@ -599,7 +599,7 @@ def check_largest_micro_batch(answer: Any) -> Verdict:
 
 @exercise(hint="The rate is m / (5 + m) samples per millisecond.")
 def check_fast_micro_batch(answer: Any) -> Verdict:
-    """Check the smallest power of two that reaches 80% of the largest's rate, at 5 + m ms each."""
+    """Check the smallest m = 2**k with 80% of the rate of m = 64; m samples take 5 + m ms."""
     return expect_number(
         answer,
         16,

@@ -168,5 +168,5 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
 
 
 def older_claims(*measured: str) -> Table:
-    """Return the table of the claims in depth, with the figure measured for each."""
+    """Return the table of claims for the section in depth, with the measured figures."""
     return what_you_may_have_read(OLDER_CLAIMS, *measured)

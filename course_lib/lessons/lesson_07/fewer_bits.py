@@ -149,7 +149,7 @@ class Adam8bit(Adam8bitState):
 
 
 def _moment_levels(signed: bool) -> Tensor:
-    """Return 256 levels from -1 to 1, or from 0 to 1, in geometric series around 0."""
+    """Return 256 levels: 0, a geometric series up to 1 and, if `signed`, its negatives."""
     if not signed:
         return torch.cat([torch.zeros(1), torch.logspace(-7, 0, 255)])
     positive = torch.logspace(-5, 0, 127)

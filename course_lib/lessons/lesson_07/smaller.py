@@ -18,7 +18,7 @@ Variants = Mapping[str, tuple[Callable[[], nn.Module], Recipe]]
 def compare_smaller(variants: Variants, make_batch: Callable[[], Tensor]) -> Table:
     """Predict and run one step of each variant, and show the contents of its peak.
 
-    A row after the 8-bit Adam shows its estimate with all moments on the host.
+    After the row of 8-bit Adam, another row estimates it with all moments on the host.
 
     Args:
         variants: Mapping from the label of a variant to its model and recipe.

@@ -28,7 +28,7 @@ def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None
 
     Args:
         make_model: Function that returns a new module.
-        make_batch: Function of the step that returns its batch: tensors, alone or in tuples and
+        make_batch: Function (number of the step) -> its batch: tensors, alone or in tuples and
             dictionaries.
         loss_sum: Function (model, batch) -> (sum of losses, weight), or None for the model's own.
     """

@@ -43,7 +43,7 @@ RANGES = (
 def hanzi() -> str:
     """Return all 6763 characters of GB2312, levels 1 and 2 (rows 16 to 87 of the standard)."""
     cells = (bytes((row + 0xA0, cell + 0xA0)) for row in range(16, 88) for cell in range(1, 95))
-    return b"".join(cells).decode("gb2312", errors="ignore")  # row 55 has five empty cells
+    return b"".join(cells).decode("gb2312", errors="ignore")  # row 55 ends with five empty cells
 
 
 def build(collection: Path, output: Path) -> None:
