@@ -773,12 +773,12 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# Batches with padding have an `attention_mask`. transformers drops a mask that is all 1. Otherwise transformers takes another code path, in which attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
+# Batches with padding have an `attention_mask`. transformers drops a mask that is all 1. With any other mask, attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
 #
 # </div>
 # <div lang="zh">
 #
-# 有填充的批次带着 `attention_mask`。掩码全是 1 时，transformers 会丢掉它；否则就走另一条路径，注意力保存的张量也不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
+# 有填充的批次带着 `attention_mask`。掩码全是 1 时，transformers 会丢掉它；否则注意力保存的张量就不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
 #
 # </div>
 
@@ -812,12 +812,12 @@ lesson_09.first_difference(guess.trace(), taken.meter.trace())
 #
 # <div lang="en">
 #
-# The next cell runs an encoder, an encoder with a decoder, and a network without attention, with a checkpoint around every block:
+# These are an encoder, an encoder with a decoder, and a network without attention, with a checkpoint around every block:
 #
 # </div>
 # <div lang="zh">
 #
-# 一个编码器，一个编码器加解码器，还有一个没有注意力的网络，每个块都加检查点：
+# 下面是一个编码器，一个编码器加解码器，还有一个没有注意力的网络，每个块都加检查点：
 #
 # </div>
 
