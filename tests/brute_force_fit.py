@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Estimate, Rates, Recipe, candidates
 from course_lib.budget.candidates import Search
-from course_lib.budget.knowledge import Known
-from course_lib.budget.search import that_fit
+from course_lib.budget.knowledge import EstimateCache
+from course_lib.budget.search import search_by_tensors
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
 MOST = 300  # recipes in a grid
@@ -222,7 +222,7 @@ CASES = {
 # ---- the grid, written down without the search
 
 
-def schedules(known: Known) -> list[int]:
+def schedules(known: EstimateCache) -> list[int]:
     """Bytes for schedules: the least, and more; none for a model without a chain of blocks."""
     recipe = replace(known.base, checkpoint="optimal", schedule_bytes=1, blocks=known.blocks)
     try:
@@ -234,7 +234,7 @@ def schedules(known: Known) -> list[int]:
     return []
 
 
-def grid(known: Known, seed: int) -> list[Recipe]:
+def grid(known: EstimateCache, seed: int) -> list[Recipe]:
     """At most so many recipes, drawn from all combinations that the model takes."""
     search = Search(known, 1, RATES[0])
     layers, blocks = known.layers, known.blocks
@@ -291,7 +291,7 @@ def small_pages() -> Iterator[None]:
         candidates.PAGES = before
 
 
-def estimated(known: Known, most: int = MOST, seed: int = 0) -> list[Estimate]:
+def estimated(known: EstimateCache, most: int = MOST, seed: int = 0) -> list[Estimate]:
     """The grid's estimates; what does not go with the model is no part of it."""
     found, wrong = [], set()
     for recipe in grid(known, seed):
@@ -320,10 +320,10 @@ def frontier(estimates: Iterable[Estimate], rates: Rates) -> list[int]:
     return peaks
 
 
-def known_of(case: Case) -> Known:
+def known_of(case: Case) -> EstimateCache:
     """The case's model and batch, with no estimate yet."""
     options = {"tier": case.tier, "loss_sum": None, "max_norm": None, **(case.options or {})}
-    return Known(case.make_model, case.make_batch, case.base, **options)
+    return EstimateCache(case.make_model, case.make_batch, case.base, **options)
 
 
 def compare(
@@ -331,8 +331,8 @@ def compare(
     most: int = MOST,
     budgets: int | None = None,
     seed: int = 0,
-    known: Known | None = None,
-) -> tuple[int, list[Difference], Known]:
+    known: EstimateCache | None = None,
+) -> tuple[int, list[Difference], EstimateCache]:
     """Search in each budget at each set of rates, and compare with the grid.
 
     Args:
@@ -350,7 +350,7 @@ def compare(
     for rates, budget in ((rates, budget) for rates, peaks in asked.items() for budget in peaks):
         searches += 1
         try:
-            first = that_fit(Search(known, budget, rates), case.base)[0]
+            first = search_by_tensors(Search(known, budget, rates), case.base)[0]
         except InfeasibleBudget:
             first = None
         fitting = (e for e in map(known.estimate, recipes) if e.peak_bytes <= budget)

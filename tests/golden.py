@@ -27,7 +27,7 @@ from pairwise import rows
 
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Estimate, Recipe, estimate, fit
-from course_lib.budget.knowledge import Known
+from course_lib.budget.knowledge import EstimateCache
 from course_lib.models import Decoder, random_tokens
 
 FILE = Path(__file__).with_name("golden.csv")
@@ -147,11 +147,11 @@ def composed(name: str, tier: str, recipe: Recipe) -> Estimate:
     if key not in _known:
         options = {"loss_sum": (case.options or {}).get("loss_sum"), "tier": tier, "max_norm": None}
         base = Recipe(precision=recipe.precision, min_bytes=recipe.min_bytes)
-        _known[key] = Known(case.make_model, case.make_batch, base, **options)
+        _known[key] = EstimateCache(case.make_model, case.make_batch, base, **options)
     return _known[key].estimate(recipe)
 
 
-_known: dict[tuple, Known] = {}
+_known: dict[tuple, EstimateCache] = {}
 
 
 def told(name: str, tier: str, recipe: Recipe, made=estimated) -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 
 from course_lib._torch import not_collecting
 from course_lib.budget import Estimate, InfeasibleBudget, Recipe, estimate, run
-from course_lib.budget.extrapolate import Composer, NotComposable
+from course_lib.budget.extrapolate import BlockExtrapolator, NotComposable
 from course_lib.memory import CATEGORIES
 
 
@@ -31,11 +31,13 @@ def assert_measured(make_model, make_batch, recipe, **options) -> Estimate:
     assert guess == replace(taken, **moved, phase_peaks=phase_peaks)
     assert sum(guess.at_peak.values()) == guess.peak_bytes == max(guess.phase_peaks.values())
     assert set(guess.at_peak) == set(CATEGORIES)
-    if Composer.takes(recipe):
+    if BlockExtrapolator.takes(recipe):
         base = Recipe(precision=recipe.precision)
         options = {"loss_sum": None, **options, "tier": "file"}
         with suppress(NotComposable):  # the model needs all its blocks
-            assert Composer(make_model, make_batch, base, **options).estimate(recipe) == guess
+            assert (
+                BlockExtrapolator(make_model, make_batch, base, **options).estimate(recipe) == guess
+            )
     return guess
 
 

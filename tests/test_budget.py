@@ -41,7 +41,7 @@ from course_lib.budget import (
 )
 from course_lib.budget.bounds import floor_bytes, least_seconds
 from course_lib.budget.candidates import Search
-from course_lib.budget.knowledge import Known
+from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
@@ -1086,7 +1086,7 @@ def test_standard_attention_is_looked_at_where_flash_takes_more():
         return Decoder(vocabulary=10, hidden=16, heads=4, layers=1, sequence=64)
 
     base = Recipe(precision="bf16")
-    facts = Known(make, partial(random_tokens, 2, 64, 10), base, **FILE)
+    facts = EstimateCache(make, partial(random_tokens, 2, 64, 10), base, **FILE)
     least = replace(base, checkpoint="layers", micro_batches=2)
     standard, flash = (
         facts.estimate(replace(least, attention=name)).peak_bytes for name in ATTENTIONS
@@ -1097,7 +1097,7 @@ def test_standard_attention_is_looked_at_where_flash_takes_more():
 @pytest.mark.parametrize("tier", ["file", "host"])
 def test_what_is_passed_over_could_not_have_fitted_or_been_cheaper(tier):
     facts, rates = (
-        Known(searched, searched_batch, Recipe(min_bytes=1000), **{**FILE, "tier": tier}),
+        EstimateCache(searched, searched_batch, Recipe(min_bytes=1000), **{**FILE, "tier": tier}),
         RATE,
     )
     facts.estimate(Recipe(attention="flash", min_bytes=1000))  # whose FLOPs are then known
@@ -1127,7 +1127,7 @@ def test_segments_are_as_few_as_fit():
     peaks = {count: e.peak_bytes for count, e in found.items()}
     assert peaks[9] < peaks[3] < peaks[2]
     assert found[2].flops < found[3].flops < found[9].flops
-    facts = Known(make, tiny_batch, Recipe(), **FILE)
+    facts = EstimateCache(make, tiny_batch, Recipe(), **FILE)
     for budget, count in (
         (peaks[2], 2),
         (peaks[2] - 1, 3),

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
 from course_lib.budget.blocks import equal_blocks
 from course_lib.budget.candidates import Search
-from course_lib.budget.extrapolate import MANY, Composer
-from course_lib.budget.knowledge import Known
+from course_lib.budget.extrapolate import MANY, BlockExtrapolator
+from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.repeats import Repeats
-from course_lib.budget.reservation import that_reserve
-from course_lib.budget.search import most_blocks, that_fit
+from course_lib.budget.reservation import search_by_reserved
+from course_lib.budget.search import most_blocks, search_by_tensors
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import Checkpoint
 from course_lib.budget.techniques.head import ChunkedHead
@@ -165,7 +165,7 @@ def _frozen(model):
 )
 def test_what_is_composed_is_the_estimate_of_the_whole_step(name, precision, tier, recipes):
     make, of = MODELS[name]
-    composer = Composer(make, of, Recipe(precision=precision), None, tier)
+    composer = BlockExtrapolator(make, of, Recipe(precision=precision), None, tier)
     for recipe in recipes:
         recipe = replace(recipe, precision=precision)
         assert composer.estimate(recipe) == estimate(make, of, recipe, tier=tier), recipe
@@ -184,8 +184,8 @@ def test_an_error_of_the_composer_itself_is_raised(monkeypatch):
     def broken(*_):
         raise KeyError("a mistake of the library")
 
-    known = Known(deep, batch, Recipe(), **FILE)
-    monkeypatch.setattr(Composer, "with_optimizer", broken)
+    known = EstimateCache(deep, batch, Recipe(), **FILE)
+    monkeypatch.setattr(BlockExtrapolator, "with_optimizer", broken)
     with pytest.raises(KeyError, match="a mistake of the library"):
         known.estimate(Recipe())
 
@@ -196,7 +196,7 @@ def test_of_two_kinds_of_blocks_there_may_be_any_number_of_each(first):
         partial(deep, 2 * MANY),
         Recipe(checkpoint="layers", first_blocks=first, attention="flash"),
     )
-    composer = Composer(make, batch, Recipe(), None, "file")
+    composer = BlockExtrapolator(make, batch, Recipe(), None, "file")
     assert composer.estimate(recipe) == estimate(make, batch, recipe)
     assert max(count for _, count in composer._few) <= MANY  # of twelve blocks not all were run
 
@@ -225,9 +225,9 @@ GROWN = [
 @pytest.mark.parametrize("recipe", GROWN, ids=str)
 def test_what_is_composed_is_the_whole_step_moment_by_moment(make, of, recipe):
     """Of a decoder, and of a chain with sums between its blocks."""
-    composer = Composer(make, of, Recipe(), None, "file")
+    composer = BlockExtrapolator(make, of, Recipe(), None, "file")
     with symbolic(composer.mode):
-        composed, whole = composer.moments(recipe), composer.measured(recipe, 2 * MANY)
+        composed, whole = composer.moments(recipe), composer.measure(recipe, 2 * MANY)
     ours, others = composed.trace, whole.trace
     assert composer._few and ours.operators == others.operators and (ours.live == others.live).all()
     for name in ("flops", "bytes_down", "bytes_up"):
@@ -256,7 +256,9 @@ def test_a_stage_that_stands_for_equal_ones_leaves_the_books_of_all_line_by_line
     monkeypatch, recipe, dropout
 ):
     """Where every operator runs, and where a search enters what is known already."""
-    composer = Composer(partial(deep, 2 * MANY, dropout=dropout), batch, Recipe(), None, "file")
+    composer = BlockExtrapolator(
+        partial(deep, 2 * MANY, dropout=dropout), batch, Recipe(), None, "file"
+    )
     if recipe.checkpoint == "optimal":
         with pytest.raises(InfeasibleBudget) as info:
             composer.scheduled(recipe)
@@ -264,9 +266,9 @@ def test_a_stage_that_stands_for_equal_ones_leaves_the_books_of_all_line_by_line
     entered, enter = [], Repeats._recorded
     monkeypatch.setattr(Repeats, "_recorded", lambda *given: entered.append(1) or enter(*given))
     with composer.checked(recipe):
-        whole = composer.measured(recipe, 2 * MANY, repeats=False)
+        whole = composer.measure(recipe, 2 * MANY, repeats=False)
         assert not entered
-        short = composer.measured(recipe, 2 * MANY)
+        short = composer.measure(recipe, 2 * MANY)
     ours, others = short.trace, whole.trace
     assert len(entered) > MANY
     assert ours.operators == others.operators and ours.flops == others.flops
@@ -297,7 +299,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_update_of_all_is_that_of_few_blocks_and_what_the_others_hold(precision, tier):
     base, names = Recipe(precision=precision), []
-    composer = Composer(Wide, points, base, None, tier)
+    composer = BlockExtrapolator(Wide, points, base, None, tier)
     for fraction in (0.0, 0.2, 0.5, 0.8, 1.0):
         for page_bytes in (1 << 20, 16 << 20):
             recipe = replace(base, offload_optimizer=fraction, page_bytes=page_bytes)
@@ -330,7 +332,7 @@ def test_a_step_that_clips_takes_its_norms_and_no_steps_in_backward():
     )
     for count in (2, MANY + 9):
         for each in (recipe, Recipe(micro_batches=2)):
-            composer = Composer(partial(Narrow, count), of, Recipe(), None, "file", 1e-3)
+            composer = BlockExtrapolator(partial(Narrow, count), of, Recipe(), None, "file", 1e-3)
             assert composer.estimate(each) == estimate(
                 partial(Narrow, count), of, each, max_norm=1e-3
             )
@@ -355,7 +357,7 @@ def test_a_step_that_clips_takes_its_norms_and_no_steps_in_backward():
 def test_the_work_of_an_estimate_does_not_grow_with_the_blocks(keep):
     work = []
     for layers in (2 * MANY, 2 * MANY + 4):
-        composer = Composer(partial(deep, layers), batch, Recipe(), None, "file")
+        composer = BlockExtrapolator(partial(deep, layers), batch, Recipe(), None, "file")
         calls = []
         for block in composer.blocks:
             block.norm1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
@@ -380,7 +382,7 @@ def test_a_segment_for_each_block_of_any_model_takes_the_work_of_a_few_blocks(op
             partial(InAChain, [64] * layers),
             Recipe(checkpoint="segments", segments=layers, **options),
         )
-        composer, calls = Composer(make, points, Recipe(), None, "file"), []
+        composer, calls = BlockExtrapolator(make, points, Recipe(), None, "file"), []
         for block in composer.blocks:
             block.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         assert composer.estimate(recipe) == estimate(make, points, recipe)
@@ -399,16 +401,18 @@ class Nested(InAChain):
 
 def test_segments_are_of_the_blocks_that_a_schedule_runs():
     make, recipe = partial(Nested, MANY + 1), Recipe(checkpoint="segments", segments=MANY + 1)
-    assert len(Composer(make, points, Recipe(), None, "file").blocks) == MANY + 1
-    assert not Composer(make, points, Recipe(), None, "file").runs_them
-    assert Composer(partial(InAChain, [64] * MANY), points, Recipe(), None, "file").runs_them
-    assert Composer(make, points, Recipe(), None, "file").estimate(recipe) == estimate(
+    assert len(BlockExtrapolator(make, points, Recipe(), None, "file").blocks) == MANY + 1
+    assert not BlockExtrapolator(make, points, Recipe(), None, "file").runs_them
+    assert BlockExtrapolator(
+        partial(InAChain, [64] * MANY), points, Recipe(), None, "file"
+    ).runs_them
+    assert BlockExtrapolator(make, points, Recipe(), None, "file").estimate(recipe) == estimate(
         make, points, recipe
     )
 
 
 def test_recipes_that_differ_below_alone_share_their_step(monkeypatch):
-    composer, steps = Composer(deep, batch, Recipe(), None, "host"), []
+    composer, steps = BlockExtrapolator(deep, batch, Recipe(), None, "host"), []
     monkeypatch.setattr(
         composer,
         "moments",
@@ -421,7 +425,7 @@ def test_recipes_that_differ_below_alone_share_their_step(monkeypatch):
 def test_the_blocks_are_the_longest_list_of_equal_ones_and_are_all_there_afterwards():
     assert list(equal_blocks(model := deep())) == list(model.layers)
     assert len(equal_blocks(Uneven([16] * 9 + [32]))) == 0
-    composer = Composer(deep, batch, Recipe(), None, "file")
+    composer = BlockExtrapolator(deep, batch, Recipe(), None, "file")
     before = list(composer.blocks)
     composer.estimate(Recipe())
     assert list(composer.blocks) == before and all(
@@ -463,7 +467,7 @@ def test_blocks_that_are_set_otherwise_are_not_alike(alternating):
     make = partial(Numbered, alternating)
     assert len(equal_blocks(make())) == (0 if alternating else MANY + 1)
     for recipe in (Recipe(), Recipe(checkpoint="layers", micro_batches=2)):
-        assert Known(make, points, Recipe(), **FILE).estimate(recipe) == estimate(
+        assert EstimateCache(make, points, Recipe(), **FILE).estimate(recipe) == estimate(
             make, points, recipe
         )
 
@@ -519,12 +523,12 @@ class WithAHead(InAChain):
 def test_standard_attention_is_not_tried_where_flash_attention_was_too_large():
     """Of a long sequence flash attention takes less, here with fewer FLOPs as well."""
     make = partial(Decoder, vocabulary=31, hidden=16, heads=2, layers=1, sequence=1024)
-    known = Known(make, partial(random_tokens, 2, 1024, 31), Recipe(), **FILE)
+    known = EstimateCache(make, partial(random_tokens, 2, 1024, 31), Recipe(), **FILE)
     standard, flash = (known.estimate(replace(Recipe(), attention=a)) for a in ATTENTIONS)
     search = Search(known, 2_000_000, RATE)
-    assert search.leanest == ("flash",) and flash.flops < standard.flops
+    assert search.least_memory_attention == ("flash",) and flash.flops < standard.flops
     with pytest.raises(InfeasibleBudget):
-        that_fit(search, Recipe())
+        search_by_tensors(search, Recipe())
     two = [e for e in known.estimates if e.micro_batches == 2 and not e.offload_activations]
     tried = {e.attention for e in two}
     assert tried == {"flash"}
@@ -536,7 +540,7 @@ def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
         partial(WithAHead, [64] * 6),
         Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=inside),
     )
-    searching = Search(Known(make, points, Recipe(), **FILE), 1, RATE)
+    searching = Search(EstimateCache(make, points, Recipe(), **FILE), 1, RATE)
     least = least_schedule(searching, recipe).schedule_bytes
     peaks = [
         estimate(make, points, replace(recipe, schedule_bytes=least + 2000 * i)).peak_bytes
@@ -672,7 +676,7 @@ def test_brute_force_sees_a_rule_that_is_wrong(compared, monkeypatch):
 
 def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
     make, base = partial(deep, 3), Recipe(offload_activations=True, min_bytes=500, in_backward=True)
-    facts = Known(make, batch, base, **{**FILE, "tier": "host"})
+    facts = EstimateCache(make, batch, base, **{**FILE, "tier": "host"})
     copies_for = Search(facts, 1, RATE).copies_for
     every = [facts.estimate(replace(base, **copies)) for copies in copies_for(base)]
     assert [e.recipe.copies("host") for e in every] == [
@@ -691,7 +695,7 @@ def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
             assert searching.rates.seconds(best) == min(map(searching.rates.seconds, fitting))
             if link == math.inf:
                 assert best.recipe.copies("host") == (0, 1)  # all cost the same: the fewest
-    in_a_file = Search(Known(make, batch, base, **FILE), 1, RATE)
+    in_a_file = Search(EstimateCache(make, batch, base, **FILE), 1, RATE)
     assert copies_for(Recipe()) == in_a_file.copies_for(base) == [{}]
 
 
@@ -728,7 +732,7 @@ def test_what_is_composed_is_the_whole_step_with_any_optimizer(optimizer, update
     if optimizer == "adam8bit":  # of 4,096 numbers and more; a table is shared
         base = replace(base, precision="fp32")
         make = partial(deep, 8, hidden=64)
-    composer = Composer(make, batch, base, None, "file")
+    composer = BlockExtrapolator(make, batch, base, None, "file")
     for fraction, inside in ((0.0, False), (0.0, True), (0.5, False), (1.0, True)):
         if OPTIMIZERS[optimizer].can_offload_state or not fraction:
             recipe = replace(base, offload_optimizer=fraction, in_backward=inside)
@@ -752,10 +756,10 @@ KEPT = [
 @pytest.mark.parametrize("fields", KEPT, ids=str)
 def test_what_the_base_sets_is_in_every_recipe_that_is_tried(fields):
     base, make = Recipe(**fields), partial(deep, 2)
-    facts = Known(make, batch, base, **FILE)
+    facts = EstimateCache(make, batch, base, **FILE)
     peak = facts.estimate(base).peak_bytes
     with suppress(InfeasibleBudget):
-        that_fit(Search(facts, peak - 1, RATE), base)
+        search_by_tensors(Search(facts, peak - 1, RATE), base)
     tried = [
         recipe
         for recipe in facts.estimates
@@ -792,10 +796,10 @@ def test_blocks_are_those_that_are_named(keep):
         partial(torch.randn, 300, 8),
         Recipe(optimizer="sgd", **keep),
     )
-    facts = Known(Mixed, of, base, blocks=list(both), **FILE)
+    facts = EstimateCache(Mixed, of, base, blocks=list(both), **FILE)
     wanted = Recipe(optimizer="sgd", checkpoint="layers", blocks=both)
     budget = estimate(Mixed, of, wanted).peak_bytes
-    found = that_fit(Search(facts, budget, RATE), base)
+    found = search_by_tensors(Search(facts, budget, RATE), base)
     assert found[0].peak_bytes <= budget and facts.estimate(wanted) == estimate(Mixed, of, wanted)
     assert {e.blocks for e in facts.estimates if e.checkpoint != "none"} == {both}
 
@@ -811,17 +815,17 @@ def test_a_quick_search_says_so_and_tries_less():
 
 
 def test_budgets_and_rates_share_what_is_known():
-    facts = Known(partial(deep, 1), partial(batch, 2), Recipe(), **FILE)
+    facts = EstimateCache(partial(deep, 1), partial(batch, 2), Recipe(), **FILE)
     peak = facts.estimate(Recipe()).peak_bytes
-    first = that_fit(Search(facts, peak - 1, RATE), Recipe())
+    first = search_by_tensors(Search(facts, peak - 1, RATE), Recipe())
     made = len(facts.estimates)
     assert (
-        list(that_fit(Search(facts, peak - 1, RATE), Recipe())) == list(first)
+        list(search_by_tensors(Search(facts, peak - 1, RATE), Recipe())) == list(first)
         and len(facts.estimates) == made
     )
-    assert that_fit(Search(facts, peak, RATE), Recipe())[0].recipe == Recipe()
+    assert search_by_tensors(Search(facts, peak, RATE), Recipe())[0].recipe == Recipe()
     with pytest.raises(InfeasibleBudget):
-        that_fit(Search(facts, 1, RATE), Recipe())
+        search_by_tensors(Search(facts, 1, RATE), Recipe())
 
 
 def test_the_bar_shows_no_size_that_nobody_asked_for_and_is_gone_before_an_error(capsys):
@@ -831,7 +835,7 @@ def test_the_bar_shows_no_size_that_nobody_asked_for_and_is_gone_before_an_error
         Recipe(optimizer="sgd"),
         [],
     )
-    facts = Known(make, of, base, watch=shown.append, **FILE)
+    facts = EstimateCache(make, of, base, watch=shown.append, **FILE)
     facts.estimate(base)
     assert {"optimal", "layers"} <= {*Search(facts, 1, RATE).values("checkpoint")}
     assert base in shown
@@ -862,9 +866,9 @@ def test_a_search_by_what_is_reserved_finds_what_the_allocator_would_let_run():
         fitting = [each for each in found if taken[each.recipe] <= budget]
         if not fitting:
             with pytest.raises(InfeasibleBudget):
-                that_reserve(budget, within)
+                search_by_reserved(budget, within)
         else:
-            best = that_reserve(budget, within)
+            best = search_by_reserved(budget, within)
             assert set(best) <= set(fitting)
             assert rates.seconds(best[0]) == min(map(rates.seconds, fitting))
     [best] = fit(
@@ -903,7 +907,7 @@ def test_a_search_tries_what_each_technique_proposes_and_nothing_else(
     """Combined with all that the others propose, except what two of them refuse together."""
     monkeypatch.setattr(technique, "candidates", lambda self, search: tried)
     base = Recipe(min_bytes=500)
-    families = list(Search(Known(deep, batch, base, **FILE), 1, RATE).families())
+    families = list(Search(EstimateCache(deep, batch, base, **FILE), 1, RATE).families())
     field = next(iter(tried[0]))
     assert {getattr(recipe, field) for recipe in families} == {each[field] for each in tried}
     for each in tried:
@@ -911,7 +915,7 @@ def test_a_search_tries_what_each_technique_proposes_and_nothing_else(
 
 
 def test_a_recipe_adds_to_one_that_uses_part_of_it_alone():
-    search = Search(Known(deep, batch, Recipe(), **FILE), 1, RATE)
+    search = Search(EstimateCache(deep, batch, Recipe(), **FILE), 1, RATE)
     plain, layers = Recipe(), Recipe(checkpoint="layers")
     half = Recipe(offload_optimizer=0.5)
     both = replace(layers, offload_optimizer=1.0)
@@ -924,7 +928,7 @@ def test_a_recipe_adds_to_one_that_uses_part_of_it_alone():
 
 def test_no_more_blocks_are_tried_than_cost_less_than_the_cheapest_found():
     """Of equal blocks; of unlike ones any number but all."""
-    known = Known(deep, batch, Recipe(), **FILE)
+    known = EstimateCache(deep, batch, Recipe(), **FILE)
     search, layers = Search(known, 10**9, RATE), known.layers
     one = Recipe(checkpoint="layers", first_blocks=1)
     search.seconds(Recipe())
@@ -932,7 +936,7 @@ def test_no_more_blocks_are_tried_than_cost_less_than_the_cheapest_found():
         more = search.seconds(replace(one, first_blocks=count))
         assert most_blocks(search, one, more) == count - 1
         assert most_blocks(search, one, more * 1.0001) == count
-    unlike = Known(
+    unlike = EstimateCache(
         partial(InAChain, [64, 32, 16, 64]), partial(torch.randn, 300, 8), Recipe(), **FILE
     )
     assert most_blocks(Search(unlike, 10**9, RATE), one, math.inf) == unlike.layers - 1

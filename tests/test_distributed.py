@@ -32,7 +32,7 @@ from course_lib.accumulation import AccumulatedStep
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import (
     MODES,
-    Communicated,
+    CommunicationCounter,
     Trainer,
     Watch,
     held_bytes,
@@ -1223,7 +1223,7 @@ def test_hooks_on_all_modules_stand_in_two_dictionaries():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # these names are those of older versions too
 def test_what_is_sent_is_counted_by_kind(one_of_four):
-    with Communicated() as sent:
+    with CommunicationCounter() as sent:
         dist.all_reduce(torch.ones(10))
         dist.all_reduce(torch.ones(10, dtype=torch.float64))  # not of parameters
         assert sent.bytes == 2 * 40

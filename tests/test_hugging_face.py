@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
-from course_lib.budget.extrapolate import Composer
+from course_lib.budget.extrapolate import BlockExtrapolator
 from course_lib.checkpoint import checkpoint_blocks
 
 transformers = pytest.importorskip(
@@ -142,7 +142,7 @@ def test_a_search_finds_schedules_for_the_micro_batch_that_takes_the_most():
 
 def test_the_least_that_a_schedule_takes_is_enough_for_every_micro_batch():
     (model, _), recipe = CHAINS["decoder, grouped queries"], replace(OPTIMAL, micro_batches=4)
-    composer = Composer(model, partial(padded, 1), recipe, loss_sum=None, tier="file")
+    composer = BlockExtrapolator(model, partial(padded, 1), recipe, loss_sum=None, tier="file")
     with pytest.raises(InfeasibleBudget) as least:
         composer.scheduled(replace(recipe, schedule_bytes=1))
     enough = replace(recipe, schedule_bytes=least.value.least_bytes)

@@ -16,7 +16,7 @@ from course_lib import labels
 from course_lib.budget import Recipe, steps_to
 from course_lib.budget import __main__ as command
 from course_lib.budget.device import host_state_bytes
-from course_lib.budget.knowledge import Known
+from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.show import Way
 from course_lib.lessons import LESSONS, claims_of
 
@@ -230,7 +230,7 @@ def estimated():
     model = command.workload_of(given)
     base = Recipe(precision="bf16", attention=None)
     options = {"loss_sum": model.loss_sum, "tier": "host", "kind": "cuda", "max_norm": None}
-    estimate = Known(model.make_model, model.make_batch, base, **options).estimate
+    estimate = EstimateCache(model.make_model, model.make_batch, base, **options).estimate
     return Way(map(estimate, steps_to(replace(base, micro_batches=4, offload_optimizer=1.0))))
 
 

@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         options["progress"] = sys.stderr.isatty() or (argv is None and _lines_of_progress())
         found = fit(model.make_model, model.make_batch, room, base=base, rates=rates, **options)
         way = found.way()
-        leaner = _leaner(found, memory, room, count)
+        leaner = _with_spare_memory(found, memory, room, count)
         checked = check(model, found[0].recipe) if given.check else None
         gpu = OnDevice.of(found[0], device, memory) if kind == "cuda" else None
     except InfeasibleBudget as error:
@@ -219,10 +219,10 @@ def main(argv: list[str] | None = None) -> int:
         told |= {
             "parameters": model.parameters(),
             "rates": _plain(rates),
-            "recipes": [_told(e, rates, kind) for e in found],
-            "leaner": [_told(e, rates, kind) for e in leaner],
+            "recipes": [_as_json(e, rates, kind) for e in found],
+            "leaner": [_as_json(e, rates, kind) for e in leaner],
         }
-        told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
+        told |= {"way": [_as_json(e, rates) for e in way], "check": checked and checked.as_dict()}
         told["on_device"] = gpu and asdict(gpu)
         told["training_arguments"] = found[0].recipe.as_training_arguments(model.samples).arguments
         print(json.dumps(told, indent=1, allow_nan=False))
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _leaner(found: Estimates, memory: int, room: int, count: str) -> list[Estimate]:
+def _with_spare_memory(found: Estimates, memory: int, room: int, count: str) -> list[Estimate]:
     """Return the cheapest recipe that leaves spare memory, as a list of at most one estimate.
 
     The list is empty if the cheapest recipe overall already leaves a share of `SPARE`, or if no
@@ -405,7 +405,7 @@ def _kind(given: argparse.Namespace) -> str:
     return "cpu" if on_cpu else "cuda"
 
 
-def _told(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
+def _as_json(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
     values = {
         **asdict(estimate),
         "in_words": str(estimate.recipe),

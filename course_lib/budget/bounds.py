@@ -8,12 +8,12 @@ from course_lib.offload import chosen_below
 from course_lib.symbolic import symbolic
 
 from .estimate import Estimate
-from .knowledge import Known
+from .knowledge import EstimateCache
 from .rates import Rates
 from .recipe import Recipe
 
 
-def held_bytes(known: Known, recipe: Recipe) -> int:
+def held_bytes(known: EstimateCache, recipe: Recipe) -> int:
     """Return the bytes on the device that are live throughout the step.
 
     These are the model and the part of the optimizer state that is not offloaded.
@@ -30,19 +30,19 @@ def held_bytes(known: Known, recipe: Recipe) -> int:
     return known.held[key]
 
 
-def model_bytes(known: Known) -> int:
+def model_bytes(known: EstimateCache) -> int:
     """Return the bytes of all parameters and buffers."""
     held = *known.model.parameters(), *known.model.buffers()
     return sum(tensor.nbytes for tensor in held)
 
 
-def exceeds(known: Known, recipe: Recipe, limit: int) -> bool:
+def exceeds(known: EstimateCache, recipe: Recipe, limit: int) -> bool:
     """Return whether a recipe's peak is above a limit in bytes by its lower bound."""
     # `held_bytes` is compared first, because it needs no estimate.
     return held_bytes(known, recipe) > limit or floor_bytes(known, recipe) > limit
 
 
-def floor_bytes(known: Known, recipe: Recipe) -> int:
+def floor_bytes(known: EstimateCache, recipe: Recipe) -> int:
     """Return a lower bound on the peak of a recipe.
 
     The bound is the larger of the bytes that are live throughout the step and the peak of the
@@ -52,13 +52,13 @@ def floor_bytes(known: Known, recipe: Recipe) -> int:
     return max(held_bytes(known, recipe), step)
 
 
-def state_of(known: Known, recipe: Recipe) -> Estimate:
+def state_of(known: EstimateCache, recipe: Recipe) -> Estimate:
     """Return the estimate of the base with the recipe's optimizer settings."""
     names = ("offload_optimizer", "in_backward", "page_bytes")
     return known.with_base(**{name: getattr(recipe, name) for name in names})
 
 
-def least_seconds(known: Known, recipe: Recipe, rates: Rates) -> float:
+def least_seconds(known: EstimateCache, recipe: Recipe, rates: Rates) -> float:
     """Return a lower bound on the seconds of a step.
 
     It counts the fewest FLOPs that the recipe can have (`least_flops`) and, of all copies, only
@@ -69,13 +69,13 @@ def least_seconds(known: Known, recipe: Recipe, rates: Rates) -> float:
     return rates.seconds(replace(state_of(known, recipe), **least))
 
 
-def state_moved(known: Known, recipe: Recipe) -> tuple[int, int]:
+def state_moved(known: EstimateCache, recipe: Recipe) -> tuple[int, int]:
     """Return the bytes of optimizer state copied to the lower tier, and those copied back."""
     state, none = state_of(known, recipe), state_of(known, replace(recipe, offload_optimizer=0.0))
     return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
 
 
-def least_flops(known: Known, recipe: Recipe) -> int:
+def least_flops(known: EstimateCache, recipe: Recipe) -> int:
     """Return a lower bound on the FLOPs of a step.
 
     If a recipe with the same values of the fields in `knowledge.COMPUTED` has been estimated, the
@@ -101,7 +101,7 @@ def least_flops(known: Known, recipe: Recipe) -> int:
     return 0
 
 
-def recomputed_flops(known: Known, one: Recipe) -> int:
+def recomputed_flops(known: EstimateCache, one: Recipe) -> int:
     """Return the FLOPs that the checkpoint of a recipe adds; 0 if they are not known.
 
     They do not depend on whether the loss head is chunked.
@@ -112,6 +112,6 @@ def recomputed_flops(known: Known, one: Recipe) -> int:
     return 0 if None in flops else flops[0] - flops[1]
 
 
-def moves_nothing(known: Known, recipe: Recipe) -> bool:
+def moves_nothing(known: EstimateCache, recipe: Recipe) -> bool:
     """Return whether no activation of the recipe was large enough to be offloaded."""
     return known.estimate(recipe).bytes_down == state_moved(known, recipe)[0]

@@ -16,7 +16,7 @@ from typing import Any
 
 from .bounds import exceeds
 from .estimate import Estimate
-from .knowledge import Known
+from .knowledge import EstimateCache
 from .loss import has_loss_sum, mixes_samples, samples_in
 from .rates import Rates
 from .recipe import Recipe
@@ -36,7 +36,7 @@ class Search:
         quick: Whether to skip candidates that take long to try and are seldom the cheapest.
     """
 
-    def __init__(self, known: Known, budget: int, rates: Rates, quick: bool = False):
+    def __init__(self, known: EstimateCache, budget: int, rates: Rates, quick: bool = False):
         self.known, self.budget, self.rates, self.quick = known, budget, rates, quick
         self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
 
@@ -175,16 +175,18 @@ class Search:
                 for number in self.doublings(family):
                     yield replace(family, micro_batches=number)
 
-    def leaner(self, recipe: Recipe) -> Recipe | None:
+    def with_least_memory_attention(self, recipe: Recipe) -> Recipe | None:
         """Return the recipe with the attention that needs the least memory.
 
-        The result is None if `leanest` is empty.
+        The result is None if `least_memory_attention` is empty.
         """
-        leanest = self.leanest
-        return replace(recipe, attention=leanest[0]) if leanest else None
+        least_memory_attention = self.least_memory_attention
+        return (
+            replace(recipe, attention=least_memory_attention[0]) if least_memory_attention else None
+        )
 
     @cached_property
-    def leanest(self) -> tuple[str | None, ...]:
+    def least_memory_attention(self) -> tuple[str | None, ...]:
         """Tuple with the attention that needs the least memory in forward and in backward.
 
         The steps of the base with each attention are compared. The tuple is empty if only one

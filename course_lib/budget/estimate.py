@@ -54,8 +54,8 @@ class Estimate(Table):
             updates the offloaded parameters: their gradients are copied to the host, and the
             parameters are copied back.
         host_parameters: Number of parameters that the host updates; 0 if `tier` is "file".
-        sent_bytes: Bytes that a rank communicates, as `course_lib.distributed.Communicated` counts
-            them.
+        sent_bytes: Bytes that a rank communicates, as counted by
+            `course_lib.distributed.CommunicationCounter`.
         kind: Kind of device, one of `KINDS`.
     """
 

@@ -37,7 +37,7 @@ from .estimate import Estimate
 from .growth import Growth
 from .kinds import on_kind
 from .loss import LossSum, check_loss, trained
-from .process import check_arguments, watched
+from .process import check_arguments, trace_step
 from .recipe import Recipe
 from .stages import fastest
 from .step import chain_of, check_model, default_dtype, micro_batches_of, model_of
@@ -56,7 +56,7 @@ ALIKE = ("none", "selective", "layers")
 
 
 @dataclass
-class Moments:
+class StepTrace:
     """Trace of a step in which `RecordingOptimizer` replaces the optimizer by one operator.
 
     Attributes:
@@ -76,7 +76,7 @@ class NotComposable(Exception):
     """
 
 
-class Composer:
+class BlockExtrapolator:
     """Estimator for one model and batch, whose results equal those of `estimate` with less work.
 
     Raises:
@@ -114,8 +114,8 @@ class Composer:
             for i, parameters in enumerate(self.parameters_of)
             for k, p in enumerate(parameters)
         }
-        self._moments: dict[Recipe, Moments] = {}
-        self._few: dict[tuple[Recipe, int], Moments] = {}
+        self._moments: dict[Recipe, StepTrace] = {}
+        self._few: dict[tuple[Recipe, int], StepTrace] = {}
         self._groups: dict[int, list[list[int]]] = {}
         self.updates = Updates(self.trained, self.blocks, tier, kind)
 
@@ -148,7 +148,7 @@ class Composer:
         micro_batches = micro_batches_of(self.batch, recipe.micro_batches)
         with symbolic(self.mode):
             unlike = [micro_batches[group[0]] for group in self.groups(recipe)]
-            return dearest(self.model, unlike, recipe, self.loss_sum)
+            return highest_cost(self.model, unlike, recipe, self.loss_sum)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
         """Return groups of micro-batches that run the same operators, as lists of indices."""
@@ -160,7 +160,7 @@ class Composer:
 
     # ---- Forward and backward
 
-    def moments(self, recipe: Recipe) -> Moments:
+    def moments(self, recipe: Recipe) -> StepTrace:
         """Return the moments of forward and backward, from runs with few blocks if possible.
 
         Otherwise all blocks are run. If only the first blocks have a checkpoint, the number of
@@ -189,7 +189,7 @@ class Composer:
             # Copies of a block would still be in flight after the last block.
             or (reach and few > count - first)
         ):
-            return self.measured(recipe, count)
+            return self.measure(recipe, count)
 
         try:
             rows = []
@@ -199,25 +199,25 @@ class Composer:
                     fields = {"first_blocks": ones} if first else {}
                     if alone:
                         fields = {"segments": others}
-                    row.append(self.few(replace(recipe, **fields), ones + others))
-                rows.append(self.extended(row, first - few))
-            return self.extended(rows, count - first - few)
+                    row.append(self.measure_few(replace(recipe, **fields), ones + others))
+                rows.append(self.extend(row, first - few))
+            return self.extend(rows, count - first - few)
         except Irregular:
-            return self.measured(recipe, count)
+            return self.measure(recipe, count)
 
-    def extended(self, runs: Sequence[Moments], blocks: int) -> Moments:
+    def extend(self, runs: Sequence[StepTrace], blocks: int) -> StepTrace:
         """Return the moments with `blocks` more blocks than the first of two runs.
 
         A single run already has all blocks of its kind, so its moments are returned unchanged.
         """
-        return runs[0] if len(runs) == 1 else self.grown(*runs, blocks)
+        return runs[0] if len(runs) == 1 else self.extrapolate(*runs, blocks)
 
-    def few(self, recipe: Recipe, count: int) -> Moments:
+    def measure_few(self, recipe: Recipe, count: int) -> StepTrace:
         if (recipe, count) not in self._few:
-            self._few[recipe, count] = self.measured(recipe, count)
+            self._few[recipe, count] = self.measure(recipe, count)
         return self._few[recipe, count]
 
-    def measured(self, recipe: Recipe, count: int, repeats: bool = True) -> Moments:
+    def measure(self, recipe: Recipe, count: int, repeats: bool = True) -> StepTrace:
         """Run forward and backward with the first `count` blocks and return their moments.
 
         Args:
@@ -231,7 +231,7 @@ class Composer:
         try:
             with shortened(self.blocks, count):
                 options = self.loss_sum, store, self.max_norm, self.groups(recipe)
-                trace = watched(
+                trace = trace_step(
                     self.model,
                     optimizer,
                     micro_batches,
@@ -247,11 +247,11 @@ class Composer:
                 f"the step does not run with {count} of {len(self.blocks)} blocks"
             ) from error
         due = iter(optimizer.due)
-        return Moments(
+        return StepTrace(
             trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]
         )
 
-    def grown(self, few: Moments, more: Moments, blocks: int) -> Moments:
+    def extrapolate(self, few: StepTrace, more: StepTrace, blocks: int) -> StepTrace:
         """Return the moments of a step with `blocks` more blocks than the step of `few`.
 
         `more` holds the moments of a step with one block more than `few`. In `due` of the result,
@@ -266,7 +266,7 @@ class Composer:
                 [self.further(p, by) for p in row] if row else row
                 for row in due[id(trace)][start:stop]
             ]
-        return Moments(growth.trace(blocks), rows)
+        return StepTrace(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
         """Return the corresponding parameter of the block `by` blocks later.
@@ -280,7 +280,7 @@ class Composer:
 
     # ---- The optimizer
 
-    def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
+    def with_optimizer(self, moments: StepTrace, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
         stepping = on_kind(recipe, self.kind)
         update = self.updates.of_all(stepping, below)
@@ -365,7 +365,7 @@ class RecordingOptimizer(torch.optim.Optimizer):
         torch.empty(0)
 
 
-def dearest(
+def highest_cost(
     model: nn.Module, micro_batches: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
     """Return the cost of the schedule for the micro-batch that needs the most memory.

@@ -112,13 +112,13 @@ class Growth:
 
     def _events(self, blocks: int, moments: int) -> dict[str, Any]:
         return {
-            "flops_at": self._at(blocks, "flops_at"),
-            "modules": self._at(blocks, "modules"),
-            "lines": self._at(blocks, "lines"),
+            "flops_at": self._live_at(blocks, "flops_at"),
+            "modules": self._live_at(blocks, "modules"),
+            "lines": self._live_at(blocks, "lines"),
             "spans": _GrownSpans(self, blocks, moments).found(),
         }
 
-    def _at(self, blocks: int, name: str) -> dict[int, Any]:
+    def _live_at(self, blocks: int, name: str) -> dict[int, Any]:
         found = {}
         moment = 0
         for trace, start, stop, _ in self.sources(blocks):
@@ -169,7 +169,7 @@ class _GrownSpans:
                 start = self._offset(p) + span.start + copy * at.block
                 stop = self._stop_of_copy(span, p, before[number], copy)
                 found.append((start, stop, span, goes_on))
-        return _numbered(found)
+        return _number_storages(found)
 
     def _held_from_the_start(self) -> list[Span]:
         """Return the spans that `more` holds through the whole step for the new block and `few`
@@ -243,7 +243,7 @@ class _GrownSpans:
         return self.more.operators[self.passes[p].more][1] == "forward"
 
 
-def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
+def _number_storages(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
     """Return the spans with a number for each storage.
 
     A span that continues in another category has the number of the span that it continues.

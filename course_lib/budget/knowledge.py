@@ -19,7 +19,7 @@ from course_lib.checkpoint.blocks import names_of
 from course_lib.symbolic import symbolic
 
 from .estimate import Estimate, estimate
-from .extrapolate import Composer, NotComposable
+from .extrapolate import BlockExtrapolator, NotComposable
 from .process import process_trace
 from .recipe import Recipe
 from .stages import most_segments, own_stages
@@ -29,7 +29,7 @@ from .techniques import TECHNIQUES
 COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fields]
 
 
-class Known:
+class EstimateCache:
     """Estimates that have been made for one model and batch.
 
     Searches for several budgets can share it.
@@ -67,7 +67,7 @@ class Known:
         self._flops: dict[tuple, int] = {}
         self._confirmed: set[Recipe] = set()
         # Maps each precision to its composer.
-        self._composers: dict[str | None, Composer] = {}
+        self._composers: dict[str | None, BlockExtrapolator] = {}
         self.given, self.options = (make_model, make_batch), options
         self.whole: set[Recipe] = set()
         self.composes = True
@@ -92,7 +92,7 @@ class Known:
         return self.estimates[recipe]
 
     def _estimated(self, recipe: Recipe) -> Estimate:
-        composable = recipe.ranks == 1 and self.composes and Composer.takes(recipe)
+        composable = recipe.ranks == 1 and self.composes and BlockExtrapolator.takes(recipe)
         if composable:
             with suppress(NotComposable), explained():
                 found = self.composer_of(recipe).estimate(recipe)
@@ -131,15 +131,15 @@ class Known:
         return self.estimate(replace(self.base, **techniques))
 
     @cached_property
-    def composer(self) -> Composer:
-        """Composer of the base's precision."""
+    def composer(self) -> BlockExtrapolator:
+        """BlockExtrapolator of the base's precision."""
         return self.composer_of(self.base)
 
-    def composer_of(self, recipe: Recipe) -> Composer:
+    def composer_of(self, recipe: Recipe) -> BlockExtrapolator:
         """Return the composer for the recipe's precision."""
         if recipe.precision not in self._composers:
             base = replace(self.base, precision=recipe.precision)
-            self._composers[recipe.precision] = Composer(*self.given, base, **self.options)
+            self._composers[recipe.precision] = BlockExtrapolator(*self.given, base, **self.options)
         return self._composers[recipe.precision]
 
     @property

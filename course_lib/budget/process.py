@@ -81,7 +81,7 @@ def process_trace(
         micro_batches = micro_batches_of(batch, recipe.micro_batches)
         make_state(model, optimizer)
         options = loss_sum, store, max_norm
-        trace = watched(
+        trace = trace_step(
             model, optimizer, micro_batches, recipe.on(tier), *options, events=events, places=places
         )
         return trace, sum(p.numel() for p in getattr(optimizer, "below", ()))
@@ -96,7 +96,7 @@ def symbolic_optimizer(
     return optimizer_of(model, recipe, store=store)
 
 
-def watched(
+def trace_step(
     model,
     optimizer,
     micro_batches: list[Any],

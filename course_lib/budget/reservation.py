@@ -49,7 +49,7 @@ def title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
     return title
 
 
-def that_reserve(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
+def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
     """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
 
     The search itself counts tensor bytes. If its cheapest recipe reserves too much, the search is

@@ -28,12 +28,12 @@ from .bounds import exceeds, floor_bytes, least_seconds, moves_nothing, recomput
 from .candidates import Search
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
-from .knowledge import Known
+from .knowledge import EstimateCache
 from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
 from .refine import fewest_blocks, fewest_micro_batches, least_schedule, refine
-from .reservation import COUNTS, check_count, that_reserve, title_of
+from .reservation import COUNTS, check_count, search_by_reserved, title_of
 from .show import Way, steps_to
 from .step import model_of
 from .techniques import BY_FIELD
@@ -211,32 +211,34 @@ def fit(
         # A recipe that offloads nothing is detected by the search, so users need no warning.
         warnings.filterwarnings("ignore", "no activation was moved")
         options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm, "kind": kind}
-        known = Known(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
+        known = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
         # The base is estimated first, because this raises the errors of an invalid model or batch.
         known.estimate(known.base)
         search = Search(known, budget_bytes, rates, quick)
 
         def within(room: int) -> Estimates:
-            return that_fit(search.within(room), base, recipes)
+            return search_by_tensors(search.within(room), base, recipes)
 
         def fitting(room: int) -> Estimates:
-            found = within(room) if count == "tensors" else that_reserve(room, within, quick)
+            found = within(room) if count == "tensors" else search_by_reserved(room, within, quick)
             found.within = fitting
             return found
 
         return fitting(budget_bytes)
 
 
-def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None) -> Estimates:
+def search_by_tensors(
+    search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None
+) -> Estimates:
     """Return the result of `fit` for the budget of a `Search`, reusing the search's estimates."""
     known = search.known
     while True:
         if recipes is not None:
-            found, tried = _among(search, recipes)
+            found, tried = _fit_given(search, recipes)
         elif base.ranks > 1:
             found, tried = _on_ranks(search, base)
         else:
-            found = _all(search)
+            found = _fit_all(search)
             tried = known.estimates.values()
         found.sort(key=search.order)
         least = min(tried, key=lambda e: e.peak_bytes, default=None)
@@ -257,7 +259,7 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
 # ---- Which recipes are tried
 
 
-def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
+def _fit_given(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
     """Return the estimates that fit, and all estimates, of the given recipes with a schedule."""
     tried = []
     for recipe in dict.fromkeys(recipes):
@@ -321,16 +323,19 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
     return found, tried
 
 
-def _all(search: Search) -> list[Estimate]:
+def _fit_all(search: Search) -> list[Estimate]:
     """Return the estimates that fit, trying combinations with few techniques first."""
     known = search.known
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
     for family in sorted(search.families(), key=lambda recipe: _size(search, recipe)):
-        if exceeds(known, family, search.budget) or search.leaner(family) in too_large:
+        if (
+            exceeds(known, family, search.budget)
+            or search.with_least_memory_attention(family) in too_large
+        ):
             too_large.add(family)
             continue
-        if _needless(search, family, found) or _idle(search, family):
+        if _cannot_be_cheaper(search, family, found) or _moves_nothing(search, family):
             continue
         try:
             best = refine(search, family)
@@ -365,7 +370,7 @@ def _size(search: Search, recipe: Recipe) -> tuple[float, int]:
     return search.amounts(recipe), recipe.micro_batches
 
 
-def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
+def _cannot_be_cheaper(search: Search, family: Recipe, found: list[Recipe]) -> bool:
     """Return whether a family extends a recipe that fits and cannot be cheaper.
 
     Added techniques raise the cost, with two exceptions. With offloaded activations, a checkpoint,
@@ -391,7 +396,7 @@ def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
     )
 
 
-def _idle(search: Search, family: Recipe) -> bool:
+def _moves_nothing(search: Search, family: Recipe) -> bool:
     """Return whether the family offloads activations, but none is large enough to be offloaded.
 
     This is known if an estimate with fewer micro-batches, whose activations are larger, offloads
@@ -466,7 +471,7 @@ def _find_least(search: Search) -> None:
     Only the recipes that use the most techniques are estimated.
     """
     known = search.known
-    attentions = search.leanest or search.values("attention")
+    attentions = search.least_memory_attention or search.values("attention")
     # For these fields the last candidate does not always need the least memory, whereas for all
     # other fields it does.
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
@@ -482,7 +487,7 @@ def _find_least(search: Search) -> None:
         least = min(e.peak_bytes for e in known.estimates.values())
         if floor_bytes(known, recipe) >= least:
             continue
-        # The step may raise these errors for the same reasons as in `_all`.
+        # The step may raise these errors for the same reasons as in `_fit_all`.
         with suppress(RuntimeError, InfeasibleBudget):
             known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
 

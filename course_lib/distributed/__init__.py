@@ -12,7 +12,7 @@ another program, use `Trainer` and `Watch`. Lesson 08 explains the modes.
 """
 
 from .formulas import MODES, held_bytes, sent_bytes, shapes_of
-from .measurement import Communicated, RankUsage, Watch
+from .measurement import CommunicationCounter, RankUsage, Watch
 from .modes import Trainer
 from .prediction import predict
 from .sharded_checkpoint import last_complete, load, save
@@ -21,7 +21,7 @@ from .torchrun import launch, process_group, train
 
 __all__ = [
     "MODES",
-    "Communicated",
+    "CommunicationCounter",
     "RankUsage",
     "Trainer",
     "Watch",

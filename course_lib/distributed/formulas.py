@@ -146,7 +146,7 @@ def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
 def sent_bytes(
     shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last"
 ) -> int:
-    """Return the bytes that a rank communicates per step, as counted by `Communicated`.
+    """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
 
     DDP communicates 2Ψ numbers. FSDP that reshards after the forward pass communicates 3Ψ. An
     all-reduce of n bytes counts as 2n, every other collective as n. DDP also broadcasts buffers, if

@@ -35,7 +35,7 @@ _COUNTED = {
 }
 
 
-class Communicated(ObserverMode):
+class CommunicationCounter(ObserverMode):
     """Count the bytes of floating-point tensors that this rank gives to collectives in the block.
 
     These are parameters and gradients, and with tensor parallelism also activations.
@@ -93,7 +93,7 @@ class RankUsage:
         peak_bytes: The most bytes that were live at once in the step.
         at_peak: Category -> bytes at the peak. The categories are those of the meter, and
             "gathered": parameters beyond this rank's own.
-        sent_bytes: Bytes communicated, as counted by `Communicated`.
+        sent_bytes: Bytes communicated, as counted by `CommunicationCounter`.
         flops: FLOPs of this rank, by the formulas of `FlopCounterMode`.
     """
 

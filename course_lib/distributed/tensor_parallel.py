@@ -170,7 +170,7 @@ def tensor_held_bytes(shapes: Shapes, ranks: int) -> dict[str, int]:
 
 
 def tensor_sent_bytes(shapes: Shapes, mode: str, activation_bytes: int) -> int:
-    """Return the bytes that a rank communicates per step, as counted by `Communicated`.
+    """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
 
     With tp, each layer has two all-reduces in the forward pass and two in the backward pass. With
     tp-sp, a reduce-scatter and an all-gather replace each of the four all-reduces. The sequence is

@@ -300,8 +300,8 @@ class OptimizerPhase:
         # The autograd node in which the step was called.
         self._node: Any = None
         self._hooks = (
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step),
         )
 
     def running(self, node) -> bool:
@@ -316,12 +316,12 @@ class OptimizerPhase:
             hook.remove()
         self._outermost = self._node = None
 
-    def _before(self, optimizer, args, kwargs) -> None:
+    def _begin_step(self, optimizer, args, kwargs) -> None:
         if self._outermost is None:
             self._outermost = optimizer
             self._node = torch._C._current_autograd_node()
 
-    def _after(self, optimizer, args, kwargs) -> None:
+    def _end_step(self, optimizer, args, kwargs) -> None:
         if self._outermost is optimizer:
             self._outermost = None
         with self.ledger.lock:

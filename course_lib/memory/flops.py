@@ -54,9 +54,9 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     if formula is None:
         return 0
     if kind not in _QUERY_AT:
-        return _by(formula, args, kwargs or {}, result)
+        return _count_with(formula, args, kwargs or {}, result)
     query = _QUERY_AT[kind]
-    flops = _by(formula, _with_all_heads(query, args), kwargs or {}, result)
+    flops = _count_with(formula, _with_all_heads(query, args), kwargs or {}, result)
     if not flops or not _is_causal(func, args, kwargs or {}):
         return flops
     n_q, n_k = args[query].shape[2], args[query + 1].shape[2]
@@ -102,7 +102,7 @@ def _with_all_heads(query: int, args: tuple) -> tuple:
     return (*args[: query + 1], *shapes, *args[query + 3 :])
 
 
-def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
+def _count_with(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
     """Return the FLOPs by the formula, which is evaluated once for all tensors of these shapes.
 
     Evaluating a formula takes longer than running a symbolic operator.

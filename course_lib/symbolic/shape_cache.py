@@ -85,7 +85,7 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
         return _made_now(mode, func, types, args, kwargs)
     made = _known.get(key, False)
     if made:
-        return _again(mode, made, given)
+        return _recreate(mode, made, given)
     result = _made_now(mode, func, types, args, kwargs)
     if made is False:
         if len(_known) >= MOST:
@@ -207,7 +207,7 @@ def extent(tensor: Tensor) -> int:
     return elements_spanned(tensor) * tensor.itemsize if tensor.numel() else 0
 
 
-def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
+def _recreate(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
     """Return a new result of the form that the cache describes."""
     kind, made = known
     if kind is NoneType:  # as for `_foreach_add_`, which writes to its arguments

@@ -449,7 +449,7 @@ _RETURN_THE_ROOM = (
 # --------------------------------------------------------------------------------------------------
 
 
-class _Watched(SimulatedDevice):
+class _RecordingDevice(SimulatedDevice):
     """A device that records what host and compute have waited for, and what was copied."""
 
     def __init__(self, **options: Any) -> None:
@@ -536,7 +536,7 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
     """Return what is wrong with a program in a mode of the device, or None."""
     unordered, waits = _PROGRAMS[name]
     numbers = torch.linspace(-1, 2, 1000)
-    with _Watched(**mode) as device:
+    with _RecordingDevice(**mode) as device:
         if name == "use":
             given = device.pinned(numbers.shape, numbers.dtype).copy_(numbers)
         else:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from course_lib.distributed import (
-    Communicated,
+    CommunicationCounter,
     RankUsage,
     held_bytes,
     sent_bytes,
@@ -125,7 +125,7 @@ def sync_table(taken: Mapping[str, RankUsage]) -> Table:
 def own_and_given(model: nn.Module) -> tuple[float, float]:
     """Return the weights of this rank of four, and what one step communicates, in MB."""
     task = task_of()
-    with Communicated() as given:
+    with CommunicationCounter() as given:
         loss, tokens = task.loss_sum(model, task.part(0, 4, 0))
         (loss / tokens).backward()
     own = sum(weight.to_local().nbytes for weight in model.parameters())

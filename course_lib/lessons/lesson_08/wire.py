@@ -47,7 +47,7 @@ class _ByteCounter:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank has sent so far, counted like `course_lib.distributed.Communicated`.
+        """Bytes that one rank has sent so far, counted as by `distributed.CommunicationCounter`.
 
         Each collective counts whole tensors.
         """
