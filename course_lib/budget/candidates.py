@@ -180,10 +180,8 @@ class Search:
 
         The result is None if `least_memory_attention` is empty.
         """
-        least_memory_attention = self.least_memory_attention
-        return (
-            replace(recipe, attention=least_memory_attention[0]) if least_memory_attention else None
-        )
+        kinds = self.least_memory_attention
+        return replace(recipe, attention=kinds[0]) if kinds else None
 
     @cached_property
     def least_memory_attention(self) -> tuple[str | None, ...]:

@@ -954,8 +954,8 @@ def selective():
 
 
 block = DecoderLayer(256, 8)
-contexts = {"none kept": None, "products kept": selective}
-lesson_02.compare_kept(gradients, block, x, contexts)
+kept = {"none kept": None, "products kept": selective}
+lesson_02.compare_kept(gradients, block, x, kept)
 
 # %% [markdown]
 # ## 2.16 Random numbers and state / 随机数与状态
