@@ -335,6 +335,23 @@ def test_a_fake_tensor_may_know_its_number_until_it_is_written_to():
     assert whole.constant is part.constant is None
 
 
+@door("torch.ops.aten._local_scalar_dense.default")
+def test_item_and_adding_a_number_each_call_one_operator():
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append((func, len(args), kwargs))
+            return func(*args, **(kwargs or {}))
+
+    called, number = [], torch.ones(())
+    with Record():
+        number.item()
+        number += 1
+    assert called == [
+        (torch.ops.aten._local_scalar_dense.default, 1, {}),
+        (torch.ops.aten.add_.Tensor, 2, {}),
+    ]
+
+
 @door(
     "torch._subclasses.fake_tensor",
     "torch._subclasses.fake_tensor.DataDependentOutputException",

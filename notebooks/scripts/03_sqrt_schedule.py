@@ -173,7 +173,7 @@ lesson_03.decision_table({8: eight, 48: deep})
 #
 # 8 层时，**每层一个检查点**的峰值最低：从 195.2 MB 降到 36.7 MB，FLOPs 是基线的 1.21 倍。48 层时，峰值最低的变成**两层合用一个**。保留乘积和编译器的预算只多花约 2% 的 FLOPs，却省下将近一半。损失分小段在两种深度下都省 18 MB，因为一个模型只有一个损失。
 #
-# 为什么名次变了？设一层为自己的反向保存 $A$ 字节，它的输入占 $B$ 字节。$L$ 层分成组，每组 $g$ 层，就要留住 $L / g$ 组的输入，并且整组地重计算，内存共 $\frac{L}{g} B + g A$。两层一组时，输入少留 $\frac{L}{2} B$，重计算的那一组却多出一个 $A$。所以**从 $L = 2 A / B$ 层起**，两层一组才划算。在这个解码器里，$A$ 是 $B$ 的 20 倍，因此是从 40 层起。
+# 为什么名次变了？设一层为自己的反向保存 $A$ 字节，它的输入占 $B$ 字节。$L$ 层按每组 $g$ 层划分，要保留 $L / g$ 组的输入，并一次重计算一整组，内存共 $\frac{L}{g} B + g A$。两层一组时，输入少留 $\frac{L}{2} B$，重计算的那一组却多出一个 $A$。所以**从 $L = 2 A / B$ 层起**，两层一组才划算。在这个解码器里，$A$ 是 $B$ 的 20 倍，因此是从 40 层起。
 #
 # 那么大家真正训练的模型呢？下面是 Llama 3 8B 的一层，用 bf16，输入一条 4096 个 token 的序列：
 #
@@ -604,7 +604,7 @@ lesson_03.check_recurrence(fastest)
 # </div>
 # <div lang="zh">
 #
-# 往前跑时要做的前向，共用时 $f_i + \dots + f_{e-1}$。然后第 $e$ 到第 $n$ 级有 $R - B_{e-1}$ 字节可用，因为留住的那份输入要占一部分。做完之后这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
+# 往前跑的这段前向总用时 $f_i + \dots + f_{e-1}$。然后第 $e$ 到第 $n$ 级有 $R - B_{e-1}$ 字节可用，因为留住的那份输入要占一部分。做完之后这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
 #
 # 库里的 `optimal` 就是你的递推式，只是能用于长链，并且给出调度本身。`frontier` 一次算出所有预算，也就是**帕累托前沿**：前沿上的每一点都不被支配，这类调度里找不到另一个，字节和时间都不比它差。
 #
@@ -682,7 +682,7 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nHere the model had whole stages only. Which choices did it leave out?", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n这里的模型只有整级。它漏掉了哪些选择？"}
 # <div lang="en">
 #
-# Pairs lie on the frontier, and the other ways lie below it. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. So a checkpoint around each layer takes 36.7 MB for 1.21 times the FLOPs, where whole stages take 1.31 times. A search that may stop early, too, finds the second frontier. Keeping products and the compiler's budget lie below both frontiers: they recompute single operators instead of whole stages.
+# Pairs lie on the frontier, and the other ways lie below it. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. So a checkpoint around each layer takes 36.7 MB for 1.21 times the FLOPs, where whole stages take 1.31 times. A search that may stop early, too, finds the second frontier. The compiler's budget and keeping products lie below both frontiers: they recompute single operators instead of whole stages.
 #
 # **A proof of optimality is a proof about a model**, and this model had whole stages only. For a transformer the choice within a layer matters more than the choice among layers. The search pays where stages differ by much, as in the pyramid.
 #

@@ -940,7 +940,7 @@ table(["smallest h at which copies hide", *columns], rows)
 # </div>
 # <div lang="zh">
 #
-# 这个单元格测量你的链路。在 CPU 上，它测的是内存之内的拷贝，以及写进系统的文件缓存。如果 GPU 的链路很慢，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
+# 这个单元格测量你的链路。在 CPU 上，它测的是内存内的拷贝，以及系统文件缓存的写入。如果 GPU 的链路很慢，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
 #
 # </div>
 
@@ -1085,12 +1085,12 @@ ratio, kept
 #
 # <div lang="en">
 #
-# Your hooks fetch nothing ahead, and they switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
+# Your hooks never prefetch, and they switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的钩子从不提前取回，还关掉了 autograd 的一项检查：保存的张量有没有被原地修改。如果张量在拷贝完成之前就被改动，课程库会报错，如下所示。
+# 你的钩子不提前取回张量，还让 autograd 不再检查保存的张量有没有被原地修改。如果张量在拷贝完成之前就被改动，课程库会报错，如下所示。
 #
 # </div>
 
@@ -1184,7 +1184,7 @@ lesson_04.peaks_of_fractions(measured)
 # %% [markdown]
 # <div lang="en">
 #
-# Half of the state in pages of 16 MiB saves nothing, because three pages hold that half. Each step writes 8 bytes per offloaded parameter, and reads 8 from the second step on (12 with fp32 master weights):
+# Half of the state in pages of 16 MiB saves nothing, because three pages hold that half. Each step writes 8 bytes per offloaded parameter, and every step except the first reads 8 (12 with fp32 master weights):
 #
 # </div>
 # <div lang="zh">
@@ -1296,7 +1296,7 @@ lesson_04.older_claims(ratio, kept)
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。卸载激活值把峰值从 11.2 GB 降到 4.2 GB，时间多 33%，而 `save_on_cpu` 多 95%。源头是锁页内存时，“非阻塞”拷贝的调用 0.02 ms 就返回；源头是可换页内存时，要 28.6 ms 才返回。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。卸载激活值把峰值从 11.2 GB 降到 4.2 GB，时间多 33%，而 `save_on_cpu` 多 95%。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可换页内存拷贝，要 28.6 ms 才返回。
 #
 # 模拟的设备说对了。对另一个网络，`prefetch` 和 `in_flight` 取九种设置，它预测的时间是不卸载的 1.01 到 1.14 倍，H200 实测是 1.01 到 1.13 倍（`docs/gpus.md`）。
 #

@@ -706,7 +706,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# If the global batch stays the same, so does the learning rate. A batch $k$ times as large has a less noisy gradient, so the rate is usually raised: for SGD to $k$ times, after a warmup (the **linear scaling rule** of Goyal et al. 2017, up to 8192 images), for Adam to $\sqrt{k}$ times, with $k$ times $1 - \beta$ (the **square-root rule** of Malladi et al. 2022). Beyond some size, a larger batch saves few steps (McCandlish et al. 2018).
+# If the global batch stays the same, so does the learning rate. A batch $k$ times as large has a less noisy gradient, so the rate is usually raised. SGD's factor is $k$, after a warmup (the **linear scaling rule** of Goyal et al. 2017, up to 8192 images). Adam's is $\sqrt{k}$, and $1 - \beta$ is multiplied by $k$ (the **square-root rule** of Malladi et al. 2022). Beyond some size, a larger batch saves few steps (McCandlish et al. 2018).
 #
 # </div>
 # <div lang="zh">
@@ -747,12 +747,12 @@ cases["bf16"] = torch.bfloat16, 1
 #
 # <div lang="en">
 #
-# If a gradient is inf or NaN, the scaler skips the step and halves its scale. The scheduler should then wait too, and `stepped` tells it:
+# If a gradient is inf or NaN, the scaler skips the step and halves its scale. The scheduler should then wait too, so check `stepped`:
 #
 # </div>
 # <div lang="zh">
 #
-# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次更新，并把缩放倍数减半。这时调度器也应当等待，看 `stepped` 就知道：
+# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次更新，并把缩放倍数减半。这时调度器也应等待，是否更新看 `stepped`：
 #
 # </div>
 
@@ -765,7 +765,7 @@ step = AccumulatedStep(decoder, sgd, text_loss_sum, scaler=scaler, max_norm=0.1)
 # %% [markdown]
 # <div lang="en">
 #
-# With zeros instead of None, the default of `zero_grad`, Adam would still move an unused parameter by its older gradients:
+# By default `zero_grad` sets None. With zeros, Adam would still move an unused parameter by its older gradients:
 #
 # </div>
 # <div lang="zh">
@@ -794,7 +794,7 @@ def moves_without_gradient(set_to_none):
 #
 # <div lang="en">
 #
-# Autocast covers only the forward passes. The loss to print is the mean over the tokens of all four micro-batches. The last one's mean differs:
+# Autocast covers only the forward passes. The loss to print is the mean over the tokens of all four micro-batches. The last micro-batch's mean differs:
 #
 # </div>
 # <div lang="zh">
@@ -884,7 +884,7 @@ lesson_05.errors_of_pairs(by_size, grad_cache)
 #
 # <div lang="en">
 #
-# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08). With `sync="last"`, `AccumulatedStep` makes it keep all until the last micro-batch: for our decoder on 8 ranks, by formula, 27.5 MB instead of 3.4 MB, to reduce once per step instead of eight times.
+# A rank of DDP holds all gradients anyway. A rank of FSDP keeps only its share (lesson 08). With `sync="last"`, `AccumulatedStep` keeps all gradients until the last micro-batch: for our decoder on 8 ranks, by formula, 27.5 MB instead of 3.4 MB, to reduce once per step instead of eight times.
 #
 # </div>
 # <div lang="zh">
@@ -1008,7 +1008,7 @@ lesson_05.check_largest_micro_batch(max(fits))
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 5.** A micro-batch of $m$ samples takes $5 + m$ milliseconds. Which smallest power of two computes at least 80% as many samples per second as $m = 64$?
+# **Exercise 5.** A micro-batch of $m$ samples takes $5 + m$ milliseconds. Find the smallest power of two that computes at least 80% as many samples per second as $m = 64$.
 #
 # </div>
 # <div lang="zh">

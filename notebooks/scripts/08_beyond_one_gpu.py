@@ -431,7 +431,7 @@ lesson_08.check_gathered_linear(GatheredLinear)
 #
 # FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for the forward pass and again for the backward pass, and reduce-scatters the gradients. The **root**, the 557,568 parameters outside the blocks, is kept from forward to backward.
 #
-# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts as twice its tensor's bytes, every other collective as once. In fp32, DDP's volume is $8\Psi$ bytes.
+# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor's bytes twice, and every other collective once. In fp32, DDP's volume is $8\Psi$ bytes.
 #
 # **Exercise 4.** Write FSDP2's volume as a formula.
 #
@@ -476,7 +476,7 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** On two ranks FSDP2's volume is 80.3 MB per rank.\n\nHow many bytes really leave a rank?", "zh": "**先猜**：两个进程时，FSDP2 的通信量是每个进程 80.3 MB。\n\n真正从一个进程发出去的有多少？"}
 # <div lang="en">
 #
-# Your formula counts bytes given to collectives. The bytes that leave a rank are another quantity. The table shows them for two ranks, and its last rows for one tensor of 4 MB.
+# Your formula counts bytes given to collectives. The bytes that leave a rank are another quantity. The table shows them for two ranks, and its last rows use one tensor of 4 MB.
 #
 # - *Communicated* is the volume.
 # - *In a ring* is $(N-1)/N$ of it, which is what ranks in a ring send.
@@ -973,7 +973,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # </div>
 # <div lang="zh">
 #
-# DeepSpeed 的设置出自它的文档，这里没有运行。除了最后两行，都是 `zero_optimization` 里的键。
+# DeepSpeed 的设置出自它的文档，这里没有运行。只有最后两行不是 `zero_optimization` 里的键。
 #
 # | 含义 | FSDP2 | DeepSpeed |
 # |---|---|---|
@@ -1140,7 +1140,7 @@ table(["created on", "peak (bytes)", "held afterwards (bytes)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 8.3 节的两个进程已经用 `torch.distributed.checkpoint` 把第二步的结果存盘（`--save`）。读取的进程从各个进程写的文件里取出需要的部分。因此两个 FSDP2 进程存下的状态，一个 DDP 进程也能接着训练（`--resume`）：
+# 8.3 节的两个进程已经用 `torch.distributed.checkpoint` 把第二步的结果存盘（`--save`）。读取的进程从各个进程写的文件里取出需要的部分。因此一个 DDP 进程能从两个 FSDP2 进程存下的状态接着训练（`--resume`）：
 #
 # </div>
 
@@ -1168,11 +1168,11 @@ table(["losses equal"], [[follows({"losses": went_on}, losses[2:])]])
 #
 # <div lang="en">
 #
-# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak may differ: according to PyTorch 2.13's code (**not measured**), two more gathered blocks and the gradients of one may be live.
+# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak may differ: according to PyTorch 2.13's code (**not measured**), two more gathered blocks and one block's gradients may be live.
 #
 # </div>
 # <div lang="zh">
 #
-# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。可能不同的只有峰值：根据 PyTorch 2.13 的代码（**没有实测**），还可能多出两个收集好的块和一个块的梯度。
+# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。只有峰值可能不同：根据 PyTorch 2.13 的代码（**没有实测**），还可能多出两个收集好的块和一个块的梯度。
 #
 # </div>

@@ -817,7 +817,7 @@ lesson_09.first_difference(guess.trace(), taken.meter.trace())
 # </div>
 # <div lang="zh">
 #
-# 下面是一个编码器，一个编码器加解码器，还有一个没有注意力的网络，每个块都加检查点：
+# 下面是一个编码器、一个编码器-解码器，还有一个没有注意力的网络，每个块都加检查点：
 #
 # </div>
 
