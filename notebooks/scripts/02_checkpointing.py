@@ -580,7 +580,7 @@ table(["tokens in a chunk", "one backward for the whole loss", "a backward per c
 # %% [markdown]
 # <div lang="en">
 #
-# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column reaches its floor, 3. The second column approaches 2 (the accumulated gradient and the next chunk's), without recomputation. Fused losses such as Liger's do this already in forward.
+# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column reaches its floor, 3. The second column approaches 2 (the accumulated gradient and the next chunk's), and nothing is recomputed. Fused losses such as Liger's do this already in forward.
 #
 # </div>
 # <div lang="zh">

@@ -1085,7 +1085,7 @@ ratio, kept
 #
 # <div lang="en">
 #
-# Your hooks never prefetch, and they switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
+# Your hooks fetch nothing ahead, and they switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
 #
 # </div>
 # <div lang="zh">
