@@ -480,7 +480,7 @@ ANSWERS = {
             ),
             (list(segments(six, 4))[:-1], "the list ends before `Backward(0)`"),
             ([*[*store_all(six)][:7], Forward(5, "all")], "the backward of its stage is done"),
-            *(([Forward(9, "all")], "`simulate` refuses"), [3]),
+            *(([Forward(9, "all")], "last stage of this chain is stage `5`"), [3]),
         ],
     ),
     "gives_up_early": (

@@ -427,6 +427,7 @@ _REFUSALS = {
     ),
     r"(again) after its backward": "the backward of its stage is done, so it must not run again.",
     r"and (Backward\(\d+\)) has not run": "the list ends before `{what}`.",
+    r"has the stages 0 to (\d+)": "the last stage of this chain is stage `{what}`.",
 }
 
 
