@@ -1095,7 +1095,7 @@ lesson_06.older_claims(
 #
 # <div lang="en">
 #
-# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them beside PyTorch's. Without a GPU it shows what an H200 took for both passes with a causal mask and 4096 tokens: the course's kernels 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's backward takes a workspace; the course's kernels need none.
+# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them next to PyTorch's. Without a GPU it shows what an H200 took for both passes with a causal mask and 4096 tokens: the course's kernels 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's backward takes a workspace; the course's kernels need none.
 #
 # </div>
 # <div lang="zh">

@@ -110,7 +110,7 @@ def peaks_of_fractions(whole: Mapping[int, int]) -> Table:
         whole: Mapping from a page's size in MiB to the peak in bytes with all of the state
             offloaded.
     """
-    sizes, none = (16, 4), step_peak(16, fraction=0)  # without offload there are no pages
+    sizes, none = (16, 4), step_peak(16, fraction=0)  # without offload no page is used
     peaks = {
         "0": [none, none],
         "0.5": [step_peak(mib, 0.5) for mib in sizes],
