@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.accumulation import AccumulatedStep, split
@@ -65,6 +66,8 @@ class Step:
         symbolic: Whether the operators run on tensors without values, so that only hooks can fail.
         device: The simulated device on which the step runs.
         optimizer: Optimizer whose state belongs to the step.
+        scaler: Scaler of the loss, whose state must be as before after every error.
+        forks: Whether the step also runs in a forked process.
     """
 
     call: Callable[[], object]
@@ -76,16 +79,21 @@ class Step:
     symbolic: bool = False
     device: SimulatedDevice | None = None
     optimizer: torch.optim.Optimizer | None = None
+    scaler: torch.amp.GradScaler | None = None
+    forks: bool = True
     before: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self):
         self.before = [p.detach().clone() for p in self.model.parameters()]
         self.state = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else None
+        self.scale = self.scaler.state_dict() if self.scaler else None
 
     def reset(self) -> None:
-        """Set parameters, gradients, optimizer and random numbers to those of the first call."""
+        """Set parameters, gradients, optimizer, scaler and random numbers to the first call's."""
         if self.optimizer:
             self.optimizer.load_state_dict(copy.deepcopy(self.state))
+        if self.scaler:
+            self.scaler.load_state_dict(self.scale)
         with torch.no_grad():
             for p, values in zip(self.model.parameters(), self.before, strict=True):
                 p.copy_(values)
@@ -112,6 +120,15 @@ def around(how: Callable, folder: Path) -> Step:
     """A forward and a backward pass in which `how` runs each block."""
     model, x = Net(), inputs()
     return Step(lambda: model(x, how).backward(), model, [x])
+
+
+def in_autocast(model: nn.Module) -> ExitStack:
+    """`checkpoint_blocks` inside autocast, whose dtypes the recomputation needs as well."""
+    stack = ExitStack()
+    device = next(model.parameters()).device.type
+    stack.enter_context(torch.autocast(device, torch.bfloat16))
+    stack.enter_context(checkpoint_blocks(model, "blocks.*"))
+    return stack
 
 
 def selective(block: nn.Module, x: Tensor) -> Tensor:
@@ -141,7 +158,24 @@ def on_streams(folder: Path) -> Step:
             loss = model(x)
         loss.backward()
 
-    return Step(call, model, [x], store, close=stack.close, device=device)
+    return Step(call, model, [x], store, close=stack.close, device=device, forks=False)
+
+
+def updated_on_streams(folder: Path) -> Step:
+    """An update on the host of parameters that are on a simulated device."""
+    stack = ExitStack()
+    device = stack.enter_context(SimulatedDevice(memory_bytes=1 << 22))
+    model, x = device.move(Net()), device.move(inputs())
+    optimizer = OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
+
+    def call() -> None:
+        model(x).backward()
+        optimizer.step()
+
+    call()  # makes the state
+    model.zero_grad()
+    options = {"close": stack.close, "device": device, "optimizer": optimizer, "forks": False}
+    return Step(call, model, [x], **options)
 
 
 def chunked(folder: Path) -> Step:
@@ -171,6 +205,35 @@ def accumulated(folder: Path) -> Step:
     optimizer = SGD(model.parameters())
     step = AccumulatedStep(model, optimizer, loss_sum, max_norm=1.0)
     return Step(lambda: step(split(x, 3)), model, [x], restores=True)
+
+
+def scaled(folder: Path) -> Step:
+    """Micro-batches in fp16 under autocast, with a scaler."""
+    model, x = Net(), inputs().detach()
+    optimizer, scaler = SGD(model.parameters()), torch.amp.GradScaler(x.device.type, 1024.0)
+    step = AccumulatedStep(
+        model, optimizer, loss_sum, scaler=scaler, max_norm=1.0, autocast_dtype=torch.float16
+    )
+    return Step(lambda: step(split(x, 3)), model, [x], restores=True, scaler=scaler)
+
+
+def replicated(folder: Path) -> Step:
+    """Micro-batches through DDP, in a group of one process.
+
+    Each call makes a new DDP: after an error between the first and the last gradient, DDP refuses
+    every further forward pass, with `AccumulatedStep` and without it.
+    """
+    model, x = Net(), inputs().detach()
+    backend = "nccl" if x.is_cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    optimizer = SGD(model.parameters())
+
+    def call() -> None:
+        replica = nn.parallel.DistributedDataParallel(model)
+        AccumulatedStep(replica, optimizer, loss_sum, max_norm=1.0)(split(x, 3))
+
+    options = {"restores": True, "close": dist.destroy_process_group, "forks": False}
+    return Step(call, model, [x], **options)
 
 
 def paged(folder: Path) -> Step:
@@ -209,7 +272,7 @@ def estimated(folder: Path) -> Step:
     def call() -> None:
         estimate(Net, lambda: torch.randn(8, 16), recipe, loss_sum=loss_sum)
 
-    return Step(call, Net(), [], restores=True, symbolic=True)
+    return Step(call, Net(), [], restores=True, symbolic=True, forks=False)
 
 
 @contextmanager
@@ -224,12 +287,16 @@ STEPS: dict[str, Callable[[Path], Step]] = {
     "checkpoint, not reentrant": partial(around, partial(checkpoint, use_reentrant=False)),
     "checkpoint, selective": partial(around, selective),
     "checkpoint_blocks": partial(inside, partial(checkpoint_blocks, blocks="blocks.*")),
+    "checkpoint_blocks, autocast": partial(inside, in_autocast),
     "checkpointed_loss": chunked,
     "schedule_blocks": partial(inside, scheduled),
     "offload_activations": offloaded,
     "offload_activations on streams": on_streams,
     "OffloadedOptimizer": paged,
+    "OffloadedOptimizer on streams": updated_on_streams,
     "AccumulatedStep": accumulated,
+    "AccumulatedStep, GradScaler": scaled,
+    "AccumulatedStep, DDP": replicated,
     "flash_attention": attention,
     "train_step": by_recipe,
     "estimate": estimated,

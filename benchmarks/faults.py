@@ -40,6 +40,13 @@ class Injected(Exception):
     """The error that is raised at a place."""
 
 
+def random_state() -> torch.Tensor:
+    """Return the state of PyTorch's generators, that of the GPU included."""
+    states = [torch.get_rng_state()]
+    states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return torch.cat(states)
+
+
 @dataclass
 class Places:
     """Counts the places of a step, and calls `fault` at one of them.
@@ -62,7 +69,7 @@ class Places:
     def __call__(self) -> None:
         self.phases.append(self.phase or self.part())
         if self.record:
-            self.numbers.append(torch.get_rng_state())
+            self.numbers.append(random_state())
         if len(self.phases) - 1 == self.at:
             self.fault()
 
@@ -183,15 +190,20 @@ def held(step: Step, folder: Path) -> dict[str, object]:
     saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
     storage = {name: id(value) for name, value in vars(torch.UntypedStorage).items()}
     modes = len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())
-    settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    settings = torch.is_grad_enabled(), autocast, torch.get_default_dtype()
     found: dict[str, object] = {
         "hooks": (patched, [*map(len, each)], saved, storage),
         "modes": (*modes, *settings),
         "files": (sorted(folder.iterdir()), open_files(folder)),
         "the caller's tensors": [(t._version, t.detach().clone()) for t in step.batch],
     }
+    if step.scaler is not None:
+        found["the scaler"] = tuple(step.scaler.state_dict().items())
     if step.device is not None:
         found["streams"] = step.device.current(), len(step.device.races)
+    elif torch.cuda.is_initialized():
+        found["streams"] = torch.cuda.current_stream()
     return found
 
 
@@ -228,7 +240,7 @@ class Bench:
         self.gradients = self.run(operators, recorded)
         self.numbers = recorded.numbers
         self.after = [p.detach().clone() for p in self.step.model.parameters()]
-        self.end = torch.get_rng_state()
+        self.end = random_state()
         self.kept_bytes = self.reserved_bytes()
 
     def run(self, context: Callable | None = None, places: Places | None = None) -> list:
@@ -270,7 +282,7 @@ class Bench:
             expected = self.numbers
         if step.restores:
             expected = self.numbers[:1]
-        if not any(torch.equal(torch.get_rng_state(), numbers) for numbers in expected):
+        if not any(torch.equal(random_state(), numbers) for numbers in expected):
             found.append("random numbers")
         if not same(self.run(), self.gradients):
             found.append("the next step")
@@ -285,6 +297,7 @@ class Bench:
 
     def tried(self, context: Callable, fault: Callable, rounds: int) -> tuple[Counter, Counter]:
         """Return how many places were tried in each phase, and what was lost how often."""
+        self.step.reset()  # as before each fault: a second reset changes what the step must copy
         recorded = Places(record=True)
         self.run(context, recorded)
         tried, lost = Counter(), Counter()
@@ -387,6 +400,7 @@ KINDS = (
     ("error in an operator", operators, error),
     ("Ctrl-C in an operator", operators, interrupt),
     ("error in a hook", hooks, error),
+    ("Ctrl-C in a hook", hooks, interrupt),
     ("disk full", system_calls, full),
 )
 
@@ -399,13 +413,16 @@ def row(name: str, what: str, tried: Counter, lost: Counter) -> Row:
     return Row(name, what, note=f"{total} places ({places}); lost: {told or 'nothing'}")
 
 
-def of_step(name: str, rounds: int) -> Iterator[Row]:
-    """Yield the rows of one technique."""
+def of_step(name: str, rounds: int, device: str = "cpu") -> Iterator[Row]:
+    """Yield the rows of one technique. CUDA does not work in a forked process, so there is none
+    for "cuda"."""
     gc.collect()
     gc.freeze()  # so that a collection after each fault takes no time
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        step = STEPS[name](Path(folder))
+        with torch.device(device):
+            step = STEPS[name](Path(folder))
+        forks = device == "cpu" and step.forks
         writes = isinstance(step.store, DiskStore)
         try:
             bench = Bench(step, Path(folder))
@@ -413,12 +430,12 @@ def of_step(name: str, rounds: int) -> Iterator[Row]:
                 places = {operators: not step.symbolic, hooks: True, system_calls: writes}
                 if places[context]:
                     yield row(name, what, *bench.tried(context, fault, rounds))
-            if not step.symbolic and step.device is None:
+            if forks:
                 yield row(name, "fork", *forked(bench, min(rounds, 2)))
         finally:
             step.close()
             gc.unfreeze()
-    if writes:
+    if writes and forks:
         yield row(name, "killed process", *killed(name, rounds))
 
 

@@ -74,13 +74,11 @@ def test_random_cases_find_no_difference_and_an_error_counts_as_one(board):
     assert "2 cases, 2 differences" in fuzz.tally(wrong, 2).note
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
-@pytest.mark.parametrize("name", ["checkpoint, not reentrant", "train_step"])
-def test_faults_lose_nothing(name):
+def assert_that_nothing_is_lost(name, device="cpu"):
     """In a new process, since autograd refuses to run in a fork of one that has started its
     threads. Ctrl-C is enabled, because a shell disables it for what runs in the background."""
     code = "import faults, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"for row in faults.of_step({name!r}, 1): print(row.note)"
+    code += f"for row in faults.of_step({name!r}, 1, {device!r}): print(row.note)"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -89,8 +87,47 @@ def test_faults_lose_nothing(name):
         text=True,
     )
     notes = ran.stdout.splitlines()
-    assert len(notes) >= 4, ran.stderr[-2000:]
+    assert ran.returncode == 0 and len(notes) >= 4, ran.stderr[-2000:]
     assert all(note.endswith("; lost: nothing") for note in notes), notes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint, not reentrant",
+        "train_step",
+        "AccumulatedStep, DDP",
+        "OffloadedOptimizer on streams",
+    ],
+)
+def test_faults_lose_nothing(name):
+    assert_that_nothing_is_lost(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MemoryMeter",
+        "checkpoint, reentrant",
+        "checkpoint, not reentrant",
+        "checkpoint, selective",
+        "checkpoint_blocks",
+        "checkpoint_blocks, autocast",
+        "checkpointed_loss",
+        "schedule_blocks",
+        "offload_activations",
+        "OffloadedOptimizer",
+        "AccumulatedStep",
+        "AccumulatedStep, GradScaler",
+        "AccumulatedStep, DDP",
+        "flash_attention",
+        "train_step",
+    ],
+)
+def test_faults_on_a_gpu_lose_nothing(name):
+    assert_that_nothing_is_lost(name, "cuda")
 
 
 @pytest.mark.filterwarnings("ignore")
