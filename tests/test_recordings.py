@@ -730,6 +730,28 @@ def test_recorded_figures_are_labelled_as_recorded_in_the_language_chosen(
     )
 
 
+def test_recordings_of_two_gpus_are_columns_and_bytes_that_differ_are_all_shown(
+    fresh, no_gpu, gpu_called, tmp_path
+):
+    sizes = NAMED["01.korthikanti"].small
+    for gpu, day, saved in (("Old GPU", "2026-01-02", 5), ("New GPU", "2026-01-03", 12_345_678)):
+        figures_of_it = {"saved_bytes": saved, "statistic_bytes": 4}
+        store(tmp_path, gpu, day, sizes, korthikanti=figures_of_it)
+    shown = lessons.on_gpu("01", "korthikanti", folder=tmp_path)
+    assert shown.figures["korthikanti"].gpu == "New GPU"  # the latest
+    words = " ".join(repr(shown).split())
+    assert "figure New GPU Old GPU bytes" in words
+    assert "12.346 MB 5 B 12,345,678 / 5" in words
+    assert repr(shown).count("Recorded on") == 2
+    store(tmp_path, "Old GPU", "2026-01-02", {"batch": 1}, korthikanti={"saved_bytes": 5})
+    assert "Old GPU" not in repr(lessons.on_gpu("01", "korthikanti", folder=tmp_path))
+    store(tmp_path, "Old GPU", "2026-01-02", sizes, korthikanti={"saved_bytes": 5})
+    gpu_called("New GPU")  # what it measures now replaces its recording
+    live = repr(lessons.on_gpu("01", "korthikanti", folder=tmp_path))
+    assert "Measured now on New GPU" in live and live.count("Recorded on Old GPU") == 1
+    assert live.count("Recorded on") == 1
+
+
 def test_live_figures_are_labelled_as_measured_now(gpu_called, tmp_path):
     gpu_called("This GPU")
     shown = lessons.on_gpu("01", "korthikanti", folder=tmp_path)

@@ -15,7 +15,7 @@ from types import ModuleType
 from course_lib.teaching import claims
 from course_lib.teaching.experiments import Experiment
 from course_lib.teaching.gpu import GpuFigures
-from course_lib.teaching.recordings import FOLDER, figures
+from course_lib.teaching.recordings import FOLDER, figures_of_gpus
 from course_lib.teaching.tables import Table
 
 __all__ = ["LESSONS", "claims_of", "experiments", "lesson", "on_gpu", "what_you_may_have_read"]
@@ -83,4 +83,6 @@ def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
                 f"name must be one of the GPU experiments of lesson {number}, which are"
                 f" {', '.join(known)}, got {name!r}"
             )
-    return GpuFigures([(known[name], figures(known[name], folder)) for name in names or known])
+    return GpuFigures(
+        [(known[name], figures_of_gpus(known[name], folder)) for name in names or known]
+    )

@@ -15,42 +15,51 @@ from .tables import NumberText, Table
 class GpuFigures:
     """Display of GPU experiments: titles, figures, and where the figures were measured.
 
+    Args:
+        parts: Pairs of an experiment and its figures, one per GPU; see
+            `course_lib.teaching.recordings.figures_of_gpus`.
+
     Attributes:
-        figures: Name of an experiment -> its `course_lib.teaching.recordings.Figures`, for further
-            computations of a lesson.
+        figures: Name of an experiment -> its figures on the first GPU, for further computations of
+            a lesson.
     """
 
-    def __init__(self, parts: Sequence[tuple[Experiment, Figures]]) -> None:
-        self.figures = {item.name: found for item, found in parts}
+    def __init__(self, parts: Sequence[tuple[Experiment, Sequence[Figures]]]) -> None:
+        self.figures = {item.name: found[0] for item, found in parts}
         self._parts = parts
 
     def __repr__(self) -> str:
         texts = []
         for titles, item, found in self._blocks():
-            lines = [*map(say, titles), *(say(line, separator="\n") for line in _origin(found))]
-            texts.append("\n".join([*lines, repr(_table(item, found))] if found.values else lines))
+            lines = [*map(say, titles), *(say(line, separator="\n") for line in _origins(found))]
+            table = [repr(_table(item, found))] if found[0].values else []
+            texts.append("\n".join([*lines, *table]))
         return "\n\n".join(texts)
 
     def _repr_html_(self) -> str | None:
         texts = []
         for titles, item, found in self._blocks():
-            table = _table(item, found)._repr_html_() if found.values else ""
+            table = _table(item, found)._repr_html_() if found[0].values else ""
             if table is None:
                 return None  # without pandas the text is shown instead
             heads = "".join(f"<div><strong>{markup(title)}</strong></div>" for title in titles)
-            origin = "".join(f"<div>{markup(line)}</div>" for line in _origin(found))
+            origin = "".join(f"<div>{markup(line)}</div>" for line in _origins(found))
             texts.append(f'<div style="margin: 0.6em 0">{heads}{origin}{table}</div>')
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
-    def _blocks(self) -> list[tuple[list[str], Experiment, Figures]]:
+    def _blocks(self) -> list[tuple[list[str], Experiment, Sequence[Figures]]]:
         """Return one block per experiment, or per run of those that lack figures for one reason."""
-        blocks: list[tuple[list[str], Experiment, Figures]] = []
+        blocks: list[tuple[list[str], Experiment, Sequence[Figures]]] = []
         for item, found in self._parts:
-            if blocks and not found.values and blocks[-1][2] == found:
+            if blocks and not found[0].values and blocks[-1][2] == found:
                 blocks[-1][0].append(item.title)
             else:
                 blocks.append(([item.title], item, found))
         return blocks
+
+
+def _origins(found: Sequence[Figures]) -> list[Label]:
+    return [line for each in found for line in _origin(each)]
 
 
 def _origin(found: Figures) -> list[Label]:
@@ -81,26 +90,38 @@ def _origin(found: Figures) -> list[Label]:
     return lines
 
 
-def _table(item: Experiment, found: Figures) -> Table:
-    columns = ["figure", "value", "bytes"]
-    rows = [
-        (item.label_of(name), *map(NumberText, _cells(name, value)))
-        for name, value in found.values.items()
-    ]
-    values = [
-        (name, value, value if name.endswith("bytes") else None)
-        for name, value in found.values.items()
-    ]
-    return Table(columns, rows, values=values)
+def _table(item: Experiment, found: Sequence[Figures]) -> Table:
+    """Return the figures with a column per GPU and one of exact bytes.
+
+    Where the bytes of two GPUs differ, the cell has those of each, in the order of the columns.
+    """
+    names = list(dict.fromkeys(name for each in found for name in each.values))
+    several = len(found) > 1
+    heads = [verbatim(str(each.gpu)) for each in found] if several else ["value"]
+    rows, values = [], []
+    for name in names:
+        here = [each.values.get(name) for each in found]
+        exact = [value for value in here if value is not None] if name.endswith("bytes") else []
+        if len(set(exact)) == 1:
+            exact = exact[:1]
+        rows.append(
+            (
+                item.label_of(name),
+                *(NumberText("–" if value is None else _cell(name, value)) for value in here),
+                NumberText(" / ".join(f"{value:,}" for value in exact) or "–"),
+            )
+        )
+        values.append((name, *here, exact[0] if len(exact) == 1 else None))
+    return Table(["figure", *heads, "bytes"], rows, values=values)
 
 
-def _cells(name: str, value: float) -> tuple[str, str]:
-    """Return (value in its unit, exact bytes) as text; 1 MB = 10**6 bytes."""
+def _cell(name: str, value: float) -> str:
+    """Return a value in its unit; 1 MB = 10**6 bytes."""
     unit = name.rpartition("_")[2]
     if unit == "bytes":
-        return (f"{value:,} B" if abs(value) < 1000 else f"{value / 1e6:,.3f} MB"), f"{value:,}"
+        return f"{value:,} B" if abs(value) < 1000 else f"{value / 1e6:,.3f} MB"
     if unit == "seconds":
-        return f"{value * 1e3:,.2f} ms", "–"
+        return f"{value * 1e3:,.2f} ms"
     if unit == "flops":
-        return f"{value / 1e9:,.3f} GFLOPs", "–"
-    return (f"{value:,.2f} %" if unit == "percent" else f"{value:,}"), "–"
+        return f"{value / 1e9:,.3f} GFLOPs"
+    return f"{value:,.2f} %" if unit == "percent" else f"{value:,}"

@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -68,20 +68,40 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
             return _as_figures(
                 item, found | {"torch": str(torch.__version__), "date": _today()}, "live", gpu
             )
-    latest: tuple[str, str, dict] | None = None
+    stored = recorded(item, folder)
+    return replace(stored[0], problem=problem) if stored else Figures("none", problem=problem)
+
+
+def figures_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
+    """Return what `figures` returns, and then the recordings of other GPUs with the same sizes.
+
+    Args:
+        folder: Folder of the recordings; it need not exist.
+    """
+    first = figures(item, folder)
+    others = [
+        found
+        for found in recorded(item, folder)
+        if found.gpu != first.gpu and found.smaller == first.smaller
+    ]
+    return [first, *(others if first.values else [])]
+
+
+def recorded(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
+    """Return the recordings of an experiment, the latest first.
+
+    Args:
+        folder: Folder of the recordings; it need not exist.
+    """
+    stored = []
     for path in sorted(Path(folder).glob("*.json")):
         recording = json.loads(path.read_text(encoding="utf-8"))
-        found = recording["experiments"].get(item.lesson, {}).get(item.name)
-        if found and (latest is None or found["date"] > latest[0]):
-            latest = found["date"], recording["gpu"], found
-    if latest is None:
-        return Figures("none", problem=problem)
-    return _as_figures(item, latest[2], "recorded", latest[1], problem)
+        if found := recording["experiments"].get(item.lesson, {}).get(item.name):
+            stored.append(_as_figures(item, found, "recorded", recording["gpu"]))
+    return sorted(stored, key=lambda found: found.date, reverse=True)
 
 
-def _as_figures(
-    item: Experiment, found: dict, source: str, gpu: str, problem: str | None = None
-) -> Figures:
+def _as_figures(item: Experiment, found: dict, source: str, gpu: str) -> Figures:
     smaller = {
         name: value
         for name, value in _plain(found["sizes"]).items()
@@ -89,7 +109,7 @@ def _as_figures(
     }
     values = item.in_order(found["figures"])
     return Figures(
-        source, values, gpu, found["torch"], found["date"], problem, smaller, found["notes"]
+        source, values, gpu, found["torch"], found["date"], smaller=smaller, notes=found["notes"]
     )
 
 
