@@ -15,7 +15,7 @@ from course_lib.accumulation import AccumulatedStep
 from course_lib.attention import flash_attention
 from course_lib.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from course_lib.memory import MemoryMeter
-from course_lib.memory.allocator import _profiled
+from course_lib.memory.allocator import _profile
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -109,7 +109,7 @@ def meter(draw: random.Random) -> float:
     kept: list[list[Tensor]] = []
     run()  # what a first call allocates once is no part of the comparison
     free()
-    changes, _ = _profiled(profiled)
+    changes, _ = _profile(profiled)
     live = peak = 0
     for _, change in changes:
         live += change

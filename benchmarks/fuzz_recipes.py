@@ -169,7 +169,7 @@ def estimated(draw: random.Random) -> float:
         break
     with not_collecting():
         real = run(*given, chosen)
-    taken = Estimate.of(real.meter.trace(), chosen, "file")
+    taken = Estimate.from_trace(real.meter.trace(), chosen, "file")
     if guess.peak_bytes != taken.peak_bytes:
         return abs(guess.peak_bytes - taken.peak_bytes)
     moved = real.traffic.bytes_down, real.traffic.bytes_up

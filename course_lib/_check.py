@@ -18,7 +18,7 @@ def whole(
     """Return `value` as an int within its bounds; `of` names what is counted, such as "bytes"."""
     allowed = f"a whole number{of and f' of {of}'}{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(must_be(name, allowed, shown(value)))
+        raise TypeError(must_be(name, allowed, describe(value)))
     if (least is not None and value < least) or (most is not None and value > most):
         raise ValueError(must_be(name, allowed, value))
     return int(value)
@@ -28,7 +28,7 @@ def number(name: str, value: Any, least: float | None = None, most: float | None
     """Return `value` as a finite float within its bounds."""
     allowed = f"a finite number{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(must_be(name, allowed, shown(value)))
+        raise TypeError(must_be(name, allowed, describe(value)))
     if (
         not math.isfinite(value)
         or (least is not None and value < least)
@@ -41,7 +41,7 @@ def number(name: str, value: Any, least: float | None = None, most: float | None
 def positive(name: str, value: Any) -> float:
     """Return `value` as a float above 0; infinity is allowed."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(must_be(name, "a number above 0", shown(value)))
+        raise TypeError(must_be(name, "a number above 0", describe(value)))
     if not value > 0:
         raise ValueError(must_be(name, "a number above 0", value))
     return float(value)
@@ -52,27 +52,27 @@ def one_of(name: str, value: Any, options: Collection) -> Any:
     if not any(
         value is option or (type(value) is type(option) and value == option) for option in options
     ):
-        raise ValueError(must_be(name, any_of(map(repr, options)), shown(value)))
+        raise ValueError(must_be(name, any_of(map(repr, options)), describe(value)))
     return value
 
 
 def kind(name: str, value: Any, types: type | tuple[type, ...], allowed: str) -> Any:
     """Return `value`, which must be of one of the types; `allowed` describes them."""
     if not isinstance(value, types):
-        raise TypeError(must_be(name, allowed, shown(value)))
+        raise TypeError(must_be(name, allowed, describe(value)))
     return value
 
 
 def function(name: str, value: Any, allowed: str) -> Any:
     """Return `value`, which must be callable; `allowed` describes the function."""
     if not callable(value):
-        raise TypeError(must_be(name, allowed, shown(value)))
+        raise TypeError(must_be(name, allowed, describe(value)))
     return value
 
 
-def must_be(name: str, allowed: str, got: object) -> str:
+def must_be(name: str, allowed: str, actual: object) -> str:
     """Return the sentence of an argument error."""
-    return f"{name} must be {allowed}, got {got}"
+    return f"{name} must be {allowed}, got {actual}"
 
 
 def any_of(options: Iterable[object]) -> str:
@@ -81,7 +81,7 @@ def any_of(options: Iterable[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Describe a value for an error.
 
     Numbers and strings are shown by their repr (at most 60 characters), tensors by their shape, and

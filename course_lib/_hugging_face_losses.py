@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ._check import kind, shown
+from ._check import describe, kind
 from ._torch import tensors_in
 
 #: Ways to give a loss with a known weight, for error messages of functions and of commands.
@@ -34,15 +34,15 @@ def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tens
     A method `loss` is assumed to return a mean over samples.
     """
     if has_method(model, "loss_sum"):
-        return _called(model, "loss_sum", batch)
+        return _call(model, "loss_sum", batch)
     if has_method(model, "loss"):
-        return checked_loss(model, _called(model, "loss", batch)) * samples_in(batch), samples_in(
+        return checked_loss(model, _call(model, "loss", batch)) * samples_in(batch), samples_in(
             batch
         )
     return hugging_face_loss(model, batch, micro_batches)
 
 
-def _called(model: nn.Module, name: str, batch: Any) -> Any:
+def _call(model: nn.Module, name: str, batch: Any) -> Any:
     """Call a method of the model, or a function that was assigned to it.
 
     If an assigned function raises an error, a note on the error names it.
@@ -54,7 +54,7 @@ def _called(model: nn.Module, name: str, batch: Any) -> Any:
     except Exception as error:
         if not inspect.ismethod(function):
             error.add_note(
-                f"raised in {method}, which is {shown(function)} that was assigned to the model"
+                f"raised in {method}, which is {describe(function)} that was assigned to the model"
                 " and is called with the batch"
             )
         raise
@@ -71,11 +71,11 @@ def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> 
     try:
         signature.bind(*arguments)
     except TypeError:
-        got = (
-            f"{shown(function)} with the arguments"
+        actual = (
+            f"{describe(function)} with the arguments"
             f" {signature.replace(return_annotation=signature.empty)}"
         )
-        raise TypeError(f"{name} must be callable with {allowed}, got {got}") from None
+        raise TypeError(f"{name} must be callable with {allowed}, got {actual}") from None
 
 
 def checked_loss(model: nn.Module, loss: Any) -> Tensor:
@@ -83,7 +83,7 @@ def checked_loss(model: nn.Module, loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         raise TypeError(
             f"{type(model).__name__}.loss must return a scalar tensor with gradients, the mean over"
-            f" samples, got {shown(loss)}"
+            f" samples, got {describe(loss)}"
         )
     return loss
 
@@ -206,7 +206,7 @@ def hugging_face_loss(
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(
             f"batch must contain what {name} needs to return a loss, such as labels, got"
-            f" {shown(batch)} of {', '.join(map(str, batch))}; or {GIVE_LOSS_SUM}"
+            f" {describe(batch)} of {', '.join(map(str, batch))}; or {GIVE_LOSS_SUM}"
         )
     labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
     if not labels and micro_batches > 1:

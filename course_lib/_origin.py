@@ -1,7 +1,7 @@
 """Find the cause of an error: an argument that this library refused, or a line of the user's code.
 
-`message` describes an error for the user of a command, and `explained` replaces errors of symbolic
-tensors.
+`message` describes an error for the user of a command, and `explain_symbolic_errors` replaces
+errors of symbolic tensors.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def message(error: Exception) -> str:
 
 
 @contextmanager
-def noted() -> Iterator[None]:
+def add_user_line() -> Iterator[None]:
     """Add a note with the user's line to an error, unless the traceback ends with that line."""
     try:
         yield
@@ -172,7 +172,7 @@ def noted() -> Iterator[None]:
 
 
 @contextmanager
-def unlogged() -> Iterator[None]:
+def silence_operator_log() -> Iterator[None]:
     """Stop PyTorch from logging errors of operators on symbolic tensors, inside the block."""
 
     def drop(record: logging.LogRecord) -> bool:
@@ -191,11 +191,11 @@ def needs_values(error: Exception) -> bool:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def explain_symbolic_errors() -> Iterator[None]:
     """Replace an error of symbolic tensors by one that explains the cause, names the line of the
     user's code, and gives advice."""
     try:
-        with unlogged(), noted(), _subclasses_refused():
+        with silence_operator_log(), add_user_line(), _subclasses_refused():
             yield
     except (*NEEDS_DATA, RuntimeError, TypeError) as error:
         if not needs_values(error):

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._check import shown
+from ._check import describe
 
 # ---- tensors in containers
 
@@ -65,7 +65,7 @@ def map_tensors(
     old = _items(value)
     new = [map_tensors(function, item, copied=copied) for item in old]
     same = all(map(operator.is_, old, new)) and not isinstance(value, copied)
-    return value if same else _rebuilt(value, new)
+    return value if same else _rebuild(value, new)
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -78,7 +78,7 @@ def _items(value: Any) -> Iterable[Any]:
     return ()
 
 
-def _rebuilt(value: Any, items: list) -> Any:
+def _rebuild(value: Any, items: list) -> Any:
     """Return a new container of the same type as `value` with these items."""
     if isinstance(value, tuple):
         # torch.return_types take a list of items, unlike named tuples
@@ -264,8 +264,8 @@ def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer's step runs forward and backward passes itself."""
     if needs_closure(optimizer):
         raise TypeError(
-            f"optimizer must step without a closure, got {shown(optimizer)}, whose step() computes"
-            " the loss itself. Call its step(closure) in a loop of your own"
+            f"optimizer must step without a closure, got {describe(optimizer)}, whose step()"
+            " computes the loss itself. Call its step(closure) in a loop of your own"
         )
 
 
@@ -273,8 +273,8 @@ def check_in_training(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer is in evaluation mode, as schedule-free ones are before `train()`."""
     if any(group.get("train_mode") is False for group in optimizer.param_groups):
         raise ValueError(
-            f"optimizer must be in training mode, got {shown(optimizer)} in evaluation mode. Call"
-            " optimizer.train() before the step"
+            f"optimizer must be in training mode, got {describe(optimizer)} in evaluation mode."
+            " Call optimizer.train() before the step"
         )
 
 
@@ -390,7 +390,7 @@ class AutocastState:
         }
 
     @contextmanager
-    def restored(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
+    def restore(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
         """Restore these settings inside the block.
 
         Args:

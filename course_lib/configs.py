@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._check import any_of, kind, must_be, shown, whole
-from course_lib.models import Attention, Decoder, Dropout, seeded
+from course_lib._check import any_of, describe, kind, must_be, whole
+from course_lib.models import Attention, Decoder, Dropout, seed_generators
 
 LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 KNOWN = ("gpt2", *LLAMAS)
@@ -60,7 +60,7 @@ def read_config(file: Path | str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(
             "config must hold a JSON object, as a model's config.json does, got"
-            f" {str(file)!r}, which holds {shown(config)}"
+            f" {str(file)!r}, which holds {describe(config)}"
         )
     return config
 
@@ -119,7 +119,7 @@ def _expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
         raise ValueError(must_be(name, any_of(map(repr, values)), repr(config[name])))
 
 
-def _divided(config: Mapping[str, Any], width: str, parts: str, otherwise: str = "") -> int:
+def _head_width(config: Mapping[str, Any], width: str, parts: str, otherwise: str = "") -> int:
     """Return the number of features of a head."""
     hidden, heads = _size(config, width), _size(config, parts)
     if hidden % heads:
@@ -134,7 +134,7 @@ def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {
         name: _size(config, key) for name, key in (sizes | {"sequence": "n_positions"}).items()
     }
-    _divided(config, "n_embd", "n_head")
+    _head_width(config, "n_embd", "n_head")
     _expect(config, "n_inner", None, 4 * sizes["hidden"])
     return {**sizes, "tied": _flag(config, "tie_word_embeddings", True)}
 
@@ -145,7 +145,9 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if config.get("head_dim") is not None or name == "qwen3":
         head_dim = _size(config, "head_dim", 128)
     else:
-        head_dim = _divided(config, "hidden_size", "num_attention_heads", " unless head_dim is set")
+        head_dim = _head_width(
+            config, "hidden_size", "num_attention_heads", " unless head_dim is set"
+        )
     if head_dim % 2:
         raise ValueError(
             f"head_dim must be even, got {head_dim}; the rotation of positions acts on"
@@ -189,7 +191,7 @@ class RMSNorm(nn.Module):
         )
 
 
-def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
+def rotate_pairs(x: Tensor, base: float = 10_000.0) -> Tensor:
     """Rotate each pair of features by an angle proportional to the position: (..., s, d).
 
     Source: Su et al. 2021, arXiv:2104.09864. The two features of a pair are d/2 apart, as in
@@ -245,7 +247,7 @@ class GroupedAttention(Attention):
             part(x).view(b, s, -1, self.head_dim).transpose(1, 2)
             for part in (self.q, self.k, self.v)
         )
-        q, k = rotated(self.norm_q(q)), rotated(self.norm_k(k))  # (b, a, s, d)
+        q, k = rotate_pairs(self.norm_q(q)), rotate_pairs(self.norm_k(k))  # (b, a, s, d)
         if self.fused:
             context = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -365,7 +367,7 @@ class Llama(nn.Module):
                 hidden, attention, GatedFeedForward(hidden, feedforward, feedforward_bias)
             )
 
-        with seeded(seed):
+        with seed_generators(seed):
             self.tokens = nn.Embedding(vocabulary, hidden)
             nn.init.normal_(self.tokens.weight, std=0.02)
             self.layers = nn.ModuleList(layer() for _ in range(layers))

@@ -17,7 +17,7 @@ from course_lib._torch import is_symbolic
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_generators(seed: int) -> Iterator[None]:
     """Use random numbers from `seed` inside the block; the generators are restored afterwards."""
     if is_symbolic():  # symbolic tensors have no values to repeat
         yield
@@ -38,7 +38,7 @@ def deep_mlp(
         ValueError: depth or width is below 1.
     """
     _at_least_one(depth=depth, width=width)
-    with seeded(seed):
+    with seed_generators(seed):
         return nn.Sequential(
             *(layer for _ in range(depth) for layer in (nn.Linear(width, width), activation()))
         )
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         if hidden % heads:
             raise ValueError(f"heads must be a divisor of hidden = {hidden}, got {heads}")
         self.heads, self.causal, self.fused = heads, causal, fused
-        with seeded(seed):
+        with seed_generators(seed):
             self.qkv = nn.Linear(hidden, 3 * hidden)
             self.out = nn.Linear(hidden, hidden)
         self.drop_probabilities = Dropout(dropout)
@@ -152,7 +152,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(
             hidden, heads, dropout=dropout, causal=causal, fused=fused, seed=seed
         )
-        with seeded(seed + 1):
+        with seed_generators(seed + 1):
             self.feedforward = nn.Sequential(
                 nn.Linear(hidden, feedforward),
                 nn.GELU(),
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         _at_least_one(
             vocabulary=vocabulary, hidden=hidden, heads=heads, layers=layers, sequence=sequence
         )
-        with seeded(seed):
+        with seed_generators(seed):
             self.tokens = nn.Embedding(vocabulary, hidden)
             self.positions = nn.Embedding(sequence, hidden)
             nn.init.normal_(self.tokens.weight, std=0.02)
@@ -253,7 +253,7 @@ class Decoder(nn.Module):
         blocks = [
             nn.Sequential(*_halves(layer)) if _is_plain(layer) else layer for layer in self.layers
         ]
-        return [_inputs, _Embed(self), *blocks, _HeadLossSum(self, tokens[:, 1:])]
+        return [_inputs, _Embedding(self), *blocks, _HeadLossSum(self, tokens[:, 1:])]
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -277,7 +277,7 @@ def _inputs(tokens: Tensor) -> Tensor:
     return tokens[:, :-1]
 
 
-class _Embed(nn.Module):
+class _Embedding(nn.Module):
     def __init__(self, decoder: Decoder):
         super().__init__()
         self.tokens, self.positions = decoder.tokens, decoder.positions
@@ -325,7 +325,7 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
         2 * layers + 2 stages, each with one input and one output tensor:
         (b, s) -> (b, s, h) -> ... -> scalar.
     """
-    stages: list[nn.Module] = [_Embed(decoder)]
+    stages: list[nn.Module] = [_Embedding(decoder)]
     for layer in decoder.layers:
         stages += _halves(layer)
     return nn.Sequential(*stages, _HeadLoss(decoder, targets))
@@ -341,7 +341,7 @@ def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) 
         torch.Size([2, 5])
     """
     _at_least_one(batch=batch, sequence=sequence, vocabulary=vocabulary)
-    with seeded(seed):
+    with seed_generators(seed):
         return torch.randint(vocabulary, (batch, sequence + 1))
 
 

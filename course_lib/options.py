@@ -109,7 +109,7 @@ def whole_number(text: str) -> int:
     return number
 
 
-def named(
+def parse_name(
     names: Iterable[str],
     others: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,

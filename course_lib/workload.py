@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from course_lib._check import shown
+from course_lib._check import describe
 from course_lib._hugging_face_losses import samples_in, takes_arguments
 from course_lib._origin import origin
 from course_lib.accumulation import split
@@ -76,10 +76,10 @@ def workload_of(given: Namespace) -> Workload:
     ]
     ways = [name for name in ("config", "model") if getattr(given, name) is not None] + sizes[:1]
     if len(ways) != 1:
-        got = " and ".join(f"--{name}" for name in ways) or "none"
+        actual = " and ".join(f"--{name}" for name in ways) or "none"
         raise ValueError(
             "the model must be given by one of --config, --model, --parameters, or"
-            f" --hidden and --layers, got {got}"
+            f" --hidden and --layers, got {actual}"
         )
     fits = {"--model": ("batch_from",), "--config": ("sequence", "batch")}.get(
         f"--{ways[0]}", BY_SIZES
@@ -119,7 +119,7 @@ class ConfiguredModel:
     plain: bool
 
 
-def configured(file: Path | str, sequence: int) -> ConfiguredModel:
+def model_of_config(file: Path | str, sequence: int) -> ConfiguredModel:
     """Return the model that a `config.json` describes, for samples of `sequence` tokens.
 
     Raises:
@@ -186,14 +186,14 @@ def _by_transformers(
 
 
 def _by_config(given: Namespace) -> Workload:
-    found = configured(given.config, given.sequence)
+    found = model_of_config(given.config, given.sequence)
     kind = json.loads(Path(given.config).read_text("utf-8-sig"))["model_type"]
-    said = (
+    label = (
         "{file} ({kind}, in this course's plain implementation of its shapes)"
         if found.plain
         else "{file} ({kind}, by transformers)"
     )
-    name = text(said, file=verbatim(Path(given.config).name), kind=verbatim(kind))
+    name = text(label, file=verbatim(Path(given.config).name), kind=verbatim(kind))
     make_model = partial(_with_fused_attention, found.make_model)
     block_list = ("transformer.h" if kind == "gpt2" else "model.layers") if found.plain else None
     return Workload(
@@ -246,13 +246,15 @@ def samples_of(make_batch: Any) -> int:
         ValueError: The batch has no samples, or its tensors have different numbers of samples.
     """
     if isinstance(make_batch, nn.Module) or not callable(make_batch):
-        raise TypeError(f"make_batch must be a function without arguments, got {shown(make_batch)}")
+        raise TypeError(
+            f"make_batch must be a function without arguments, got {describe(make_batch)}"
+        )
     takes_arguments("make_batch", make_batch, "no arguments")
     with symbolic():
         batch = make_batch()
         if next(iter(split(batch, 1 << 62)), None) is None:  # `split` reports an invalid batch
             raise ValueError(
-                f"batch must contain at least one sample, got {shown(batch)} without samples"
+                f"batch must contain at least one sample, got {describe(batch)} without samples"
             )
         return samples_in(batch)
 
@@ -316,7 +318,7 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
             f"{option} must be {allowed}, got {name!r}, which is not found ({error}){advice}"
         ) from None
     if isinstance(found, nn.Module) or not callable(found):
-        raise ValueError(f"{option} must be {allowed}, got {name!r}, which is {shown(found)}")
+        raise ValueError(f"{option} must be {allowed}, got {name!r}, which is {describe(found)}")
     return found
 
 

@@ -135,14 +135,14 @@ def with_addresses(text: str, language: str, urls: Mapping[str, str]) -> str:
     """
     blocks = _blocks(language, urls)
 
-    def filled(found: re.Match[str]) -> str:
+    def fill(found: re.Match[str]) -> str:
         if found[2] not in blocks:
             raise EditionError(
                 f"a block must be one of {', '.join(sorted(blocks))}, got {found[2]!r}"
             )
         return found[1] + blocks[found[2]] + found[3]
 
-    return _BLOCK.sub(filled, text)
+    return _BLOCK.sub(fill, text)
 
 
 def citation_with(text: str, urls: Mapping[str, str]) -> str:

@@ -50,7 +50,7 @@ class EditionError(ValueError):
 # --- solutions ---
 
 
-def unguarded(source: str) -> str:
+def remove_guard(source: str) -> str:
     """Return code without the guard that keeps a reader's accepted answer.
 
     An edition that shows the solution has no answer to keep.
@@ -59,11 +59,11 @@ def unguarded(source: str) -> str:
 
 
 def without_guards(notebook: NotebookNode) -> NotebookNode:
-    """Return a copy of the notebook with `unguarded` solutions, to be read instead of run."""
+    """Return a copy of the notebook with unguarded solutions, to be read instead of run."""
     notebook = deepcopy(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.source = unguarded(cell.source)
+            cell.source = remove_guard(cell.source)
     return notebook
 
 
@@ -160,7 +160,7 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
         raise EditionError(
             f"a solution marker must be in a code cell, got one in a {cell.cell_type} cell"
         )
-    rest, solution = _take_out(unguarded(cell.source))
+    rest, solution = _take_out(remove_guard(cell.source))
     if not rest.strip():
         lacking = _checks(solution) - _checks(attempt)
         if lacking:

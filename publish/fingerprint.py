@@ -53,18 +53,18 @@ def fingerprints() -> dict[str, str]:
     found = {}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "course_lib" and module is not None:
-            lines = "".join(_described(name, vars(module)))
+            lines = "".join(_describe(name, vars(module)))
             found[name] = hashlib.sha256(lines.encode()).hexdigest()[:16]
     return found
 
 
-def _described(home: str, names: dict[str, object]) -> Iterator[str]:
+def _describe(home: str, names: dict[str, object]) -> Iterator[str]:
     for name, value in sorted(names.items()):
         function = _function(value)
         if function is not None:
             yield f"{home}.{name}: {_code(function.__code__)}\n"
         elif isinstance(value, type) and value.__module__ == home:
-            yield from _described(f"{home}.{name}", dict(vars(value)))
+            yield from _describe(f"{home}.{name}", dict(vars(value)))
 
 
 def _function(value: object) -> types.FunctionType | None:

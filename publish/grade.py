@@ -163,8 +163,8 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
             notebook = cast(NotebookNode, nbformat.reads(given, as_version=4))
             nbformat.validate(notebook)
     except Exception as error:  # nbformat raises many types, also AssertionError
-        said = _one_line(getattr(error, "message", "") or error) or type(error).__name__
-        raise Problem(f"It is not a notebook: {said}.") from None
+        reason = _one_line(getattr(error, "message", "") or error) or type(error).__name__
+        raise Problem(f"It is not a notebook: {reason}.") from None
     title = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
     number = re.match(r"# (\d{1,2}) ", title)
     lesson = lessons.get(f"{int(number[1]):02}") if number else None
@@ -189,7 +189,7 @@ def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
     return found
 
 
-def tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
+def find_tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
     """Yield a sentence for each change to the checks, which no answer needs."""
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type != "code":
@@ -199,12 +199,12 @@ def tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
             if module not in lesson.imports and re.match(r"course_lib\.(lessons|teaching)", module):
                 yield f"Cell {number} imports {module}, which the lesson does not."
         for node in ast.walk(tree):
-            for name in _changed(node):
+            for name in _changed_names(node):
                 if name in lesson.roots:
                     yield f"Cell {number} changes {name}, which the lesson imports."
 
 
-def _changed(node: ast.AST) -> Iterator[str]:
+def _changed_names(node: ast.AST) -> Iterator[str]:
     """Yield the names that a statement binds, or whose attributes it sets."""
     if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
         node.ctx, ast.Store | ast.Del
@@ -274,22 +274,23 @@ def _one_line(words: object) -> str:
 
 def grade(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str = "") -> list[Row]:
     """Return the rows of one file, at least one for any content."""
-    name = _shown(path.name)
+    name = _format_path(path.name)
     try:
         notebook, lesson = read_submission(path, lessons)
         if wanted and lesson.number != wanted:
             raise Problem(f"It is lesson {lesson.number}, not {wanted}.", lesson.number)
-        return _graded(name, notebook, lesson, limits)
+        return _grade_lesson(name, notebook, lesson, limits)
     except Problem as problem:
         return [Row(name, problem.lesson, "–", TROUBLE, problem.message)]
     except Exception as error:  # `ast` may fail on a file, and the others are graded
-        said = f"It could not be graded: {type(error).__name__}: {_one_line(error)}."
-        return [Row(name, "–", "–", TROUBLE, said)]
+        problem = f"It could not be graded: {type(error).__name__}: {_one_line(error)}."
+        return [Row(name, "–", "–", TROUBLE, problem)]
 
 
-def _graded(name: str, notebook: NotebookNode, lesson: Lesson, limits: Limits) -> list[Row]:
+def _grade_lesson(name: str, notebook: NotebookNode, lesson: Lesson, limits: Limits) -> list[Row]:
     rows = [
-        Row(name, lesson.number, "–", TROUBLE, problem) for problem in tampering(notebook, lesson)
+        Row(name, lesson.number, "–", TROUBLE, problem)
+        for problem in find_tampering(notebook, lesson)
     ]
     places = cells_of(notebook, lesson)
     ticket = secrets.token_hex(8)
@@ -318,8 +319,8 @@ def _graded(name: str, notebook: NotebookNode, lesson: Lesson, limits: Limits) -
             Row(name, lesson.number, exercise, verdict, message, reason_in(notebook, check))
         )
     if ended or not lesson.calls:
-        said = ended or "It ran to its end; the lesson has no exercises."
-        rows.append(Row(name, lesson.number, "–", TROUBLE if ended else RIGHT, said))
+        message = ended or "It ran to its end; the lesson has no exercises."
+        rows.append(Row(name, lesson.number, "–", TROUBLE if ended else RIGHT, message))
     return rows
 
 
@@ -371,22 +372,25 @@ def _verdict(
     """Return (verdict, message) of a check, whether or not it ran."""
     cell, probe = cells
     errors = [out for out in cell.outputs if out.output_type == "error"]
-    said = [
+    verdict_lines = [
         out.data.get("text/plain", "")
         for out in cell.outputs
         if out.output_type == "execute_result"
     ]
-    told = _report_of(probe, ticket)
-    if told is None and not errors:
+    report = _report_of(probe, ticket)
+    if report is None and not errors:
         return TROUBLE, f"It was not reached. {ended}".strip()
-    if told is not None and (changed := _changed_modules(told["code"], lesson)):
+    if report is not None and (changed := _changed_modules(report["code"], lesson)):
         return TROUBLE, f"{changed[0]} was changed by a cell above."
     if errors:
         return WRONG, f"{errors[0].ename}: {_one_line(errors[0].evalue)}".removesuffix(": ")
-    if not said or said[-1][:1] not in (RIGHT, WRONG):
+    if not verdict_lines or verdict_lines[-1][:1] not in (RIGHT, WRONG):
         return TROUBLE, "The check gave no verdict."
-    mark, message = said[-1][:1], _one_line(said[-1][1:].partition("\n")[0])  # without the hint
-    if (mark == RIGHT) != told["accepted"]:
+    mark, message = (
+        verdict_lines[-1][:1],
+        _one_line(verdict_lines[-1][1:].partition("\n")[0]),
+    )  # without the hint
+    if (mark == RIGHT) != report["accepted"]:
         return TROUBLE, "What is shown is not what the check said."
     return mark, message
 
@@ -432,13 +436,13 @@ def _report_of(probe: NotebookNode, ticket: str) -> dict[str, object] | None:
 # --- the table ---
 
 
-def _shown(path: str) -> str:
+def _format_path(path: str) -> str:
     """Return a file's path on one line, without `.ipynb`."""
     name = path.removesuffix(".ipynb")
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
-def _timed(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str) -> _Graded:
+def _grade_in_time(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str) -> _Graded:
     start = time.perf_counter()
     return grade(path, lessons, limits, wanted), time.perf_counter() - start
 
@@ -497,11 +501,11 @@ def grade_folder(
     ]
     if not paths:
         raise EditionError(f"there is nothing in {folder}: put the handed-in notebooks there")
-    work = partial(_timed, lessons=lessons_of(notebooks), limits=limits, wanted=wanted)
+    work = partial(_grade_in_time, lessons=lessons_of(notebooks), limits=limits, wanted=wanted)
     rows = []
     graded = _side_by_side(min(jobs, len(paths)), work, paths)
     for path, (found, seconds) in zip(paths, graded, strict=True):
-        name = _shown(path.relative_to(folder).as_posix())
+        name = _format_path(path.relative_to(folder).as_posix())
         say(f"{name}: {' '.join(row.verdict for row in found)}  ({seconds:.0f} s)")
         rows += [replace(row, name=name) for row in found]
     return rows

@@ -100,9 +100,9 @@ def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
             text = cell.source[found.end() :] if found else cell.source
             spoken = (markdown_in(text, each) for each in languages_in(language))
             (new or slides)[-1].notes.append("\n\n".join(spoken))
-        slides += new if found else _joined(slides, new)
+        slides += new if found else _join(slides, new)
         if not is_prose and not in_depth:
-            slides += _joined(slides, _exercise_slides(cell, exercise, section, heading, language))
+            slides += _join(slides, _exercise_slides(cell, exercise, section, heading, language))
     return [slide for slide in slides if slide.parts or slide.kind == "title"]
 
 
@@ -146,7 +146,7 @@ def _exercise_slides(
     ]
 
 
-def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
+def _join(slides: list[Slide], new: list[Slide]) -> list[Slide]:
     """Move new slides to the last one while they fit, and return the rest.
 
     Code and its result then share a slide, and so do a question and a table.

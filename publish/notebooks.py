@@ -245,7 +245,7 @@ def renew_translations(script, same):
         translations.read_pairs(),
     )
     of_lesson = {place: pair for place, pair in known.items() if place.startswith(lesson)}
-    kept = translations.renewed(found, of_lesson, same)
+    kept = translations.renew_pairs(found, of_lesson, same)
     translations.store_pairs(lesson, kept)
     return [place for place in found if found[place] != kept[place]]
 

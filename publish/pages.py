@@ -32,8 +32,8 @@ try:
         is_solution,
         output_folder,
         read_lessons,
+        remove_guard,
         run_edition,
-        unguarded,
         without_markers,
     )
     from .languages import markdown_in, output_in, without_lab_texts
@@ -130,7 +130,9 @@ def _cell(cell: NotebookNode, language: str) -> NotebookNode:
         return cell
     outputs = [_output(output, language) for output in cell.outputs]
     if is_solution(cell):
-        return nbformat.v4.new_markdown_cell(_closed(cell.source, outputs, language), id=cell.id)
+        return nbformat.v4.new_markdown_cell(
+            _fold_solution(cell.source, outputs, language), id=cell.id
+        )
     cell.outputs = outputs
     return cell
 
@@ -154,9 +156,9 @@ def _output(output: NotebookNode, language: str) -> NotebookNode:
     )
 
 
-def _closed(source: str, outputs: list[NotebookNode], language: str) -> str:
+def _fold_solution(source: str, outputs: list[NotebookNode], language: str) -> str:
     """Return a solution with its verdicts as prose that opens on a click."""
-    code = without_markers(unguarded(source))
+    code = without_markers(remove_guard(source))
     parts = [f"<details>\n<summary>{_SHOW[language]}</summary>\n\n```python\n{code}\n```"]
     for output in outputs:
         data = output.get("data", {})

@@ -44,9 +44,9 @@ try:
         check_twins,
         output_folder,
         read_lessons,
+        remove_guard,
         run_edition,
         stored_again,
-        unguarded,
     )
     from .languages import LANGUAGES, guide_in, html_in, markdown_in, notebook_in, words_in
     from .pages import one_language
@@ -254,7 +254,7 @@ def _dress(cell: Any, language: str) -> None:
     if any("course-language" in data.get("text/html", "") for data in outputs):
         tags.append("remove-cell")
     solved = "### BEGIN SOLUTION" in cell.source
-    cell.source = unguarded(cell.source)
+    cell.source = remove_guard(cell.source)
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
         # the site shows the figure of a folded cell, and nothing of a solution
         tags.append("hide-cell" if solved else "hide-input")
@@ -590,9 +590,9 @@ def _run_sphinx(source: Path, finished: Path, language: str, address: str) -> li
         command, env=environment, capture_output=True, text=True, encoding="utf-8"
     )
     if done.returncode:
-        said = re.findall(r"^ *([\w.]+: .+)", done.stderr.partition("Traceback\n")[2], re.M)
+        errors = re.findall(r"^ *([\w.]+: .+)", done.stderr.partition("Traceback\n")[2], re.M)
         raise EditionError(
-            f"Sphinx failed: {said[-1] if said else f'exit status {done.returncode}'}"
+            f"Sphinx failed: {errors[-1] if errors else f'exit status {done.returncode}'}"
         )
     (finished / ".buildinfo").unlink(missing_ok=True)
     warnings = (scratch / "warnings").read_text(encoding="utf-8")

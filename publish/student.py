@@ -144,18 +144,20 @@ def with_nbgrader(notebook: NotebookNode) -> NotebookNode:
             test = nbformat.v4.new_code_cell(
                 f"assert {call}.accepted, 'not accepted yet / 尚未通过'", id=f"test-{check}"[:64]
             )
-            test.metadata.nbgrader = _graded(f"test-{check}", solution=False, cell_type="code")
+            test.metadata.nbgrader = _grade_metadata(
+                f"test-{check}", solution=False, cell_type="code"
+            )
             cells.append(test)
         elif cell.get("id", "").startswith("why-check_"):
             question = cell.source.partition("\n")[0]
             cells.insert(-1, nbformat.v4.new_markdown_cell(question, id=f"ask-{cell.id}"[:64]))
             cell.source = _PLACE
-            cell.metadata.nbgrader = _graded(cell.id, solution=True, cell_type="markdown")
+            cell.metadata.nbgrader = _grade_metadata(cell.id, solution=True, cell_type="markdown")
     notebook.cells = cells
     return notebook
 
 
-def _graded(grade_id: str, *, solution: bool, cell_type: str) -> dict[str, object]:
+def _grade_metadata(grade_id: str, *, solution: bool, cell_type: str) -> dict[str, object]:
     return {
         "schema_version": 3,
         "grade": True,

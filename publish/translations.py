@@ -67,7 +67,7 @@ def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str,
     return changed
 
 
-def renewed(
+def renew_pairs(
     found: Mapping[str, Pair], known: Mapping[str, Pair], same: Collection[str] = ()
 ) -> dict[str, Pair]:
     """Return the pairs to store: the new ones, or the old one if only one language has changed.

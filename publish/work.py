@@ -150,7 +150,7 @@ def update(notebooks: Path, work: Path) -> Iterator[str]:
             if base == theirs and mine is not None:
                 continue
             try:
-                merged, said = _brought_in(name, base, mine, theirs)
+                merged, outcome = _brought_in(name, base, mine, theirs)
             except ValueError as error:
                 yield (
                     f"{work / name} cannot be read and stays unchanged ({error}): move it away, and"
@@ -159,11 +159,11 @@ def update(notebooks: Path, work: Path) -> Iterator[str]:
                 continue
             if mine not in (None, base, merged):
                 _write(backup / name, mine)
-                said += f"; the file as it was: {backup / name}"
+                outcome += f"; the file as it was: {backup / name}"
             _write(work / name, merged)
             _write(work / GIVEN / name, theirs)
             written.append(name)
-            yield f"{work / name}: {said}."
+            yield f"{work / name}: {outcome}."
     _trust(work, list(new))
     for name in sorted(set(given) - set(new)):
         given[name].unlink()

@@ -226,7 +226,7 @@ def schedules(known: EstimateCache) -> list[int]:
     """Bytes for schedules: the least, and more; none for a model without a chain of blocks."""
     recipe = replace(known.base, checkpoint="optimal", schedule_bytes=1, blocks=known.blocks)
     try:
-        known.composer.scheduled(recipe)
+        known.composer.schedule_cost(recipe)
     except InfeasibleBudget as error:
         return [error.least_bytes * n // 4 for n in (4, 5, 8)]
     except (TypeError, ValueError, RuntimeError):

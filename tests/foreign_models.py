@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.models import seeded
+from course_lib.models import seed_generators
 
 VOCABULARY, WIDTH, LENGTH, IGNORED = 53, 32, 12, -100
 
@@ -17,7 +17,7 @@ class Encoder(nn.Module):
 
     def __init__(self, dropout=0.0, causal=True, norm=nn.LayerNorm):
         super().__init__()
-        with seeded(0):
+        with seed_generators(0):
             layer = nn.TransformerEncoderLayer(
                 WIDTH, 4, 48, dropout, batch_first=True, norm_first=True
             )
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
 
     def __init__(self, dropout=0.0):
         super().__init__()
-        with seeded(1):
+        with seed_generators(1):
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
             self.body = nn.ModuleDict({"blocks": nn.ModuleList(Grouped(dropout) for _ in range(3))})
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -114,14 +114,14 @@ class LowRank(nn.Module):
 
 def adapted():
     model = Decoder().requires_grad_(False)
-    with seeded(2):
+    with seed_generators(2):
         for block in model.body["blocks"]:
             block.q, block.out = LowRank(block.q), LowRank(block.out)
     return model
 
 
 def sentences(samples=6):
-    with seeded(5):
+    with seed_generators(5):
         tokens = torch.randint(VOCABULARY, (samples, LENGTH))
         lengths = torch.arange(3, 3 + samples)[:, None]
     return {
@@ -135,7 +135,7 @@ class Pictures(nn.Module):
 
     def __init__(self):
         super().__init__()
-        with seeded(3):
+        with seed_generators(3):
             self.stem = nn.Conv2d(3, 8, 3, padding=1)
             self.stages = nn.ModuleList(
                 nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
@@ -154,7 +154,7 @@ class Pictures(nn.Module):
 
 
 def pictures():
-    with seeded(5):
+    with seed_generators(5):
         return {"x": torch.randn(6, 3, 8, 8), "y": torch.arange(6) % 5}
 
 
@@ -180,12 +180,12 @@ def averaged(kind):
             return nn.Sequential(Averaging(), nn.Tanh())
         return nn.Sequential(linear, nn.BatchNorm1d(WIDTH), nn.Tanh())
 
-    with seeded(4):
+    with seed_generators(4):
         return nn.Sequential(*(block() for _ in range(4)))
 
 
 def point():
-    with seeded(5):
+    with seed_generators(5):
         return {"x": torch.randn(6, WIDTH)}
 
 
@@ -204,7 +204,7 @@ class Tiny(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.config, self.kind, self.decoder = Config(), kind, Decoder()
-        with seeded(4):
+        with seed_generators(4):
             self.wide = nn.Linear(WIDTH, 5) if kind == "classes" else None
 
     def set_attn_implementation(self, name):
@@ -259,7 +259,7 @@ class Tower(nn.Module):
 
     def __init__(self, dropout=0.0):
         super().__init__()
-        with seeded(9):
+        with seed_generators(9):
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
             self.wide = nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH))
             self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)

@@ -172,8 +172,8 @@ def searched(name: str, share: float) -> dict[str, str]:
     """What `fit` finds in this share of what the plain step takes."""
     case = MODELS[name]
     ranks = {"ranks": 4} if name == "ranks" else {}
-    base = Recipe(**case.base.changed(), **ranks)
-    first = estimated(name, case.tier, Recipe(**case.base.changed())).peak_bytes
+    base = Recipe(**case.base.changed_fields(), **ranks)
+    first = estimated(name, case.tier, Recipe(**case.base.changed_fields())).peak_bytes
     row = {"model": name, "budget": str(int(share * first))}
     try:
         found = fit(
@@ -213,7 +213,7 @@ def sample(count: int) -> list[dict[str, str]]:
     table, found, seen = read(FILE), [], set()
 
     def parts(row: dict) -> set:
-        fields = eval(row["recipe"], {"Recipe": Recipe}).changed()
+        fields = eval(row["recipe"], {"Recipe": Recipe}).changed_fields()
         kinds = [f"{name}={value}" for name, value in fields.items() if "_bytes" not in name]
         return set(combinations([row["model"], row["tier"], *kinds], 2))
 

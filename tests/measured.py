@@ -23,7 +23,7 @@ def assert_measured(make_model, make_batch, recipe, **options) -> Estimate:
     # would free them, at a moment that depends on what ran before.
     with not_collecting():
         real = run(make_model, make_batch, recipe, **options)
-    taken = Estimate.of(real.meter.trace(), recipe, "file")
+    taken = Estimate.from_trace(real.meter.trace(), recipe, "file")
     moved = {"bytes_down": real.traffic.bytes_down, "bytes_up": real.traffic.bytes_up}
     losses = taken.phase_peaks["forward"] - guess.phase_peaks["forward"]
     assert losses in (0, 4 * recipe.micro_batches)  # only a run stacks them to read their values

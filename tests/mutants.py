@@ -20,7 +20,7 @@ import torch
 from answers import CHECKS
 
 from course_lib import lessons
-from publish.cells import unguarded
+from publish.cells import remove_guard
 
 SCRIPTS = Path(__file__).parents[1] / "notebooks" / "scripts"
 BINARY = {
@@ -67,7 +67,7 @@ class Solution:
     @property
     def plain(self) -> str:
         """Its code without the guard."""
-        return unguarded(self.source)
+        return remove_guard(self.source)
 
 
 # Solutions
@@ -87,8 +87,10 @@ def solutions(number: str) -> tuple[Solution, ...]:
     for place, source in enumerate(code):
         if "### BEGIN SOLUTION" in source:
             check = next(name for name in CHECKS if f"lesson_{number}.check_{name[3:]}(" in source)
-            taken = bound_by(unguarded(source)) & bound_by(code[place - 1])
-            found.append(Solution(check, source, taken, _needed(unguarded(source), code[:place])))
+            taken = bound_by(remove_guard(source)) & bound_by(code[place - 1])
+            found.append(
+                Solution(check, source, taken, _needed(remove_guard(source), code[:place]))
+            )
     return tuple(found)
 
 
@@ -120,7 +122,7 @@ def _read_by(source: str) -> set[str]:
 def _needed(source: str, before: list[str]) -> tuple[str, ...]:
     wanted, kept = _read_by(source), []
     for cell in reversed(before):
-        cell = unguarded(cell)
+        cell = remove_guard(cell)
         if made := bound_by(cell) & wanted:
             kept.append(cell)
             wanted = (wanted - made) | _read_by(cell)

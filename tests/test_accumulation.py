@@ -26,7 +26,7 @@ from torch.testing import assert_close
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.checkpoint import checkpoint
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.models import Decoder, random_tokens, seeded
+from course_lib.models import Decoder, random_tokens, seed_generators
 from course_lib.offload import OffloadedOptimizer
 
 VOCABULARY, SEQUENCE, IGNORED = 31, 6, -100
@@ -388,7 +388,7 @@ def test_a_gradient_that_is_right_already_is_not_written_to():
 
 def drifting(pieces=64):
     """A bf16 model whose gradients are small beside their sum, and one sample for each piece."""
-    with seeded(0):
+    with seed_generators(0):
         return nn.Linear(64, 64, bias=False).bfloat16(), torch.randn(pieces, 1, 64).bfloat16()
 
 
@@ -542,7 +542,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones_are(max_norm, scaled):
     rows = torch.tensor([[1, 1, 5], [5, 1, 2], [7, 7, 7], [2, 0, 1]])
     found = []
     for sparse in (False, True):
-        with seeded(0):
+        with seed_generators(0):
             model = Rows(sparse=sparse)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
@@ -738,7 +738,7 @@ def test_on_a_gpu_a_skipped_step_is_reported():
 
 
 def linear():
-    with seeded(0):
+    with seed_generators(0):
         return nn.Linear(2, 1)
 
 
@@ -980,10 +980,10 @@ def test_batch_normalisation_sees_micro_batches():
         return model(x).square().sum(), len(x)
 
     def network():
-        with seeded(0):
+        with seed_generators(0):
             return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
-    with seeded(1):
+    with seed_generators(1):
         x = torch.randn(12, 3)
     model = network().double()
     losses, weight = squares(model, x.double())

@@ -44,7 +44,7 @@ from course_lib.budget.candidates import Search
 from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.refine import refine
-from course_lib.budget.show import added, steps_to
+from course_lib.budget.show import added_techniques, steps_to
 from course_lib.budget.techniques import APPLIED, TECHNIQUES, Technique
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import CHECKPOINTS
@@ -154,8 +154,8 @@ def test_the_repr_of_a_recipe_makes_it_again_and_names_only_what_is_not_plain(fi
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert {
         name: value for name, value in fields.items() if value != getattr(Recipe(), name)
-    } == recipe.changed()
-    assert repr(recipe).count("=") == len(recipe.changed())
+    } == recipe.changed_fields()
+    assert repr(recipe).count("=") == len(recipe.changed_fields())
 
 
 def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_than_five_methods():
@@ -165,13 +165,13 @@ def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_th
         methods = [
             name for name, value in vars(type(technique)).items() if inspect.isfunction(value)
         ]
-        five = {"conflict", "refuse", "applied", "words", "candidates"}
+        five = {"conflict", "refuse", "apply", "words", "candidates"}
         assert {*five, "is_used"} >= set(methods)
     without = Recipe(attention=None)
     assert not any(technique.is_used(without) for technique in TECHNIQUES)
     # A technique that changes a model must say where it comes in the order.
     for technique in TECHNIQUES:
-        assert technique in APPLIED or "applied" not in vars(type(technique))
+        assert technique in APPLIED or "apply" not in vars(type(technique))
 
 
 class SavedDtype(Technique):
@@ -209,7 +209,7 @@ def test_pytorch_runs_only_the_innermost_saved_tensor_hooks():
 
 
 def test_a_recipe_is_a_frozen_value_whose_default_is_the_plain_step():
-    assert repr(Recipe()) == "Recipe()" and Recipe().changed() == {}
+    assert repr(Recipe()) == "Recipe()" and Recipe().changed_fields() == {}
     assert len({Recipe(), Recipe(optimizer="adam"), Recipe(optimizer="sgd")}) == 2
     with pytest.raises(FrozenInstanceError):
         Recipe().micro_batches = 2
@@ -229,7 +229,7 @@ def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones
     assert str(idle) == "fp32, adam" and "pages of 1,000 bytes" in str(
         Recipe(precision="bf16", page_bytes=1000)
     )
-    assert [added(a, b) for a, b in itertools.pairwise(steps_to(recipe))] == [
+    assert [added_techniques(a, b) for a, b in itertools.pairwise(steps_to(recipe))] == [
         "optimizer offloaded, pages of 4 MiB",
         "activations offloaded, 2 fetched ahead, 1 in flight",
     ]
@@ -1143,7 +1143,7 @@ def test_a_module_that_is_no_decoder_is_searched_among_what_it_can_do():
     plain = estimate(Regression, symbolic_points, Recipe()).peak_bytes
     found = fit(Regression, symbolic_points, plain - 1000, progress=False)
     assert found and all(e.peak_bytes < plain for e in found)
-    assert {name for e in found for name in e.recipe.changed()} <= {
+    assert {name for e in found for name in e.recipe.changed_fields()} <= {
         "offload_activations", "in_backward", "micro_batches", "offload_optimizer"
     }  # fmt: skip
 

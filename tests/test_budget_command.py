@@ -598,7 +598,7 @@ def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
 def test_the_way_leads_from_the_plain_step_to_the_recipe(recipe):
     steps = steps_to(recipe)
     assert steps[-1] == recipe and len(set(steps)) == len(steps) > 1
-    assert steps[0].changed().keys() <= {"precision", "optimizer", "update", "attention"}
+    assert steps[0].changed_fields().keys() <= {"precision", "optimizer", "update", "attention"}
     assert steps[0].attention == (None if recipe.attention is None else "standard")
 
 

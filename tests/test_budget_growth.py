@@ -34,7 +34,7 @@ def test_trace_of_eight_blocks_grows_from_those_of_two_and_three(checkpointed, b
     few, more, whole = (trace_of(n, checkpointed=checkpointed, batches=batches) for n in (2, 3, 8))
     grown = Growth(few, more).trace(6)
     assert summary(grown) == summary(whole)
-    assert np.array_equal(grown.live, whole.live) and np.array_equal(grown.replayed(), whole.live)
+    assert np.array_equal(grown.live, whole.live) and np.array_equal(grown.replay(), whole.live)
 
 
 def test_traces_that_do_not_differ_by_a_block_cannot_grow():

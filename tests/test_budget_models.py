@@ -41,7 +41,7 @@ from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_st
 from course_lib.budget.kinds import on_kind
 from course_lib.budget.optimizers import OPTIMIZERS, class_and_settings
 from course_lib.memory import MemoryMeter, cast, symbolic
-from course_lib.models import seeded
+from course_lib.models import seed_generators
 
 # ---- the same gradient
 
@@ -401,7 +401,7 @@ class DroppingHead(nn.Linear):
 def test_a_chunked_head_draws_the_same_numbers_again():
     def make():
         model = Encoder()
-        with seeded(9):
+        with seed_generators(9):
             model.head = DroppingHead(WIDTH, VOCABULARY)
         return model
 
@@ -978,7 +978,7 @@ def config_of(name, **options):
 
 def hugging_face(name, **options):
     made, config = config_of(name, **options)
-    with seeded(6):
+    with seed_generators(6):
         return made(config).train()
 
 

@@ -108,7 +108,7 @@ def test_the_table_for_a_gpu_shows_what_the_host_keeps_if_something_is_offloaded
     for fraction in (0.0, 1.0):
         recipe = Recipe(precision="bf16", offload_optimizer=fraction)
         found = estimate(make, batch, recipe, tier="host", kind="cuda")
-        captions[fraction] = OnDevice.of(found, "RTX 4090", None).caption()
+        captions[fraction] = OnDevice.from_estimate(found, "RTX 4090", None).caption()
     megabytes = f"{12 * sum(p.numel() for p in make().parameters()) / 1e6:,.1f}"
     assert captions == {
         0.0: "",

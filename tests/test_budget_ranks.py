@@ -54,9 +54,9 @@ def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_pr
 ):
     composed, counts = estimate(make_model, make_batch, of(shard)), []
     monkeypatch.setattr(rank, "MANY", LAYERS + 1)
-    measured = rank._measured
+    measured = rank._measure
     monkeypatch.setattr(
-        rank, "_measured", lambda *given: (counts.append(given[6]), measured(*given))[1]
+        rank, "_measure", lambda *given: (counts.append(given[6]), measured(*given))[1]
     )
     assert estimate(make_model, make_batch, of(shard)) == composed and counts == [LAYERS]
     states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]

@@ -261,11 +261,13 @@ def test_a_stage_that_stands_for_equal_ones_leaves_the_books_of_all_line_by_line
     )
     if recipe.checkpoint == "optimal":
         with pytest.raises(InfeasibleBudget) as info:
-            composer.scheduled(recipe)
+            composer.schedule_cost(recipe)
         recipe = replace(recipe, schedule_bytes=info.value.least_bytes)
-    entered, enter = [], Repeats._recorded
-    monkeypatch.setattr(Repeats, "_recorded", lambda *given: entered.append(1) or enter(*given))
-    with composer.checked(recipe):
+    entered, enter = [], Repeats._replay_record
+    monkeypatch.setattr(
+        Repeats, "_replay_record", lambda *given: entered.append(1) or enter(*given)
+    )
+    with composer.check_equal_blocks(recipe):
         whole = composer.measure(recipe, 2 * MANY, repeats=False)
         assert not entered
         short = composer.measure(recipe, 2 * MANY)

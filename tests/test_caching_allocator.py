@@ -98,7 +98,7 @@ def test_sizes_are_rounded_up_to_512_bytes(requested, size):
     ],
 )
 def test_sizes_are_rounded_up_to_a_division_of_a_power_of_two(requested, divisions, size):
-    assert AllocatorSettings(roundup_power2_divisions=divisions).rounded(requested) == size
+    assert AllocatorSettings(roundup_power2_divisions=divisions).round_size(requested) == size
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_four_bit_linear_equals_bitsandbytes():
     torch.testing.assert_close(torch.tensor(nf4_levels()), state.code, rtol=0, atol=2e-7)
     assert ours.codes.nbytes + ours.scales.nbytes == theirs.weight.nbytes + state.absmax.nbytes
     weight = bitsandbytes.functional.dequantize_4bit(theirs.weight, state)
-    torch.testing.assert_close(ours.dequantized(torch.float32), weight)
+    torch.testing.assert_close(ours.dequantize(torch.float32), weight)
     x = torch.randn(5, 3, 128)
     gradients = []
     for layer in (theirs, ours):
@@ -56,8 +56,8 @@ def test_zero_block_of_four_bit_linear_stays_zero():
     with torch.no_grad():
         linear.weight[0].zero_()
     layer = lesson_07.FourBitLinear(linear)
-    assert layer.dequantized(torch.float32)[0].eq(0).all()
-    assert layer.dequantized(torch.float32)[1].isfinite().all()
+    assert layer.dequantize(torch.float32)[0].eq(0).all()
+    assert layer.dequantize(torch.float32)[1].isfinite().all()
 
 
 def trained(optimizer_class):

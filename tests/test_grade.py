@@ -213,7 +213,7 @@ def test_what_is_no_file_and_what_breaks_grading_cost_the_others_nothing(tmp_pat
     def stumbles(*_):
         raise RuntimeError("a slip\nof mine")
 
-    monkeypatch.setattr(grade, "tampering", stumbles)
+    monkeypatch.setattr(grade, "find_tampering", stumbles)
     rows = grade.grade_folder(tmp_path, ROOT / "notebooks", LIMITS, say=lambda line: None)
     assert [(row.name, row.verdict, row.message) for row in rows[:4]] == [
         ("a", "!", "It is not a notebook: it is a folder."),
@@ -283,7 +283,7 @@ def test_a_folder_without_files_a_lesson_and_a_language_that_are_none_are_one_se
 def test_what_a_cell_does_to_checks_is_noticed_and_what_an_answer_needs_is_not(
     lessons, source, noticed
 ):
-    found = list(grade.tampering(submission(IMPORT, source), lessons["01"]))
+    found = list(grade.find_tampering(submission(IMPORT, source), lessons["01"]))
     assert len(found) == (noticed is not None)
     assert noticed is None or (found[0].startswith("Cell 3 ") and noticed in found[0])
 
@@ -292,7 +292,7 @@ def test_no_cell_of_a_stored_lesson_or_of_its_solutions_is_taken_for_tampering(l
     from publish.cells import read_lessons
 
     for name, notebook in read_lessons(ROOT / "notebooks").items():
-        assert list(grade.tampering(notebook, lessons[name[:2]])) == []
+        assert list(grade.find_tampering(notebook, lessons[name[:2]])) == []
         places = grade.cells_of(notebook, lessons[name[:2]])
         assert places.keys() == lessons[name[:2]].calls.keys()
 

@@ -144,9 +144,9 @@ def test_the_least_that_a_schedule_takes_is_enough_for_every_micro_batch():
     (model, _), recipe = CHAINS["decoder, grouped queries"], replace(OPTIMAL, micro_batches=4)
     composer = BlockExtrapolator(model, partial(padded, 1), recipe, loss_sum=None, tier="file")
     with pytest.raises(InfeasibleBudget) as least:
-        composer.scheduled(replace(recipe, schedule_bytes=1))
+        composer.schedule_cost(replace(recipe, schedule_bytes=1))
     enough = replace(recipe, schedule_bytes=least.value.least_bytes)
-    assert composer.scheduled(enough).peak_bytes <= enough.schedule_bytes
+    assert composer.schedule_cost(enough).peak_bytes <= enough.schedule_bytes
     assert_measured(model, partial(padded, 1), enough)
 
 

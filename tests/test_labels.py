@@ -16,7 +16,7 @@ from course_lib.labels import (
     both,
     chinese,
     entries,
-    listed,
+    join_labels,
     markup,
     say,
     text,
@@ -112,7 +112,9 @@ def test_every_sentence_of_a_lessons_module_has_its_chinese():
 
 
 def test_every_entry_of_the_catalog_is_shown_somewhere():
-    built = {f"{{first}}{mark}{{rest}}" for mark in (", ", "; ", " ", "\n- ")}  # made by `listed`
+    built = {
+        f"{{first}}{mark}{{rest}}" for mark in (", ", "; ", " ", "\n- ")
+    }  # made by `join_labels`
     assert [
         english for english in unused(labels.catalog(), trees().values()) if english not in built
     ] == []
@@ -209,9 +211,9 @@ def test_labels_that_were_made_are_known_again_but_not_kept_without_end(more):
 
 
 def test_lists_of_labels_have_the_marks_of_their_language(more):
-    assert both(listed(["slow", "slow"])) == ("slow, slow", "慢、慢")
-    assert both(listed(["slow", "slow", "slow"], "; ")) == ("slow; slow; slow", "慢；慢；慢")
-    assert listed([]) == ""
+    assert both(join_labels(["slow", "slow"])) == ("slow, slow", "慢、慢")
+    assert both(join_labels(["slow", "slow", "slow"], "; ")) == ("slow; slow; slow", "慢；慢；慢")
+    assert join_labels([]) == ""
 
 
 def test_markup_has_an_element_a_language_escaped_with_code(more):
@@ -269,7 +271,7 @@ def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more
 def test_a_value_without_chinese_is_an_error_only_where_the_course_is_built(more, monkeypatch):
     nested = text("a step of {arm}", arm="4 bytes a parameter.")
     inside = text("a step of {arm}", arm=nested)
-    listing = listed(["slow", "4 bytes a parameter."])
+    listing = join_labels(["slow", "4 bytes a parameter."])
     assert both(nested) == ("a step of 4 bytes a parameter.", "4 bytes a parameter.的一步")
     monkeypatch.setenv("COURSE_LABELS", "strict")
     for label in (nested, inside, listing, f"{nested} · 3 MB"):
@@ -291,7 +293,7 @@ def test_verbatim_words_are_the_same_in_both_languages(more, monkeypatch):
         "a step of my own label",
         "my own label的一步",
     )
-    assert both(listed([name, "slow"])) == ("my own label, slow", "my own label、慢")
+    assert both(join_labels([name, "slow"])) == ("my own label, slow", "my own label、慢")
 
 
 def test_a_page_in_one_language_keeps_it_whatever_the_environment_says(monkeypatch):
@@ -299,4 +301,4 @@ def test_a_page_in_one_language_keeps_it_whatever_the_environment_says(monkeypat
         monkeypatch.setattr(labels, name, getattr(labels, name))
     monkeypatch.setenv("COURSE_LANG", "en")
     labels.choose_only("zh")
-    assert labels.current() == "zh" and labels.shown() == ("zh",)
+    assert labels.current() == "zh" and labels.shown_languages() == ("zh",)

@@ -72,7 +72,7 @@ from course_lib.schedule import (
     store_all,
 )
 from course_lib.schedule.actions import _Simulation
-from course_lib.schedule.rules import segmented
+from course_lib.schedule.rules import segment_schedule
 from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import category_label, claims, language, pictures
 from course_lib.teaching.experiments import TINY, decoder_and_tokens
@@ -233,7 +233,7 @@ def test_the_rooms_of_segments_are_as_high_as_the_referee_counts_and_have_a_box_
     boxes = [bar for bar in drawn.axes[0].patches if bar.get_y() > 0]
     top = max(bar.get_y() + bar.get_height() for bar in boxes)
     chain = Chain.uniform(100, saved_bytes=2)
-    assert (len(boxes), top) == (100, simulate(segmented(cuts), chain).peak_bytes)
+    assert (len(boxes), top) == (100, simulate(segment_schedule(cuts), chain).peak_bytes)
 
 
 def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
@@ -303,7 +303,7 @@ def test_the_best_cut_for_each_start_of_the_last_segment_is_the_best_of_all_cuts
     for chain in (uneven_chain(), lesson_03.pyramid()):
         by_last = collections.defaultdict(list)
         for cuts in all_cuts(len(chain)):
-            by_last[cuts[-2]].append(simulate(segmented(cuts), chain))
+            by_last[cuts[-2]].append(simulate(segment_schedule(cuts), chain))
         wanted = [
             (min(c.peak_bytes for c in by_last[k]), by_last[k][0].time) for k in range(len(chain))
         ]
@@ -508,7 +508,7 @@ def test_the_text_has_short_lines_and_long_paragraphs_as_characters_without_padd
     short, long = text.code(), text.prose()
     assert len(short) > 2000 and len(long) > 300
     assert median(map(len, short)) < 50 < 128 < mean(map(len, long))
-    tokens = text.padded(["ab", "abcd"], most=3)
+    tokens = text.pad_texts(["ab", "abcd"], most=3)
     assert tokens.tolist() == [[97, 98, 0], [97, 98, 99]]
     assert all(character for line in short + long for character in line.encode("ascii"))
     folder = Path(text.__file__).parent
@@ -530,7 +530,7 @@ def test_a_loop_leaves_the_librarys_weights_only_without_a_bug():
 
 
 def test_a_recorded_run_is_made_again_by_its_script():
-    runs = lesson_05.recorded()["runs"]
+    runs = lesson_05.load_record()["runs"]
     found = mean_of_means.train("mean of means", seed=2, steps=20)
     assert torch.allclose(
         torch.tensor(found), torch.tensor(runs["2"]["mean of means"][:2]), atol=0.01
@@ -538,7 +538,7 @@ def test_a_recorded_run_is_made_again_by_its_script():
 
 
 def test_what_the_lesson_says_of_the_recorded_seeds_is_what_they_show():
-    runs = list(differences(lesson_05.recorded()["runs"]).values())
+    runs = list(differences(lesson_05.load_record()["runs"]).values())
     assert len(runs) == 8
 
     def better_and_worse(step):
@@ -898,7 +898,7 @@ def test_the_recorded_wire_carried_what_a_ring_would_but_for_reduce_scatters(ran
 
 def test_an_empty_network_namespace_counts_an_all_gather():
     try:
-        found = loopback.carried(2, ["all_gather"])
+        found = loopback.bytes_sent(2, ["all_gather"])
     except RuntimeError as error:
         pytest.skip(f"{error}"[:200])
     assert found["all_gather"] == pytest.approx(lesson_08.TENSOR_BYTES / 2, rel=0.02)
@@ -907,7 +907,7 @@ def test_an_empty_network_namespace_counts_an_all_gather():
 def test_where_no_namespace_can_be_made_it_says_so(monkeypatch):
     monkeypatch.setattr(loopback, "_EMPTY", ["no such program"])
     with pytest.raises(RuntimeError, match="no empty network namespace can be made here"):
-        loopback.carried(2)
+        loopback.bytes_sent(2)
 
 
 def test_the_adam_of_the_exercise_is_the_framework_s():

@@ -15,7 +15,7 @@ from course_lib.models import (
     deep_mlp,
     loss_stages,
     random_tokens,
-    seeded,
+    seed_generators,
 )
 
 SIZES = {"vocabulary": 50, "hidden": 16, "heads": 2, "layers": 2, "sequence": 8}
@@ -38,13 +38,13 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_others(name):
     assert all(not torch.equal(first[key], other[key]) for key in matrices)
 
 
-@pytest.mark.parametrize("name", [*MAKERS, "random_tokens", "seeded"])
+@pytest.mark.parametrize("name", [*MAKERS, "random_tokens", "seed_generators"])
 def test_random_numbers_of_the_caller_are_untouched(name):
     before = torch.get_rng_state()
     if name == "random_tokens":
         random_tokens(2, 8, 50)
-    elif name == "seeded":
-        with pytest.raises(ZeroDivisionError), seeded(3):
+    elif name == "seed_generators":
+        with pytest.raises(ZeroDivisionError), seed_generators(3):
             torch.rand(3)
             1 / 0  # noqa: B018
     else:
@@ -189,9 +189,9 @@ def test_every_parameter_gets_a_gradient():
 
 def test_dropout_drops_as_the_frameworks_does():
     x, p = torch.ones(200_000), 0.3
-    with seeded(0):
+    with seed_generators(0):
         ours = Dropout(p)(x)
-    with seeded(1):
+    with seed_generators(1):
         theirs = F.dropout(x, p, training=True)
     assert set(ours.unique().tolist()) == set(theirs.unique().tolist())  # 0 and 1 / (1 - p)
     for y in (ours, theirs):

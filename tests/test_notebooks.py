@@ -886,12 +886,15 @@ def test_an_edit_in_one_language_alone_is_noticed_until_somebody_gives_the_word(
     assert translations.read_pairs(store) == before
 
     both = translations.pairs(bilingual(("One.", "一。"), ("A second.", "第二。")))
-    assert translations.one_sided(both, before) == {} and translations.renewed(both, before) == both
+    assert (
+        translations.one_sided(both, before) == {}
+        and translations.renew_pairs(both, before) == both
+    )
     for edited in (("A second.", "二。"), ("Two.", "第二。")):
         alone = translations.pairs(bilingual(("One.", "一。"), edited))
         assert translations.one_sided(alone, before) == {"02.5-2": before["02.5-2"]}
-        assert translations.renewed(alone, before, ["02.4"]) == before
-        assert translations.renewed(alone, before, ["02.5"]) == alone
+        assert translations.renew_pairs(alone, before, ["02.4"]) == before
+        assert translations.renew_pairs(alone, before, ["02.5"]) == alone
     moved = translations.pairs(bilingual(("New.", "新。"), ("Two.", "二。"), ("One.", "第一。")))
     assert list(translations.one_sided(moved, before)) == [], (
         "its heading makes the first text another one"

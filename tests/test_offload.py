@@ -687,7 +687,7 @@ def test_a_saved_storage_takes_every_arrow_of_its_diagram_and_no_other(monkeypat
 def test_pinned_memory_and_streams_are_used_again():
     store, net = HostStore(), deep_mlp(8, 256).cuda()
     x = torch.randn(1024, 256, device="cuda")
-    device = Device.of(x)
+    device = Device.of_tensor(x)
 
     def run():
         for _ in range(3):
@@ -1220,7 +1220,7 @@ class Apart(Device):
     [({}, True), ({"foreach": False}, True), ({"foreach": True}, False), ({"fused": False}, False)],
 )
 def test_the_update_on_the_host_is_fused_unless_another_way_is_asked_for(given, taken, monkeypatch):
-    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Apart(tensor.device)))
+    monkeypatch.setattr(Device, "of_tensor", staticmethod(lambda tensor: Apart(tensor.device)))
     plain, moved = network(), network()
     expected = train(
         plain,
@@ -1236,7 +1236,7 @@ def test_the_update_on_the_host_is_fused_unless_another_way_is_asked_for(given, 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_on_the_host_gives_the_steps_of_fp32_masters(dtype, overlap, monkeypatch):
-    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Apart(tensor.device)))
+    monkeypatch.setattr(Device, "of_tensor", staticmethod(lambda tensor: Apart(tensor.device)))
 
     def run(net, optimizer, masters=()):
         train(net, optimizer, batches(2, dtype))

@@ -676,7 +676,12 @@ def test_allocated_is_never_above_reserved_and_library_workspaces_are_counted_an
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     allocator = Allocator(torch.device("cuda"))
     held |= {"allocated": 60, "requested": 50}  # in what was reserved before
-    assert (allocator.allocated(), allocator.reserved(), allocator.requested(), len(cleared)) == (
+    assert (
+        allocator.allocated_bytes(),
+        allocator.reserved_bytes(),
+        allocator.requested_bytes(),
+        len(cleared),
+    ) == (
         50,
         90,
         41,

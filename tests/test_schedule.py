@@ -145,14 +145,16 @@ def test_segments_of_equal_stages_differ_by_at_most_one_stage():
 
 
 def test_segments_of_uneven_stages_have_the_least_peak_of_all_cuts():
-    from course_lib.schedule.rules import segmented
+    from course_lib.schedule.rules import segment_schedule
 
     for seed in range(40):
         length = 2 + seed % 6
         chain = random_chain(length, seed, most=9)
         for count in range(1, length + 1):
             cuts = itertools.combinations(range(1, length), count - 1)
-            least = min(simulate(segmented([0, *cut, length]), chain).peak_bytes for cut in cuts)
+            least = min(
+                simulate(segment_schedule([0, *cut, length]), chain).peak_bytes for cut in cuts
+            )
             assert simulate(segments(chain, count), chain).peak_bytes == least
 
 

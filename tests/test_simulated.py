@@ -238,7 +238,7 @@ def sent_early(device, early=True, fails=False):
     net, data = deep_mlp(3, 16), [torch.randn(8, 16) for _ in range(4)]
     optimizer = adam(device, net)
     for x in data:
-        with optimizer.sending() if device and early else nullcontext():
+        with optimizer.copy_gradients_down() if device and early else nullcontext():
             net(x).square().sum().backward()
             if not fails:
                 optimizer.step()
@@ -378,7 +378,7 @@ def test_a_gpu_gives_what_the_plain_program_gives(name):
 
     # An optimizer on the host rounds otherwise than one on the GPU.
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if "bf16" in name else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(run(Device.at(torch.device("cuda"))), run(None), **tolerance)
+    torch.testing.assert_close(run(Device.from_torch(torch.device("cuda"))), run(None), **tolerance)
 
 
 # ---- every ordering is needed: what goes on with one taken away
@@ -786,7 +786,7 @@ def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
             x = torch.randn(8, 16, requires_grad=True)
             for _ in range(2):
                 x = ours.checkpoint(net, x, use_reentrant=True)
-            with optimizer.sending() if device else nullcontext():
+            with optimizer.copy_gradients_down() if device else nullcontext():
                 x.square().sum().backward()
                 optimizer.step()
             for p in net.parameters():
@@ -917,7 +917,7 @@ def test_modules_and_containers_move_and_what_was_there_stays_where_it_is():
         assert device.move(moved)["x"].data_ptr() == moved["x"].data_ptr()
         assert device.move(torch.ones(2, requires_grad=True)).requires_grad
         found = net(moved["x"])
-        assert Device.of(found) is device and Device.of(batch["x"]) is not device
+        assert Device.of_tensor(found) is device and Device.of_tensor(batch["x"]) is not device
         with pytest.raises(
             RuntimeError,
             match=r"must be on the device, got one on the host with shape \(4, 8\); move it",
@@ -926,7 +926,7 @@ def test_modules_and_containers_move_and_what_was_there_stays_where_it_is():
         assert (found * 2 + torch.tensor(1.0)).sum().item() == pytest.approx(
             (plain * 2 + 1).sum().item()
         )
-    assert torch.equal(found.detach(), plain) and Device.of(found) is not device
+    assert torch.equal(found.detach(), plain) and Device.of_tensor(found) is not device
 
 
 def test_after_an_error_nothing_is_left_and_the_error_is_the_one_raised():
@@ -1045,7 +1045,7 @@ def test_what_the_host_does_takes_time_if_it_is_given_a_rate():
             down, update, up = spans.values()
             assert update.stream == "host" and "adam" in update.name
             assert down.end <= update.start and update.end <= up.start
-        assert Device.of(p) is not device
+        assert Device.of_tensor(p) is not device
 
 
 def step_seconds(rate, **options):

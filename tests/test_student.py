@@ -25,7 +25,7 @@ from publish.cells import (
     EditionError,
     output_folder,
     read_lessons,
-    unguarded,
+    remove_guard,
     without_guards,
     without_solutions,
 )
@@ -93,14 +93,14 @@ check_sum(answer)
 
 
 def test_a_guard_that_keeps_the_readers_work_is_gone_where_nobody_answers():
-    plain = unguarded(GUARDED)
+    plain = remove_guard(GUARDED)
     assert "accepted" not in plain and "\n        total = a + b" not in plain
     assert (
         "SOLUTION\ndef add(a, b):\n    total = a + b\n\n    return total\n\nanswer = add(22, 20)\n"
         in plain
     )
-    assert unguarded("if not ready:\n    wait()") == "if not ready:\n    wait()"
-    assert unguarded(SOLUTION) == SOLUTION
+    assert remove_guard("if not ready:\n    wait()") == "if not ready:\n    wait()"
+    assert remove_guard(SOLUTION) == SOLUTION
     assert sources_of(without_guards(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT, plain]
 
 

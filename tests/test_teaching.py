@@ -25,8 +25,8 @@ from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES, MemoryMeter, sa
 from course_lib.schedule import COLORS as SCHEDULE_COLORS
 from course_lib.teaching import figures, pictures
 from course_lib.teaching.exercises import (
-    Refused,
     Verdict,
+    WrongAnswer,
     exercise,
     expect_number,
     in_words,
@@ -419,7 +419,7 @@ def test_a_figure_for_slides_has_larger_letters_on_a_slides_sheet_and_is_as_befo
     before, (width, height) = state(), drawn.get_size_inches()
     # pixels an inch of the page's picture
     blown_up = min(pictures.SLIDE[0] / width, pictures.SLIDE[1] / height)
-    with pytest.raises(RuntimeError), pictures.enlarged(drawn):
+    with pytest.raises(RuntimeError), pictures.enlarge(drawn):
         inches = drawn.get_size_inches()
         larger = pictures.SLIDE[0] / inches[0] / blown_up
         assert 1.1 < larger <= pictures.LARGER + 1e-9
@@ -431,7 +431,7 @@ def test_a_figure_for_slides_has_larger_letters_on_a_slides_sheet_and_is_as_befo
         raise RuntimeError
     assert state() == before
     drawn.course_larger = 1.0
-    with pictures.enlarged(drawn):
+    with pictures.enlarge(drawn):
         assert pictures.SLIDE[0] / drawn.get_size_inches()[0] == pytest.approx(blown_up)
 
 
@@ -802,7 +802,7 @@ def asked_for(hint, **options):
         if answer == 2:
             return wrong("no")
         if answer == 3:
-            raise Refused("no", hint="closer")
+            raise WrongAnswer("no", hint="closer")
         if answer == 4:
             return expect_number(12, 84, wrong_answers={12: "Twelve."})
         return answer()
@@ -997,7 +997,7 @@ def test_the_largest_size_that_fits_is_the_answer(answer, found):
     if isinstance(found, tuple):
         assert asked(50) == found and asked(40) == found
     else:
-        with pytest.raises(Refused, match=found):
+        with pytest.raises(WrongAnswer, match=found):
             asked(50)
 
 

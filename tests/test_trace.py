@@ -17,7 +17,7 @@ def test_trace_has_the_figures_and_events_of_the_meter():
     with MemoryMeter(model, optimizer) as meter, FlopCounterMode(display=False) as flops:
         step()
     trace = meter.trace()
-    assert len(trace) == meter.operator_count + 1 and np.array_equal(trace.replayed(), trace.live)
+    assert len(trace) == meter.operator_count + 1 and np.array_equal(trace.replay(), trace.live)
     for name, values in meter.series().items():
         assert np.array_equal(trace.series()[name][1:], values)
     assert (trace.peak_bytes, trace.at_peak()) == (meter.peak_bytes, meter.at_peak())

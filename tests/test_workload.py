@@ -10,7 +10,7 @@ from measured import assert_measured
 from course_lib.budget import Recipe
 from course_lib.configs import KNOWN
 from course_lib.distributed import task_of
-from course_lib.workload import configured, named_function, samples_of
+from course_lib.workload import model_of_config, named_function, samples_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,7 +51,7 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("config", [GEMMA, BERT], ids=lambda config: config["model_type"])
 def test_a_kind_that_transformers_alone_knows_is_estimated_as_it_runs(config, file):
-    found = configured(file(**config), 16)
+    found = model_of_config(file(**config), 16)
     assert config["model_type"] not in KNOWN and not found.plain
     recipe = Recipe(attention=None, checkpoint="layers")
     assert_measured(found.make_model, lambda: found.make_batch(4), recipe)
@@ -59,7 +59,7 @@ def test_a_kind_that_transformers_alone_knows_is_estimated_as_it_runs(config, fi
 
 def test_both_commands_train_the_same_model_of_a_config(file):
     path = file(**GEMMA)
-    task, found = task_of(str(path), batch=4, sequence=16, unequal=True), configured(path, 16)
+    task, found = task_of(str(path), batch=4, sequence=16, unequal=True), model_of_config(path, 16)
     ours, theirs = task.make_model().state_dict(), found.make_model().state_dict()
     assert {n: p.shape for n, p in ours.items()} == {n: p.shape for n, p in theirs.items()}
     batch, plain = task.make_batch(3), found.make_batch(4, seed=3)
@@ -85,13 +85,13 @@ def test_both_commands_train_the_same_model_of_a_config(file):
 )
 def test_a_config_that_makes_no_language_model_is_refused(config, told, file):
     with pytest.raises(ValueError, match=told):
-        configured(file(**config), 16)
+        model_of_config(file(**config), 16)
 
 
 def test_without_transformers_it_is_said_that_it_reads_other_kinds(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="got 'gemma'; with transformers installed"):
-        configured(file(**GEMMA), 16)
+        model_of_config(file(**GEMMA), 16)
 
 
 @pytest.mark.parametrize(

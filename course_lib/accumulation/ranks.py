@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._check import one_of, shown
+from .._check import describe, one_of
 from .._torch import is_symbolic
 
 
@@ -122,7 +122,7 @@ def _parallel_module(model: nn.Module) -> nn.Module | None:
     from torch.distributed.fsdp import FSDPModule  # not at the top, because importing it is slow
 
     if not isinstance(model, FSDPModule):
-        wrapper_names = f"a model with {', '.join(map(shown, wrappers))}"
+        wrapper_names = f"a model with {', '.join(map(describe, wrappers))}"
         raise TypeError(
             "model must contain one DistributedDataParallel, be sharded as a whole by fully_shard,"
             f" or contain no module that synchronizes gradients, got {wrapper_names}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._check import kind, one_of, positive, shown, whole
+from .._check import describe, kind, one_of, positive, whole
 from .._torch import (
     check_in_training,
     check_no_closure,
@@ -65,14 +65,14 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
     if not samples:
         raise TypeError(
-            f"batch must be a tensor or a container of tensors, got {shown(batch)}, which"
+            f"batch must be a tensor or a container of tensors, got {describe(batch)}, which"
             " contains no tensor"
         )
     if len(samples) > 1 or () in samples:
         counts = " and ".join("no" if not length else str(*length) for length in sorted(samples))
         raise ValueError(
             "batch must have the same number of samples in each tensor, got"
-            f" {shown(batch)} whose tensors have {counts} samples"
+            f" {describe(batch)} whose tensors have {counts} samples"
         )
     [[length]] = samples
     starts = range(0, length, size)
@@ -337,7 +337,7 @@ class AccumulatedStep:
         # Gradients may be copied during backward only if they will not be rescaled afterwards,
         # which is so if the weights add up to the unit.
         for optimizer in early_copying if _sum_equals(weights, self._unit) else ():
-            copy_contexts.enter_context(optimizer.sending())
+            copy_contexts.enter_context(optimizer.copy_gradients_down())
         scaled.backward(torch.full_like(scaled, 1 / self._unit))  # adds gradients of scaled / unit
         return loss.detach()
 
@@ -565,7 +565,8 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | T
     """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
-            f"{name}: loss_sum must return (sum of losses, weight), not a mean, got {shown(pair)}"
+            f"{name}: loss_sum must return (sum of losses, weight), not a mean, got"
+            f" {describe(pair)}"
         )
     loss, weight = pair
     if (
@@ -576,14 +577,14 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | T
     ):
         raise TypeError(
             f"{name}: the sum of losses must be a floating-point scalar tensor that"
-            f" requires a gradient, got {shown(loss)}"
+            f" requires a gradient, got {describe(loss)}"
         )
     if not isinstance(weight, (Tensor, Real)) or (
         torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)
     ):
         raise TypeError(
             f"{name}: the weight must be a number or a scalar tensor without gradients,"
-            f" got {shown(weight)}"
+            f" got {describe(weight)}"
         )
     return loss, weight
 
@@ -592,9 +593,10 @@ def _check_micro_batches(given: Any) -> None:
     """Raise a TypeError for a single batch: a pair (x, y) would be taken for two micro-batches."""
     pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
     if pair or isinstance(given, (Tensor, Mapping)):
-        got = f"{shown(given)}{' of tensors' if pair else ''}, which may be a single batch"
+        actual = f"{describe(given)}{' of tensors' if pair else ''}, which may be a single batch"
         raise TypeError(
-            f"micro_batches must be several batches, such as split(batch, 8) or a list, got {got}"
+            f"micro_batches must be several batches, such as split(batch, 8) or a list, got"
+            f" {actual}"
         )
 
 
@@ -628,7 +630,7 @@ def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
     if not parameters or len(set(parameters)) < len(parameters):
         raise ValueError(
             "optimizer must have parameters, and several optimizers must not share parameters,"
-            f" got {shown(given)}"
+            f" got {describe(given)}"
         )
     return combined
 

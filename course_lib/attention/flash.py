@@ -41,7 +41,7 @@ def standard_attention(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
-    q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
+    q, k, v = _check_inputs(q, k, v, enable_gqa, attn_mask, dropout_p)
     leading = q.shape[:-2]
     q, k, v = map(_as_4d, (q, k, v))
     shift = _shift(q, k, causal, is_causal)
@@ -129,7 +129,7 @@ def flash_attention(
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
-    q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
+    q, k, v = _check_inputs(q, k, v, enable_gqa, attn_mask, dropout_p)
     leading = q.shape[:-2]
     q, k, v = map(_as_4d, (q, k, v))
     shift = _shift(q, k, causal, is_causal)
@@ -214,13 +214,13 @@ def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
     )
 
 
-def _checked(
+def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any, attn_mask: Any, dropout_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check the arguments, and return q, k and v in the dtype that autocast would use."""
     if attn_mask is not None:
         raise TypeError(
-            f"attn_mask must be None, got {_check.shown(attn_mask)}; the only masks are those of"
+            f"attn_mask must be None, got {_check.describe(attn_mask)}; the only masks are those of"
             " causal and is_causal"
         )
     if dropout_p != 0:
@@ -230,7 +230,7 @@ def _checked(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.is_nested or x.layout is not torch.strided or x.dim() < 2:
-            actual = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
+            actual = "a nested tensor" if x.is_nested else f"{_check.describe(x)}, {x.layout}"
             raise ValueError(
                 f"{name} must be a dense tensor (..., n, d), such as (batch, heads, n, d), got"
                 f" {actual}"
@@ -272,7 +272,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
     ):
         if (x.shape, x.dtype, x.device) != (shape, q.dtype, q.device):
             allowed = f"shape {shape}, {q.dtype} and device {q.device}, to match the other tensors"
-            raise ValueError(f"{name} must have {allowed}, got {_check.shown(x)} on {x.device}")
+            raise ValueError(f"{name} must have {allowed}, got {_check.describe(x)} on {x.device}")
 
 
 def _as_4d(x: Tensor) -> Tensor:

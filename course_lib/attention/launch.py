@@ -112,7 +112,7 @@ def _config(size: tuple[int, int, int, int]) -> Any:
     )
 
 
-def _tuned(kernel: Any) -> Any:
+def _add_tuner(kernel: Any) -> Any:
     """Return the kernel with a tuner, which measures settings at each new `_tuning_key` and dtype.
 
     Triton also stores the best settings on disk.
@@ -134,7 +134,7 @@ def _tuned(kernel: Any) -> Any:
 
 
 if triton and not INTERPRETED:
-    TUNED = {kernel: _tuned(kernel) for kernel in CANDIDATES}
+    TUNED = {kernel: _add_tuner(kernel) for kernel in CANDIDATES}
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         True
     """
     if not scores.is_floating_point():
-        raise TypeError(f"scores must be a floating-point tensor, got {_check.shown(scores)}")
+        raise TypeError(f"scores must be a floating-point tensor, got {_check.describe(scores)}")
     _check.whole("block", block, 1)
     x = scores.to(work_dtype(scores))
     # m starts at a finite value, because -inf - (-inf) would be NaN.

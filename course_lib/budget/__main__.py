@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from course_lib._check import InfeasibleBudget
-from course_lib._origin import is_refusal, message, unlogged
+from course_lib._origin import is_refusal, message, silence_operator_log
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
 from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import Table, bytes_text
-from course_lib.options import add_shared, byte_count, named, parameter_count, whole_number
+from course_lib.options import add_shared, byte_count, parameter_count, parse_name, whole_number
 from course_lib.symbolic import symbolic
 from course_lib.workload import Workload, workload_of
 
@@ -104,14 +104,14 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--precision",
-        type=named(PRECISIONS, {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
+        type=parse_name(PRECISIONS, {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
         metavar="|".join(PRECISIONS),
         default="bf16",
         help="default %(default)s",
     )
     parser.add_argument(
         "--optimizer",
-        type=named(OPTIMIZERS, OPTIMIZER_NAMES),
+        type=parse_name(OPTIMIZERS, OPTIMIZER_NAMES),
         metavar="|".join(OPTIMIZERS),
         default="adam",
         help="default %(default)s, which is AdamW",
@@ -119,7 +119,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         "--machine",
-        type=named([*RATES, THIS], DEVICE_NAMES),
+        type=parse_name([*RATES, THIS], DEVICE_NAMES),
         metavar="NAME",
         help=text(
             "machine whose rates are used, and whose memory where no budget is given: {names}, or"
@@ -164,11 +164,11 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-@unlogged()
+@silence_operator_log()
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     given = parser.parse_args(argv)
-    told: dict = {}
+    report: dict = {}
     try:
         model = workload_of(given)
         rates, tier = _rates(given)
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         whole_memory = count == "reserved" or given.budget is None
         kept = kept_bytes(device) if kind == "cuda" and whole_memory else 0
         room = memory - kept
-        told = {
+        report = {
             "model": model.name,
             "batch": model.batch,
             "device": device,
@@ -204,30 +204,32 @@ def main(argv: list[str] | None = None) -> int:
         way = found.way()
         leaner = _with_spare_memory(found, memory, room, count)
         checked = check(model, found[0].recipe) if given.check else None
-        gpu = OnDevice.of(found[0], device, memory) if kind == "cuda" else None
+        gpu = OnDevice.from_estimate(found[0], device, memory) if kind == "cuda" else None
     except InfeasibleBudget as error:
         if given.json:
-            told |= {"recipes": [], "error": str(error), "least_bytes": error.least_bytes}
-            print(json.dumps(told, indent=1))
+            report |= {"recipes": [], "error": str(error), "least_bytes": error.least_bytes}
+            print(json.dumps(report, indent=1))
         else:
-            print(_nothing_fits(error, model, told), file=sys.stderr)
+            print(_nothing_fits(error, model, report), file=sys.stderr)
         return 1
     except Exception as error:
         sentence = say(text("error: {sentence}", sentence=translated_error(message(error))))
         parser.exit(2 if is_refusal(error) else 1, f"{sentence}\n")
     if given.json:
-        told |= {
+        report |= {
             "parameters": model.parameters(),
             "rates": _plain(rates),
             "recipes": [_as_json(e, rates, kind) for e in found],
             "leaner": [_as_json(e, rates, kind) for e in leaner],
         }
-        told |= {"way": [_as_json(e, rates) for e in way], "check": checked and checked.as_dict()}
-        told["on_device"] = gpu and asdict(gpu)
-        told["training_arguments"] = found[0].recipe.as_training_arguments(model.samples).arguments
-        print(json.dumps(told, indent=1, allow_nan=False))
+        report |= {"way": [_as_json(e, rates) for e in way], "check": checked and checked.as_dict()}
+        report["on_device"] = gpu and asdict(gpu)
+        report["training_arguments"] = (
+            found[0].recipe.as_training_arguments(model.samples).arguments
+        )
+        print(json.dumps(report, indent=1, allow_nan=False))
     else:
-        _print(given, model, rates, found, leaner, way, gpu, _set_aside(told))
+        _print(given, model, rates, found, leaner, way, gpu, _set_aside(report))
         if checked:
             print(f"\n{checked}")
     if given.plot:
@@ -243,11 +245,11 @@ def _with_spare_memory(found: Estimates, memory: int, room: int, count: str) -> 
     or other processes.
     """
 
-    def taken(each: Estimate) -> int:
+    def bytes_taken(each: Estimate) -> int:
         return each.peak_bytes if count == "tensors" else each.reserved_bytes()
 
     most = room - int(SPARE * memory)
-    if taken(found[0]) <= most or most < 1:
+    if bytes_taken(found[0]) <= most or most < 1:
         return []
     try:
         others = found.within(most)
@@ -269,17 +271,17 @@ def _lines_of_progress() -> Callable[[Recipe], None]:
         now = time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             values = {"count": count, "seconds": f"{now - began:.0f}", "recipe": str(recipe)}
-            told = text("recipes estimated in {seconds} s: {count}; now: {recipe}", **values)
-            print(say(told), file=sys.stderr, flush=True)
+            progress = text("recipes estimated in {seconds} s: {count}; now: {recipe}", **values)
+            print(say(progress), file=sys.stderr, flush=True)
             last = now
         count += 1
 
     return watch
 
 
-def _set_aside(told: Mapping[str, Any]) -> list[str]:
+def _set_aside(report: Mapping[str, Any]) -> list[str]:
     """Return a sentence on the part of the budget that CUDA keeps, as a list of at most one."""
-    memory, room = told["budget_bytes"], told["room_bytes"]
+    memory, room = report["budget_bytes"], report["room_bytes"]
     if room == memory:
         return []
     values = {"kept": memory - room, "memory": memory, "room": room}
@@ -292,7 +294,7 @@ def _set_aside(told: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _nothing_fits(error: InfeasibleBudget, model: Workload, told: Mapping[str, Any]) -> str:
+def _nothing_fits(error: InfeasibleBudget, model: Workload, report: Mapping[str, Any]) -> str:
     """Return the message of a search without a result.
 
     It shows the recipe with the lowest peak, the bytes that are live at this peak by category, and
@@ -310,7 +312,7 @@ def _nothing_fits(error: InfeasibleBudget, model: Workload, told: Mapping[str, A
             least=bytes_text(error.least_bytes),
             recipe=str(least.recipe),
         ),
-        *_set_aside(told),
+        *_set_aside(report),
         text("what is live at its peak, in {operator}:", operator=verbatim(least.operator)),
         least,
         _advice(least),
@@ -335,7 +337,7 @@ def _paragraphs(parts: Iterable[str | Table]) -> str:
 def _advice(least: Estimate) -> str:
     """Return a sentence with the techniques that make the largest category of the peak smaller."""
     largest = max(least.at_peak, key=lambda name: least.at_peak[name])
-    changed = least.recipe.changed()
+    changed = least.recipe.changed_fields()
     unused = [
         "micro_batches" if "micro_batches" in technique.fields else technique.field
         for technique in TECHNIQUES
@@ -413,7 +415,11 @@ def _as_json(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
     }
     if kind == "cuda":
         values["reserved_bytes"] = estimate.reserved_bytes()
-    return {**values, "recipe": estimate.recipe.changed(), "seconds_of": rates.parts(estimate)}
+    return {
+        **values,
+        "recipe": estimate.recipe.changed_fields(),
+        "seconds_of": rates.parts(estimate),
+    }
 
 
 def _plain(rates: Rates) -> dict:
@@ -465,11 +471,11 @@ def _print(
         way,
     ]
     if leaner:
-        told = text(
+        explanation = text(
             "the cheapest leaves less than {share:.0%} of the budget; this one leaves more:",
             share=SPARE,
         )
-        parts += [told, table(leaner, "")]
+        parts += [explanation, table(leaner, "")]
     if gpu:
         parts += [text("what one step of the cheapest holds on a GPU:"), gpu]
     print(_paragraphs([*parts, *_to_paste(found, model)]))

@@ -27,7 +27,7 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
 
 
 @contextmanager
-def shortened(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
+def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
     """Keep only the first `count` blocks of the list inside the `with` block."""
     rest = list(blocks)[count:]
     del blocks[count:]

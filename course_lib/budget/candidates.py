@@ -87,7 +87,11 @@ class Search:
 
     def options(self, name: str, *values: Any) -> tuple:
         """Return the given values of a field, or only the base's value if the base sets it."""
-        return (getattr(self.known.base, name),) if name in self.known.base.changed() else values
+        return (
+            (getattr(self.known.base, name),)
+            if name in self.known.base.changed_fields()
+            else values
+        )
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -120,7 +124,7 @@ class Search:
         If the base sets the technique, its setting is the only candidate.
         """
         if field not in self._candidates:
-            fixed = field in self.known.base.changed()
+            fixed = field in self.known.base.changed_fields()
             self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
         return self._candidates[field]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from course_lib.labels import listed, text, verbatim
+from course_lib.labels import join_labels, text, verbatim
 from course_lib.memory import MemoryMeter
 from course_lib.memory.allocator import allocator_peak
 from course_lib.memory.show import Table, bytes_text
@@ -46,12 +46,12 @@ class Check(Table):
         ]
 
     def caption(self) -> str:
-        said = [text("the step, run on this machine ({device})", device=verbatim(self.device))]
+        parts = [text("the step, run on this machine ({device})", device=verbatim(self.device))]
         if self.device != "cpu":
-            said.append(
+            parts.append(
                 text("on a GPU, flash attention and the optimizer need fewer tensors than on a CPU")
             )
-        return listed(said, "; ")
+        return join_labels(parts, "; ")
 
     def as_dict(self) -> dict:
         return asdict(self)

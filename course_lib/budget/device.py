@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from course_lib.labels import listed, text
+from course_lib.labels import join_labels, text
 from course_lib.memory.show import Table
 
 from .estimate import Estimate
@@ -100,7 +100,7 @@ class OnDevice(Table):
     columns = ("on a GPU", "MB", "by")
 
     @classmethod
-    def of(cls, found: Estimate, device: str, memory_bytes: int | None) -> OnDevice:
+    def from_estimate(cls, found: Estimate, device: str, memory_bytes: int | None) -> OnDevice:
         """Return the table of an estimated step on a device of `RATES`."""
         reserved = [found.reserved_bytes(settings) for settings in (None, EXPANDABLE)]
         kept = workspace_bytes(device), context_bytes(device)
@@ -149,7 +149,7 @@ class OnDevice(Table):
                     count=self.host_state // self.host_parameters,
                 )
             )
-        return listed(parts, "; ")
+        return join_labels(parts, "; ")
 
     def _left_in_words(self) -> str:
         values = {"memory": f"{self.memory_bytes / 1e6:,.1f}", "left": f"{self.left / 1e6:,.1f}"}

@@ -15,7 +15,7 @@ from torch import nn
 
 from course_lib._check import kind as of_kind
 from course_lib._check import one_of
-from course_lib._origin import explained, noted
+from course_lib._origin import add_user_line, explain_symbolic_errors
 from course_lib.accumulation import StepResult
 from course_lib.labels import text, verbatim
 from course_lib.memory import AllocatorSettings, MemoryMeter, Trace
@@ -75,7 +75,7 @@ class Estimate(Table):
     columns = ("category", "MB at the peak")
 
     @classmethod
-    def of(
+    def from_trace(
         cls, trace: Trace, recipe: Recipe, tier: str, host_parameters: int = 0, kind: str = "cpu"
     ) -> Estimate:
         """Read the estimate of a recipe from the trace of its step."""
@@ -127,13 +127,13 @@ class Estimate(Table):
         `trace` does.
 
         Args:
-            settings: Settings of the allocator, as in `Trace.allocated`.
+            settings: Settings of the allocator, as in `Trace.allocator`.
         """
         # Estimates are compared by their fields, and `_reserved` is not a field.
         known = vars(self).setdefault("_reserved", {})
         key = str(settings)
         if key not in known:
-            stats = self.events().allocated(settings).memory_stats()
+            stats = self.events().allocator(settings).memory_stats()
             known[key] = stats["reserved_bytes.all.peak"]
         return known[key]
 
@@ -264,18 +264,18 @@ def estimate(
     options = {"loss_sum": loss_sum, "max_norm": max_norm}
     if recipe.ranks > 1:
         run = partial(rank_trace, make_model, make_batch, recipe, **options)
-        with explained():
-            found = Estimate.of(run(), recipe, tier, kind=kind)
+        with explain_symbolic_errors():
+            found = Estimate.from_trace(run(), recipe, tier, kind=kind)
             return found.traced_by(lambda places: run(events=True))
     options |= {"tier": tier, "kind": kind}
     run = partial(process_trace, make_model, make_batch, recipe, **options)
-    with explained():
+    with explain_symbolic_errors():
         trace, on_host = run()
-    found = Estimate.of(trace, recipe, tier, on_host, kind)
+    found = Estimate.from_trace(trace, recipe, tier, on_host, kind)
     return found.traced_by(lambda places: run(events=True, places=places)[0])
 
 
-@noted()
+@add_user_line()
 def run(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], Any],

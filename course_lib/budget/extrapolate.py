@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
-from course_lib._origin import unlogged
+from course_lib._origin import silence_operator_log
 from course_lib.budget.growth import Irregular
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace
@@ -32,11 +32,11 @@ from course_lib.schedule import Cost, simulate
 from course_lib.symbolic import Symbolic, symbolic
 
 from .alike import groups_of
-from .blocks import equal_blocks, shortened
+from .blocks import equal_blocks, shorten_blocks
 from .estimate import Estimate
 from .growth import Growth
 from .kinds import on_kind
-from .loss import LossSum, check_loss, trained
+from .loss import LossSum, check_loss, trainable_parameters
 from .process import check_arguments, trace_step
 from .recipe import Recipe
 from .stages import fastest
@@ -100,7 +100,7 @@ class BlockExtrapolator:
             self.model = model_of(make_model, base)
             with default_dtype(base.dtype):
                 self.batch = make_batch()
-        self.trained, self.blocks = trained(self.model), equal_blocks(self.model)
+        self.trained, self.blocks = trainable_parameters(self.model), equal_blocks(self.model)
         # Whether the equal blocks are also the blocks that make up segments.
         self.runs_them = False
         # ValueError means that the model has no list of modules of one kind.
@@ -120,15 +120,15 @@ class BlockExtrapolator:
         self.updates = Updates(self.trained, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
-        key = without_optimizer(recipe).on(self.tier)
-        with self.checked(recipe):
+        key = without_optimizer(recipe).for_tier(self.tier)
+        with self.check_equal_blocks(recipe):
             if key not in self._moments:
                 self._moments[key] = self.moments(key)
             return self.with_optimizer(self._moments[key], recipe)
 
     @contextmanager
-    def checked(self, recipe: Recipe) -> Iterator[None]:
-        with symbolic(self.mode), unlogged():
+    def check_equal_blocks(self, recipe: Recipe) -> Iterator[None]:
+        with symbolic(self.mode), silence_operator_log():
             check_model(self.model, recipe)
             check_loss(self.model, recipe, self.loss_sum)
             yield
@@ -137,7 +137,7 @@ class BlockExtrapolator:
     def takes(recipe: Recipe) -> bool:
         return all(each.composable for each in TECHNIQUES if each.is_used(recipe))
 
-    def scheduled(self, recipe: Recipe) -> Cost:
+    def schedule_cost(self, recipe: Recipe) -> Cost:
         """Return the cost of the recipe's schedule, in bytes of activations and in time.
 
         The cost is that of the micro-batch that needs the most memory.
@@ -229,13 +229,13 @@ class BlockExtrapolator:
         optimizer = RecordingOptimizer(self.trained)
         micro_batches = micro_batches_of(self.batch, recipe.micro_batches)
         try:
-            with shortened(self.blocks, count):
+            with shorten_blocks(self.blocks, count):
                 options = self.loss_sum, store, self.max_norm, self.groups(recipe)
                 trace = trace_step(
                     self.model,
                     optimizer,
                     micro_batches,
-                    recipe.on(self.tier),
+                    recipe.for_tier(self.tier),
                     *options,
                     repeats=repeats,
                 )[1:]
@@ -291,7 +291,7 @@ class BlockExtrapolator:
         for row, due in enumerate(moments.due):
             if due:
                 own = (
-                    self.updates.of(due[0], stepping, due[0] in below)
+                    self.updates.update_of(due[0], stepping, due[0] in below)
                     if recipe.in_backward
                     else update
                 )
@@ -302,7 +302,7 @@ class BlockExtrapolator:
         totals = {"flops": int(flops), "bytes_down": int(down), "bytes_up": int(up)}
         on_host = sum(p.numel() for p in below) if self.tier == "host" else 0
         trace = Trace(operators, live, **totals)
-        return Estimate.of(trace, recipe, self.tier, on_host, self.kind)
+        return Estimate.from_trace(trace, recipe, self.tier, on_host, self.kind)
 
 
 def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:

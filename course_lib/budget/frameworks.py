@@ -83,7 +83,7 @@ def trainer_lines(recipe: Recipe, samples: int) -> TrainerLines:
         arguments["optim"] = "adamw_torch_fused"
     if recipe.precision == "bf16":
         arguments["bf16"] = True
-    arguments |= _sharding(recipe) | ({} if _sharding(recipe) else _checkpoints(recipe))
+    arguments |= _fsdp_arguments(recipe) | ({} if _fsdp_arguments(recipe) else _checkpoints(recipe))
     taken = micro_batch * recipe.ranks * recipe.micro_batches
     differences = tuple(_differences(recipe, samples, taken))
     return TrainerLines(arguments, differences, _without_missing(recipe))
@@ -115,7 +115,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def _sharding(recipe: Recipe) -> dict[str, Any]:
+def _fsdp_arguments(recipe: Recipe) -> dict[str, Any]:
     """Return the arguments for FSDP2, whose settings include the checkpoints."""
     if recipe.shard not in ("zero2", "zero3"):
         return {}
@@ -222,7 +222,7 @@ def fsdp_lines(recipe: Recipe, blocks: Sequence[str]) -> str:
     lines.append("fully_shard(model, **options)")
     done = {*_SET_BY_FSDP_LINES, *(["checkpoint"] if recipe.checkpoint == "layers" else [])}
     if left := [
-        f"{name}={value!r}" for name, value in recipe.changed().items() if name not in done
+        f"{name}={value!r}" for name, value in recipe.changed_fields().items() if name not in done
     ]:
         fields = verbatim(", ".join(left))
         lines.append(f"# {say(text('not set by these lines: {fields}', fields=fields))}")

@@ -157,7 +157,7 @@ class _GrownSpans:
             p, region = self._locate(span.start)
             at = self.passes[p]
             if region != "new":
-                start = self._stretched(span.start)
+                start = self._stretch(span.start)
                 found.append((start, self._stop_of_one(span, p, region), span, goes_on))
                 continue
             key = span.start, span.bytes, span.category
@@ -197,7 +197,7 @@ class _GrownSpans:
             return self.end
         q, there = self._locate(span.stop)
         if there != "new":
-            return self._stretched(span.stop)
+            return self._stretch(span.stop)
         # A storage that is made near the start of one pass is released near the end of the opposite
         # pass.
         mirrored = self._phase(p) != self._phase(q)
@@ -213,7 +213,7 @@ class _GrownSpans:
         if q == p and there == "new":
             return offset + copy * block
         if before == span.stop and there != "new":
-            return self._stretched(span.stop)
+            return self._stretch(span.stop)
         if before == span.stop - block:  # each copy is released one block after the previous copy
             return offset + copy * block
         if before == span.stop + block:  # each copy is released one block before the previous copy
@@ -233,7 +233,7 @@ class _GrownSpans:
         `more`."""
         return sum((self.blocks - 1) * at.block for at in self.passes[:p])
 
-    def _stretched(self, moment: int) -> int:
+    def _stretch(self, moment: int) -> int:
         p, region = self._locate(moment)
         return (
             self._offset(p) + moment + (region == "tail") * (self.blocks - 1) * self.passes[p].block

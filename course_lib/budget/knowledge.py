@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from course_lib._origin import explained
+from course_lib._origin import explain_symbolic_errors
 from course_lib.checkpoint.blocks import names_of
 from course_lib.symbolic import symbolic
 
@@ -71,7 +71,7 @@ class EstimateCache:
         self.given, self.options = (make_model, make_batch), options
         self.whole: set[Recipe] = set()
         self.composes = True
-        with explained():
+        with explain_symbolic_errors():
             self.composer_of(self.base)
 
     # ---- Estimates
@@ -86,15 +86,15 @@ class EstimateCache:
         if recipe not in self.estimates:
             if shown:
                 self.watch(recipe)
-            found = self.estimates[recipe] = self._estimated(recipe)
-            computed = _computed(recipe)
+            found = self.estimates[recipe] = self._estimate(recipe)
+            computed = _fields_of_flops(recipe)
             self._flops[computed] = min(found.flops, self._flops.get(computed, found.flops))
         return self.estimates[recipe]
 
-    def _estimated(self, recipe: Recipe) -> Estimate:
+    def _estimate(self, recipe: Recipe) -> Estimate:
         composable = recipe.ranks == 1 and self.composes and BlockExtrapolator.takes(recipe)
         if composable:
-            with suppress(NotComposable), explained():
+            with suppress(NotComposable), explain_symbolic_errors():
                 found = self.composer_of(recipe).estimate(recipe)
                 run = partial(process_trace, *self.given, recipe, events=True, **self.options)
                 return found.traced_by(lambda places: run(places=places)[0])
@@ -119,7 +119,7 @@ class EstimateCache:
         # The step with all blocks may raise an error although the steps with few blocks ran.
         with suppress(TypeError, ValueError, RuntimeError):
             options = best.recipe, best.tier, best.host_parameters, best.kind
-            if Estimate.of(best.events(), *options) == best:
+            if Estimate.from_trace(best.events(), *options) == best:
                 self._confirmed.add(best.recipe)
                 return True
         self.estimates, self._flops, self.composes = {}, {}, False
@@ -156,7 +156,7 @@ class EstimateCache:
 
     def known_flops(self, recipe: Recipe) -> int | None:
         """Return the fewest FLOPs of all estimates with the same fields in `COMPUTED`, or None."""
-        return self._flops.get(_computed(recipe))
+        return self._flops.get(_fields_of_flops(recipe))
 
     # ---- Techniques that the model supports
 
@@ -198,7 +198,7 @@ class EstimateCache:
                 # A schedule needs only stages, which this model defines, so no trial is needed.
                 return True
             # This recipe is not a candidate, so its estimate is not stored.
-            tried = self._estimated
+            tried = self._estimate
         if "checkpoint" in technique:
             technique["blocks"] = self.blocks
         try:
@@ -207,6 +207,6 @@ class EstimateCache:
             return False
 
 
-def _computed(recipe: Recipe) -> tuple:
+def _fields_of_flops(recipe: Recipe) -> tuple:
     """Return the fields that determine the FLOPs of a recipe's step."""
     return tuple(getattr(recipe, name) for name in COMPUTED)

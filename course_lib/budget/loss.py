@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from course_lib._check import function, shown
+from course_lib._check import describe, function
 from course_lib._hugging_face_losses import (
     GIVE_LOSS_SUM,
     has_loss_sum,
@@ -65,7 +65,7 @@ def _loss_of(model, batch, recipe: Recipe, loss_sum) -> tuple[Tensor, float | Te
     return own_loss(model, batch, recipe.micro_batches)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that require gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -92,8 +92,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(
-            f"model must have a loss, got {shown(model)} without one; {GIVE_LOSS_SUM}; for example:"
-            f" {LOSS_SUM_EXAMPLE}"
+            f"model must have a loss, got {describe(model)} without one; {GIVE_LOSS_SUM}; for"
+            f" example: {LOSS_SUM_EXAMPLE}"
         )
     elif not has_loss_sum(model) and count > 1:
         raise ValueError(

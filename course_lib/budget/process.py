@@ -23,7 +23,7 @@ from course_lib.symbolic.cpu_kernels import INEXACT
 
 from .alike import groups_of
 from .kinds import on_kind
-from .loss import LossSum, check_loss, loss_of, trained
+from .loss import LossSum, check_loss, loss_of, trainable_parameters
 from .optimizers import LR, class_and_settings
 from .recipe import Recipe
 from .repeats import Repeats
@@ -82,7 +82,13 @@ def process_trace(
         make_state(model, optimizer)
         options = loss_sum, store, max_norm
         trace = trace_step(
-            model, optimizer, micro_batches, recipe.on(tier), *options, events=events, places=places
+            model,
+            optimizer,
+            micro_batches,
+            recipe.for_tier(tier),
+            *options,
+            events=events,
+            places=places,
         )
         return trace, sum(p.numel() for p in getattr(optimizer, "below", ()))
 
@@ -146,7 +152,7 @@ def trace_step(
         kept_bytes = sum(tensor.nbytes for tensor in tensors_in(pair))
         return pair
 
-    def sampled() -> Iterator[Any]:
+    def sampled_micro_batches() -> Iterator[Any]:
         # These tensors replace the losses of the micro-batches that are not run.
         losses = []
         previous = -1
@@ -164,9 +170,11 @@ def trace_step(
     with (
         not_collecting(),
         StepMeter(model, optimizer, recipe, module_paths=places, source_lines=places) as meter,
-        meter.repeating() if repeats else nullcontext(),
+        meter.skip_repeats() if repeats else nullcontext(),
     ):
-        run_micro_batches(model, optimizer, sampled(), recipe, kept_loss, store, max_norm)
+        run_micro_batches(
+            model, optimizer, sampled_micro_batches(), recipe, kept_loss, store, max_norm
+        )
     # The work of each micro-batch counts once for each one that it represents, and the work of the
     # optimizer counts once. dtype=object keeps Python integers, because FLOPs may exceed 64 bits.
     counts = [*(stands_for[i] for i in sorted(stands_for)), 1]
@@ -197,7 +205,7 @@ class StepMeter(UnguardedMeter):
             if not (steps_on_host and category == "optimizer" and tensor.dim() == 0):
                 yield tensor, category
 
-    def repeating(self) -> AbstractContextManager[None]:
+    def skip_repeats(self) -> AbstractContextManager[None]:
         """Run only one of several equal stages of a schedule inside the `with` block."""
         return forwards_run_by(Repeats(self._ledger, self._usage, look_of).forward)
 
@@ -225,7 +233,7 @@ class _PartlyOnHost(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
-        parameters = trained(model)
+        parameters = trainable_parameters(model)
         super().__init__(parameters, {"lr": LR})
         self.below = chosen_below(parameters, recipe.offload_optimizer)
         self.traffic = store

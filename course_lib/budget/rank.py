@@ -36,7 +36,7 @@ from .blocks import equal_blocks
 from .growth import Growth
 from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
 from .recipe import Recipe
-from .step import applied, check_model, default_dtype, model_of
+from .step import apply_techniques, check_model, default_dtype, model_of
 
 # Maps each value of `shard` to the engine of `course_lib.distributed` that implements it. "zero1"
 # runs forward and backward as "ddp" does.
@@ -73,7 +73,7 @@ def rank_trace(
     """
     if recipe.shard is None:
         raise ValueError(f"shard must be {any_of(MODES)} when ranks is {recipe.ranks}, got None")
-    with _gathered(recipe):
+    with _explain_sharded_parameters(recipe):
         with symbolic():
             model = model_of(make_model, single(recipe))
             check_model(model, single(recipe))
@@ -83,7 +83,7 @@ def rank_trace(
             # Raises if the batch cannot be split evenly among the ranks, or a rank's samples among
             # the micro-batches.
             counts_allowed(recipe, samples_in(make_batch()))
-        measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm, events)
+        measured = partial(_measure, make_model, make_batch, recipe, loss_sum, max_norm, events)
         trace = None
         if count >= MANY and not events:
             with suppress(Irregular):
@@ -102,7 +102,7 @@ def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
         )
 
 
-def _measured(
+def _measure(
     make_model,
     make_batch,
     recipe: Recipe,
@@ -139,7 +139,7 @@ def _measured(
         lambda model, micro_batch: loss_of(model, micro_batch, alone, loss_sum),
         MODES[recipe.shard],
         recipe.ranks,
-        within=lambda model: applied(model, alone),
+        within=lambda model: apply_techniques(model, alone),
         steps=steps,
         places=events,
         bf16=recipe.precision == "bf16" and recipe.shard not in REPLICATED,
@@ -177,7 +177,7 @@ def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
 
 
 @contextmanager
-def _gathered(recipe: Recipe) -> Iterator[None]:
+def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
     """Turn the RuntimeError of a loss that uses sharded parameters into a clear ValueError."""
     try:
         yield

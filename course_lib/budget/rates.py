@@ -19,7 +19,7 @@ import torch
 
 from course_lib._check import number, positive, whole
 from course_lib._torch import wait_for
-from course_lib.labels import listed, text, verbatim
+from course_lib.labels import join_labels, text, verbatim
 
 from .optimizers import OPTIMIZERS
 
@@ -218,7 +218,7 @@ def _gpu(
         teraflops[0] * 1e12,
         teraflops[1] * 1e12,
         link_bytes,
-        listed([dense, link, host, _USABLE if usable_bytes else _SIZE], "\n- "),
+        join_labels([dense, link, host, _USABLE if usable_bytes else _SIZE], "\n- "),
         host_bytes=_HOST_BYTES[host],
         memory_bytes=usable_bytes or mebibytes * MIB,
         flops_share=_FLOPS_SHARE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.offload.device import Cuda, Device
 from course_lib.offload.optimizer import PAGE_BYTES
 
@@ -137,7 +137,7 @@ class Recipe:
 
         PyTorch would run only the innermost hooks.
         """
-        changed = self.changed()
+        changed = self.changed_fields()
         hooked = [t.field for t in TECHNIQUES if t.hooks_saved_tensors and t.field in changed]
         if len(hooked) > 1:
             raise ValueError(
@@ -154,7 +154,7 @@ class Recipe:
             own if self.in_flight is None else self.in_flight,
         )
 
-    def on(self, tier: str) -> Recipe:
+    def for_tier(self, tier: str) -> Recipe:
         """Return the recipe with None in `prefetch` and `in_flight` replaced as in `copies`.
 
         A recipe without offloaded activations is returned unchanged.
@@ -209,13 +209,14 @@ class Recipe:
         return fsdp_lines(self, blocks)
 
     def __repr__(self) -> str:
-        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
+        fields = (f"{name}={value!r}" for name, value in self.changed_fields().items())
+        return f"Recipe({', '.join(fields)})"
 
     def __str__(self) -> str:
         """Return a label: "bf16, adam, flash, checkpoint layers, 4 micro-batches"."""
-        return listed(words_of(self))
+        return join_labels(words_of(self))
 
-    def changed(self) -> dict[str, object]:
+    def changed_fields(self) -> dict[str, object]:
         """Return the fields that differ from the baseline."""
         return {
             f.name: getattr(self, f.name)

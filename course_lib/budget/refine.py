@@ -180,21 +180,21 @@ def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
     If there is none, return the cost of the schedule that needs the least memory.
     """
     try:
-        return scheduled(search, replace(recipe, schedule_bytes=max(1, nbytes)))
+        return schedule_cost(search, replace(recipe, schedule_bytes=max(1, nbytes)))
     except InfeasibleBudget:
-        return scheduled(search, least_schedule(search, recipe))
+        return schedule_cost(search, least_schedule(search, recipe))
 
 
-def scheduled(search: Search, recipe: Recipe) -> Cost:
+def schedule_cost(search: Search, recipe: Recipe) -> Cost:
     """Return the cost of the recipe's schedule, without estimating its step."""
-    return search.known.composer.scheduled(recipe)
+    return search.known.composer.schedule_cost(recipe)
 
 
 def least_schedule(search: Search, recipe: Recipe) -> Recipe:
     """Return the recipe with the schedule that needs the least memory."""
     least = 1
     try:
-        scheduled(search, replace(recipe, schedule_bytes=least))
+        schedule_cost(search, replace(recipe, schedule_bytes=least))
     except InfeasibleBudget as error:
         least = error.least_bytes
     return replace(recipe, schedule_bytes=least)

@@ -94,7 +94,7 @@ class Repeats:
         """
         key = self._key(stage, given, context)
         if key not in self.known:
-            return self._computed(key, stage, given, compute, drawing)
+            return self._compute(key, stage, given, compute, drawing)
         found = self.known[key]
         if found is None:
             return compute()
@@ -103,7 +103,7 @@ class Repeats:
         if hasattr(stage, "result"):
             stage.result = found.result
         with self.ledger.lock:
-            return self._recorded(found)
+            return self._replay_record(found)
 
     def _key(self, stage: nn.Module, given: Sequence[Tensor], context: Hashable) -> Hashable:
         """Return the key that equal runs share, or None if the run must always be computed.
@@ -131,7 +131,7 @@ class Repeats:
 
     # ---- The first run of a kind
 
-    def _computed(self, key, stage, given, compute, drawing) -> Any:
+    def _compute(self, key, stage, given, compute, drawing) -> Any:
         """Run the stage, keep the moments that it adds to the ledger, and return its result."""
         if key is None:
             return compute()
@@ -172,7 +172,7 @@ class Repeats:
 
     # ---- Later runs
 
-    def _recorded(self, found: ForwardRun) -> Tensor:
+    def _replay_record(self, found: ForwardRun) -> Tensor:
         """Add the moments of an earlier equal run to the ledger, and return a new output."""
         ledger, usage = self.ledger, self.usage
         usage.inputs(None, (), {}, torch._C._current_autograd_node())

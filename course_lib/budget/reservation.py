@@ -87,8 +87,8 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
     kept = [each for reserved, each in taken.values() if reserved <= budget_bytes]
     if not kept:
         least, each = min(taken.values(), key=lambda pair: pair[0])
-        told = f"the least that is reserved is {bytes_text(least)}, for {each.recipe!r}"
-        raise InfeasibleBudget(budget_bytes, least, told, each)
+        reason = f"the least that is reserved is {bytes_text(least)}, for {each.recipe!r}"
+        raise InfeasibleBudget(budget_bytes, least, reason, each)
     found.title = title_of(len(kept), budget_bytes, found.known, quick)
     found[:] = sorted(kept, key=found.rates.seconds)
     return found

@@ -219,12 +219,12 @@ def fit(
         def within(room: int) -> Estimates:
             return search_by_tensors(search.within(room), base, recipes)
 
-        def fitting(room: int) -> Estimates:
+        def search_room(room: int) -> Estimates:
             found = within(room) if count == "tensors" else search_by_reserved(room, within, quick)
-            found.within = fitting
+            found.within = search_room
             return found
 
-        return fitting(budget_bytes)
+        return search_room(budget_bytes)
 
 
 def search_by_tensors(
@@ -245,10 +245,10 @@ def search_by_tensors(
         if known.confirms(found[0] if found else least):
             break
     if not found:
-        told = "none was found"
+        reason = "none was found"
         if least:
-            told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
-        raise InfeasibleBudget(search.budget, least and least.peak_bytes, told, least)
+            reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
+        raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
     count = len(known.estimates)
     title = title_of(len(found), search.budget, count, search.quick)
     return Estimates(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from course_lib.labels import listed, text
+from course_lib.labels import join_labels, text
 from course_lib.labels.drawing import pyplot
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.memory.show import Table, decimal
@@ -39,7 +39,7 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
         base["attention"] = None
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps = [Recipe(**base)]
-    changed = recipe.changed()
+    changed = recipe.changed_fields()
     # Micro-batches come before a schedule, which may not fit its limit with the whole batch.
     first = [tuple(MicroBatches.fields)] if recipe.checkpoint == "optimal" else []
     if recipe.shard not in (None, "ddp"):
@@ -51,10 +51,10 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
     return steps
 
 
-def added(before: Recipe, after: Recipe) -> str:
+def added_techniques(before: Recipe, after: Recipe) -> str:
     """Return a label for the techniques that the second recipe adds to the first one."""
     had = words_of(before)
-    return listed([word for word in words_of(after) if word not in had])
+    return join_labels([word for word in words_of(after) if word not in had])
 
 
 class Way(Table, list):
@@ -70,7 +70,7 @@ class Way(Table, list):
         more = [
             text(
                 raises if b.peak_bytes - a.peak_bytes > VISIBLE_BYTES else other,
-                added=added(a.recipe, b.recipe),
+                added=added_techniques(a.recipe, b.recipe),
             )
             for a, b in pairwise(self)
         ]
@@ -166,7 +166,7 @@ def waterfall(
         )
     names = names or [name for name, *_ in Way(estimates).rows()]
     ax.set_xticks(
-        list(steps), ["\n".join(map(_wrapped, str(each).split("\n"))) for each in names], fontsize=8
+        list(steps), ["\n".join(map(_wrap, str(each).split("\n"))) for each in names], fontsize=8
     )
     ax.set_ylim(0, max(heights) * 1.25)
     ax.set_ylabel(name)
@@ -188,7 +188,7 @@ def _price(estimate: Estimate, first: Estimate, height: float, unit: float, name
     return "\n".join(price)
 
 
-def _wrapped(text: str, width: int = 16) -> str:
+def _wrap(text: str, width: int = 16) -> str:
     """Wrap a text at spaces into lines of at most `width` characters."""
     lines = [""]
     for word in text.split():

@@ -67,7 +67,7 @@ def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
 
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:
     """Run the model's own chain by the recipe and return (sum of losses, weight)."""
-    x, stages = _staged(model, batch)
+    x, stages = _split_into_stages(model, batch)
     if recipe.checkpoint == "optimal":
         schedule = fastest(chain_of_stages(model, batch, recipe), recipe.schedule_bytes)
         chain = ScheduledSequential(_parts(stages), schedule)
@@ -108,10 +108,10 @@ def most_segments(model: nn.Module, batch: Any) -> int:
 
     It is the number of stages without the first and the last.
     """
-    return len(_staged(model, batch)[1]) - 2
+    return len(_split_into_stages(model, batch)[1]) - 2
 
 
-def _staged(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
+def _split_into_stages(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
     """Return the input of the chain and its stages."""
     name = f"{type(model).__name__}.stages"
     function = own_stages(model)
@@ -172,8 +172,8 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
     try:
         return _fastest(chain, budget_bytes)
     except InfeasibleBudget as error:
-        told = error.budget_bytes, error.least_bytes, error.reason, error.least
-        raise InfeasibleBudget(*told, name="schedule_bytes") from None
+        details = error.budget_bytes, error.least_bytes, error.reason, error.least
+        raise InfeasibleBudget(*details, name="schedule_bytes") from None
 
 
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
@@ -190,7 +190,7 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
             # compiling it, so that `stages` divides it into the same stages as the original.
             if copied is not module and module._compiled_call_impl is not None:
                 copied._compiled_call_impl = copied._call_impl
-        x, stages = _staged(*probe)
+        x, stages = _split_into_stages(*probe)
         return _parts(stages), x
 
     tensors = list(tensors_in(batch))

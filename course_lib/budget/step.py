@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from course_lib._check import kind, shown
+from course_lib._check import describe, kind
 from course_lib._torch import (
     check_in_training,
     check_no_closure,
@@ -33,7 +33,7 @@ from .loss import (
     loss_of,
     samples_in,
     takes_arguments,
-    trained,
+    trainable_parameters,
     warn_if_not_compiled,
 )
 from .optimizers import LR, class_and_settings
@@ -108,7 +108,7 @@ def optimizer_of(
     model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer for the model's parameters that require gradients."""
-    parameters = trained(model)
+    parameters = trainable_parameters(model)
     base, settings = class_and_settings(recipe.optimizer, recipe.update)
     if not recipe.has_pages:
         return base(parameters, lr=lr, **settings)
@@ -126,7 +126,7 @@ def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     The optimizer runs steps on zero gradients with a learning rate of 0.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = trained(model)
+    parameters = trainable_parameters(model)
     # On real tensors, parameters are updated one at a time, so that only one gradient is in memory.
     together = len(parameters) if is_symbolic() else 1
     try:
@@ -246,12 +246,12 @@ def run_micro_batches(
         with ExitStack() as stack:
             for technique in APPLIED:
                 if technique.around == "forward" and technique.is_used(recipe):
-                    stack.enter_context(technique.applied(recipe, model, store))
+                    stack.enter_context(technique.apply(recipe, model, store))
             pair = loss_of(model, micro_batch, recipe, loss_sum)
         check()
         return pair
 
-    with applied(model, recipe) as check:
+    with apply_techniques(model, recipe) as check:
         if not recipe.in_backward:
             step = AccumulatedStep(
                 model, optimizer, loss, max_norm=max_norm, accumulate=recipe.accumulate
@@ -280,7 +280,9 @@ def _step_in_backward(model, optimizer, loss_sum, micro_batch) -> StepResult:
     try:
         for p in parameters:
             p.grad = None
-        hooks += [p.register_post_accumulate_grad_hook(step_now) for p in trained(model)]
+        hooks += [
+            p.register_post_accumulate_grad_hook(step_now) for p in trainable_parameters(model)
+        ]
         loss, weight = check_loss_sum(loss_sum(model, micro_batch))
         mean = loss / weight
         value, weight = (
@@ -307,7 +309,7 @@ def _step_in_backward(model, optimizer, loss_sum, micro_batch) -> StepResult:
 
 
 @contextmanager
-def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
+def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
     """Apply the recipe's techniques to the model, in place, inside the `with` block.
 
     Techniques that surround only the forward pass are left to `run_micro_batches`. Call the yielded
@@ -316,7 +318,7 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
         entered = [
-            stack.enter_context(each.applied(recipe, model))
+            stack.enter_context(each.apply(recipe, model))
             for each in APPLIED
             if each.around == "step" and each.is_used(recipe)
         ]
@@ -333,16 +335,16 @@ def chain_of(
     """
     found: list[Chain] = []
 
-    def noted(chain: Chain) -> None:
+    def note_chain(chain: Chain) -> None:
         found.append(chain)
         raise _Found
 
     plain = replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None)
-    with applied(model, plain):
+    with apply_techniques(model, plain):
         if runs_stages(model, recipe):
             return chain_of_stages(model, micro_batch, recipe)
         names = names_of(model, block_names(recipe))
-        with suppress(_Found), ScheduledBlocks(model, names, noted, chains_of(model, recipe)):
+        with suppress(_Found), ScheduledBlocks(model, names, note_chain, chains_of(model, recipe)):
             loss_of(model, micro_batch, plain, loss_sum)
     return found[0]
 
@@ -362,7 +364,7 @@ def micro_batches_of(batch: Any, micro_batches: int) -> list[Any]:
     whole = next(iter(split(batch, 1 << 62)), None)
     if whole is None:
         raise ValueError(
-            f"batch must contain at least one sample, got {shown(batch)} without samples"
+            f"batch must contain at least one sample, got {describe(batch)} without samples"
         )
     _check_device(
         "batch",
@@ -384,7 +386,7 @@ def micro_batches_of(batch: Any, micro_batches: int) -> list[Any]:
 
 def check_function(name: str, made: Any) -> None:
     if isinstance(made, nn.Module) or not callable(made):
-        raise TypeError(f"{name} must be a function without arguments, got {shown(made)}")
+        raise TypeError(f"{name} must be a function without arguments, got {describe(made)}")
     takes_arguments(name, made, "no arguments")
 
 
@@ -396,9 +398,9 @@ def check_model(model: Any, recipe: Recipe) -> None:
     """Raise TypeError or ValueError if the model does not support the recipe."""
     check_recipe(recipe)
     kind("model", model, nn.Module, "a torch.nn.Module")
-    if not trained(model):
+    if not trainable_parameters(model):
         raise ValueError(
-            f"model must have parameters that require gradients, got {shown(model)} without any"
+            f"model must have parameters that require gradients, got {describe(model)} without any"
         )
     _check_device(
         "model",

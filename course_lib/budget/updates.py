@@ -47,7 +47,7 @@ class Updates:
 
     Args:
         trained: Parameters that the optimizer updates.
-        blocks: Equal blocks of the model, in their order; some of `trained` belong to them.
+        blocks: Equal blocks of the model, in their order. Some of these parameters belong to them.
         tier: Where offloaded state is kept, "file" or "host".
         kind: Kind of device, "cpu" or "cuda".
     """
@@ -71,8 +71,10 @@ class Updates:
         key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
         if key not in self.known:
             left_out = self.left_out(recipe, below)
-            found = self.stepped([p for p in self.trained if p not in left_out], recipe, below)
-            each = [self.of(p, recipe, p in below) for p in left_out]
+            found = self.measure_update(
+                [p for p in self.trained if p not in left_out], recipe, below
+            )
+            each = [self.update_of(p, recipe, p in below) for p in left_out]
             held = found.held + sum(e.held for e in each)
             totals = found.totals + sum(e.totals for e in each)
             self.known[key] = Update(held, found.more, found.operator, totals)
@@ -106,18 +108,20 @@ class Updates:
                     found.update(rows[i])
         return found
 
-    def of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
+    def update_of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
         """Return the update of one parameter, whose state is offloaded if `below` is true."""
         recipe = on_kind(recipe, self.kind)
         # A single parameter is one page, so the result does not depend on page_bytes.
         key = p.shape, p.dtype, below, recipe.optimizer, recipe.update
         if key not in self.known:
-            self.known[key] = self.stepped(
+            self.known[key] = self.measure_update(
                 [p], replace(recipe, offload_optimizer=float(below)), {p} if below else ()
             )
         return self.known[key]
 
-    def stepped(self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]) -> Update:
+    def measure_update(
+        self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]
+    ) -> Update:
         """Measure the update of these parameters alone, after one that creates their state."""
         size, of_all = (
             sum(p.numel() for p in parameters if p in group) for group in (below, set(parameters))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.flop_counter import flop_registry
 
-from .._check import kind, shown, whole
+from .._check import describe, kind, whole
 from .nonreentrant import checkpoint
 from .repeatable import BlockState, Comparison, Repeatable
 from .selective import create_selective_checkpoint_contexts
@@ -311,7 +311,7 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
     return (
         [name for names in lists_of(model) for name in names]
         if blocks is None
-        else _matching(model, blocks)
+        else _matching_names(model, blocks)
     )
 
 
@@ -337,7 +337,7 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     return block_lists
 
 
-def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
+def _matching_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     patterns = (
         [blocks]
         if isinstance(blocks, str)
@@ -353,7 +353,7 @@ def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
         some = ", ".join(map(repr, filter(None, callable_names[:6])))
         raise ValueError(
             f"blocks must match the name of a module that is called, got {blocks!r}; "
-            + (f"the model has {some}" if some else f"{shown(model)} contains no other modules")
+            + (f"the model has {some}" if some else f"{describe(model)} contains no other modules")
         )
     return matching
 

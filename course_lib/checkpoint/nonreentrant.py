@@ -189,13 +189,17 @@ class Region:
             RuntimeError: Another input was changed in place.
         """
 
-        def saved(node: Tensor | None) -> tuple[Tensor, ...]:
+        def tensors_saved_by(node: Tensor | None) -> tuple[Tensor, ...]:
             return () if node is None else saved_inputs(node.grad_fn, self.function)
 
         changed = {i: copy.clone() for i, copy in self.statistics.copies.items()}
-        unchanged = {i: saved(node)[0] for i, node in self.vector_nodes.items() if i not in changed}
+        unchanged = {
+            i: tensors_saved_by(node)[0]
+            for i, node in self.vector_nodes.items()
+            if i not in changed
+        }
         vectors = changed | unchanged
-        others = iter(saved(self.input_node))
+        others = iter(tensors_saved_by(self.input_node))
         return [vectors[i] if i in vectors else next(others) for i in range(self.input_count)]
 
     def pack(self, tensor: Tensor) -> _Slot:
@@ -267,7 +271,7 @@ class _Recomputation:
         with (
             hooks,
             torch.enable_grad(),
-            region.global_state.restored(),
+            region.global_state.restore(),
             region.context,
             suppress(_Stop),
         ):

@@ -145,13 +145,13 @@ class GlobalState:
             )
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """Restore this state inside the block, and the current state after it."""
         current_random = None if self.random is None else RandomState(self.random.devices)
         try:
             if current_random is not None:
                 self.random.restore()
-            with self.autocast.restored(), self.default_device, ExitStack() as stack:
+            with self.autocast.restore(), self.default_device, ExitStack() as stack:
                 for mode in self.modes:
                     stack.enter_context(mode)
                 yield
@@ -224,7 +224,7 @@ class CheckpointFunction(torch.autograd.Function):
         inputs = detach_variable(
             with_tensors(ctx.args, saved_inputs(ctx, ctx.run_function, ctx.changed))
         )
-        with torch.enable_grad(), ctx.global_state.restored():
+        with torch.enable_grad(), ctx.global_state.restore():
             outputs = ctx.run_function(*inputs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if len(outputs) != len(grads):

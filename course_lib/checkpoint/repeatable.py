@@ -109,7 +109,7 @@ class _Tensor:
         if self.version is not None and version(self.tensor) == self.version:
             self.copy = None
 
-    def restored(self) -> Tensor:
+    def restore(self) -> Tensor:
         """Return the tensor, or a copy with its old values, for a recomputation."""
         if self.copy is not None:
             return self.copy.clone()
@@ -137,7 +137,7 @@ class _Container:
         self.length = container.maxlen if self.kind is deque else None
         self.default = container.default_factory if self.kind is defaultdict else None
 
-    def restored(self, items: list[Any]) -> Any:
+    def restore(self, items: list[Any]) -> Any:
         """Return a new container with these items, which are restored already."""
         if isinstance(self.container, np.ndarray):
             return items[0].copy()
@@ -164,9 +164,9 @@ def _restore(record: Any, copies: dict[int, Any]) -> Any:
         return record
     if id(record) not in copies:
         if isinstance(record, _Tensor):
-            copies[id(record)] = record.restored()
+            copies[id(record)] = record.restore()
         else:
-            copies[id(record)] = record.restored([_restore(item, copies) for item in record.items])
+            copies[id(record)] = record.restore([_restore(item, copies) for item in record.items])
     return copies[id(record)]
 
 
@@ -269,7 +269,7 @@ class _Attributes:
                     )
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """Inside the `with` block, set the attributes to their values before the first run.
 
         Changed tensors and containers are copies. Afterwards the attributes have their current
@@ -320,7 +320,7 @@ class BlockState:
             runs_again: Whether another run follows. A block that runs only once needs no copies.
         """
         if self.attributes is not None:
-            return self.repeated()
+            return self.repeat()
         return self.first_run() if runs_again else nullcontext()
 
     def check_output(self, output: Tensor, runs_again: bool) -> None:
@@ -356,7 +356,7 @@ class BlockState:
             ]
 
     @contextmanager
-    def repeated(self) -> Iterator[None]:
+    def repeat(self) -> Iterator[None]:
         """Restore the state before the first run, and after the `with` block the current state."""
         with _disable_current_modes():
             current = [(generator, generator.get()) for generator, _ in self.generators]
@@ -364,7 +364,7 @@ class BlockState:
                 generator.set(state)
         statistics = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
         try:
-            with self._unchanged(), self.attributes.restored():
+            with self._check_unchanged(), self.attributes.restore():
                 yield
         finally:
             with torch.no_grad():
@@ -375,7 +375,7 @@ class BlockState:
                     generator.set(state)
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _check_unchanged(self) -> Iterator[None]:
         """Raise an error if the run inside the `with` block changes a tensor of the block.
 
         Running statistics may change. Without a comparison, nothing is checked.

@@ -19,11 +19,17 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from course_lib._check import any_of, positive, whole
-from course_lib._origin import explained, is_refusal, message, origin, unlogged
+from course_lib._origin import (
+    explain_symbolic_errors,
+    is_refusal,
+    message,
+    origin,
+    silence_operator_log,
+)
 from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, held_bytes, shapes_of
 from course_lib.distributed.prediction import predict
 from course_lib.distributed.tasks import Task, check_divides, task_of
-from course_lib.distributed.torchrun import process_group, resumed, train
+from course_lib.distributed.torchrun import checkpoint_to_resume, process_group, train
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
 from course_lib.memory import MemoryBudgetExceeded
@@ -154,7 +160,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 @record  # reports an error to torchrun, which ends the other ranks
-@unlogged()
+@silence_operator_log()
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchrun's handler
     args = arguments().parse_args()
@@ -177,13 +183,14 @@ def main() -> None:
         with symbolic():
             shapes = shapes_of(task.make_model(), options["blocks"])
         if args.ranks is not None:
-            with explained():
+            with explain_symbolic_errors():
                 _predict(args, task, modes, shapes, options)
             return
         if "WORLD_SIZE" in os.environ:
             _check_sizes(task, int(os.environ["WORLD_SIZE"]), args.micro_batches)
         checkpoints = {
-            mode: resumed(args.resume, mode, task) if args.resume else None for mode in modes
+            mode: checkpoint_to_resume(args.resume, mode, task) if args.resume else None
+            for mode in modes
         }
         group = process_group(args.backend)
         device = group.__enter__()

@@ -171,11 +171,11 @@ def sent_bytes(
         updated = shapes.updated_bytes if mode == "zero1" else 0
         return reductions * each + updated if ranks > 1 else 0
 
-    def gathered(weights: Iterable[Weight]) -> int:
+    def gathered_bytes(weights: Iterable[Weight]) -> int:
         return sum(w.share(ranks) * ranks * GATHERED_BYTES.get(mode, w.item_bytes) for w in weights)
 
     times = 1 if mode == "fsdp-keep" else 2
-    gathers = gathered(shapes.root) + times * sum(map(gathered, shapes.blocks))
+    gathers = gathered_bytes(shapes.root) + times * sum(map(gathered_bytes, shapes.blocks))
     scattered = sum(w.share(ranks) * ranks * w.item_bytes for w in shapes.trained)
     return runs * gathers + reductions * scattered if ranks > 1 else 0
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._check import shown, whole
+from course_lib._check import describe, whole
 from course_lib._hugging_face_losses import has_loss_sum, own_loss, takes_arguments
 from course_lib._torch import map_tensors
 from course_lib.accumulation import split
 from course_lib.models import Decoder, random_tokens
 from course_lib.symbolic import symbolic
-from course_lib.workload import configured, named_function, samples_of
+from course_lib.workload import model_of_config, named_function, samples_of
 
 DECODER = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8}
 SEQUENCE, BATCH = 128, 8
@@ -111,10 +111,10 @@ def task_of(
     if config is None:
         make, vocabulary = partial(Decoder, **DECODER, sequence=sizes[1]), DECODER["vocabulary"]
     else:
-        workload = configured(config, sizes[1])
+        workload = model_of_config(config, sizes[1])
         make, vocabulary = workload.make_model, workload.vocabulary
         if not workload.plain:
-            batches = partial(_labelled, workload.make_batch, *sizes, unequal)
+            batches = partial(_labelled_batch, workload.make_batch, *sizes, unequal)
             return Task(partial(_without_cache, make), batches, _own_loss, sizes[0])
     return Task(make, partial(_batch, *sizes, vocabulary, unequal), token_loss_sum, sizes[0])
 
@@ -140,7 +140,7 @@ def _unequal(labels: Tensor, samples: int, sequence: int) -> None:
         labels[i, sequence - sequence * i // samples :] = IGNORED
 
 
-def _labelled(
+def _labelled_batch(
     make_batch: Callable[..., dict[str, Tensor]],
     samples: int,
     sequence: int,
@@ -169,7 +169,7 @@ def _by_function(name: str) -> Task:
     if not callable(make_batch):
         raise ValueError(
             "--model must be a function with an attribute make_batch, another function,"
-            f" got {name!r}, which is {shown(make_model)} without one"
+            f" got {name!r}, which is {describe(make_model)} without one"
         )
     loss_sum = getattr(make_model, "loss_sum", None)
     takes_arguments("--model", make_model, "no arguments")

@@ -173,7 +173,7 @@ def train(
     return Run(mode, ranks, losses, predicted, usages, sent, norms, budget_bytes)
 
 
-def resumed(folder: Path | str, mode: str, task: Task) -> Path:
+def checkpoint_to_resume(folder: Path | str, mode: str, task: Task) -> Path:
     """Return the checkpoint to resume from.
 
     It is the last complete one in the mode's subfolder of the folder, or else in the folder itself.

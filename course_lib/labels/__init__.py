@@ -76,7 +76,7 @@ def choose_only(language: str) -> None:
     _chosen, _shown = language, (language,)
 
 
-def shown() -> tuple[str, ...]:
+def shown_languages() -> tuple[str, ...]:
     """Return the languages of HTML and figures: ("en", "zh"), ("en",) or ("zh",)."""
     return _shown
 
@@ -189,7 +189,7 @@ def _remember(label: Label) -> None:
         _made.pop(next(iter(_made)), None)
 
 
-def listed(words: Iterable[object], separator: str = ", ") -> str:
+def join_labels(words: Iterable[object], separator: str = ", ") -> str:
     """Join labels into one label; the catalog has the Chinese form of each separator."""
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]

@@ -44,12 +44,12 @@ class Parser(argparse.ArgumentParser):
             raise SystemExit(2) from None
         with _translated_argparse():
             super().__init__(
-                *args, description=_translated(description), epilog=_translated(epilog), **options
+                *args, description=_translate(description), epilog=_translate(epilog), **options
             )
 
     def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
         self.__dict__.setdefault("options", []).extend(names)
-        return super().add_argument(*names, help=_translated(help), **options)
+        return super().add_argument(*names, help=_translate(help), **options)
 
     def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
         with _translated_argparse():
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error in one line; argparse would print all options first."""
         sentence = text("error: {sentence} (see --help)", sentence=translated_error(message))
-        self.exit(2, f"{_translated(sentence)}\n")
+        self.exit(2, f"{_translate(sentence)}\n")
 
 
 def translated_error(message: str) -> str:
@@ -115,7 +115,7 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
     ]
 
 
-def _translated(words: str) -> str:
+def _translate(words: str) -> str:
     return both(words)[1] if current() == "zh" and words else words
 
 
@@ -126,7 +126,7 @@ def _translated_argparse() -> Iterator[None]:
     argparse calls `argparse._`, its name for gettext, each time that it shows a text.
     """
     gettext = argparse._
-    argparse._ = lambda words: _translated(words) if words in _ARGPARSE_TEXTS else gettext(words)
+    argparse._ = lambda words: _translate(words) if words in _ARGPARSE_TEXTS else gettext(words)
     try:
         yield
     finally:

@@ -49,6 +49,7 @@ ROWS = (
 #: The step without any technique.
 BASELINE = ROWS[0]
 PARAMETERS = 6_875_648  # of the decoder
+LAYER_BYTES = 20_987_904  # saved for backward by one layer of the baseline
 
 
 def ledger(

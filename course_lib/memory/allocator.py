@@ -30,7 +30,7 @@ def allocator_peak(run: Callable, device: torch.device) -> int:
         found: list[tuple[int, int]] = []
         run(_cuda_watch(device, found))
         return found[0][0]
-    changes, _ = _profiled(run)
+    changes, _ = _profile(run)
     return max(accumulate(change for _, change in changes), default=0)
 
 
@@ -52,9 +52,9 @@ def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]
 # ---- on a CPU
 
 
-def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
+def _profile(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
     """Return two lists: (time, change in bytes) of each allocation and each release, and
-    (operator, start, stop) of each operator that ran under `_Named`."""
+    (operator, start, stop) of each operator that ran under `_NamingMode`."""
     # Otherwise the profiler reports its start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profile = torch.profiler.profile(
@@ -89,7 +89,7 @@ def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[
 
 
 def _cpu_workspace(run: Callable) -> dict[str, int]:
-    changes, calls = _profiled(run, _Named())
+    changes, calls = _profile(run, _NamingMode())
     times = [moment for moment, _ in changes]
     live = [0, *accumulate(change for _, change in changes)]
     taken: dict[str, int] = {}
@@ -101,7 +101,7 @@ def _cpu_workspace(run: Callable) -> dict[str, int]:
     return taken
 
 
-class _Named(ObserverMode):
+class _NamingMode(ObserverMode):
     """Mode that records each operator's name in the profile, around all work of the operator."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -116,14 +116,14 @@ class _Named(ObserverMode):
 def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[None]:
     """Append one pair to `found` when the block ends: its peak, and the bytes allocated at its end.
     Both are relative to the bytes that were allocated when the block began."""
-    before = _allocated(device)["current"]
+    before = _allocated_bytes(device)["current"]
     torch.cuda.reset_peak_memory_stats(device)
     yield
-    after = _allocated(device)
+    after = _allocated_bytes(device)
     found.append((after["peak"] - before, after["current"] - before))
 
 
-def _allocated(device: torch.device) -> dict[str, int]:
+def _allocated_bytes(device: torch.device) -> dict[str, int]:
     # `torch.cuda.memory_allocated` sorts all statistics by name to return one. That is too slow to
     # call for each operator.
     return torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]

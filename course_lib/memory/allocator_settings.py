@@ -116,7 +116,7 @@ class AllocatorSettings:
             )
         return cls(**chosen)
 
-    def rounded(self, size_bytes: int) -> int:
+    def round_size(self, size_bytes: int) -> int:
         """Return the size of the block for a request in bytes. PyTorch's name is `round_size`."""
         if size_bytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES

@@ -116,7 +116,7 @@ class CachingAllocator:
         if requested == 0:
             return Block(0, 0, 0)
         segments = self._segments
-        size = self.settings.rounded(requested)
+        size = self.settings.round_size(requested)
         chunk = segments.take(size, frames)
         if chunk is None:
             segments.statistics.counts["num_ooms"] += 1

@@ -147,7 +147,7 @@ class CategoryTracker:
                 record = ledger.find(storage)
                 if record is not None:
                     if record.nbytes != storage.nbytes():
-                        ledger.resized(storage)
+                        ledger.resize_storage(storage)
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
                     # Data enters a step through an operator that has no input tensor.
                     enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
@@ -304,7 +304,7 @@ class OptimizerPhase:
             register_optimizer_step_post_hook(self._end_step),
         )
 
-    def running(self, node) -> bool:
+    def is_running(self, node) -> bool:
         """Return whether an operator that this autograd node runs belongs to an optimizer's
         step."""
         # If gradients are enabled, or the node is another one, the step's closure is running: the

@@ -36,7 +36,7 @@ def buffers_of_generated_code(
     it.
     """
 
-    def telling(allocate: Callable) -> Callable:
+    def wrap(allocate: Callable) -> Callable:
         def call(*args: Any) -> torch.Tensor:
             buffer = allocate(*args)
             if mode in _get_current_dispatch_mode_stack():
@@ -47,7 +47,7 @@ def buffers_of_generated_code(
 
     source = torch._C._dynamo.guards
     own = {name: getattr(source, name) for name in _ALLOCATES if hasattr(source, name)}
-    counted = {name: telling(function) for name, function in own.items()}
+    counted = {name: wrap(function) for name, function in own.items()}
 
     def bind(functions: dict[str, Callable]) -> None:
         for name, function in functions.items():
@@ -106,11 +106,11 @@ def compiled_calls(called: Callable[[], None]) -> Iterator[None]:
 
     chosen = dynamo._callback_from_stance
 
-    def telling(callback: Any) -> Any:
+    def wrap(callback: Any) -> Any:
         callback = chosen(callback)
         if callback is not None:  # None runs the function without compiling it
             called()
         return callback
 
-    with patch.object(dynamo, "_callback_from_stance", telling):
+    with patch.object(dynamo, "_callback_from_stance", wrap):
         yield

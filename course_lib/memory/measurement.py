@@ -17,7 +17,7 @@ from torch import nn
 from torch._C import DispatchKey
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
-from course_lib.labels import listed, text, verbatim
+from course_lib.labels import join_labels, text, verbatim
 
 from .. import _check
 from .._torch import ObserverMode, is_symbolic, tensors_among, wait_for
@@ -80,7 +80,7 @@ class Measurement(Table):
         return [*rows, ("FLOPs", self.flops), (text("time (s, median)"), self.seconds)]
 
     def caption(self) -> str:
-        return listed([text("on {device}", device=verbatim(self.device)), *self.notes], "; ")
+        return join_labels([text("on {device}", device=verbatim(self.device)), *self.notes], "; ")
 
 
 def measure(
@@ -137,7 +137,7 @@ def measure(
     warmup, repeats = _check.whole("warmup", warmup, 0), _check.whole("repeats", repeats, 0)
     runs = _Runs(step, model, optimizers, first_step=warmup == 0)
     with runs, _without_garbage_collection():
-        meter, flops, steady = _metered(runs, warmup, needs_gradient, device)
+        meter, flops, steady = _meter_run(runs, warmup, needs_gradient, device)
         device = meter.device
         allocator = None
         workspace = {}
@@ -147,7 +147,7 @@ def measure(
             workspace = workspace_by_operator(runs.run, device)
             times: list[float] = []
             for _ in range(repeats):
-                runs.run(_timed(device, times))
+                runs.run(_time_block(device, times))
             seconds = statistics.median(times)
     return Measurement(
         peak_bytes=meter.peak_bytes,
@@ -168,7 +168,7 @@ def measure(
     )
 
 
-def _metered(
+def _meter_run(
     runs: _Runs, warmup: int, needs_gradient: bool, device
 ) -> tuple[MemoryMeter, int, bool]:
     """Return the meter of the run that counts, its FLOPs, and whether it gave the same result as
@@ -336,7 +336,7 @@ class _NoModules(nullcontext):
 
 
 @contextmanager
-def _timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
+def _time_block(device: torch.device, seconds: list[float]) -> Iterator[None]:
     wait_for(device)
     start = time.perf_counter()
     yield

@@ -309,12 +309,12 @@ class MemoryMeter(Figures, ObserverMode):
         self._optimizer_phase = OptimizerPhase(self._ledger)
         self._undo.callback(self._optimizer_phase.remove)
         self._undo.enter_context(
-            storages_without_operators(self, self._ledger.made, self._ledger.resized)
+            storages_without_operators(self, self._ledger.add_storage, self._ledger.resize_storage)
         )
         # Compiled code is watched only if it can run. A symbolic step calls none. In other steps
         # the compiler must be loaded, either before or by this meter's own operators.
         if not is_symbolic() and ("torch._dynamo" in sys.modules or self._should_skip_dynamo()):
-            self._undo.enter_context(buffers_of_generated_code(self, self._allocated))
+            self._undo.enter_context(buffers_of_generated_code(self, self._count_buffer))
             self._undo.enter_context(compiled_calls(self._called_compiled))
         if self._module_paths:
             self._ledger.paths = self._undo.enter_context(ModulePaths(self.model))
@@ -371,7 +371,7 @@ class MemoryMeter(Figures, ObserverMode):
                 ledger.expect_end(taken_over)
             usage.outputs(func, result, sources, made_in)
             ledger.note_peak()
-            exceeded = self._exceeded(func)
+            exceeded = self._budget_error(func)
         if exceeded is not None:
             del result  # the traceback would keep the result alive
             raise exceeded
@@ -384,7 +384,7 @@ class MemoryMeter(Figures, ObserverMode):
         ledger.main.before_bytes = ledger.main.live_bytes
         phase = (
             "optimizer"
-            if self._optimizer_phase.running(node)
+            if self._optimizer_phase.is_running(node)
             else "forward"
             if node is None
             else "backward"
@@ -395,7 +395,7 @@ class MemoryMeter(Figures, ObserverMode):
         if self._source_lines and (line := own_line(sys._getframe(2))):
             ledger.lines[len(ledger.operators) - 1] = line
 
-    def _exceeded(self, func: Any) -> MemoryBudgetExceeded | None:
+    def _budget_error(self, func: Any) -> MemoryBudgetExceeded | None:
         """Return the error to raise if the last operator took the live bytes over the budget, else
         None."""
         before, live = self._ledger.main.before_bytes, self._ledger.main.live_bytes
@@ -403,7 +403,7 @@ class MemoryMeter(Figures, ObserverMode):
             return None
         return MemoryBudgetExceeded(str(func), before, live - before, self.budget_bytes)
 
-    def _allocated(self, storage: torch.UntypedStorage) -> None:
+    def _count_buffer(self, storage: torch.UntypedStorage) -> None:
         """Count a buffer that compiler-generated code has allocated."""
         node = torch._C._current_autograd_node()
         # Reading the parts of a sparse tensor runs operators, which do not belong to the step.
@@ -414,7 +414,7 @@ class MemoryMeter(Figures, ObserverMode):
             self._ledger.add(storage, self._ledger.account(storage.device), None, made_in)
             self._usage.buffers.add(self._ledger.records[-1], made_in)
             self._ledger.note_peak()
-            exceeded = self._exceeded(COMPILED_CODE)
+            exceeded = self._budget_error(COMPILED_CODE)
         if exceeded is not None:
             raise exceeded
 

@@ -102,10 +102,10 @@ def saved_tensors(
     """
     _check.function("function", function, "a module or a function that returns tensors")
     # The references are weak, so that a tensor that the graph has released is gone.
-    packed: list[weakref.ref[_Held]] = []
+    packed: list[weakref.ref[_SavedTensor]] = []
 
-    def pack(tensor: Tensor) -> _Held:
-        item = _Held(tensor, torch._C._autograd._get_sequence_nr() - 1)
+    def pack(tensor: Tensor) -> _SavedTensor:
+        item = _SavedTensor(tensor, torch._C._autograd._get_sequence_nr() - 1)
         packed.append(weakref.ref(item))
         return item
 
@@ -118,7 +118,7 @@ def saved_tensors(
     with (
         torch_func_refused("saved_tensors"),
         register_module_forward_pre_hook(meet),
-        saved_tensors_hooks(pack, _Held.unpack),
+        saved_tensors_hooks(pack, _SavedTensor.unpack),
     ):
         result = function(*args, **kwargs)
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
@@ -133,7 +133,7 @@ def saved_tensors(
     return _table(held, set() if parameters else (belongings | leaves) - given)
 
 
-def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
+def _table(held: list[_SavedTensor], hidden: set[int]) -> SavedTensors:
     """Return one row for each saved tensor, without tensors whose storages all have hidden
     addresses."""
     first: dict[int, int] = {}
@@ -160,12 +160,12 @@ def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
     return table
 
 
-class _Held:
+class _SavedTensor:
     """Object that the graph holds instead of a saved tensor, with the number of the autograd node
     that saved it."""
 
     # Items that autograd unpacked while `_name` read a node's saved tensors.
-    asked: ClassVar[list[_Held]] = []
+    asked: ClassVar[list[_SavedTensor]] = []
 
     def __init__(self, tensor: Tensor, number: int):
         # The tensor is detached. Otherwise an operator that saves its own result would keep itself
@@ -178,14 +178,14 @@ class _Held:
         self.argument = ""
 
     def unpack(self) -> Tensor:
-        _Held.asked.append(self)
+        _SavedTensor.asked.append(self)
         return self.tensor
 
 
-def _name_items(roots: list, held: list[_Held]) -> set[int]:
+def _name_items(roots: list, held: list[_SavedTensor]) -> set[int]:
     """Give saved tensors the names of their nodes and arguments. Return the addresses of the
     leaves' storages."""
-    by_number: dict[int, list[_Held]] = {}
+    by_number: dict[int, list[_SavedTensor]] = {}
     for item in held:
         by_number.setdefault(item.number, []).append(item)
     leaves: set[int] = set()
@@ -202,18 +202,18 @@ def _name_items(roots: list, held: list[_Held]) -> set[int]:
     return leaves
 
 
-def _name(node, items: list[_Held]) -> None:
+def _name(node, items: list[_SavedTensor]) -> None:
     """Give the saved tensors of a node the node's name and the names of the operator's
     arguments."""
     function = isinstance(node, torch.autograd.function.BackwardCFunction)
     for name in ("saved_tensors",) if function else saved_names(type(node)):
-        _Held.asked.clear()
+        _SavedTensor.asked.clear()
         getattr(node, name if function else f"_saved_{name}")
-        for item in _Held.asked:
+        for item in _SavedTensor.asked:
             item.argument = name
     for item in items:
         item.operator = node.name().removeprefix("torch::autograd::")
-    _Held.asked.clear()
+    _SavedTensor.asked.clear()
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:

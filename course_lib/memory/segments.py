@@ -199,7 +199,7 @@ class Segments:
     def _is_oversize(self, size: int) -> bool:
         return self._unsplit is not None and size >= self._unsplit
 
-    def _reserved(self, action: str, pool: Pool, address: int, size: int, frames) -> None:
+    def _count_reserved(self, action: str, pool: Pool, address: int, size: int, frames) -> None:
         """Count and record memory that came from CUDA (`size` above 0) or went back to it."""
         self.statistics.add("reserved_bytes", pool, size)
         self.statistics.counts["num_device_alloc" if size > 0 else "num_device_free"] += 1
@@ -222,14 +222,16 @@ class CudaMalloc(Segments):
         self._segments_made += 1
         self._address += size
         self._count_segment(chunk, 1)
-        self._reserved("segment_alloc", pool, chunk.address, size, frames)
+        self._count_reserved("segment_alloc", pool, chunk.address, size, frames)
         return chunk
 
     def _release(self, chunk: Chunk) -> None:
         """Release a segment to CUDA (`release_block`)."""
         chunk.pool.remove(chunk)
         self._count_segment(chunk, -1)
-        self._reserved("segment_free", chunk.pool, chunk.address, -chunk.size, chunk.segment_frames)
+        self._count_reserved(
+            "segment_free", chunk.pool, chunk.address, -chunk.size, chunk.segment_frames
+        )
 
     def _count_segment(self, chunk: Chunk, sign: int) -> None:
         self.statistics.add("segment", chunk.pool, sign)
@@ -356,7 +358,7 @@ class ExpandableSegments(Segments):
         chunk.absorb(chunk.before)
         chunk.absorb(chunk.next)
         pool.insert(chunk)
-        self._reserved("segment_map", pool, address, size, frames)
+        self._count_reserved("segment_map", pool, address, size, frames)
         return chunk
 
     def _release_free(self, pool: Pool) -> None:
@@ -382,7 +384,7 @@ class ExpandableSegments(Segments):
         # If the chunk is the whole segment, the segment is released (`release_expandable_segment`).
         if chunk.split:
             pool.insert(chunk)
-        self._reserved("segment_unmap", pool, first, first - last, frames)
+        self._count_reserved("segment_unmap", pool, first, first - last, frames)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         # PyTorch skips expandable chunks when it releases oversize blocks.

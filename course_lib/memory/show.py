@@ -68,7 +68,7 @@ class Table:
         ]
         widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
         numbers = [_numeric(row[i] for row in cells[1:]) for i in range(len(widths))]
-        lines = ["  ".join(map(_padded, row, widths, numbers)) for row in cells]
+        lines = ["  ".join(map(_pad, row, widths, numbers)) for row in cells]
         return "\n".join([*map(str.rstrip, lines), say(self.caption())]).rstrip()
 
     __repr__ = __str__
@@ -119,7 +119,7 @@ def _numeric(cells: Iterable[str]) -> bool:
     return all(re.fullmatch(r"[\d.,–-]*", cell) for cell in cells)
 
 
-def _padded(cell: str, width: int, right: bool) -> str:
+def _pad(cell: str, width: int, right: bool) -> str:
     space = " " * (width - _width(cell))
     return space + cell if right else cell + space
 

@@ -190,7 +190,7 @@ def storages_without_operators(
     mode is not active are ignored.
     """
 
-    def telling(function: Callable, tell: Callable) -> Callable:
+    def wrap(function: Callable, tell: Callable) -> Callable:
         def call(*args):
             empty = [not args[0].nbytes()] if tell is resized else []
             result = function(*args)
@@ -205,11 +205,11 @@ def storages_without_operators(
             made(storage)
 
     with ExitStack() as stack:
-        told = (
+        patches = (
             (torch, "get_rng_state", made_on_host),
             (UntypedStorage, "clone", made),
             (UntypedStorage, "resize_", resized),
         )
-        for owner, name, tell in told:
-            stack.enter_context(patch.object(owner, name, telling(getattr(owner, name), tell)))
+        for owner, name, tell in patches:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name), tell)))
         yield

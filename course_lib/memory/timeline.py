@@ -250,7 +250,7 @@ class Ledger:
             self.assign(tensor, role)
         self.closed = True
 
-    def made(self, storage) -> None:
+    def add_storage(self, storage) -> None:
         """Count a storage that no operator made. It has its own moment, because other storages may
         have been released before it."""
         with self.lock:
@@ -258,7 +258,7 @@ class Ledger:
             self.add(storage, self.account(storage.device), None, "elsewhere")
             self.note_peak()
 
-    def resized(self, storage, was_empty: bool | None = None) -> None:
+    def resize_storage(self, storage, was_empty: bool | None = None) -> None:
         """Record a resized storage as released and allocated again. A storage that was empty and is
         not yet counted is counted as a new one.
 
@@ -267,7 +267,7 @@ class Ledger:
         with self.lock:
             record = self.find(storage)
             if record is None and was_empty:
-                self.made(storage)
+                self.add_storage(storage)
             elif record is not None and record.nbytes != storage.nbytes():
                 if was_empty is not None:
                     self._moment()

@@ -206,7 +206,7 @@ class Trace:
             module = self.modules.get(moment, "")
             yield Event(moment, kind, *span[:3], str(operator), phase, module)
 
-    def replayed(self) -> np.ndarray:
+    def replay(self) -> np.ndarray:
         """Return an array that equals `live`, computed from the events alone."""
         change = np.zeros((len(self) + 1, len(CATEGORIES)), dtype=np.int64)
         for event in self.events():
@@ -259,7 +259,7 @@ class Trace:
             frames.append({"filename": file_shown(file), "line": line, "name": function})
         return frames
 
-    def allocated(
+    def allocator(
         self, settings: AllocatorSettings | str | None = None, *, record_history: bool = False
     ) -> CachingAllocator:
         """Return a simulated device that has replayed this trace. Its `memory_stats()` contain the
@@ -294,7 +294,7 @@ class Trace:
         Raises:
             ValueError: The spans were not kept.
         """
-        self.allocated(settings, record_history=True).save_snapshot(path)
+        self.allocator(settings, record_history=True).save_snapshot(path)
 
     def _check_spans(self) -> None:
         """Raise `ValueError` if the trace has no spans."""

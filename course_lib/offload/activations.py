@@ -342,7 +342,7 @@ class _SavedStorage:
         self.store = forward_pass.options.store or default_store(tensor)
         self.held: Tensor | None = tensor.detach()  # shares the version counter
         self.version, self.changed = tensor._version, False
-        self.device = Device.of(tensor)
+        self.device = Device.of_tensor(tensor)
         self.stream = self.device.current()
         self.index: int | None = None
         self.copied_at = -1

@@ -32,19 +32,19 @@ class Device:
     guests: ClassVar[list[Device]] = []
 
     @staticmethod
-    def of(tensor: Tensor) -> Device:
+    def of_tensor(tensor: Tensor) -> Device:
         """Return the device that holds a tensor.
 
         For a symbolic tensor, which has no memory, this is the CPU, so that no code waits.
         """
         if is_symbolic(tensor):
-            return Device.at(torch.device("cpu"))
-        return next((guest for guest in Device.guests if guest.holds(tensor)), None) or Device.at(
-            tensor.device
-        )
+            return Device.from_torch(torch.device("cpu"))
+        return next(
+            (guest for guest in Device.guests if guest.holds(tensor)), None
+        ) or Device.from_torch(tensor.device)
 
     @staticmethod
-    def at(device: torch.device | Device) -> Device:
+    def from_torch(device: torch.device | Device) -> Device:
         """Return the `Device` of a `torch.device`, the same object on each call."""
         if isinstance(device, Device):
             return device

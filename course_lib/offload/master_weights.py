@@ -68,7 +68,7 @@ class MasterWeights:
 
     def __init__(self, p: nn.Parameter, options: StateOptions):
         self.p, self.options = p, options
-        self.device = Device.of(p)
+        self.device = Device.of_tensor(p)
         self.dtype = torch.float32 if p.dtype in (torch.bfloat16, torch.float16) else p.dtype
         self.weights = self.make_weights()
         self.states: dict[Tensor, dict[str, Any]] = {}

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import kind, must_be, number, shown, whole
+from course_lib._check import describe, kind, must_be, number, whole
 from course_lib._torch import needs_closure
 
 from .device import Device
 from .master_weights import MasterWeights, StateOptions, is_large
 from .state_file import FileState
-from .state_host import HostState, sending
+from .state_host import HostState, copy_gradients_down
 from .stores import Store
 
 PAGE_BYTES = 16 << 20
@@ -142,7 +142,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Whether some state is in host memory, so that a step copies gradients to it."""
         return any(isinstance(master, HostState) for master in self._masters.values())
 
-    def sending(self) -> AbstractContextManager:
+    def copy_gradients_down(self) -> AbstractContextManager:
         """Return a context in which each gradient is copied to the host as backward computes it.
 
         `step` then uses the copies. Use it around the last backward pass before a step together
@@ -150,7 +150,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         unscaling, collectives or `.data` would be missed. `AccumulatedStep` uses it where that is
         possible.
         """
-        return sending(
+        return copy_gradients_down(
             [master for master in self._masters.values() if isinstance(master, HostState)]
         )
 
@@ -269,7 +269,7 @@ def _masters_of(
     def class_of(p: nn.Parameter) -> type[MasterWeights]:
         if p not in chosen:
             return MasterWeights
-        return HostState if Device.of(p).has_own_memory else FileState
+        return HostState if Device.of_tensor(p).has_own_memory else FileState
 
     return {p: class_of(p)(p, options) for p in parameters}
 
@@ -324,11 +324,11 @@ def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], l
             "an optimizer class that keeps a state for each dense parameter, such as"
             " torch.optim.AdamW"
         )
-        raise TypeError(must_be("base", allowed, shown(base)))
+        raise TypeError(must_be("base", allowed, describe(base)))
     if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
         raise TypeError(
             "base must be a class whose step() needs neither a closure nor a call of train(), got"
-            f" {shown(base)}. Use that class without offloading, or offload the state of another"
+            f" {describe(base)}. Use that class without offloading, or offload the state of another"
             " one, such as torch.optim.AdamW"
         )
     p = nn.Parameter(torch.zeros(2, 2))

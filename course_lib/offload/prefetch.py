@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_lib._check import kind, shown, whole
+from course_lib._check import describe, kind, whole
 from course_lib._torch import map_tensors, tensors_in
 
 from .device import Device
@@ -63,7 +63,7 @@ class Prefetcher:
                 if event is _END:
                     return
                 free_slots.release()
-                device = Device.at(self.device)
+                device = Device.from_torch(self.device)
                 device.wait(event)
                 for tensor in tensors_in(batch):
                     device.used(tensor)
@@ -77,7 +77,7 @@ class Prefetcher:
         self, batches: queue.SimpleQueue, free_slots: threading.Semaphore, stop: threading.Event
     ) -> None:
         try:
-            device = Device.at(self.device)
+            device = Device.from_torch(self.device)
             for batch in self.loader:
                 with device.on(device.side("batches")):
                     moved = self._move(batch, device)
@@ -97,7 +97,7 @@ class Prefetcher:
         if next(tensors_in(batch), None) is None:
             raise TypeError(
                 "a batch of the loader must be a tensor, a container of tensors, or an object with"
-                f" `to(device)`, got {shown(batch)}"
+                f" `to(device)`, got {describe(batch)}"
             )
         return map_tensors(device.up, batch)
 

@@ -19,7 +19,7 @@ class HostState(MasterWeights):
     GPU: an update first waits for the gradient's copy to the host, which is ordered after the
     previous copy of the parameter. By default gradients are copied in `step`, because clipping,
     unscaling and sums over processes may change them in ways that PyTorch's version counter does
-    not show. Inside `sending` they are copied during backward.
+    not show. Inside `copy_gradients_down` they are copied during backward.
 
     Attributes:
         gradient_copy: The gradient on the host and the event at the end of its copy, or None.
@@ -89,7 +89,7 @@ class HostState(MasterWeights):
 
 
 @contextmanager
-def sending(masters: Sequence[HostState]) -> Iterator[None]:
+def copy_gradients_down(masters: Sequence[HostState]) -> Iterator[None]:
     """Copy each gradient to the host inside the block, as soon as backward has computed it.
 
     If a gradient is accumulated again, by a backward pass within backward, it is copied again, and

@@ -282,12 +282,14 @@ class HostStore(Store):
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        reservation.place = Device.of(data).pinned(data.shape, data.dtype)
+        reservation.place = Device.of_tensor(data).pinned(data.shape, data.dtype)
         reservation.last = {}
-        return self._start_copy(reservation, reservation.place, data, Device.of(data), "down")
+        return self._start_copy(
+            reservation, reservation.place, data, Device.of_tensor(data), "down"
+        )
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
-        device = Device.of(data)
+        device = Device.of_tensor(data)
         # Wait explicitly, because the copy to the host may have started from another stream.
         device.wait(reservation.last["down"][2])
         return self._start_copy(reservation, data, reservation.place, device, "up")
@@ -490,7 +492,7 @@ def default_store(tensor: Tensor) -> Store:
         SymbolicStore
         if is_symbolic(tensor)
         else HostStore
-        if Device.of(tensor).has_own_memory
+        if Device.of_tensor(tensor).has_own_memory
         else DiskStore
     )
     # A forked process has none of the threads and must not share the file.

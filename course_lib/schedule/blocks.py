@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import function, kind, shown
+from course_lib._check import describe, function, kind
 from course_lib._torch import autocast_of, kind_of, look_of, tensors_in
 from course_lib.checkpoint.blocks import BlocksInPlace, names_of
 from course_lib.memory.storages import hooks_active
@@ -119,10 +119,10 @@ class ScheduledBlocks(BlocksInPlace):
                 " which one graph cannot do; compile the blocks instead of the model, or leave out"
                 " fullgraph=True"
             )
-        return self._scheduled(i, forward, args, kwargs)
+        return self._run_scheduled(i, forward, args, kwargs)
 
     @torch._disable_dynamo
-    def _scheduled(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run_scheduled(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         # This check comes first, so that a block of another list raises a clear error.
         input_placeholder = self._checked_input(i, args) if i else None
         check_constants(
@@ -242,7 +242,7 @@ def _only_tensor(name: str, value: Any) -> Tensor:
     floating = [tensor for tensor in tensors_in(value) if differentiable(tensor)]
     if len(floating) != 1:
         raise ValueError(
-            f"{name} must contain exactly one floating-point tensor, got {shown(value)} with"
+            f"{name} must contain exactly one floating-point tensor, got {describe(value)} with"
             f" {len(floating)} of them; {CHAIN_RULE}"
         )
     return floating[0]

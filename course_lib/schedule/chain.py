@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from course_lib._check import kind, number, whole
-from course_lib._origin import NEEDS_DATA, needs_values, place_of, unlogged
+from course_lib._origin import NEEDS_DATA, needs_values, place_of, silence_operator_log
 from course_lib._torch import (
     AllRandomState,
     AutocastState,
@@ -223,7 +223,7 @@ def symbolic_chain(
             with FakeCopyMode(mode):
                 probe = copy.deepcopy(probe, generators)
         try:
-            with mode, unlogged():
+            with mode, silence_operator_log():
                 return Chain.profile(*stages_of(probe), alike=True)
         except (*NEEDS_DATA, RuntimeError) as error:
             if inside or not needs_values(error):
@@ -271,7 +271,7 @@ def _profile(
     autocast = AutocastState([device.type])
 
     def forward() -> KeptStage:
-        with autocast.restored(cache_enabled=False):
+        with autocast.restore(cache_enabled=False):
             return KeptStage(i, stage, value, kwargs, needs_gradient, buffers, GradientSlot())
 
     def backward(kept_stage: KeptStage) -> None:

@@ -234,7 +234,7 @@ class Run:
             The output of the stage's node, an empty tensor.
         """
         i = self.next_stage
-        with self.autocast.restored(cache_enabled=False):
+        with self.autocast.restore(cache_enabled=False):
             for action in self.actions:
                 self.forward(*action)
                 if action.stage == i:
@@ -263,7 +263,7 @@ class Run:
         # The autocast cache is disabled, because it would keep cast weights in memory. In older
         # versions of torch, a weight that was cast while gradients were disabled would also stay in
         # the cache without a graph.
-        with self.autocast.restored(cache_enabled=False):
+        with self.autocast.restore(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):
                     self.due = action.stage
@@ -314,7 +314,7 @@ class Run:
             if random is not None:
                 current_random.restore()
         if detector is not None:
-            self.first_states[i] = detector.changed()
+            self.first_states[i] = detector.changes()
         output = main_tensor(result.output if keep == "all" else result)
         check_kind(i, output, self.output_kinds)
         state.check_output(output, runs_again)
@@ -413,7 +413,7 @@ class _ChangeDetector:
             for name, buffer in stage.named_buffers()
         }
 
-    def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
+    def changes(self) -> tuple[RandomState | None, dict[str, Tensor]]:
         buffers_after = dict(self.stage.named_buffers())
         # Random states are real tensors, even if the stages run on symbolic tensors.
         with _disable_current_modes():

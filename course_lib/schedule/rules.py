@@ -53,9 +53,11 @@ def segments(chain: Chain, count: int) -> Schedule:
     length = _length(chain)
     whole("count", count, 1, length)
     if len(set(chain.stages)) > 1:
-        return segmented(_best_cuts(chain, count))
+        return segment_schedule(_best_cuts(chain, count))
     size, larger = divmod(length, count)
-    return segmented(list(accumulate([size + (j < larger) for j in range(count)], initial=0)))
+    return segment_schedule(
+        list(accumulate([size + (j < larger) for j in range(count)], initial=0))
+    )
 
 
 def sqrt_segments(chain: Chain) -> Schedule:
@@ -178,7 +180,7 @@ def advance(start: int, end: int) -> list[Action]:
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 
 
-def segmented(cuts: list[int]) -> Schedule:
+def segment_schedule(cuts: list[int]) -> Schedule:
     """Return the schedule for segments with the boundaries 0 = cuts[0] < ... < cuts[-1] = L."""
     pairs = list(pairwise(cuts))
     actions: list[Action] = []
@@ -234,7 +236,8 @@ class Sizes:
 
 
 def _best_cuts(chain: Chain, count: int) -> list[int]:
-    """Return the boundaries 0 = c_0 < ... < c_count = L for which `segmented` has the least peak.
+    """Return the boundaries 0 = c_0 < ... < c_count = L at which `segment_schedule` has the least
+    peak.
 
     need[a] is the least number of bytes for stages a to L-1 in a given number of segments, without
     x_a and the boundaries before it. If the first of these segments ends at b, the number is the

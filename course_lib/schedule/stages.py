@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import function, kind, shown, whole
+from course_lib._check import describe, function, kind, whole
 from course_lib._torch import map_tensors, tensors_in
 
 # ---- the checks of a stage and of the value between two stages
@@ -106,7 +106,7 @@ def checked_value(name: str, value: Any) -> Any:
     if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
         raise TypeError(
             f"{name} must be one tensor, or a container with one floating-point tensor,"
-            f" got {shown(value)} with {len(tensors)} tensors"
+            f" got {describe(value)} with {len(tensors)} tensors"
         )
     is_lone_tensor = isinstance(value, tuple) and all(
         item is None or item is tensors[0] for item in value
@@ -133,7 +133,7 @@ def differentiable(tensor: Tensor) -> bool:
 def check_constants(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
-            raise ValueError(f"{name} must not require gradients, got {shown(value)} that does")
+            raise ValueError(f"{name} must not require gradients, got {describe(value)} that does")
 
 
 # ---- forward

@@ -97,7 +97,7 @@ class Operators(TorchDispatchMode):
         on_device = any(are_on_device) or not tensors
         actor = device.current() if on_device else device.log.host
         device.run_all(actor)
-        changed, overwritten = _written(func, args, kwargs)
+        changed, overwritten = _written_tensors(func, args, kwargs)
         with device.log.run_early(actor, tensors, changed):
             result = func(*args, **kwargs)
         results = _tensors(result)
@@ -217,7 +217,9 @@ def _bytes(tensors: list[Tensor]) -> int:
     )
 
 
-def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[Tensor]]:
+def _written_tensors(
+    func: Callable, args: tuple, kwargs: dict
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that an operator writes, and those among them that it does not read."""
     changed = written_arguments(func, args, kwargs)
     # The schema of fused optimizers says that they write gradients, but without grad_scale they

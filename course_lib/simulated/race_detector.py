@@ -217,7 +217,7 @@ class Arena:
         """Return the last writes to a tensor's bytes that the actor has not waited for."""
         if (extent := self.extent(tensor)) is None:
             return []
-        written = _inside(self.writes.get(self.block_of(tensor).start, ()), *extent)
+        written = _clip_accesses(self.writes.get(self.block_of(tensor).start, ()), *extent)
         return [access for access in written if access.is_concurrent_with(actor)]
 
     def record(
@@ -235,7 +235,9 @@ class Arena:
         reads, log = self.reads.get(place, []), self.writes if writes else self.reads
         if writes:
             concurrent = [
-                access for access in _inside(reads, *extent) if access.is_concurrent_with(actor)
+                access
+                for access in _clip_accesses(reads, *extent)
+                if access.is_concurrent_with(actor)
             ]
             found += [
                 (access, "read")
@@ -251,7 +253,7 @@ class Arena:
         return found
 
 
-def _inside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
+def _clip_accesses(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
     """Return the parts of accesses that lie between the bytes `start` and `end`."""
     cut = (
         access._replace(start=max(access.start, start), end=min(access.end, end))

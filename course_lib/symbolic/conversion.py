@@ -72,9 +72,9 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         The module.
     """
 
-    def converted(tensor: Tensor) -> Tensor:
+    def convert(tensor: Tensor) -> Tensor:
         wanted = tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex)
         return tensor.to(dtype) if wanted else tensor
 
     with patch.object(nn.Module, "_apply", apply_to_module):
-        return module._apply(converted)
+        return module._apply(convert)

@@ -63,7 +63,7 @@ def as_for_real(
     return result
 
 
-def made(
+def make_result(
     dispatch: Dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return a symbolic tensor with its own storage. It is contiguous if `strides` is None."""
@@ -84,8 +84,8 @@ def _by_name(func: OpOverload, args: Sequence, kwargs: Mapping) -> dict[str, Any
 def _part_of(dispatch: Dispatch, elements: int, outline: Tensor) -> Tensor:
     """Return a contiguous tensor like the outline, at the beginning of a storage of `elements`
     elements."""
-    whole = made(dispatch, (elements,), None, outline)
-    strides = made(dispatch, outline.size(), None, outline).stride()
+    whole = make_result(dispatch, (elements,), None, outline)
+    strides = make_result(dispatch, outline.size(), None, outline).stride()
     return dispatch(_aten.as_strided.default, (), (whole, outline.size(), strides, 0), {})
 
 
@@ -95,9 +95,9 @@ def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Ma
     The shape is found with bfloat16 operands, because PyTorch's symbolic kernel refuses other
     dtypes, unlike the real kernel.
     """
-    in_bf16 = [made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
+    in_bf16 = [make_result(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
     result = dispatch(func, (), (*in_bf16, *args[2:]), kwargs)
-    return made(dispatch, result.size(), None, args[0])
+    return make_result(dispatch, result.size(), None, args[0])
 
 
 # ---- rules
@@ -119,7 +119,7 @@ def _loss(
     return _part_of(dispatch, max(math.prod(shape), 1), result)
 
 
-def _agreed(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+def _with_elementwise_strides(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
     """Return a result with the strides that `_elementwise` finds for the input and the target."""
     return _elementwise(dispatch, (given["self"], given["target"]), result)
 
@@ -178,7 +178,11 @@ def _elementwise(dispatch: Dispatch, operands: Iterable[Tensor], result: Any) ->
     ):
         return result
     strides = compute_elementwise_output_strides(*(each.expand(result.shape) for each in operands))
-    return result if result.stride() == strides else made(dispatch, result.size(), strides, result)
+    return (
+        result
+        if result.stride() == strides
+        else make_result(dispatch, result.size(), strides, result)
+    )
 
 
 def _columns(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
@@ -196,12 +200,12 @@ def _layer_norm_backward(dispatch: Dispatch, given: dict[str, Any], result: tupl
     of the input are."""
     if result[0] is None:
         return result
-    return made(dispatch, result[0].size(), None, result[0]), *result[1:]
+    return make_result(dispatch, result[0].size(), None, result[0]), *result[1:]
 
 
 def _contiguous(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
     """Return a contiguous result, whatever the strides of the arguments are."""
-    return made(dispatch, result.size(), None, result)
+    return make_result(dispatch, result.size(), None, result)
 
 
 def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
@@ -244,14 +248,14 @@ def _embedding_bag(
         and given["padding_idx"] < 0
         and (weights is None or weights.stride(0) == 1)
     )
-    outline = made(dispatch, (0 if sums_rows else indices,), None, bag_of_each)
+    outline = make_result(dispatch, (0 if sums_rows else indices,), None, bag_of_each)
     bag_of_each = outline if sums_rows else _part_of(dispatch, indices + 1, outline)
     bags = len(output)
     if mode == 0 and forward_only:
         bags = offsets
-    sizes = _part_of(dispatch, offsets, made(dispatch, (bags,), None, sizes))
+    sizes = _part_of(dispatch, offsets, make_result(dispatch, (bags,), None, sizes))
     if mode != 2:
-        most = made(dispatch, (bags,), None, most)
+        most = make_result(dispatch, (bags,), None, most)
     return output, bag_of_each, sizes, most
 
 
@@ -279,8 +283,8 @@ def _sparse(dispatch: Dispatch, dense: Tensor, dimensions: int, count: int) -> T
 
     Each part has an index of `dimensions` numbers.
     """
-    indices = made(dispatch, (dimensions, count), None, dense, torch.int64)
-    values = made(dispatch, (count, *dense.shape[dimensions:]), None, dense)
+    indices = make_result(dispatch, (dimensions, count), None, dense, torch.int64)
+    values = make_result(dispatch, (count, *dense.shape[dimensions:]), None, dense)
     make = _aten._sparse_coo_tensor_with_dims_and_tensors.default
     options = {"layout": torch.sparse_coo, "dtype": dense.dtype, "device": dense.device}
     arguments = (dimensions, dense.dim() - dimensions, dense.shape, indices, values)
@@ -288,8 +292,8 @@ def _sparse(dispatch: Dispatch, dense: Tensor, dimensions: int, count: int) -> T
 
 
 RULES: dict[OpOverload, Rule] = {
-    _aten.mse_loss.default: partial(_loss, unreduced=_agreed),
-    _aten.smooth_l1_loss.default: partial(_loss, unreduced=_agreed),
+    _aten.mse_loss.default: partial(_loss, unreduced=_with_elementwise_strides),
+    _aten.smooth_l1_loss.default: partial(_loss, unreduced=_with_elementwise_strides),
     _aten.binary_cross_entropy.default: partial(_loss, unreduced=_like_input),
     _aten.soft_margin_loss.default: _loss,
     _aten.huber_loss.default: _huber_loss,

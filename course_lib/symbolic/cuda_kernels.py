@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .cpu_kernels import Dispatch, made
+from .cpu_kernels import Dispatch, make_result
 
 _aten = torch.ops.aten
 _attention, _dropout, _rms_norm = F.scaled_dot_product_attention, F.dropout, F.rms_norm
@@ -154,7 +154,7 @@ def _fp32_statistics(dispatch: Dispatch, result: tuple) -> tuple:
     output, *statistics = result
     if output.dtype not in _16_BIT:
         return result
-    return output, *(made(dispatch, x.size(), None, x, torch.float32) for x in statistics)
+    return output, *(make_result(dispatch, x.size(), None, x, torch.float32) for x in statistics)
 
 
 def _seeds_on_the_host(dispatch: Dispatch, result: tuple) -> tuple:
@@ -163,7 +163,7 @@ def _seeds_on_the_host(dispatch: Dispatch, result: tuple) -> tuple:
     Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`).
     """
     output, log_sum_exp, *seeds = result
-    return output, log_sum_exp, *(made(dispatch, (0,), None, x) for x in seeds)
+    return output, log_sum_exp, *(make_result(dispatch, (0,), None, x) for x in seeds)
 
 
 RULES: dict[Any, Callable[[Dispatch, tuple], tuple]] = {

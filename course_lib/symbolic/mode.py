@@ -130,7 +130,7 @@ class Symbolic(FakeTensorMode):
         if not any(map(self._maker, inputs)):
             return self._cached(func, types, args, kwargs)
         result = self._symbolically(func, types, args, kwargs)
-        return self._known(func, result, inputs, args, kwargs)
+        return self._symbolic_result(func, result, inputs, args, kwargs)
 
     def _maker(self, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Return the function that makes a symbolic tensor's values, if they are known."""
@@ -178,7 +178,7 @@ class Symbolic(FakeTensorMode):
             )
         return outline
 
-    def _known(self, func, outline: Tensor, met: list[Tensor], args, kwargs) -> Tensor:
+    def _symbolic_result(self, func, outline: Tensor, met: list[Tensor], args, kwargs) -> Tensor:
         """Return the result of an operator that reads only symbolic tensors.
 
         The result of a copy or a comparison is real if all inputs have known values and it is a
@@ -214,7 +214,7 @@ class Symbolic(FakeTensorMode):
             if isinstance(tensor, FakeTensor):
                 return tensor
             if tensor not in in_place_of:
-                in_place_of[tensor] = cpu_kernels.made(
+                in_place_of[tensor] = cpu_kernels.make_result(
                     self._cached, tensor.size(), tensor.stride(), tensor
                 )
             return in_place_of[tensor]
@@ -326,7 +326,7 @@ def _compiled_code_set_aside() -> Iterator[None]:
     compile_ = torch.compile
     with ExitStack() as stack:
 
-        def compiling(*args: Any, **kwargs: Any) -> Any:
+        def compile_and_disable(*args: Any, **kwargs: Any) -> Any:
             result = compile_(*args, **kwargs)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             return result
@@ -335,5 +335,5 @@ def _compiled_code_set_aside() -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         else:
-            stack.enter_context(patch.object(torch, "compile", compiling))
+            stack.enter_context(patch.object(torch, "compile", compile_and_disable))
         yield

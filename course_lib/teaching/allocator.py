@@ -27,15 +27,18 @@ class Allocator:
         self.allocated_before = self.requested_before = 0
         release(device)
         if device.type == "cuda":
-            self.allocated_before, self.requested_before = self.allocated(), self.requested()
+            self.allocated_before, self.requested_before = (
+                self.allocated_bytes(),
+                self.requested_bytes(),
+            )
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device) - self.allocated_before
 
-    def reserved(self) -> int:
+    def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.device) - self.allocated_before
 
-    def requested(self) -> int:
+    def requested_bytes(self) -> int:
         """Return the requested bytes, before the allocator rounds up each request."""
         return (
             torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
@@ -72,5 +75,5 @@ class BetweenOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.peak_bytes = max(self.peak_bytes, self.allocator.allocated())
+        self.peak_bytes = max(self.peak_bytes, self.allocator.allocated_bytes())
         return result

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from course_lib.labels import both, listed, text
+from course_lib.labels import both, join_labels, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def alt_text(drawn: "Figure", language: str) -> str:
     if (own_alt := getattr(drawn, "course_alt", None)) is not None:
         description = in_language(own_alt, language)
     else:
-        sentences = [*(_panel(ax, language) for ax in drawn.axes), *_shared(drawn, language)]
+        sentences = [*(_panel(ax, language) for ax in drawn.axes), *_shared_labels(drawn, language)]
         description = (" " if language == "en" else "").join(sentences)
     title = _plain(drawn.get_suptitle())
     return (
@@ -46,12 +46,12 @@ def in_language(words: str, language: str) -> str:
 
 def _panel(ax: "Axes", language: str) -> str:
     """Describe a panel in one sentence: what is drawn, its axes, and the words in it."""
-    clauses = [listed(_KINDS[kind] for kind in _kinds(ax))]
+    clauses = [join_labels(_KINDS[kind] for kind in _kinds(ax))]
     if ax.axison:
         clauses += [_axis("x axis: {label}", ax.xaxis), _axis("y axis: {label}", ax.yaxis)]
     legend = ax.get_legend()
-    clauses.append(_written([*(legend.get_texts() if legend else ()), *ax.texts]))
-    description = listed(filter(None, clauses), "; ")
+    clauses.append(_list_texts([*(legend.get_texts() if legend else ()), *ax.texts]))
+    description = join_labels(filter(None, clauses), "; ")
     if title := _plain(ax.get_title(loc="left") or ax.get_title()):
         description = text("{title}: {description}", title=title, description=description)
     sentence = in_language(text("{description}.", description=description), language)
@@ -82,11 +82,11 @@ def _axis(template: str, axis: Any) -> str:
     return text(template, label=label) if label else ""
 
 
-def _shared(drawn: "Figure", language: str) -> list[str]:
+def _shared_labels(drawn: "Figure", language: str) -> list[str]:
     """Return the labels and legends that belong to all panels, as a sentence if there are any."""
     items = [item for legend in drawn.legends for item in legend.get_texts()]
-    clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _written(items)]
-    description = listed(filter(None, clauses), "; ")
+    clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _list_texts(items)]
+    description = join_labels(filter(None, clauses), "; ")
     return (
         [in_language(text("All panels: {description}.", description=description), language)]
         if description
@@ -94,7 +94,7 @@ def _shared(drawn: "Figure", language: str) -> list[str]:
     )
 
 
-def _written(items: Iterable[Any]) -> str:
+def _list_texts(items: Iterable[Any]) -> str:
     """List the texts that contain letters, each once, in the order in which they were written.
 
     Numbers are left out, because they mean nothing without their position.
@@ -108,7 +108,7 @@ def _written(items: Iterable[Any]) -> str:
                     "{words} from {first} to {last}", words=words, first=ends[0], last=ends[1]
                 )
             labels[words] = None
-    return text("labels: {labels}", labels=listed(labels)) if labels else ""
+    return text("labels: {labels}", labels=join_labels(labels)) if labels else ""
 
 
 def _plain(words: str) -> str:

@@ -96,7 +96,7 @@ def returns_none(case: str) -> Verdict:
     )
 
 
-class Refused(Exception):
+class WrongAnswer(Exception):
     """Error with which a helper ends a check as wrong; the arguments are those of `wrong`."""
 
     def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
@@ -137,7 +137,7 @@ class Exercise:
             return not_answered()
         try:
             return self._check(answer)
-        except Refused as refused:
+        except WrongAnswer as refused:
             return refused.verdict
         except Exception as error:
             if type(error) is NotImplementedError and not error.args:  # raised by a stub
@@ -216,7 +216,7 @@ def _own_line(error: Exception, answer: Any) -> str | None:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__") == "__main__"
     ]
-    if not frames and _is_miscalled(error) and inspect.isfunction(function := _unwrapped(answer)):
+    if not frames and _is_miscalled(error) and inspect.isfunction(function := _unwrap(answer)):
         if function.__module__ == "__main__":
             frames = [(function.__code__.co_filename, function.__code__.co_firstlineno)]
     if not frames:
@@ -242,7 +242,7 @@ def _first_line(error: Exception) -> str:
         return ""
 
 
-def _unwrapped(answer: Any) -> Any:
+def _unwrap(answer: Any) -> Any:
     try:
         return inspect.unwrap(answer)  # the function inside `functools.cache`
     except Exception:  # the answer's own attributes may raise
@@ -269,22 +269,22 @@ def largest_that_fits(
         The answer, its peak, and the peak of the next size, or None if there is no next size.
 
     Raises:
-        Refused: The answer is wrong.
+        WrongAnswer: The answer is wrong.
     """
     number = _number(answer)
     if number not in sizes:
-        raise Refused(not_a_size)
+        raise WrongAnswer(not_a_size)
     place = sizes.index(number)
     size, here = sizes[place], peak(sizes[place])
     if here > budget_bytes:
-        raise Refused(
+        raise WrongAnswer(
             text("Your size is too large: {size} peaks at {here:,} bytes.", size=size, here=here)
         )
     if place + 1 == len(sizes):
         return size, here, None
     above = peak(sizes[place + 1])
     if above <= budget_bytes:
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "Your size fits, with a peak of {here:,} bytes, but {next} fits as well, with"
                 " {above:,} bytes.",
@@ -323,7 +323,7 @@ def expect_number(
     if number is None:
         kind = type(answer).__name__
         return wrong(text("Expected one number, got a `{kind}`.", kind=kind), exact=True)
-    if _close(number, expected, max(tolerance, _rounding(answer))):
+    if _close(number, expected, max(tolerance, _rounding_error(answer))):
         return right("Right." if why is None else text("Right. {why}", why=why))
     for mistaken, reason in (wrong_answers or {}).items():
         if _close(number, mistaken, tolerance):
@@ -359,7 +359,7 @@ def _number(answer: Any) -> Fraction | float | None:
         return None
 
 
-def _rounding(answer: Any) -> float:
+def _rounding_error(answer: Any) -> float:
     """Return the relative error of a number that has fp32's 24 bits, and 0 for other numbers."""
     return 2.0**-23 if str(getattr(answer, "dtype", "")).endswith("float32") else 0.0
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from course_lib._torch import wait_for
 from course_lib.labels import text
 from course_lib.memory import measure
-from course_lib.models import Decoder, random_tokens, seeded
+from course_lib.models import Decoder, random_tokens, seed_generators
 
 from .allocator import release
 
@@ -108,7 +108,7 @@ class Experiment:
         while True:
             try:
                 release(device)
-                with seeded(0):
+                with seed_generators(0):
                     for run in self._parts(device, sizes):
                         if on_result is not None:
                             on_result(run)
@@ -221,11 +221,11 @@ def seconds(
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for i in range(rounds + 1):
         for variant in list(variants)[:: 1 if i % 2 else -1]:
-            times[variant].append(_clocked(device, variants[variant]))
+            times[variant].append(_time_step(device, variants[variant]))
     return {f"{variant}_seconds": statistics.median(each[1:]) for variant, each in times.items()}
 
 
-def compared(
+def compare_variants(
     device: torch.device, variants: Mapping[str, Callable[[], object]], **held: object
 ) -> Iterator[Part]:
     """Yield the `peaks` of each variant, one after the other, and then the `seconds` of all."""
@@ -234,7 +234,7 @@ def compared(
     yield seconds(device, variants)
 
 
-def _clocked(device: torch.device, step: Callable[[], object]) -> float:
+def _time_step(device: torch.device, step: Callable[[], object]) -> float:
     """Return the seconds of a step.
 
     On CUDA the time starts when the GPU begins to work, so the time in which Python queues the work

@@ -122,7 +122,7 @@ def figure(
     if title is not None:
         drawn.suptitle(title, x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
-    # largest factor by which `pictures.enlarged` enlarges letters; figures with boxes set a
+    # largest factor by which `pictures.enlarge` enlarges letters; figures with boxes set a
     # smaller one
     drawn.course_larger = 1.6
     return drawn, axes

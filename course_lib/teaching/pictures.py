@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LANGUAGES = ("en", "zh")
 SLIDE = (1176, 560)  # largest size in pixels of a picture on a slide
 LARGER = 1.6  # factor by which letters on a slide are larger than in the scaled page picture
-_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarged` tries these from left to right
+_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarge` tries these from left to right
 _LEAST_AXES = 0.5  # smallest part of a slide's height that the axes may take
 _COLORS = 128  # colors of a stored picture; plots have few, and this halves the bytes
 
@@ -62,7 +62,7 @@ def show(drawn: "Figure") -> None:
 
     found, large = [], {}
     for language, words in zip(LANGUAGES, description(drawn), strict=True):
-        if language not in labels.shown():
+        if language not in labels.shown_languages():
             continue
         with drawn_in(drawn, language):
             png = print_figure(drawn)  # None for a figure without axes
@@ -80,7 +80,7 @@ def show(drawn: "Figure") -> None:
 
 
 @contextmanager
-def enlarged(drawn: "Figure") -> Iterator[None]:
+def enlarge(drawn: "Figure") -> Iterator[None]:
     """Give a figure the shape of a slide and a smaller size in inches, inside the block.
 
     Scaled to the slide, its letters and lines are then larger. Ticks are chosen again for the
@@ -146,7 +146,7 @@ def _break_lines(text: "Text", sheet: float) -> None:
 def _slide_png(drawn: "Figure") -> str:
     """Return the figure for a slide, as base64."""
     stream = io.BytesIO()
-    with enlarged(drawn):
+    with enlarge(drawn):
         dots = SLIDE[0] / drawn.get_size_inches()[0]
         drawn.savefig(stream, format="png", dpi=dots, bbox_inches="tight")
     return _small(stream.getvalue())

@@ -68,7 +68,7 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
             return _as_figures(
                 item, found | {"torch": str(torch.__version__), "date": _today()}, "live", gpu
             )
-    stored = recorded(item, folder)
+    stored = load_recordings(item, folder)
     return replace(stored[0], problem=problem) if stored else Figures("none", problem=problem)
 
 
@@ -81,13 +81,13 @@ def figures_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
     first = figures(item, folder)
     others = [
         found
-        for found in recorded(item, folder)
+        for found in load_recordings(item, folder)
         if found.gpu != first.gpu and found.smaller == first.smaller
     ]
     return [first, *(others if first.values else [])]
 
 
-def recorded(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
+def load_recordings(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
     """Return the recordings of an experiment, the latest first.
 
     Args:

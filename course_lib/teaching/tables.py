@@ -176,12 +176,12 @@ def compare(
             _ratio(variant.peak_bytes, first.peak_bytes),
             _ratio(variant.flops, first.flops),
         )
-        row = [(name, name), _scaled(variant.peak_bytes, 10**6), (peak_ratio, _times(peak_ratio))]
-        row += [_scaled(variant.flops, 10**9), (flops_ratio, _times(flops_ratio))]
+        row = [(name, name), _scale(variant.peak_bytes, 10**6), (peak_ratio, _times(peak_ratio))]
+        row += [_scale(variant.flops, 10**9), (flops_ratio, _times(flops_ratio))]
         if workspace:
             row += [
-                _scaled(variant.workspace_bytes, 10**6),
-                _scaled(variant.allocator_peak_bytes, 10**6),
+                _scale(variant.workspace_bytes, 10**6),
+                _scale(variant.allocator_peak_bytes, 10**6),
             ]
         if seconds:
             row += [
@@ -231,8 +231,8 @@ def predictions(
         error = _error_percent(predicted, measured)
         cells = [
             (name, name),
-            _scaled(predicted, scale),
-            _scaled(measured, scale),
+            _scale(predicted, scale),
+            _scale(measured, scale),
             (error, _percent(error)),
         ]
         values.append([value for value, _ in cells])
@@ -257,7 +257,7 @@ def _as_number(prediction: Any) -> float | None:
     )
 
 
-def _scaled(value: float | None, scale: float) -> tuple[float | None, str]:
+def _scale(value: float | None, scale: float) -> tuple[float | None, str]:
     """Return the value in its unit, and its text.
 
     A whole number with a scale of 1 is shown to the last digit, and any other with three decimals.

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.labels import Label, listed, text
+from course_lib.labels import Label, join_labels, text
 
 from .figures import CATEGORY_NAMES, PHASE_NAMES, category_label, category_look, figure, shown_once
 
@@ -76,7 +76,7 @@ def timelines(
 
     drawn.course_alt = text(
         "Live bytes, stacked by category, over the operators of a step. {steps}",
-        steps=listed([step.describe() for step in steps], " "),
+        steps=join_labels([step.describe() for step in steps], " "),
     )
     return shown_once(drawn)
 
@@ -143,7 +143,7 @@ class _Step:
             name=self.name,
             peak=f"{self.peak / 1e6:,.1f}",
             phase=_phase_name(self.phases[at]),
-            held=listed(visible),
+            held=join_labels(visible),
         )
 
     def layers(self) -> list[tuple[str, Any, Any]]:

@@ -1288,7 +1288,7 @@ scenes, ends = lesson_01.four_orders(make_decoder)
 lesson_01.orders_on(scenes, 388 << 20)
 
 # %%
-print(lesson_01.replayed(scenes["A, B, A, B"], 388 << 20)[1].partition(" If reserved")[0])
+print(lesson_01.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If reserved")[0])
 
 # %% [markdown]
 # <div lang="en">
@@ -1303,7 +1303,7 @@ print(lesson_01.replayed(scenes["A, B, A, B"], 388 << 20)[1].partition(" If rese
 # </div>
 
 # %%
-stats = [trace[: marks[i]].allocated().memory_stats() for i in (9, 14)]
+stats = [trace[: marks[i]].allocator().memory_stats() for i in (9, 14)]
 after_steps = [each["reserved_bytes.all.current"] for each in stats]
 lesson_01.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends, after_steps)
 
@@ -1449,12 +1449,12 @@ table(headings, [(tiny.peak, full.peak_bytes, allocator)])
 # %% [markdown]
 # <div lang="en">
 #
-# If you have a GPU, this cell measures on it. Otherwise it shows what an H200 measured. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for products with a bias. The context took 806 MB on that GPU after a few steps of training. What a layer saves in bf16 equals the formula of section 1.17, byte for byte.
+# If you have a GPU, this cell measures on it. Otherwise it shows what an H100 and an H200 measured: the same bytes. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for products with a bias. The context took 806 MB on the H200 after a few steps of training. What a layer saves in bf16 equals the formula of section 1.17, byte for byte.
 #
 # </div>
 # <div lang="zh">
 #
-# 有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。训练步的峰值，计量器是 3,931.7 MB，分配器高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程 32 MiB，反向的线程 32 MiB，带偏置的乘积再加 1 MiB。训练几步以后，这块 GPU 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，与 1.17 节的公式逐字节相等。
+# 有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在 H100 和 H200 上各测一次的记录，两者的字节数都相同。训练步的峰值，计量器是 3,931.7 MB，分配器高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程 32 MiB，反向的线程 32 MiB，带偏置的乘积再加 1 MiB。训练几步以后，H200 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，与 1.17 节的公式逐字节相等。
 #
 # </div>
 

@@ -1063,16 +1063,16 @@ lesson_02.older_claims()
 #
 # <div lang="en">
 #
-# Keeping the products costs few FLOPs, but asks Python about every operator, some 900 times per step. The second cell measures on your GPU, or shows what an H200 measured.
+# Keeping the products costs few FLOPs, but asks Python about every operator, some 900 times per step. The second cell measures on your GPU, or shows what an H100 and an H200 measured.
 #
-# On the H200, with a Llama in bf16, `keep_mm` computes no product twice, yet takes 23% longer. With both the checkpoints and `compile()`, forward and backward take as long as with neither.
+# On the H200, with a Llama in bf16, `keep_mm` computes no product twice, yet takes 23% longer, and on the H100 32%. With both the checkpoints and `compile()`, forward and backward take as long as with neither.
 #
 # </div>
 # <div lang="zh">
 #
-# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在一块 H200 上测得的结果。
+# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在 H100 和 H200 上测得的结果。
 #
-# 在这块 H200 上训练一个 bf16 的 Llama 时，用 `keep_mm` 没有一次乘法要做两遍，却要多花 23% 的时间。检查点和 `compile()` 一起用，前向加反向的用时与两样都不用时一样。
+# 在 H200 上训练一个 bf16 的 Llama 时，用 `keep_mm` 没有一次乘法要做两遍，却要多花 23% 的时间，在 H100 上是 32%。检查点和 `compile()` 一起用，前向加反向的用时与两样都不用时一样。
 #
 # </div>
 

@@ -1289,14 +1289,14 @@ lesson_04.older_claims(ratio, kept)
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows what an H200 measured. Offloading the activations lowers the peak from 11.2 GB to 4.2 GB and takes 33% longer; `save_on_cpu` takes 95% longer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
+# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows what an H100 and an H200 measured. On the H200, offloading the activations lowers the peak from 11.2 GB to 4.2 GB and takes 33% longer; `save_on_cpu` takes 95% longer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
 # The simulated device was right. For nine settings of `prefetch` and `in_flight` in another network, it had predicted 1.01 to 1.14 times the step without offload, and the H200 took 1.01 to 1.13 (`docs/gpus.md`).
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在一块 H200 上记录的数据。卸载激活值把峰值从 11.2 GB 降到 4.2 GB，时间多 33%，而 `save_on_cpu` 多 95%。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可换页内存拷贝，要 28.6 ms 才返回。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在 H100 和 H200 上记录的数据。在 H200 上，卸载激活值把峰值从 11.2 GB 降到 4.2 GB，时间多 33%，而 `save_on_cpu` 多 95%。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可换页内存拷贝，要 28.6 ms 才返回。
 #
 # 模拟的设备说对了。对另一个网络，`prefetch` 和 `in_flight` 取九种设置，它预测的时间是不卸载的 1.01 到 1.14 倍，H200 实测是 1.01 到 1.13 倍（`docs/gpus.md`）。
 #

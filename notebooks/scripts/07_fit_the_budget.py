@@ -1050,12 +1050,12 @@ lesson_07.older_claims(
 #
 # <div lang="en">
 #
-# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows what an H200 measured. Its three estimates, 45.3, 21.1 and 5.0 GB, equal the meter to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
+# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows what an H100 and an H200 measured. The three estimates, 45.3, 21.1 and 5.0 GB, equal the meter to the byte on both. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
 #
 # </div>
 # <div lang="zh">
 #
-# 有 GPU 时，下面的单元格用一个 12.8 亿参数的解码器现场运行三个配方；没有 GPU，就显示在一块 H200 上测得的数据。那里的三个估计值是 45.3、21.1 和 5.0 GB，都与计量器逐字节相等。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
+# 有 GPU 时，下面的单元格用一个 12.8 亿参数的解码器现场运行三个配方；没有 GPU，就显示在 H100 和 H200 上测得的数据。三个估计值是 45.3、21.1 和 5.0 GB，在两块卡上都与计量器逐字节相等。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
 #
 # </div>
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from course_lib.lessons import lesson_01
+from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
 
 
 def state_of(parameter, gradient, optimizer):
@@ -458,7 +459,7 @@ ANSWERS = {
             ),
             *(
                 (parts(logits=33_554_432), "logits themselves"),
-                (parts(layers=20_987_904), "has eight"),
+                (parts(layers=LAYER_BYTES), "has eight"),
             ),
             *(
                 (parts(norm_and_head=1_048_576), "keeps its own"),
@@ -481,7 +482,7 @@ ANSWERS = {
                 (parts(state=82.5), "`state`: Not yet. That is in MB"),
                 (parts(layers=167_900_000), "rounded"),
             ),
-            *((277_682_584, "keys"), (277_682_576, "keys"), parts(logits=None)),
+            *((BASELINE.peak_bytes, "keys"), (BASELINE.peak_bytes - 8, "keys"), parts(logits=None)),
         ],
     ),
     "largest_batch": (

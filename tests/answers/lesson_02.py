@@ -8,6 +8,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from course_lib.checkpoint import checkpoint, checkpointed_loss
+from course_lib.lessons.ledger import BASELINE
+from course_lib.lessons.lesson_02.checks import INPUT, LAYER, RNG
+
+PEAK = BASELINE.peak_bytes
 
 
 def checkpoint_of(**options):
@@ -484,12 +488,12 @@ def backward_inside(hidden, weight, targets, chunk):
     return loss.detach()
 
 
-RIGHT_PEAKS = {k: 277_682_584 - k * 19_934_272 for k in (0, 1, 4, 7)}
+RIGHT_PEAKS = {k: PEAK - k * (LAYER - INPUT - RNG) for k in (0, 1, 4, 7)}
 
 
 def right_for_four_only(k):
     """Goes through the four points of an earlier check, and bends between them."""
-    return RIGHT_PEAKS[0] - k * 19_934_272 + k * (k - 1) * (k - 4) * (k - 7)
+    return RIGHT_PEAKS[0] - k * (LAYER - INPUT - RNG) + k * (k - 1) * (k - 4) * (k - 7)
 
 
 def llama_row(
@@ -618,28 +622,28 @@ ANSWERS = {
         ],
     ),
     "peak_formula": (
-        [lambda k: 277_682_584 - k * (20_987_904 - 1_048_576 - 5_056)],
+        [lambda k: PEAK - k * (LAYER - INPUT - RNG)],
         [
             (
-                lambda k: 277_682_584 - k * 20_987_904,
+                lambda k: PEAK - k * LAYER,
                 "k = 1: Not yet. You left out the inputs",
             ),
-            (lambda k: 277_682_584 - k * (20_987_904 - 1_048_576), "random number generator"),
-            (lambda k: 277_682_584 - k * (20_987_904 - 5_056), "b · s · h"),
-            (lambda k: 277_682_584 - k * (20_987_904 - 262_144 - 5_056), "takes 4 bytes"),
+            (lambda k: PEAK - k * (LAYER - INPUT), "random number generator"),
+            (lambda k: PEAK - k * (LAYER - RNG), "b · s · h"),
+            (lambda k: PEAK - k * (LAYER - 262_144 - RNG), "takes 4 bytes"),
             (
-                lambda k: 277_682_584 - k * (20_987_904 - 1_048_576) + 5_056 * (k > 0),
+                lambda k: PEAK - k * (LAYER - INPUT) + RNG * (k > 0),
                 "k = 2: Not yet. You counted the generator's state only once",
             ),
             (lambda k: 118_208_408, "k = 0: Not yet. You counted a checkpoint around all eight"),
-            (lambda k: 277_682_584 + k * (20_987_904 - 1_048_576 - 5_056), "grows with k"),
+            (lambda k: PEAK + k * (LAYER - INPUT - RNG), "grows with k"),
             (
-                lambda k: 277_682_584 - k * 19_934_272 + 20_987_904 * (k > 0),
+                lambda k: PEAK - k * (LAYER - INPUT - RNG) + LAYER * (k > 0),
                 "no layer has been recomputed yet",
             ),
             (lambda k: None, "Not answered"),
-            *(lambda k: 277_682_584 * (8 - k) / 8, 3),
-            (lambda k: (277_682_584 - k * 19_934_272) / 1e6, "That is in MB"),
+            *(lambda k: PEAK * (8 - k) / 8, 3),
+            (lambda k: (PEAK - k * (LAYER - INPUT - RNG)) / 1e6, "That is in MB"),
             (right_for_four_only, "k = 2: Not yet"),
             (lambda k: RIGHT_PEAKS.get(k, 0), "k = 2: Not yet"),
         ],

@@ -17,7 +17,7 @@ from course_lib.schedule import (
     segments,
     store_all,
 )
-from course_lib.schedule.rules import segmented
+from course_lib.schedule.rules import segment_schedule
 
 six = Chain.uniform(6, saved_bytes=2)
 
@@ -503,7 +503,7 @@ ANSWERS = {
             (lambda first, stages, room: [], "Not answered"),
             (lambda first, stages, room: None, "Not answered"),
             (lambda first, stages, room: ..., "Not answered"),
-            (lambda first, stages, room: list(segmented([0, len(stages)])), "bytes besides"),
+            (lambda first, stages, room: list(segment_schedule([0, len(stages)])), "bytes besides"),
             (functools.partial(plan, slip="from 0"), "refuses"),
             (functools.partial(plan, slip="no inputs"), "refuses"),
             (functools.partial(plan, slip="earlier first"), "`Backward(3)` must come next"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from course_lib._check import shown
+from course_lib._check import describe
 from course_lib.attention import flash_attention
 from course_lib.labels import verbatim
 from course_lib.models import Attention
@@ -49,17 +49,17 @@ class AttentionKind(Technique):
         own = attentions_of(model)
         if wanted in SWITCHED and (own or not _with_switch(model)):
             return (
-                f"attention must be 'standard', 'flash' or None for {shown(model)} without"
+                f"attention must be 'standard', 'flash' or None for {describe(model)} without"
                 f" set_attn_implementation, got {wanted!r}"
             )
         if wanted == "flash" and drop_probability(own):
             return (
-                f"attention must be 'standard' for {shown(model)} with dropout of attention"
+                f"attention must be 'standard' for {describe(model)} with dropout of attention"
                 " probabilities, got 'flash'"
             )
         return None
 
-    def applied(
+    def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
     ) -> AbstractContextManager[Check]:
         return attention_of(model, recipe.attention)
@@ -96,17 +96,17 @@ def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], 
     with ExitStack() as stack:
         calls: list[bool] = []
         if own:
-            stack.enter_context(_own(own, wanted))
+            stack.enter_context(_set_course_attention(own, wanted))
         elif wanted in SWITCHED:
-            stack.enter_context(_switched(model, wanted))
+            stack.enter_context(_set_implementation(model, wanted))
         elif wanted == "flash":
-            stack.enter_context(_switched(model, "sdpa", "flash"))
+            stack.enter_context(_set_implementation(model, "sdpa", "flash"))
             stack.enter_context(_Flash(calls))
 
         def check() -> None:
             if wanted == "flash" and not own and not calls:
                 raise ValueError(
-                    f"attention must be 'standard' for {shown(model)} that does not call"
+                    f"attention must be 'standard' for {describe(model)} that does not call"
                     " F.scaled_dot_product_attention, got 'flash'"
                 )
 
@@ -125,7 +125,7 @@ def drop_probability(attentions: Iterable[Attention]) -> float:
 
 
 @contextmanager
-def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
+def _set_course_attention(modules: list[Attention], wanted: str | None) -> Iterator[None]:
     """Set the attention of `course_lib.models.Attention` modules inside the `with` block."""
     before = [
         {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)}
@@ -162,7 +162,7 @@ def _with_switch(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterator[None]:
+def _set_implementation(model: nn.Module, wanted: str, asked: str | None = None) -> Iterator[None]:
     """Set a Hugging Face model's attention implementation to `wanted` inside the `with` block.
 
     If the recipe's value differs from `wanted`, pass it as `asked`, and error messages show it
@@ -188,7 +188,7 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
                         "which has its own attention and does not switch to PyTorch's",
                     )
                 raise ValueError(
-                    f"attention must be {allowed} for {shown(module)}, {reason}, got"
+                    f"attention must be {allowed} for {describe(module)}, {reason}, got"
                     f" {asked or wanted!r}"
                 ) from problem
         yield
@@ -231,11 +231,11 @@ class _Flash(TorchFunctionMode):
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
     ) -> Tensor:
         self.calls.append(True)
-        for name, got, plain in (("attn_mask", attn_mask, None), ("dropout_p", dropout_p, 0.0)):
-            if got is not plain and not (name == "dropout_p" and got == plain):
+        for name, actual, plain in (("attn_mask", attn_mask, None), ("dropout_p", dropout_p, 0.0)):
+            if actual is not plain and not (name == "dropout_p" and actual == plain):
                 raise ValueError(
                     f"{name} of F.scaled_dot_product_attention must be {plain} when attention is"
-                    f" 'flash', got {shown(got)}; flash attention supports is_causal, but no mask"
-                    " and no dropout"
+                    f" 'flash', got {describe(actual)}; flash attention supports is_causal, but no"
+                    " mask and no dropout"
                 )
         return flash_attention(query, key, value, is_causal=is_causal, **options)

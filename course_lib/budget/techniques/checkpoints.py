@@ -72,8 +72,8 @@ class Checkpoint(Technique):
         for name, owner in NEEDED.items():
             if (getattr(recipe, name) is not None) != (recipe.checkpoint == owner):
                 allowed = f"a number when checkpoint is {owner!r}, and None otherwise"
-                got = f"{getattr(recipe, name)} with checkpoint={recipe.checkpoint!r}"
-                return must_be(name, allowed, got)
+                actual = f"{getattr(recipe, name)} with checkpoint={recipe.checkpoint!r}"
+                return must_be(name, allowed, actual)
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
@@ -83,10 +83,10 @@ class Checkpoint(Technique):
             _check_blocks(model, recipe)
         return None
 
-    def applied(
+    def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
     ) -> AbstractContextManager[Check]:
-        return _applied(recipe, model)
+        return _apply_checkpoints(recipe, model)
 
     def words(self, recipe: Recipe) -> list[str]:
         if recipe.checkpoint == "none":
@@ -124,17 +124,17 @@ class Checkpoint(Technique):
 
 
 @contextmanager
-def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
+def _apply_checkpoints(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
     """Apply the recipe's checkpoints to the model inside the `with` block."""
     checks: list[Check] = []
     with ExitStack() as stack:
         # Otherwise the loss runs the model's own chain (`course_lib.budget.stages`).
         if recipe.checkpoint in CHAINED and not runs_stages(model, recipe):
-            handle = stack.enter_context(scheduled(model, recipe))
+            handle = stack.enter_context(schedule_of_blocks(model, recipe))
             handle.advice = ADVICE if is_compared(model, recipe) else None
             checks.append(handle.check)
         if recipe.checkpoint in ("layers", "selective"):
-            handle = stack.enter_context(checkpointed(model, recipe))
+            handle = stack.enter_context(checkpoints_of_blocks(model, recipe))
             handle.advice = ADVICE if is_compared(model, recipe) else None
             checks.append(handle.check)
             checks.append(
@@ -144,7 +144,7 @@ def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
     note_compared(model, recipe)
 
 
-def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
+def schedule_of_blocks(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
     """Return the context manager that runs the model's blocks by the recipe's schedule."""
     names = names_of(model, block_names(recipe))
     if recipe.checkpoint == "segments":
@@ -153,7 +153,7 @@ def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
     return ScheduledBlocks(model, names, schedule, chains_of(model, recipe))
 
 
-def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
+def checkpoints_of_blocks(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
     """Return the context manager that checkpoints the model's blocks."""
     return checkpoint_blocks(
         model,

@@ -34,7 +34,7 @@ class ChunkedHead(Technique):
             head_of(model, recipe.head_chunk)
         return None
 
-    def applied(
+    def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
     ) -> AbstractContextManager[Check]:
         return chunked_head(model, recipe.head_chunk)
@@ -222,18 +222,18 @@ class Logits(Tensor):
 
     # ---- Allowed operations on logits. They return None if the arguments are not allowed.
 
-    def _made(self, hidden: Tensor, *dtypes: torch.dtype) -> Logits:
+    def _with_hidden(self, hidden: Tensor, *dtypes: torch.dtype) -> Logits:
         return Logits(hidden, (*self.casts, *dtypes), *self.rest)
 
     def _float(self) -> Logits:
-        return self._made(self.hidden, torch.float32)
+        return self._with_hidden(self.hidden, torch.float32)
 
     def _to(self, *args, **kwargs) -> Logits | None:
         if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             return None
         named = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
         # A device among the arguments is ignored, because the logits stay on their device.
-        return self._made(self.hidden, *named)
+        return self._with_hidden(self.hidden, *named)
 
     def _contiguous(self, **_) -> Logits:
         return self
@@ -242,14 +242,14 @@ class Logits(Tensor):
         *rest, last = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if last != self.width and not (last == -1 and -1 not in rest):
             return None
-        return self._made(self.hidden.reshape(*rest, self.hidden.shape[-1]))
+        return self._with_hidden(self.hidden.reshape(*rest, self.hidden.shape[-1]))
 
     _view = _reshape
 
     def _flatten(self, start_dim: int = 0, end_dim: int = -1) -> Logits | None:
         if end_dim in (-1, self.hidden.dim() - 1):
             return None
-        return self._made(self.hidden.flatten(start_dim, end_dim))
+        return self._with_hidden(self.hidden.flatten(start_dim, end_dim))
 
     def _getitem(self, index: Any) -> Logits | None:
         index = index if isinstance(index, tuple) else (index,)
@@ -260,5 +260,5 @@ class Logits(Tensor):
         )
         whole = isinstance(index[-1], slice) and index[-1] == slice(None)
         if any(x is Ellipsis for x in index):
-            return self._made(self.hidden[index]) if whole else None
-        return self._made(self.hidden[index]) if whole or used < self.hidden.dim() else None
+            return self._with_hidden(self.hidden[index]) if whole else None
+        return self._with_hidden(self.hidden[index]) if whole or used < self.hidden.dim() else None

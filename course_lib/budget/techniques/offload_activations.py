@@ -40,9 +40,7 @@ class OffloadedActivations(Technique):
             " stores its activations itself; use checkpoint='none', 'layers' or 'segments'"
         )
 
-    def applied(
-        self, recipe: Recipe, model: nn.Module, store: Any = None
-    ) -> AbstractContextManager:
+    def apply(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager:
         if not recipe.offload_activations:
             return nullcontext()
         return offload_activations(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from course_lib._check import shown
+from course_lib._check import describe
 from course_lib.labels import text
 
 from .technique import Recipe, Technique, choice, fields_of
@@ -27,7 +27,7 @@ class Precision(Technique):
             if p.is_floating_point() and p.dtype != recipe.dtype:
                 return (
                     f"precision must be that of the model's parameters, got {recipe.precision!r}"
-                    f" for a model with {shown(p)}; make the model with `build`"
+                    f" for a model with {describe(p)}; make the model with `build`"
                 )
         return None
 

@@ -31,7 +31,7 @@ class Technique:
     Attributes:
         fields: Mapping from each field to its check. `check(name, value)` raises if the value is
             not allowed.
-        around: Part of the training that `applied` surrounds: the whole step, or the forward pass
+        around: Part of the training that `apply` surrounds: the whole step, or the forward pass
             of each micro-batch.
         after: First fields of the techniques that are applied to a model before this one. For
             example, the head must be found before its blocks are wrapped. The steps from the
@@ -48,7 +48,7 @@ class Technique:
         in_forward: Whether the technique changes which activations a forward pass keeps, and
             therefore which ones are offloaded.
         acts_on: Categories of live bytes that the technique makes smaller.
-        hooks_saved_tensors: Whether `applied` puts `torch.autograd.graph.saved_tensors_hooks`, or a
+        hooks_saved_tensors: Whether `apply` puts `torch.autograd.graph.saved_tensors_hooks`, or a
             context manager that is built on them, around each forward pass. PyTorch runs only the
             innermost of such hooks, so a `Recipe` refuses two techniques of this kind. Checkpoints
             of blocks do not count: their hooks are inside the forward pass, and nest on purpose.
@@ -74,7 +74,7 @@ class Technique:
 
         A recipe uses the technique if any of the technique's fields differs from its default.
         """
-        return not self.fields.keys().isdisjoint(recipe.changed())
+        return not self.fields.keys().isdisjoint(recipe.changed_fields())
 
     def conflict(self, recipe: Recipe) -> str | None:
         """Return an error message if fields of the recipe cannot be combined, or else None."""
@@ -87,7 +87,7 @@ class Technique:
         """
         return None
 
-    def applied(
+    def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
     ) -> AbstractContextManager[Check | None]:
         """Return a context manager inside which the model uses the technique.
@@ -116,10 +116,10 @@ class Technique:
 
 def all_of(checks: Iterable[Check | None]) -> Check:
     """Return one check that runs all given checks, ignoring None."""
-    told = [check for check in checks if check is not None]
+    actual_checks = [check for check in checks if check is not None]
 
     def run() -> None:
-        for check in told:
+        for check in actual_checks:
             check()
 
     return run

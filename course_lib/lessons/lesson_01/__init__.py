@@ -15,7 +15,7 @@ from .allocator import (
     draw_in_the_viewer,
     four_orders,
     orders_on,
-    replayed,
+    replay_trace,
     reserved_after,
 )
 from .checks import (
@@ -72,7 +72,7 @@ __all__ = [
     "orders_on",
     "parts_of_the_peak",
     "peak_and_sum",
-    "replayed",
+    "replay_trace",
     "reserved_after",
     "rows_of_the_formula",
     "storages",

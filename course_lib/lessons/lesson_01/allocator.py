@@ -49,7 +49,7 @@ ALLOCATOR_CLAIMS = (
 )
 
 
-def replayed(
+def replay_trace(
     trace: Trace,
     capacity_bytes: int,
     settings: str = "",
@@ -84,7 +84,7 @@ def reserved_after(trace: Trace, marks: Sequence[int]) -> Table:
     """
     rows, phases = [], ("before", "forward", "backward", "step()", "zero_grad()")
     for number, mark in enumerate(marks):
-        stats = trace[:mark].allocated().memory_stats()
+        stats = trace[:mark].allocator().memory_stats()
         counts = [stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")]
         shown = [round(count / 1e6, 1) for count in (int(trace[:mark].live_bytes[-1]), *counts)]
         rows.append((1 + number // 5, f"`{phases[number % 5]}`", *shown))
@@ -142,7 +142,7 @@ def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
     rows = []
     for name, scene in scenes.items():
         for settings in ("", "expandable_segments:True"):
-            message = replayed(scene, capacity_bytes, settings)[1]
+            message = replay_trace(scene, capacity_bytes, settings)[1]
             result = "out of memory" if message else "fits"
             rows.append((name, f"`{settings}`" if settings else "–", scene.peak_bytes, result))
     size = text("{capacity} MiB", capacity=capacity_bytes // MIB)
@@ -161,15 +161,15 @@ def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
         try:
             allocator.replay([event], live)
         except torch.OutOfMemoryError:
-            before = _reserved(allocator)
+            before = _reserved_bytes(allocator)
             allocator.empty_cache()
-            return event[2], before, _reserved(allocator)
+            return event[2], before, _reserved_bytes(allocator)
     raise ValueError(
         f"trace must need more memory than capacity_bytes, got one that fits into {capacity_bytes}"
     )
 
 
-def _reserved(allocator: CachingAllocator) -> int:
+def _reserved_bytes(allocator: CachingAllocator) -> int:
     return allocator.memory_stats()["reserved_bytes.all.current"]
 
 
@@ -184,9 +184,9 @@ def allocator_claims(
         reserved: Reserved bytes after two of the monitor's steps.
     """
     tensor, before, after = wanted_bytes(scene, capacity_bytes)
-    message = replayed(scene, capacity_bytes)[1]
+    message = replay_trace(scene, capacity_bytes)[1]
     tried = message.partition("Tried to allocate ")[2].partition(". ")[0]
-    mended = not replayed(scene, capacity_bytes, emptied_at=marks)[1]
+    mended = not replay_trace(scene, capacity_bytes, emptied_at=marks)[1]
     return what_you_may_have_read(
         ALLOCATOR_CLAIMS,
         text(

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
+from course_lib.lessons.ledger import LAYER_BYTES
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import (
-    Refused,
+    WrongAnswer,
     exercise,
     largest_that_fits,
     not_answered,
@@ -117,7 +118,7 @@ def _counts_of_weights() -> dict[int, str]:
     }
     counts = {WEIGHTS - count: message for count, message in forgotten.items()}
     for (a, first), (b, second) in itertools.combinations(forgotten.items(), 2):
-        counts.setdefault(WEIGHTS - a - b, listed([first, second], " "))
+        counts.setdefault(WEIGHTS - a - b, join_labels([first, second], " "))
     counts[4 * WEIGHTS] = "You gave bytes. How many numbers are these?"
     return counts
 
@@ -138,7 +139,7 @@ def _counts_of_weights() -> dict[int, str]:
 def check_whole_peak(answer: Any) -> Verdict:
     """Check the parts of the baseline's peak; only two numbers of 4 bytes are left out."""
     layer, logits, width, statistics = (
-        20_987_904,
+        LAYER_BYTES,
         4 * 8 * 128 * 2048,
         4 * 8 * 128 * 256,
         8 * 8 * 128,
@@ -217,7 +218,7 @@ def check_whole_peak(answer: Any) -> Verdict:
         },
     }
     if not isinstance(answer, Mapping) or set(answer) != set(wanted):
-        names = listed(f"`{name}`" for name in wanted)
+        names = join_labels(f"`{name}`" for name in wanted)
         return wrong(text("Give a dictionary with the keys {names}.", names=names), exact=True)
     if all(part is None for part in answer.values()):
         return not_answered()
@@ -314,7 +315,7 @@ def check_largest_batch(answer: Any) -> Verdict:
     wanted = "Give a whole number from 1 to 10,000."
     for mistaken, message in _LINES.items():
         if expect_number(answer, mistaken):
-            raise Refused(text("Not yet. {reason}", reason=message), exact=True)
+            raise WrongAnswer(text("Not yet. {reason}", reason=message), exact=True)
     batch, here, above = largest_that_fits(
         answer, range(1, 10_001), _peak_with_adam, 500_000_000, wanted
     )

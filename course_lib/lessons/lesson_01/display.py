@@ -180,7 +180,7 @@ def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None 
             color="#555555",
         )
 
-    def predicted(length: int, *, p: bool, rest: bool) -> float:
+    def predict(length: int, *, p: bool, rest: bool) -> float:
         rows = formula(8, length, 256, 8)
         return (
             sum(count for row, count in rows.items() if (p if row == "probabilities" else rest))
@@ -197,7 +197,7 @@ def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None 
         curves, (COLORS["measured"], _P, _REST), strict=True
     ):
         predicted_and_measured(
-            ax, lengths, partial(predicted, p=p, rest=rest), measured, name, color=color
+            ax, lengths, partial(predict, p=p, rest=rest), measured, name, color=color
         )
     return shown_once(drawn)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 
@@ -106,7 +106,7 @@ def _verdict(
     shown, other = sizes
     given, of_the_list = answer(**other), answer(**shown)
     if not isinstance(given, Mapping) or set(given) != set(rows):
-        names = listed(f"`{name}`" for name in rows)
+        names = join_labels(f"`{name}`" for name in rows)
         return wrong(text("Return a dictionary with the keys {names}.", names=names))
     if all(expect_number(given[name], formula(**other) // 2) for name, formula in rows.items()):
         return wrong(_HALF, exact=True)
@@ -115,7 +115,7 @@ def _verdict(
         verdict = expect_number(given[name], count, wrong_answers=mistakes_of(name, count, **other))
         fits_the_list = bool(expect_number(of_the_list[name], formula(**shown)))
         if bool(verdict) != fits_the_list:
-            sizes_in_words = listed(f"{letter} = {size}" for letter, size in other.items())
+            sizes_in_words = join_labels(f"{letter} = {size}" for letter, size in other.items())
             message = (
                 "{name} is right for the lesson's layer, but not for one with {sizes}. Use"
                 " {letters} instead of the lesson's numbers."
@@ -124,7 +124,7 @@ def _verdict(
                 " {letters} instead of numbers."
             )
             return wrong(
-                text(message, name=f"`{name}`", sizes=sizes_in_words, letters=listed(other)),
+                text(message, name=f"`{name}`", sizes=sizes_in_words, letters=join_labels(other)),
                 exact=True,
             )
         if not verdict:

@@ -6,7 +6,7 @@ import torch
 
 from course_lib.labels import text
 from course_lib.memory import MemoryMeter, measure, saved_tensors, transformer_activation_bytes
-from course_lib.models import Attention, DecoderLayer, seeded
+from course_lib.models import Attention, DecoderLayer, seed_generators
 from course_lib.teaching.allocator import Allocator, BetweenOperators
 from course_lib.teaching.experiments import (
     TINY,
@@ -71,7 +71,7 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
             *(t for state in optimizer.state.values() for t in state.values()),
             tokens,
         ]
-        kept = allocator.requested() - sum(tensor.nbytes for tensor in own if tensor.is_cuda)
+        kept = allocator.requested_bytes() - sum(tensor.nbytes for tensor in own if tensor.is_cuda)
         with BetweenOperators(allocator) as between:
             step()
         yield {"kept_by_libraries_bytes": kept}
@@ -153,7 +153,7 @@ def attention_sequence(
     for kind in ("standard", "fused"):
         layer = Attention(hidden, heads, fused=kind == "fused").to(device, torch.bfloat16)
         for length in lengths:
-            with seeded(0):
+            with seed_generators(0):
                 x = torch.randn(1, length, hidden).to(device, torch.bfloat16)
             found = measure(
                 lambda layer=layer, x=x: layer(x).sum().backward(), model=layer, repeats=1
@@ -197,8 +197,8 @@ def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
         def note(after: str) -> None:
             values[f"{after}_live_bytes"] = meter.live_bytes
             if device.type == "cuda":
-                values[f"{after}_allocated_bytes"] = allocator.allocated()
-                values[f"{after}_reserved_bytes"] = allocator.reserved()
+                values[f"{after}_allocated_bytes"] = allocator.allocated_bytes()
+                values[f"{after}_reserved_bytes"] = allocator.reserved_bytes()
 
         model, tokens = decoder_and_tokens(device, **sizes)
         optimizer = torch.optim.Adam(model.parameters())

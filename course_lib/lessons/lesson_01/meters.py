@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from course_lib.labels import listed, verbatim
+from course_lib.labels import join_labels, verbatim
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 
@@ -61,7 +61,7 @@ _VIEW = (
     "You counted the storage of a view as new. A view shares the storage of its base, which stays"
     " in memory as long as one of them exists."
 )
-_KEYS = listed([_VIEW, "The keys of `given` are addresses, so compare `address`."], " ")
+_KEYS = join_labels([_VIEW, "The keys of `given` are addresses, so compare `address`."], " ")
 _OLD = (
     "You counted a view of a tensor that existed before the meter started. Its storage was passed"
     " as an argument, so it is not new."

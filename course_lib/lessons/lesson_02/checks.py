@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
-from course_lib.lessons.ledger import BASELINE
+from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import (
-    Refused,
+    WrongAnswer,
     exercise,
     largest_that_fits,
     not_answered,
@@ -26,7 +26,7 @@ from course_lib.teaching.exercises import (
 
 # The course's decoder, in bytes: what a layer saves, its input, and the state of the random number
 # generator.
-LAYER, INPUT, RNG = 20_987_904, 1_048_576, 5_056
+LAYER, INPUT, RNG = LAYER_BYTES, 1_048_576, 5_056
 KEPT = INPUT + RNG  # bytes that a checkpoint keeps
 
 
@@ -100,10 +100,10 @@ def check_hooks(function: Any) -> Verdict:
     output = function(lambda x: (x @ weight).exp(), data)
     try:
         if output.requires_grad:
-            output.backward(_uneven(data))
+            output.backward(_uneven_gradient(data))
     except RuntimeError:  # the second run saved other tensors, so that shapes do not match
         weight.grad = torch.full_like(weight, torch.nan)
-    (expected,) = torch.autograd.grad((data @ weight).exp(), weight, _uneven(data))
+    (expected,) = torch.autograd.grad((data @ weight).exp(), weight, _uneven_gradient(data))
     if weight.grad is None:
         return wrong(
             "The block's weight got no gradient when the input needed none. It still needs"
@@ -123,7 +123,7 @@ def check_hooks(function: Any) -> Verdict:
     )
 
 
-def _uneven(like: Tensor) -> Tensor:
+def _uneven_gradient(like: Tensor) -> Tensor:
     """Return a gradient that differs at each place and has both signs, like that of a real loss."""
     return torch.linspace(-1, 2, like.numel()).view_as(like)
 
@@ -168,7 +168,7 @@ def _keeps_its_input_only(function: Callable) -> None:
             y = y.sin().tanh().exp().sub(1)
         return y
 
-    expected = torch.autograd.grad(block(x), (x, weight), _uneven(x))
+    expected = torch.autograd.grad(block(x), (x, weight), _uneven_gradient(x))
     all_ones = torch.autograd.grad(block(x).sum(), (x, weight))
     runs.clear()
     with MemoryMeter() as meter:
@@ -182,7 +182,7 @@ def _keeps_its_input_only(function: Callable) -> None:
     if before == 0 and torch.equal(output, x):  # the cell is unchanged
         raise NotImplementedError
     try:
-        output.backward(_uneven(x))
+        output.backward(_uneven_gradient(x))
     except (RuntimeError, TypeError) as error:
         if "does not require grad" in f"{error}" and len(runs) == 2 and runs[1]:
             _refuse(
@@ -217,20 +217,20 @@ def _keeps_its_input_only(function: Callable) -> None:
             " all ones. Go backward from that gradient."
         )
     if not all(map(torch.allclose, found, expected)):
-        raise Refused("Your gradients differ from autograd's.")
+        raise WrongAnswer("Your gradients differ from autograd's.")
     if kept > 1.5 * x.nbytes:  # one copy of the input is allowed
         message = (
             "Between forward and backward you keep {kept:,} bytes, but the input has only"
             " {input:,}."
         )
-        raise Refused(text(message, kept=kept, input=x.nbytes))
+        raise WrongAnswer(text(message, kept=kept, input=x.nbytes))
 
 
 def _name_the_mistake(error: Exception) -> None:
     """Refuse with the meaning of PyTorch's error, if it is known."""
     for message, meant in _MISTAKES.items():
         if message in f"{error}":
-            raise Refused(meant, exact=True) from None
+            raise WrongAnswer(meant, exact=True) from None
 
 
 def _works_in_a_network(function: Callable) -> None:
@@ -248,7 +248,7 @@ def _works_in_a_network(function: Callable) -> None:
         first = run(lambda x: (x @ weights[0]).sin(), inside)
         return inside + first * run(lambda x: (x @ weights[1]).tanh(), first)
 
-    gradient = _uneven(start)
+    gradient = _uneven_gradient(start)
     wanted = torch.autograd.grad(network(lambda block, x: block(x)), (start, *weights), gradient)
     message = (
         "Your checkpoint is right for one block, but for two in a row the gradients differ"
@@ -259,7 +259,7 @@ def _works_in_a_network(function: Callable) -> None:
         network(function).backward(gradient)
     except (RuntimeError, IndexError) as error:
         _name_the_mistake(error)
-        raise Refused(message, exact=True) from None
+        raise WrongAnswer(message, exact=True) from None
     found = [tensor.grad for tensor in (start, *weights)]
     if not all(
         one is not None and torch.allclose(one, two) for one, two in zip(found, wanted, strict=True)
@@ -269,7 +269,7 @@ def _works_in_a_network(function: Callable) -> None:
 
 def _refuse(message: str) -> None:
     """Refuse the answer because of one mistake that the message names exactly."""
-    raise Refused(message, exact=True)
+    raise WrongAnswer(message, exact=True)
 
 
 def _two_runs(before: float, after: float) -> None:
@@ -282,7 +282,7 @@ def _two_runs(before: float, after: float) -> None:
     if (before, after) == (1, 1):
         _refuse("The block ran only once. Everything was kept, and nothing was recomputed.")
     if (before, after) != (1, 2):
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "The block ran {before} time(s) before backward and {after} time(s) in all, but"
                 " these must be 1 and 2.",
@@ -453,11 +453,11 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         except ValueError as error:  # cross_entropy got rows of one chunk and targets of another
             if "batch_size" not in f"{error}":
                 raise
-            said = (
+            verdict = (
                 "Backward calls the function of each chunk again, after the loop has ended."
                 " Pass the chunk's targets to it as an argument."
             )
-            return wrong(said, exact=True)
+            return wrong(verdict, exact=True)
     for name, tensor, gradient in zip(
         ("hidden", "weight"), (hidden, weight), expected, strict=True
     ):
@@ -607,7 +607,7 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         runs.append(1)
         return functional.dropout(x * 1.0, 0.5)
 
-    def drawn(goes_backward: bool) -> tuple[list[tuple[Tensor, Tensor]], list[int], Tensor]:
+    def draw_numbers(goes_backward: bool) -> tuple[list[tuple[Tensor, Tensor]], list[int], Tensor]:
         """Return inputs and outputs of two blocks, counts of runs, and numbers drawn at the end."""
         torch.manual_seed(0)
         torch.rand(5)  # drawn by earlier layers
@@ -624,18 +624,18 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         torch.rand(3)  # drawn by later layers before backward
         if goes_backward:
             for output in reversed(outputs):
-                output.backward(_uneven(output) + 3)  # zero nowhere
+                output.backward(_uneven_gradient(output) + 3)  # zero nowhere
         counts.append(len(runs))
         return list(zip(inputs, outputs, strict=True)), counts, torch.rand(3)
 
     with torch.random.fork_rng():
-        *_, undisturbed = drawn(goes_backward=False)
-        blocks, counts, found = drawn(goes_backward=True)
+        *_, undisturbed = draw_numbers(goes_backward=False)
+        blocks, counts, found = draw_numbers(goes_backward=True)
     _two_runs(*(count / 2 for count in counts))
     for x, output in blocks:
         if not torch.equal(output == 0, x.grad == 0):
             return wrong("Your second run drew a different mask.", hint=_ANOTHER_MASK)
-        upstream = torch.where(output == 0, 0.0, 2 * (_uneven(x) + 3))
+        upstream = torch.where(output == 0, 0.0, 2 * (_uneven_gradient(x) + 3))
         if not torch.allclose(x.grad, upstream):
             return wrong(
                 "You went backward from the output's sum, as if the gradient that arrives"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.memory import saved_tensors, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.teaching import Claim, Table, text
@@ -112,9 +112,9 @@ def older_claims() -> Table:
     equal, trained = _linear_layers_alone()
     return what_you_may_have_read(
         OLDER_CLAIMS,
-        listed(
+        join_labels(
             [
-                text("L = {depth}: {size} MB", depth=depth, size=f"{_saved(depth) / 1e6:.1f}")
+                text("L = {depth}: {size} MB", depth=depth, size=f"{_saved_bytes(depth) / 1e6:.1f}")
                 for depth in (4, 16)
             ],
             "; ",
@@ -126,7 +126,7 @@ def older_claims() -> Table:
     )
 
 
-def _saved(layers: int) -> int:
+def _saved_bytes(layers: int) -> int:
     """Return the bytes that a decoder with a checkpoint per layer saves for backward."""
     with symbolic():
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=layers, sequence=128)
@@ -144,11 +144,11 @@ def _steps_with_branches() -> int:
     def plainly(block: Callable, x: torch.Tensor) -> torch.Tensor:
         return block(x)
 
-    def checkpointed(block: Callable, x: torch.Tensor) -> torch.Tensor:
+    def run_checkpointed(block: Callable, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(block, x, use_reentrant=False)
 
     return sum(
-        torch.equal(gradient(branch, plainly), gradient(branch, checkpointed))
+        torch.equal(gradient(branch, plainly), gradient(branch, run_checkpointed))
         for branch in (torch.sin, torch.cos)
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
@@ -176,7 +176,7 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     ax.set(xlim=(0, len(events)), ylim=(-0.5, len(names) - 0.5), xticks=[], xlabel=text("time"))
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)
-    drawn.course_alt = text("In this order: {events}.", events=listed(alt, "; "))
+    drawn.course_alt = text("In this order: {events}.", events=join_labels(alt, "; "))
     return shown_once(drawn)
 
 
@@ -210,7 +210,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         "A checkpoint around the last of eight layers saves nothing, because of when the peak"
         " occurs"
     )
-    drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=listed(alt, " "))
+    drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=join_labels(alt, " "))
     for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
         layers = [layer for layer in peaks if layer is not None]
         saved = [(peaks[None] - peaks[layer]) / 1e6 for layer in layers]
@@ -256,7 +256,7 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
     title = (
         "The lower left would be best, but is empty. Here groups of layers are worse on both axes"
     )
-    drawn, ax = figure(title, height=3.2, alt=text("{points}.", points=listed(alt, "; ")))
+    drawn, ax = figure(title, height=3.2, alt=text("{points}.", points=join_labels(alt, "; ")))
     ax.set(
         xlim=(70, 320),
         ylim=(0.96, 1.36),
@@ -312,7 +312,7 @@ def _draw_bars(
         for name, f, m, r in zip(names, flops, middle, ratios, strict=True)
     ]
     title = "FLOPs count matrix products only. The seconds are those of this machine"
-    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(alt, "; ")))
+    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=join_labels(alt, "; ")))
     places = range(len(names))
     spread = [
         [m - r[0] for m, r in zip(middle, ratios, strict=True)],

@@ -11,7 +11,7 @@ from course_lib.models import random_tokens
 from course_lib.teaching.experiments import (
     TINY,
     Part,
-    compared,
+    compare_variants,
     decoder_and_tokens,
     experiment,
     peaks,
@@ -45,7 +45,7 @@ def checkpointed_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
         model.loss(tokens).backward()
 
     variants = {"plain": lambda: step(plain), "checkpointed": lambda: step(checkpointed)}
-    yield from compared(device, variants, model=model)
+    yield from compare_variants(device, variants, model=model)
 
 
 #: Operators whose results the selective checkpoint keeps: products, and attention on each device.

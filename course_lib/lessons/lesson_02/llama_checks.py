@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from course_lib.models import random_tokens
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import Refused, exercise, right
+from course_lib.teaching.exercises import WrongAnswer, exercise, right
 
 from .own_code import VOCABULARY, Cost, cost_of, equal_gradients, llama
 
@@ -29,7 +29,7 @@ def _batch() -> dict[str, Tensor]:
 
 
 @cache
-def _expected() -> Cost:
+def _expected_cost() -> Cost:
     return cost_of(llama(VOCABULARY), _batch())  # pyrefly: ignore[bad-return]
 
 
@@ -56,22 +56,24 @@ def check_in_chunks(function: Any) -> Verdict:
     layers = model.model.layers
     for layer in layers:
         layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    _expected(), _mistaken_losses()  # computed before the meter starts
+    _expected_cost(), _mistaken_losses()  # computed before the meter starts
 
     def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         loss = function(model, tokens, labels)
         if loss is None or loss is ...:
             raise NotImplementedError
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
-            raise Refused("Return the loss, a tensor with a graph. The check calls its backward.")
+            raise WrongAnswer(
+                "Return the loss, a tensor with a graph. The check calls its backward."
+            )
         _refuse_another_loss(float(loss.detach()), model, tokens, labels)
         return loss
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cost = cost_of(model, _batch(), loss_of)
-    if not equal_gradients(cost.gradients, _expected().gradients):
-        raise Refused(
+    if not equal_gradients(cost.gradients, _expected_cost().gradients):
+        raise WrongAnswer(
             "Your loss is right, but the gradients are not those of the model. Do not cut the"
             " graph between the loss and the layers.",
             exact=True,
@@ -81,27 +83,27 @@ def check_in_chunks(function: Any) -> Verdict:
         message = (
             "The peak is {peak} MB, because layers are not recomputed. Checkpoint all of them."
         )
-        raise Refused(text(message, **sizes), exact=True)
+        raise WrongAnswer(text(message, **sizes), exact=True)
     if cost.peak_bytes > _LIMIT:
         message = (
             "The peak is {peak} MB, because too many logits are in memory at once. Compute the loss"
             " in chunks of 128 tokens."
         )
-        raise Refused(text(message, **sizes), exact=True)
+        raise WrongAnswer(text(message, **sizes), exact=True)
     message = "Right: loss and gradients are those of the model, and the peak is {peak} MB."
     return right(text(message, **sizes))
 
 
 def _refuse_another_loss(found: float, model: nn.Module, tokens: Tensor, labels: Tensor) -> None:
     """Refuse a loss that is not the model's, with the mistake if it is known."""
-    wanted = _expected().loss
+    wanted = _expected_cost().loss
     if abs(found - wanted) <= 1e-5 * wanted:
         return
     for mistaken, reason in _mistaken_losses().items():
         if abs(found - mistaken) <= 1e-5 * mistaken:
-            raise Refused(text("Your loss is wrong. {reason}", reason=text(reason)), exact=True)
+            raise WrongAnswer(text("Your loss is wrong. {reason}", reason=text(reason)), exact=True)
     message = "Your loss is {found}, but it must be {wanted}."
-    raise Refused(text(message, found=f"{found:.4f}", wanted=f"{wanted:.4f}"))
+    raise WrongAnswer(text(message, found=f"{found:.4f}", wanted=f"{wanted:.4f}"))
 
 
 @cache

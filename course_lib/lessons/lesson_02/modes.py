@@ -57,7 +57,7 @@ def modes(checkpoint: Callable) -> list[tuple[str, ...]]:
         "`backward(inputs=...)`": _some_inputs_only,
         "second derivative": _second_derivative,
         "backward twice": _backward_twice,
-        "checkpoint in checkpoint": _nested,
+        "checkpoint in checkpoint": _run_nested,
         "`torch.func.grad` inside": _transforms_inside,
     }
     both = [partial(checkpoint, use_reentrant=reentrant) for reentrant in (True, False)]
@@ -144,7 +144,7 @@ def _raises(function: Callable[[], Any]) -> bool:
 
 
 def _works(case: Callable, mode: Run) -> bool:
-    counted = _Counted(mode)
+    counted = _CountedCheckpoint(mode)
     expected = case(_plainly, *_fresh())
     return torch.equal(case(counted, *_fresh()), expected) and counted.runs >= 2
 
@@ -157,18 +157,18 @@ def _plainly(function: Callable, *args: Any, **options: Any) -> Tensor:
     return function(*args, **options)
 
 
-class _Counted:
+class _CountedCheckpoint:
     """A checkpoint that counts how often the functions run."""
 
     def __init__(self, mode: Run):
         self.mode, self.runs = mode, 0
 
     def __call__(self, function: Callable, *args: Any, **options: Any) -> Tensor:
-        def counted(*args: Any, **options: Any) -> Tensor:
+        def run_once(*args: Any, **options: Any) -> Tensor:
             self.runs += 1
             return function(*args, **options)
 
-        return self.mode(counted, *args, **options)
+        return self.mode(run_once, *args, **options)
 
 
 def _input_without_gradient(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -203,7 +203,7 @@ def _backward_twice(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     return x.grad
 
 
-def _nested(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
+def _run_nested(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     run(lambda x: run(lambda y: (y * weight).exp(), x.sin()), x).sum().backward()
     return weight.grad
 

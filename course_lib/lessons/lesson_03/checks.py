@@ -18,7 +18,7 @@ from course_lib.schedule import (
     simulate,
 )
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
 
 # The recurrence
 # --------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def every_schedule(first: int, last: int) -> Iterator[list]:
                 yield [*ahead, *later, *earlier]
 
 
-def _uneven(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chain:
+def _uneven_chain(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chain:
     """Return a chain from tuples (forward time, backward time, output bytes, saved bytes)."""
     return Chain(tuple(Stage(*each) for each in sizes), input_bytes)
 
@@ -51,9 +51,11 @@ def _uneven(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chai
 # check.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
-    _uneven((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
-    _uneven((3, 6, 1, 2), (1, 2, 1, 5), (6, 12, 1, 1), (2, 4, 1, 4), (1, 2, 1, 3)),
-    _uneven((1, 2, 2, 3), (3, 6, 1, 1), (3, 6, 2, 6), (4, 8, 3, 7), (2, 4, 3, 5), input_bytes=2),
+    _uneven_chain((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
+    _uneven_chain((3, 6, 1, 2), (1, 2, 1, 5), (6, 12, 1, 1), (2, 4, 1, 4), (1, 2, 1, 3)),
+    _uneven_chain(
+        (1, 2, 2, 3), (3, 6, 1, 1), (3, 6, 2, 6), (4, 8, 3, 7), (2, 4, 3, 5), input_bytes=2
+    ),
 )
 
 
@@ -295,7 +297,7 @@ def check_drawn_schedule(actions: Any) -> Verdict:
     """
     if isinstance(actions, list | tuple) and (... in actions or not actions):
         return not_answered()
-    cost = _simulated(actions, Chain.uniform(6, saved_bytes=2))
+    cost = _simulate(actions, Chain.uniform(6, saved_bytes=2))
     found = {"peak": cost.peak_bytes, "forwards": cost.forward_steps}
     if cost.peak_bytes <= 7 and cost.forward_steps <= 11:
         return right(text("Right: the peak is {peak}, with {forwards} forwards.", **found))
@@ -331,7 +333,7 @@ def check_gives_up_early(actions: Any) -> Verdict:
     """Check a schedule for `five_stages()` in 13 bytes that is faster than all persistent ones."""
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
         return not_answered()
-    cost = _simulated(actions, five_stages())
+    cost = _simulate(actions, five_stages())
     found = {"peak": cost.peak_bytes, "time": f"{cost.time:g}"}
     if cost.peak_bytes > 13:
         return wrong(text("The peak of your schedule is {peak}, above 13.", peak=cost.peak_bytes))
@@ -389,7 +391,7 @@ def check_plan(answer: Any) -> Verdict:
         unset = actions is None or actions is ...
         if unset or (isinstance(actions, list | tuple) and not actions):
             return not_answered()
-        cost = _simulated(actions, chain)
+        cost = _simulate(actions, chain)
         peak = cost.peak_bytes - chain.input_bytes
         values = {"length": len(chain), "room": f"{room:,}"}
         if peak > room:
@@ -433,10 +435,10 @@ _REFUSALS = {
 
 def _refusal(refused: IllegalSchedule) -> str:
     """Return the message of an illegal schedule in the reader's language, if its rule is above."""
-    said = f"{refused}"
-    number = re.search(r"action (\d+), (\w+\(.*?\))", said)
+    message = f"{refused}"
+    number = re.search(r"action (\d+), (\w+\(.*?\))", message)
     for pattern, words in _REFUSALS.items():
-        if found := re.search(pattern, said):
+        if found := re.search(pattern, message):
             reason = text(words, what=found[1]) if "{what}" in words else text(words)
             if number is None:
                 return text("`simulate` refuses: {reason}", reason=reason)
@@ -446,16 +448,16 @@ def _refusal(refused: IllegalSchedule) -> str:
                 " {reason}",
                 **values,
             )
-    return text("`simulate` refuses: {problem}.", problem=f"`{said}`")
+    return text("`simulate` refuses: {problem}.", problem=f"`{message}`")
 
 
-def _simulated(actions: Any, chain: Chain) -> Cost:
+def _simulate(actions: Any, chain: Chain) -> Cost:
     """Return the cost of the reader's schedule, or refuse it with the reason."""
     try:
         return simulate(Schedule(actions), chain)
     except IllegalSchedule as refused:
-        raise Refused(_refusal(refused)) from None
+        raise WrongAnswer(_refusal(refused)) from None
     except Exception as error:
-        raise Refused(
+        raise WrongAnswer(
             text("Your schedule cannot be simulated: {error}.", error=f"`{error!r}`")
         ) from None

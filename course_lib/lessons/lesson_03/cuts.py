@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
 
 B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.2 to 3.4
 
@@ -106,7 +106,11 @@ def check_predicted_peak(answer: Any) -> Verdict:
     one, cuts = next(
         (one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts))
     )
-    values = {"cuts": _shown(cuts), "wanted": f"{_peak(cuts):,}", "given": f"{float(one):,.0f}"}
+    values = {
+        "cuts": _format_cuts(cuts),
+        "wanted": f"{_peak(cuts):,}",
+        "given": f"{float(one):,.0f}",
+    }
     return wrong(
         text(
             "Not yet: for the cuts {cuts} the peak is {wanted} bytes, but you return {given}.",
@@ -115,7 +119,7 @@ def check_predicted_peak(answer: Any) -> Verdict:
     )
 
 
-def _shown(cuts: Sequence[int]) -> str:
+def _format_cuts(cuts: Sequence[int]) -> str:
     """Return the cuts as they appear in a verdict, shortened if they are many."""
     return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
 
@@ -233,7 +237,7 @@ def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
     try:
         return math.isclose(given + 0.0, wanted, rel_tol=tolerance)
     except TypeError:
-        raise Refused(
+        raise WrongAnswer(
             text("Expected one number, got a `{kind}`.", kind=type(given).__name__), exact=True
         ) from None
 
@@ -259,25 +263,25 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
     shown = f"{given}"[:60]
     if not hasattr(given, "__iter__"):
         kind = type(given).__name__
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "Expected a list of cuts, such as `[0, 40, 70, 100]`, got a `{kind}`.",
                 kind=kind,
             )
         )
     if isinstance(given, set | frozenset):
-        raise Refused(text("A set has no order. Return a list of cuts."), exact=True)
+        raise WrongAnswer(text("A set has no order. Return a list of cuts."), exact=True)
     try:
         cuts = [float(cut) for cut in given]
     except (TypeError, ValueError):
         cuts = [math.nan]
     if sum(cuts) == depth and cuts[1:] != [depth]:
-        raise Refused(
+        raise WrongAnswer(
             text("You returned the sizes of the segments, {cuts}. Return the cuts.", cuts=shown),
             exact=True,
         )
     if not all(cut.is_integer() for cut in cuts):
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "A cut lies between two layers, so it must be a whole number. Yours are {cuts}.",
                 cuts=shown,
@@ -288,9 +292,9 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
         message = (
             "The cuts of {depth} layers must begin with 0 and end with {depth}. Yours are {cuts}."
         )
-        raise Refused(text(message, depth=depth, cuts=shown), exact=True)
+        raise WrongAnswer(text(message, depth=depth, cuts=shown), exact=True)
     if any(end <= start for start, end in pairwise(cuts)):
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "Each segment has at least one layer, so the cuts must increase. Yours are {cuts}.",
                 cuts=shown,
@@ -349,7 +353,7 @@ def check_tapered(answer: Any) -> Verdict:
             " ones longer."
         )
         return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
-    values = {"depth": depths[first], "cuts": _shown(given[first])}
+    values = {"depth": depths[first], "cuts": _format_cuts(given[first])}
     values |= {"peak": f"{peaks[first] / B:g}", "least": f"{least[first] / B:g}"}
     return wrong(
         text(

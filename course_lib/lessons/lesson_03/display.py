@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.memory.measurement import flop_counter
 from course_lib.schedule import COLORS as KEEP_COLORS
@@ -46,7 +46,7 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
     description = [
         text("k = {k}: {peak} B", k=k, peak=f"{peak / B:.0f}") for k, peak in measured.items()
     ]
-    alt = text("Measured peaks by the number of segments: {peaks}.", peaks=listed(description))
+    alt = text("Measured peaks by the number of segments: {peaks}.", peaks=join_labels(description))
     drawn, ax = figure("From 50 to 51 segments the peak nearly triples", height=3.6, alt=alt)
     _sweep(ax, depth, measured)
     before, after = marked
@@ -221,7 +221,7 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     axes[-1].legend(loc="upper right")
     drawn.course_larger = 1.15  # the legend is above the columns
     drawn.course_alt = text(
-        "One column per segment, one box per layer. {peaks}.", peaks=listed(description, "; ")
+        "One column per segment, one box per layer. {peaks}.", peaks=join_labels(description, "; ")
     )
     return shown_once(drawn)
 
@@ -292,7 +292,7 @@ def schedule_pictures(
     drawn.course_alt = text(
         "The actions of each schedule, with time on the x axis and stages on the y axis, and"
         " what is kept meanwhile. Under each of them, the live bytes. Peak and time: {costs}.",
-        costs=listed(description, "; "),
+        costs=join_labels(description, "; "),
     )
     return shown_once(drawn)
 
@@ -318,14 +318,14 @@ def _legend(drawn: "Figure") -> None:
     handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("the input is kept"))]
     handles += [
         Patch(
-            color=_over(KEEP_COLORS["input"], 0.35, _over(KEEP_COLORS["all"], 0.25)),
+            color=_blend(KEEP_COLORS["input"], 0.35, _blend(KEEP_COLORS["all"], 0.25)),
             label=text("both are kept"),
         )
     ]
     drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
 
-def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple[float, ...]:
+def _blend(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple[float, ...]:
     """Return a transparent color on top of another one, by default white."""
     from matplotlib.colors import to_rgb
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.schedule import Chain, Cost, frontier, simulate
-from course_lib.schedule.rules import Sizes, segmented
+from course_lib.schedule.rules import Sizes, segment_schedule
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
 
@@ -27,7 +27,7 @@ def best_cuts(chain: Chain) -> list[Cost]:
     sizes, length = Sizes(chain), len(chain)
 
     @cache
-    def own(start: int, end: int) -> int:  # bytes that a segment needs beyond its input
+    def own_bytes(start: int, end: int) -> int:  # bytes that a segment needs beyond its input
         most, before = (sizes.through[start, end] if end < length else 0), 0
         for i in range(start, end):
             forward = before + sizes.forward[i] + sizes.gradient[end - 1]
@@ -37,14 +37,14 @@ def best_cuts(chain: Chain) -> list[Cost]:
     @cache
     def least(start: int, last: int) -> tuple[int, tuple[int, ...]]:
         if start == last:
-            return own(start, length), (length,)
+            return own_bytes(start, length), (length,)
         ways = []
         for end in range(start + 1, last + 1):
             rest, cuts = least(end, last)
-            ways.append((max(own(start, end), sizes.values[end] + rest), (end, *cuts)))
+            ways.append((max(own_bytes(start, end), sizes.values[end] + rest), (end, *cuts)))
         return min(ways)
 
-    return [simulate(segmented([0, *least(0, last)[1]]), chain) for last in range(length)]
+    return [simulate(segment_schedule([0, *least(0, last)[1]]), chain) for last in range(length)]
 
 
 def frontier_with_early_stop(
@@ -143,7 +143,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
         description.append(text(words, name=text(name), **values))
     axes[0].set_ylabel(text("time (× baseline)"))
     axes[0].legend()
-    drawn.course_alt = text("{points}.", points=listed(description, "; "))
+    drawn.course_alt = text("{points}.", points=join_labels(description, "; "))
     return shown_once(drawn)
 
 
@@ -210,9 +210,9 @@ def _frontier_in_words(
         description.append(text(words, name=text(name), times=f"{least.time / plain:.2f}", **ends))
     for name, (costs, _, _) in variants.items():
         for word, (peak, flops) in costs.items():
-            called = listed([name, word]) if isinstance(word, str) else name
+            called = join_labels([name, word]) if isinstance(word, str) else name
             values = {"peak": f"{peak / 1e6:.1f}", "times": f"{flops / plain:.3f}"}
             description.append(
                 text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values)
             )
-    return text("{points}.", points=listed(description, "; "))
+    return text("{points}.", points=join_labels(description, "; "))

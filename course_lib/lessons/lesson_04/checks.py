@@ -17,7 +17,7 @@ from course_lib.lessons.ledger import PARAMETERS
 from course_lib.offload import Store
 from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
 
 from .simulation import clock
 
@@ -314,14 +314,14 @@ def check_offloading(function: Any) -> Verdict:
     found = (x.grad, *(each.grad for each in linear.parameters()))
     equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     if not equal and store.stats.bytes_down < least:
-        raise Refused(
+        raise WrongAnswer(
             "The gradients are wrong, and too few bytes were moved. After a storage is freed,"
             " its address is given to another one, and you took the second for the first. Use"
             " the storage itself as the key.",
             exact=True,
         )
     if not equal:
-        raise Refused(
+        raise WrongAnswer(
             "The gradients are wrong. `unpack` must restore the view that was saved, with its"
             " own shape, stride and offset."
         )
@@ -411,11 +411,11 @@ def _at_one_address() -> Callable[[Tensor], Tensor]:
     """
     memory = numpy.empty((128, 128), dtype=numpy.float32)
 
-    def placed(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         memory[:] = tensor.numpy()
         return torch.from_numpy(memory)
 
-    return placed
+    return move
 
 
 def _equal_after_a_change(function: Callable) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.lessons.ledger import PARAMETERS
 from course_lib.simulated import SimulatedDevice
 from course_lib.simulated.lanes import LANE_COLORS
@@ -28,8 +28,8 @@ def draw_tiers() -> "Figure":
     description = [
         text("{name}: {size}", name=text(name), size=text(size)) for name, size, _ in _TIERS
     ]
-    alt = text("Four tiers: {tiers}. Between them {links}.", tiers=listed(description, "; "),
-               links=listed([text(link) for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
+    alt = text("Four tiers: {tiers}. Between them {links}.", tiers=join_labels(description, "; "),
+               links=join_labels([text(link) for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
     drawn, ax = figure(
         "Each lower tier holds more, and access to it is slower", height=3.1, alt=alt
     )
@@ -133,7 +133,8 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
         for (c, p), t in clock.items()
     ]
     alt = text(
-        "Times relative to the step without copies: {points}.", points=listed(description, "; ")
+        "Times relative to the step without copies: {points}.",
+        points=join_labels(description, "; "),
     )
     title = (
         "Up to the threshold c = f/2, fetching two ahead is almost free, but fetching none is not"
@@ -237,7 +238,7 @@ def draw_pages(
     alt = text(
         "Peak of the optimizer step for each page size: {peaks}. With all the state in"
         " memory: {plain} MB.",
-        peaks=listed(description, "; "),
+        peaks=join_labels(description, "; "),
         plain=f"{plain / 1e6:.1f}",
     )
     title = (

@@ -13,7 +13,7 @@ from course_lib.teaching.experiments import (
     TINY,
     AttentionKernels,
     Part,
-    compared,
+    compare_variants,
     decoder_and_tokens,
     experiment,
     need_host_memory,
@@ -67,7 +67,7 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
         "offloaded": lambda: step(offload_activations(min_bytes=1 << 10)),
         "save_on_cpu": lambda: step(save_on_cpu(pin_memory=pinned)),
     }
-    yield from compared(device, variants, model=model)
+    yield from compare_variants(device, variants, model=model)
 
 
 @experiment(

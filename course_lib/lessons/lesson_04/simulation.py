@@ -160,7 +160,7 @@ class _Hasty(HostStore):
         return (lambda: None) if name == self.missing else wait
 
 
-class _Unordered(SimulatedDevice):
+class _UnorderedDevice(SimulatedDevice):
     """A device whose copies do not wait until their source is computed."""
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
@@ -176,7 +176,7 @@ def without_waits() -> Table:
     """
     mistakes = {
         "nothing": (SimulatedDevice, None),
-        "made → copied to the host": (_Unordered, None),
+        "made → copied to the host": (_UnorderedDevice, None),
         "copied to the host → release": (SimulatedDevice, "down"),
         "copied to the GPU → use": (SimulatedDevice, "up"),
     }

@@ -21,7 +21,7 @@ from .display import (
     five_bugs,
 )
 from .gpu import pieces_of_a_batch
-from .mean_of_means import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
+from .mean_of_means import batch, evaluate, load_record, loss_sum, rounded_decoder, small_decoder
 from .ranks import on_ranks
 from .results import (
     bytes_reduced,
@@ -52,16 +52,16 @@ __all__ = [
     "error",
     "errors_of_pairs",
     "errors_of_sums",
+    "evaluate",
     "figures_of_claims",
     "five_bugs",
     "gradient_of",
-    "judged",
+    "load_record",
     "loss_sum",
     "older_claims",
     "on_ranks",
     "peak_moments",
     "pieces_of_a_batch",
-    "recorded",
     "rounded_decoder",
     "same_weights_as_library",
     "small_decoder",

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.lessons.ledger import BASELINE
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import (
-    Refused,
+    WrongAnswer,
     exercise,
     not_answered,
     returns_none,
@@ -152,7 +152,7 @@ class _Recorder(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         if any(gradient is None for gradient in gradients):
-            raise Refused(
+            raise WrongAnswer(
                 "You let the optimizer step when a parameter has no gradient.", exact=True
             )
         self.record.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -214,10 +214,10 @@ def _epoch(
         except RuntimeError as error:
             for message, meant in _MISTAKES.items():
                 if message in str(error):
-                    raise Refused(meant, exact=True) from None
+                    raise WrongAnswer(meant, exact=True) from None
             raise
     if not optimizer.record.gradients:
-        raise Refused("Your loop never lets the optimizer step.", exact=True)
+        raise WrongAnswer("Your loop never lets the optimizer step.", exact=True)
     return optimizer.record._replace(scheduled=scheduler.last_epoch)
 
 
@@ -367,7 +367,7 @@ def _updates_with_infinity(loop: Callable) -> bool:
     """Return whether the optimizer steps although the gradient is infinite."""
     try:
         _epoch(loop, [torch.full((2, 4, 8), math.inf)], 1, scale=2.0)
-    except (Refused, RuntimeError):  # no step, or clipping with `error_if_nonfinite` raised
+    except (WrongAnswer, RuntimeError):  # no step, or clipping with `error_if_nonfinite` raised
         return False
     return True
 
@@ -413,7 +413,7 @@ def check_loop(function: Any) -> Verdict:
             text(
                 "{n} of 5 bugs fixed. Remaining: {found}.",
                 n=5 - len(found),
-                found=listed(found, "; "),
+                found=join_labels(found, "; "),
             )
         )
     if _updates_with_infinity(function):
@@ -505,7 +505,7 @@ def check_fp32_sums(function: Any) -> Verdict:
     if any(one.dtype != torch.float32 for one in found):
         kinds = {str(one.dtype).removeprefix("torch.") for one in found}
         return wrong(
-            text("The sums must be fp32, but yours are {kind}.", kind=listed(sorted(kinds))),
+            text("The sums must be fp32, but yours are {kind}.", kind=join_labels(sorted(kinds))),
             exact=True,
         )
     if not any(one.any() for one in found):

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.teaching import COLORS, Table, category_label, figure, table, text
 from course_lib.teaching.figures import category_look, shown_once
 
 from .bugs import PLANTED
 from .checks import FIVE
-from .mean_of_means import recorded
+from .mean_of_means import load_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,9 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         for m in sorted(meters)
     ]
     title = "Activations shrink with the micro-batch, and 110 MB stay"
-    drawn, ax = figure(title, height=3.6, alt=text("{points}.", points=listed(description, "; ")))
+    drawn, ax = figure(
+        title, height=3.6, alt=text("{points}.", points=join_labels(description, "; "))
+    )
     for m, meter in meters.items():
         bottom = 0.0
         for part in _PARTS:
@@ -76,7 +78,7 @@ def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "F
         " per micro-batch: {points}.",
         least=f"{min(say):.2f}",
         most=f"{max(say):.1f}",
-        points=listed(
+        points=join_labels(
             [f"{size}: {min(each):.0%} – {max(each):.0%}" for size, each in errors.items()], "; "
         ),
     )
@@ -130,7 +132,7 @@ def draw_order() -> "Figure":
         " the three remaining micro-batches run, and the same operations follow once more."
     )
     title = "Each micro-batch adds to the gradients; all other work is done once per step"
-    words = listed([text(name) for name in _ONCE])
+    words = join_labels([text(name) for name in _ONCE])
     drawn, ax = figure(title, height=2.6, alt=text(alt, once=words))
     at = 0.0
     for count in (4, 3):
@@ -184,7 +186,7 @@ def draw_training() -> "Figure":
 
     Losses on short and on long samples are drawn separately.
     """
-    made = recorded()
+    made = load_record()
     found, every = differences(made["runs"]), made["every"]
     last = list(zip(*(each[-1] for each in found.values()), strict=True))
     below, above = sum(x < 0 for x in last[0]), sum(x > 0 for x in last[1])

@@ -6,7 +6,13 @@ import torch
 from torch.nn import functional
 
 from course_lib.accumulation import AccumulatedStep, split
-from course_lib.teaching.experiments import TINY, Part, compared, decoder_and_tokens, experiment
+from course_lib.teaching.experiments import (
+    TINY,
+    Part,
+    compare_variants,
+    decoder_and_tokens,
+    experiment,
+)
 
 
 def _loss_sum(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -47,4 +53,4 @@ def pieces_of_a_batch(device: torch.device, **sizes: int) -> Iterator[Part]:
     )
     sizes = {"one": 1, "quarter": len(tokens) // 4, "all": len(tokens)}
     variants = {name: lambda size=size: step(split(tokens, size)) for name, size in sizes.items()}
-    yield from compared(device, variants, model=model, optimizer=optimizer)
+    yield from compare_variants(device, variants, model=model, optimizer=optimizer)

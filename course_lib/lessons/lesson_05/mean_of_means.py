@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from course_lib.lessons.text import VOCABULARY, code, padded, prose
+from course_lib.lessons.text import VOCABULARY, code, pad_texts, prose
 from course_lib.models import Decoder
 
 RECORDING = Path(__file__).with_name("mean_of_means.json")
@@ -79,16 +79,16 @@ def batch(seed: int, samples: int = SAMPLES) -> Tensor:
     """Draw samples from code and prose with equal probability: (samples, 129 at most)."""
     draw, (short, long) = random.Random(seed), _halves()[0]
     texts = [draw.choice(short if draw.random() < 0.5 else long) for _ in range(samples)]
-    return padded(texts, LENGTH + 1)
+    return pad_texts(texts, LENGTH + 1)
 
 
-def judged(model: torch.nn.Module) -> tuple[float, float]:
+def evaluate(model: torch.nn.Module) -> tuple[float, float]:
     """Return the loss per character on 128 lines of code and on 62 paragraphs, all held out."""
     short, long = _halves()[1]
     losses = []
     with torch.no_grad():
         for texts in (random.Random(0).sample(short, 128), long[:62]):
-            loss, count = loss_sum(model, padded(texts, LENGTH + 1))
+            loss, count = loss_sum(model, pad_texts(texts, LENGTH + 1))
             losses.append(float(loss) / count)
     return losses[0], losses[1]
 
@@ -99,7 +99,7 @@ def train(
     """Return losses on short and on long samples, before the first and after each `every` steps."""
     model = small_decoder(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    found = [judged(model)]
+    found = [evaluate(model)]
     for step in range(steps):
         samples = batch(1000 * seed + step)
         total = int((samples[:, 1:] != 0).sum())
@@ -109,11 +109,11 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % every == 0:
-            found.append(judged(model))
+            found.append(evaluate(model))
     return found
 
 
-def recorded() -> dict[str, Any]:
+def load_record() -> dict[str, Any]:
     """Return the record that `COMMAND` has stored: seed -> kind -> losses, and how it was made."""
     return json.loads(RECORDING.read_text(encoding="utf-8"))
 

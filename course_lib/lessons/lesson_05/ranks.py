@@ -62,10 +62,10 @@ def on_ranks(
         ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         running = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(processes)]
-        said = [process.communicate(timeout=300)[0] for process in running]
+        outputs = [process.communicate(timeout=300)[0] for process in running]
         for rank, process in enumerate(running):
             if process.returncode:
-                raise RuntimeError(f"rank {rank} failed: {said[rank][-2000:]}")
+                raise RuntimeError(f"rank {rank} failed: {outputs[rank][-2000:]}")
         return json.loads((Path(folder) / "bytes.json").read_text())
 
 
@@ -102,11 +102,11 @@ def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: i
     exec((Path(folder) / "step.py").read_text(encoding="utf-8"), names)
     model, sent = DistributedDataParallel(_decoder()), []
 
-    def counting(_, bucket):
+    def count_reduced(_, bucket):
         sent.append(bucket.buffer().nbytes)
         return hooks.allreduce_hook(None, bucket)
 
-    model.register_comm_hook(None, counting)
+    model.register_comm_hook(None, count_reduced)
     own = _batch(micro_batches, rank).split(1)
     figures: dict[str, float] = {
         "parameters": sum(parameter.nbytes for parameter in model.parameters())

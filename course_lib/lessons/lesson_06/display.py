@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from course_lib.attention import attention_cost
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.teaching import COLORS, Table, figure, table, text
 from course_lib.teaching.figures import shown_once
 
@@ -27,7 +27,7 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
     alt = text(
         "{blocks} blocks. The maximum rises at the blocks {rises}.",
         blocks=len(maxima),
-        rises=listed(map(str, rises)),
+        rises=join_labels(map(str, rises)),
     )
     title = "Each time the maximum rises, the sum is rescaled"
     drawn, panels = figure(title, columns=2, height=2.8, alt=alt)
@@ -105,7 +105,7 @@ def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
         errors: Name -> the four errors; "standard" is the one to compare with.
     """
     alt = text(
-        "Errors of O, dQ, dK and dV: {names}.", names=listed([text(name) for name in errors])
+        "Errors of O, dQ, dK and dV: {names}.", names=join_labels([text(name) for name in errors])
     )
     drawn, ax = figure(
         "The error is at most 1.5 times that of standard attention", height=2.6, alt=alt
@@ -139,7 +139,10 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
         for name, v in saved.items()
     ]
     alt = text(
-        "From N = {first} to {last}: {ends}.", first=lengths[0], last=lengths[-1], ends=listed(ends)
+        "From N = {first} to {last}: {ends}.",
+        first=lengths[0],
+        last=lengths[-1],
+        ends=join_labels(ends),
     )
     drawn, ax = figure(
         "Twice the tokens need nearly four times the bytes, or with flash only twice",
@@ -180,7 +183,7 @@ def draw_roofline(
         devices: Name -> (FLOP/s, bytes/s).
         reached: Kind -> FLOPs per byte.
     """
-    points = listed(
+    points = join_labels(
         [
             text("{name}: {x} FLOPs per byte", name=text(name), x=round(x))
             for name, x in reached.items()
@@ -239,7 +242,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
         for n, (x, y) in costs.items()
     ]
     title = "Checkpointed attention has the FLOPs of flash, but four times its peak"
-    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(ends, "; ")))
+    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=join_labels(ends, "; ")))
     for name, point in costs.items():
         color, marker = _KINDS[name]
         ax.plot(*point, marker, color=color, markersize=8)

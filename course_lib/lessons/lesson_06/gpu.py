@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from course_lib.attention import flash_attention, standard_attention
-from course_lib.teaching.experiments import AttentionKernels, Part, compared, experiment
+from course_lib.teaching.experiments import AttentionKernels, Part, compare_variants, experiment
 
 
 @experiment(
@@ -39,7 +39,7 @@ def attention_forward_and_backward(
         x.grad = torch.zeros_like(x)
     gradient = torch.randn(shape, dtype=torch.bfloat16, device=device)
 
-    def by(backend: SDPBackend) -> torch.Tensor:
+    def run_backend(backend: SDPBackend) -> torch.Tensor:
         # raises an error if this backend cannot run, and never falls back to another
         with sdpa_kernel(backend):
             return functional.scaled_dot_product_attention(*inputs, is_causal=True)
@@ -51,15 +51,15 @@ def attention_forward_and_backward(
     forwards = {"standard": lambda: standard_attention(*inputs, causal=True)}
     for name in ("cudnn", "flash", "efficient"):
         backend = getattr(SDPBackend, f"{name.upper()}_ATTENTION")
-        if _runs(lambda backend=backend: by(backend).backward(gradient)):
-            forwards[name] = lambda backend=backend: by(backend)
+        if _runs(lambda backend=backend: run_backend(backend).backward(gradient)):
+            forwards[name] = lambda backend=backend: run_backend(backend)
     forwards["course"] = lambda: flash_attention(*inputs, causal=True, backend=ours)
     forwards["course"]().backward(gradient)  # the first call tunes block sizes
     variants = {
         name: lambda forward=forward: forward().backward(gradient)
         for name, forward in forwards.items()
     }
-    yield from compared(device, variants)
+    yield from compare_variants(device, variants)
 
 
 def _runs(step: Callable[[], object]) -> bool:

@@ -8,12 +8,12 @@ import torch
 
 from course_lib._torch import is_symbolic
 from course_lib.budget import Estimate, Recipe, estimate
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, category_label, phase_label, text
 from course_lib.teaching.exercises import (
-    Refused,
+    WrongAnswer,
     exercise,
     expect_number,
     not_answered,
@@ -142,7 +142,7 @@ _LOSS_BYTES = 4  # one fp32 number
 
 
 @cache
-def _measured(items: tuple, batch: int, steps: int, update: bool, zero: bool) -> int:
+def _measure_peak(items: tuple, batch: int, steps: int, update: bool, zero: bool) -> int:
     shape = dict(items)
     with symbolic():
         model = Decoder(**shape)
@@ -162,7 +162,7 @@ def _measured(items: tuple, batch: int, steps: int, update: bool, zero: bool) ->
 def _step_peak(
     shape: dict[str, int], batch: int, *, steps: int = 2, update: bool = True, zero: bool = True
 ) -> int:
-    return _measured(tuple(shape.items()), batch, steps, update, zero)
+    return _measure_peak(tuple(shape.items()), batch, steps, update, zero)
 
 
 # Exercise 2: which of two is cheaper
@@ -324,7 +324,7 @@ def _baseline() -> Estimate:
 
 
 @cache
-def _estimated(recipe: Recipe) -> Estimate:
+def _estimate_recipe(recipe: Recipe) -> Estimate:
     return estimate(make_model, make_batch, recipe)
 
 
@@ -335,21 +335,21 @@ def _fitting_estimate(recipe: Any, budget: int) -> Estimate:
     """
     if not isinstance(recipe, Recipe):
         kind = type(recipe).__name__
-        raise Refused(text("Expected a `Recipe`, got a `{kind}`.", kind=kind), exact=True)
+        raise WrongAnswer(text("Expected a `Recipe`, got a `{kind}`.", kind=kind), exact=True)
     if (recipe.precision, recipe.optimizer, recipe.ranks) != ("fp32", "adam", 1):
-        raise Refused(
+        raise WrongAnswer(
             "Keep the precision, the optimizer and the single device: fp32, Adam and one rank.",
             exact=True,
         )
     try:
-        found = _estimated(recipe)
+        found = _estimate_recipe(recipe)
     except Exception as error:
-        raise Refused(
+        raise WrongAnswer(
             text("Your recipe cannot be estimated: {error}.", error=error), exact=True
         ) from None
     if found.peak_bytes > budget:
         peaks = f"{_mb(found.peak_bytes)} > {budget / 1e6:,.0f} MB"
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "Your recipe does not fit: {peaks}. Its peak has {held}.",
                 peaks=peaks,
@@ -372,7 +372,9 @@ def filled_by(found: Estimate) -> str:
         for count, name in held
     ]
     return text(
-        "{parts}, in the {phase} phase", parts=listed(parts), phase=phase_label(peak_phase(found))
+        "{parts}, in the {phase} phase",
+        parts=join_labels(parts),
+        phase=phase_label(peak_phase(found)),
     )
 
 
@@ -383,7 +385,7 @@ def peak_phase(found: Estimate) -> str:
 
 def _refuse_moves(found: Estimate) -> None:
     if found.moved_bytes:
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "Your recipe fits, but it moves {mb} to and from the lower tier. Nothing may be"
                 " moved here.",
@@ -395,7 +397,7 @@ def _refuse_moves(found: Estimate) -> None:
 def _refuse_flops_above(found: Estimate, limit: float) -> None:
     ratio = found.flops / _baseline().flops
     if ratio > limit:
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "Your recipe fits, but needs {ratio:.3f} times the baseline's FLOPs.",
                 ratio=ratio,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from course_lib.budget import RATES, Estimate, Recipe, waterfall
 from course_lib.budget.optimizers import OPTIMIZERS
-from course_lib.labels import listed, verbatim
+from course_lib.labels import join_labels, verbatim
 from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import (
     COLORS,
@@ -22,7 +22,7 @@ from course_lib.teaching import (
 from course_lib.teaching.figures import shown_once
 
 from .checks import peak_phase
-from .grid import Stored
+from .grid import RecipeCosts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ FIELDS = {
     "precision": "dtype of the step; `bf16` keeps fp32 master weights",
     "optimizer": text(
         "{optimizers}; running `adam8bit` needs bitsandbytes",
-        optimizers=listed(
+        optimizers=join_labels(
             [verbatim(f"`{name}`") for name, row in OPTIMIZERS.items() if row.load_base is None]
         ),
     ),
@@ -138,7 +138,7 @@ def waterfall_picture(
         measured: Peak of each step in bytes.
         budget_bytes: The budget, drawn as a line.
     """
-    peaks = listed(
+    peaks = join_labels(
         (
             text("{name} {peak}", name=name, peak=f"{each.peak_bytes / 1e6:,.0f}")
             for name, each in zip(names, estimates, strict=True)
@@ -222,7 +222,7 @@ _MARKERS = {
 }
 
 
-def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 100) -> "Figure":
+def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int = 100) -> "Figure":
     """Draw recipes by peak and seconds, with a budget.
 
     Recipes to the left of the budget fit, and the fastest of them is named.
@@ -290,7 +290,7 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
     return shown_once(drawn)
 
 
-def recipes_playground(points: Sequence[Stored]) -> None:
+def recipes_playground(points: Sequence[RecipeCosts]) -> None:
     """Show `draw_recipes` with two sliders."""
     playground(
         lambda budget, intensity: draw_recipes(points, budget, intensity),

@@ -48,11 +48,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, layer: "FourBitLinear") -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.dequantized(x.dtype), layer.bias)
+        return F.linear(x, layer.dequantize(x.dtype), layer.bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad @ ctx.layer.dequantized(grad.dtype), None
+        return grad @ ctx.layer.dequantize(grad.dtype), None
 
 
 class FourBitLinear(nn.Module):
@@ -76,7 +76,7 @@ class FourBitLinear(nn.Module):
         self.register_buffer("codes", codes[:, ::2] * 16 + codes[:, 1::2])
         self.register_buffer("scales", scales)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the rounded weight as a new tensor of the given dtype."""
         levels = torch.tensor(nf4_levels(), dtype=torch.float32)
         codes = torch.stack([self.codes // 16, self.codes % 16], dim=-1).flatten(1)

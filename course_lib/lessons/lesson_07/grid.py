@@ -14,7 +14,7 @@ from course_lib.budget import Recipe, estimate
 from .checks import make_batch, make_model
 
 
-class Stored(NamedTuple):
+class RecipeCosts(NamedTuple):
     """A recipe with its costs, from the second step on."""
 
     recipe: Recipe
@@ -46,9 +46,9 @@ def recipes() -> Iterator[Recipe]:
 
 
 @cache
-def stored_estimates() -> tuple[Stored, ...]:
+def stored_estimates() -> tuple[RecipeCosts, ...]:
     """Return the stored estimates of all recipes."""
-    return tuple(Stored(recipe, *row) for recipe, row in zip(recipes(), _ROWS, strict=True))
+    return tuple(RecipeCosts(recipe, *row) for recipe, row in zip(recipes(), _ROWS, strict=True))
 
 
 # (peak_bytes, flops, moved_bytes), in the order of `recipes`

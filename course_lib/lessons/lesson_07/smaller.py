@@ -62,9 +62,9 @@ def _contents(found: Estimate) -> list[str]:
 
 def what_stays_right(make_model: Callable[[], Decoder], make_batch: Callable[[], Tensor]) -> Table:
     """Show how updates and gradients of each variant differ from those that it replaces."""
-    rounded = _trained(make_model().bfloat16(), torch.optim.AdamW, make_batch, 1e-5)
-    expected, start = _trained(make_model(), torch.optim.AdamW, make_batch, 1e-3)
-    in_8_bits, _ = _trained(make_model(), Adam8bit, make_batch, 1e-3)
+    rounded = _train_two_steps(make_model().bfloat16(), torch.optim.AdamW, make_batch, 1e-5)
+    expected, start = _train_two_steps(make_model(), torch.optim.AdamW, make_batch, 1e-3)
+    in_8_bits, _ = _train_two_steps(make_model(), Adam8bit, make_batch, 1e-3)
     unchanged = (rounded[0] == rounded[1]).double().mean().item()
     update = ((in_8_bits - expected).norm() / (expected - start).norm()).item()
     rounding, gradients = _four_bit_differences(make_model, make_batch)
@@ -92,7 +92,7 @@ def _small(difference: float) -> str:
     return "< 0.00001" if difference < 1e-5 else f"{difference:.1e}"
 
 
-def _trained(
+def _train_two_steps(
     model: nn.Module,
     optimizer_class: Callable[..., torch.optim.Optimizer],
     make_batch: Callable[[], Tensor],
@@ -133,7 +133,7 @@ def _four_bit_differences(
         if isinstance(layer, FourBitLinear):
             weight = layers[name].weight
             before.append(weight.detach().clone())
-            after.append(layer.dequantized(weight.dtype))
+            after.append(layer.dequantize(weight.dtype))
             weight.data.copy_(after[-1])
     _fill_adapters(four_bits)
     _fill_adapters(plain)

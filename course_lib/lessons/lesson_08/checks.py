@@ -9,20 +9,20 @@ from torch import Tensor
 from course_lib.lessons.ledger import PARAMETERS as PSI
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
 
 from .wire import Adam, RankWire, Wire
 
 STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 
-def _held(psi: int, n: int) -> dict[str, float]:
+def _bytes_in_fp32(psi: int, n: int) -> dict[str, float]:
     """Return the bytes per rank with all numbers in fp32."""
     counts = (16 * psi, 8 * psi + 8 * psi / n, 4 * psi + 12 * psi / n, 16 * psi / n)
     return dict(zip(STAGES, counts, strict=True))
 
 
-def _mixed(psi: int, n: int) -> dict[str, float]:
+def _bytes_in_mixed_precision(psi: int, n: int) -> dict[str, float]:
     """Return the bytes per rank in mixed precision, as in the ZeRO paper."""
     counts = (16 * psi, 4 * psi + 12 * psi / n, 2 * psi + 14 * psi / n, 16 * psi / n)
     return dict(zip(STAGES, counts, strict=True))
@@ -54,7 +54,7 @@ def check_held(answer: Any) -> Verdict:
         (1_000_000, 4),
     ):  # with n = 2 or n = 4 alone, some mistakes give the right number
         given = _four_stages(answer(psi, n))
-        for stage, count in _held(psi, n).items():
+        for stage, count in _bytes_in_fp32(psi, n).items():
             mistakes = {count / 4: "You counted numbers. Each fp32 number takes 4 bytes."}
             mistakes |= _mistakes_of_any(count, n)
             if stage == "DDP":
@@ -118,9 +118,9 @@ def check_held(answer: Any) -> Verdict:
 def check_seven_billion(answer: Any) -> Verdict:
     """Check the bytes per rank for 7e9 parameters in mixed precision on 8 ranks, for each stage."""
     psi, n, billion = 7 * 10**9, 8, 10**9
-    fp32 = _held(psi, n)
+    fp32 = _bytes_in_fp32(psi, n)
     given = _four_stages(answer)
-    for stage, count in _mixed(psi, n).items():
+    for stage, count in _bytes_in_mixed_precision(psi, n).items():
         mistakes = {
             count / psi: "You gave the bytes per parameter. Give the bytes of all parameters.",
         } | _mistakes_of_any(count, n)
@@ -160,12 +160,12 @@ def _four_stages(given: Any) -> Mapping[str, Any]:
     """Return the answer if it has the four stages and is not all zeros.
 
     Raises:
-        Refused: The answer has another form, or all numbers are zero.
+        WrongAnswer: The answer has another form, or all numbers are zero.
     """
     if _blank(given) or (isinstance(given, Mapping) and all(map(_blank, given.values()))):
-        raise Refused("Not answered yet.")
+        raise WrongAnswer("Not answered yet.")
     if not isinstance(given, Mapping) or set(given) != set(STAGES):
-        raise Refused(
+        raise WrongAnswer(
             "Give a dictionary with the keys `DDP`, `ZeRO 1`, `ZeRO 2` and `ZeRO 3`.", exact=True
         )
     return given
@@ -197,7 +197,7 @@ def _expect(
         message = text(
             "`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message
         )
-        raise Refused(message, exact=verdict.exact)
+        raise WrongAnswer(message, exact=verdict.exact)
 
 
 # The step by hand
@@ -231,7 +231,7 @@ class _RecordingAdam(Adam):
                 " this rank's shard of both."
             )
             counts = {"weights": shard.numel(), "gradients": gradient.numel()}
-            raise Refused(text(message, **counts), exact=True)
+            raise WrongAnswer(text(message, **counts), exact=True)
         self.given = gradient.clone()
         return super().__call__(shard, gradient)
 
@@ -291,19 +291,19 @@ def _close(gradient: Tensor, adams: list[_RecordingAdam]) -> bool:
 
 def _check_shards(weights: Any, adams: list[_RecordingAdam], mean: Tensor, n: int) -> None:
     if not isinstance(weights, (list, tuple)) or len(weights) != n:
-        raise Refused("Return a list with one tensor per rank.", exact=True)
+        raise WrongAnswer("Return a list with one tensor per rank.", exact=True)
     if not all(isinstance(each, Tensor) for each in weights):
-        raise Refused("Return a list with one tensor per rank.", exact=True)
+        raise WrongAnswer("Return a list with one tensor per rank.", exact=True)
     if not any(adam.steps for adam in adams):
-        raise Refused("You did not call any of the `adams`.")
+        raise WrongAnswer("You did not call any of the `adams`.")
     if any(len(each) < len(mean) for each in weights):
-        raise Refused(
+        raise WrongAnswer(
             "You returned only one shard of the new weights for each rank. Each rank needs all"
             " weights for the next step."
         )
     given = torch.cat([adam.given for adam in adams if adam.steps])
     if len(given) == len(mean) and torch.allclose(given, n * mean, atol=1e-6):
-        raise Refused(
+        raise WrongAnswer(
             "You gave Adam the sum of the gradients. The gradient of the batch is their mean"
             " over the ranks."
         )
@@ -324,24 +324,24 @@ def _check_values(
     whole, mean, mean_without_wire = expected
     given = torch.cat([adam.given for adam in adams if adam.steps])
     if len(given) == len(mean) and torch.allclose(given, mean_without_wire, atol=1e-6):
-        raise Refused(
+        raise WrongAnswer(
             "You gave Adam a gradient that did not come through the wire. A rank has only its"
             " own gradient, so use what `wire.reduce_scatter` returns.",
             exact=True,
         )
     if all(torch.allclose(each, whole, atol=1e-6) for each in weights):
-        raise Refused(
+        raise WrongAnswer(
             "Your new weights did not come through the wire. A rank has only its own shard, so"
             " return what `wire.all_gather` returns.",
             exact=True,
         )
     if not all(torch.allclose(each, whole + wire.HIDDEN_WEIGHT, atol=1e-6) for each in weights):
-        raise Refused(
+        raise WrongAnswer(
             "Your weights differ from those that Adam computes with the mean gradient. Does"
             " each rank use its own shard?"
         )
     if not torch.allclose(given, mean, atol=1e-6):
-        raise Refused(
+        raise WrongAnswer(
             "The weights are right only because Adam does not depend on the scale of the"
             " gradient. Give it the mean over the ranks."
         )
@@ -350,7 +350,7 @@ def _check_values(
 def _check_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) -> None:
     most, share, once = max(adam.state_bytes for adam in adams), 8 * 64 // n, 2 * 4 * 64
     if most > share:
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "One rank keeps {most} bytes of Adam's state. It should keep 1/n of the state,"
                 " which is {share} bytes.",
@@ -359,12 +359,12 @@ def _check_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) ->
             )
         )
     if wire.sent_bytes < steps * once:
-        raise Refused(
+        raise WrongAnswer(
             "You send fewer bytes than a step needs. All gradients and weights of other ranks"
             " must come through the wire."
         )
     if wire.sent_bytes > steps * once:
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "The weights are right, but you send {sent} numbers per weight. Two are enough,"
                 " because no rank needs the whole sum.",
@@ -431,7 +431,7 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
         if output is None or output is ... or output is x:
             raise NotImplementedError
         if not isinstance(output, Tensor):
-            raise Refused("Return the output as one tensor.", exact=True)
+            raise WrongAnswer("Return the output as one tensor.", exact=True)
         if output.shape == x.shape:
             raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
@@ -441,13 +441,13 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
             "Between forward and backward you keep {kept:,} more bytes, and the whole weight"
             " has {whole:,}. Save `shard` itself, not a copy or the whole weight."
         )
-        raise Refused(text(message, kept=kept, whole=weight.nbytes), exact=True)
+        raise WrongAnswer(text(message, kept=kept, whole=weight.nbytes), exact=True)
     try:
         output.backward(arriving[rank])
     except RuntimeError as error:
         for message, meant in _BACKWARD_ERRORS.items():
             if message in str(error):
-                raise Refused(meant, exact=True) from None
+                raise WrongAnswer(meant, exact=True) from None
         raise
     _check_backward(x.grad, arriving[rank] @ weight, "x")
     total, own = sum(gradients).chunk(ranks)[rank], gradients[rank].chunk(ranks)[rank]
@@ -468,15 +468,17 @@ def _check_forward(
     output: Tensor, expected: Tensor, shard: Tensor, wire: RankWire, whole: int
 ) -> None:
     if wire.sent_bytes == 0:
-        raise Refused(
+        raise WrongAnswer(
             "You sent nothing through the wire. A rank has only its shard of the weight, so"
             " gather the rest.",
             exact=True,
         )
     if output.shape != expected.shape or not torch.allclose(output, expected, atol=1e-4):
-        raise Refused("Your output is not `x` times the transpose of the whole weight.")
+        raise WrongAnswer("Your output is not `x` times the transpose of the whole weight.")
     if not output.requires_grad:
-        raise Refused("Your output has no graph, so backward would never be called.", exact=True)
+        raise WrongAnswer(
+            "Your output has no graph, so backward would never be called.", exact=True
+        )
 
 
 def _check_backward(
@@ -484,12 +486,12 @@ def _check_backward(
 ) -> None:
     name = f"`{name}`"
     if found is None:
-        raise Refused(text("{name} has no gradient.", name=name), exact=True)
+        raise WrongAnswer(text("{name} has no gradient.", name=name), exact=True)
     for message, mistake in (mistakes or {}).items():
         if torch.allclose(found, mistake, atol=1e-4):
-            raise Refused(message, exact=True)
+            raise WrongAnswer(message, exact=True)
     if not torch.allclose(found, expected, atol=1e-3, rtol=1e-4):
-        raise Refused(
+        raise WrongAnswer(
             text(
                 "Your gradient of {name} differs from what autograd computes with the whole"
                 " weight.",
@@ -500,7 +502,7 @@ def _check_backward(
 
 def _check_traffic(sent: int, whole: int) -> None:
     if sent < 3 * whole:
-        raise Refused(
+        raise WrongAnswer(
             "You sent less than two gathers and one scatter. Where did you keep the whole weight?",
             exact=True,
         )
@@ -509,7 +511,7 @@ def _check_traffic(sent: int, whole: int) -> None:
             "You send {sent} numbers per weight. Three are enough, because the weight is"
             " gathered twice and its gradient is scattered once."
         )
-        raise Refused(text(message, sent=sent // whole), exact=True)
+        raise WrongAnswer(text(message, sent=sent // whole), exact=True)
 
 
 # What is sent

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.distributed import RankUsage, Trainer, last_complete, load, predict, task_of
-from course_lib.labels import listed, verbatim
+from course_lib.labels import join_labels, verbatim
 from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, category_label, figure, text
 from course_lib.teaching.figures import category_look, shown_once
@@ -85,7 +85,7 @@ def draw_ranks(
     )
     _draw_sent(right, runs)
     drawn.get_layout_engine().set(wspace=0.06)  # room for the names at the ends of the lines
-    drawn.course_alt = _alt(lines, runs)
+    drawn.course_alt = _alt_text(lines, runs)
     return shown_once(drawn)
 
 
@@ -119,7 +119,7 @@ def _draw_sent(ax: "Axes", runs: Sequence[Mapping[str, Any]]) -> None:
     ax.set_ylabel(text("communicated per step (MB)"))
 
 
-def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> str:
+def _alt_text(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> str:
     def ends(stage: str) -> str:
         first, last = (f"{lines[n][stage] / 1e6:.1f}" for n in (min(lines), max(lines)))
         return text("{stage} from {first} to {last} MB", stage=stage, first=first, last=last)
@@ -128,8 +128,8 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
     return text(
         "Bytes held per rank, from 1 to 8 ranks: {held}. Bytes communicated per step, for any"
         " number of ranks: {sent}.",
-        held=listed([ends(stage) for stage in _COLORS]),
-        sent=listed(
+        held=join_labels([ends(stage) for stage in _COLORS]),
+        sent=join_labels(
             [text("{stage} {sent} MB", stage=stage, sent=count) for stage, count in sent.items()]
         ),
     )
@@ -162,7 +162,8 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
     ax.set(xlim=(0, 305), xlabel=text("live at the peak (MB)"))
     _legend(drawn, variants)
     drawn.course_alt = text(
-        "Bytes that are live at the peak of a step. {variants}.", variants=listed(description, "; ")
+        "Bytes that are live at the peak of a step. {variants}.",
+        variants=join_labels(description, "; "),
     )
     return shown_once(drawn)
 
@@ -242,7 +243,7 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
         device=f"{device_bytes / 1e6:.0f}",
         wanted=f"{wanted:.1f}",
         budget=f"{run['budget_bytes'] / 1e6:.0f}",
-        peaks=listed([f"{peak / 1e6:.1f}" for peak in peaks]),
+        peaks=join_labels([f"{peak / 1e6:.1f}" for peak in peaks]),
     )
     return shown_once(drawn)
 
@@ -283,7 +284,7 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
     drawn.course_alt = text(
         "Communication: {traffic}. From {tokens} tokens on, compute takes at least as long as"
         " the first of them.",
-        traffic=listed(
+        traffic=join_labels(
             [
                 text("{name}: {seconds} s", name=verbatim(n), seconds=f"{s:.1f}")
                 for n, s in traffic.items()

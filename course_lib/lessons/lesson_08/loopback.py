@@ -47,7 +47,7 @@ _EMPTY = ["unshare", "--map-root-user", "--net"]
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
-def carried(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, int]:
+def bytes_sent(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, int]:
     """Return the bytes that a rank sends per step of the course's decoder, or per collective.
 
     A collective has a tensor of 4 MB.
@@ -159,17 +159,17 @@ def _run_of(name: str) -> Callable[[int], object]:
     return made(name)
 
 
-def _rank(rank: int, ranks: int, what: Sequence[str], told: Connection) -> None:
+def _rank(rank: int, ranks: int, what: Sequence[str], connection: Connection) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=ranks
     )
     counts = {name: _count(_run_of(name)) for name in what}
     dist.destroy_process_group()
     if rank == 0:
-        told.send(counts)
+        connection.send(counts)
 
 
-def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
+def _run_in_namespace(ranks: int, what: Sequence[str]) -> dict[str, int]:
     """Fork the ranks in the empty namespace, so that modules are imported only once."""
     _bring_up_loopback()
     forked = multiprocessing.get_context("fork")
@@ -202,7 +202,7 @@ def main() -> None:
     for name in what:
         if name not in KNOWN:
             parser.error(f"--what must be one or several of {', '.join(KNOWN)}, got {name!r}")
-    print(json.dumps((_inside if given.inside else carried)(given.ranks, what)))
+    print(json.dumps((_run_in_namespace if given.inside else bytes_sent)(given.ranks, what)))
 
 
 if __name__ == "__main__":

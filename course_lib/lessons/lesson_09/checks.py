@@ -51,7 +51,7 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
     starts = torch.randint(
         len(whole) - length, (samples,), generator=torch.Generator().manual_seed(step)
     )
-    rows = corpus.padded([whole[start:] for start in starts.tolist()], length)
+    rows = corpus.pad_texts([whole[start:] for start in starts.tolist()], length)
     return {"input_ids": rows, "labels": rows.clone()}
 
 
@@ -331,7 +331,7 @@ BUDGET = 200_000_000
 
 
 @cache
-def estimated(recipe: Recipe) -> Estimate:
+def estimate_recipe(recipe: Recipe) -> Estimate:
     """Estimate a step of the lesson's model and batch."""
     return estimate(lambda: model_of(LLAMA), lambda: passages(0), recipe)
 
@@ -343,7 +343,7 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 def _techniques_of(recipe: Recipe) -> set[str]:
     """Return the recipe's fields that save memory, without those that only give sizes."""
     sizes = {"first_blocks", "blocks", "segments", "schedule_bytes", "min_bytes", "page_bytes"}
-    found = set(recipe.changed()) - sizes - {"precision", "prefetch", "in_flight", "update"}
+    found = set(recipe.changed_fields()) - sizes - {"precision", "prefetch", "in_flight", "update"}
     # The model calls PyTorch's attention without being asked to.
     return found - {"attention"} if recipe.attention in (None, "sdpa") else found
 
@@ -380,9 +380,9 @@ def check_recipe(recipe: Any) -> Verdict:
             " set. What else reduces the activations?",
             exact=True,
         )
-    found = estimated(recipe)
+    found = estimate_recipe(recipe)
     if _techniques_of(recipe) > _techniques_of(THREE) and found.peak_bytes >= (
-        peak := estimated(THREE).peak_bytes
+        peak := estimate_recipe(THREE).peak_bytes
     ):
         return wrong(
             text(

@@ -9,7 +9,7 @@ from torch import nn
 
 from course_lib.budget import Estimate, Recipe, estimate, run
 from course_lib.configs import model_from, read_config
-from course_lib.labels import listed
+from course_lib.labels import join_labels
 from course_lib.memory import CATEGORIES
 from course_lib.models import random_tokens
 from course_lib.teaching import (
@@ -55,7 +55,7 @@ def _draw_peaks(found: Mapping[str, Estimate], budget_bytes: int, title: str) ->
     drawn, ax = figure(
         title,
         height=0.9 + 0.42 * len(found),
-        alt=text("Peaks: {peaks}.", peaks=listed(description, "; ")),
+        alt=text("Peaks: {peaks}.", peaks=join_labels(description, "; ")),
     )
     total = [each.peak_bytes / 1e6 for each in found.values()]
     ends = [0.0] * len(found)
@@ -156,7 +156,7 @@ def other_architectures() -> Table:
             "AutoModelForSeq2SeqLM" if settings.is_encoder_decoder else "AutoModelForMaskedLM",
         )
         make: Callable[[], nn.Module] = partial(family.from_config, settings)
-        given = make, _labelled, Recipe(attention=None, checkpoint="layers")
+        given = make, _labelled_image, Recipe(attention=None, checkpoint="layers")
         guess, taken = estimate(*given), run(*given)
         rows.append((type(make()).__name__, guess.peak_bytes, taken.meter.peak_bytes))
     return predictions(rows, unit="bytes")
@@ -175,6 +175,6 @@ def update_in_backward() -> Table:
     return table(["kind", "update at the end (GB)", "update in backward (GB)"], rows)
 
 
-def _labelled() -> dict[str, Any]:
+def _labelled_image() -> dict[str, Any]:
     tokens = random_tokens(4, _LENGTH, _VOCABULARY)[:, :_LENGTH].contiguous()
     return {"input_ids": tokens, "labels": tokens.clone()}

@@ -30,7 +30,7 @@ def _lines(name: str) -> list[str]:
     return (_FOLDER / name).read_text(encoding="ascii").splitlines()
 
 
-def padded(texts: Sequence[str], most: int) -> Tensor:
+def pad_texts(texts: Sequence[str], most: int) -> Tensor:
     """Return characters as numbers from 1 to 127; shorter texts are padded with zeros.
 
     Args:
