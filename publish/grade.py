@@ -35,7 +35,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from course_lib.labels import both, current
+from course_lib.labels import current, in_both_languages
 
 from . import not_installed
 
@@ -74,7 +74,7 @@ except ImportError as error:
     sys.exit(not_installed("grade", error))
 
 HANDED_IN, TABLE = Path("build/handed_in"), Path("build/verdicts.csv")
-_NOT_ANSWERED = tuple(words.removesuffix(".") for words in both("Not answered yet."))
+_NOT_ANSWERED = tuple(words.removesuffix(".") for words in in_both_languages("Not answered yet."))
 _LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has about 1 MB
 KEPT_OUT = (
     "A notebook runs with your rights. Edited checks are noticed, but malicious code can read your"

@@ -38,7 +38,7 @@ def languages_in(language: str) -> tuple[str, ...]:
 
 def words_in(label: str, language: str) -> str:
     """Return a label of the course in one language, or in both with a space between them."""
-    words = dict(zip(LANGUAGES, labels.both(label), strict=True))
+    words = dict(zip(LANGUAGES, labels.in_both_languages(label), strict=True))
     return " ".join(words[each] for each in languages_in(language))
 
 

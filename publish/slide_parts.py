@@ -31,7 +31,10 @@ CODE_LINE, _TEXT_LINE, _TABLE_ROW, _TABLE_LINE, GAP = 31, 32, 42, 28, 30
 _SECOND_HEADING = 60  # pixels that the second heading of a bilingual slide takes
 _TABLE_WIDTH = 80  # letters in a row of a table, if its columns share the width well
 _CLAIM_COLUMNS = tuple(  # English and Chinese headings of `claims.what_you_may_have_read`
-    zip(*map(labels.both, ("claim", "source", "experiment", "measured", "verdict")), strict=True)
+    zip(
+        *map(labels.in_both_languages, ("claim", "source", "experiment", "measured", "verdict")),
+        strict=True,
+    )
 )
 
 

@@ -215,7 +215,7 @@ def _note_text(note: Note, minutes_before: int, language: str) -> str:
     )
     texts = {
         each: words + note.question[each]
-        for each, words in zip(("en", "zh"), labels.both(lead), strict=True)
+        for each, words in zip(("en", "zh"), labels.in_both_languages(lead), strict=True)
     }
     return columns_of([texts[each] for each in languages_in(language)])
 

@@ -403,7 +403,7 @@ def test_the_help_of_a_command_is_chinese_down_to_the_words_of_argparse(parser, 
     assert HAN.search(parser.description) and HAN.search(parser.epilog)
     monkeypatch.setenv("COURSE_LANG", "en")
     assert (
-        labels.both("options") == ("options", "选项")
+        labels.in_both_languages("options") == ("options", "选项")
         and "show this help" in command.arguments().format_help()
     )
 

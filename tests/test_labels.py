@@ -13,9 +13,9 @@ from course_lib import labels
 from course_lib.labels import (
     CATALOG,
     LabelError,
-    both,
     chinese,
     entries,
+    in_both_languages,
     join_labels,
     markup,
     say,
@@ -178,12 +178,12 @@ def more(monkeypatch):
 def test_a_label_is_english_and_is_said_in_chinese_with_its_values(more):
     label = text("{n:,} tokens", n=1024)
     assert label == "1,024 tokens" and chinese(label) == "1,024 个 token"
-    assert both("slow") == ("slow", "慢") and both(3) == ("3", "3")
+    assert in_both_languages("slow") == ("slow", "慢") and in_both_languages(3) == ("3", "3")
 
 
 def test_a_value_may_be_a_label(more):
-    assert both(text("a step of {arm}", arm="slow")) == ("a step of slow", "慢的一步")
-    assert both(text("a step of {arm}", arm=text("{n:,} tokens", n=2))) == (
+    assert in_both_languages(text("a step of {arm}", arm="slow")) == ("a step of slow", "慢的一步")
+    assert in_both_languages(text("a step of {arm}", arm=text("{n:,} tokens", n=2))) == (
         "a step of 2 tokens",
         "2 个 token的一步",
     )
@@ -211,8 +211,11 @@ def test_labels_that_were_made_are_known_again_but_not_kept_without_end(more):
 
 
 def test_lists_of_labels_have_the_marks_of_their_language(more):
-    assert both(join_labels(["slow", "slow"])) == ("slow, slow", "慢、慢")
-    assert both(join_labels(["slow", "slow", "slow"], "; ")) == ("slow; slow; slow", "慢；慢；慢")
+    assert in_both_languages(join_labels(["slow", "slow"])) == ("slow, slow", "慢、慢")
+    assert in_both_languages(join_labels(["slow", "slow", "slow"], "; ")) == (
+        "slow; slow; slow",
+        "慢；慢；慢",
+    )
     assert join_labels([]) == ""
 
 
@@ -258,9 +261,12 @@ def test_english_words_are_told_from_code_units_and_numbers(words, english):
 
 
 def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more, monkeypatch):
-    assert both("my own label") == ("my own label",) * 2 and say("my own label") == "my own label"
+    assert (
+        in_both_languages("my own label") == ("my own label",) * 2
+        and say("my own label") == "my own label"
+    )
     monkeypatch.setenv("COURSE_LABELS", "strict")
-    for show in (say, markup, both):
+    for show in (say, markup, in_both_languages):
         with pytest.raises(
             LabelError, match=r"'my own label' has no Chinese: give it an entry in zh\.toml"
         ):
@@ -272,15 +278,18 @@ def test_a_value_without_chinese_is_an_error_only_where_the_course_is_built(more
     nested = text("a step of {arm}", arm="4 bytes a parameter.")
     inside = text("a step of {arm}", arm=nested)
     listing = join_labels(["slow", "4 bytes a parameter."])
-    assert both(nested) == ("a step of 4 bytes a parameter.", "4 bytes a parameter.的一步")
+    assert in_both_languages(nested) == (
+        "a step of 4 bytes a parameter.",
+        "4 bytes a parameter.的一步",
+    )
     monkeypatch.setenv("COURSE_LABELS", "strict")
     for label in (nested, inside, listing, f"{nested} · 3 MB"):
-        for show in (say, markup, both):
+        for show in (say, markup, in_both_languages):
             with pytest.raises(
                 LabelError, match=r"'4 bytes a parameter\.', a value of .* entry in"
             ):
                 show(label)
-    assert both(text("a step of {arm}", arm="`4 bytes`")) and both(
+    assert in_both_languages(text("a step of {arm}", arm="`4 bytes`")) and in_both_languages(
         text("a step of {arm}", arm="MB")
     )
 
@@ -288,12 +297,15 @@ def test_a_value_without_chinese_is_an_error_only_where_the_course_is_built(more
 def test_verbatim_words_are_the_same_in_both_languages(more, monkeypatch):
     monkeypatch.setenv("COURSE_LABELS", "strict")
     name = verbatim("my own label")
-    assert both(name) == ("my own label",) * 2
-    assert both(text("a step of {arm}", arm=name)) == (
+    assert in_both_languages(name) == ("my own label",) * 2
+    assert in_both_languages(text("a step of {arm}", arm=name)) == (
         "a step of my own label",
         "my own label的一步",
     )
-    assert both(join_labels([name, "slow"])) == ("my own label, slow", "my own label、慢")
+    assert in_both_languages(join_labels([name, "slow"])) == (
+        "my own label, slow",
+        "my own label、慢",
+    )
 
 
 def test_a_page_in_one_language_keeps_it_whatever_the_environment_says(monkeypatch):

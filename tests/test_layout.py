@@ -3,6 +3,7 @@ screen."""
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from functools import cache
@@ -269,6 +270,27 @@ def test_no_file_is_named_by_a_participle():
     names = {path.stem for path in LIBRARY.rglob("*.py")}
     found = {name for name in names if name.endswith(("ed", "ing")) or name in PARTICIPLES}
     assert found == NO_PARTICIPLES
+
+
+# Names of one word that are nouns, or an operation of PyTorch, or taught in lesson 04.
+NOUNS = {"Embedding", "clipping", "heading", "unscaling", "to", "on", "pinned", "used"}
+PREPOSITIONS = {"after", "among", "at", "before", "by", "from", "in", "of", "on", "over", "to"}
+PREPOSITIONS |= {"under", "with"}
+
+
+def test_no_function_or_class_is_named_by_a_participle_or_preposition_alone():
+    def bare(node):
+        name = node.name.strip("_")
+        properties = [ast.unparse(each).endswith("property") for each in node.decorator_list]
+        bad = PARTICIPLES | PREPOSITIONS
+        return not any(properties) and (
+            name in bad or (re.fullmatch("_*[A-Za-z][a-z]*(ed|ing)", name) is not None)
+        )
+
+    trees = (ast.parse(path.read_text("utf-8")) for path in LIBRARY.rglob("*.py"))
+    definitions = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, definitions))
+    assert {node.name.strip("_") for node in nodes if bare(node)} == NOUNS
 
 
 def test_each_mutant_of_the_library_can_be_applied():

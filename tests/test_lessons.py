@@ -28,7 +28,7 @@ from course_lib._torch import is_symbolic
 from course_lib.attention.tiled import BLOCK
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import held_bytes, sent_bytes, shapes_of, task_of
-from course_lib.labels import both
+from course_lib.labels import in_both_languages
 from course_lib.lessons import (
     lesson_00,
     lesson_01,
@@ -99,7 +99,11 @@ def test_the_table_of_claims_takes_a_figure_for_each(number):
     figures = [f"{place} of 9" for place in range(len(claims))]
     language("both")
     shown = repr(lessons.what_you_may_have_read(number, *figures))
-    words = [both(part) for each in claims for part in (each.claim, each.experiment, each.verdict)]
+    words = [
+        in_both_languages(part)
+        for each in claims
+        for part in (each.claim, each.experiment, each.verdict)
+    ]
     assert all(en != zh and en in shown and zh in shown for en, zh in words)
     assert all(figure in shown for figure in figures)
     with pytest.raises(ValueError, match=f"one figure per claim, {len(claims)} in all, got 1"):

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from course_lib import lessons
-from course_lib.labels import both, chinese
+from course_lib.labels import chinese, in_both_languages
 from course_lib.lessons import __main__ as command
 from course_lib.teaching import experiments, language, recordings
 from course_lib.teaching.allocator import Allocator
@@ -133,7 +133,7 @@ def test_an_experiment_and_its_figures_have_names_of_their_own_in_both_languages
     labels = [item.label_of(name) for name in values]
     assert len(set(labels)) == len(values)
     for name, (en, zh) in zip(
-        ["its title", *values], map(both, [item.title, *labels]), strict=True
+        ["its title", *values], map(in_both_languages, [item.title, *labels]), strict=True
     ):
         assert name not in en and not HAN.search(en)
         assert HAN.search(zh)

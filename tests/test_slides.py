@@ -37,7 +37,7 @@ TITLE = (
 )
 
 
-def both(en, zh, heading=""):
+def in_both_languages(en, zh, heading=""):
     """The source of a prose cell in both languages."""
     return (
         f'{heading}\n\n<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>'.strip()
@@ -153,7 +153,12 @@ def test_result_waits_behind_its_code():
 def test_a_figure_stands_alone_and_is_the_picture_of_the_decks_language(language, words):
     drawn = picture_output(alt="A &quot;peak&quot;.", zh="峰值。")
     page = page_of(
-        lesson_of(both("Look.", "看。"), ("draw()", [drawn]), both("So.", "所以。")), language
+        lesson_of(
+            in_both_languages("Look.", "看。"),
+            ("draw()", [drawn]),
+            in_both_languages("So.", "所以。"),
+        ),
+        language,
     )
     found = page.select("section.is-figure")
     assert [slide.img["alt"] for slide in found] == words
@@ -203,7 +208,9 @@ def test_each_row_of_a_table_of_claims_is_a_slide_whose_figure_and_verdict_wait_
     language,
 ):
     shown = what_you_may_have_read(CLAIMS, "4 MB", "9 MB")._repr_html_()
-    page = page_of(lesson_of(("said()", [html_output(shown)]), both("So.", "所以。")), language)
+    page = page_of(
+        lesson_of(("said()", [html_output(shown)]), in_both_languages("So.", "所以。")), language
+    )
     found = page.select("section.is-claim")
     assert [slide.select_one(".measured").text.split() for slide in found] == [
         ["4", "MB"],
@@ -215,7 +222,7 @@ def test_each_row_of_a_table_of_claims_is_a_slide_whose_figure_and_verdict_wait_
             for name in ("claim", "source", "verdict")
         }
         for name, said in words.items():
-            both_words = labels.both(getattr(claim, name))
+            both_words = labels.in_both_languages(getattr(claim, name))
             wanted = " ".join(both_words) if language == "both" else both_words[language == "zh"]
             assert " ".join(said.split()) == wanted
         waits = {
@@ -227,7 +234,9 @@ def test_each_row_of_a_table_of_claims_is_a_slide_whose_figure_and_verdict_wait_
 
 
 def test_a_folded_cell_shows_its_result_and_not_the_code():
-    notebook = lesson_of(both("Look.", "看。"), ("y = falling(2)\ny", [text_output("It falls.")]))
+    notebook = lesson_of(
+        in_both_languages("Look.", "看。"), ("y = falling(2)\ny", [text_output("It falls.")])
+    )
     assert "falling(2)" in page_of(notebook).text
     notebook.cells[-1].metadata.jupyter = {"source_hidden": True}
     page = page_of(notebook)
@@ -263,9 +272,9 @@ def test_a_solution_stands_on_a_slide_without_what_keeps_the_readers_answer():
 def lesson_with_metadata():
     """Sections 9.1 without slides and 9.2 with a question, a result, and code."""
     cells = [
-        both("Hidden.", "不显示。", "## 9.1 A / 甲"),
-        both("Long prose.", "长文。", "## 9.2 B / 乙"),
-        both("More.", "再来。"),
+        in_both_languages("Hidden.", "不显示。", "## 9.1 A / 甲"),
+        in_both_languages("Long prose.", "长文。", "## 9.2 B / 乙"),
+        in_both_languages("More.", "再来。"),
     ]
     notebook = lesson_of(
         *cells, ("x = 2\nx", [text_output("2")]), ("y = 3\ny", [text_output("3")]), "z = 4"
@@ -299,14 +308,14 @@ def test_deck_shows_what_the_metadata_names_and_prose_is_spoken():
 
 def lesson_with_exercises():
     """Exercise 1 in a section, and exercise 2 in depth."""
-    stated = both("**Exercise {}.** How many?", "**练习 {}。** 多少？")
+    stated = in_both_languages("**Exercise {}.** How many?", "**练习 {}。** 多少？")
     stub = "answer = None\nlesson.check_sum(answer)"
     notebook = lesson_of(
-        both("Look.", "看。", "## 9.1 A / 甲"),
+        in_both_languages("Look.", "看。", "## 9.1 A / 甲"),
         stated.replace("{}", "1"),
         stub,
         "## In depth / 深入",
-        both("More.", "再来。", "## 9.2 B / 乙"),
+        in_both_languages("More.", "再来。", "## 9.2 B / 乙"),
         stated.replace("{}", "2"),
         stub,
     )
@@ -358,7 +367,7 @@ def test_slide_metadata_of_another_kind_is_named(cell, wrong):
 
 
 def test_each_language_has_its_half_and_both_stand_beside_each_other():
-    section = both("English.", "中文。", heading="## 9.1 Bytes / 字节")
+    section = in_both_languages("English.", "中文。", heading="## 9.1 Bytes / 字节")
     cell = ("table()", [html_output('<td lang="en">peak</td><td lang="zh">峰值</td>')])
     texts = {
         language: page_of(lesson_of(section, cell, slide="result"), language)
@@ -376,12 +385,16 @@ def test_each_language_has_its_half_and_both_stand_beside_each_other():
 
 def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
     page = page_of(
-        lesson_of(both(r"So $\sqrt{L}$, and $$\frac{a}{b}$$", r"所以 $\sqrt{L}$，$$\frac{a}{b}$$"))
+        lesson_of(
+            in_both_languages(
+                r"So $\sqrt{L}$, and $$\frac{a}{b}$$", r"所以 $\sqrt{L}$，$$\frac{a}{b}$$"
+            )
+        )
     )
     assert page.select_one(".whole math msqrt") and page.select_one('math[display="block"] mfrac')
     assert "$" not in page.select("section")[-1].text
     with pytest.raises(EditionError, match=r"\$\\frac\$"):
-        page_of(lesson_of(both(r"$\frac$", r"$\frac$")))
+        page_of(lesson_of(in_both_languages(r"$\frac$", r"$\frac$")))
 
 
 def test_long_lines_are_broken():

@@ -17,7 +17,7 @@ pytest.importorskip("IPython")
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from course_lib.labels import both
+from course_lib.labels import in_both_languages
 from course_lib.teaching import missing_names
 from publish import work
 from publish.cells import check_links, is_solution, read_lessons
@@ -316,7 +316,7 @@ def test_a_folder_without_lessons_is_one_sentence(tmp_path):
 )
 def test_a_missing_name_names_the_cell_to_run(name, said):
     hint = missing_names.cell_to_run(name, NOTEBOOKS / "01_memory_bottleneck.ipynb")
-    words = " ".join(both(hint)) if hint else ""
+    words = " ".join(in_both_languages(hint)) if hint else ""
     assert bool(words) == bool(said) and all(part in words for part in said)
     assert not said or ("Run All Above Selected Cell" in words and f"`{name}`" in words)
 

@@ -115,9 +115,9 @@ class AccumulatedStep:
     numbers of micro-batches, but each needs at least one. With any `sync`, the iterator of
     micro-batches is read one micro-batch ahead. An invalid loss or weight raises an error on all
     ranks. Any other error on one rank leaves the other ranks waiting, as usual with collectives.
-    After such an error, an FSDP2 model may also still hold unsharded gradients, and DDP refuses
-    every further forward pass if the error came between its first and its last gradient. It does
-    so without this class as well: make a new `DistributedDataParallel` of the same model.
+    After such an error, an FSDP2 model may still hold unsharded gradients. If the error came after
+    DDP had received some of the gradients but not all, DDP refuses every further forward pass, with
+    or without this class. In that case, make a new `DistributedDataParallel` of the same model.
 
     Args:
         model: First argument of `loss_sum`.

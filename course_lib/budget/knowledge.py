@@ -173,15 +173,16 @@ class EstimateCache:
     def segments(self) -> int:
         """Largest number of segments that can be formed.
 
-        They consist of the model's own stages if `staged` is true, and of its blocks otherwise.
+        They consist of the model's own stages if `uses_own_stages` is true, and otherwise of its
+        blocks.
         """
-        if self.staged:
+        if self.uses_own_stages:
             with symbolic(self.composer.mode):
                 return most_segments(self.composer.model, self.composer.batch)
         return self.layers
 
     @cached_property
-    def staged(self) -> bool:
+    def uses_own_stages(self) -> bool:
         """Whether schedules and segments run the model's own chain instead of its blocks."""
         own = own_stages(self.composer.model) is not None and self.composer.loss_sum is None
         return own and self.blocks is None
@@ -193,7 +194,7 @@ class EstimateCache:
         chunks.
         """
         tried = partial(self.estimate, shown=False)
-        if self.staged and self.base.checkpoint == "none":
+        if self.uses_own_stages and self.base.checkpoint == "none":
             if technique.get("checkpoint") == "optimal":
                 # A schedule needs only stages, which this model defines, so no trial is needed.
                 return True

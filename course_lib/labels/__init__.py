@@ -218,7 +218,7 @@ def chinese(words: object) -> str | None:
     return found or catalog().get(words) or _piecewise(words)
 
 
-def both(words: object) -> tuple[str, str]:
+def in_both_languages(words: object) -> tuple[str, str]:
     """Return (English, Chinese) of a label, or the English twice if there is no Chinese.
 
     Raises:
@@ -241,7 +241,7 @@ def say(words: object, separator: str = " ") -> str:
 
     For "both" that is the English, the separator and the Chinese.
     """
-    en, zh = both(words)
+    en, zh = in_both_languages(words)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en}{separator}{zh}"}[current()]
 
 
@@ -250,7 +250,10 @@ def markup(words: object) -> str:
 
     If the languages differ, there is one element per language, one above the other.
     """
-    en, zh = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each)) for each in both(words))
+    en, zh = (
+        re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each))
+        for each in in_both_languages(words)
+    )
     if en == zh or _shown == ("en",):
         return en
     if _shown == ("zh",):

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NoReturn
 
-from . import both, current, sentences, text, verbatim
+from . import current, in_both_languages, sentences, text, verbatim
 
 # argparse's own texts that are translated; argparse passes each of them to gettext
 _ARGPARSE_TEXTS = (
@@ -116,7 +116,7 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
 
 
 def _translate(words: str) -> str:
-    return both(words)[1] if current() == "zh" and words else words
+    return in_both_languages(words)[1] if current() == "zh" and words else words
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from course_lib.labels import both, join_labels, text
+from course_lib.labels import in_both_languages, join_labels, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def alt_text(drawn: "Figure", language: str) -> str:
 
 def in_language(words: str, language: str) -> str:
     """Return the words in one language."""
-    return str(words) if language == "en" else both(words)[1]
+    return str(words) if language == "en" else in_both_languages(words)[1]
 
 
 def _panel(ax: "Axes", language: str) -> str:

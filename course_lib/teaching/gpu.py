@@ -16,8 +16,8 @@ class GpuFigures:
     """Display of GPU experiments: titles, figures, and where the figures were measured.
 
     Args:
-        parts: Pairs of an experiment and its figures, one per GPU; see
-            `course_lib.teaching.recordings.figures_of_gpus`.
+        parts: Pairs of an experiment and a sequence of its figures. The sequence has one item per
+            GPU; see `course_lib.teaching.recordings.figures_of_gpus`.
 
     Attributes:
         figures: Name of an experiment -> its figures on the first GPU, for further computations of
@@ -91,7 +91,7 @@ def _origin(found: Figures) -> list[Label]:
 
 
 def _table(item: Experiment, found: Sequence[Figures]) -> Table:
-    """Return the figures with a column per GPU and one of exact bytes.
+    """Return a table of the figures with a column per GPU, and a last column of exact bytes.
 
     Where the bytes of two GPUs differ, the cell has those of each, in the order of the columns.
     """

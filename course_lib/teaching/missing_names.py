@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from course_lib.labels import both, text, verbatim
+from course_lib.labels import in_both_languages, text, verbatim
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -32,7 +32,7 @@ def _show(
     name = getattr(error, "name", None)
     if name and (hint := cell_to_run(name, Path(os.environ.get("JPY_SESSION_NAME", "")))):
         # in both languages, because the page's switch does not reach an error
-        error.add_note("\n" + "\n".join(both(hint)))
+        error.add_note("\n" + "\n".join(in_both_languages(hint)))
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 

@@ -188,7 +188,7 @@ def drawn_in(drawn: "Figure", language: str) -> Iterator[None]:
 
     Raises:
         ValueError: The language is neither "en" nor "zh".
-        LabelError: A label has no Chinese, as for `course_lib.labels.both`.
+        LabelError: A label has no Chinese, as for `course_lib.labels.in_both_languages`.
     """
     if language not in LANGUAGES:
         raise ValueError(f"language must be 'en' or 'zh', got {language!r}")

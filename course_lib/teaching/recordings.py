@@ -73,7 +73,9 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
 
 
 def figures_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
-    """Return what `figures` returns, and then the recordings of other GPUs with the same sizes.
+    """Return the result of `figures`, and then the recordings of other GPUs with the same sizes.
+
+    If `figures` found nothing, the list has only its result.
 
     Args:
         folder: Folder of the recordings; it need not exist.

@@ -1449,12 +1449,12 @@ table(headings, [(tiny.peak, full.peak_bytes, allocator)])
 # %% [markdown]
 # <div lang="en">
 #
-# If you have a GPU, this cell measures on it. Otherwise it shows what an H100 and an H200 measured: the same bytes. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for products with a bias. The context took 806 MB on the H200 after a few steps of training. What a layer saves in bf16 equals the formula of section 1.17, byte for byte.
+# If you have a GPU, this cell measures on it. Otherwise it shows the figures recorded on an H100 and an H200. The bytes are the same on both. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for products with a bias. The context took 806 MB on the H200 after a few steps of training. The bytes that a layer saves in bf16 equal the formula of section 1.17 plus the LayerNorm statistics.
 #
 # </div>
 # <div lang="zh">
 #
-# 有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在 H100 和 H200 上各测一次的记录，两者的字节数都相同。训练步的峰值，计量器是 3,931.7 MB，分配器高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程 32 MiB，反向的线程 32 MiB，带偏置的乘积再加 1 MiB。训练几步以后，H200 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，与 1.17 节的公式逐字节相等。
+# 有 GPU 时，这个单元格会现场测量；没有 GPU，就显示 H100 和 H200 的记录，两块卡测得的字节数完全相同。训练步的峰值，按计量器是 3,931.7 MB，按分配器还要高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程 32 MiB，反向的线程 32 MiB，带偏置的乘积再加 1 MiB。训练几步以后，H200 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，与 1.17 节的公式加上 LayerNorm 的统计量逐字节相等。
 #
 # </div>
 

@@ -1063,16 +1063,16 @@ lesson_02.older_claims()
 #
 # <div lang="en">
 #
-# Keeping the products costs few FLOPs, but asks Python about every operator, some 900 times per step. The second cell measures on your GPU, or shows what an H100 and an H200 measured.
+# Keeping the products costs few FLOPs, but Python is called for every operator, about 900 times per step. The second cell measures on your GPU, or shows the figures recorded on an H100 and an H200.
 #
-# On the H200, with a Llama in bf16, `keep_mm` computes no product twice, yet takes 23% longer, and on the H100 32%. With both the checkpoints and `compile()`, forward and backward take as long as with neither.
+# With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take 23% longer than without checkpoints on the H200, and 32% longer on the H100. With the checkpoints and `compile()` together, they take 1% less time than with neither on the H200, and 7% less on the H100.
 #
 # </div>
 # <div lang="zh">
 #
-# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示在 H100 和 H200 上测得的结果。
+# 保留乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量；没有 GPU，就显示 H100 和 H200 的记录。
 #
-# 在 H200 上训练一个 bf16 的 Llama 时，用 `keep_mm` 没有一次乘法要做两遍，却要多花 23% 的时间，在 H100 上是 32%。检查点和 `compile()` 一起用，前向加反向的用时与两样都不用时一样。
+# 训练一个 bf16 的 Llama，用 `keep_mm` 时，没有一次矩阵乘法要做两遍，前向加反向却比没有检查点时慢：在 H200 上多花 23% 的时间，在 H100 上多花 32%。检查点和 `compile()` 一起用时，比两样都不用还略快，在 H200 上少用 1% 的时间，在 H100 上少用 7%。
 #
 # </div>
 

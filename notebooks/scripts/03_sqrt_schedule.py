@@ -1274,12 +1274,12 @@ lesson_03.older_claims(*measured)
 #
 # <div lang="en">
 #
-# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows what an H100 and an H200 measured. All predictions hold up to 8 bytes. On both, the schedule for half of the peak takes 15% to 16% longer than keeping everything, and the one for a quarter 27%. For a quarter, the two GPUs get different schedules, because their stages take different times.
+# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the figures recorded on an H100 and an H200. Each predicted peak is within 8 bytes of the measured one. The schedules get a half and a quarter of the memory that keeping everything takes, not counting the weights' gradients. With a half the step takes 15% longer on the H200 and 16% on the H100; with a quarter it takes 27% longer on both. For a quarter, the two GPUs get different schedules, because their stages take different times.
 #
 # </div>
 # <div lang="zh">
 #
-# `ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，显示的是在 H100 和 H200 上测得的数据。所有预测都只差 8 字节。在两块卡上，把峰值降到一半的调度，都比全部保留多花 15% 到 16% 的时间；降到四分之一的，都多花 27%。降到四分之一时，两块卡得到的调度不同，因为各级的用时不同。
+# `ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，显示的是 H100 和 H200 的记录。预测的峰值与实测都只差 8 字节。不计权重的梯度，调度可用的内存分别是全部保留时的一半和四分之一。限制在一半时，这一步在 H200 上多花 15% 的时间，在 H100 上多花 16%；限制在四分之一时，在两块卡上都多花 27%。这时两块卡得到的调度不同，因为各级的用时不同。
 #
 # </div>
 

@@ -1289,7 +1289,7 @@ lesson_04.older_claims(ratio, kept)
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows what an H100 and an H200 measured. On the H200, offloading the activations lowers the peak from 11.2 GB to 4.2 GB and takes 33% longer; `save_on_cpu` takes 95% longer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
+# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows the figures recorded on an H100 and an H200. On the H200, offloading the activations lowers the peak from 11.2 GB to 4.2 GB and takes 33% longer; `save_on_cpu` takes 95% longer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
 # The simulated device was right. For nine settings of `prefetch` and `in_flight` in another network, it had predicted 1.01 to 1.14 times the step without offload, and the H200 took 1.01 to 1.13 (`docs/gpus.md`).
 #

@@ -969,12 +969,12 @@ f"second moments: {ratio:.1f} of Adam's"
 #
 # <div lang="en">
 #
-# Accumulation can cost time, because small kernels leave parts of a GPU idle. This cell measures your GPU, or shows the records of an H100 and an H200: in fp16, 16 micro-batches of 1 sample take 6.9 times as long as all at once on both. So use the largest micro-batch that fits.
+# Accumulation can cost time, because small kernels leave parts of a GPU idle. This cell measures your GPU, or shows the figures recorded on an H100 and an H200. On both, a step in fp16 takes 6.9 times as long with 16 micro-batches of 1 sample as with all samples at once. So use the largest micro-batch that fits.
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度累积可能增加时间，因为太小的核函数会让 GPU 的一部分计算单元闲着。有 GPU 时，这个单元格现场测量，没有就显示 H100 和 H200 的记录：用 fp16，16 个微批次、每个 1 条样本，在两块卡上用时都是一次全部算完的 6.9 倍。所以微批次应当取放得下的最大值。
+# 梯度累积可能增加时间，因为太小的核函数会让 GPU 的一部分计算单元闲着。有 GPU 时，这个单元格现场测量，没有就显示 H100 和 H200 的记录。用 fp16 把一批分成 16 个微批次、每个 1 条样本时，这一步在两块卡上的用时都是一次全部算完的 6.9 倍。所以微批次应当取放得下的最大值。
 #
 # </div>
 

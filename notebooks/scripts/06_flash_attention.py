@@ -1095,12 +1095,12 @@ lesson_06.older_claims(
 #
 # <div lang="en">
 #
-# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them next to PyTorch's. Without a GPU it shows what an H100 and an H200 took for both passes with a causal mask and 4096 tokens. On the H200: the course's kernels 1.56 ms, PyTorch's FlashAttention 2.22 ms, and cuDNN, which PyTorch chooses there, 1.29 ms. FlashAttention's backward takes a workspace; the course's kernels need none.
+# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them next to PyTorch's. Without a GPU it shows the times and bytes of both passes on an H100 and an H200, with a causal mask and 4096 tokens. On the H200 the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward takes a workspace; the course's kernels need none.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示在 H100 和 H200 上记录的数据，前向加反向，带因果掩码，4096 个 token。在 H200 上，本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，而 PyTorch 在那里默认选用的 cuDNN 用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区。
+# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示 H100 和 H200 的记录，测的是带因果掩码、4096 个 token 时的前向加反向。在 H200 上，本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，cuDNN 是 PyTorch 在这块卡上的默认选择，用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区。
 #
 # </div>
 

@@ -1050,7 +1050,7 @@ lesson_07.older_claims(
 #
 # <div lang="en">
 #
-# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows what an H100 and an H200 measured. The three estimates, 45.3, 21.1 and 5.0 GB, equal the meter to the byte on both. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
+# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows the figures recorded on an H100 and an H200. On both, the three estimates, 45.3, 21.1 and 5.0 GB, equal the peaks that the meter measured, to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
 #
 # </div>
 # <div lang="zh">

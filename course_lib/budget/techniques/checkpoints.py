@@ -188,7 +188,7 @@ def statistics_kept(
     exempt = {*statistics, *(buffer for norm in instance_norms for buffer in norm.buffers())}
     kept: list[tuple[Tensor, Tensor]] = []
 
-    def others() -> dict[str, tuple[int, int, int]]:
+    def other_buffers() -> dict[str, tuple[int, int, int]]:
         """Return the id, version and storage of each other buffer by name.
 
         The version counts changes in place, and assigning to `.data` replaces the storage.
@@ -202,7 +202,7 @@ def statistics_kept(
         return {name: (id(b), b._version, _storage_of(b)) for name, b in found.items()}
 
     def keep() -> None:
-        for name, found in others().items():
+        for name, found in other_buffers().items():
             if found != before.get(name):
                 raise ValueError(
                     "checkpoint must be 'none', 'segments' or 'optimal' for a model whose forward"
@@ -217,7 +217,7 @@ def statistics_kept(
                 buffer.copy_(value)
         kept.clear()
 
-    before = others()
+    before = other_buffers()
     # The next micro-batch must begin with the statistics that the forward pass of the previous one
     # has left, without the second update.
     hooks = [block.register_forward_pre_hook(put_back) for block in blocks.values() if statistics]

@@ -247,15 +247,16 @@ def least_peak(depth: int) -> int:
     """Return the least peak, in bytes, of all cuts of `depth` equal layers."""
 
     @cache
-    def rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept before
+    def peak_of_rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept before
         if layers == 0:
             return 0
         sizes = range(1, layers + 1)
         return min(
-            max((inputs + 1) * B + size * A, rest(layers - size, inputs + 1)) for size in sizes
+            max((inputs + 1) * B + size * A, peak_of_rest(layers - size, inputs + 1))
+            for size in sizes
         )
 
-    return rest(depth, 0) + B
+    return peak_of_rest(depth, 0) + B
 
 
 def _cuts_of(given: Any, depth: int) -> list[int]:
