@@ -499,7 +499,7 @@ def gradient_in(n, dtype, seed, in_fp32=False):  # in n micro-batches
 
 
 # %% slide="result"
-errors = lesson_05.errors_of_sums(gradient_in)  # four seeds, compared with float64
+errors = lesson_05.errors_of_sums(gradient_in)  # two seeds, compared with float64
 lesson_05.draw_sums(errors)
 
 # %% [markdown]

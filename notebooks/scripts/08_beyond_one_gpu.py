@@ -107,12 +107,12 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 #
 # <div lang="en">
 #
-# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts them into $N$ **shards**, one per rank. It has three forms. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3.
+# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts them into $N$ **shards**, one per rank. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3.
 #
 # </div>
 # <div lang="zh">
 #
-# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把它们切成 $N$ 片，每个进程只存一片，这叫**分片**（shard）。它有三种形式：ZeRO 1 切分 Adam 的状态，ZeRO 2 再切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。
+# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把它们切成 $N$ 片，每个进程只存一片，这叫**分片**（shard）。ZeRO 1 切分 Adam 的状态，ZeRO 2 再切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。
 #
 # </div>
 
@@ -122,12 +122,12 @@ lesson_08.draw_stages()
 # %% [markdown] slide={"en": "Whole or sharded: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the four formulas.**", "zh": "完整，还是分片：权重 4 字节，梯度 4，Adam 的状态 8。\n\n**写出四个公式。**"}
 # <div lang="en">
 #
-# **Exercise 1.** Our decoder is in fp32: 4 bytes per parameter for the weight, 4 for the gradient and 8 for Adam's state. Type the bytes per rank, for any `psi` and `n`. (The paper's formulas are for mixed precision; section 8.19 has them.)
+# **Exercise 1.** Our decoder is in fp32: 4 bytes per parameter for the weight, 4 for the gradient and 8 for Adam's state. Type the bytes per rank, for any `psi` and `n`. (Section 8.19 has the formulas for mixed precision.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 我们的解码器全部用 fp32，每个参数的权重占 4 字节，梯度占 4 字节，Adam 的状态占 8 字节。请写出每个进程持有的字节数，对任意的 `psi` 和 `n` 都成立。（论文的公式针对混合精度，见 8.19 节。）
+# **练习 1。** 我们的解码器全部用 fp32，每个参数的权重占 4 字节，梯度占 4 字节，Adam 的状态占 8 字节。请写出每个进程持有的字节数，对任意的 `psi` 和 `n` 都成立。（混合精度的公式见 8.19 节。）
 #
 # </div>
 
@@ -161,7 +161,7 @@ lesson_08.check_held(held)
 #
 # <div lang="en">
 #
-# In a terminal, `torchrun` starts the processes, tells each its number, and ends all of them if one fails:
+# In a terminal, `torchrun` starts the processes:
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -175,7 +175,7 @@ lesson_08.check_held(held)
 # </div>
 # <div lang="zh">
 #
-# 在终端里，`torchrun` 负责启动各个进程，告诉每个进程它的编号，如果有一个失败，就结束所有进程：
+# 在终端里，`torchrun` 负责启动各个进程：
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -207,7 +207,7 @@ table(["`mode`", "losses equal"], [(f"`{m}`", follows(run, losses[:2])) for m, r
 # %% [markdown] slide={"en": "All three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "三种做法都重现了单个进程的损失。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
 #
-# All three reproduce the losses of one process to 0.00001. They are not equal to the last bit, because two ranks add the numbers up in another order. Now compare your formulas with what each rank holds when its optimizer steps.
+# All three reproduce the losses of one process to 0.00001. Their last bits differ, because two ranks add in another order. Now compare your formulas with what each rank holds when its optimizer steps.
 #
 # </div>
 # <div lang="zh">
@@ -242,7 +242,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Here are your guesses, and what is live at the peak.
+# Your guesses, and what is live at the peak:
 #
 # </div>
 # <div lang="zh">
@@ -322,14 +322,14 @@ lesson_08.draw_collectives()
 #
 # **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Its state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean over the ranks.
 #
-# The check compares with Adam on one device, and counts the state of each rank and the bytes sent.
+# The check also counts the state of each rank and the bytes sent.
 #
 # </div>
 # <div lang="zh">
 #
 # **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 是列表，每个进程一个完整的张量。`adams[r](shard, gradient)` 返回更新后的分片，它的状态与第一次收到的分片一样长。请返回新的权重，每个进程一个完整的张量。整个批次的梯度是各进程梯度的平均。
 #
-# 检查程序会与单台设备上的 Adam 比较，并统计每个进程的状态和发送的字节数。
+# 检查程序还会统计每个进程的状态和发送的字节数。
 #
 # </div>
 
@@ -547,14 +547,14 @@ except MemoryBudgetExceeded as stopped:
 #
 # The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB, whatever the batch.
 #
-# Now four ranks take two sequences each, in four modes. Three of them are new. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-bf16` gathers and computes in bf16. `fsdp-checkpoint` puts a checkpoint around each layer, and it runs under a budget of 48 MB **on every rank**.
+# Now four ranks take two sequences each, in four modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-bf16` gathers and computes in bf16. `fsdp-checkpoint` puts a checkpoint around each layer, and it runs under a budget of 48 MB **on every rank**.
 #
 # </div>
 # <div lang="zh">
 #
 # 前向和反向都装得下，等到 Adam 建立状态时，内存就不够了。权重、梯度和状态共占 110.0 MB，与批次大小无关。
 #
-# 现在由四个进程各处理两条序列，共四种做法，其中三种是新的。`fsdp-keep` 把收集来的权重从前向保留到反向，`fsdp-bf16` 用 bf16 收集和计算，`fsdp-checkpoint` 给每一层加检查点，并且限定**每个进程**的预算是 48 MB。
+# 现在由四个进程各处理两条序列，共四种做法。`fsdp-keep` 把收集来的权重从前向保留到反向，`fsdp-bf16` 用 bf16 收集和计算，`fsdp-checkpoint` 给每一层加检查点，并且限定**每个进程**的预算是 48 MB。
 #
 # </div>
 
@@ -602,14 +602,14 @@ lesson_08.draw_ranks(predicted, drawn)
 # %% [markdown]
 # <div lang="en">
 #
-# From two ranks to four, sharded memory halves. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (PyTorch has no exact ZeRO 2. The hollow point is `fsdp-keep`, the closest to it.)
+# From two ranks to four, sharded memory halves. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (The hollow point is `fsdp-keep`, because PyTorch has no exact ZeRO 2.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
 # </div>
 # <div lang="zh">
 #
-# 分片的部分减半，没有分片的部分不变：不论多少个进程，DDP 都持有 110.0 MB，ZeRO 1 也永远不少于 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现。空心点是与它接近的 `fsdp-keep`。）
+# 分片的部分减半，没有分片的部分不变：不论多少个进程，DDP 都持有 110.0 MB，ZeRO 1 也永远不少于 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现，所以空心点是 `fsdp-keep`。）
 #
 # 峰值也能预测吗？`predict` 用符号张量和一个什么都不发送的进程组，只运行其中一个进程。
 #
@@ -697,14 +697,14 @@ lesson_08.compare_splits(seventy, link)
 #
 # **HSDP** shards within a machine, whose links are some nine times as fast, and replicates between machines. It communicates little between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
 #
-# The last row fits, and computation hides its communication. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU still computes for 2.0 s, but gathers only an eighth of the weights across machines. It holds 16.2 of its 80 GB, and the rest is free for activations. (Tensor parallelism also communicates within the machine, which the table does not count.)
+# The last row fits, and computation hides its communication. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU still computes for 2.0 s, but gathers only an eighth of the weights across machines. It holds 16.2 of its 80 GB. (Tensor parallelism also communicates within the machine, which the table does not count.)
 #
 # </div>
 # <div lang="zh">
 #
 # **HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制，因为机器内的链路速度约为机器之间的九倍。它在机器之间的通信很少，但每个进程要持有 $16\Psi/8$，而一块 H100 只有 80 GB，装不下。
 #
-# 最后一行既装得下，通信也能被计算掩盖。一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。这样每块 GPU 仍然计算 2.0 s，但在机器之间只需收集自己的那八分之一权重。它持有的是 80 GB 中的 16.2 GB，其余可以放激活值。（张量并行在机器之内还要通信，表中没有计入。）
+# 最后一行既装得下，通信也能被计算掩盖。一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。这样每块 GPU 仍然计算 2.0 s，但在机器之间只需收集自己的那八分之一权重。它持有的是 80 GB 中的 16.2 GB。（张量并行在机器之内还要通信，表中没有计入。）
 #
 # </div>
 
@@ -749,12 +749,12 @@ lesson_08.compare_splits(seventy, link)
 #
 # <div lang="en">
 #
-# We test three statements, with their sources, on this step. The second one compares one device with one rank of four, with 2 sequences each. The third one is tested with DDP on a single rank.
+# The second statement compares one device with one rank of four, with 2 sequences each. The third uses DDP on a single rank.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面三种说法都有出处，都用这一步来检验。第二种比较一台设备与四个进程中的一个，各处理 2 条序列。第三种用只有一个进程的 DDP 检验。
+# 第二种说法比较一台设备与四个进程中的一个，各处理 2 条序列；第三种用只有一个进程的 DDP 检验。
 #
 # </div>
 
@@ -771,12 +771,12 @@ what_you_may_have_read("08", *figures)
 #
 # <div lang="en">
 #
-# This lesson's row is one rank of four with FSDP2. It processes a quarter of the batch and computes a quarter of the FLOPs. Its communication volume is in the column of bytes moved.
+# This lesson's row is one rank of four with FSDP2, which processes a quarter of the batch. Its communication volume is in the column of bytes moved.
 #
 # </div>
 # <div lang="zh">
 #
-# 本课的这一行记录四个 FSDP2 进程中的一个，它处理批次的四分之一，FLOPs 也是四分之一。通信量记在“移动的字节”一栏。
+# 本课的这一行记录四个 FSDP2 进程中的一个，它处理批次的四分之一。通信量记在“移动的字节”一栏。
 #
 # </div>
 
@@ -813,16 +813,16 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (also HSDP). PyTorch documentation: DistributedDataParallel; `fully_shard`; Tensor Parallelism. DeepSpeed documentation: *Configuration JSON*. The papers in the table of section 8.15.
+# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (also HSDP). PyTorch documentation: DistributedDataParallel; `fully_shard`; Tensor Parallelism. DeepSpeed documentation: *Configuration JSON*.
 #
-# **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025. Narayanan et al. 2021, arXiv:2104.04473.
+# **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel、`fully_shard`、Tensor Parallelism。DeepSpeed 文档：*Configuration JSON*。8.15 节表中的各篇论文。
+# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel、`fully_shard`、Tensor Parallelism。DeepSpeed 文档：*Configuration JSON*。
 #
-# **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。Narayanan et al. 2021，arXiv:2104.04473。
+# **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。
 #
 # </div>
 

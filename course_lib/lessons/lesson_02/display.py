@@ -275,10 +275,10 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
 def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str, Any]) -> "Figure":
     """Draw bars of FLOPs and of CPU seconds of forward and backward, each relative to the first.
 
-    The seconds are those of 4 sequences, in ten rounds.
+    The seconds are those of 4 sequences, in six rounds.
     """
     tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
-    for name, decoder in 10 * list(decoders.items()):
+    for name, decoder in 6 * list(decoders.items()):
         start = process_time()  # other programs on the machine do not count
         decoder.loss(tokens).backward()
         seconds[name].append(process_time() - start)
@@ -322,7 +322,7 @@ def _draw_bars(
     ax.bar(
         [x + 0.2 for x in places], middle, 0.38, color=COLORS["measured"], yerr=spread,
         error_kw={"ecolor": "#444444", "capsize": 3, "elinewidth": 1},
-        label=text("CPU seconds (median and range of ten rounds)"),
+        label=text("CPU seconds (median and range of six rounds)"),
     )  # fmt: skip
     for x, f, m in zip(places, flops, middle, strict=True):
         # at the foot of the bars, where no line shows the range
