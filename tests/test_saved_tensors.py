@@ -42,59 +42,45 @@ def test_each_layer_of_an_mlp_saves_two_activations():
     assert rows == [("AddmmBackward0", "mat1", *one), ("GeluBackward0", "self", *one)] * 2
 
 
-def models():
-    return {
-        "mlp": (deep_mlp(3, 16), (4, 16)),
-        "layer": (DecoderLayer(16, 2, dropout=0.1), (2, 4, 16)),
-        "layer, no dropout": (DecoderLayer(16, 2, norm_first=False), (2, 4, 16)),
-        "fused": (DecoderLayer(16, 2, fused=True), (2, 4, 16)),
-        "batch norm": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), (4, 8)),
-    }
+class ChangesAView(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y[0].mul_(x[0])
+        return y
 
 
-@pytest.mark.parametrize("name", models())
+MODELS = {
+    "layer": (DecoderLayer(16, 2, dropout=0.1), (2, 4, 16)),
+    "fused": (DecoderLayer(16, 2, fused=True), (2, 4, 16)),
+    "batch norm": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), (4, 8)),
+    "in-place change of a view": (ChangesAView(), (4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_saved_bytes_are_those_that_a_hook_counts(name):
-    model, shape = models()[name]
-    x = torch.randn(shape)
+    model, shape = MODELS[name]
+    x = torch.randn(shape, requires_grad=True)
     found = saved_tensors(model, x)
     counted = counted_by_a_hook(model, x, hidden=[*model.parameters(), *model.buffers()])
     assert (found.packed_bytes, found.total_bytes) == counted
-    assert sum(row.bytes for row in found if row.shared_with is None) == found.total_bytes
+    assert sum(row.bytes for row in found if row.shared_with is None) == found.total_bytes > 0
     everything = saved_tensors(model, x, parameters=True)
     assert (everything.packed_bytes, everything.total_bytes) == counted_by_a_hook(model, x)
-
-
-def test_storage_saved_by_several_operators_counts_once():
-    x = torch.randn(4, 8)
-    projections = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-    found = saved_tensors(lambda x: [project(x) for project in projections], x)
-    assert [row.shared_with for row in found] == [None, 0, 0]
-    assert (found.total_bytes, found.packed_bytes) == (x.nbytes, 3 * x.nbytes)
-
-
-def test_parameters_are_recognized_by_their_storage():
-    x = torch.randn(4, 8, requires_grad=True)
-    layer = nn.Linear(8, 8)
-    assert [row.argument for row in saved_tensors(layer, x)] == ["mat1"]
-    rows = saved_tensors(layer, x, parameters=True)
-    expected = [("mat1", x.nbytes), ("mat2", layer.weight.nbytes)]
-    assert [(row.argument, row.bytes) for row in rows] == expected
-    # A frozen layer saves only its weight, for the gradient of its input.
-    layer.requires_grad_(False)
-    assert list(saved_tensors(layer, x)) == []
-    assert saved_tensors(layer, x, parameters=True).total_bytes == layer.weight.nbytes
 
 
 GLOBAL_MODEL = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
 
 
-def test_buffers_are_not_listed_however_the_module_is_called():
+def test_parameters_and_buffers_are_not_listed_however_the_module_is_called():
     x, model = torch.randn(4, 8), GLOBAL_MODEL
     calls = [model, lambda x: model(x), lambda x: GLOBAL_MODEL(x), model.forward]
     (total,) = {saved_tensors(call, x).total_bytes for call in calls}
     assert {row.argument for row in saved_tensors(model, x) if row.bytes} == {"mat1", "input"}
-    listed = saved_tensors(model, x, parameters=True)
-    assert {"running_mean", "running_var"} <= {row.argument for row in listed}
+    listed = saved_tensors(model, x.clone().requires_grad_(), parameters=True)
+    arguments = {row.argument: row.bytes for row in listed}
+    assert {"running_mean", "running_var"} < arguments.keys()
+    assert arguments["mat2"] == model[0].weight.nbytes  # a view of it is saved
     assert listed.total_bytes > total
 
 
@@ -116,14 +102,15 @@ def test_checkpoint_saves_its_input_as_the_formula_predicts(reentrant):
     assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full")
 
 
-def test_tensors_that_an_autograd_function_saves_are_listed():
-    class Exponential(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = x.exp()
-            ctx.save_for_backward(y)
-            return y
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
 
+
+def test_tensors_that_an_autograd_function_saves_are_listed():
     (row,) = saved_tensors(Exponential.apply, torch.ones(3, requires_grad=True))
     assert (row.operator, row.argument, row.bytes) == ("ExponentialBackward", "saved_tensors", 12)
 
@@ -134,39 +121,21 @@ def test_view_counts_with_the_storage_that_it_keeps_alive():
     assert (row.shape, row.bytes) == ((100,), x.nbytes)
 
 
-def test_tensor_saved_by_an_in_place_change_of_a_view_is_listed():
-    def function(x):
-        y = x * 2
-        y[0].mul_(x[0])
-        return y
-
-    x = torch.randn(4, 8, requires_grad=True)
-    found = saved_tensors(function, x)
-    assert (found.packed_bytes, found.total_bytes) == counted_by_a_hook(function, x)
-    assert found.total_bytes > 0
-
-
-def test_tensors_that_the_result_does_not_need_are_not_listed():
-    def function(x):
-        x.exp()  # its graph is released at once
-        return x.tanh()
-
-    (row,) = saved_tensors(function, torch.ones(3, requires_grad=True))
-    assert row.operator == "TanhBackward0"
-
-
-def test_saved_tensors_keeps_nothing_alive():
+def test_tensors_that_the_result_does_not_need_are_not_listed_and_none_is_kept_alive():
     x, results = torch.ones(3, requires_grad=True), []
 
     def function(x):
+        x.sin()  # its graph is released at once
         y = x.exp().softmax(0).tanh()  # each operator saves its own result
         results.append(weakref.ref(y.untyped_storage()))
         return y
 
     with MemoryMeter() as meter:
-        saved_tensors(function, x)
+        rows = saved_tensors(function, x)
         assert results[0]() is None
         assert meter.live_bytes == 0
+    operators = [row.operator for row in rows]
+    assert operators == ["ExpBackward0", "SoftmaxBackward0", "TanhBackward0"]
 
 
 @dataclass
@@ -177,24 +146,13 @@ class Output:
 
 def test_containers_of_arguments_and_results_are_searched():
     def function(scale, *, x, parts):
-        return Output(loss=(x**2).sum() * scale, states=(parts["y"].exp(),))
+        return Output(loss=(x**2).sum() * scale, states=({"a": [parts["y"].exp()]}, 3))
 
     x, y = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(5))
-    found = saved_tensors(function, 2.0, x=x, parts={"y": y})
-    rows = {(row.operator, row.shape) for row in found}
-    assert rows == {("PowBackward0", (3,)), ("ExpBackward0", (5,))}
-    found = saved_tensors(lambda x: {"a": [x.exp()], "b": (x.tanh(), 3)}, x)
-    assert {row.operator for row in found} == {"ExpBackward0", "TanhBackward0"}
+    rows = saved_tensors(function, 2.0, x=x, parts={"y": y})
+    assert {row.operator for row in rows} == {"PowBackward0", "ExpBackward0"}
 
 
 def test_saved_tensors_refuses_a_result_without_graph():
-    with pytest.raises(ValueError, match="must return a tensor that requires a gradient"):
+    with pytest.raises(ValueError, match="function"):
         saved_tensors(lambda x: x * 2, torch.ones(3))
-
-
-def test_saved_tensors_undoes_its_hooks_after_an_error():
-    hooks = len(nn.modules.module._global_forward_pre_hooks)
-    with pytest.raises(ZeroDivisionError):
-        saved_tensors(lambda: 1 / 0)
-    assert len(nn.modules.module._global_forward_pre_hooks) == hooks
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
