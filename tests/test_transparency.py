@@ -27,13 +27,9 @@ def test_autograd_still_notices_changes_in_place():
 
 def test_function_transforms_work_under_a_meter():
     x = torch.randn(3, 4)
-
-    def run():
-        return torch.func.vmap(torch.func.grad(lambda v: (v**3).sum()))(x)
-
     with MemoryMeter() as meter:
-        found = run()
-    assert_close(found, run(), rtol=0, atol=0)
+        found = torch.func.vmap(torch.func.grad(lambda v: (v**3).sum()))(x)
+    assert_close(found, 3 * x**2)
     assert meter.peak_bytes > 0
 
 
@@ -78,74 +74,52 @@ def test_reading_a_meter_recomputes_no_checkpoint():
 def test_reading_a_meter_changes_no_category():
     class Reads(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, reading):
-            ctx.kept, ctx.reading = x * 2, reading
+        def forward(ctx, x, read):
+            ctx.kept, ctx.read = x * 2, read
             return x.sum()
 
         @staticmethod
         def backward(ctx, gradient):
             found = gradient * ctx.kept
-            if ctx.reading:
-                assert meter.live_bytes and meter.series() and meter.at_peak()
+            ctx.read()
             return found * 3, None
 
     found = []
-    for reading in (False, True):
+    for read in (lambda: None, lambda: (meter.live_bytes, meter.series(), meter.at_peak())):
         with MemoryMeter() as meter:
-            Reads.apply(torch.ones(1000, requires_grad=True), reading).backward()
-        found.append([list(values) for values in meter.series().values()])
+            Reads.apply(torch.ones(1000, requires_grad=True), read).backward()
+        found.append({name: list(values) for name, values in meter.series().items()})
     assert found[0] == found[1]
 
 
-def test_meter_keeps_no_tensor_alive():
-    model, x = nn.Linear(8, 8), torch.randn(8, 8, requires_grad=True)
-    with MemoryMeter():
-        y = model(x.exp())
-        y.sum().backward()
-        tensors = y, x.grad, model.weight, torch.ones(3)
-        held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-        x.grad = None
-        del y, model, tensors
-        torch.ones(1)
-        assert [storage() for storage in held] == [None] * 4
-
-
 @pytest.mark.parametrize("swap", [False, True])
-def test_model_can_be_converted_in_the_block(swap):
+def test_model_can_be_converted_in_the_block(swap, monkeypatch):
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swap)
     model = deep_mlp(2, 16)
     before = bytes_of(model.parameters())
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        with MemoryMeter(model) as meter:
-            model(torch.ones(1, 16)).sum().backward()
-            empty_gradients(model)
-            model.to(torch.float64)
-            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-            assert meter.live_bytes == 2 * before
-            model(torch.ones(1, 16, dtype=torch.float64))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
+    with MemoryMeter(model) as meter:
+        model(torch.ones(1, 16)).sum().backward()
+        empty_gradients(model)
+        model.to(torch.float64)
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        assert meter.live_bytes == 2 * before
+        model(torch.ones(1, 16, dtype=torch.float64))
     assert at_end(meter)["parameter"] == meter.live_bytes == 2 * before
 
 
 def test_meter_can_be_entered_only_once():
     meter = MemoryMeter()
-    with meter, pytest.raises(RuntimeError, match=r"already \(active\); make a new one"), meter:
+    with meter, pytest.raises(RuntimeError, match="active"), meter:
         pass
-    with pytest.raises(RuntimeError, match=r"has been entered already \(closed\)"), meter:
+    with pytest.raises(RuntimeError, match="closed"), meter:
         pass
 
 
 def test_exception_in_the_block_undoes_everything():
-    with everything_undone():
-        with pytest.raises(ZeroDivisionError), MemoryMeter() as meter:
-            state, x = torch.get_rng_state(), torch.ones(10)
-            assert meter.live_bytes == meter.peak_bytes == state.nbytes + x.nbytes
-            1 / 0  # noqa: B018
-        later = MemoryMeter()
-        with MemoryMeter(), later:
-            pass
-    assert meter.live_bytes == state.nbytes + x.nbytes
+    with everything_undone(), pytest.raises(ZeroDivisionError), MemoryMeter() as meter:
+        state, x = torch.get_rng_state(), torch.ones(10)
+        1 / 0  # noqa: B018
+    assert meter.live_bytes == meter.peak_bytes == state.nbytes + x.nbytes
     del x
     assert meter.live_bytes == state.nbytes
 
@@ -164,10 +138,9 @@ class Watched(torch.autograd.Function):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_closed_meter_holds_nothing(fails, monkeypatch):
-    refused = nullcontext()
+    refused = pytest.raises(KeyError, match="injected") if fails else nullcontext()
     if fails:
         monkeypatch.setattr(CategoryTracker, "finish", fail)
-        refused = pytest.raises(KeyError, match="injected")
     model = nn.Linear(4, 4)
     adam = torch.optim.Adam(model.parameters())
     meter = MemoryMeter(model, adam)
@@ -179,13 +152,10 @@ def test_closed_meter_holds_nothing(fails, monkeypatch):
     gc.collect()
     assert [ref() for ref in gone] == [None] * 5
     assert meter.live_bytes == 0 < meter.peak_bytes
-    with pytest.raises(RuntimeError, match="entered already"), meter:
-        pass
 
 
 def test_error_of_the_block_is_raised_if_the_exit_fails_too(monkeypatch):
     monkeypatch.setattr(CategoryTracker, "finish", fail)
     with everything_undone(), pytest.raises(ValueError, match="own") as raised, MemoryMeter():
-        torch.ones(3)
         raise ValueError("own")
-    assert raised.value.__notes__ == ["MemoryMeter could not close its records: 'injected'"]
+    assert "injected" in raised.value.__notes__[0]
