@@ -29,31 +29,25 @@ class Gate(nn.Module):
         return x + F.gelu(self.linear(x)) * torch.sigmoid(x)
 
 
-def gated():
-    return nn.Sequential(*[Gate() for _ in range(3)])
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["compiled before", "compiled by measure"])
-@pytest.mark.parametrize("given", [False, True], ids=["without a model", "with a model"])
-def test_compiled_step_runs_compiled_in_all_runs_of_measure(first, given):
-    backend, model, x, calls = CountingBackend(), gated(), torch.randn(8, 32), []
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_compiled_step_runs_compiled_in_all_runs_of_measure(compiled_before):
+    backend, model, x, calls = CountingBackend(), Gate(), torch.randn(8, 32), []
     function = torch.compile(model, backend=backend, fullgraph=True)
 
     def step():
         calls.append(1)
         function(x).sum().backward()
 
-    if not first:
+    if compiled_before:
         step()
-    measure(step, model=model if given else None, repeats=1)
+    measure(step, model=model if compiled_before else None, repeats=1)
     step()
     assert (backend.compiled, backend.runs) == (1, len(calls))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
-def test_compiled_step_takes_the_bytes_of_the_allocator(backend):
-    model, x = gated(), torch.randn(256, 32)
-    function = torch.compile(model, backend=backend)
+def test_compiled_step_takes_the_bytes_of_the_allocator():
+    model, x = nn.Sequential(*[Gate() for _ in range(3)]), torch.randn(256, 32)
+    function = torch.compile(model, backend="aot_eager_decomp_partition")
     step, eager = (lambda f=f: f(x).sum().backward() for f in (function, model))
     step()
     empty_gradients(model)
@@ -72,11 +66,8 @@ def test_buffers_of_generated_code_are_counted(monkeypatch, tmp_path):
     # For matrix products alone Inductor generates Python, which needs no C++ compiler.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    model, x = (
-        nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(3)]),
-        torch.randn(64, 32),
-    )
-    function = torch.compile(model)
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(3)])
+    x, function = torch.randn(64, 32), torch.compile(model)
     allocate = torch._C._dynamo.guards._empty_strided_cpu
 
     def step():
