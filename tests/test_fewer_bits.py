@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
+from course_lib._torch import tensors_in
 from course_lib.budget import Recipe, estimate, run
 from course_lib.lessons import lesson_07
 from course_lib.lessons.lesson_01 import with_adapters
@@ -20,64 +22,41 @@ def batch():
     return random_tokens(4, 32, 256)
 
 
-def bitsandbytes_linear(linear):
-    layer = bitsandbytes.nn.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        compute_dtype=torch.float32,
-        quant_type="nf4",
-        compress_statistics=False,
-    )
-    layer.load_state_dict(linear.state_dict())
-    return layer.to("cpu")  # rounds the weight
-
-
 def test_four_bit_linear_equals_bitsandbytes():
-    torch.manual_seed(0)
     linear = torch.nn.Linear(128, 192)
-    theirs, ours = bitsandbytes_linear(linear), lesson_07.FourBitLinear(linear)
+    theirs = bitsandbytes.nn.Linear4bit(128, 192, quant_type="nf4", compress_statistics=False)
+    theirs.load_state_dict(linear.state_dict())
+    theirs, ours = theirs.to("cpu"), lesson_07.FourBitLinear(linear)  # rounds the weight
     state = theirs.weight.quant_state
     torch.testing.assert_close(torch.tensor(nf4_levels()), state.code, rtol=0, atol=2e-7)
     assert ours.codes.nbytes + ours.scales.nbytes == theirs.weight.nbytes + state.absmax.nbytes
     weight = bitsandbytes.functional.dequantize_4bit(theirs.weight, state)
     torch.testing.assert_close(ours.dequantize(torch.float32), weight)
-    x = torch.randn(5, 3, 128)
-    gradients = []
+    results, x = [], torch.randn(5, 3, 128, requires_grad=True)
     for layer in (theirs, ours):
-        given = x.clone().requires_grad_()
-        output = layer(given)
-        output.square().sum().backward()
-        gradients.append((output.detach(), given.grad))
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+        output = layer(x)
+        results.append((output.detach(), *torch.autograd.grad(output.square().sum(), x)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_zero_block_of_four_bit_linear_stays_zero():
     linear = torch.nn.Linear(64, 2)
-    with torch.no_grad():
-        linear.weight[0].zero_()
-    layer = lesson_07.FourBitLinear(linear)
-    assert layer.dequantize(torch.float32)[0].eq(0).all()
-    assert layer.dequantize(torch.float32)[1].isfinite().all()
+    linear.weight.data[0] = 0
+    weight = lesson_07.FourBitLinear(linear).dequantize(torch.float32)
+    assert weight[0].eq(0).all() and weight[1].isfinite().all()
 
 
 def trained(optimizer_class):
+    """The change of the parameters in three steps, and the bytes of the optimizer's state."""
     model = small_model()
     optimizer = optimizer_class(model.parameters(), lr=1e-3)
-    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    start = parameters_to_vector(model.parameters()).detach()
     for _ in range(3):
         optimizer.zero_grad()
         model.loss(batch()).backward()
         optimizer.step()
-    state = sum(
-        tensor.nbytes
-        for tensor in {
-            id(tensor): tensor
-            for values in optimizer.state.values()
-            for tensor in values.values()
-            if isinstance(tensor, torch.Tensor)
-        }.values()
-    )
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - start, state
+    state = {id(tensor): tensor.nbytes for tensor in tensors_in(optimizer.state)}
+    return parameters_to_vector(model.parameters()).detach() - start, sum(state.values())
 
 
 def test_adam_in_8_bits_follows_adam_and_has_the_bytes_of_bitsandbytes():
@@ -89,22 +68,15 @@ def test_adam_in_8_bits_follows_adam_and_has_the_bytes_of_bitsandbytes():
     assert our_bytes == their_bytes
 
 
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_paged_adam_warns_on_a_cpu():
-    parameter = torch.nn.Parameter(torch.randn(64, 64))
-    parameter.grad = torch.randn(64, 64)
-    with pytest.warns(UserWarning, match="Paged optimizers are not supported on CPU"):
-        bitsandbytes.optim.PagedAdamW8bit([parameter]).step()
-
-
-def test_steps_with_fewer_bits_are_predicted_to_the_byte():
-    recipe = Recipe(precision=None, checkpoint="layers")
-    for make_model in (
-        lambda: small_model().bfloat16(),
-        lambda: with_adapters(lesson_07.in_four_bits(small_model()), 4),
-    ):
-        found = estimate(make_model, batch, recipe)
-        assert found.peak_bytes == run(make_model, batch, recipe).meter.peak_bytes
-    in_8_bits = Recipe(optimizer="adam8bit", checkpoint="layers")
-    peak = estimate(small_model, batch, in_8_bits).peak_bytes
-    assert peak == run(small_model, batch, in_8_bits).meter.peak_bytes
+@pytest.mark.parametrize(
+    ("make_model", "fields"),
+    [
+        (lambda: small_model().bfloat16(), {"precision": None}),
+        (lambda: with_adapters(lesson_07.in_four_bits(small_model()), 4), {"precision": None}),
+        (small_model, {"optimizer": "adam8bit"}),
+    ],
+)
+def test_steps_with_fewer_bits_are_predicted_to_the_byte(make_model, fields):
+    recipe = Recipe(checkpoint="layers", **fields)
+    peak = estimate(make_model, batch, recipe).peak_bytes
+    assert peak == run(make_model, batch, recipe).meter.peak_bytes
