@@ -156,3 +156,11 @@ def test_containers_of_arguments_and_results_are_searched():
 def test_saved_tensors_refuses_a_result_without_graph():
     with pytest.raises(ValueError, match="function"):
         saved_tensors(lambda x: x * 2, torch.ones(3))
+
+
+def test_saved_tensors_undoes_its_hooks_after_an_error():
+    hooks = len(nn.modules.module._global_forward_pre_hooks)
+    with pytest.raises(ZeroDivisionError):
+        saved_tensors(lambda: 1 / 0)
+    assert len(nn.modules.module._global_forward_pre_hooks) == hooks
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
