@@ -155,16 +155,19 @@ def test_all_segments_but_the_last_are_run_twice():
     assert runs == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
 
 
-def test_left_out_use_reentrant_means_false_and_warns_with_the_line_of_the_call():
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: checkpoint(torch.sin, x),
+        lambda x: checkpoint_sequential([torch.sin, torch.cos], 2, x),
+    ],
+)
+def test_left_out_use_reentrant_means_false_and_warns_with_the_line_of_the_call(call):
     x = leaf(3)
-    for call in (
-        lambda: checkpoint(torch.sin, x),
-        lambda: checkpoint_sequential([torch.sin, torch.cos], 2, x),
-    ):
-        with pytest.warns(UserWarning, match="use_reentrant") as caught:
-            out = call()
-        assert [each.filename for each in caught] == [__file__]
-        assert torch.autograd.grad(out.sum(), x)  # which the reentrant mode cannot
+    with pytest.warns(UserWarning, match="use_reentrant") as caught:
+        out = call(x)
+    assert [each.filename for each in caught] == [__file__]
+    assert torch.autograd.grad(out.sum(), x)  # which the reentrant mode cannot
 
 
 def test_public_names_arguments_and_defaults_are_pytorchs():
@@ -398,18 +401,17 @@ def test_saved_tensors_read_twice_in_one_backward_are_an_error_that_says_so():
 
 
 @both_stops
-def test_backward_inside_the_function_works(early_stop):
-    def function(x, again):
+@pytest.mark.parametrize("again", [True, False])
+def test_backward_inside_the_function_works(again, early_stop):
+    def function(x):
         y = x.sin()
         z = y.cos()
         (slope,) = torch.autograd.grad(z.sum(), x, retain_graph=again)
         return x.cos() * slope.detach(), z
 
-    for again in (True, False):
-        x = leaf(3)
-        with set_checkpoint_early_stop(early_stop):
-            found = torch.autograd.grad(not_reentrant(function, x, again)[0].sum(), x)
-        assert_close(found, torch.autograd.grad(function(x, again)[0].sum(), x))
+    x = leaf(3)
+    found = torch.autograd.grad(not_reentrant(function, x, early_stop=early_stop)[0].sum(), x)
+    assert_close(found, torch.autograd.grad(function(x)[0].sum(), x))
 
 
 @both_stops
@@ -432,14 +434,12 @@ def test_checkpoints_in_checkpoints_give_the_plain_gradients_to_second_order(ear
             assert_close(slopes(function), slopes(partial(stacked, plainly)))
 
 
+@pytest.mark.filterwarnings("ignore")  # inside a reentrant forward pass nothing requires gradients
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
 def test_modes_may_be_nested_in_one_another(outer, inner):
     def run(x):
-        with warnings.catch_warnings():
-            # inside a reentrant forward pass nothing requires gradients
-            warnings.simplefilter("ignore")
-            return checkpoint(lambda x: (x.sin() * x).exp(), x * 2, use_reentrant=inner).cos()
+        return checkpoint(lambda x: (x.sin() * x).exp(), x * 2, use_reentrant=inner).cos()
 
     x = leaf(3)
     checkpoint(run, x, use_reentrant=outer).sum().backward()
@@ -548,11 +548,13 @@ def test_debug_may_be_switched_on_around_the_forward_pass():
         out.sum().backward()
 
 
-def test_other_outputs_in_a_reentrant_recomputation_are_an_error():
-    for change, shown in ((lambda x: x[:2].exp(), "shape"), (lambda x: (x, x), "2")):
-        out = checkpoint(changing(torch.exp, change), leaf(3), use_reentrant=True).sum()
-        with pytest.raises(RuntimeError, match=shown):
-            out.backward()
+@pytest.mark.parametrize(
+    ("change", "shown"), [(lambda x: x[:2].exp(), "shape"), (lambda x: (x, x), "2")]
+)
+def test_other_outputs_in_a_reentrant_recomputation_are_an_error(change, shown):
+    out = checkpoint(changing(torch.exp, change), leaf(3), use_reentrant=True).sum()
+    with pytest.raises(RuntimeError, match=shown):
+        out.backward()
 
 
 # ---- what the function is given
@@ -1111,8 +1113,7 @@ def test_a_model_without_blocks_is_refused(blocks):
 
 def test_blocks_are_checkpointed_once_and_restored_after_an_error():
     model = decoder()
-    refused = pytest.raises(ValueError, match=r"layers\.0, layers\.1")
-    with refused, checkpoint_blocks(model, "layers.[01]"):
+    with pytest.raises(ValueError, match=r"layers\.0"), checkpoint_blocks(model, "layers.[01]"):
         checkpoint_blocks(model, "layers.2").remove()
         checkpoint_blocks(model)
     assert not any("forward" in vars(layer) for layer in model.layers)
