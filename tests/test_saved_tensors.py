@@ -96,23 +96,12 @@ def test_parameter_that_is_an_argument_is_listed():
 def test_checkpoint_saves_its_input_as_the_formula_predicts(reentrant):
     layer, x = DecoderLayer(32, 4, dropout=0.1), torch.randn(2, 16, 32, requires_grad=True)
     found = saved_tensors(lambda x: checkpoint(layer, x, use_reentrant=reentrant), x)
-    rows = [row for row in found if row.bytes]  # torch 2.9 saves an empty tensor too
-    assert [(row.shape, row.bytes) for row in rows] == [(x.shape, x.nbytes)]
+    (row,) = [row for row in found if row.bytes]  # torch 2.9 saves an empty tensor too
+    # the reentrant mode is an autograd function
+    argument = "saved_tensors" if reentrant else row.argument
+    assert (row.argument, row.shape, row.bytes) == (argument, x.shape, x.nbytes)
     shape = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4, "dtype_bytes": 4}
     assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full")
-
-
-class Exponential(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-
-def test_tensors_that_an_autograd_function_saves_are_listed():
-    (row,) = saved_tensors(Exponential.apply, torch.ones(3, requires_grad=True))
-    assert (row.operator, row.argument, row.bytes) == ("ExponentialBackward", "saved_tensors", 12)
 
 
 def test_view_counts_with_the_storage_that_it_keeps_alive():
