@@ -348,9 +348,8 @@ def test_seeds_that_attention_saves_without_drawing_from_them_are_not_compared(n
 
 def test_statistics_are_updated_once_also_if_the_mode_changes_before_backward():
     norm = nn.BatchNorm1d(WIDTH)
-    state = BlockState(norm, None, statistics=True)
-    x = torch.randn(5, WIDTH, requires_grad=True)
-    loss = checkpoint(Repeatable(norm, state), x, use_reentrant=False).square().sum()
+    block = Repeatable(norm, BlockState(norm, None, statistics=True))
+    loss = checkpoint(block, torch.randn(5, WIDTH), use_reentrant=False).square().sum()
     mean = norm.running_mean.clone()
     norm.eval()
     loss.backward()
