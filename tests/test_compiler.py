@@ -84,6 +84,6 @@ def test_buffers_of_generated_code_are_counted(monkeypatch, tmp_path):
     bound = {m.empty_strided_cpu for m in modules if hasattr(m, "empty_strided_cpu")}
     assert bound == {allocate} == {torch._C._dynamo.guards._empty_strided_cpu}
     torch.compiler.reset()
-    refused = pytest.raises(MemoryBudgetExceeded, match="compiled code")
-    with refused, MemoryMeter(model, budget_bytes=bytes_of(model.parameters()) + x.nbytes):
+    meter = MemoryMeter(model, budget_bytes=bytes_of(model.parameters()) + x.nbytes)
+    with pytest.raises(MemoryBudgetExceeded, match="compiled code"), meter:
         torch.compile(model)(x)
