@@ -1,7 +1,7 @@
 """The caching allocator once more, slow and obvious: lists of runs, scanned from the start for
 every question.
 
-It keeps no figure: all are added up from what is there. Rules as in `course_lib.memory.segments`;
+It keeps no figures. Rules as in `course_lib.memory.segments`;
 one stream.
 """
 
@@ -18,28 +18,22 @@ class ObviousAllocator:
     is behind it]."""
 
     def __init__(self, capacity, unsplit=float("inf"), rounding=20 * MIB, expandable=False):
-        self.capacity, self.unsplit, self.rounding, self.expandable = (
-            capacity,
-            unsplit,
-            rounding,
-            expandable,
-        )
-        self.segments, self.requested = [], {}
+        self.capacity, self.expandable = capacity, expandable
+        self.unsplit, self.rounding = unsplit, rounding
+        self.segments = []
 
     def allocate(self, name, requested):
         """True if there was room."""
-        size = max(512, up(requested, 512))
+        size = up(requested, 512)
         pool = "small" if size <= MIB else "large"
         for attempt in (lambda: True, lambda: self.release_oversize(pool, size), self.empty_cache):
             found = attempt() and (self.fitting(pool, size) or self.reserve(pool, size))
             if found:
                 self.hand_out(*found, size, name)
-                self.requested[name] = requested
                 return True
         return False
 
     def free(self, name):
-        del self.requested[name]
         for _, runs in self.segments:
             for run in runs:
                 if run[1] == name:
@@ -48,11 +42,7 @@ class ObviousAllocator:
 
     def empty_cache(self):
         if not self.expandable:
-            self.segments = [
-                (pool, runs)
-                for pool, runs in self.segments
-                if len(runs) > 1 or runs[0][1] is not FREE
-            ]
+            self.segments = [each for each in self.segments if not self.is_free(each)]
             return True
         for pool, runs in self.segments:
             page, at, pieces = self.page(pool), 0, []
@@ -72,15 +62,18 @@ class ObviousAllocator:
         self.segments = [(pool, runs) for pool, runs in self.segments if len(runs) > 1]
         return True
 
+    def is_free(self, segment):
+        return [holder for _, holder, _ in segment[1]] == [FREE]
+
     def release_oversize(self, pool, size):
         if self.unsplit == float("inf") or self.expandable:
             return False
         idle = [
             segment
             for segment in self.segments
-            if segment[0] == pool and [run[1] for run in segment[1]] == [FREE]
+            if segment[0] == pool and self.is_free(segment) and segment[1][0][0] >= self.unsplit
         ]
-        idle = sorted((s for s in idle if s[1][0][0] >= self.unsplit), key=lambda s: s[1][0][0])
+        idle.sort(key=lambda segment: segment[1][0][0])
         wanted = max(size, self.unsplit)
         chosen = next(([segment] for segment in idle if segment[1][0][0] >= wanted), None)
         if chosen is None:
@@ -88,9 +81,7 @@ class ObviousAllocator:
             while idle and together < wanted:
                 chosen.append(idle.pop())
                 together += chosen[-1][1][0][0]
-        self.segments = [
-            segment for segment in self.segments if not any(segment is other for other in chosen)
-        ]
+        self.segments = [each for each in self.segments if all(each is not one for one in chosen)]
         return sum(runs[0][0] for _, runs in chosen) >= wanted
 
     # ---- where a block goes
@@ -113,6 +104,9 @@ class ObviousAllocator:
             return None
         return found[0][3], found[0][2]
 
+    def page(self, pool):
+        return 2 * MIB if pool == "small" else 20 * MIB
+
     def grown(self, index, runs):
         follows = runs[index + 1] if index + 1 < len(runs) else [0, FREE, True]
         return runs[index][0] + (0 if follows[2] else follows[0])
@@ -121,7 +115,7 @@ class ObviousAllocator:
         if self.expandable:
             return self.expand(pool, size)
         segment = 2 * MIB if pool == "small" else 20 * MIB if size < 10 * MIB else up(size, 2 * MIB)
-        if segment > self.capacity - self.total(mapped=True):
+        if segment > self.capacity - self.total():
             return None
         self.segments.append((pool, [[segment, FREE, True]]))
         return self.segments[-1][1], 0
@@ -139,7 +133,7 @@ class ObviousAllocator:
             if not runs[at][2]:
                 held = sum(run[0] for run in runs[start:at])
                 wanted = up(min(size - held, runs[at][0]), page)
-                if wanted > self.capacity - self.total(mapped=True):
+                if wanted > self.capacity - self.total():
                     self.join()
                     return None
                 rest = runs[at][0] - wanted
@@ -163,14 +157,11 @@ class ObviousAllocator:
     def hand_out(self, runs, index, size, name):
         rest = runs[index][0] - size
         split = rest >= 512
-        if (
-            runs in [runs for pool, runs in self.segments if pool == "large"]
-            and not self.expandable
-        ):
+        in_large_pool = any(pool == "large" and of is runs for pool, of in self.segments)
+        if in_large_pool and not self.expandable:
             split = rest > MIB and size < self.unsplit
-        runs[index : index + 1] = (
-            [[size, name, True], [rest, FREE, True]] if split else [[size + rest, name, True]]
-        )
+        whole = [[size + rest, name, True]]
+        runs[index : index + 1] = [[size, name, True], [rest, FREE, True]] if split else whole
 
     def join(self):
         for _, runs in self.segments:
@@ -182,38 +173,9 @@ class ObviousAllocator:
                 else:
                     index += 1
 
-    # ---- figures
-
-    def page(self, pool):
-        return 2 * MIB if pool == "small" else 20 * MIB
-
-    def total(self, mapped=None, held=None, pool=None):
-        return sum(
-            run[0]
-            for of, runs in self.segments
-            for run in runs
-            if run[2] and (held is None or (run[1] is not FREE) == held) and pool in (None, of)
-        )
-
-    def figures(self):
-        """Those of `memory_stats` that can be seen by looking."""
-        found = {
-            "num_blocks": len(self.requested),
-            "requested_bytes.all.current": sum(self.requested.values()),
-        }
-        idle = []
-        for pool, name in ((None, "all"), ("small", "small_pool"), ("large", "large_pool")):
-            found[f"reserved_bytes.{name}.current"] = self.total(pool=pool)
-            found[f"allocated_bytes.{name}.current"] = self.total(held=True, pool=pool)
-            segments = [
-                runs for of, runs in self.segments if pool in (None, of) and not self.expandable
-            ]
-            idle = [run[0] for runs in segments for run in runs if run[1] is FREE and len(runs) > 1]
-            found[f"segment.{name}.current"] = len(segments)
-            found[f"inactive_split.{name}.current"] = len(idle)
-            found[f"inactive_split_bytes.{name}.current"] = sum(idle)
-        found["allocation.all.current"] = found.pop("num_blocks")
-        return found
+    def total(self):
+        """Bytes that have memory behind them."""
+        return sum(size for _, runs in self.segments for size, _, mapped in runs if mapped)
 
     def layout(self):
         """Each contiguous mapped range: its pool, and its blocks as +bytes if held, -bytes if
