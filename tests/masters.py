@@ -1,0 +1,30 @@
+"""The reference for an offloaded optimizer: the plain one on fp32 copies of the parameters."""
+
+import torch
+from torch import nn
+
+
+class Masters(torch.optim.Optimizer):
+    """After each step of `base` the parameters take the rounded copies.
+
+    The copies of fp32 parameters share their memory, so it is a plain step there.
+    """
+
+    def __init__(self, params, base, **options):
+        super().__init__(params, {})
+        self.params = self.param_groups[0]["params"]
+        self.copies = [nn.Parameter(p.detach().float()) for p in self.params]
+        self.plain = base(self.copies, **options)
+
+    @torch.no_grad()
+    def step(self):
+        for p, master in zip(self.params, self.copies, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        self.plain.step()
+        self.give()
+
+    @torch.no_grad()
+    def give(self):
+        """Give the parameters what their copies are, also after an interruption."""
+        for p, master in zip(self.params, self.copies, strict=True):
+            p.copy_(master)
