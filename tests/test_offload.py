@@ -103,16 +103,6 @@ class Squared(nn.Module):
         return torch.view_as_real(x.conj() * x)
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)
-        self.linear = parametrizations.weight_norm(nn.Linear(8, 8))
-
-    def forward(self, x):
-        return self.linear(self.norm(self.conv(x)).relu()).softmax(-1).log()
-
-
 def decoder():
     return Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8)
 
@@ -120,9 +110,7 @@ def decoder():
 COMPLEX = {"dtype": torch.complex64}
 # name -> (what makes a module, what makes its input)
 MODELS = {
-    "mlp": (lambda: deep_mlp(6, 16), lambda: torch.randn(8, 16)),
     "views": (Views, lambda: torch.randn(12, 12)),
-    "normed": (Normed, lambda: torch.randn(5, 4, 8)),
     "decoder": (decoder, lambda: torch.randint(50, (3, 8))),
     "half": (lambda: deep_mlp(3, 16).bfloat16(), lambda: torch.randn(8, 16).bfloat16()),
     "complex": (
@@ -157,12 +145,11 @@ class Memory(Store):
 def test_gradients_are_those_of_the_plain_module_to_the_bit(name, prefetch, device):
     make_module, make_input = MODELS[name]
     module, x = make_module().to(device), make_input().to(device)
-    # a convolution may add up in any order
-    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
-        expected = gradients(module, module, x)
-        for store in (DiskStore(), HostStore(), None):
-            run = offloaded(module, store, prefetch=prefetch)
-            assert_same_bits(expected, gradients(module, run, x))
+    expected = gradients(module, module, x)
+    for store in (DiskStore(), HostStore(), None):
+        assert_same_bits(
+            expected, gradients(module, offloaded(module, store, prefetch=prefetch), x)
+        )
 
 
 def test_storage_that_rrelu_writes_after_its_copy_is_refused():
@@ -456,19 +443,9 @@ def test_a_context_can_be_entered_inside_itself_and_again(store):
     [{}, {"prefetch": 3}, {"min_bytes": 1 << 20}],
     ids=["on its way or below", "still here", "kept"],
 )
-def test_a_change_in_place_is_an_error_and_never_a_wrong_gradient(options, store, leaf):
-    with offload(store, **options):
-        y = leaf * 1
-        z = y.sin()
-        y.add_(1)
-        out = z.sin().sin().sum()
-    with pytest.raises(RuntimeError, match=r"shape \(64, 64\).*changed in place"):
-        out.backward()
-
-
-def test_a_tensor_saved_again_after_a_change_is_another_one(store):
+def test_a_change_in_place_is_an_error_and_what_is_saved_after_it_is_another_tensor(options, store):
     x = torch.ones(64, requires_grad=True)
-    with offload(store):
+    with offload(store, **options):
         y = x * 1
         before = y.sin()
         y.add_(1)
@@ -476,7 +453,7 @@ def test_a_tensor_saved_again_after_a_change_is_another_one(store):
     after.sum().backward()
     y = torch.full((64,), 2.0)
     assert torch.allclose(x.grad, y.sin().cos().sin() * y.sin().sin() * y.cos())
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(RuntimeError, match=r"shape \(64,\).*changed in place"):
         before.sum().backward()
 
 
@@ -608,9 +585,9 @@ def test_the_file_is_where_the_environment_says_and_does_not_outlive_its_store(
         with pytest.raises(ValueError, match="closed"):
             use()
     dropped = DiskStore()
-    file, room = dropped._file, dropped.put(torch.ones(100))
-    room.wait()
-    del dropped, room
+    file, reservation = dropped._file, dropped.put(torch.ones(100))
+    reservation.wait()
+    del dropped, reservation
     gc.collect()
     assert file.closed
 
@@ -935,25 +912,6 @@ def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, f
         return [*train(net, optimizer), *(state["mean"] for state in states.values())]
 
     assert_same_steps(run, "by hand", dtype, fraction=fraction, page_bytes=page)
-
-
-class Apart(Device):
-    """A device in the books alone: its memory counts as another than the host's, and copies are
-    done at once."""
-
-    has_own_memory, ahead = True, 2
-
-
-@pytest.mark.parametrize(
-    ("given", "taken"),
-    [({}, True), ({"foreach": False}, True), ({"foreach": True}, False), ({"fused": False}, False)],
-)
-def test_the_update_on_the_host_is_fused_unless_another_way_is_asked_for(given, taken, monkeypatch):
-    monkeypatch.setattr(Device, "of_tensor", staticmethod(lambda tensor: Apart(tensor.device)))
-    plain, moved = network(), network()
-    adam = torch.optim.Adam(plain.parameters(), **({"fused": True} if taken else given))
-    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, **given)
-    assert_same_bits(train(plain, adam), train(moved, optimizer))
 
 
 def test_a_closure_computes_the_loss_anew_and_its_value_is_returned():

@@ -149,7 +149,8 @@ def dropped_on_another_stream(device):
 
 def adam(device, net, **options):
     if device is None:
-        return Masters(net.parameters(), torch.optim.Adam, lr=0.01, fused=True)
+        given = {name: options[name] for name in ("foreach", "fused") if name in options}
+        return Masters(net.parameters(), torch.optim.Adam, lr=0.01, **(given or {"fused": True}))
     return OffloadedOptimizer(net.parameters(), torch.optim.Adam, lr=0.01, **options)
 
 
@@ -254,6 +255,8 @@ SCENARIOS = {
     "optimizer, one after the other": partial(train, overlap=False),
     "optimizer, gradients kept and clipped": partial(train, pieces=2, keep=True, between=clipped),
     "optimizer, gradients changed through .data": partial(train, between=behind_autograds_back),
+    "optimizer, foreach": partial(train, foreach=True),
+    "optimizer, not fused": partial(train, fused=False),
     "gradients sent early": sent_early,
     "gradients sent early, and dropped": partial(sent_early, fails=True),
     "a step that is interrupted": partial(sent_early, early=False, fails=True),
@@ -343,37 +346,36 @@ def take_away(monkeypatch, site=None):
     function, what is called, line) that are reached from then on."""
     reached = set()
 
-    def put_in_order(self, *args, name):
-        code, line = sys._getframe(2).f_code, sys._getframe(2).f_lineno
-        file = Path(code.co_filename)
-        here = file.name, code.co_name, name, line
+    def called(name, self, *args):
+        frame = sys._getframe(2)
+        file = Path(frame.f_code.co_filename)
+        here = file.name, frame.f_code.co_name, name, frame.f_lineno
         if file.parent.name == "offload" and here[:3] not in FOR_SPEED:
             reached.add(here)
         return (NOTHING if here == site else ORIGINAL)[name](self, *args)
 
     for name in NOTHING:
-        changed = lambda self, *args, name=name: put_in_order(self, *args, name=name)  # noqa: E731
+        changed = lambda *args, name=name: called(name, *args)  # noqa: E731
         monkeypatch.setattr(SimulatedDevice, name, changed)
     return reached
 
 
-def is_wrong(scenario):
-    found, races = outcome(scenario, "late")
-    return races or not same(found, expected(scenario))
+def is_wrong(name):
+    found, races = outcome(SCENARIOS[name], "late")
+    return races or not same(found, expected(SCENARIOS[name]))
 
 
 def test_every_ordering_is_missed_where_it_is_taken_away(monkeypatch):
-    reached = take_away(monkeypatch)
-    sites = {}
+    reached, telling = take_away(monkeypatch), {}
     for name in TELLING:
-        assert not is_wrong(SCENARIOS[name])
+        assert not is_wrong(name)
         for site in reached:
-            sites.setdefault(site, []).append(name)
+            telling.setdefault(site, []).append(name)
         reached.clear()
-    assert {file for file, *_ in sites} > {"activations.py", "prefetch.py", "state_host.py"}
-    for site, names in sites.items():
+    assert {file for file, *_ in telling} > {"activations.py", "prefetch.py", "state_host.py"}
+    for site, names in telling.items():
         take_away(monkeypatch, site)
-        assert any(is_wrong(SCENARIOS[name]) for name in names), site
+        assert any(map(is_wrong, names)), site
 
 
 # ---- a wait that is missing is reported, and the numbers are wrong in its mode
@@ -412,40 +414,6 @@ def test_what_an_operator_writes_too_early_is_written_over():
             device.wait(event)
             device.finish(event)
         assert torch.equal(x, torch.full((100,), found))
-
-
-def freed_while_it_is_copied(device, y, host, waits):
-    copied = device.copy(host, y, "down")
-    if waits:
-        device.wait(copied)
-    del y
-    torch.zeros(4)
-    device.finish(copied)
-
-
-def copied_before_it_is_made(device, y, host, waits):
-    made = device.event()
-    with device.on(device.side("down")):
-        if waits:
-            device.wait(made)
-        device.transfer(host, y)
-        device.finish(device.event())
-
-
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize(
-    ("program", "wrong_mode"),
-    [(freed_while_it_is_copied, "late"), (copied_before_it_is_made, "early")],
-)
-def test_a_program_of_a_few_lines_is_right_with_its_wait_alone(program, wrong_mode, waits):
-    for mode in MODES:
-        with SimulatedDevice(**MODES[mode]) as device:
-            host = device.pinned((4,), torch.float32)
-            program(device, device.move(torch.ones(4)) * 2, host, waits)
-            found, races = host.tolist(), len(device.races)
-            device.races.clear()
-        assert races == (0 if waits else 1)
-        assert (found == [2.0] * 4) == (waits or mode != wrong_mode)
 
 
 # ---- what the host reads
