@@ -595,6 +595,18 @@ def test_an_estimated_step_opens_in_pytorchs_reader_with_the_estimates_figures(
     assert "layers.2.feedforward.0" in modules
 
 
+def test_what_changes_its_category_stays_where_it_is():
+    with MemoryMeter() as meter:
+        weight = torch.randn(1000, requires_grad=True)
+        kept = weight.exp()  # a temporary until it is saved
+        kept.sum().backward()
+        del kept
+    events = list(meter.trace().allocations())
+    names = [(what, name) for what, name, *_ in events]
+    assert len(names) == len(set(names))
+    assert len({span.storage for span in meter.trace().spans}) < len(meter.trace().spans)
+
+
 # The opcodes that the reader of pickles in torch/utils/viz/MemoryViz.js knows.
 OPCODES = """
     APPEND APPENDS BINGET BINFLOAT BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT
