@@ -16,16 +16,6 @@ import torch
 from patience import HANGS_SECONDS
 
 ROOT = Path(__file__).parents[1]
-COLLECT = (
-    "pytest",
-    "-p",
-    "no:cacheprovider",
-    "-q",
-    "-m",
-    "gpu",
-    "--collect-only",
-    "tests",
-)
 
 
 def run(*arguments):
@@ -37,59 +27,35 @@ def run(*arguments):
 
 def test_the_bare_machine_lacks_what_it_should():
     tried = (
-        "nbformat IPython jupyterlab hypothesis matplotlib pandas yaml sphinx xdist torch numpy"
-        " pytest"
+        "nbformat IPython jupyterlab hypothesis matplotlib pandas yaml sphinx torch numpy pytest"
     )
     program = (
-        "import sys; sys.path.insert(0, 'tests'); import bare; from importlib.util import"
-        " find_spec\n"
-    )
-    program += (
-        f"sys.meta_path = [bare.Bare]; print(*(name for name in '{tried}'.split() if"
-        " find_spec(name)))"
+        "import sys; sys.path.insert(0, 'tests'); import bare; from importlib.util import find_spec"
+        f"; sys.meta_path = [bare.Bare]; print(*filter(find_spec, '{tried}'.split()))"
     )
     assert run("-c", program).stdout.split() == ["torch", "numpy", "pytest"]
 
 
 def test_all_gpu_tests_are_collected_where_there_are_torch_triton_and_pytest_alone():
-    done = run("tests/bare.py", *COLLECT)
+    options = ("-p", "no:cacheprovider", "-q", "-m", "gpu", "--collect-only")
+    done = run("tests/bare.py", "pytest", *options, "tests")
     assert done.returncode == 0, done.stdout[-2000:]
-    bare = [line for line in done.stdout.splitlines() if "::" in line]
-    marked = {
-        path.name
-        for path in ROOT.glob("tests/test_*.py")
-        if "pytest.mark.gpu" in path.read_text("utf-8")
-    }
-    assert {line.partition("::")[0] for line in bare} >= {
-        f"tests/{name}" for name in marked - {Path(__file__).name}
-    }
+    found = {line.partition("::")[0] for line in done.stdout.splitlines()}
+    paths = set(ROOT.glob("tests/test_*.py")) - {Path(__file__)}
+    marked = [path for path in paths if "pytest.mark.gpu" in path.read_text("utf-8")]
+    assert {f"tests/{path.name}" for path in marked} <= found
 
 
 def test_the_experiments_run_there_too(tmp_path):
     named = [
-        "01.korthikanti",
-        "04.offloaded_optimizer",
-        "06.attention_forward_and_backward",
-        "07.three_recipes",
+        *("01.korthikanti", "04.offloaded_optimizer"),
+        *("06.attention_forward_and_backward", "07.three_recipes"),
     ]
-    done = run(
-        "tests/bare.py",
-        "course_lib.lessons",
-        "--device",
-        "cpu",
-        "--folder",
-        str(tmp_path),
-        "--only",
-        *named,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == named
-    assert set(json.loads((tmp_path / "cpu.json").read_text())["experiments"]) == {
-        "01",
-        "04",
-        "06",
-        "07",
-    }
+    options = ("--device", "cpu", "--folder", str(tmp_path), "--only", *named)
+    done = run("tests/bare.py", "course_lib.lessons", *options)
+    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == named, done.stderr
+    recorded = json.loads((tmp_path / "cpu.json").read_text())["experiments"]
+    assert set(recorded) == {name[:2] for name in named}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
@@ -107,34 +73,29 @@ def test_ctrl_c_ends_the_command_with_a_sentence_and_keeps_the_figures(tmp_path)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=HANGS_SECONDS)[1]
     assert process.returncode == 130, said  # a finalizer of torch's that it met may speak before
-    assert (
-        said.endswith("interrupted: the figures measured until now are kept\n")
-        and "failed" not in said
-    )
-    assert json.loads((tmp_path / "cpu.json").read_text())["experiments"]["01"]["korthikanti"][
-        "figures"
-    ]
+    assert said.endswith("interrupted: the figures measured until now are kept\n")
+    assert "failed" not in said
+    experiments = json.loads((tmp_path / "cpu.json").read_text())["experiments"]
+    assert experiments["01"]["korthikanti"]["figures"]
 
 
 # The Makefile
 # --------------------------------------------------------------------------------------------------
 
 
-def made(folder, *arguments, fails="nothing"):
+def made(folder, *arguments, fails):
     """What `make` has a Python do that writes it down and fails at one thing: its lines, and make's
     status."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
     python, log = folder / "python", folder / "log"
-    python.write_text(
-        f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *{fails}*) echo no; exit 1;; esac\n'
-    )
+    does = f'echo "$@" >> {log}\ncase "$*" in *{fails}*) echo no; exit 1;; esac'
+    python.write_text(f"#!/bin/sh\n{does}\n")
     python.chmod(0o755)
     command = ["make", *arguments, f"PYTHON={python}", f"OUT={folder}/out"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return [
-        line for line in log.read_text().splitlines() if not line.startswith("-c ")
-    ], done.returncode
+    status = subprocess.run(command, cwd=ROOT, capture_output=True).returncode
+    lines = log.read_text().replace(str(folder), "").splitlines()
+    return [line for line in lines if not line.startswith("-c ")], status
 
 
 @pytest.mark.parametrize(("gigabytes", "workers"), [(3, 1), (12, 2), (140, 8)])
@@ -150,23 +111,29 @@ def test_a_gpu_takes_as_many_workers_as_its_memory_has_room_for(gigabytes, worke
 CHECK = "-m course_lib.lessons --check"
 ALLOCATOR = "-m pytest -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py"
 TESTS = "-m pytest -p no:cacheprovider -rs --durations=10 -m gpu -n auto tests"
+RECORD = "-m course_lib.lessons --only 04 --skip 04.p"
+ALL = [
+    *(CHECK, CHECK, ALLOCATOR, CHECK, TESTS, RECORD, CHECK),
+    *map("benchmarks/gpu_{0}.py --output /out/{0}.json".format, ("attention", "offload")),
+]
+WHOLE = ["gpu", "ARGS=--only 04 --skip 04.p"]
 
 
-@pytest.mark.parametrize("fails", ["nothing", "pytest", "--only", "attention"])
-def test_make_gpu_runs_tests_recordings_and_benches_and_goes_on_after_a_failure(fails, tmp_path):
-    benches = [
-        f"benchmarks/gpu_{name}.py --output {tmp_path}/out/{name}.json"
-        for name in ("attention", "offload")
-    ]
-    lines, status = made(tmp_path, "gpu", "ARGS=--only 04 --skip 04.p", fails=fails)
-    record = "-m course_lib.lessons --only 04 --skip 04.p"
-    assert lines == [CHECK, CHECK, ALLOCATOR, CHECK, TESTS, record, CHECK, *benches]
-    assert status == (0 if fails == "nothing" else 2)
-
-
-@pytest.mark.parametrize("target", ["gpu", "gpu-allocator", "gpu-tests", "gpu-bench"])
-def test_make_runs_nothing_where_the_check_fails(target, tmp_path):
-    assert made(tmp_path, target, fails="--check") == ([CHECK], 2)
+@pytest.mark.parametrize(
+    ("arguments", "fails", "expected", "status"),
+    [
+        (WHOLE, "nothing", ALL, 0),
+        *((WHOLE, fails, ALL, 2) for fails in ("pytest", "attention")),
+        *(
+            ([f"gpu{part}"], "--check", [CHECK], 2)
+            for part in ("", "-allocator", "-tests", "-bench")
+        ),
+    ],
+)
+def test_make_gpu_goes_on_after_a_failure_but_not_where_the_check_fails(
+    arguments, fails, expected, status, tmp_path
+):
+    assert made(tmp_path, *arguments, fails=fails) == (expected, status)
 
 
 def test_make_gpu_tests_takes_one_worker_where_there_is_no_xdist(tmp_path):
