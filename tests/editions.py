@@ -1,22 +1,62 @@
-"""What the editions' tests share: lessons with their scripts, errors, editions that are built once
-for all workers."""
+"""What the editions' tests share: a small course, errors, addresses that a page loads, and editions
+that are built once for all workers."""
 
 import fcntl
+import json
 import os
+import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+NOTEBOOK, SCRIPT = "notebooks/00_a.ipynb", "notebooks/scripts/00_a.py"
+STAMP = ".course-edition"  # a folder with this file may be replaced
 
-def write_lesson(folder, name, content):
-    """A notebook, given as its text, and if it is one, the script that says the same."""
+
+@cache
+def stored_lessons():
+    """The lessons of the course by name, read once; no test may change them."""
+    # not there on a GPU machine, whose tests load this file
+    from publish.cells import read_lessons
+
+    return read_lessons(Path(__file__).parents[1] / "notebooks")
+
+
+def write_lesson(root, content):
+    """Write the notebook of a small course, given as its text, and a script that says the same."""
     import jupytext
 
-    (folder / "scripts").mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.ipynb").write_text(content, encoding="utf-8")
-    if content.startswith('{\n "cells"'):
-        jupytext.write(
-            jupytext.reads(content, "ipynb"), folder / "scripts" / f"{name}.py", fmt="py:percent"
-        )
+    (root / SCRIPT).parent.mkdir(parents=True, exist_ok=True)
+    (root / NOTEBOOK).write_text(content, encoding="utf-8")
+    jupytext.write(jupytext.reads(content, "ipynb"), root / SCRIPT, fmt="py:percent")
+
+
+def notebook_of(*sources):
+    """A notebook of code cells that were run; a text that starts with # and a space is prose."""
+    new = pytest.importorskip("nbformat").v4
+    output = new.new_output("execute_result", {"text/plain": "2"})
+    run = {"outputs": [output], "execution_count": 1}
+    return new.new_notebook(
+        cells=[
+            new.new_markdown_cell(source)
+            if source.startswith("# ")
+            else new.new_code_cell(source, **run)
+            for source in sources
+        ]
+    )
+
+
+def small_course(folder):
+    """A course of one lesson, with the folder `old` of an earlier edition."""
+    root = folder / "course"
+    write_lesson(root, json.dumps(notebook_of("# 0 A / 甲", "1")))
+    (root / "README.md").write_text("# Small\n\n[lesson](notebooks/00_a.ipynb)\n", "utf-8")
+    (root / "README.zh.md").write_text("# 小\n\n[课](notebooks/00_a.ipynb)\n", "utf-8")
+    (root / "old").mkdir()
+    for name in (STAMP, "index.html"):
+        (root / "old" / name).touch()
+    return root
 
 
 def snapshot(folder):
@@ -24,23 +64,41 @@ def snapshot(folder):
     return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
-def failure(edition, notebooks, output, capsys):
-    """The one sentence with which an edition's command line gives up; what was beside the output is
-    still there."""
-    # not there on a GPU machine, whose tests load this file
+def failure(edition, root, capsys):
+    """The one sentence with which an edition's command line gives up; nothing in the course has
+    changed."""
     from publish.cells import run_edition
 
-    before = snapshot(output.parent)
+    before, output = snapshot(root), root / "old"
+    options = ["--notebooks", str(root / "notebooks"), "--output", str(output)]
     with pytest.raises(SystemExit) as stopped:
-        run_edition(
-            edition.build, "edition", "", ["--notebooks", str(notebooks), "--output", str(output)]
-        )
-    assert snapshot(output.parent) == before
+        run_edition(edition.build, "edition", "", options)
+    assert snapshot(root) == before
     printed = capsys.readouterr()
     sentence = str(stopped.value.code)
     assert not printed.out and not printed.err and "\n" not in sentence, sentence
     assert sentence.startswith("edition: ") and sentence.endswith(f"; {output} is left as it was")
     return sentence
+
+
+def loaded_addresses(page):
+    """What a browser would load when it opens the page; links to follow are none."""
+    found = [
+        tag[key]
+        for key in ("src", "srcset", "poster", "data")
+        for tag in page.find_all(attrs={key: True})
+    ]
+    pages = {"next", "prev", "canonical", "alternate"}
+    found += [
+        tag.get("href", "") for tag in page.find_all("link") if not pages & {*tag.get("rel", ())}
+    ]
+    styles = [tag.text for tag in page.find_all("style")]
+    found += addresses_in(" ".join(styles + [tag["style"] for tag in page.select("[style]")]))
+    return [address for address in found if not address.startswith("data:")]
+
+
+def addresses_in(css):
+    return re.findall(r"""(?:url\(\s*|@import\s+)["']?([^"')\s]+)""", css)
 
 
 def built_once(tmp_path_factory, name, build):

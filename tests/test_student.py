@@ -1,83 +1,33 @@
-"""The student edition: solutions go, checks stay, and everything runs with nothing solved."""
+"""The student edition: solutions go, checks stay, and run with nothing solved. Also
+what all editions share: their folders, and one sentence for a course that is broken."""
 
 import ast
+import importlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
+import editions
 import pytest
-from editions import failure, write_lesson
+from editions import failure, notebook_of, small_course, stored_lessons, write_lesson
 from patience import HANGS_SECONDS
+from test_readme import differences
 
 nbformat = pytest.importorskip("nbformat")
 
-from publish import (
-    cells,
-    student,
-)
-from publish.cells import (
-    STAMP,
-    STUB,
-    EditionError,
-    output_folder,
-    read_lessons,
-    remove_guard,
-    without_guards,
-    without_solutions,
-)
+from publish import cells, student
+from publish.cells import STAMP, EditionError, output_folder, remove_guard, without_solutions
+from publish.student import check_of
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ROOT / "notebooks"
-NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 ATTEMPT = "answer = None\ncheck_sum(answer)"
 SOLUTION = "### BEGIN SOLUTION\nanswer = sum([10, 20, 12])\ncheck_sum(answer)\n### END SOLUTION"
-
-
-def notebook_of(*sources):
-    """Code cells; a text that starts with # and a space is prose."""
-    make = nbformat.v4
-    cells = [
-        make.new_markdown_cell(s) if s.startswith("# ") else make.new_code_cell(s) for s in sources
-    ]
-    return make.new_notebook(cells=cells)
-
-
-def sources_of(notebook):
-    return [cell.source for cell in notebook.cells]
-
-
-# --- solutions ---
-
-
-def test_a_cell_that_is_only_a_solution_goes_and_the_attempt_stays():
-    assert sources_of(without_solutions(notebook_of(ATTEMPT, SOLUTION, "1 + 1"))) == [
-        ATTEMPT,
-        "1 + 1",
-    ]
-
-
-def test_a_solution_inside_a_function_becomes_a_stub_that_raises_when_called():
-    source = (
-        "def f(x):\n    ### BEGIN SOLUTION\n    y = x + 1\n    return y\n    ### END"
-        " SOLUTION\n\n\ncheck_f(f)"
-    )
-    (stubbed,) = sources_of(without_solutions(notebook_of(source)))
-    assert stubbed == f"def f(x):\n    {STUB}\n\n\ncheck_f(f)"
-    names = {"check_f": lambda f: None}
-    exec(stubbed, names)
-    with pytest.raises(NotImplementedError):
-        names["f"](1)
-
-
-def test_a_solution_without_a_check_leaves_a_place_to_write():
-    source = "### BEGIN SOLUTION\nfigure = draw_the_timeline()\n### END SOLUTION"
-    assert sources_of(without_solutions(notebook_of(source))) == ["# your solution / 你的答案"]
-
-
 GUARDED = """### BEGIN SOLUTION
 if not lesson.check_sum.accepted:
 
@@ -92,33 +42,43 @@ check_sum(answer)
 ### END SOLUTION"""
 
 
+def sources_of(notebook):
+    return [cell.source for cell in notebook.cells]
+
+
+# --- solutions ---
+
+IN_FUNCTION = "def f(x):\n    ### BEGIN SOLUTION\n    return x + 1\n    ### END SOLUTION\n\n\nf(1)"
+
+
+@pytest.mark.parametrize(
+    ("sources", "kept"),
+    [
+        ([ATTEMPT, SOLUTION, "1 + 1"], [ATTEMPT, "1 + 1"]),
+        ([ATTEMPT, GUARDED], [ATTEMPT]),
+        (
+            [IN_FUNCTION],
+            [f"def f(x):\n    raise NotImplementedError  {cells.COMMENT_STUB}\n\n\nf(1)"],
+        ),
+        (["### BEGIN SOLUTION\nfigure = draw_it()\n### END SOLUTION"], [cells.COMMENT_STUB]),
+    ],
+)
+def test_solutions_and_outputs_go_and_attempts_stay(sources, kept):
+    given = notebook_of(*sources)
+    made = without_solutions(given)
+    assert sources_of(made) == kept and sources_of(given) == sources
+    assert all(cell.outputs for cell in given.cells)
+    assert not any(cell.outputs or cell.execution_count for cell in made.cells)
+
+
 def test_a_guard_that_keeps_the_readers_work_is_gone_where_nobody_answers():
     plain = remove_guard(GUARDED)
-    assert "accepted" not in plain and "\n        total = a + b" not in plain
     assert (
-        "SOLUTION\ndef add(a, b):\n    total = a + b\n\n    return total\n\nanswer = add(22, 20)\n"
-        in plain
+        plain == "### BEGIN SOLUTION\ndef add(a, b):\n    total = a + b\n\n    return total\n\n"
+        "answer = add(22, 20)\n\ncheck_sum(answer)\n### END SOLUTION"
     )
     assert remove_guard("if not ready:\n    wait()") == "if not ready:\n    wait()"
-    assert remove_guard(SOLUTION) == SOLUTION
-    assert sources_of(without_guards(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT, plain]
-
-
-def test_a_guarded_solution_goes_like_any_other_and_may_not_stand_elsewhere():
-    assert sources_of(without_solutions(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT]
-    with pytest.raises(EditionError, match="is outside of its markers as well: 'answer = add"):
-        without_solutions(notebook_of(ATTEMPT, GUARDED, "answer = add(22, 20)\nadd = max"))
-
-
-def test_outputs_and_counts_go_and_the_given_notebook_stays_as_it_is():
-    notebook = notebook_of("1 + 1")
-    notebook.cells[0].outputs, notebook.cells[0].execution_count = (
-        [nbformat.v4.new_output("stream", text="2")],
-        1,
-    )
-    cell = without_solutions(notebook).cells[0]
-    assert (cell.outputs, cell.execution_count) == ([], None)
-    assert notebook.cells[0].outputs
+    assert sources_of(cells.without_guards(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT, plain]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +98,7 @@ def test_outputs_and_counts_go_and_the_given_notebook_stays_as_it_is():
         ([ATTEMPT, SOLUTION.replace("answer", "total"), "total + 1"], 3),
         # the solution once more, outside of its markers
         ([ATTEMPT, SOLUTION, "answer = sum([10, 20, 12])"], 2),
+        ([ATTEMPT, GUARDED, "answer = add(22, 20)\nadd = max"], 2),
         (["# The answer is `answer = sum([10, 20, 12])`.", ATTEMPT, SOLUTION], 3),
     ],
 )
@@ -146,28 +107,23 @@ def test_what_cannot_be_taken_out_names_its_cell(sources, cell):
         without_solutions(notebook_of(*sources))
 
 
-# --- files ---
+# --- what all editions share ---
 
 
-def test_a_failure_leaves_the_old_folder_as_it_was_and_nothing_beside_it(tmp_path):
-    target = tmp_path / "out"
+def write(target, name):
     with output_folder(target) as folder:
-        (folder / "old").touch()
+        (folder / name).touch()
+
+
+def test_an_error_leaves_the_old_folder_as_it_was_and_nothing_beside_it(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    write(target, "old")
     with pytest.raises(KeyboardInterrupt), output_folder(target) as folder:
         (folder / "new").touch()
         raise KeyboardInterrupt
-    assert (target / "old").exists() and not (target / "new").exists()
-    with output_folder(target) as folder:
-        (folder / "new").touch()
-    assert (target / "new").exists() and not (target / "old").exists()
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
-    target = tmp_path / "out"
-    with output_folder(target) as folder:
-        (folder / "old").touch()
-
+    assert {path.name for path in target.iterdir()} == {"old", STAMP}
+    write(target, "next")
+    assert {path.name for path in target.iterdir()} == {"next", STAMP}
     move = Path.rename
 
     def rename(path, place):
@@ -176,58 +132,91 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
         return move(path, place)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match="no space left"), output_folder(target):
-        pass
-    assert (target / "old").exists() and list(tmp_path.iterdir()) == [target]
+    with pytest.raises(OSError, match="no space left"):
+        write(target, "last")
+    assert (target / "next").exists() and list(tmp_path.iterdir()) == [target]
 
 
-def test_a_folder_that_no_edition_made_is_not_replaced(tmp_path):
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(EditionError, match="was not made by an edition"), output_folder(tmp_path):
-        pass
-    assert (tmp_path / "thesis.txt").exists()
+def changed(change):
+    """Change the stored notebook by hand."""
+
+    def harm(root):
+        notebook = json.loads((root / editions.NOTEBOOK).read_text("utf-8"))
+        change(notebook)
+        (root / editions.NOTEBOOK).write_text(json.dumps(notebook), "utf-8")
+
+    return harm
+
+
+def without(path):
+    return lambda root: (root / path).unlink()
+
+
+def with_file(path, text):
+    def harm(root):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text(text, "utf-8")
+
+    return harm
+
+
+def of_cells(*sources):
+    return lambda root: write_lesson(root, json.dumps(notebook_of(*sources)))
+
+
+NOT_RUN = {"outputs": [], "execution_count": None}
+HALF = '# 0 A / 甲\n\n<div lang="en">\n\nOnly English.\n\n</div>'
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "named"),
+    ("edition", "harm", "named"),
     [
-        ("00_a", "{", "00_a.ipynb"),
-        ("00_a", nbformat.writes(notebook_of(SOLUTION)), "00_a, cell 1"),
-        ("00_a", nbformat.writes(notebook_of("# [gone](gone.md)")), "gone.md"),
-        ("notes", "", "notebooks"),
+        ("student", with_file(editions.NOTEBOOK, "{"), "00_a.ipynb"),
+        ("site", lambda root: (root / editions.NOTEBOOK).write_bytes(b"\xff"), "00_a.ipynb"),
+        ("pages", changed(lambda notebook: notebook.pop("cells")), "00_a.ipynb"),
+        ("slides", changed(lambda notebook: notebook.update(nbformat=3)), "00_a.ipynb"),
+        ("student", without(editions.NOTEBOOK), "must contain lessons"),
+        # the script says something else, or is gone
+        ("student", changed(lambda notebook: notebook["cells"][1].update(source="2")), "cell 2"),
+        ("slides", changed(lambda notebook: notebook["cells"].pop()), "cell 2"),
+        ("pages", without(editions.SCRIPT), "00_a.py is missing"),
+        ("site", without(editions.SCRIPT), "00_a.py is missing"),
+        *[
+            (edition, changed(lambda notebook: notebook["cells"][1].update(NOT_RUN)), "cell 2 has")
+            for edition in ("pages", "site", "slides")
+        ],
+        ("slides", changed(lambda notebook: notebook["cells"][1].update(outputs=[])), "no outputs"),
+        ("student", of_cells(SOLUTION), "00_a, cell 1"),
+        ("student", of_cells("# [gone](gone.md)"), "gone.md"),
+        ("pages", of_cells(HALF, "1"), '00_a, a markdown cell has no <div lang="zh">'),
+        ("slides", of_cells("# 0 A / 甲", "1"), "NOTES.md with"),
+        ("slides", with_file(cells.NOTES, "none"), "NOTES.md has no row for section 0"),
+        (
+            "slides",
+            with_file(cells.NOTES, "| 0 | 5 | Why? | 为何？ |"),
+            "00_a: no cell has `slide`",
+        ),
+        ("site", without("README.md"), "README.md"),
+        ("site", without("README.zh.md"), "README.zh.md"),
+        ("site", with_file("README.md", "# S\n\n![map](gone.svg)\n"), "gone.svg"),
+        ("site", without(f"old/{STAMP}"), "was not made by an edition"),
     ],
 )
-def test_the_program_names_what_is_wrong_in_one_sentence_and_builds_nothing(
-    tmp_path, capsys, name, content, named
+def test_what_is_wrong_is_named_in_one_sentence_and_the_old_folder_stays(
+    tmp_path, capsys, edition, harm, named
 ):
-    write_lesson(tmp_path / "notebooks", name, content)
-    assert named in failure(student, tmp_path / "notebooks", tmp_path / "out", capsys)
-
-
-def test_a_notebook_that_its_script_does_not_know_is_refused(tmp_path, capsys):
-    folder = tmp_path / "notebooks"
-    write_lesson(folder, "01_b", nbformat.writes(notebook_of("1 + 1", "2 + 2")))
-    script = folder / "scripts/01_b.py"
-    script.write_text(script.read_text("utf-8").replace("2 + 2", "2 + 3"), "utf-8")
-    assert "cell 2" in failure(student, folder, tmp_path / "o", capsys)
-    script.unlink()
-    assert "01_b.ipynb has no script" in failure(student, folder, tmp_path / "o", capsys)
+    root = small_course(tmp_path)
+    harm(root)
+    assert named in failure(importlib.import_module(f"publish.{edition}"), root, capsys)
 
 
 @pytest.mark.parametrize(("edition", "package"), [("slides", "latex2mathml"), ("site", "nbformat")])
 def test_a_missing_package_is_one_sentence_that_names_it(edition, package, tmp_path):
     """The package is missing for Python itself: `python -m` imports it before any code of the
     edition's runs."""
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import sys; sys.modules[{package!r}] = None", "utf-8"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        f"publish.{edition}",
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    missing = f"import sys; sys.modules[{package!r}] = None"
+    (tmp_path / "sitecustomize.py").write_text(missing, "utf-8")
+    command = [sys.executable, "-m", f"publish.{edition}", "--output", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_SECONDS
@@ -242,26 +231,30 @@ def test_a_missing_package_is_one_sentence_that_names_it(edition, package, tmp_p
 @pytest.fixture(scope="module")
 def edition(tmp_path_factory):
     folder = tmp_path_factory.mktemp("editions") / "student"
-    student.build(NOTEBOOKS, folder)
+    student.build(ROOT / "notebooks", folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def lessons(edition):
+    return cells.read_lessons(edition)
 
 
 def test_the_readmes_are_the_students_own_and_say_the_same(edition):
     texts = [(edition / name).read_text("utf-8") for name in ("README.md", "README.zh.md")]
+    assert differences(*texts) == []
+    minutes = re.compile(r"^\| \[(\d\d)\].*?\| (\d+) \|", re.M)
     for text in texts:
         targets = cells.relative_links(text)
-        assert targets and [target for target in targets if not (edition / target).exists()] == []
+        assert [target for target in targets if not (edition / target).exists()] == []
+        assert {path.name for path in edition.glob("*.ipynb")} < set(targets)
         assert "apt install" in text and "xcode-select" in text
         assert "make test" not in text and "SOLUTION" not in text and "notebooks/" not in text
-    same = (
-        r"^```.*?^```",
-        r"(?<!`)`[^`\n]+`(?!`)",
-        r"\b\d[\d.]*\b",
-        r"\]\((?!README)([^)]*?)/?(?:deed.zh-hans)?\)",
-    )
-    for pattern in same:
-        english, chinese = (sorted(re.findall(pattern, text, re.M | re.S)) for text in texts)
-        assert english == chinese, pattern
+        assert minutes.findall(text) == minutes.findall((ROOT / "README.md").read_text("utf-8"))
+
+
+def wheel_of(edition):
+    return zipfile.ZipFile(next(edition.glob("*.whl")))
 
 
 def test_the_zip_holds_the_folder_and_a_library_that_has_all_the_pins(edition):
@@ -269,205 +262,135 @@ def test_the_zip_holds_the_folder_and_a_library_that_has_all_the_pins(edition):
     names = {name.partition("/")[2] for name in zipfile.ZipFile(packed).namelist()}
     here = {path.relative_to(edition).as_posix() for path in edition.rglob("*") if path.is_file()}
     assert names == here - {packed.name, STAMP}
-    assert {"LICENSE", "examples/your_model.py", "docs/out_of_memory.zh.md"} < names
-    (wheel,) = edition.glob("*.whl")
-    library = zipfile.ZipFile(wheel)
-    assert "course_lib/lessons/lesson_02/checks.py" in library.namelist()
-    assert not [name for name in library.namelist() if "editions" in name or name.endswith("ipynb")]
-    metadata = library.read(next(n for n in library.namelist() if n.endswith("/METADATA"))).decode()
-    pins = (edition / "constraints.txt").read_text("utf-8")
+    assert {"LICENSE", "GLOSSARY.md", "examples/your_model.py", "docs/out_of_memory.zh.md"} < names
+    library = wheel_of(edition)
+    names = library.namelist()
+    assert "course_lib/lessons/lesson_02/checks.py" in names
+    metadata = library.read(next(name for name in names if name.endswith("/METADATA"))).decode()
     wanted = re.findall(
         r"^Requires-Dist: ([\w-]+)[^;\n]*(?:$|; extra == .course.$)", metadata, re.M
     )
     assert {"torch", "jupyterlab", "transformers"} <= set(wanted)
+    pins = (edition / "constraints.txt").read_text("utf-8")
     assert [name for name in wanted if f"\n{name}==" not in pins] == []
-    assert "Author: The authors of" in metadata
 
 
-def test_the_students_makefile_installs_the_wheel_with_its_pins(edition, tmp_path):
+def test_the_students_makefile_installs_the_wheel_with_its_pins(edition):
     if shutil.which("make") is None:
         pytest.skip("needs make")
 
-    def commands(*arguments):
-        command = ["make", "-n", "lab", *arguments]
-        done = subprocess.run(command, cwd=edition, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def make(*arguments):
+        command = ["make", "lab", *arguments]
+        return subprocess.run(command, cwd=edition, capture_output=True, text=True)
 
-    said = commands("TORCH=cpu")
+    said = make("-n", "TORCH=cpu").stdout
     cpu = said.index("--index-url https://download.pytorch.org/whl/cpu torch==")
     wheel = said.index('install -c constraints.txt "./course_lib-')
     assert said.index("-m venv .venv") < cpu < wheel < said.index("/jupyter-lab ")
-    assert "download.pytorch.org" not in commands()
-    assert "--no-browser 00_start_here.ipynb" in commands("ARGS=--no-browser")
-    wrong = subprocess.run(
-        ["make", "lab", "PYTHON=no-such-python"], cwd=edition, capture_output=True, text=True
-    )
-    assert wrong.returncode and "needs Python 3.11, 3.12 or 3.13" in wrong.stderr
-    rules = (edition / "Makefile").read_text("utf-8").splitlines()
-    assert sum(line[:1] not in "#" for line in rules if line) <= 20
-    shown = subprocess.run(["make", "help"], cwd=edition, capture_output=True, text=True).stdout
-    assert shown.count("make lab") == 2 and "TORCH=cpu" in shown
+    assert "download.pytorch.org" not in make("-n").stdout
+    assert "needs Python 3.11, 3.12 or 3.13" in make("PYTHON=no-such-python").stderr
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_the_students_readme_lists_every_lesson(edition, name):
-    listed = re.findall(r"^\| \[\d\d\]\((\S+)\)", (edition / name).read_text("utf-8"), re.M)
-    assert listed == sorted(path.name for path in edition.glob("*.ipynb"))
-    minutes = r"^\| \[(\d\d)\].*?\| (\d+) \|"
-    own = dict(re.findall(minutes, (edition / name).read_text("utf-8"), re.M))
-    assert own == dict(re.findall(minutes, (ROOT / name).read_text("utf-8"), re.M))
+DEFINITION = ast.FunctionDef | ast.ClassDef
 
 
-def test_no_statement_of_a_solution_is_in_the_zip(edition):
+def test_no_function_of_a_solution_is_in_the_library(edition):
     """The library that checks an answer computes what it compares with, in another way."""
-    (wheel,) = edition.glob("*.whl")
-    library = zipfile.ZipFile(wheel)
-    modules = {n: library.read(n).decode() for n in library.namelist() if n.endswith(".py")}
-    known = {
-        ast.unparse(node)
-        for source in modules.values()
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    solutions = {
+        (node.name, ast.unparse(node))
+        for notebook in stored_lessons().values()
+        for cell in notebook.cells
+        if cell.cell_type == "code" and "SOLUTION" in cell.source
+        for node in ast.parse(remove_guard(cell.source)).body
+        if isinstance(node, DEFINITION)
     }
-    told = []
-    for name, notebook in read_lessons(NOTEBOOKS).items():
-        for cell in without_guards(notebook).cells:
-            if cell.cell_type == "code" and "SOLUTION" in cell.source:
-                for node in ast.parse(cell.source).body:
-                    if (
-                        isinstance(node, ast.FunctionDef | ast.ClassDef)
-                        and ast.unparse(node) in known
-                    ):
-                        told.append(f"{name}: {node.name}")
-    assert told == []
+    names = {name for name, _ in solutions}
+    library = wheel_of(edition)
+    told = [
+        node.name
+        for module in library.namelist()
+        if module.endswith(".py")
+        for node in ast.walk(ast.parse(library.read(module)))
+        if isinstance(node, DEFINITION) and node.name in names
+        if (node.name, ast.unparse(node)) in solutions
+    ]
+    assert len(names) > 10 and told == []
+
+
+def test_lessons_keep_their_checks_with_a_place_for_each_reason_and_no_solution(lessons):
+    assert lessons.keys() == stored_lessons().keys()
+    for name, notebook in lessons.items():
+        checks = [check for cell in notebook.cells if (check := check_of(cell))]
+        stored = {check_of(cell) for cell in stored_lessons()[name].cells} - {None}
+        assert set(checks) == stored and len(checks) == len(stored)
+        assert bool(checks) == (name[:2] != "00")
+        assert not any(cell.get("outputs") or "SOLUTION" in cell.source for cell in notebook.cells)
+        below = [next_.id for cell, next_ in pairwise(notebook.cells) if check_of(cell)]
+        assert below == [student.reason_id(check) for check in checks]
+        assert not any(student.reason_in(notebook, check) for check in checks)
 
 
 # --- reasons, and a department's tool ---
 
 
-def test_each_exercise_has_a_place_for_a_reason_and_what_stands_there_is_found(edition):
-    for name, notebook in read_lessons(edition).items():
-        checks = [check for cell in notebook.cells if (check := student.check_of(cell))]
-        assert bool(checks) == (name[:2] != "00") and len(checks) == len(set(checks))
-        for place, cell in enumerate(notebook.cells):
-            if check := student.check_of(cell):
-                assert notebook.cells[place + 1].id == student.reason_id(check)
-                assert student.reason_in(notebook, check) == ""
-
-
 def test_a_reason_is_read_with_its_prompt_or_without_and_by_its_prompt_where_ids_are_lost():
     notebook = student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)"))
     reason = notebook.cells[1]
-    reason.source += "\nBecause both\nare live."
-    assert student.reason_in(notebook, "check_sum") == "Because both are live."
-    reason.id = "another"
-    assert student.reason_in(notebook, "check_sum") == "Because both are live."
-    reason.id, reason.source = student.reason_id("check_sum"), "So."
-    assert student.reason_in(notebook, "check_sum") == "So."
+    prompted = f"{reason.source}\nBecause both\nare live."
+    for key, source in (
+        (reason.id, prompted),
+        ("another", prompted),
+        (student.reason_id("check_sum"), "Because both are live."),
+    ):
+        reason.id, reason.source = key, source
+        assert student.reason_in(notebook, "check_sum") == "Because both are live."
     assert student.reason_in(notebook, "check_other") == ""
 
 
-def test_nbgrader_finds_a_locked_test_and_a_reason_for_each_exercise(tmp_path):
-    notebook = student.with_nbgrader(
-        student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)", "1 + 1"))
-    )
+def test_nbgrader_finds_a_locked_test_and_a_reason_for_each_exercise():
+    notebook = notebook_of("answer = None\nlesson.check_sum(answer)", "1 + 1")
+    notebook = student.with_nbgrader(student.with_reasons(notebook))
     nbformat.validate(notebook)
-    test, question, reason = notebook.cells[1:4]
-    has = [("nbgrader" in cell.metadata) for cell in notebook.cells]
-    assert has == [False, True, False, True, False]
+    _, test, question, reason, _ = notebook.cells
+    assert "assert lesson.check_sum.accepted" in test.source
     assert question.source == student.PROMPT.format(check="check_sum")
     reason.source = "YOUR ANSWER HERE"  # as generate_assignment leaves it
     assert student.reason_in(notebook, "check_sum") == "YOUR ANSWER HERE"
-    assert "assert lesson.check_sum.accepted" in test.source
-    for cell, locked in ((test, True), (reason, False)):
-        graded = cell.metadata.nbgrader
-        assert graded["grade"] and graded["locked"] is locked and graded["solution"] is not locked
-        assert graded["cell_type"] == cell.cell_type and graded["points"] == 1
-        # the schema's keys, version 3
-        assert graded.keys() == {
-            *("schema_version", "grade", "solution", "locked", "task", "points"),
-            *("grade_id", "cell_type"),
-        }
-        assert re.fullmatch(r"[a-zA-Z0-9_-]+", graded["grade_id"])
-    assert test.metadata.nbgrader.grade_id != reason.metadata.nbgrader.grade_id
+    common = {"schema_version": 3, "grade": True, "points": 1, "task": False}
+    locked = {"grade_id": "test-check_sum", "cell_type": "code", "locked": True, "solution": False}
+    open_ = {"grade_id": "why-check_sum", "cell_type": "markdown", "locked": False}
+    graded = [cell.metadata.get("nbgrader") for cell in notebook.cells]
+    assert graded == [None, common | locked, None, common | open_ | {"solution": True}, None]
 
 
-def test_all_lessons_are_there_with_their_checks_and_without_solutions_or_outputs(edition):
-    assert sorted(path.stem for path in edition.glob("*.ipynb")) == NAMES
-    assert (edition / STAMP).is_file() and (edition / "GLOSSARY.md").is_file()
-    originals = read_lessons(NOTEBOOKS)
-    for name, notebook in read_lessons(edition).items():
-        code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-        assert "SOLUTION" not in code
-        assert not any(cell.get("outputs") for cell in notebook.cells)
-        original = "\n".join(sources_of(originals[name]))
-        assert set(re.findall(r"check_\w+", code)) == set(re.findall(r"check_\w+", original)), name
+# --- nothing is solved ---
 
 
-def is_attempt(source):
-    return re.search(r"\bcheck_\w+\(", source)
-
-
-def made_by(source):
-    """Names that a cell makes for those below it."""
-    made = {
-        node.name
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    targets = [
-        target
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-    ]
-    return made | {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def about_the_attempts(code):
-    """Of a lesson's code cells: attempts with their checks, what uses them below, and what all of
-    these need above."""
-    made = set().union(*(made_by(source) for source in code if is_attempt(source)))
+def attempts(code):
+    """Of a lesson's code cells: attempts with their checks, and what these need above."""
     kept, needed = [], set()
-    for source in reversed(code):
-        bound, read = cells._names(source)
-        if is_attempt(source) or bound & needed or (read - bound) & made:
-            kept.append(source)
+    for cell in reversed(code):
+        bound, read = cells._names(cell.source)
+        if check_of(cell) or bound & needed:
+            kept.append(cell)
             needed = (needed - bound) | (read - bound)
     return kept[::-1]
 
 
-def run_cell(source, names):
-    """Run a cell; the value of its last line, which a notebook shows."""
-    *body, last = ast.parse(source).body
-    shows = isinstance(last, ast.Expr)
-    exec(compile(ast.Module(body if shows else [*body, last], []), "cell", "exec"), names)
-    return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if shows else None
-
-
 # Stubs that run are taken for a first, wrong answer; new ones are not to be.
-STUBS_THAT_ANSWER = {
-    "checkpoint",
-    "loss_in_pieces",
-    "offloading",
-    "loop",
-    "log_sum_exp",
-    "probabilities",
-}
+STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "loop", "log_sum_exp"}
+STUBS_THAT_ANSWER |= {"probabilities"}
 
 
-# A whole lesson takes up to a minute; this takes seconds for all.
-@pytest.mark.parametrize("name", NAMES)
-def test_with_nothing_solved_every_check_says_so_and_no_cell_raises(edition, name):
-    code = [cell.source for cell in read_lessons(edition)[name].cells if cell.cell_type == "code"]
-    names = {}
-    shown = [(source, run_cell(source, names)) for source in about_the_attempts(code)]
-    told = {
-        re.search(r"\bcheck_(\w+)\(", source)[1]: str(verdict)
-        for source, verdict in shown
-        if is_attempt(source)
-    }
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "notebooks").glob("0*")))
+def test_with_nothing_solved_every_check_says_so_and_none_raises(lessons, name):
+    code = [cell for cell in lessons[name].cells if cell.cell_type == "code"]
+    names, told = {}, {}
+    for cell in attempts(code):
+        above, _, call = cell.source.rstrip().rpartition("\n")
+        exec(above if check_of(cell) else cell.source, names)
+        if check := check_of(cell):
+            told[check.removeprefix("check_")] = str(eval(call, names))
     assert [check for check, verdict in told.items() if not verdict.startswith("✗")] == []
     assert {check for check, verdict in told.items() if "Hint: " in verdict} <= STUBS_THAT_ANSWER, (
         "a stub that returns None or `...`, or raises NotImplementedError, is not answered yet: no"
