@@ -1,25 +1,29 @@
-"""The pages: each lesson as a notebook in one language, whose solutions are closed anywhere."""
+"""The pages: each lesson as a notebook in one language, whose solutions are closed anywhere; and
+how prose, outputs and guides in two languages become those of one."""
 
 import ast
 import re
 from pathlib import Path
 
 import pytest
-from editions import failure, write_lesson
+from editions import stored_lessons
 
-nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbformat")
 pytest.importorskip("bs4")
 
 from course_lib import labels
 from course_lib.teaching import figure, language
 from course_lib.teaching.pictures import pictures_in, show
 from publish import pages
-from publish.cells import is_solution, read_lessons, without_guards
+from publish.cells import EditionError, is_solution, read_lessons, remove_guard
+from publish.languages import guide_in, half, html_in, markdown_in, without_lab_texts
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ROOT / "notebooks"
-NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 HAN = re.compile(r"[\u3400-\u9fff]{2,}")
+each_lesson = pytest.mark.parametrize(
+    "name", sorted(each.stem for each in NOTEBOOKS.glob("*.ipynb"))
+)
+each_language = pytest.mark.parametrize("spoken", pages.LANGUAGES)
 
 
 @pytest.fixture(scope="module")
@@ -30,93 +34,56 @@ def built(tmp_path_factory):
     return {each: read_lessons(folder / each) for each in pages.LANGUAGES}
 
 
-@pytest.fixture(scope="module")
-def stored():
-    return read_lessons(NOTEBOOKS)
+def outputs_of(notebook):
+    """Of all code cells but solutions."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not is_solution(cell)]
+    return [output for cell in cells for output in cell.outputs]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_has_one_language_and_each_picture_once(built, stored, name):
-    pictures = sum(
-        bool(pictures_in(output.get("data", {}).get("text/html", "")))
-        for cell in stored[name].cells
-        if cell.cell_type == "code" and not is_solution(cell)
-        for output in cell.outputs
-    )
-    for spoken, lessons in built.items():
-        page = lessons[name]
-        prose = "\n".join(cell.source for cell in page.cells if cell.cell_type == "markdown")
-        outputs = [out for cell in page.cells if cell.cell_type == "code" for out in cell.outputs]
-        shown = "\n".join([prose, *(out.get("data", {}).get("text/html", "") for out in outputs)])
-        assert f'lang="{pages.LANGUAGES[spoken]}"' not in shown
-        assert "course-language" not in shown and "<figure" not in shown
-        if spoken == "en":
-            known = r"\[中文\]|English, 中文 or both|`[^`]*`"
-            assert HAN.findall(re.sub(known, "", shown)) == []
+@each_language
+@each_lesson
+def test_a_page_has_one_language_and_each_picture_once(built, spoken, name):
+    stored, page = stored_lessons()[name], built[spoken][name]
+    assert [cell.id for cell in page.cells[1:]] == [cell.id for cell in stored.cells]
+    prose = "\n".join(cell.source for cell in page.cells if cell.cell_type == "markdown")
+    data = [output.get("data", {}) for output in outputs_of(page)]
+    shown = "\n".join([prose, *(each.get("text/html", "") for each in data)])
+    assert f'lang="{pages.LANGUAGES[spoken]}"' not in shown
+    assert "course-language" not in shown and "<figure" not in shown
+    assert not re.search("lab-only|three (?:buttons|dots)|三个(?:按钮|点)", shown)
+    if spoken == "en":
+        known = r"\[中文\]|English, 中文 or both|`[^`]*`"
+        assert HAN.findall(re.sub(known, "", shown)) == []
+    else:
+        bare = re.sub(r"<details>.*?</details>|```.*?```", "", prose, flags=re.S)
+        english = re.findall(r"^.*\b[Tt]he [a-z]+ [a-z]+.*$", bare.partition("\n\n")[2], re.M)
+        assert [each for each in english if not HAN.search(each)] == []  # titles of papers
+    drawn = [pictures_in(out.get("data", {}).get("text/html", "")) for out in outputs_of(stored)]
+    words = [each[spoken].alt for each in drawn if each]
+    found = [out for out in outputs_of(page) if "image/png" in out.get("data", {})]
+    assert [out.metadata["image/png"]["alt"] for out in found] == words and all(words)
+
+
+@each_language
+@each_lesson
+def test_a_solution_is_closed_and_its_code_can_be_copied_from_there(built, spoken, name):
+    for cell, given in zip(
+        built[spoken][name].cells[1:], stored_lessons()[name].cells, strict=True
+    ):
+        if given.cell_type == "code" and "SOLUTION" in given.source:
+            assert cell.source.startswith("<details>\n<summary>")
+            assert cell.cell_type == "markdown" and cell.source.endswith("\n\n</details>")
+            (answer,) = re.findall(r"^```python\n(.*?)^```", cell.source, re.M | re.S)
+            assert ast.dump(ast.parse(answer)) == ast.dump(ast.parse(remove_guard(given.source)))
         else:
-            bare = re.sub(r"<details>.*?</details>|```.*?```", "", prose, flags=re.S)
-            words = re.compile(r"\b[Tt]he [a-z]+ [a-z]+")
-            english = [each for each in bare.split("\n\n")[1:] if words.search(each)]
-            assert [each for each in english if not HAN.search(each)] == []  # titles of papers
-        assert sum("image/png" in out.get("data", {}) for out in outputs) == pictures
-        assert all(
-            out.metadata["image/png"]["alt"]
-            for out in outputs
-            if "image/png" in out.get("data", {})
-        )
-        assert [cell.id for cell in page.cells[1:]] == [cell.id for cell in stored[name].cells]
+            assert "SOLUTION" not in cell.source and "<details>" not in cell.source
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_solution_is_closed_and_its_code_can_be_copied_from_there(built, stored, name):
-    solutions = {
-        cell.id: cell.source
-        for cell in without_guards(stored[name]).cells
-        if cell.cell_type == "code" and "SOLUTION" in cell.source
-    }
-    for lessons in built.values():
-        page = lessons[name]
-        code = "\n".join(cell.source for cell in page.cells if cell.cell_type == "code")
-        assert "SOLUTION" not in code
-        for cell in page.cells:
-            if cell.id in solutions:
-                assert cell.cell_type == "markdown" and cell.source.startswith(
-                    "<details>\n<summary>"
-                )
-                assert cell.source.endswith("\n\n</details>")
-                (answer,) = re.findall(r"^```python\n(.*?)^```", cell.source, re.M | re.S)
-                assert ast.dump(ast.parse(answer)) == ast.dump(ast.parse(solutions[cell.id]))
-        closed = [cell for cell in page.cells if cell.source.startswith("<details>")]
-        assert len(closed) == len(solutions)
-
-
-def test_pages_name_nothing_that_only_jupyterlab_has(built, stored):
-    prose = "".join(cell.source for cell in stored["00_start_here"].cells)
-    named = re.compile("three (?:buttons|dots)|三个按钮|三个点|and no buttons|也没有按钮|lab-only")
-    assert len(set(named.findall(prose))) == 7, "JupyterLab itself has them"
-    for lessons in built.values():
-        for page in lessons.values():
-            assert named.findall("".join(cell.source for cell in page.cells)) == []
-
-
-def test_sections_keep_the_numbers_that_the_text_refers_to(built, stored):
-    for name, notebook in stored.items():
-        numbers = [
-            found[1]
-            for cell in notebook.cells
-            if (found := re.match(r"#+ ([\d.]+) ", cell.source)) and cell.cell_type == "markdown"
-        ]
-        for lessons in built.values():
-            headings = [cell.source for cell in lessons[name].cells if cell.cell_type == "markdown"]
-            found = [re.match(r"#+ ([\d.]+) ", each) for each in headings]
-            assert numbers == [each[1] for each in found if each]
-
-
-def test_the_library_is_installed_where_it_is_missing_and_only_from_an_address(stored):
+def test_the_library_is_installed_where_it_is_missing_and_only_from_an_address():
     transform = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager()
-    notebook = stored["00_start_here"]
-    without = pages.one_language(notebook, "en", "00_start_here", "")
-    hosted = pages.one_language(notebook, "zh", "00_start_here", "https://example.org/course")
+    name, notebook = next(iter(stored_lessons().items()))
+    without = pages.one_language(notebook, "en", name, "")
+    hosted = pages.one_language(notebook, "zh", name, "https://example.org/course")
     assert "install" not in {cell.id for cell in without.cells}
     cell = hosted.cells[1]
     assert cell.id == "install" and '"course_lib @ git+https://example.org/course"' in cell.source
@@ -146,22 +113,83 @@ def test_a_page_that_runs_shows_tables_and_figures_in_its_language_alone(
     )
     show(drawn)
     assert list(pictures_in(found[0])) == [spoken]
-    with pytest.raises(ValueError, match=r"language must be .*, got 'klingon'"):
-        language("klingon", only=True)
 
 
-def test_a_lesson_that_lacks_a_language_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
-    cells = [
-        nbformat.v4.new_markdown_cell('# 0 A / 甲\n\n<div lang="en">\n\nOnly English.\n\n</div>'),
-        nbformat.v4.new_code_cell(
-            "1",
-            execution_count=1,
-            outputs=[
-                nbformat.v4.new_output("execute_result", {"text/plain": "1"}, execution_count=1)
-            ],
-        ),
-    ]
-    notebook = nbformat.writes(nbformat.v4.new_notebook(cells=cells))
-    write_lesson(tmp_path / "notebooks", "00_a", notebook)
-    said = failure(pages, tmp_path / "notebooks", tmp_path / "out", capsys)
-    assert '00_a, a markdown cell has no <div lang="zh">' in said
+# --- one language of two ---
+
+CELL = (
+    '## 1.1 Bytes / 字节\n\n<div lang="en">\n\nA / B.\n\n</div>\n<div lang="zh">\n\n甲。\n\n</div>'
+)
+
+
+def test_cell_has_half_of_the_heading_and_one_div():
+    assert markdown_in(CELL, "en") == "## 1.1 Bytes\n\nA / B."
+    assert markdown_in(CELL, "zh") == "## 1.1 字节\n\n甲。"
+    assert markdown_in(CELL, "both") == CELL
+    with pytest.raises(EditionError, match='no <div lang="zh">'):
+        markdown_in('<div lang="en">\n\nA.\n\n</div>', "zh")
+
+
+LAB = '<span class="lab-only">The *buttons*.</span>'
+
+
+@pytest.mark.parametrize(
+    ("source", "rest"),
+    [
+        (f"A.\n\n{LAB}\n\nB.", "A.\n\nB."),
+        (f"A. {LAB} B.\n\nC.", "A. B.\n\nC."),
+        (f"甲。{LAB}乙{LAB}。", "甲。乙。"),
+        (f"- A <b>b</b>.\n- {LAB}\n- B{LAB}.\n- {LAB}", "- A <b>b</b>.\n- B."),
+    ],
+)
+def test_texts_for_jupyterlab_only_are_left_out(source, rest):
+    assert without_lab_texts(source) == rest
+
+
+@pytest.mark.parametrize(
+    ("text", "english", "chinese"),
+    [
+        ("2.1 Bytes / second, in `x` / 每秒字节", "2.1 Bytes / second, in `x`", "每秒字节"),
+        ("Rate / `2 / x` 的速率", "Rate", "`2 / x` 的速率"),
+        ("### 2.1 Bytes / 字节", "### 2.1 Bytes", "### 2.1 字节"),
+        ("- **A.** Early.<br>\n  **甲。** 尽早。", "- **A.** Early.", "- **甲。** 尽早。"),
+        ("autocast and bf16<br>bf16 的 autocast", "autocast and bf16", "bf16 的 autocast"),
+        ("memory / measure", "memory / measure", "memory / measure"),
+        ("Buttons / English, 中文 or both",) * 3,
+    ],
+)
+def test_text_with_two_halves_has_one_in_each_language(text, english, chinese):
+    assert (half(text, "en"), half(text, "zh"), half(text, "both")) == (english, chinese, text)
+
+
+GUIDE = """# Words / 术语
+
+What each word means.
+
+每个词是什么意思。
+
+| English | 中文 | lesson<br>课 | question | 问题 |
+|---|---|---|---|---|
+| peak | 峰值 | 00 | Why? | 为什么？ |
+
+1. One.<br>
+   一。
+2. Two.<br>
+   二。
+"""
+
+
+def test_guide_has_one_language_and_a_glossary_keeps_both_terms():
+    assert guide_in(GUIDE, "en") == (
+        "# Words\n\nWhat each word means.\n\n| English | 中文 | lesson | question |\n"
+        "| --- | --- | --- | --- |\n| peak | 峰值 | 00 | Why? |\n\n1. One.\n2. Two.\n"
+    )
+    chinese = guide_in(GUIDE, "zh")
+    assert "| English | 中文 | 课 | 问题 |\n" in chinese and "1. 一。\n2. 二。\n" in chinese
+    assert "What each" not in chinese and "| peak | 峰值 | 00 | 为什么？ |" in chinese
+
+
+def test_html_loses_the_elements_of_the_other_language():
+    html = '<td lang="en">peak</td><td lang="zh">峰值</td><img lang="zh"><p lang="en-US">x</p>'
+    assert html_in(html, "en") == '<td lang="en">peak</td><img lang="zh"/><p lang="en-US">x</p>'
+    assert html_in(html, "both") == html.replace('"zh"><p', '"zh"/><p')
