@@ -14,17 +14,12 @@ class _Reader(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        if tag == "img" and not self._says(attrs.get("alt") or "", self.languages[-1][1]):
-            self.problems.append(
-                f"a picture without an alt text in its language: {attrs.get('alt')!r}"
-            )
+        language, words = self.languages[-1][1], attrs.get("alt") or ""
+        spoken = {"en": not _HAN.search(words), "zh": _HAN.search(words)}.get(language)
+        if tag == "img" and not (words and spoken):
+            self.problems.append(f"a picture without an alt text in its language: {words!r}")
         if tag not in ("img", "input", "br", "hr"):  # those have no end
-            self.languages.append((tag, attrs.get("lang", self.languages[-1][1])))
-
-    def _says(self, words, language):
-        return {"en": not _HAN.search(words), "zh": bool(_HAN.search(words))}.get(
-            language, False
-        ) and words != ""
+            self.languages.append((tag, attrs.get("lang", language)))
 
     def handle_endtag(self, tag):
         while self.languages.pop()[0] != tag:
