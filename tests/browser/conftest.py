@@ -55,27 +55,13 @@ def open_page(browser):
     contexts, trouble = [], []
 
     def open_one(address, **options):
-        context = browser.new_context(
-            **{"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
-        )
+        defaults = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US"}
+        context = browser.new_context(**{**defaults, **options})
         context.set_default_timeout(1000 * HANGS_SECONDS)  # in milliseconds
         contexts.append(context)
         page = context.new_page()
-        page.on(
-            "console",
-            lambda message: message.type == "error" and trouble.append(f"console: {message.text}"),
-        )
-        page.on("pageerror", lambda error: trouble.append(f"script: {error}"))
-        page.on(
-            "response",
-            lambda answer: (
-                answer.status >= 400 and trouble.append(f"{answer.status}: {answer.url}")
-            ),
-        )
-        page.on(
-            "request",
-            lambda request: is_outside(request.url) and trouble.append(f"request to {request.url}"),
-        )
+        for event, problem in PROBLEMS.items():
+            page.on(event, lambda found, problem=problem: trouble.extend(problem(found)))
         page.goto(address)
         return page
 
@@ -83,6 +69,15 @@ def open_page(browser):
     for context in contexts:
         context.close()
     assert trouble == []
+
+
+# Event of a page -> what is wrong about it: a list of one, or of none.
+PROBLEMS = {
+    "console": lambda said: [f"console: {said.text}"] if said.type == "error" else [],
+    "pageerror": lambda error: [f"script: {error}"],
+    "response": lambda got: [f"{got.status}: {got.url}"] if got.status >= 400 else [],
+    "request": lambda sent: [f"request to {sent.url}"] if is_outside(sent.url) else [],
+}
 
 
 def is_outside(address):

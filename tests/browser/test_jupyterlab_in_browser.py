@@ -25,7 +25,6 @@ pytest.importorskip("jupyterlab", reason="JupyterLab comes with the extra `cours
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
-JUPYTERLAB = ROOT / "publish/jupyterlab"
 LESSON, SLIDERS = "00_start_here", "01_memory_bottleneck"
 SIZE = {"viewport": {"width": 1400, "height": 900}}
 
@@ -44,35 +43,31 @@ def only_the_sliders(notebook):
 def lab(browser, tmp_path_factory):
     """The address of JupyterLab with a copy of the notebooks, trusted as `make lab` does."""
     place = tmp_path_factory.mktemp("lab")
-    notebooks, settings = place / "course/notebooks", place / "settings"
-    shutil.copytree(
-        ROOT / "notebooks", notebooks, ignore=shutil.ignore_patterns(".ipynb_checkpoints")
-    )
-    shutil.copy(ROOT / "README.md", notebooks.parent)
+    notebooks = place / "course/notebooks"
+    unwanted = shutil.ignore_patterns(".ipynb_checkpoints")
+    shutil.copytree(ROOT / "notebooks", notebooks, ignore=unwanted)
     sliders = only_the_sliders(json.loads((notebooks / f"{SLIDERS}.ipynb").read_text("utf-8")))
     (notebooks / "sliders.ipynb").write_text(json.dumps(sliders), "utf-8")
-    settings.mkdir()
-    shutil.copy(JUPYTERLAB / "overrides.json", settings)
-    (place / "config").mkdir()
-    shutil.copy(JUPYTERLAB / "server.json", place / "config/jupyter_server_config.json")
-    (place / "ipython/profile_default").mkdir(parents=True)
-    shutil.copy(JUPYTERLAB / "ipython_kernel_config.json", place / "ipython/profile_default")
-
-    folders = {"DATA": "data", "CONFIG": "config", "RUNTIME": "runtime"}
-    environment = {f"JUPYTER_{name}_DIR": str(place / folder) for name, folder in folders.items()}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    for name, target in (
+        ("overrides.json", "settings/overrides.json"),
+        ("server.json", "config/jupyter_server_config.json"),
+        ("ipython_kernel_config.json", "ipython/profile_default/ipython_kernel_config.json"),
+    ):
+        (place / target).parent.mkdir(parents=True)
+        shutil.copy(ROOT / "publish/jupyterlab" / name, place / target)
     environment = {
         **os.environ,
-        **environment,
+        **{f"JUPYTER_{name}_DIR": str(place / name.lower()) for name in ("DATA", "RUNTIME")},
+        "JUPYTER_CONFIG_DIR": str(place / "config"),
         "IPYTHONDIR": str(place / "ipython"),
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    make = [sys.executable, "-m", "publish.work", "--work", str(notebooks.parent / "work")]
-    subprocess.run(make, cwd=ROOT, env=environment, check=True)
     trusted = map(str, sorted(notebooks.glob("*.ipynb")))
-    subprocess.run(
-        [sys.executable, "-m", "jupyter", "trust", *trusted], env=environment, check=True
-    )
+    for made in (
+        ("publish.work", "--work", notebooks.parent / "work"),
+        ("jupyter", "trust", *trusted),
+    ):
+        subprocess.run([sys.executable, "-m", *made], cwd=ROOT, env=environment, check=True)
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -82,25 +77,20 @@ def lab(browser, tmp_path_factory):
         "ServerApp.port_retries": 0,
         "ServerApp.root_dir": notebooks.parent,
         "IdentityProvider.token": "",
-        "LabApp.app_settings_dir": settings,  # in the environment these are those of .venv/share
+        "LabApp.app_settings_dir": place
+        / "settings",  # in the environment these are those of .venv/share
         "LabApp.user_settings_dir": place / "user",
         "LabApp.workspaces_dir": place / "workspaces",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--allow-root",
-        "--no-browser",
-        "--expose-app-in-browser",
-    ]
+    switches = ("allow-root", "no-browser", "expose-app-in-browser")
+    command = [sys.executable, "-m", "jupyterlab", *(f"--{name}" for name in switches)]
     command += [f"--{name}={value}" for name, value in options.items()]
     address = f"http://127.0.0.1:{port}"
     with (place / "log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         wait_for(f"{address}/api", server, place / "log")
-        yield f"{address}/lab/tree/notebooks"
+        yield f"{address}/lab/tree"
     finally:
         server.terminate()
         server.wait(HANGS_SECONDS)
@@ -118,8 +108,8 @@ def wait_for(address, server, log):
 
 @pytest.fixture
 def open_lesson(lab, open_page):
-    def open_one(name, folder="notebooks"):
-        page = open_page(f"{lab.removesuffix('notebooks')}{folder}/{name}.ipynb?reset", **SIZE)
+    def open_one(name, folder="notebooks", **options):
+        page = open_page(f"{lab}/{folder}/{name}.ipynb?reset", **SIZE, **options)
         page.locator(".jp-Notebook .course-language").wait_for()
         return page
 
@@ -144,12 +134,6 @@ KERNEL = "jupyterapp.shell.currentWidget.sessionContext.session?.kernel"
 def wait_for_kernel(page):
     """Wait until the notebook in front has a kernel that can run cells."""
     page.wait_for_function(f"{KERNEL}?.status === 'idle'")
-
-
-def run_all(page):
-    """All cells of the notebook that is in front, once its kernel is there."""
-    wait_for_kernel(page)
-    command(page, "notebook:run-all-cells")
 
 
 def visible(notebook):
@@ -218,12 +202,6 @@ def test_a_chosen_language_stays_when_the_switchs_cell_runs_again(open_lesson):
         assert visible(notebook) == [chosen]
 
 
-def test_a_lesson_opens_in_the_browsers_language(lab, open_page):
-    page = open_page(f"{lab}/{LESSON}.ipynb?reset", **SIZE, locale="zh-CN")
-    notebook = rendered(page.locator(".jp-Notebook"))
-    assert visible(notebook) == ["zh"] and notebook.locator("input[value=zh]").is_checked()
-
-
 @pytest.mark.parametrize("folder", ["notebooks", "work"])
 def test_an_opened_lesson_is_not_marked_as_changed(open_lesson, folder):
     stored = json.loads((ROOT / f"notebooks/{LESSON}.ipynb").read_text("utf-8"))["metadata"]
@@ -231,19 +209,19 @@ def test_an_opened_lesson_is_not_marked_as_changed(open_lesson, folder):
         stored.pop("outputs_made_from")
     page = open_lesson(LESSON, folder)
     wait_for_kernel(page)
-    context = "jupyterapp.shell.currentWidget.context"
-    metadata = f"JSON.stringify({context}.model.sharedModel.metadata)"
     # JupyterLab stores what the kernel says of itself, in another order of keys, when it is there
     page.evaluate(f"{KERNEL}.info.then(() => new Promise(requestAnimationFrame))")
-    assert json.loads(page.evaluate(metadata)) == stored
-    assert page.evaluate(f"{context}.model.dirty") is False
+    model = "jupyterapp.shell.currentWidget.context.model"
+    metadata = page.evaluate(f"JSON.stringify({model}.sharedModel.metadata)")
+    assert json.loads(metadata) == stored and page.evaluate(f"{model}.dirty") is False
 
 
-def test_a_learners_copy_has_the_switch_and_no_result_and_names_its_solutions(open_lesson):
-    page = open_lesson(SLIDERS, "work")
+def test_a_learners_copy_opens_in_the_browsers_language_and_names_its_solutions(open_lesson):
+    page = open_lesson(SLIDERS, "work", locale="zh-CN")
     notebook = rendered(page.locator(".jp-Notebook"))
     assert notebook.locator(".jp-OutputArea-output").count() == 1
-    for chosen in ("zh", "en"):
+    assert visible(notebook) == ["zh"] and notebook.locator("input[value=zh]").is_checked()
+    for chosen in ("en", "zh"):
         notebook.locator(f"input[value={chosen}]").check()
         assert visible(notebook) == [chosen]
     folded = notebook.locator(".jp-InputPlaceholder .jp-PlaceholderText").all_inner_texts()
@@ -251,36 +229,11 @@ def test_a_learners_copy_has_the_switch_and_no_result_and_names_its_solutions(op
     assert len(solutions) >= 5 and all("答案" in line for line in solutions)
 
 
-def test_an_exercise_that_runs_first_says_which_cell_it_needs(open_lesson):
-    page = open_lesson(SLIDERS, "work")
-    wait_for_kernel(page)
-    cells = "jupyterapp.shell.currentWidget.content"
-    page.evaluate(
-        f"{cells}.activeCellIndex = {cells}.widgets.findIndex(cell =>"
-        " cell.model.sharedModel.source.includes('check_training_state'))"
-    )
-    command(page, "notebook:run-cell")
-    error = page.locator("[data-mime-type*=stderr]")  # JupyterLab shows errors in this type
-    error.wait_for()
-    assert "the cell that starts with `import weakref`" in error.inner_text()
-    assert "由上面的一个单元格导入" in error.inner_text()
-
-
-def test_the_file_list_shows_lessons_glossary_and_guide(open_lesson):
-    page = open_lesson(LESSON)
-    command(page, "filebrowser:go-to-path", path="notebooks")
-    shown = page.locator(".jp-DirListing-itemText")
-    shown.get_by_text("GLOSSARY.md", exact=True).wait_for()
-    lessons = [path.name for path in (ROOT / "notebooks").glob("*.ipynb")]
-    expected = {*lessons, "sliders.ipynb", "GLOSSARY.md", "INSTRUCTORS.md"}
-    assert set(shown.all_inner_texts()) == expected
-    assert page.locator(".jp-DirListing-itemModified:visible").count() == 0, "names have the room"
-
-
-def test_the_glossary_opens_as_a_page_to_be_read(open_lesson):
+def test_the_glossary_is_in_the_file_list_and_opens_as_a_page_to_be_read(open_lesson):
     page = open_lesson(LESSON)
     command(page, "filebrowser:go-to-path", path="notebooks")
     page.locator(".jp-DirListing-itemText").get_by_text("GLOSSARY.md", exact=True).dblclick()
+    assert page.locator(".jp-DirListing-itemModified:visible").count() == 0, "names have the room"
     glossary = page.locator(".jp-MarkdownViewer")
     glossary.locator("table").first.wait_for()
     assert glossary.locator("td").filter(has_text="激活值").count() > 0
@@ -288,7 +241,8 @@ def test_the_glossary_opens_as_a_page_to_be_read(open_lesson):
 
 def test_a_notebook_runs_from_top_to_bottom_and_a_slider_moves_its_figure(open_lesson):
     page = open_lesson("sliders")
-    run_all(page)
+    wait_for_kernel(page)
+    command(page, "notebook:run-all-cells")
     page.locator(".widget-slider").first.wait_for()
     figure = page.locator(".widget-interact figure[lang=en] img")
     figure.wait_for()

@@ -89,15 +89,12 @@ def test_a_key_turns_every_page_in_order(open_deck, key):
 
 def test_a_result_waits_for_a_key(open_deck):
     page = open_deck("en", "02_checkpointing")
-    places = (
-        "Reveal.getSlides().filter((s) => s.querySelector('.result.fragment')).map((s) =>"
-        " Reveal.getIndices(s))"
-    )
-    place = page.evaluate(places)[0]
-    page.evaluate("([h, v]) => Reveal.slide(h, v, -1)", [place["h"], place["v"]])
-    shown = (
-        "getComputedStyle(Reveal.getCurrentSlide().querySelector('.result.fragment')).visibility"
-    )
+    page.evaluate("""() => {
+      const slide = Reveal.getSlides().find((each) => each.querySelector('.result.fragment'));
+      const place = Reveal.getIndices(slide);
+      Reveal.slide(place.h, place.v, -1);
+    }""")
+    shown = "getComputedStyle(Reveal.getCurrentSlide().querySelector('.result')).visibility"
     assert page.evaluate(shown) == "hidden"
     page.keyboard.press("Space")
     assert page.evaluate(shown) == "visible"
