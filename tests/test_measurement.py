@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from training_steps import allocations, bytes_of, double_backward, encoder, train
+from training_steps import allocations, bytes_of, encoder, train
 
 from course_lib.memory import MemoryMeter, measure, saved_tensors
 from course_lib.memory.allocator import workspace_by_operator
@@ -36,7 +36,6 @@ def convolutions():
     ("make", "operator"),
     [
         (partial(encoder, reentrant=False), None),
-        (double_backward, None),
         (convolutions, "aten.convolution"),
         (recurrent, "aten.mkldnn_rnn_layer"),
     ],
@@ -61,7 +60,7 @@ def test_peak_above_that_of_the_allocator_is_explained():
     found = measure(lambda: (weight * 2).prod(1).sum().backward(), repeats=1)
     above = found.peak_bytes - found.allocator_peak_bytes
     assert above == -found.workspace_bytes > 4 * 256 * 255
-    assert f"the meter counts {above:,} bytes more than the allocator" in found.caption()
+    assert f"{above:,} bytes more than the allocator" in found.caption()
     assert measure(lambda: (weight * 2).exp().sum().backward(), repeats=1).notes == ()
 
 
@@ -78,7 +77,7 @@ def test_allocator_and_clock_see_a_run_without_modes():
     assert runs[-3:] == [(False, 0)] * 3
 
 
-@pytest.mark.parametrize("size", [1_000, 10_000, 100_000])
+@pytest.mark.parametrize("size", [1_000, 100_000])
 def test_release_of_older_blocks_keeps_the_allocator_peak(size):
     x = torch.randn(size, requires_grad=True)
 
@@ -103,20 +102,21 @@ def test_workspace_on_cuda_is_held_only_within_an_operator(monkeypatch):
             held["current"] += 400 if product else -100
             return func(*args, **(kwargs or {}))
 
-    def statistics(device):
-        return {"allocated_bytes": {"all": dict(held)}}
-
     def run(mode):
         with Products(), mode:
             (torch.ones(2, 2) @ torch.ones(2, 2)).relu()
 
-    # These functions are too slow to be called for each operator.
-    monkeypatch.setattr(torch.cuda, "memory_stats", None)
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats", None)
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", statistics)
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["current"])
-    )
+    # The first two functions are too slow to be called for each operator.
+    for place, name, function in (
+        (torch.cuda, "memory_stats", None),
+        (torch.cuda.memory, "memory_stats", None),
+        (
+            *(torch.cuda.memory, "memory_stats_as_nested_dict"),
+            lambda device: {"allocated_bytes": {"all": dict(held)}},
+        ),
+        (torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["current"])),
+    ):
+        monkeypatch.setattr(place, name, function)
     assert workspace_by_operator(run, torch.device("cuda")) == {"aten.mm.default": 300}
 
 
@@ -135,11 +135,10 @@ def test_fully_sharded_model_takes_the_bytes_of_the_allocator(one_process):
     held = bytes_of(model.parameters())
     for module in (*model, model):
         fully_shard(module, mesh=one_process)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    _, optimizer, train_once = train(model, x, optimizer=torch.optim.Adam, foreach=False)
 
     def step():
-        model(x).sum().backward()
-        optimizer.step()
+        train_once()
         optimizer.zero_grad()
 
     for _ in range(2):
@@ -150,34 +149,21 @@ def test_fully_sharded_model_takes_the_bytes_of_the_allocator(one_process):
     assert entered["parameter"] == held and entered["optimizer"] == 2 * held + 4 * 8
     seen = meter.entry_bytes + max(accumulate(allocations(step)))
     assert meter.peak_bytes == pytest.approx(seen, rel=0.02)
-    found = measure(step, model=model, optimizer=optimizer, repeats=1)
-    assert found.peak_bytes <= found.allocator_peak_bytes and found.notes == ()
-    assert saved_tensors(model, x).total_bytes > 0
 
 
-def test_measure_runs_until_two_runs_give_the_same_figures():
+@pytest.mark.parametrize("repeats_itself", [True, False])
+def test_measure_runs_until_two_runs_give_the_same_figures_or_says_that_none_did(repeats_itself):
     x, runs = nn.Parameter(torch.randn(64, 64)), []
 
     def step():
         runs.append(1)
-        (x.repeat(max(1, 4 - len(runs)), 1) * 2).sum().backward()
+        copies = max(1, 4 - len(runs)) if repeats_itself else len(runs)
+        (x.repeat(copies, 1) * 2).sum().backward()
 
     found = measure(step, repeats=1)
-    assert found.workspace_bytes >= 0
-    assert found.peak_bytes == measure(step, repeats=1).peak_bytes
-    assert found.notes == ()
-
-
-def test_step_whose_figures_always_differ_is_noted():
-    x, runs = nn.Parameter(torch.randn(8, 8)), []
-
-    def step():
-        runs.append(1)
-        (x.repeat(len(runs), 1) * 2).sum().backward()
-
-    found = measure(step, repeats=1)
-    assert len(runs) < 12
-    assert "no two consecutive runs had the same" in str(found)
+    assert len(runs) < 12 and ("no two consecutive runs" in str(found)) == (not repeats_itself)
+    if repeats_itself:
+        assert found.peak_bytes == measure(step, repeats=1).peak_bytes and found.notes == ()
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
@@ -191,7 +177,6 @@ def test_measure_without_warmup_measures_the_first_step(warmup):
     assert found.at_peak["parameter"] == bytes_of(model.parameters())
     # The run for the allocator is a first step too.
     assert found.peak_bytes == pytest.approx(found.allocator_peak_bytes, rel=1e-5)
-    assert found.workspace_bytes >= 0
     if warmup == 0:
         model, optimizer, step = make()
         with MemoryMeter(model, optimizer) as first:
@@ -199,35 +184,23 @@ def test_measure_without_warmup_measures_the_first_step(warmup):
         assert (found.peak_bytes, found.at_peak) == (first.peak_bytes, first.at_peak())
 
 
-def test_flops_of_an_mlp_are_those_of_its_matrix_products():
-    depth, width, batch = 4, 32, 8
-    model, x = deep_mlp(depth, width), torch.randn(batch, width)
-    # The first layer needs no gradient of its input.
-    for step, products in (
-        (lambda: model(x).sum().backward(), 3 * depth - 1),
-        (lambda: model(x).sum(), depth),
-    ):
-        found = measure(step, model=model, repeats=0, needs_gradient=False)
-        assert found.flops == products * 2 * batch * width * width
-
-
-@pytest.mark.parametrize("keys", [4, 2, 1])
-def test_flops_of_attention_do_not_depend_on_shared_keys(keys):
-    q, k, v = (torch.ones(2, heads, 8, 16, requires_grad=True) for heads in (4, keys, keys))
+def test_flops_of_attention_do_not_depend_on_shared_keys():
+    q, k, v = (torch.ones(2, heads, 8, 16, requires_grad=True) for heads in (4, 1, 1))
 
     def step():
         F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
 
-    with MemoryMeter() as meter:
-        step()
-    assert meter.flops == (2 + 5) * 2 * (2 * 4 * 8 * 8 * 16)  # 2 products forward, 5 backward
-    assert measure(step, repeats=0).flops == meter.flops
+    # 2 products forward, 5 backward
+    assert measure(step, repeats=0).flops == (2 + 5) * 2 * (2 * 4 * 8 * 8 * 16)
 
 
-def test_step_without_backward_is_refused():
-    message = r"^step must call backward\(\) .*, got a step without a backward pass"
-    with pytest.raises(ValueError, match=message):
-        measure(lambda: nn.Linear(2, 2)(torch.ones(1, 2)), repeats=1)
+def test_step_without_backward_is_refused_unless_it_needs_none():
+    def step():
+        nn.Linear(2, 2)(torch.ones(1, 2))
+
+    with pytest.raises(ValueError, match=r"^step must call backward"):
+        measure(step, repeats=1)
+    assert measure(step, needs_gradient=False, repeats=0).flops == 2 * 2 * 2
 
 
 def test_results_show_as_tables_without_optional_packages(monkeypatch):
