@@ -43,7 +43,7 @@ def metered(given, **options):
 
 
 def test_tensors_in_host_memory_do_not_count_for_the_device():
-    packed = []
+    packed, host = [], torch.device("cpu")
 
     def kept_nowhere():
         def pack(tensor):
@@ -52,25 +52,19 @@ def test_tensors_in_host_memory_do_not_count_for_the_device():
 
         return saved_tensors_hooks(pack, torch.empty)
 
-    host = torch.device("cpu")
     with symbolic():
         given = on_second_device(save_on_cpu, lr=0.1, momentum=0.9)
         meter = metered(given)
         twin = on_second_device(kept_nowhere, host, lr=0.1, momentum=0.9)
         packed.clear()
         alone = metered(twin)
-        assert meter.peak_bytes == alone.peak_bytes
         assert meter.at_peak() == alone.at_peak()
         assert (meter.entry_bytes, meter.live_bytes) == (alone.entry_bytes, alone.live_bytes)
         assert max(sample.live_bytes for sample in meter.timeline) == meter.peak_bytes
         assert (str(meter.device), str(alone.device)) == (SECOND, "cpu")
         by_device = {torch.device(SECOND): meter.peak_bytes, host: sum(packed)}
         assert meter.peak_bytes_by_device == by_device
-        assert alone.peak_bytes_by_device == {host: alone.peak_bytes}
-
-        metered(given, budget_bytes=meter.peak_bytes)
-        with pytest.raises(MemoryBudgetExceeded):
-            metered(given, budget_bytes=meter.peak_bytes - 1)
+        assert alone.peak_bytes_by_device == {host: meter.peak_bytes}
 
         on_host = metered(given, device="cpu")
         assert on_host.peak_bytes == sum(on_host.at_peak().values()) == sum(packed)
@@ -80,7 +74,6 @@ def test_tensors_in_host_memory_do_not_count_for_the_device():
 def test_adam_step_counts_on_the_cpu_do_not_count_for_the_device():
     with symbolic():
         model, optimizer, _ = given = on_second_device(nullcontext, optimizer=torch.optim.Adam)
-        assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
         assert metered(given).entry_bytes == 3 * bytes_of(model.parameters())
         assert metered(given, device="cpu").entry_bytes == 4 * len(optimizer.state)
 
@@ -90,15 +83,14 @@ def test_first_accelerator_with_a_tensor_becomes_the_device():
         on_cpu = torch.ones(100)
         assert meter.live_bytes == meter.peak_bytes == on_cpu.nbytes
         first = torch.ones(10, device="cuda")
-        assert meter.live_bytes == meter.peak_bytes == first.nbytes
         second, state = torch.ones(1000, device="cuda:1"), torch.get_rng_state()
         second.resize_(2000)
         assert meter.live_bytes == meter.peak_bytes == first.nbytes
     # Samples from before that tensor are those of its device too.
     assert [sample.live_bytes for sample in meter.timeline] == [0, 40, 40, 40, 40]
-    host_bytes = on_cpu.nbytes + state.nbytes
     found = {str(device): count for device, count in meter.peak_bytes_by_device.items()}
-    assert found == {"cpu": host_bytes, "cuda:0": first.nbytes, "cuda:1": second.nbytes}
+    counts = on_cpu.nbytes + state.nbytes, first.nbytes, second.nbytes
+    assert found == dict(zip(("cpu", "cuda:0", "cuda:1"), counts, strict=True))
     assert str(meter.device) == "cuda:0"
     assert MemoryMeter().peak_bytes_by_device == {}
 
@@ -106,23 +98,17 @@ def test_first_accelerator_with_a_tensor_becomes_the_device():
 def test_budget_holds_from_the_first_tensor_of_an_accelerator():
     with symbolic(), MemoryMeter(budget_bytes=500):
         held = [torch.ones(100)]
-        with pytest.raises(MemoryBudgetExceeded) as caught:
-            torch.ones(200, device="cuda")
-        assert (caught.value.live_bytes, caught.value.wanted_bytes) == (0, 800)
-        held += torch.ones(75, device="cuda"), torch.ones(200)
-        with pytest.raises(MemoryBudgetExceeded) as caught:
-            torch.ones(60, device="cuda")
-        assert (caught.value.live_bytes, caught.value.wanted_bytes) == (300, 240)
+        for count, live in ((200, 0), (60, 300)):
+            with pytest.raises(MemoryBudgetExceeded) as caught:
+                torch.ones(count, device="cuda")
+            assert (caught.value.live_bytes, caught.value.wanted_bytes) == (live, 4 * count)
+            if live == 0:
+                held += torch.ones(75, device="cuda"), torch.ones(200)
 
 
 @pytest.mark.parametrize(
     ("device", "name", "count"),
-    [
-        ("cpu", "cpu", 1),
-        ("cpu:0", "cpu", 1),
-        ("cuda", "cuda:0", 10),
-        (torch.device("cuda:1"), "cuda:1", 100),
-    ],
+    [("cpu:0", "cpu", 1), ("cuda", "cuda:0", 10), (torch.device("cuda:1"), "cuda:1", 100)],
 )
 def test_named_device_is_counted_whichever_comes_first(device, name, count):
     with symbolic(), MemoryMeter(device=device) as meter:
@@ -131,19 +117,19 @@ def test_named_device_is_counted_whichever_comes_first(device, name, count):
     assert sum(meter.peak_bytes_by_device.values()) == bytes_of(made)
 
 
-def test_meta_tensors_count_only_if_that_device_is_named():
+def test_meta_tensors_count_only_if_that_device_is_named_and_are_measured_as_symbolic_ones():
     def backward():
         model(x).sum().backward()
 
-    with torch.device("meta"):
-        model, x = deep_mlp(4, 64), torch.ones(32, 64)
-    found = measure(backward, model=model, device="meta")
-    assert metered((model, None, backward)).peak_bytes == 0
-    with symbolic():
-        model, x = deep_mlp(4, 64), torch.ones(32, 64)
-        expected = measure(backward, model=model)
-    assert (found.device, expected.device) == ("meta", "cpu")
-    assert replace(found, device="cpu") == expected
+    found = []
+    for context, device in ((torch.device("meta"), "meta"), (symbolic(), None)):
+        with context:
+            model, x = deep_mlp(4, 64), torch.ones(32, 64)
+            found.append(measure(backward, model=model, device=device))
+        assert (metered((model, None, backward)).peak_bytes == 0) == (device == "meta")
+    assert [each.device for each in found] == ["meta", "cpu"]
+    assert replace(found[0], device="cpu") == found[1] and hash(found[0])
+    assert found[1].allocator_peak_bytes is found[1].workspace_bytes is found[1].seconds is None
 
 
 def requested():
