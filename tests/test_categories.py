@@ -43,16 +43,6 @@ def test_forward_pass_of_an_mlp_holds_two_activations_per_layer():
     assert meter.live_bytes == WEIGHTS + ONE
 
 
-def test_after_backward_only_parameters_and_gradients_are_live():
-    model, x = deep_mlp(DEPTH, WIDTH), batch()
-    for given, held in ((model, WEIGHTS), (None, 0)):
-        empty_gradients(model)
-        with MemoryMeter(given) as meter:
-            model(x).sum().backward()
-            one_more_sample()
-        assert at_end(meter) == only(gradient=WEIGHTS, parameter=held)
-
-
 def test_model_made_in_the_block_is_known_by_its_leaves():
     with MemoryMeter() as meter:
         model, x = deep_mlp(DEPTH, WIDTH), batch()
@@ -77,20 +67,14 @@ def test_state_that_adam_makes_in_the_block_is_optimizer_state():
     assert meter.at_peak() == only(optimizer=ADAM, gradient=WEIGHTS, parameter=WEIGHTS)
 
 
-def test_parameters_converted_in_the_block_are_parameters():
-    model = nn.Linear(WIDTH, WIDTH)
-    with MemoryMeter(model) as meter:
-        model.to(torch.bfloat16)
-        one_more_sample()
-    assert at_end(meter)["parameter"] == bytes_of(model.parameters()) == 2 * WIDTH * (WIDTH + 1)
-
-
-def test_buffers_of_a_model_are_buffers():
+def test_buffers_and_parameters_converted_in_the_block_stay_what_they_are():
     model = nn.BatchNorm1d(16)
     with MemoryMeter(model) as meter:
         model(torch.ones(4, 16))
-    assert at_end(meter)["buffer"] == bytes_of(model.buffers()) == 2 * 16 * 4 + 8
-    assert at_end(meter)["parameter"] == 2 * 16 * 4
+        model.to(torch.bfloat16)
+        one_more_sample()
+    assert at_end(meter)["parameter"] == bytes_of(model.parameters()) == 2 * 16 * 2
+    assert at_end(meter)["buffer"] == bytes_of(model.buffers()) == 2 * 16 * 2 + 8
 
 
 def test_without_gradients_outputs_are_temporary():
@@ -123,10 +107,9 @@ def test_checkpoint_inputs_and_recomputations_are_activations(reentrant):
     # nothing needs the last output.
     assert after("aten.sum.default", meter)["activation"] == 3 * ONE
     activations = meter.series()["activation"]
-    (moment,) = moments
     # Layer 3 is finished and layer 2 is recomputed: the inputs of layers 1 and 2, and the tensor
     # that the GELU keeps.
-    assert activations[moment] == 3 * ONE
+    assert list(activations[moments]) == [3 * ONE]
     # In layer 3: three inputs, three tensors between its parts, and the gradient of the loss.
     assert activations.max() == 6 * ONE + 4
     assert activations[-1] == 0
