@@ -15,9 +15,9 @@ import foreign_models as foreign
 import torch
 from measured import feasible
 from test_estimate_equals_run import CASES
-from torch import Tensor, nn
+from torch import nn
 
-from course_lib._torch import not_collecting
+from course_lib._torch import map_tensors, not_collecting
 from course_lib.budget import Recipe, build
 from course_lib.budget.step import default_dtype, make_state, micro_batches_of, run_micro_batches
 from course_lib.memory import MemoryMeter
@@ -121,22 +121,13 @@ def options_of(make_batch) -> dict:
     return {"loss_sum": foreign.cube} if make_batch is foreign.point else {}
 
 
-def on_gpu(given):
-    """The tensors of a batch, on the GPU."""
-    if isinstance(given, Tensor):
-        return given.cuda()
-    if isinstance(given, Mapping):
-        return {name: on_gpu(value) for name, value in given.items()}
-    return type(given)(map(on_gpu, given)) if isinstance(given, list | tuple) else given
-
-
 def measured(make_model, make_batch, recipe) -> dict[str, int]:
     """Return what the meter counts in the second step. The first one tunes kernels."""
     recipe = feasible(make_model, make_batch, recipe)
     torch.manual_seed(0)
     model, optimizer = build(lambda: make_model().cuda(), recipe)
     with default_dtype(recipe.dtype):
-        batch = on_gpu(make_batch())
+        batch = map_tensors(torch.Tensor.cuda, make_batch())
     make_state(model, optimizer)
     loss_sum = options_of(make_batch).get("loss_sum")
     for _ in range(2):
@@ -144,12 +135,11 @@ def measured(make_model, make_batch, recipe) -> dict[str, int]:
         with not_collecting(), MemoryMeter(model, optimizer) as meter:
             run_micro_batches(model, optimizer, micro_batches, recipe, loss_sum, None, None)
     trace = meter.trace()
-    # only a run stacks the losses of micro-batches to read them
-    phases = trace.phase_peaks()
     return {
         "schedule_bytes": recipe.schedule_bytes or "",
         "peak": trace.peak_bytes,
-        "backward": phases["backward"],
+        # not of the forward pass, in which only a run stacks the losses of micro-batches
+        "backward": trace.phase_peaks()["backward"],
     }
 
 
