@@ -12,10 +12,16 @@ from course_lib.models import seed_generators
 VOCABULARY, WIDTH, LENGTH, IGNORED = 53, 32, 12, -100
 
 
+def loss_and_count(logits, labels):
+    """The sum of the losses of all labels but the ignored ones, and how many these are."""
+    total = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return total, (labels != IGNORED).sum()
+
+
 class Encoder(nn.Module):
     """PyTorch's own encoder, causal or not, with a head that has a bias; the loss of a dict."""
 
-    def __init__(self, dropout=0.0, causal=True, norm=nn.LayerNorm):
+    def __init__(self, dropout=0.0, causal=True):
         super().__init__()
         with seed_generators(0):
             layer = nn.TransformerEncoderLayer(
@@ -33,11 +39,7 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embedding(tokens), mask, is_causal=self.causal))
 
     def loss_sum(self, batch):
-        logits, labels = self(batch["tokens"]).view(-1, VOCABULARY), batch["labels"].flatten()
-        return (
-            F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"),
-            (labels != IGNORED).sum(),
-        )
+        return loss_and_count(self(batch["tokens"]).view(-1, VOCABULARY), batch["labels"])
 
 
 class Grouped(nn.Module):
@@ -46,12 +48,8 @@ class Grouped(nn.Module):
 
     def __init__(self, dropout):
         super().__init__()
-        self.norm, self.q, self.kv = (
-            nn.RMSNorm(WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
-        self.out, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
+        self.norm, self.dropout = nn.RMSNorm(WIDTH), dropout
+        self.q, self.kv, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, state, *, scale):
         x, count = state
@@ -87,16 +85,10 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens))
 
     def loss_sum(self, batch):
-        logits, labels = (
-            self.logits(batch["tokens"])[:, :-1].flatten(0, 1).float(),
-            batch["labels"][:, 1:].flatten(),
-        )
-        if next(self.parameters()).dtype == torch.float64:
-            logits = self.logits(batch["tokens"])[:, :-1].flatten(0, 1)
-        return (
-            F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"),
-            (labels != IGNORED).sum(),
-        )
+        logits = self.logits(batch["tokens"])[:, :-1].flatten(0, 1)
+        if next(self.parameters()).dtype != torch.float64:
+            logits = logits.float()
+        return loss_and_count(logits, batch["labels"][:, 1:])
 
 
 class LowRank(nn.Module):
@@ -171,17 +163,17 @@ class Averaging(nn.Linear):
         return y
 
 
-def averaged(kind):
-    def block():
-        linear = nn.Linear(WIDTH, WIDTH)
-        if kind == "spectral norm":
-            return nn.Sequential(nn.utils.parametrizations.spectral_norm(linear), nn.Tanh())
-        if kind == "average":
-            return nn.Sequential(Averaging(), nn.Tanh())
-        return nn.Sequential(linear, nn.BatchNorm1d(WIDTH), nn.Tanh())
+AVERAGES = {
+    "spectral norm": lambda linear: [nn.utils.parametrizations.spectral_norm(linear)],
+    "average": lambda linear: [Averaging()],
+    "batch norm": lambda linear: [linear, nn.BatchNorm1d(WIDTH)],
+}
 
+
+def averaged(kind):
     with seed_generators(4):
-        return nn.Sequential(*(block() for _ in range(4)))
+        layers = (AVERAGES[kind](nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        return nn.Sequential(*(nn.Sequential(*each, nn.Tanh()) for each in layers))
 
 
 def point():
@@ -271,9 +263,7 @@ class Tower(nn.Module):
         return x + F.dropout(self.attention(x, x, x, need_weights=False)[0], self.dropout)
 
     def total(self, x, labels):
-        logits = self.head(x).flatten(0, 1)
-        total = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
-        return total, (labels != IGNORED).sum()
+        return loss_and_count(self.head(x).flatten(0, 1), labels)
 
     def stages(self, batch):
         mixed = partial(type(self).mixed, self)
