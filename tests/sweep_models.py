@@ -2,7 +2,7 @@
 a training head.
 
     HF_HUB_OFFLINE=1 python tests/sweep_models.py        # all types; half an hour or more
-    python tests/sweep_models.py --types llama,t5,vit --json out.json
+    python tests/sweep_models.py --types llama,t5,vit
     python tests/sweep_models.py --limit 60 --seed 1     # 60 types, drawn with this seed
 
 Nothing is downloaded: configurations are shrunk by the names of their sizes, and weights are
@@ -14,16 +14,13 @@ recipes more. No part of `make test` or `make bench`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -86,43 +83,27 @@ LISTS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(3, WORDS, (SAMPLES, TOKENS))
-
-
-def text(config) -> dict:
-    ids = tokens()
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def classes(config) -> dict:
-    return {"input_ids": tokens(), "labels": torch.randint(0, 2, (SAMPLES,))}
-
-
-def tags(config) -> dict:
-    return {"input_ids": tokens(), "labels": torch.randint(0, 2, (SAMPLES, TOKENS))}
+def tokens(classes: int | None, *shape: int, config) -> dict:
+    """Tokens, and labels of this shape; with no number of classes, the tokens are the labels."""
+    ids = torch.randint(3, WORDS, (SAMPLES, TOKENS))
+    return {"input_ids": ids, "labels": torch.randint(classes, shape) if classes else ids.clone()}
 
 
 def images(config) -> dict:
     size, channels = getattr(config, "image_size", PIXELS), getattr(config, "num_channels", 3)
-    height, width = (size, size) if isinstance(size, int) else size
-    return {
-        "pixel_values": torch.randn(SAMPLES, channels, height, width),
-        "labels": torch.randint(0, 2, (SAMPLES,)),
-    }
+    pixels = torch.randn(SAMPLES, channels, *((size, size) if isinstance(size, int) else size))
+    return {"pixel_values": pixels, "labels": torch.randint(2, (SAMPLES,))}
 
 
 def sounds(config) -> dict:
-    return {"input_values": torch.randn(2, SOUNDS), "labels": torch.randint(0, 2, (2,))}
+    return {"input_values": torch.randn(2, SOUNDS), "labels": torch.randint(2, (2,))}
 
 
 # Heads in the order in which they are tried, with the batch that each takes.
-HEADS = {
-    "SEQ_TO_SEQ_CAUSAL_LM": text,
-    "CAUSAL_LM": text,
-    "MASKED_LM": text,
-    "SEQUENCE_CLASSIFICATION": classes,
-    "TOKEN_CLASSIFICATION": tags,
+HEADS: dict[str, Callable[..., dict]] = {
+    **dict.fromkeys(("SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "MASKED_LM"), partial(tokens, None)),
+    "SEQUENCE_CLASSIFICATION": partial(tokens, 2, SAMPLES),
+    "TOKEN_CLASSIFICATION": partial(tokens, 2, SAMPLES, TOKENS),
     "IMAGE_CLASSIFICATION": images,
     "AUDIO_CLASSIFICATION": sounds,
 }
@@ -171,11 +152,10 @@ def built(model_type: str) -> tuple[str, Callable, Callable]:
         LookupError: no head of the type has a batch that is known here.
         Exception: what the last of its heads has raised.
     """
-    found = [(head, name) for head, name in heads_of(model_type)]
-    if not found:
-        raise LookupError("no training head")
-    if not any(head in HEADS for head, _ in found):
-        raise LookupError(f"no batch known for {found[0][0]}")
+    found = list(heads_of(model_type))
+    last: Exception = LookupError(
+        f"no batch known for {found[0][0]}" if found else "no training head"
+    )
     for head, name in found:
         if head not in HEADS:
             break
@@ -191,61 +171,45 @@ def built(model_type: str) -> tuple[str, Callable, Callable]:
             if count > MOST_PARAMETERS:
                 raise LookupError(f"{count / 1e6:.0f} million parameters after shrinking")
             model = make_model()
-            make_batch = partial(HEADS[head], model.config)
-            loss = model(**make_batch()).loss
-            if loss is None:
-                raise LookupError("the head gives no loss from labels")
-            loss.backward()
+            make_batch = partial(HEADS[head], config=model.config)
+            model(**make_batch()).loss.backward()
         except Exception as error:
             last = error
-            continue
-        return head, make_model, make_batch
+        else:
+            return head, make_model, make_batch
     raise last
 
 
-@contextmanager
-def alarm(seconds: int) -> Iterator[None]:
-    def ring(*_):
-        raise TimeoutError(f"more than {seconds} s")
+def ring(*_) -> None:
+    raise TimeoutError(f"more than {MOST_SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
+
+def tried(function: Callable, *given) -> tuple[Any, str]:
+    """What a function returns, and its error in one line, which is empty if there is none."""
+    signal.alarm(MOST_SECONDS)
     try:
-        yield
+        return function(*given), ""
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def compared(make_model, make_batch, recipe: Recipe) -> str:
     """ "equal", "differs: ..." or "refused: ..." for one recipe."""
-    try:
-        with alarm(MOST_SECONDS):
-            found = estimate(make_model, make_batch, recipe)
-    except TimeoutError as error:
-        return f"refused: {error}"
-    except Exception as error:
-        try:
-            with alarm(MOST_SECONDS):
-                run(make_model, make_batch, recipe)
-        except Exception:
-            return f"refused by both: {first_line(error)}"
-        return f"refused: {first_line(error)}"
-    try:
-        with alarm(MOST_SECONDS):
-            real = run(make_model, make_batch, recipe)
-    except Exception as error:
-        return f"differs: estimated, and the run fails: {first_line(error)}"
+    found, refused = tried(estimate, make_model, make_batch, recipe)
+    real, fails = tried(run, make_model, make_batch, recipe)
+    if refused:
+        return f"refused{' by both' if fails else ''}: {refused}"
+    if fails:
+        return f"differs: estimated, and the run fails: {fails}"
     predicted = (found.peak_bytes, found.bytes_down, found.bytes_up)
     measured = (real.meter.peak_bytes, real.traffic.bytes_down, real.traffic.bytes_up)
-    return (
-        "equal" if predicted == measured else f"differs: {predicted} estimated, {measured} measured"
-    )
-
-
-def first_line(error: BaseException) -> str:
-    said = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {said[0]}"[:160]
+    if predicted == measured:
+        return "equal"
+    return f"differs: {predicted} estimated, {measured} measured"
 
 
 def main() -> None:
@@ -253,62 +217,33 @@ def main() -> None:
     parser.add_argument("--types", help="those alone, with commas between them")
     parser.add_argument("--limit", type=int, help="so many, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="a file for all that was found, written after each type")
     given = parser.parse_args()
     hf.logging.set_verbosity(hf.logging.CRITICAL)
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, ring)
     draw = random.Random(given.seed)
     types = given.types.split(",") if given.types else sorted(hf.CONFIG_MAPPING)
     if given.limit:
         types = sorted(draw.sample(types, min(given.limit, len(types))))
     in_all_recipes = set(draw.sample(types, max(1, len(types) // 10)))
-    found: dict[str, dict[str, str]] = {}
+    said: list[str] = []  # of each comparison
+    not_built: list[str] = []
     for model_type in types:
-        try:
-            with alarm(MOST_SECONDS):
-                head, make_model, make_batch = built(model_type)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            found[model_type] = {"not built": first_line(error)}
-        else:
-            recipes = {**RECIPES, **MORE} if model_type in in_all_recipes else RECIPES
-            found[model_type] = {"head": head}
-            found[model_type] |= {
-                name: compared(make_model, make_batch, each) for name, each in recipes.items()
-            }
-        print(
-            f"{model_type:28}",
-            "; ".join(f"{name} {said}" for name, said in found[model_type].items()),
-            flush=True,
-        )
-        if given.json:
-            with Path(given.json).open("w", encoding="utf-8") as file:
-                json.dump(found, file, indent=1)
-    told(found)
-
-
-def told(found: dict[str, dict[str, str]]) -> None:
-    """Totals, and the reasons of what was refused or not built, the most frequent first."""
-    said = [
-        text
-        for each in found.values()
-        for name, text in each.items()
-        if name not in ("head", "not built")
-    ]
+        made, error = tried(built, model_type)
+        if error:
+            not_built.append(error)
+            print(f"{model_type:28} not built: {error}", flush=True)
+            continue
+        recipes = RECIPES | MORE if model_type in in_all_recipes else RECIPES
+        found = {name: compared(*made[1:], each) for name, each in recipes.items()}
+        said += found.values()
+        shown = "; ".join(f"{name} {text}" for name, text in found.items())
+        print(f"{model_type:28} {made[0]}; {shown}", flush=True)
+    print(f"\n{len(types)} types, {len(types) - len(not_built)} built; {len(said)} compared:")
     kinds = Counter(text.partition(":")[0] for text in said)
-    print(
-        f"\n{len(found)} types, {sum('head' in each for each in found.values())} built; {len(said)}"
-        " compared:"
-    )
     print("  " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
-    for title, reasons in {
-        "refused": [text for text in said if text.startswith("refused")],
-        "not built": [each["not built"] for each in found.values() if "not built" in each],
-    }.items():
-        print(f"{title}:")
-        for reason, count in Counter(reasons).most_common(25):
-            print(f"  {count:4} {reason}")
+    for reason, count in Counter(not_built).most_common(25):
+        print(f"  {count:4} not built: {reason}")
 
 
 if __name__ == "__main__":
