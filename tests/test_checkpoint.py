@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.utils.checkpoint as reference
 from foreign_models import sentences
+from torch import distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -1213,3 +1215,22 @@ def test_a_forward_that_others_replaced_before_or_after_goes_on_working():
     assert Counter(calls) == {"before": 2, "after": 1}
     handle.remove()
     assert trained(model)[1] == plain_peak
+
+
+def test_checkpointed_blocks_of_a_parallel_model_get_the_plain_gradients():
+    model, (inputs, targets) = decoder(), (TOKENS[:, :-1], TOKENS[:, 1:].flatten())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel, runs = DistributedDataParallel(model), []
+        model.layers[0].norm1.register_forward_hook(lambda *_: runs.append(1))
+        with checkpoint_blocks(parallel, "module.layers.*"):
+            torch.manual_seed(5)
+            F.cross_entropy(parallel(inputs).flatten(0, 1), targets).backward()
+    finally:
+        dist.destroy_process_group()
+    found = [p.grad for p in model.parameters()]
+    plain = decoder()
+    torch.manual_seed(5)
+    F.cross_entropy(plain(inputs).flatten(0, 1), targets).backward()
+    assert_close(found, [p.grad for p in plain.parameters()])
+    assert len(runs) == 2  # the second time for backward
