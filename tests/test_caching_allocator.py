@@ -56,7 +56,7 @@ def out_of_memory(allocator, size):
     return str(caught.value)
 
 
-# ---- rules, worked out by hand at and beside their edges
+# ---- rules, worked out by hand on both sides of their edges
 
 
 def bytes_of(text):
