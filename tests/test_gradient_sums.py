@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_steps import allocations, at_end, bytes_of, one_more_sample
+from training_steps import allocations, at_end, bytes_of, empty_gradients, one_more_sample
 
 from course_lib.memory import CATEGORIES, MemoryMeter, symbolic
 
@@ -15,27 +15,34 @@ from course_lib.memory import CATEGORIES, MemoryMeter, symbolic
 NUMBERS = 16
 
 
-def repeated(leaves, layer):
-    """Return the leaves, and a step in which their gradients are sums over four calls."""
-    x = torch.randn(16, 64)
+def repeated(make):
+    """Return a maker of steps in which gradients of leaves are sums over four calls of a layer."""
 
-    def step():
-        y = x
-        for _ in range(4):
-            y = torch.tanh(layer(y))
-        y.sum().backward()
+    def made():
+        leaves, layer = make()
+        x = torch.randn(16, 64)
 
-    return leaves, step
+        def step():
+            y = x
+            for _ in range(4):
+                y = torch.tanh(layer(y))
+            y.sum().backward()
+
+        return leaves, step
+
+    return made
 
 
+@repeated
 def shared_weight():
     weight = nn.Parameter(torch.randn(64, 64) / 8)
-    return repeated([weight], lambda y: y @ weight)
+    return [weight], lambda y: y @ weight
 
 
+@repeated
 def shared_layer():
     layer = nn.Linear(64, 64)
-    return repeated(list(layer.parameters()), layer)
+    return list(layer.parameters()), layer
 
 
 def uses_of(function):
@@ -69,19 +76,8 @@ class SumsInBackward(torch.autograd.Function):
         return value.sin()
 
 
-def with_hook(y):
-    y.register_hook(lambda gradient: gradient + gradient * 2)
-    return y * 3
-
-
-def with_kept_gradient(y):
-    y.retain_grad()
-    return y.exp() + y.tanh() + y.sin()
-
-
-def with_double_backward(y):
-    (slope,) = torch.autograd.grad((y.tanh() ** 3).sum(), y, create_graph=True)
-    return slope**2 + y.tanh()
+def squared_slope(y):
+    return torch.autograd.grad((y.tanh() ** 3).sum(), y, create_graph=True)[0] ** 2
 
 
 SUMS = {
@@ -94,9 +90,9 @@ SUMS = {
     "an expanded tensor": uses_of(lambda y: (y + y[0]) * y[0]),
     "a formula that adds": uses_of(lambda y: SumsInBackward.apply(y) * 3),
     "a formula that adds, in C++": uses_of(lambda y: torch.stack(torch.var_mean(y, 0)).exp()),
-    "a hook that adds": uses_of(with_hook),
-    "a gradient that is kept": uses_of(with_kept_gradient),
-    "double backward": uses_of(with_double_backward),
+    "a hook that adds": uses_of(lambda y: y.register_hook(lambda grad: grad + grad * 2) and y * 3),
+    "a gradient that is kept": uses_of(lambda y: y.retain_grad() or y.exp() + y.tanh() + y.sin()),
+    "double backward": uses_of(lambda y: squared_slope(y) + y.tanh()),
     "the largest": uses_of(lambda y: y.max(-1)[0]),
     "the median": uses_of(lambda y: y.median(-1)[0]),
     "the largest two": uses_of(lambda y: y.topk(2)[0].exp()),
@@ -112,21 +108,16 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_gradients_take_the_bytes_of_the_allocator(name):
     leaves, step = SUMS[name]()
-
-    def gradients():
-        found = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        return found
-
     step()
-    expected = gradients()
+    expected = [leaf.grad.clone() for leaf in leaves]
+    empty_gradients(nn.ParameterList(leaves))
     with MemoryMeter() as meter:
         step()
         one_more_sample()
     assert sum(meter.series().values()).max() == meter.peak_bytes
     assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | {"gradient": bytes_of(leaves)}
-    assert all(map(torch.equal, gradients(), expected))
+    assert all(torch.equal(leaf.grad, each) for leaf, each in zip(leaves, expected, strict=True))
+    empty_gradients(nn.ParameterList(leaves))
     assert 0 <= max(accumulate(allocations(step))) - meter.peak_bytes <= NUMBERS
 
 
@@ -161,21 +152,15 @@ def test_sums_in_a_python_backward_keep_nothing_alive():
     assert exp.live_bytes == 4 * (1 + 1000 + 1000 + 1)
 
 
-def test_nested_and_symbolic_meters_count_sums_alike():
+def test_nested_and_symbolic_meters_count_sums_alike_and_a_budget_leaves_room_for_them():
     found = set()
-    for context in (nullcontext(), symbolic()):
+    for context in (symbolic(), nullcontext()):
         with context:
-            _, step = shared_weight()
+            leaves, step = shared_weight()
             with MemoryMeter() as outer, MemoryMeter() as inner:
                 step()
         found |= {outer.peak_bytes, inner.peak_bytes}
     assert len(found) == 1
-
-
-def test_budget_excludes_sums_that_autograd_adds_in_place():
-    leaves, step = shared_weight()
-    with MemoryMeter() as meter:
-        step()
     leaves[0].grad = None
-    with MemoryMeter(budget_bytes=meter.peak_bytes):
+    with MemoryMeter(budget_bytes=outer.peak_bytes):
         step()
