@@ -58,45 +58,39 @@ def trained(recipe, folder):
     "recipe",
     [
         Recipe(),
-        Recipe(checkpoint="layers"),
-        Recipe(micro_batches=4),
         Recipe(checkpoint="layers", micro_batches=2),
         Recipe(update="fused"),
         Recipe(optimizer="momentum"),
         Recipe(optimizer="adafactor"),
         Recipe(checkpoint="layers", in_backward=True, offload_optimizer=1.0),
+        Recipe("bf16", checkpoint="layers"),
     ],
     ids=str,
 )
 def test_two_steps_of_the_trainer_peak_at_the_estimate(recipe, tmp_path):
     lines = recipe.as_training_arguments(SAMPLES)
+    more = trained(recipe, tmp_path) - estimate(make_model, make_batch, lines.recipe).peak_bytes
+    if recipe.precision == "bf16":  # the copies of the weights may come at other moments
+        assert abs(more) < 4 * sum(p.numel() for p in make_model().parameters())
+        return
     assert (lines.recipe == recipe) == (lines.differences == ())
-    expected = estimate(make_model, make_batch, lines.recipe).peak_bytes
     # It has the batches of both steps, and a few numbers for its log.
-    batches = 2 * sum(tensor.nbytes for tensor in make_batch().values())
-    assert 0 <= trained(recipe, tmp_path) - expected <= batches + 100
-
-
-def test_bf16_arguments_take_at_most_the_copies_of_the_weights_more(tmp_path):
-    recipe = Recipe("bf16", checkpoint="layers")
-    expected = estimate(make_model, make_batch, recipe).peak_bytes
-    count = sum(p.numel() for p in make_model().parameters())
-    assert abs(trained(recipe, tmp_path) - expected) < 4 * count
+    assert 0 <= more <= 2 * sum(tensor.nbytes for tensor in make_batch().values()) + 100
 
 
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (Recipe(offload_optimizer=1.0), "the optimizer state stays on the GPU"),
-        (Recipe(in_backward=True), "all gradients are live at once"),
+        (Recipe(offload_optimizer=1.0), "optimizer state stays on the GPU"),
+        (Recipe(in_backward=True), "all gradients are live"),
         (Recipe(head_chunk=16), "use_liger_kernel"),
         (Recipe(offload_activations=True), "activation_offloading=True"),
         (Recipe(checkpoint="selective"), "checkpoints every block"),
         (Recipe(checkpoint="layers", first_blocks=2), "checkpoints every block"),
         (Recipe(attention="eager"), 'attn_implementation="eager"'),
         (Recipe(None, accumulate="fp32", micro_batches=2), "in the dtype of the parameters"),
-        (Recipe(micro_batches=3), "takes 9 samples instead of 8"),
-        (Recipe(optimizer="adam8bit"), "needs bitsandbytes"),
+        (Recipe(micro_batches=3), "9 samples instead of 8"),
+        (Recipe(optimizer="adam8bit"), "bitsandbytes"),
         (Recipe(ranks=2, shard="zero1"), "`stage: 1`"),
     ],
 )
@@ -124,9 +118,8 @@ def test_a_sharded_recipe_sets_fsdp_and_its_checkpoints(shard, tmp_path):
 
 
 @pytest.fixture
-def one_rank(tmp_path):
-    file = f"file://{tmp_path}/ranks"
-    distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+def one_rank():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
@@ -135,12 +128,10 @@ def one_rank(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_pasted_lines_of_fsdp2_train_like_the_plain_model(precision, one_rank):
     recipe = Recipe(precision, checkpoint="layers", ranks=2, shard="zero3")
-    plain, model = make_model(), make_model()
-    blocks = [name for name, _ in model.named_modules() if name.startswith("model.layers.")]
-    code = recipe.as_fsdp2([name for name in blocks if name.count(".") == 2])
+    plain, model, losses = make_model(), make_model(), []
+    code = recipe.as_fsdp2([f"model.layers.{i}" for i in range(LLAMA["num_hidden_layers"])])
     exec(code, {"model": model})
     assert code.count("fully_shard(") == 2 and "reshard_after_forward=True" in code
-    losses = []
     for each in (plain, model):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         for _ in range(2):
@@ -152,48 +143,47 @@ def test_pasted_lines_of_fsdp2_train_like_the_plain_model(precision, one_rank):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 0.05)
 
 
-def test_lines_of_fsdp2_name_the_fields_that_they_do_not_set():
-    def last(**options):
-        recipe = Recipe(ranks=2, shard="zero2", **options)
-        return recipe.as_fsdp2(["layers.0"]).splitlines()[-1].partition(": ")
-
-    assert last(checkpoint="layers") == ("# not set by these lines", ": ", "update='fused'")
-    fields = last(checkpoint="selective", micro_batches=4)[2]
-    assert fields == "update='fused', checkpoint='selective', micro_batches=4"
-
-
-def test_fsdp2_is_refused_for_a_recipe_that_shards_no_gradients():
+def test_lines_of_fsdp2_name_the_fields_that_they_do_not_set_and_need_a_recipe_that_shards():
+    recipe = Recipe(ranks=2, shard="zero2", checkpoint="selective", micro_batches=4)
+    last = recipe.as_fsdp2(["layers.0"]).splitlines()[-1]
+    assert last.endswith(": update='fused', checkpoint='selective', micro_batches=4")
     with pytest.raises(ValueError, match="shard must be 'zero2' or 'zero3'"):
         Recipe(ranks=2, shard="ddp").as_fsdp2(["layers.0"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "blocks"), [("llama", "model.model.layers"), ("gpt2", "model.transformer.h")]
-)
-def test_the_command_prints_lines_that_can_be_pasted(kind, blocks, tmp_path, capsys):
-    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 97, "n_positions": LENGTH}
-    config = LLAMA if kind == "llama" else {"model_type": "gpt2", **sizes}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config), "utf-8")
-    size = ["--config", str(file), "--sequence", str(LENGTH), "--batch", str(SAMPLES)]
-    size += ["--device", "A100", "--quick"]
-    assert command.main(size) == 0
-    printed = capsys.readouterr().out
-    code = printed[printed.index("TrainingArguments(") :]
+@pytest.fixture
+def printed(tmp_path, capsys):
+    """A function that returns what the command prints for a config."""
+
+    def run(config, *more):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(config), "utf-8")
+        size = ["--config", str(file), "--sequence", str(LENGTH), "--batch", str(SAMPLES)]
+        assert command.main([*size, "--device", "A100", "--quick", *more]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_command_prints_training_arguments_that_can_be_pasted(printed):
     names = {"TrainingArguments": partial(transformers.TrainingArguments, use_cpu=True)}
-    arguments = eval(code, names)
+    code = printed(LLAMA)
+    arguments = eval(code[code.index("TrainingArguments(") :], names)
     assert arguments.bf16 and arguments.per_device_train_batch_size == SAMPLES
-    assert command.main([*size, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["training_arguments"]
+    told = json.loads(printed(LLAMA, "--json"))["training_arguments"]
     assert {name: getattr(arguments, name) for name in told} == told
-    assert command.main([*size, "--ranks", "2", "--shard", "zero3"]) == 0
-    printed = capsys.readouterr().out
-    assert f"blocks = {blocks}\n" in printed and "fully_shard(model, **options)" in printed
+
+
+def test_the_command_prints_lines_of_fsdp2_with_the_blocks_of_the_model(printed):
+    sizes = {"vocab_size": 97, "n_positions": LENGTH, "n_embd": 64, "n_layer": 4, "n_head": 4}
+    gpt2 = {"model_type": "gpt2"} | sizes
+    for config, blocks in ((LLAMA, "model.model.layers"), (gpt2, "model.transformer.h")):
+        code = printed(config, "--ranks", "2", "--shard", "zero3")
+        assert f"blocks = {blocks}\n" in code and "fully_shard(model, **options)" in code
 
 
 def test_the_command_says_what_a_step_takes_without_the_missing_techniques(capsys):
     size = "--hidden 64 --layers 4 --heads 2 --vocabulary 97 --sequence 32 --batch 8"
-    size = f"{size} --precision fp32 --device laptop --quick".split()
-    assert command.main([*size, "--budget", "3MB"]) == 0
-    printed = capsys.readouterr().out
-    assert "with these arguments alone, a step takes about" in printed
+    asked = f"{size} --precision fp32 --device laptop --quick --budget 3MB"
+    assert command.main(asked.split()) == 0
+    assert "with these arguments alone, a step takes about" in capsys.readouterr().out
