@@ -65,8 +65,11 @@ CONFIG = {
 BF16 = 5e-3  # of a loss: products in bf16 keep 8 bits
 
 FAULTY = """
-import os
+import os, sys, time
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from course_lib.models import Decoder, random_tokens
+
+write = FileSystemWriter.write_data
 
 
 def small():
@@ -74,21 +77,17 @@ def small():
 
 
 def failing():
-    model, calls = small(), []
-
     def fail(*_):
         calls.append(1)
         if len(calls) == 2 and os.environ.get("RANK") == "1":
             raise ArithmeticError("rank 1 gives up")
 
+    model, calls = small(), []
     model.register_forward_pre_hook(fail)
     return model
 
 
 def halting():
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    write = FileSystemWriter.write_data
-
     def halt(self, *arguments):
         if os.environ["RANK"] == "1" and "step-00000004" in str(self.path):
             print("rank 1 halts", file=sys.stderr, flush=True)
@@ -108,37 +107,29 @@ def mean():
     return Mean(vocabulary=97, hidden=32, heads=2, layers=2, sequence=16)
 
 
-for function in (small, failing, halting, mean):
-    function.make_batch = lambda: random_tokens(4, 16, 97)
-"""
-
-
-OWN = """
-import torch
-from course_lib.models import Decoder
-def tokens():
-    return torch.ones(4, 9, dtype=torch.long)
-def of(loss):
-    def make():
-        return Decoder(vocabulary=8, hidden=8, heads=2, layers=2, sequence=8)
-    make.make_batch, make.loss_sum = tokens, loss
-    return make
 def wrong(model, batch):
     return model(batch[:, :-1]) @ batch.float(), 1
+
+
 def looks(model, batch):
     if model(batch[:, :-1]).sum() > 0:
         return 0, 1
-wrong, looks = of(wrong), of(looks)
+
+
 def missing():
     return {}["width"]
-missing.make_batch = tokens
-def with_width(width):
-    return None
-with_width.make_batch = tokens
-def no_batch():
-    return wrong()
+
+
+made_wrong, made_looks, no_batch = (lambda: small() for _ in range(3))
+made_wrong.loss_sum, made_looks.loss_sum = wrong, looks
+with_width = lambda width: None
+for function in (small, failing, halting, mean, made_wrong, made_looks, missing, with_width):
+    function.make_batch = lambda: random_tokens(4, 16, 97)
 no_batch.make_batch = dict
 """
+WRONG, MISSING = (
+    FAULTY[: FAULTY.index(line)].count("\n") + 1 for line in ("    return model(", "    return {}")
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +137,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "faulty.py").write_text(FAULTY)
-    (folder / "own.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         for path in (Path(__file__).parents[1], folder):
@@ -740,11 +730,11 @@ def told(monkeypatch, capsys, folder):
         ("--ranks 2 --save here", "--ranks cannot be combined with --save"),
         ("--ranks 2 --mode fsdp-cpu", "--ranks cannot be combined with --mode fsdp-cpu"),
         # errors of the user's code, which have a second line
-        ("--ranks 2 --model own:wrong", "own.py, line 12, in wrong: RuntimeError: "),
-        ("--ranks 2 --model own:missing", "own.py, line 18, in missing: KeyError: 'width'"),
-        ("--ranks 2 --model own:looks", "the step reads values of its data (aten._local_scalar"),
-        ("--ranks 2 --model own:with_width", "--model must be callable with no arguments"),
-        ("--ranks 2 --model own:no_batch", "batch must be a tensor or a container of tensors"),
+        ("--ranks 2 --model faulty:made_wrong", f"line {WRONG}, in wrong: RuntimeError: "),
+        ("--ranks 2 --model faulty:missing", f"line {MISSING}, in missing: KeyError: 'width'"),
+        ("--ranks 2 --model faulty:made_looks", "the step reads values of its data (aten._loc"),
+        ("--ranks 2 --model faulty:with_width", "--model must be callable with no arguments"),
+        ("--ranks 2 --model faulty:no_batch", "batch must be a tensor or a container of tensors"),
     ],
 )
 def test_what_is_refused_is_told_in_one_sentence(told, monkeypatch, caplog, arguments, says):
