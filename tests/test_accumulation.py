@@ -700,7 +700,6 @@ STEPS = 3
 # name -> (tokens that count in each sample, the sizes of the micro-batches of rank 0 and of rank 1,
 # options)
 RANKS = {
-    "equal": ([6] * 8, ([2, 2], [2, 2]), {}),
     "unequal tokens": ([1, 2, 1, 1, 6, 6, 5, 6], ([2, 2], [2, 2]), {}),
     "unequal micro-batches": ([3, 6, 1, 5, 2, 4, 6], ([2, 2, 1], [2]), {}),
     "a rank without tokens": ([3, 6, 0, 0], ([1, 1], [1, 1]), {}),
