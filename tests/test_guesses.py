@@ -4,7 +4,7 @@ import copy
 import re
 
 import pytest
-from test_notebooks import FOLDER, load, output_texts
+from test_notebooks import FOLDER, load, nbformat, output_texts
 
 # (lesson, words of the cell that asks, numbers that answer it)
 GUESSES = [
@@ -26,28 +26,23 @@ GUESSES = [
 
 def answers_shown(notebook, question, numbers):
     """List the numbers that a reader sees in the cells up to the one that asks."""
-    cells = notebook.cells
-    asks = [n for n, cell in enumerate(cells) if question in cell.source]
+    asks = [n for n, cell in enumerate(notebook.cells) if question in cell.source]
     assert len(asks) == 1, f"{question!r} is in {len(asks)} cells"
     seen = []
-    for cell in cells[: asks[0] + 1]:
+    for cell in notebook.cells[: asks[0] + 1]:
         if not cell.metadata.get("jupyter", {}).get("source_hidden"):
             seen.append(cell.source)
         slide = cell.metadata.get("slide")
         seen += slide.values() if isinstance(slide, dict) else ()
-        seen += output_texts(cell) if cell.cell_type == "code" else ()
+        seen += output_texts(cell)
     return numbers_in("\n".join(seen), numbers)
-
-
-README = [FOLDER.parent / name for name in ("README.md", "README.zh.md")]
 
 
 def shown_before(number):
     """The text of what a reader sees on the way to a lesson: both READMEs and lesson 00."""
-    text = [path.read_text("utf-8") for path in README]
-    if number != "00":
-        for cell in lesson("00").cells:
-            text += [cell.source, *(output_texts(cell) if cell.cell_type == "code" else ())]
+    text = [(FOLDER.parent / name).read_text("utf-8") for name in ("README.md", "README.zh.md")]
+    for cell in lesson("00").cells if number != "00" else ():
+        text += [cell.source, *output_texts(cell)]
     return "\n".join(text)
 
 
@@ -70,13 +65,9 @@ def test_readme_and_lesson_00_show_no_answer_to_the_first_guesses(number, questi
     assert numbers_in(shown_before(number), numbers) == []
 
 
-@pytest.mark.parametrize(("number", "question", "numbers"), GUESSES)
-def test_answer_in_an_opening_or_on_a_slide_is_found(number, question, numbers):
-    for place in ("source", "slide"):
+def test_answer_in_an_opening_or_on_a_slide_is_found():
+    number, question, numbers = GUESSES[0]
+    for place in ({"source": f"{numbers[0]} MB."}, {"metadata": {"slide": {"en": numbers[0]}}}):
         notebook = copy.deepcopy(lesson(number))
-        opening = notebook.cells[0]
-        if place == "source":
-            opening.source += f"\nIt takes {numbers[0]} MB."
-        else:
-            opening.metadata["slide"] = {"en": f"{numbers[0]} MB.", "zh": f"{numbers[0]} MB。"}
+        notebook.cells[0].update(nbformat.from_dict(place))
         assert answers_shown(notebook, question, numbers) == [numbers[0]]
