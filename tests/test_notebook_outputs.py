@@ -5,8 +5,6 @@ The lesson here is a small one in a project of its own, and what runs it is a st
 """
 
 import json
-from copy import deepcopy
-from pathlib import Path
 
 import pytest
 
@@ -52,26 +50,9 @@ FILES = {
     "constraints.txt": "torch==2.13.0\n",
     "notebooks/scripts/01_lesson.py": SCRIPT,
 }
-AFFECT_OUTPUTS = list(FILES)[:6]
-AFFECT_NO_OUTPUT = list(FILES)[6:11]
-
-
-class Runner:
-    """Stand-in for a kernel: the output of a cell is its source and the number of the run."""
-
-    def __init__(self):
-        self.runs = 0
-        self.lasting = True  # whether the outputs differ from run to run, not only the seconds
-
-    def __call__(self, notebook):
-        self.runs += 1
-        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-        for count, cell in enumerate(code, 1):
-            varies = self.lasting or "seconds" in cell.source
-            text = f"{cell.source} in run {self.runs if varies else 0}"
-            cell.outputs = [nbformat.v4.new_output("stream", text=text)]
-            cell.execution_count = count
-        return notebook
+# Name of a file -> what is said to have changed if it is edited.
+REASONS = {name: "library" if n < 6 else None for n, name in enumerate(FILES) if n < 11}
+REASONS["constraints.txt"] = "pinned versions"
 
 
 class Course:
@@ -83,9 +64,21 @@ class Course:
             self.write(name, text)
         self.script = folder / "notebooks" / "scripts" / "01_lesson.py"
         self.target = folder / "notebooks" / "01_lesson.ipynb"
-        self.runner = Runner()
+        self.runs = 0
+        self.lasting = True  # whether the outputs differ from run to run, not only the seconds
         self.build()
-        self.runner.runs = 0
+
+    def run(self, notebook):
+        """Stand-in for a kernel: a cell's output is its source and the number of the run."""
+        self.runs += 1
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        for count, cell in enumerate(code, 1):
+            varies = self.lasting or "seconds" in cell.source
+            text = f"{cell.source} in run {self.runs if varies else 0}"
+            cell.update(
+                outputs=[nbformat.v4.new_output("stream", text=text)], execution_count=count
+            )
+        return notebook
 
     def write(self, name, text):
         path = self.folder / name
@@ -104,18 +97,22 @@ class Course:
         return [cell.outputs for cell in self.stored().cells if cell.cell_type == "code"]
 
     def build(self, **options):
-        return notebooks.build(self.script, run=self.runner, **options)
+        return notebooks.build(self.script, run=self.run, **options)
+
+    def assert_ran(self, reason="library"):
+        before = self.runs
+        assert self.build() == f"ran (changed: {reason}); stored"
+        assert self.runs == before + 1
+
+    def assert_kept(self, then="unchanged"):
+        before = self.runs
+        assert self.build() == f"did not run, its outputs are kept; {then}"
+        assert self.runs == before
 
 
 @pytest.fixture
 def course(tmp_path):
     return Course(tmp_path)
-
-
-def test_second_build_runs_nothing_and_changes_no_byte(course):
-    before = course.target.read_bytes()
-    assert course.build() == "did not run, its outputs are kept; unchanged"
-    assert (course.runner.runs, course.target.read_bytes()) == (0, before)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +129,11 @@ def test_second_build_runs_nothing_and_changes_no_byte(course):
 def test_changed_sentence_is_stored_with_the_outputs_kept(course, old, new):
     before = course.outputs()
     course.edit(old, new)
-    assert course.build() == "did not run, its outputs are kept; stored"
-    stored, script = course.stored(), course.script.read_text("utf-8")
-    assert (course.runner.runs, course.outputs()) == (0, before)
-    assert twin_problems(stored, script) == []
-    assert [cell.id for cell in stored.cells] == [
-        cell.id for cell in notebooks.read_script(course.script).cells
-    ]
+    course.assert_kept("stored")
+    stored, script = course.stored(), notebooks.read_script(course.script)
+    assert course.outputs() == before
+    assert twin_problems(stored, course.script.read_text("utf-8")) == []
+    assert [cell.id for cell in stored.cells] == [cell.id for cell in script.cells]
     assert [c.execution_count for c in stored.cells if c.cell_type == "code"] == [1, 2, 3]
     nbformat.validate(stored)
 
@@ -157,58 +152,41 @@ def test_changed_sentence_is_stored_with_the_outputs_kept(course, old, new):
 )
 def test_changed_code_cell_runs_the_whole_lesson(course, old, new):
     course.edit(old, new)
-    assert course.build() == "ran (changed: code cells); stored"
-    assert course.runner.runs == 1
-    assert all("in run 1" in output.text for (output,) in course.outputs())
-    assert course.build() == "did not run, its outputs are kept; unchanged"
+    course.assert_ran("code cells")
+    course.assert_kept()
 
 
-@pytest.mark.parametrize("name", AFFECT_OUTPUTS)
-def test_changed_file_of_the_library_runs_the_lesson(course, name):
-    course.write(name, FILES[name] + "\n")
-    assert course.build() == "ran (changed: library); stored"
-    assert course.runner.runs == 1
-
-
-@pytest.mark.parametrize("name", AFFECT_NO_OUTPUT)
-def test_changed_file_that_no_lesson_reads_runs_nothing(course, name):
-    course.write(name, FILES[name] + "\n")
-    assert course.build().endswith("unchanged")
-    assert course.runner.runs == 0
+@pytest.mark.parametrize(("name", "reason"), REASONS.items())
+def test_changed_file_runs_the_lesson_unless_no_lesson_reads_it(course, name, reason):
+    course.write(name, f"{FILES[name]}# more\n")
+    if reason:
+        course.assert_ran(reason)
+    else:
+        course.assert_kept()
 
 
 def test_new_missing_or_renamed_file_of_the_library_runs_the_lesson(course):
     memory = course.folder / "course_lib" / "memory.py"
-    for change in (
-        lambda: course.write("course_lib/schedule/chain.py", ""),
-        lambda: memory.rename(memory.with_name("meter.py")),
-        lambda: memory.with_name("meter.py").unlink(),
-    ):
-        change()
-        course.runner.runs = 0
-        assert course.build().startswith("ran (changed: library)")
-        assert course.runner.runs == 1
+    course.write("course_lib/schedule/chain.py", "")
+    course.assert_ran()
+    memory.rename(memory.with_name("meter.py"))
+    course.assert_ran()
+    memory.with_name("meter.py").unlink()
+    course.assert_ran()
 
 
 def test_file_that_moves_into_the_one_before_it_runs_the_lesson(course):
     before, after = "course_lib/memory.py", "course_lib/recordings/a_gpu.json"
     (course.folder / after).unlink()
     course.write(before, FILES[before] + after + FILES[after])
-    assert course.build() == "ran (changed: library); stored"
-
-
-def test_changed_version_of_a_package_runs_the_lesson(course):
-    course.write("constraints.txt", "torch==2.14.0\n")
-    assert course.build() == "ran (changed: pinned versions); stored"
-    assert course.runner.runs == 1
+    course.assert_ran()
 
 
 def test_force_runs_the_lesson_and_stores_new_outputs(course):
-    course.runner.lasting = False
+    course.lasting = False
     course.build(force=True)
     before = course.target.read_bytes()
     assert course.build(force=True) == "ran (--force); stored"
-    assert course.runner.runs == 2
     assert course.target.read_bytes() != before, "the seconds are those of the second run"
 
 
@@ -219,34 +197,33 @@ def test_lesson_without_stored_notebook_or_hashes_runs(course):
     del stored.metadata[notebooks.MADE_FROM]
     nbformat.write(stored, course.target)
     assert course.build().startswith("ran (the stored notebook has no hashes")
-    assert course.runner.runs == 2
 
 
-def test_stored_notebook_edited_by_hand_runs_the_lesson(course):
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda book: book.cells[-1].update(source="a + 2"), "code cells"),
+        (lambda book: book.cells.pop(), "code cells"),
+        (lambda book: book.metadata[notebooks.MADE_FROM].update(library="0" * 16), "library"),
+        (lambda book: book.metadata[notebooks.MADE_FROM].pop("code cells"), "code cells"),
+    ],
+)
+def test_stored_notebook_edited_by_hand_runs_the_lesson(course, change, reason):
     stored = course.stored()
-    for change in (
-        lambda book: book.cells[-1].update(source="a + 2"),
-        lambda book: book.cells.pop(),
-        lambda book: book.metadata[notebooks.MADE_FROM].update(library="0" * 16),
-        lambda book: book.metadata[notebooks.MADE_FROM].pop("code cells"),
-    ):
-        edited = deepcopy(stored)
-        change(edited)
-        nbformat.write(edited, course.target)
-        course.runner.runs = 0
-        assert course.build().startswith("ran (changed: ")
-        assert course.runner.runs == 1
+    change(stored)
+    nbformat.write(stored, course.target)
+    course.assert_ran(reason)
 
 
 def test_run_with_equal_outputs_keeps_the_stored_seconds(course):
-    course.runner.lasting = False
+    course.lasting = False
     course.build(force=True)
     before, known = course.outputs(), course.stored().metadata[notebooks.MADE_FROM]
     course.write("course_lib/memory.py", "PEAK = 2 - 1\n")
-    assert course.build() == "ran (changed: library); stored"
+    course.assert_ran()
     assert course.outputs() == before
     assert course.stored().metadata[notebooks.MADE_FROM] != known
-    assert course.build() == "did not run, its outputs are kept; unchanged"
+    course.assert_kept()
 
 
 def test_failed_run_leaves_the_stored_notebook_as_it_was(course):
@@ -271,5 +248,3 @@ def test_editions_read_notebooks_without_the_hashes(course):
 def test_hashes_say_nothing_of_the_machine(course, tmp_path):
     elsewhere = Course(tmp_path / "elsewhere")
     assert elsewhere.stored().metadata == course.stored().metadata
-    names = [path.relative_to(notebooks.PROJECT) for path in notebooks.library_files()]
-    assert Path("course_lib/labels/zh.toml") in names and len(names) == len(set(names))
