@@ -4,149 +4,80 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.accumulation import AccumulatedStep, split
-from course_lib.attention import flash_attention
-from course_lib.budget import Recipe, run
+from course_lib.budget import Recipe, estimate
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons.ledger import ROWS, ledger
 from course_lib.memory import measure, symbolic
 from course_lib.models import Decoder, loss_stages, random_tokens
-from course_lib.offload import offload_activations
-from course_lib.offload.stores import SymbolicStore
 from course_lib.schedule import Chain, ScheduledSequential, optimal, simulate, store_all
 
 
-def plain(decoder, tokens, adam):
-    decoder.loss(tokens).backward()
-    adam.step()
+def make_model():
+    return Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
 
 
-def autocast(decoder, tokens, adam):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = decoder.loss(tokens)
-    loss.backward()
-    adam.step()
+def make_batch():
+    return random_tokens(8, 128, 2048)
 
 
-def checkpointed(decoder, tokens, adam):
-    with checkpoint_blocks(decoder, "layers.*"):
-        decoder.loss(tokens).backward()
-    adam.step()
-
-
-made = {}
-
-
-def scheduled(decoder, tokens, adam):
-    if not made:  # in the first step, which is not measured
-        stages, x = loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
-        chain = Chain.profile(stages, x)
-        half = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
-        made.update(run=ScheduledSequential(stages, half), x=x)
-    made["run"](made["x"]).backward()
-    adam.step()
-
-
-store = SymbolicStore()
-
-
-def offloaded(decoder, tokens, adam):
-    # as on a CPU, where it is a file
-    with offload_activations(store, min_bytes=1 << 17, prefetch=1):
-        loss = decoder.loss(tokens)
-    loss.backward()
-    adam.step()
-
-
-def loss_sum(decoder, tokens):
-    targets = tokens[:, 1:].flatten()
-    return F.cross_entropy(decoder(tokens[:, :-1]).flatten(0, 1), targets, reduction="sum"), len(
-        targets
-    )
-
-
-def in_pieces(decoder, tokens, adam):
-    AccumulatedStep(decoder, adam, loss_sum)(split(tokens, 1))
-
-
-def with_flash(decoder, tokens, adam):
-    for layer in decoder.layers:
-        layer.attention.standard = partial(flash_attention, causal=True)
-    plain(decoder, tokens, adam)
-
-
-TECHNIQUES = {
-    "plain": plain,
-    "autocast, bf16": autocast,
-    "checkpoint each layer": checkpointed,
-    "optimal schedule, half the activations": scheduled,
-    "all activations to a file": offloaded,
-    "eight micro-batches": in_pieces,
-    "flash attention": with_flash,
-}
-
-
-# Run for real: PyTorch counts the FLOPs, the store the bytes.
-COMBINED = {
-    "all offloaded, checkpoints, steps in backward": Recipe(
+RECIPES = {
+    "00": Recipe(),
+    "04": Recipe(offload_activations=True, prefetch=1, min_bytes=1 << 17),  # to a file
+    "05": Recipe(micro_batches=8),
+    "06": Recipe(attention="flash"),
+    "07": Recipe(
         checkpoint="layers", offload_optimizer=1.0, offload_activations=True, in_backward=True
     ),
 }
 
 
-RANKS = {"FSDP2, one rank of four": ("fsdp", 4)}
+@pytest.mark.parametrize("lesson", RECIPES)
+def test_a_row_is_what_its_recipe_takes_and_moves(lesson):
+    found, row = estimate(make_model, make_batch, RECIPES[lesson]), ROWS[int(lesson)]
+    assert found.peak_bytes == row.peak_bytes
+    assert found.flops == row.flops
+    assert found.moved_bytes == row.moved_bytes
 
 
-def moved_bytes():
-    return store.stats.bytes_down + store.stats.bytes_up
+def autocast(decoder, tokens):
+    with torch.autocast("cpu", torch.bfloat16):
+        return decoder.loss(tokens)
 
 
-def test_every_row_is_measured_here():
-    assert [row.technique for row in ROWS] == [*TECHNIQUES, *COMBINED, *RANKS]
+def checkpointed(decoder, tokens):
+    with checkpoint_blocks(decoder, "layers.*"):
+        return decoder.loss(tokens)
 
 
+def half_scheduled(decoder, tokens):
+    stages, x = loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
+    chain = Chain.profile(stages, x)
+    half = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
+    return partial(ScheduledSequential(stages, half), x)
+
+
+# A recipe has neither autocast nor this schedule, and keeps no state of random numbers.
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.technique in TECHNIQUES], ids=lambda row: row.lesson
+    ("lesson", "make_loss"),
+    [
+        ("01", partial(partial, autocast)),
+        ("02", partial(partial, checkpointed)),
+        ("03", half_scheduled),
+    ],
 )
-def test_a_row_is_what_the_step_takes(row):
-    moved = []
+def test_a_row_without_a_recipe_is_what_the_step_takes(lesson, make_loss):
     with symbolic():
-        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
-        tokens, adam = random_tokens(8, 128, 2048), torch.optim.Adam(decoder.parameters())
+        decoder, tokens = make_model(), make_batch()
+        adam, loss = torch.optim.Adam(decoder.parameters()), make_loss(decoder, tokens)
 
         def step():
-            before = moved_bytes()
-            TECHNIQUES[row.technique](decoder, tokens, adam)
-            moved.append(moved_bytes() - before)
+            loss().backward()
+            adam.step()
 
-        found = measure(step, model=decoder, optimizer=adam)
-    assert (found.peak_bytes, found.flops) == (row.peak_bytes, row.flops)
-    assert set(moved) == {row.moved_bytes}
-
-
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.technique in COMBINED], ids=lambda row: row.lesson
-)
-def test_a_row_of_several_techniques_is_what_a_real_step_takes_and_moves(row):
-    def step():
-        return run(
-            lambda: Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128),
-            lambda: random_tokens(8, 128, 2048),
-            COMBINED[row.technique],
-        )
-
-    found = step()
-    moved = found.traffic.bytes_down + found.traffic.bytes_up
-    with FlopCounterMode(display=False) as counter:  # apart, since its own hooks keep tensors
-        step()
-    assert (found.meter.peak_bytes, counter.get_total_flops(), moved) == (
-        row.peak_bytes,
-        row.flops,
-        row.moved_bytes,
-    )
+        found, row = measure(step, model=decoder, optimizer=adam), ROWS[int(lesson)]
+    assert found.peak_bytes == row.peak_bytes
+    assert found.flops == row.flops
 
 
 def test_a_lesson_shows_its_own_row_under_the_earlier_ones():
