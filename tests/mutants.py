@@ -413,7 +413,7 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
         # A mutant that ends takes fewer steps. The constant is for estimates that the solution
         # found in caches, and that a mutant with other sizes has to make: up to a million steps
         # each.
-        limit = 20 * ours.taken + 5_000_000
+        limit = 4 * ours.taken + 5_000_000
         answers = {
             said: accepted(each.name, made[said], names, known=right, steps=Steps(limit))
             for said in tried
