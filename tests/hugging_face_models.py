@@ -15,15 +15,25 @@ SIZES = {
 }
 TEXT = {**SIZES, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SHARED = {**TEXT, "num_key_value_heads": 2}  # keys and values of two heads for queries of four
-PAIR = {"vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
-PAIR |= {
+PAIR = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
 }
-T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-T5 |= {"decoder_start_token_id": 0}
+T5 = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
@@ -74,16 +84,18 @@ def made(name, **options):
     return make
 
 
+LLAMA = made("Llama:LlamaForCausalLM", **SHARED)
 WAVES = {
     "conv_dim": (16, 16),
     "conv_stride": (5, 4),
     "conv_kernel": (10, 8),
     "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "layerdrop": 0.0,  # else a random depth
 }
-# else a random depth
-WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0}
 ARCHITECTURES = {
-    "decoder, grouped queries": (made("Llama:LlamaForCausalLM", **SHARED), text),
+    "decoder, grouped queries": (LLAMA, text),
     "decoder, tied head": (
         made("GPT2:GPT2LMHeadModel", vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4),
         text,

@@ -9,6 +9,7 @@ import torch
 from foreign_models import sentences
 from hugging_face_models import (
     ARCHITECTURES,
+    LLAMA,
     PAIR,
     SHARED,
     SPECIAL,
@@ -107,8 +108,7 @@ tokens, four = partial(random_tokens, 5, 12, 67), partial(random_tokens, 4, 32, 
 deep = partial(Decoder, vocabulary=67, hidden=16, heads=2, layers=MANY + 2, sequence=12)
 large = partial(Decoder, vocabulary=16000, hidden=512, heads=8, layers=2, sequence=64)
 transformer = partial(foreign.Translator, nn.Transformer.generate_square_subsequent_mask)
-LLAMA_NAME, EAGER = "Llama:LlamaForCausalLM", {"attn_implementation": "eager"}
-LLAMA = made(LLAMA_NAME, **SHARED)
+EAGER = {"attn_implementation": "eager"}
 BART = partial(made, "Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL})
 CHUNKED = Recipe(precision="bf16", attention="flash", checkpoint="selective", head_chunk=16)
 PAGED = Recipe(in_backward=True, offload_optimizer=1.0)
@@ -218,7 +218,7 @@ ROWS = {
         for i, (name, model) in enumerate(ARCHITECTURES.items())
     },
     # The attention keeps its scores.
-    "Llama, eager": (made(LLAMA_NAME, **SHARED, **EAGER), text, [HEAD]),
+    "Llama, eager": (made("Llama:LlamaForCausalLM", **SHARED, **EAGER), text, [HEAD]),
     "T5, eager": (made("T5:T5ForConditionalGeneration", **T5, **EAGER), text, [HEAD]),
     # The model drops a mask of ones, and keeps one with zeros.
     "Llama without a mask": (LLAMA, partial(text, "none"), [Recipe()]),
