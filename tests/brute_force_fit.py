@@ -13,7 +13,6 @@ take some minutes on one core.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
@@ -26,6 +25,7 @@ from functools import partial
 from itertools import pairwise, product
 
 import torch
+from hugging_face_models import made
 from torch import nn
 from torch.nn import functional as F
 
@@ -76,11 +76,13 @@ class Chain(nn.Module):
             nn.Sequential(nn.Linear(16, w), nn.GELU(), nn.Linear(w, 16)) for w in widths
         )
 
-    def loss_sum(self, batch):
-        x = batch
+    def forward(self, x):
         for block in self.blocks:
             x = x + block(x)
-        return F.mse_loss(x, batch, reduction="sum"), len(batch)
+        return x
+
+    def loss_sum(self, batch):
+        return F.mse_loss(self(batch), batch, reduction="sum"), len(batch)
 
 
 class Convolutions(nn.Module):
@@ -130,13 +132,6 @@ class Encoder(nn.Module):
 
 def squares(model: nn.Module, batch: torch.Tensor):
     return model(batch).square().sum(), len(batch)
-
-
-def hugging_face(name: str, **settings) -> nn.Module:
-    import transformers
-
-    kind = getattr(transformers, name)
-    return kind(kind.config_class(**settings)).train()
 
 
 def labelled(samples: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -192,9 +187,8 @@ CASES = {
     ),
     "encoder": Case(Encoder, partial(torch.randn, 6, 20, 32), Recipe(min_bytes=3000), "host"),
     "GPT-2": Case(
-        partial(
-            hugging_face,
-            "GPT2LMHeadModel",
+        made(
+            "GPT2:GPT2LMHeadModel",
             vocab_size=97,
             n_embd=32,
             n_layer=3,
@@ -207,12 +201,12 @@ CASES = {
         partial(labelled, 4, 24),
     ),
     "Llama": Case(
-        partial(hugging_face, "LlamaForCausalLM", **SIZES),
+        made("Llama:LlamaForCausalLM", **SIZES),
         partial(labelled, 4, 24),
         Recipe(optimizer="adafactor", min_bytes=2000),
     ),
     "BART": Case(
-        partial(hugging_face, "BartForConditionalGeneration", dropout=0.0, **BART),
+        made("Bart:BartForConditionalGeneration", dropout=0.0, **BART),
         partial(labelled, 4, 24),
         options={"blocks": ("model.encoder.layers.*", "model.decoder.layers.*")},
     ),
@@ -234,7 +228,7 @@ def schedules(known: EstimateCache) -> list[int]:
     return []
 
 
-def grid(known: EstimateCache, seed: int) -> list[Recipe]:
+def grid(known: EstimateCache) -> list[Recipe]:
     """At most so many recipes, drawn from all combinations that the model takes."""
     search = Search(known, 1, RATES[0])
     layers, blocks = known.layers, known.blocks
@@ -276,7 +270,7 @@ def grid(known: EstimateCache, seed: int) -> list[Recipe]:
             for count, size, copies in product(downs, pages, search.copies_for(recipe))
         ]
     every = list(dict.fromkeys(every))
-    random.Random(seed).shuffle(every)
+    random.Random(0).shuffle(every)
     return every
 
 
@@ -291,10 +285,10 @@ def small_pages() -> Iterator[None]:
         candidates.PAGES = before
 
 
-def estimated(known: EstimateCache, most: int = MOST, seed: int = 0) -> list[Estimate]:
+def estimated(known: EstimateCache, most: int = MOST) -> list[Estimate]:
     """The grid's estimates; what does not go with the model is no part of it."""
     found, wrong = [], set()
-    for recipe in grid(known, seed):
+    for recipe in grid(known):
         kind = recipe.attention, recipe.checkpoint, recipe.head_chunk, recipe.offload_activations
         if len(found) == most:
             break
@@ -330,7 +324,6 @@ def compare(
     case: Case,
     most: int = MOST,
     budgets: int | None = None,
-    seed: int = 0,
     known: EstimateCache | None = None,
 ) -> tuple[int, list[Difference], EstimateCache]:
     """Search in each budget at each set of rates, and compare with the grid.
@@ -344,7 +337,7 @@ def compare(
         The number of searches, what they missed, and all estimates.
     """
     known = known or known_of(case)
-    recipes = [e.recipe for e in estimated(known, most, seed)]
+    recipes = [e.recipe for e in estimated(known, most)]
     searches, differences = 0, []
     asked = {rates: frontier(map(known.estimate, recipes), rates)[:budgets] for rates in RATES}
     for rates, budget in ((rates, budget) for rates, peaks in asked.items() for budget in peaks):
@@ -363,23 +356,16 @@ def compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--seed", type=int, default=0, help="which recipes of those that there are")
-    given = parser.parse_args()
     searches = differ = 0
-    for name in given.names or CASES:
+    for name in sys.argv[1:] or CASES:
         start = time.process_time()
         with small_pages(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            count, differences, known = compare(CASES[name], seed=given.seed)
+            count, differences, known = compare(CASES[name])
         searches, differ = searches + count, differ + len(differences)
-        seconds = time.process_time() - start
-        made = f"{len(known.estimates)} estimates, {seconds:.0f} s"
+        made = f"{len(known.estimates)} estimates, {time.process_time() - start:.0f} s"
         print(f"{name}: {count} searches, {len(differences)} differences; {made}")
-        for difference in differences:
-            print(difference)
-        sys.stdout.flush()
+        print(*differences, sep="\n", flush=True)
     print(f"{searches} searches, {differ} differences")
     return int(differ > 0)
 
