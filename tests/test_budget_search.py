@@ -18,7 +18,7 @@ from course_lib.budget.candidates import Search
 from course_lib.budget.extrapolate import MANY, BlockExtrapolator
 from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.optimizers import OPTIMIZERS
-from course_lib.budget.refine import best_copies
+from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.repeats import Repeats
 from course_lib.budget.reservation import search_by_reserved
 from course_lib.budget.search import search_by_tensors
@@ -377,6 +377,34 @@ def test_what_fits_is_what_whole_steps_say_whatever_the_model(kind):
     with pytest.raises(InfeasibleBudget) as caught:
         fit(make, points, peaks[0] - 1, recipes=recipes, **ASK)
     assert caught.value.least in known
+
+
+class WithAHead(InAChain):
+    """What comes after the blocks takes more than they do."""
+
+    def loss_sum(self, batch):
+        loss, weight = super().loss_sum(batch)
+        return loss + (batch.new_ones(99, 999) * loss).sin().sum(), weight
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
+    make = partial(WithAHead, [64] * 6)
+    recipe = Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=inside)
+    searching = search_of(make, points, Recipe())
+    least = least_schedule(searching, recipe).schedule_bytes
+    peak = min(
+        estimate(make, points, replace(recipe, schedule_bytes=least + 2000 * i)).peak_bytes
+        for i in range(8)
+    )
+    given_up = 0
+    for budget in (peak - 9000, peak - 3000, peak, peak + 6000):
+        searching.budget, searching.known.estimates = budget, {}
+        found = with_schedule(searching, recipe)
+        assert (found is not None and searching.fits(found)) == (budget >= peak)
+        tried = [each for each in searching.known.estimates if each.checkpoint == "optimal"]
+        given_up += found is None and len(tried) == 1
+    assert given_up
 
 
 class Block(nn.Module):
