@@ -366,12 +366,21 @@ def test_nbgrader_finds_a_locked_test_and_a_reason_for_each_exercise():
 # --- nothing is solved ---
 
 
-def attempts(code):
-    """Of a lesson's code cells: attempts with their checks, and what these need above."""
+def made_by(source):
+    """The names that an attempt defines for the cells below it."""
+    top = ast.parse(source).body
+    targets = [target for node in top if isinstance(node, ast.Assign) for target in node.targets]
+    made = {node.name for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return made | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def about_the_attempts(code):
+    """Of a lesson's code cells: attempts, cells that use their names, and what these need above."""
+    made = set().union(*(made_by(cell.source) for cell in code if check_of(cell)))
     kept, needed = [], set()
     for cell in reversed(code):
         bound, read = cells._names(cell.source)
-        if check_of(cell) or bound & needed:
+        if check_of(cell) or bound & needed or (read - bound) & made:
             kept.append(cell)
             needed = (needed - bound) | (read - bound)
     return kept[::-1]
@@ -383,10 +392,10 @@ STUBS_THAT_ANSWER |= {"probabilities"}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "notebooks").glob("0*")))
-def test_with_nothing_solved_every_check_says_so_and_none_raises(lessons, name):
+def test_with_nothing_solved_every_check_says_so_and_no_cell_raises(lessons, name):
     code = [cell for cell in lessons[name].cells if cell.cell_type == "code"]
     names, told = {}, {}
-    for cell in attempts(code):
+    for cell in about_the_attempts(code):
         above, _, call = cell.source.rstrip().rpartition("\n")
         exec(above if check_of(cell) else cell.source, names)
         if check := check_of(cell):
