@@ -441,7 +441,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "recipe", "told"), REFUSED, ids=str)
+@pytest.mark.parametrize(("make", "recipe", "told"), REFUSED)
 def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, told):
     make_batch = pictures if make is Pictures else sentences
     if getattr(make, "func", None) in (Tiny, TinyForCausalLM):
