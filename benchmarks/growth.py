@@ -83,7 +83,7 @@ CASES = {
 
 
 def seconds(call: Callable, rounds: int) -> float:
-    """Return the median of so many calls, or of fewer if they take more than five seconds."""
+    """Return the median of `rounds` calls, or of fewer if they take more than five seconds."""
     taken: list[float] = []
     call()
     while len(taken) < rounds and sum(taken) < 5:

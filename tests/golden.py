@@ -1,7 +1,7 @@
 """What estimates were when `golden.csv` was written, so that a change behind them is seen.
 
     PYTHONPATH=. python tests/golden.py           # compare all; about three minutes of one core
-    PYTHONPATH=. python tests/golden.py --write   # write them anew: the diff says which cases moved
+    PYTHONPATH=. python tests/golden.py --write   # write them: the diff says which moved
 
 The cases are the models of `brute_force_fit`, each by recipes that hold every pair of levers, and
 ranks. A new case is a row with a model, a recipe and a tier; `--write` adds the rest. `make test`

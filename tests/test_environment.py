@@ -1,4 +1,4 @@
-"""What to install is said once, and the environment that runs agrees with it; the wheel is
+"""There is one list of what to install, and the environment that runs agrees with it; the wheel is
 whole."""
 
 import ast

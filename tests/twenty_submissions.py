@@ -1,7 +1,7 @@
 """Grade twenty generated submissions, right, wrong, crashing and cheating, and compare the table
-with what each must be told.
+with the expected verdicts.
 
-    python tests/twenty_submissions.py -k "01"    # options are those of pytest
+    python tests/twenty_submissions.py    # with the options of pytest
 
 It takes minutes: each runs in a kernel of its own, and two of them until their time is over. One
 of lesson 00 and one with several verdicts are in test_grade.py.
