@@ -44,7 +44,7 @@ def synchronous_file(parameters: set[int]):
 def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None]:
     """Return a function that runs the step while another thread writes and reads `nbytes`.
 
-    No part of the step waits for them, so this is the least that copies through a file cost here.
+    No part of the step waits for the copies. They only use the machine at the same time.
     """
     file, data = tempfile.TemporaryFile(dir=DiskStore().directory), bytearray(CHUNK)  # noqa: SIM115
 

@@ -229,7 +229,7 @@ def schedules(known: EstimateCache) -> list[int]:
 
 
 def grid(known: EstimateCache) -> list[Recipe]:
-    """At most so many recipes, drawn from all combinations that the model takes."""
+    """All combinations that the search could try, shuffled."""
     search = Search(known, 1, RATES[0])
     layers, blocks = known.layers, known.blocks
     keeps: list[dict] = [{}, {"offload_activations": True}]

@@ -1,9 +1,9 @@
-"""What estimates were when `golden.csv` was written, so that a change behind them is seen.
+"""Estimates as stored in `golden.csv`, to detect a change in them.
 
     PYTHONPATH=. python tests/golden.py           # compare all; about three minutes of one core
     PYTHONPATH=. python tests/golden.py --write   # write them: the diff says which moved
 
-The cases are the models of `brute_force_fit`, each by recipes that hold every pair of levers, and
+The cases are the models of `brute_force_fit`, each by recipes that hold every pair of options, and
 ranks. A new case is a row with a model, a recipe and a tier; `--write` adds the rest. `make test`
 compares one row of each model. That a search composes the same estimates is checked by
 `measured.py`, and that it finds the cheapest recipe by `brute_force_fit.py`.
@@ -33,8 +33,8 @@ MODELS = {
 Row = dict[str, str]
 
 
-def told(row: Row) -> Row:
-    """A row of the table as it is now; of an error only its type."""
+def current(row: Row) -> Row:
+    """Return the row as estimated now; for an error, only its type."""
     case = MODELS[row["model"]]
     options = {"loss_sum": (case.options or {}).get("loss_sum"), "tier": row["tier"]}
     recipe = eval(row["recipe"], {"Recipe": Recipe})
@@ -72,7 +72,7 @@ def moved(table: Iterable[Row]) -> list[str]:
     """What differs from now, each a line: what it was, and what it is."""
     return [
         f"{', '.join([*row.values()][:3])}: {key} was {row.get(key)}, is {now.get(key)}"
-        for row, now in ((row, told(row)) for row in table)
+        for row, now in ((row, current(row)) for row in table)
         for key in dict.fromkeys([*row, *now])
         if row.get(key) != now.get(key)
     ]
@@ -85,7 +85,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     table = read()
     if given.write:
-        write([*map(told, table)])
+        write([*map(current, table)])
         return 0
     differences = moved(table)
     print("\n".join([*differences, f"{len(table)} cases, {len(differences)} differences"]))

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class Masters(torch.optim.Optimizer):
-    """After each step of `base` the parameters take the rounded copies.
+    """Optimizer that steps fp32 copies with `base`, then rounds them into the parameters.
 
     The copies of fp32 parameters share their memory, so it is a plain step there.
     """
@@ -21,10 +21,10 @@ class Masters(torch.optim.Optimizer):
         for p, master in zip(self.params, self.copies, strict=True):
             master.grad = None if p.grad is None else p.grad.float()
         self.plain.step()
-        self.give()
+        self.write_copies()
 
     @torch.no_grad()
-    def give(self):
-        """Give the parameters what their copies are, also after an interruption."""
+    def write_copies(self):
+        """Round the fp32 copies into the parameters; also needed after an interrupted step."""
         for p, master in zip(self.params, self.copies, strict=True):
             p.copy_(master)

@@ -143,7 +143,7 @@ class ObviousAllocator:
         return runs, start
 
     def addresses(self, pool, size):
-        """The lowest free ones that suffice, of which some have no memory yet: at once, or next."""
+        """Return the lowest free range that suffices; its first or second run has no memory yet."""
         for of, runs in self.segments:
             for start in range(len(runs)):
                 stop = start

@@ -1,4 +1,4 @@
-"""Few rows in which every two values of two levers meet that go together."""
+"""A few rows that contain each valid pair of values of two choices."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -8,13 +8,15 @@ DRAWS = 4000
 
 
 def rows(
-    levers: Mapping[str, Sequence], valid: Callable[[dict], bool], seed: int, draws: int = DRAWS
+    choices: Mapping[str, Sequence], valid: Callable[[dict], bool], seed: int, draws: int = DRAWS
 ) -> list[dict]:
-    """Rows, a value of each lever in each, that hold every pair of two levers' values that goes
-    together, some pairs more than once: always the row next that has most of what is missing."""
+    """Return rows, each with one value per choice, that together contain each valid pair of values.
+
+    Each next row is the one with the most pairs that are still missing.
+    """
     draw, found = random.Random(seed), []
     candidates = [
-        {name: draw.choice(values) for name, values in levers.items()} for _ in range(draws)
+        {name: draw.choice(values) for name, values in choices.items()} for _ in range(draws)
     ]
     known = [(row, pairs(row)) for row in filter(valid, candidates)]
     todo = set().union(*(held for _, held in known))

@@ -166,7 +166,7 @@ class Sample:
 
 
 def model_output(x):
-    """What models of Hugging Face return: a mapping and a dataclass in one."""
+    """Return an output like those of Hugging Face models, a mapping and a dataclass in one."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     return outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(x,))
 
@@ -309,21 +309,21 @@ def test_sums_in_fp32_do_not_drift(kind):
     assert found[0].dtype == kind and not model.weight._post_accumulate_grad_hooks
 
 
-def test_sums_in_fp32_take_4_bytes_a_parameter_from_one_micro_batch_to_the_next():
-    model, pieces = drifting(4)
+def test_sums_in_fp32_take_4_bytes_per_parameter_from_one_micro_batch_to_the_next():
+    model, micro_batches = drifting(4)
 
     def live(accumulate):
         seen, step = [], stepper(model, products, accumulate=accumulate)
         with MemoryMeter(model, step.optimizer) as meter:
-            # what is live when a micro-batch is asked for, but for the first one
-            step(seen.append(meter.live_bytes) or piece for piece in pieces)
+            # the live bytes each time that the step takes the next micro-batch
+            step(seen.append(meter.live_bytes) or each for each in micro_batches)
         return seen[1:]
 
     more = [a - b for a, b in zip(live("fp32"), live(None), strict=True)]
     assert more == [(4 - 2) * model.weight.numel()] * 3
 
 
-def test_sums_in_fp32_leave_other_parameters_as_they_are_and_go_after_an_error():
+def test_fp32_sums_equal_plain_ones_and_leave_no_hook_after_errors():
     batch = masked_batch([3, 6, 1])
     plain, summed = (run(decoder(), split(batch, 2), accumulate=way)[1] for way in (None, "fp32"))
     assert_close(summed, plain, rtol=0, atol=0)
@@ -517,7 +517,7 @@ def broken():
 
 
 def wrong_in_the_second(change):
-    """A loss_sum that is good but for the micro-batch of twos, and draws random numbers."""
+    """A loss_sum that draws random numbers, and is wrong for the micro-batch of twos."""
 
     def loss_sum(model, x):
         torch.rand(1)
@@ -608,7 +608,7 @@ def test_peak_bytes_are_sets_of_the_parameters_size_and_so_many_bytes_a_sample(o
     floor_bytes = peaks[5] - 5 * sample_bytes
     assert floor_bytes == pytest.approx(sets * parameter_bytes, rel=0.001)
     assert peaks[12] == pytest.approx(floor_bytes + 12 * sample_bytes, rel=0.01)
-    # a single piece peaks before it has gradients
+    # a single micro-batch peaks before it has gradients
     without = floor_bytes + 24 * sample_bytes - parameter_bytes
     assert peaks[24] == pytest.approx(without, rel=0.001)
 

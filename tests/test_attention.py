@@ -597,7 +597,7 @@ def test_a_forked_process_has_threads_of_its_own():
         child = os.fork()
         if child == 0:
             os._exit(0 if torch.allclose(flash_attention(x, x, x), expected) else 1)
-        raise SystemExit(os.waitpid(child, 0)[1])
+        raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     assert subprocess.run([sys.executable, "-c", program], timeout=HANGS_SECONDS).returncode == 0
 
@@ -649,7 +649,7 @@ def test_tiles_above_the_causal_diagonal_are_skipped(n_q, n_k):
 )
 def test_standard_attention_moves_each_operators_inputs_and_outputs(pass_, operators, dtype_bytes):
     n, d = 100, 16
-    # a tensor and its gradient have as many elements
+    # a tensor and its gradient have equally many elements
     sizes = {"q": n * d, "k": n * d, "v": n * d, "o": n * d, "s": n * n, "p": n * n}
     moved = sum(sizes.get(name, 0) for name in operators)
     size = {"sequence": n, "head_dim": d, "kind": "standard"}

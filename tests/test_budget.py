@@ -214,7 +214,7 @@ def test_a_decoder_that_was_altered_keeps_its_own_loss_in_every_recipe(change):
         Recipe(checkpoint="segments", segments=2),
         Recipe(checkpoint="optimal", schedule_bytes=10**9, head_chunk=8),
     ]
-    if change != "the loss":  # over what it goes is not known then
+    if change != "the loss":  # the number of samples in its mean is unknown
         recipes.append(Recipe(micro_batches=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for recipe in recipes:
@@ -230,13 +230,14 @@ def test_gradients_that_lie_about_are_not_stepped():
             p.grad = torch.ones_like(p)
         before = frozen.clone()
         optimizer = torch.optim.SGD([*model.parameters(), aside], lr=0.1)
-        train_step(model, optimizer, tiny_batch(), recipe)
+        result = train_step(model, optimizer, tiny_batch(), recipe)
+        assert result.weight == tiny_batch()[:, 1:].numel()
         assert torch.equal(frozen, before) and torch.equal(aside, torch.ones(3))
         assert all(p.grad is None for p in (*model.parameters(), aside))
 
 
 def loss_as(function):
-    """A `loss_sum` that makes something of the loss."""
+    """Return a `loss_sum` that applies `function` to the loss."""
     return lambda model, batch: (function(model.loss(batch)), 1)
 
 
@@ -382,7 +383,7 @@ def test_micro_batches_cost_nothing_but_time_for_each_that_is_run():
         return decoder
 
     estimate(make, partial(tiny_batch, 64), Recipe(micro_batches=64))
-    assert len(runs) == 1 + 2  # and one to see whether the model looks at values
+    assert len(runs) == 1 + 2  # one more run checks whether the model reads values
 
 
 @pytest.mark.parametrize(("precision", "size", "masters"), [("fp32", 4, 0), ("bf16", 2, 4)])
@@ -537,14 +538,14 @@ def test_what_is_passed_over_could_not_have_fitted_or_been_cheaper(tier):
     base = Recipe(attention="flash", min_bytes=1000)
     facts = EstimateCache(tiny, tiny_batch, base, **{**FILE, "tier": tier})
     facts.estimate(base)  # whose FLOPs are then known
-    levers = {
+    choices = {
         "keep": ("none", "layers"),
         "head_chunk": (None, 32),
         "offload_optimizer": (0.0, 0.5, 1.0),
         "offload_activations": (False, True),
         "pieces": ((False, 1), (True, 1), (False, 2)),
     }
-    for row in rows(levers, lambda row: True, seed=0, draws=200):
+    for row in rows(choices, lambda row: True, seed=0, draws=200):
         inside, count = row.pop("pieces")
         fields = {"checkpoint": row.pop("keep"), "in_backward": inside, "micro_batches": count}
         recipe = replace(base, **fields, **row)

@@ -61,7 +61,7 @@ BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
         ({}, {}, 12),
         ({"precision": "bf16"}, {}, 6),
         ({}, {"tier": "file", "down": 50, "up": 25}, 12 + 3),
-        # forward takes 4 seconds and backward 8, and copies are beside them
+        # forward takes 4 seconds and backward 8, and the copies run at the same time
         (ACTIVATIONS, {"down": 100, "up": 200}, 12),
         (ACTIVATIONS, {"down": 500, "up": 200}, 20 + 8),
         (ACTIVATIONS, {"down": 100, "up": 750}, 4 + 30),
@@ -70,7 +70,7 @@ BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
         (NO_COPY, {"down": 100, "up": 200}, 12 + 4 + 8),
         # inputs of blocks are copied one at a time, and forward is a quarter
         ({**ONE_COPY, "checkpoint": "layers"}, {"down": 100, "up": 250}, 12 + 1 + 1),
-        # Adam's update reads and writes 28 bytes a parameter, that of SGD has no moments
+        # Adam's update reads and writes 28 bytes per parameter; SGD has no moments
         ({"offload_optimizer": 1.0}, {"down": 12, "up": 12, "below": 3}, 12 + 3),
         (BF16, {"down": 6, "up": 6, "below": 3}, 6 + 3),
         (
@@ -597,7 +597,7 @@ def test_a_model_without_a_loss_is_refused_and_the_advice_can_be_followed(users,
     assert total.dim() == 0 and total.requires_grad and weight == 6
 
 
-RAISED = [  # the function, the line that is named, where it stands, what is said
+RAISED = [  # function, line of code in the message, function of that line, error
     ("shapes", "self(x[:, :3])", "loss", "RuntimeError: .*reduction dim"),
     ("late", "raise LookupError", "backward", "LookupError: not in the table"),
     ("quits", "raise ValueError", "quits", "ValueError: first line"),

@@ -167,7 +167,7 @@ UPDATES += [
 ]
 
 
-# gradients that are zero but for rounding, such as those of keys' biases, stay small
+# gradients that are only rounding errors, such as those of keys' biases, stay small
 SMALL_STEPS = {"eps": 1e-3}
 PYTORCHS = {
     "adam": partial(torch.optim.AdamW, **SMALL_STEPS),
@@ -183,29 +183,53 @@ def test_each_optimizer_steps_as_pytorchs_does(recipe):
     base = PYTORCHS.get(recipe.optimizer)
     if recipe.optimizer == "adam8bit":
         base = partial(pytest.importorskip("bitsandbytes").optim.AdamW8bit, **SMALL_STEPS)
-    expected, (model, optimizer) = Encoder(), build(Encoder, recipe, lr=1e-2)
+    # bitsandbytes stores small parameters in fp32, so its row needs a wide model
+    make, batch = (Wide, rows()) if recipe.optimizer == "adam8bit" else (Encoder, sentences())
+    (model, optimizer), expected = build(make, recipe, lr=1e-2), make()
+    expected.load_state_dict(model.state_dict())
     plain = base(expected.parameters(), lr=1e-2)
     for group in optimizer.param_groups:
         group.update(SMALL_STEPS if recipe.optimizer in ("adam", "adam8bit") else {})
     for _ in range(3):
         plain.zero_grad()
-        total, weight = expected.loss_sum(sentences())
+        total, weight = expected.loss_sum(batch)
         (total / weight).backward()
         plain.step()
-        train_step(model, optimizer, sentences(), recipe)
+        train_step(model, optimizer, batch, recipe)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
-def test_sums_in_fp32_take_four_bytes_a_parameter():
+def test_sums_in_fp32_take_four_bytes_per_parameter():
     size = sum(p.nbytes for p in Encoder().parameters())
     half = Recipe(precision="bf16", optimizer="sgd", micro_batches=2)
     plain, summed = (
         estimate(Encoder, partial(sentences, 2), replace(half, accumulate=way))
         for way in (None, "fp32")
     )
-    # 4 bytes in place of 2
+    # 4 bytes instead of 2
     assert summed.phase_peaks["backward"] - plain.phase_peaks["backward"] == size // 2
+
+
+def test_train_step_clips_the_gradient_of_all_micro_batches():
+    expected, _ = plain_gradients(Decoder, sentences())
+    norm = sum(g.square().sum() for g in expected.values()).sqrt()
+    recipe = Recipe(micro_batches=3, checkpoint="layers")
+    seen, result, _ = gradients_of(Decoder, sentences(), recipe, max_norm=0.1)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    for name, g in seen.items():
+        assert_close(g.double(), expected[name] * 0.1 / norm, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_train_step_uses_the_rate_of_each_parameter_group(inside):
+    model = Decoder()
+    head, *rest = model.head.weight, *(p for p in model.parameters() if p is not model.head.weight)
+    before = [p.detach().clone() for p in (head, *rest)]
+    groups = [{"params": rest, "lr": 0.0}, {"params": [head], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups)
+    train_step(model, optimizer, sentences(), Recipe(in_backward=inside))
+    assert not torch.equal(head, before[0]) and all(map(torch.equal, rest, before[1:]))
 
 
 def test_a_model_left_as_it_is_has_no_master_weights():
@@ -217,7 +241,7 @@ def test_a_model_left_as_it_is_has_no_master_weights():
     assert plain.peak_bytes < mastered.peak_bytes
 
 
-# ---- models that are known by what they have: a config, and dicts with labels
+# ---- models that are recognized by their config and their dicts with labels
 
 
 def by_keywords(model, batch):
@@ -325,7 +349,7 @@ def test_stages_that_are_not_the_models_loss_any_more_are_not_run(make, recipe):
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "message"),
     [
         (lambda: None, r"^Tower.stages must be callable with \(batch\)"),
         (lambda batch: [], "^the number of stages must .* got 0"),
@@ -334,10 +358,10 @@ def test_stages_that_are_not_the_models_loss_any_more_are_not_run(make, recipe):
     ],
     ids=["without a batch", "none", "a number", "one"],
 )
-def test_stages_that_are_no_chain_are_refused(stages, told):
+def test_stages_that_are_no_chain_are_refused(stages, message):
     model, optimizer = build(Tower, Recipe())
     model.stages = stages
-    with pytest.raises((TypeError, ValueError), match=told):
+    with pytest.raises((TypeError, ValueError), match=message):
         train_step(model, optimizer, sentences(), SEGMENTS)
 
 
@@ -360,7 +384,7 @@ class Calling(Decoder):
 
 
 def around_it(block, state, scale):
-    """A call of what is not the module."""
+    """Call the forward of the class, not the module."""
     return type(block).forward(block, state, scale=scale)
 
 
@@ -441,8 +465,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "recipe", "told"), REFUSED)
-def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, told):
+@pytest.mark.parametrize(("make", "recipe", "message"), REFUSED)
+def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, message):
     make_batch = pictures if make is Pictures else sentences
     if getattr(make, "func", None) in (Tiny, TinyForCausalLM):
         make_batch = partial(labelled, make)
@@ -452,7 +476,7 @@ def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, t
         lambda: estimate(make, make_batch, recipe),
         lambda: run(make, make_batch, recipe),
     ):
-        with pytest.raises((TypeError, ValueError), match=rf"^{told}[^\n]*$"):
+        with pytest.raises((TypeError, ValueError), match=rf"^{message}[^\n]*$"):
             attempt()
 
 
@@ -461,8 +485,8 @@ def test_a_mask_that_pytorchs_transformer_cannot_ask_is_refused_with_the_way_out
         return Translator(lambda n: torch.randn(n, n))
 
     line = Translator.loss.__code__.co_firstlineno + 2
-    told = rf"^the step reads values .*foreign_models.py, line {line}, .* Pass is_causal \("
-    with pytest.raises(ValueError, match=told):
+    message = rf"^the step reads values .*foreign_models.py, line {line}, .* Pass is_causal \("
+    with pytest.raises(ValueError, match=message):
         estimate(make, lambda: torch.randn(2, 6, 16), Recipe())
 
 
@@ -471,7 +495,7 @@ class Buffered(nn.Linear):
         return (self(x) * torch.frombuffer(bytearray(4 * x.shape[1]), dtype=x.dtype)).mean()
 
 
-def test_a_tensor_of_other_memory_is_not_said_to_have_been_there_before_alone():
+def test_refusal_names_frombuffer_for_a_tensor_without_operator():
     with pytest.raises(ValueError, match=r"by torch.frombuffer\) at .* in loss"):
         estimate(partial(Buffered, 4, 4), lambda: torch.randn(2, 4), Recipe())
 
@@ -559,6 +583,7 @@ def test_compiled_blocks_take_segments_and_no_schedule_that_is_found_by_a_copy()
     model, optimizer = build(Decoder, Recipe())
     blocks = [torch.compile(block, backend="eager") for block in model.body["blocks"]]
     model.body["blocks"] = nn.ModuleList(blocks)
+    assert train_step(model, optimizer, sentences(), SEGMENTS).stepped
     with pytest.raises(ValueError, match=r"^body\.blocks\.0 must run the forward of its class"):
         train_step(model, optimizer, sentences(), OPTIMAL)
 
@@ -594,7 +619,7 @@ class Watch(TorchDispatchMode):
     "optimizer", [name for name, row in OPTIMIZERS.items() if row.load_base is None]
 )
 def test_what_pytorch_updates_all_at_once_on_cuda_is_what_its_own_rule_says(optimizer, monkeypatch):
-    """The rule asks for the device of the parameters, and is told that any is CUDA."""
+    """PyTorch's rule gets CUDA as the device of each parameter."""
     base, settings = class_and_settings(optimizer, None)
     rule = sys.modules["torch.optim.optimizer"]
     monkeypatch.setattr(rule, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])

@@ -19,12 +19,12 @@ from course_lib.simulated import SimulatedDevice
 ROWS = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
-def stepped(row, update=None, size=64):
-    """Two parameters with gradients, and the row's optimizer after a step of theirs."""
-    weights = [nn.Parameter(torch.randn(size, size)) for _ in range(2)]
+def stepped(row):
+    """Return two parameters with gradients, and the row's optimizer after a step."""
+    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
     for weight in weights:
-        weight.grad = torch.randn(size, size)
-    optimizer = row.base(weights, lr=LR, **row.updates[update], **row.settings)
+        weight.grad = torch.randn(64, 64)
+    optimizer = row.base(weights, lr=LR, **row.updates[None], **row.settings)
     optimizer.step()
     return weights, optimizer
 

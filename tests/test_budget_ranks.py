@@ -35,7 +35,7 @@ def make_batch():
     return random_tokens(8, 32, 515)
 
 
-def of(shard, ranks=4, **fields):
+def recipe_for(shard, ranks=4, **fields):
     return Recipe(ranks=ranks, shard=shard, **fields)
 
 
@@ -53,8 +53,8 @@ def loss_sum(model, batch):
 def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_prediction(
     monkeypatch, shard, max_norm
 ):
-    """To clip the gradient, ranks send no byte more."""
-    given, counts = (make_model, make_batch, of(shard)), []
+    """Clipping sends no additional bytes."""
+    given, counts = (make_model, make_batch, recipe_for(shard)), []
     composed = estimate(*given, max_norm=max_norm)
     monkeypatch.setattr(rank, "MANY", LAYERS + 1)
     measured = rank._measure
@@ -74,7 +74,7 @@ def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_pr
 
 @pytest.mark.parametrize(("shard", "sync"), [("ddp", "last"), ("zero3", "each")])
 def test_micro_batches_of_a_rank_are_those_of_a_prediction_but_for_their_losses(shard, sync):
-    recipe = of(shard, 2, micro_batches=2)
+    recipe = recipe_for(shard, 2, micro_batches=2)
     found = estimate(make_model, make_batch, recipe)
     whole = predict(
         make_model, lambda: make_batch()[:4], loss_sum, MODES[shard], 2, micro_batches=2, sync=sync
@@ -86,7 +86,8 @@ def test_micro_batches_of_a_rank_are_those_of_a_prediction_but_for_their_losses(
 def test_in_bf16_a_rank_of_ddp_has_fp32_masters_and_a_shard_is_in_fp32():
     numbers = shapes_of(make_model()).numbers
     copy, cut = (
-        estimate(make_model, make_batch, of(shard, precision="bf16")) for shard in ("ddp", "zero3")
+        estimate(make_model, make_batch, recipe_for(shard, precision="bf16"))
+        for shard in ("ddp", "zero3")
     )
     assert copy.at_peak["parameter"] == 2 * numbers and copy.at_peak["gradient"] == 2 * numbers
     assert copy.at_peak["optimizer"] == pytest.approx(12 * numbers, rel=1e-2)
@@ -117,7 +118,7 @@ def rows():
 
 
 def test_fit_tries_each_sharding_and_leaves_out_what_is_not_needed():
-    peaks = {shard: estimate(Blocks, rows, of(shard)).peak_bytes for shard in MODES}
+    peaks = {shard: estimate(Blocks, rows, recipe_for(shard)).peak_bytes for shard in MODES}
     assert peaks["ddp"] > peaks["zero1"] > peaks["zero2"] > peaks["zero3"]
     found = fit(Blocks, rows, peaks["zero2"], base=Recipe(ranks=4), rates="H100")
     kinds = {(e.recipe.shard, e.recipe.checkpoint) for e in found}
@@ -132,7 +133,7 @@ def test_fit_tries_each_sharding_and_leaves_out_what_is_not_needed():
 
 
 def test_what_ranks_communicate_is_priced_by_the_wire_between_them():
-    found = estimate(make_model, make_batch, of("ddp"))
+    found = estimate(make_model, make_batch, recipe_for("ddp"))
     rates = Rates(1e12, 1e12, 1e9, peer_bytes=100.0, network_bytes=10.0, peers=8)
     assert rates.parts(found)["ranks"] == found.sent_bytes * 3 / 4 / 100
     assert rates.seconds(found) > rates.parts(found)["ranks"]  # a file below: nothing overlaps
@@ -156,7 +157,7 @@ def test_fields_that_do_not_go_with_ranks_are_refused(fields, name):
 
 
 class Mean(Blocks):
-    """Over how many samples its loss goes is not known."""
+    """The number of samples in its loss is unknown."""
 
     def loss(self, x):
         return self(x).square().mean()
@@ -166,9 +167,13 @@ class Mean(Blocks):
     ("make", "recipe", "says"),
     [
         (Blocks, Recipe(ranks=4), "shard must be ddp, zero1, zero2 or zero3"),
-        (Blocks, of("ddp", 3), "ranks must be a divisor of the batch's 16 samples"),
-        (Blocks, of("ddp", micro_batches=8), "micro_batches must be a divisor of a rank's 4"),
-        (Mean, of("ddp"), r"ranks must be 1 for a Mean, got 4: .* loss_sum"),
+        (Blocks, recipe_for("ddp", 3), "ranks must be a divisor of the batch's 16 samples"),
+        (
+            Blocks,
+            recipe_for("ddp", micro_batches=8),
+            "micro_batches must be a divisor of a rank's 4",
+        ),
+        (Mean, recipe_for("ddp"), r"ranks must be 1 for a Mean, got 4: .* loss_sum"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(make, recipe, says):
@@ -178,7 +183,7 @@ def test_what_cannot_be_estimated_is_refused(make, recipe, says):
 
 def test_several_ranks_are_no_step_of_a_single_process():
     with pytest.raises(ValueError, match=r"^ranks must be 1 .* python -m course_lib.distributed"):
-        train_step(make_model(), None, make_batch(), of("ddp"))
+        train_step(make_model(), None, make_batch(), recipe_for("ddp"))
 
 
 def test_the_command_asks_for_ranks(capsys):
@@ -209,8 +214,8 @@ class Around(Blocks):
 def test_a_loss_that_does_not_call_the_model_is_refused_where_parameters_are_gathered(shard):
     told = rf"^shard must be 'ddp' or 'zero1' .*, got '{shard}'.* let the loss call the model$"
     with pytest.raises(ValueError, match=told):
-        estimate(Around, rows, of(shard))
-    plain = estimate(Around, rows, of("ddp")).peak_bytes
+        estimate(Around, rows, recipe_for(shard))
+    plain = estimate(Around, rows, recipe_for("ddp")).peak_bytes
     found = fit(Around, rows, plain - 1, base=Recipe(ranks=4), rates="H100")
     assert {e.recipe.shard for e in found} <= {"ddp", "zero1"}
     with pytest.raises(ValueError, match=told):

@@ -81,8 +81,7 @@ class Whole(Chain):
 
 
 class Growing(Chain):
-    """The last block alone takes more the more blocks there are: as many bytes as their number
-    squared."""
+    """The last block needs bytes in proportion to the square of the number of blocks."""
 
     def forward(self, x):
         return super().forward(x) + (x.new_ones(len(self.blocks) ** 2, 999) * x[0, 0]).sin().sum()
@@ -99,7 +98,7 @@ def frozen():
 
 
 class Wide(nn.Module):
-    """Many equal blocks with parameters large and small, of which the update takes the most."""
+    """Many equal blocks with large and small parameters; the update takes the most memory."""
 
     def __init__(self, blocks=9, width=2100):
         super().__init__()
@@ -116,7 +115,7 @@ class Wide(nn.Module):
 
 
 class Nested(InAChain):
-    """The longest list of equal modules is inside a block, of which each is unlike the next."""
+    """The longest list of equal modules is inside a block, and all blocks differ."""
 
     def __init__(self, count):
         nn.Module.__init__(self)
@@ -289,10 +288,8 @@ BY_SCHEDULE = [
 
 
 @pytest.mark.parametrize(("recipe", "dropout"), BY_SCHEDULE, ids=str)
-def test_a_stage_that_stands_for_equal_ones_leaves_the_books_of_all_line_by_line(
-    monkeypatch, recipe, dropout
-):
-    """Where every operator runs, and where a search enters what is known already."""
+def test_one_of_equal_stages_gives_the_trace_of_all(monkeypatch, recipe, dropout):
+    """Compare a run of every operator with one that replays records of an equal stage."""
     composer = composer_of(partial(deep, 2 * MANY, dropout=dropout), batch)
     if recipe.checkpoint == "optimal":
         with pytest.raises(InfeasibleBudget) as info:
@@ -488,7 +485,7 @@ def test_no_recipe_of_a_grid_is_cheaper_than_what_is_found(compared, name):
 
 
 def test_brute_force_sees_a_rule_that_is_wrong(compared, monkeypatch):
-    # as if to add always cost
+    # a wrong rule: adding a technique never moves fewer bytes
     monkeypatch.setattr(search, "_moves_as_much", lambda recipe, smaller: True)
     assert compared("chain", budgets=1)[1]
 

@@ -95,6 +95,8 @@ RULES = [
     (
         {},
         """
+        # zero bytes take no memory
+        0 ->
         # a segment has 2 or 20 MiB, or from 10 on whole 2 MiB
         1 -> small 512 (2M-512)
         1M -> small 1M (1M)
@@ -736,7 +738,7 @@ def decided_by_addresses(text):
 
 
 def without_what_others_hold(text):
-    """The sentence of an error, but for what the device and NVML say of all processes."""
+    """Return the message without what the device and NVML report about all processes."""
     return re.sub(r"GPU 0 has .*?(?=(\S+ \S+ allowed; )?Of the allocated)", "", text)
 
 

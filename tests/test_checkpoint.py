@@ -221,7 +221,7 @@ def test_without_a_function_it_is_a_decorator_of_methods_and_modules():
         pytest.param("cuda", "cpu", marks=pytest.mark.gpu),
     ],
 )
-def test_dropout_masks_are_equal_in_forward_pass_and_recomputation_unless_told(
+def test_dropout_masks_are_equal_in_forward_pass_and_recomputation_if_random_state_is_preserved(
     device, argument_on, preserved, use_reentrant
 ):
     if device == "cuda":
@@ -381,6 +381,8 @@ def test_a_saved_tensor_is_recomputed_each_time_it_is_looked_at_outside_of_backw
         assert [ref() for ref in runs] == [None] * 3
     out.backward()
     assert len(runs) == 4
+    with pytest.raises(RuntimeError, match=r"second time|already been freed"):
+        out.backward()
 
 
 def test_saved_tensors_read_twice_in_one_backward_are_an_error_that_says_so():
@@ -478,7 +480,9 @@ def test_under_a_graph_exec_group_two_backward_passes_share_one_recomputation():
         ([False, True], True, True),
     ],
 )
-def test_recomputation_stops_when_it_has_what_it_needs_unless_told(contexts, argument, stops):
+def test_recomputation_stops_when_it_has_what_it_needs_if_early_stop_is_enabled(
+    contexts, argument, stops
+):
     with ExitStack() as stack, Operators() as operators:
         for enabled in contexts:
             stack.enter_context(set_checkpoint_early_stop(enabled))
@@ -551,7 +555,7 @@ def test_debug_may_be_switched_on_around_the_forward_pass():
 
 
 @pytest.mark.parametrize(
-    ("change", "shown"), [(lambda x: x[:2].exp(), "shape"), (lambda x: (x, x), "2")]
+    ("change", "shown"), [(lambda x: x[:2].exp(), "shape"), (lambda x: (x, x), "returned 2")]
 )
 def test_other_outputs_in_a_reentrant_recomputation_are_an_error(change, shown):
     out = checkpoint(changing(torch.exp, change), leaf(3), use_reentrant=True).sum()
@@ -569,7 +573,7 @@ class Pair:
 
 
 Named = namedtuple("Named", "x y")
-WAYS = {  # how a tensor may get in -> (args, kwargs), and how the function finds it
+WAYS = {  # where the tensor is -> function that returns (args, kwargs)
     "argument": lambda x: ((x,), {}),
     "tuple": lambda x: (((1, x),), {}),
     "named tuple": lambda x: ((Named(x, 1),), {}),
@@ -686,7 +690,7 @@ def test_only_outermost_inputs_are_kept_and_nothing_once_the_graph_is_gone(optio
         assert len(kept) == 3
 
 
-def test_what_nobody_will_read_any_more_is_not_kept_when_recomputed():
+def test_a_recomputation_does_not_keep_tensors_that_nothing_will_read():
     made = []
 
     def function(x):
@@ -797,14 +801,14 @@ def test_what_a_policy_keeps_goes_through_the_hooks_around_it_where_that_is_aske
     assert all(map(torch.equal, torch.autograd.grad(out, (x, y)), expected))
 
 
-def test_hooks_that_hold_what_a_checkpoint_returned_go_with_it():
+def test_hooks_that_refer_to_a_checkpoint_output_are_freed_with_it():
     def pack(tensor):
         return tensor
 
     x, gone = leaf(3), weakref.ref(pack)
     with no_gc():
         with saved_tensors_hooks(pack, torch.clone):
-            pack.graph = checkpoint(x.sin, use_reentrant=False)  # else the hooks have its input
+            pack.graph = checkpoint(x.sin, use_reentrant=False)  # no argument that the hooks keep
         del pack
         assert gone() is None
 
@@ -984,7 +988,7 @@ def called(function=torch.sin, **options):
     return lambda module: module.checkpoint(function, leaf(3), **options)
 
 
-REFUSED = [  # what is refused by a module of checkpoints, and what the error names
+REFUSED = [  # call that a module of checkpoints refuses, name in the error
     (called(use_reentrant=True, scale=1), "scale"),
     (called(use_reentrant=True, debug=True), "debug"),
     (called(use_reentrant=True, context_fn=lambda: TWO), "context_fn"),
@@ -1080,6 +1084,7 @@ def test_blocks_are_chosen_by_name_and_number_and_these_run_twice(options, expec
     with checkpoint_blocks(model, **options) as handle:
         model.loss(TOKENS).backward()
     assert handle.names == tuple(f"layers.{i}" for i in expected)
+    assert runs == {i: 2 if i in expected else 1 for i in range(6)}
 
 
 def test_every_list_of_like_modules_is_found_but_not_those_inside_their_modules():
@@ -1101,15 +1106,15 @@ def test_every_list_of_like_modules_is_found_but_not_those_inside_their_modules(
     lists = nn.ModuleList(stack(2) for _ in range(2))
     assert checkpoint_blocks(lists, None).names == ("0.0", "0.1", "1.0", "1.1")
     parts["one"] = nn.ModuleList([nn.Sequential(*linears(3))])
-    # one block, or single layers, where there is no more
+    # without a longer list of blocks: a list of one block, or single layers
     for names in (("one", "heads", "other"), ("heads", "other")):
         alone = checkpoint_blocks(nn.ModuleDict({name: parts[name] for name in names}), None)
         assert alone.names == tuple(f"{names[0]}.{i}" for i in range(len(parts[names[0]])))
 
 
-@pytest.mark.parametrize("blocks", ["foo.*", None])
-def test_a_model_without_blocks_is_refused(blocks):
-    with pytest.raises(ValueError, match="blocks"):
+@pytest.mark.parametrize(("blocks", "shown"), [("foo.*", r"got 'foo"), (None, "got None")])
+def test_a_model_without_blocks_is_refused(blocks, shown):
+    with pytest.raises(ValueError, match=shown):
         checkpoint_blocks(nn.Linear(3, 3), blocks)
 
 
@@ -1150,11 +1155,11 @@ def test_a_block_may_have_an_argument_named_like_an_option_and_runs_once_without
         (True, [aten.mm.default], "aten.addmm.default"),
         (False, [aten.addmm.default], "aten.mm.default"),
         (False, [aten.addmm.default, aten.mm.default], None),
-        (True, [aten._softmax.default], None),  # which one of two blocks runs
+        (True, [aten._softmax.default], None),  # only one of the two blocks runs softmax
         (True, [], None),  # nothing is kept on purpose
     ],
 )
-def test_a_list_that_meets_none_of_its_operators_warns_once(bias, policy, ran):
+def test_a_policy_list_warns_once_if_no_block_runs_its_operators(bias, policy, ran):
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(6, 6, bias), last) for last in (nn.Tanh(), nn.Softmax(-1)))
     )

@@ -241,7 +241,7 @@ def test_scheduled_blocks_inside_a_full_graph_are_an_error_that_says_what_to_do(
 
 
 @pytest.mark.parametrize("operator", ["run_and_save_rng_state", "run_with_rng_state"])
-def test_a_product_with_repeated_random_numbers_counts_as_many_flops_as_any(operator):
+def test_a_product_that_repeats_random_numbers_has_its_usual_flops(operator):
     call, a, b = getattr(rng_prims, operator), torch.randn(3, 4), torch.randn(4, 5)
     state = [torch.get_rng_state()] if operator == "run_with_rng_state" else []
     with flop_counter() as counter, MemoryMeter() as meter:

@@ -1,5 +1,5 @@
-"""course_lib.distributed: one launch on 2 and one on 4 processes, shared by what they are asked;
-symbolic ranks."""
+"""course_lib.distributed: one launch on 2 and one on 4 processes, shared by the tests; symbolic
+ranks."""
 
 import importlib
 import json
@@ -211,7 +211,7 @@ def cut(model, ranks):
 
 
 def at(task, mode, ranks=2, rank=0, **options):
-    """What a symbolic rank takes."""
+    """Predict the memory and communication of a rank."""
     make_batch = partial(task.part, 0, ranks, rank)
     return predict(task.make_model, make_batch, task.loss_sum, mode, ranks, rank=rank, **options)
 
@@ -348,10 +348,10 @@ def test_no_sync_saves_traffic_at_the_cost_of_a_gradient_unless_it_is_in_the_buc
         assert taken.sent_bytes == sent_bytes(shapes, mode, 2, micro_batches=2, sync=sync)
     saved, cost = each.sent_bytes - last.sent_bytes, last.peak_bytes - each.peak_bytes
     gradient = 4 * shapes.numbers
-    if mode == "fsdp":  # whole gradients, in place of shares
+    if mode == "fsdp":  # whole gradients instead of shards
         assert saved == 4 * 2 * cut(task.make_model(), 2)[1] and 0.4 < cost / gradient <= 1
         return
-    # Pieces that are not reduced add up beside the buckets, into which they are copied in the end.
+    # Gradients that are not reduced yet are summed outside the buckets and copied there at the end.
     assert saved == 2 * gradient and cost == gradient
     kept = at(task, mode, micro_batches=2, in_buckets=True)
     assert kept.sent_bytes == last.sent_bytes and kept.peak_bytes == each.peak_bytes
@@ -549,7 +549,7 @@ while true; do sleep 0.1; done
 
 @pytest.fixture
 def python(monkeypatch, tmp_path):
-    """Put a shell script in place of the Python that `launch` starts."""
+    """Let `launch` start a shell script instead of Python."""
 
     def put(script):
         (tmp_path / "python").write_text(script)
@@ -599,7 +599,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]
         (RuntimeError("rank 1 gives up"), False),
     ],
 )
-def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, capsys, error, waits):
+def test_rank_that_lost_its_peer_lets_the_peer_report_first(monkeypatch, capsys, error, waits):
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
     with pytest.raises((RuntimeError, SystemExit)) as raised, command._report_cause_first():

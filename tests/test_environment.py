@@ -185,7 +185,7 @@ JUPYTERLAB = ROOT / "publish/jupyterlab"
 
 
 def listed(folder, settings):
-    """The names that Jupyter's file list has of a folder, as its server is told to show it."""
+    """The names that Jupyter's file list shows for a folder under these settings."""
     manager = pytest.importorskip("jupyter_server.services.contents.filemanager")
     config = pytest.importorskip("traitlets.config").Config(settings)
     contents = manager.FileContentsManager(root_dir=str(folder), config=config)
@@ -366,8 +366,7 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
 def workflow_problems(workflow, targets):
-    """What a code host would refuse, as far as it can be known here, and commands of ours that are
-    none."""
+    """Return errors that a code host would report, and make targets that do not exist."""
     # YAML takes the key `on` for the truth value
     problems = [f"no {key}" for key in {"name", "permissions", True} - workflow.keys()]
     for name, job in workflow["jobs"].items():

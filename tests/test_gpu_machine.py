@@ -84,8 +84,7 @@ def test_ctrl_c_ends_the_command_with_a_sentence_and_keeps_the_figures(tmp_path)
 
 
 def made(folder, *arguments, fails):
-    """What `make` has a Python do that writes it down and fails at one thing: its lines, and make's
-    status."""
+    """Run `make` with a Python that logs its calls and fails at one; return calls and status."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
     python, log = folder / "python", folder / "log"

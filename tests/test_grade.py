@@ -1,4 +1,4 @@
-"""Grading: what a handed-in notebook is told, whatever it holds.
+"""Grading: the verdicts on handed-in notebooks, whatever they contain.
 
 Twenty submissions, with crashes, loops and cheats that take minutes, are in
 `twenty_submissions.py`, which is run by hand.
@@ -66,7 +66,7 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
     tmp_path, lessons, monkeypatch
 ):
     """A right answer, one that crashes its cell, one whose check is edited, one that is missing;
-    what this process did to the library is held against nobody."""
+    changes of the library in this process do not affect the grades."""
     lesson = importlib.import_module("course_lib.lessons.lesson_01")
     monkeypatch.setattr(lesson, "check_adapter_bytes", lambda: None)
     reason = nbformat.v4.new_markdown_cell(
@@ -294,7 +294,7 @@ def test_a_check_that_is_called_in_another_way_is_edited(lessons, above, last, t
 
 
 def test_a_changed_function_changes_the_fingerprint_of_its_module_alone(monkeypatch):
-    """Between processes it is the same: otherwise no right answer would be graded as right."""
+    """A right answer is graded only if fingerprints of two processes agree; see the test above."""
     check = importlib.import_module("course_lib.lessons.lesson_01").check_training_state
     before = fingerprint.fingerprints()
     monkeypatch.setattr(type(check), "__call__", lambda self, answer: True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_steps import allocations, at_end, bytes_of, empty_gradients, one_more_sample
 
-from course_lib.memory import CATEGORIES, MemoryMeter, symbolic
+from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
 
 # Bytes of the Python numbers that an operator takes, which only the allocator sees.
 NUMBERS = 16
@@ -163,4 +163,19 @@ def test_nested_and_symbolic_meters_count_sums_alike_and_a_budget_leaves_room_fo
     assert len(found) == 1
     leaves[0].grad = None
     with MemoryMeter(budget_bytes=outer.peak_bytes):
+        step()
+
+
+def test_a_budget_counts_the_sum_and_a_gradient_whose_view_is_kept():
+    def step():
+        x, kept = torch.ones(1000, requires_grad=True), []
+        terms = [-x, -x]
+        for term in terms:
+            term.grad_fn.register_hook(lambda inputs, _: kept.append(inputs[0].detach()))
+        (terms[0] + terms[1]).sum().backward()
+
+    with MemoryMeter() as meter:
+        step()
+    budget = MemoryMeter(budget_bytes=meter.peak_bytes - 1)
+    with pytest.raises(MemoryBudgetExceeded, match=r"aten\.add"), budget:
         step()

@@ -118,7 +118,7 @@ def test_the_least_that_a_schedule_takes_is_enough_for_every_micro_batch():
     assert_measured(LLAMA, partial(padded, 1), enough)
 
 
-def test_a_batch_that_is_there_is_looked_at_as_it_is():
+def test_estimate_reads_values_of_an_existing_batch():
     for kind in ("ones", "padded"):
         batch = text(kind)
         assert_measured(LLAMA, lambda batch=batch: batch, Recipe())

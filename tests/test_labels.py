@@ -53,8 +53,8 @@ def labels_in(tree):
 
 
 def sentences_in(tree):
-    """(line, sentence) of a lesson's module, whoever says it: a verdict's reasons and hints are no
-    calls of `text`."""
+    """Return (line, sentence) of all sentences in a lesson's module, also those of verdicts, which
+    are not arguments of `text`."""
     skipped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

@@ -121,7 +121,7 @@ def private_names(name, tree=None):
 
 
 def lengths(name, tree):
-    """What in a file has more statements than it may have."""
+    """Return the functions and modules of a file that have too many statements."""
     counts = {
         node: sum(isinstance(each, ast.stmt) for each in ast.walk(node))
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""The ledger: every row that stands in the library is measured again."""
+"""The ledger: the rows of lessons 00 to 07 are measured again."""
 
 from functools import partial
 

@@ -40,7 +40,7 @@ MODELS = {
     "grouped queries": (Grouped, samples),
     "adapters": (adapted, samples),
 }
-LEVERS = {
+CHOICES = {
     "model": tuple(MODELS),
     "precision": ("fp32", "bf16", None),
     "optimizer": tuple(name for name, row in OPTIMIZERS.items() if row.load_base is None),
@@ -87,7 +87,7 @@ def goes_together(row):
     return True
 
 
-TABLE = [(row["model"], recipe_of(row)) for row in rows(LEVERS, goes_together, seed=0)]
+TABLE = [(row["model"], recipe_of(row)) for row in rows(CHOICES, goes_together, seed=0)]
 
 
 @pytest.mark.parametrize("recipe", [r for name, r in TABLE if name == "decoder"], ids=repr)
@@ -167,7 +167,7 @@ def error_in_bf16(name):
 @pytest.mark.filterwarnings("ignore:no activation was moved")
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    # those that are drawn anew would be others
+    # dropout draws other numbers in the plain step
     [(name, recipe) for name, recipe in TABLE if name != "dropout"],
     ids=repr,
 )

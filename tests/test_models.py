@@ -182,7 +182,7 @@ def test_a_decoder_gives_its_loss_sum_as_stages_whatever_its_layers_are(change, 
     decoder, tokens = Decoder(**SIZES), random_tokens(3, 8, 50)
     assert not decoder.draws_random_numbers
     change(decoder)
-    # another layer may draw random numbers, for all that is known of it
+    # a layer of an unknown class may draw random numbers
     assert decoder.draws_random_numbers == (blocks == 1)
     stages, value = decoder.stages(tokens), tokens
     for stage in stages:

@@ -1,7 +1,7 @@
 """Each check refuses the solution of its exercise with one slip of the hand in it.
 
-`COURSE_MUTANTS=all pytest tests/test_mutants.py` tries all mutants of the dear checks as well,
-minutes in place of seconds.
+`COURSE_MUTANTS=all pytest tests/test_mutants.py` also tries all mutants of the slow checks,
+which takes minutes instead of seconds.
 """
 
 import os

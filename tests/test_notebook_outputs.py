@@ -50,7 +50,7 @@ FILES = {
     "constraints.txt": "torch==2.13.0\n",
     "notebooks/scripts/01_lesson.py": SCRIPT,
 }
-# Name of a file -> what is said to have changed if it is edited.
+# Name of a file -> the reason that is reported after an edit of it.
 REASONS = {name: "library" if n < 6 else None for n, name in enumerate(FILES) if n < 11}
 REASONS["constraints.txt"] = "pinned versions"
 

@@ -644,7 +644,11 @@ def pairs_of(*texts):
     )
 
 
-def test_an_edit_in_one_language_alone_is_noticed_until_somebody_gives_the_word(tmp_path):
+def test_a_term_that_its_lesson_never_names_is_found():
+    assert introduction_problems(LESSON, "02", "| x | 无此词 | 02 | . |") == ["无此词"]
+
+
+def test_an_edit_in_one_language_is_reported_until_confirmed(tmp_path):
     store, one = tmp_path / "translations.toml", ("One.", "一。")
     before = pairs_of(one, ("Two.", "二。"))
     assert list(before) == ["02.5", "02.5-2"]

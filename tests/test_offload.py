@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
@@ -45,7 +46,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def store():
-    """A file in which a test leaves nothing."""
+    """A store that must be empty after the test."""
     store = DiskStore()
     yield store
     gc.collect()
@@ -121,7 +122,7 @@ MODELS = {
 
 
 class Memory(Store):
-    """A store of one's own, which counts copies down that are not waited for yet."""
+    """A user-defined store that counts unfinished copies to it."""
 
     under_way = most = 0
 
@@ -197,7 +198,7 @@ def attention(x):
     return (q @ k.t()).softmax(-1).sin().sin().sum()
 
 
-# What stays -> a function of the leaf, options, and the bytes that go down.
+# Case -> a function of the leaf, options, and the bytes that are offloaded.
 STAYS = {
     "of three that are saved the last one": (three_sines, {}, 2 * X),
     "one more with prefetch=1": (three_sines, {"prefetch": 1}, X),
@@ -249,7 +250,7 @@ def test_a_graph_may_be_walked_through_several_times_and_differentiated_twice(st
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_a_backward_pass_saves_again_while_it_is_here_is_known_for_what_it_is(prefetch):
+def test_tensors_saved_again_during_backward_are_recognized(prefetch):
     """A gradient penalty; symbolic tensors, which have no other storage, say what moves."""
 
     def moved(store):
@@ -413,6 +414,7 @@ def test_dropping_starts_no_thread_and_waits_for_nobody_who_has_a_lock(monkeypat
         region = context._entered[-1][0]
         graphs = [(leaf * 1).sin().sin().sin() for _ in range(2)]
     room, used_bytes = store.reserve(100), store.used_bytes
+    assert used_bytes > 100
     monkeypatch.setattr(threading.Thread, "start", None)
     with region.guard:
         graphs.clear()
@@ -638,8 +640,18 @@ def test_a_forked_process_neither_changes_the_file_nor_waits_for_a_copy(monkeypa
         assert torch.equal(reservation.get()(), x)
         monkeypatch.setattr(os, "pwrite", lambda *given: (may_write.wait(), write(*given))[1])
         under_way = store.put(x)
-        assert exit_code(lambda: under_way.wait()) == 7
+        code = exit_code(lambda: under_way.wait())
         may_write.set()
+        assert code == 7
+
+
+def test_threads_of_a_store_read_their_own_bytes(store):
+    def same(number):
+        data = torch.full((10_000,), number, dtype=torch.uint8)
+        return all(torch.equal(store.put(data).get()(), data) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(same, range(8)))
 
 
 # ---- the optimizer
@@ -735,7 +747,7 @@ def test_a_step_holds_three_pages_of_so_many_bytes_or_of_a_parameter_that_has_mo
 
 
 def second_step(net, optimizer):
-    """Meter of a step whose state is there already."""
+    """Return the meter of a step with existing optimizer state."""
     for _ in range(2):
         for p in net.parameters():
             p.grad = torch.ones_like(p)
@@ -908,7 +920,7 @@ def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, f
             train(net, optimizer)
         states = getattr(optimizer, "plain", optimizer).state
         assert [float(state["step"]) for state in states.values()] == [5.0] * 3 + [4.0] * 3
-        getattr(optimizer, "give", lambda: None)()
+        getattr(optimizer, "write_copies", lambda: None)()
         return [*train(net, optimizer), *(state["mean"] for state in states.values())]
 
     assert_same_steps(run, "by hand", dtype, fraction=fraction, page_bytes=page)
@@ -1055,7 +1067,7 @@ def test_a_prefetcher_gives_every_batch_once_in_order_and_again(device):
         (lambda: "text", TypeError),
     ],
 )
-def test_an_error_of_the_loader_and_a_batch_without_tensors_are_told_where_they_come(make, error):
+def test_prefetcher_raises_errors_of_the_loader_at_their_batch(make, error):
     def loader():
         yield torch.ones(1)
         yield make()

@@ -91,7 +91,7 @@ def closures_two_deep(sources):
 
 
 def names_out_of_sight(sources):
-    """Names that no open cell defines or imports; the kernel sees to their order."""
+    """Names that no open cell defines or imports. Running the notebook checks their order."""
     tables = [symtable.symtable("\n".join(sources), "cells", "exec")]
     of_the_cells = tables[0].get_symbols()
     known = {

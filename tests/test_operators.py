@@ -19,9 +19,26 @@ from course_lib.memory import symbolic
 
 aten = torch.ops.aten
 
-# How many operators an estimate refuses on their largest sample, because their result depends on
-# values (or, of the sparse ones, because a sparse tensor of the caller's cannot be made symbolic).
-MOST_REFUSED = 16
+# Operators that an estimate refuses on their largest sample, because their result depends on values
+# (or, of the sparse ones, because a sparse tensor of the caller's cannot be made symbolic).
+REFUSED = {
+    "allclose",
+    "argwhere",
+    "combinations",
+    "cov",
+    "equal",
+    "item",
+    "linalg.lstsq",
+    "linalg.lstsq.grad_oriented",
+    "masked_select",
+    "nn.functional.ctc_loss",
+    "nn.functional.gaussian_nll_loss",
+    "nonzero",
+    "sparse.mm.reduce",
+    "sparse.sampled_addmm",
+    "unique",
+    "unique_consecutive",
+}
 # Parts of the names that the operators of `RULES` have in the database.
 WITH_RULES = (
     "functional.unfold",
@@ -51,7 +68,7 @@ def verdicts(dtype, *options, check=check_peak, layout="as_given"):
 def test_symbolic_operators_take_the_bytes_of_real_ones():
     found = verdicts(torch.float32, 1)
     assert not found["different"]
-    assert len(found["refused"]) <= MOST_REFUSED
+    assert {name for name, *_ in found["refused"]} <= REFUSED
 
 
 def test_losses_take_the_bytes_of_real_ones_with_every_reduction():
@@ -73,7 +90,7 @@ def test_losses_take_the_bytes_of_real_ones_with_every_reduction():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators_with_rules_take_the_bytes_of_real_ones_in(dtype, layout):
+def test_operators_with_rules_take_the_bytes_of_real_ones(dtype, layout):
     found = verdicts(dtype, 2, WITH_RULES, layout=layout)
     assert not found["different"] and not found["refused"]
 

@@ -182,7 +182,7 @@ def batch():
 
 def stepped(model, kind, recipe):
     """Gradients and state after two micro-batches: all that a later step would find."""
-    micro_batches = 1 if kind == "batch_norm" else 2  # which mixes the samples of a batch
+    micro_batches = 1 if kind == "batch_norm" else 2  # it mixes the samples of a batch
     recipe = replace(recipe, micro_batches=micro_batches)
     module, optimizer = build(partial(make, model, kind), recipe, lr=1e-3)
     _calls["count"] = 0
@@ -201,7 +201,7 @@ def stepped(model, kind, recipe):
 
 
 def content(value):
-    """Plain Python values, which can be compared; of a generator, its state."""
+    """Convert to plain Python values that can be compared; a generator becomes its state."""
     if isinstance(value, dict):
         return {key: content(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -215,7 +215,7 @@ def content(value):
     return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
 
 
-FEW = 1250  # bytes with which a schedule computes blocks again
+FEW = 1250  # bytes: so few that a schedule recomputes blocks
 CHECKPOINTS = {
     "layers": (Model, {"checkpoint": "layers"}),
     "selective": (Model, {"checkpoint": "selective"}),
@@ -236,7 +236,7 @@ def plain(kind):
     return stepped(Model, kind, Recipe(optimizer="sgd"))
 
 
-# what is refused, and not run with the state of the first run -> what the error says
+# kinds that are refused, because their state cannot be restored -> the error
 ANYWHERE = dict.fromkeys(
     ("data_of_an_attribute_changed", "data_of_a_parameter_changed", "global_variable"),
     r"^the recomputation of (layers|stage) ?\.?\d",
@@ -326,7 +326,7 @@ def test_a_sketch_of_values_changes_no_tensor():
 def test_the_checksums_of_a_gpu_are_taken_outside_the_modes_of_a_checkpoint(
     checkpoint, monkeypatch
 ):
-    """Here a CPU's tensors get them too."""
+    """The test uses the GPU's checksums on CPU tensors."""
     taken = []
     monkeypatch.setattr(repeatable, "_bits", lambda tensor: taken.append(1) or Sketch(tensor))
     assert checkpointed(checkpoint, "own_torch_generator") == plain("own_torch_generator")

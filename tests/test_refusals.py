@@ -1,8 +1,7 @@
 """Errors of the library: one sentence with the argument, what is allowed and what it got. A table
 over its public functions.
 
-What is refused for the state that something is in, or changes nothing, stands with the tests of
-that.
+Errors that depend on an object's state are tested with that object.
 """
 
 import ast
@@ -309,7 +308,7 @@ ONE_BY_ONE = [
     (Prefetcher, {"loader": []}, {"loader": (3,), "depth": (0,)}),
 ]
 
-# What is named otherwise than by the argument.
+# Errors that do not begin with the argument's name.
 OTHERWISE = [
     ("k", lambda: flash_attention(X, X[:, :3], X[:, :3])),
     ("k", lambda: flash_attention(X[:, :2], X, X)),

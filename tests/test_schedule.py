@@ -179,7 +179,7 @@ def test_a_long_regular_chain_loses_little_by_rounding(monkeypatch):
 
 # for which sums in the order of the actions differ in the last digit
 @pytest.mark.parametrize("seed", [16, 25, 26])
-def test_times_that_are_no_whole_numbers_make_no_points_of_their_own(seed):
+def test_rounding_errors_of_times_add_no_points_to_the_frontier(seed):
     draw, costs = random.Random(seed), []
     for _ in range(12):
         output = draw.randint(1, 3)
@@ -341,7 +341,7 @@ def decoder():
 
 
 def funnel(*widths):
-    """Stages whose inputs, insides and outputs, which take turns here, differ in size."""
+    """Stages of different widths; input, hidden and output widths take turns in `widths`."""
     layers = (
         nn.Sequential(nn.Linear(a, inside), nn.GELU(), nn.Linear(inside, b), nn.Sigmoid())
         for a, inside, b in zip(widths[:-1:2], widths[1::2], widths[2::2], strict=True)
@@ -350,7 +350,7 @@ def funnel(*widths):
 
 
 def giant(where: int):
-    """Six stages, one of which saves far more than the others."""
+    """Six stages; the one at `where` saves far more than the others."""
     widths = [64] * 13
     widths[2 * where + 1] = 1024
     return funnel(*widths)
@@ -361,7 +361,7 @@ LOSS_BYTES = 8  # the loss, which is no stage, and its gradient
 
 
 def measured_peak(run, x) -> int:
-    """Of one pass, gradients of parameters being there, with the input, and without the loss."""
+    """Peak of one pass with its input but without the loss; parameter gradients exist already."""
     output = run(x)
     weight = torch.ones_like(output)
     output.backward(weight)
@@ -456,10 +456,9 @@ def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
     ("frozen", "looks"), [(0, [0.1, 0.2, 0.0]), (2, [0.1, 0.3, 0.0, 0.1, 0.3])]
 )
 def test_a_profile_of_stages_that_look_alike_is_that_of_all_from_one_of_each_look(frozen, looks):
-    """The first has no gradient to hand on; functions look like themselves alone.
+    """The first stage returns no input gradient, and each function counts as its own kind.
 
-    `looks` are the blocks that run: none trains before it; trained alone, and with one before; and
-    each with a rate of zero.
+    `looks` are the dropout rates of the blocks that are profiled.
     """
     runs, blocks, x = [], [], torch.ones(4, 8)
     for i, rate in enumerate((0.1, 0.2, 0.3, 0.0)):
@@ -473,7 +472,7 @@ def test_a_profile_of_stages_that_look_alike_is_that_of_all_from_one_of_each_loo
 
 
 def test_a_function_does_not_look_like_one_that_is_gone():
-    """As those that a model's `stages` makes anew for each micro-batch."""
+    """A model's `stages` may create new functions for each micro-batch."""
 
     def look(power):
         (stage,) = as_modules([lambda x: x**power]).values()
@@ -589,11 +588,20 @@ def test_blocks_run_by_a_schedule_compute_what_they_do_without_it():
         assert all("forward" not in vars(block) for block in blocks)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_scheduled_blocks_may_have_weights_that_hooks_compute():
+    layers, x = with_hooks()
+    expected = step(layers, x)
+    for schedule in schedules(4):
+        with schedule_blocks(layers, "*", schedule=schedule):
+            assert_same_bits(step(layers, x), expected)
+
+
 # ---- bad input
 
 
 class Aside(nn.Linear):
-    """A layer with a loss of its own, beside what it returns."""
+    """A layer that stores a loss of its own in addition to its output."""
 
     def forward(self, x):
         self.losses = [super().forward(x).square().mean()]

@@ -319,7 +319,7 @@ def test_a_gpu_gives_what_the_plain_program_gives(name):
 # ---- every ordering is needed: what goes on with one taken away
 
 
-#: What puts work in order -> what does nothing instead.
+#: Name of a method that orders work -> a replacement that does nothing.
 NOTHING = {
     "wait": lambda self, event: None,
     "finish": lambda self, event: None,
@@ -328,17 +328,17 @@ NOTHING = {
     "on": lambda self, stream: nullcontext(),
 }
 ORIGINAL = {name: getattr(SimulatedDevice, name) for name in NOTHING}
-#: These are there for speed alone: copies beside the compute; and, if asked for, no copy beside
+#: These calls only change the speed: copies during the computation and, if asked for, none during
 # the update.
 FOR_SPEED = {
     ("device.py", "copy", "on"),
     ("prefetch.py", "_make", "on"),
     ("state_host.py", "step", "finish"),
 }
-#: Scenarios that suffice.
-TELLING = ["two streams, prefetch 1", "two streams, prefetch 0", "dropped on another stream"]
-TELLING += ["an error in the middle", "optimizer", "a step that is interrupted"]
-TELLING += ["prefetcher, one buffer"]
+#: Scenarios that find each missing call.
+SUFFICIENT = ["two streams, prefetch 1", "two streams, prefetch 0", "dropped on another stream"]
+SUFFICIENT += ["an error in the middle", "optimizer", "a step that is interrupted"]
+SUFFICIENT += ["prefetcher, one buffer"]
 
 
 def take_away(monkeypatch, site=None):
@@ -367,7 +367,7 @@ def is_wrong(name):
 
 def test_every_ordering_is_missed_where_it_is_taken_away(monkeypatch):
     reached, telling = take_away(monkeypatch), {}
-    for name in TELLING:
+    for name in SUFFICIENT:
         assert not is_wrong(name)
         for site in reached:
             telling.setdefault(site, []).append(name)
@@ -593,7 +593,7 @@ def test_parts_of_a_tensor_are_told_apart():
         assert_race(device, "the host writes pinned memory", "(D2H) on stream 'side' has written")
 
 
-def test_memory_goes_round_and_what_it_was_used_for_counts_on():
+def test_reused_memory_keeps_its_earlier_accesses():
     with SimulatedDevice() as device:
         first = torch.zeros(100)
         place = first.data_ptr()
@@ -699,7 +699,7 @@ def test_times_are_those_of_the_rates():
         below = device.pinned(x.shape, x.dtype)
         device.finish(device.copy(below, x, "down"))  # 10,000 bytes
         assert device.seconds - start == pytest.approx(1.0)
-        event = device.copy(x, below, "up")  # 0.1 s, beside which something else takes 0.25 s
+        event = device.copy(x, below, "up")  # 0.1 s, while the operator below takes 0.25 s
         y = torch.zeros(50, 50)
         y @ y  # 2 * 50^3 FLOPs
         device.wait(event)
@@ -809,3 +809,20 @@ def test_offload_gives_the_simulated_device_on_request():
     assert course_lib.offload.Race is simulated.Race
     with pytest.raises(AttributeError, match="SimulatedDevices"):
         _ = course_lib.offload.SimulatedDevices
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_step_uses_early_gradient_copies_and_overlaps_others(overlap):
+    with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
+        net, x = deep_mlp(3, 16), torch.randn(8, 16)
+        optimizer = OffloadedOptimizer(net.parameters(), torch.optim.SGD, lr=0.01, overlap=overlap)
+        for early in (True, False):
+            optimizer.zero_grad()
+            with optimizer.copy_gradients_down() if early else nullcontext():
+                net(x).square().sum().backward()
+                begin = len(device.spans)
+                optimizer.step()
+            down = [span for span in device.spans[begin:] if span.kind == "down"]
+            assert len(down) == (0 if early else 6)
+        update = next(span for span in device.spans[begin:] if span.kind == "host")
+    assert (down[1].start < update.end) == overlap

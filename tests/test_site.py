@@ -26,7 +26,7 @@ from course_lib.teaching import pictures
 from publish import site
 from publish.languages import HAN, LANGUAGES, PER_LANGUAGE, is_chinese, words_in
 
-pytestmark = [  # the packages' own, of which they know
+pytestmark = [  # warnings raised inside these packages
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
 ]
@@ -59,7 +59,7 @@ def pages_in(pages, language):
 
 
 def text_of(soup):
-    """What stands in a page, with single spaces."""
+    """Return the text of a page, with single spaces."""
     return " ".join(soup.get_text().split())
 
 
@@ -144,9 +144,8 @@ CITED = re.compile(r"\w+ et al\. \d{4}，arXiv:[\d.]+|\w+Warning: .*")
 
 
 def english_in(page, names=()):
-    """What a reader of a page in 中文 is shown in English: lines without Chinese, pictures'
-    words."""
-    # what stands around it stands on every page
+    """Return the English lines and alt texts of a page in Chinese."""
+    # navigation and footer are on every page
     article = re.search("<article.*</article>", page, re.S)
     soup = BeautifulSoup(
         re.sub(r'src="data:[^"]*"', "", article[0] if article else page), "html.parser"
@@ -290,6 +289,7 @@ def test_the_page_of_claims_has_every_claim_of_the_lessons_and_how_many_hold(sou
         claims = [text_of(row.find("span", lang=language)).replace("`", "") for row in rows]
         there += [f"claim-{int(lesson[:2])}-{place}" for place in range(1, len(claims) + 1)]
         assert [claim for claim in claims if claim not in words] == []
+        assert not claims or page.find("a", href=re.compile(rf"{lesson}\.html#section-"))
     found = page.select("div.claim")
     assert len(there) > 10 and [claim["id"] for claim in found] == there
     outcomes = [outcome for claim in found for outcome in claim["class"]]

@@ -191,6 +191,8 @@ def test_deck_shows_what_the_metadata_names_and_prose_is_spoken():
     notes = found[2].select_one(".notes").parent.text
     assert "Long prose." in notes and "Why?" in notes
     assert "Hidden." not in page.text and "Opening." in found[0].text
+    chinese = page_of(lesson_with_metadata(), "zh").select("section section")[2]
+    assert chinese.select_one(".prose").text.strip() == "为什么？"
     columns = page_of(lesson_with_metadata(), "both").select(".prose .columns > div")
     shown = [(each["lang"], each.text.strip()) for each in columns]
     assert shown[-2:] == [("en", "Why?"), ("zh", "为什么？")]
@@ -314,9 +316,13 @@ def test_the_core_of_a_lesson_has_its_minutes_exercises_and_pictures_on_slides(n
     assert drawn and {cell.metadata.get("slide") for cell in drawn} <= {"result", "both"}
 
 
-# No blank, but a loop with bugs in it: the question itself. Its slide has no verdict, since
-# `slide="code"`.
+# A loop with bugs, not a blank, so its slide may show it. `slide="code"` hides the verdict.
 TO_BE_MENDED = ("def train_epoch(",)
+
+
+def test_every_note_belongs_to_a_section():
+    lessons = stored_lessons().values()
+    assert NOTES.keys() == {number for each in lessons for number, _ in slides._sections(each)}
 
 
 @each_lesson

@@ -386,7 +386,7 @@ def about_the_attempts(code):
     return kept[::-1]
 
 
-# Stubs that run are taken for a first, wrong answer; new ones are not to be.
+# These stubs run, so a check judges them as wrong answers. Do not add new ones.
 STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "loop", "log_sum_exp"}
 STUBS_THAT_ANSWER |= {"probabilities"}
 

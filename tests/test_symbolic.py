@@ -1,4 +1,4 @@
-"""Symbolic steps take the bytes of real steps, and leave everything as it was. The steps of whole
+"""Symbolic steps take the bytes of real steps, and change nothing outside. The steps of whole
 models are compared in `test_estimate_equals_run.py`."""
 
 from types import SimpleNamespace

@@ -94,6 +94,7 @@ def test_the_environment_goes_before_the_notebooks_default(monkeypatch, capsys):
     ("call", "complaint"),
     [
         (lambda: teaching.language("fr"), "default must be .* got 'fr'"),
+        (lambda: teaching.language("fr", only=True), "language must be .* got 'fr'"),
         (lambda: drawn_words(teaching.figure()[0], "fr"), "language must be .* got 'fr'"),
         (lambda: teaching.category_label("weights"), "name must be .* got 'weights'"),
         (teaching.timelines, "at least one meter"),

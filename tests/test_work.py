@@ -127,7 +127,6 @@ def test_the_copy_has_what_a_learner_needs_and_no_file_for_instructors(copy):
 # --- an update ---
 
 
-# what is merged -> the learner's cells, the new edition's, those of both, how many were typed
 # the lesson as it was given, the learner's, the new edition, both merged; how many cells of it the
 # learner typed
 MERGED = {

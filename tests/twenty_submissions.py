@@ -3,7 +3,7 @@ with the expected verdicts.
 
     python tests/twenty_submissions.py    # with the options of pytest
 
-It takes minutes: each runs in a kernel of its own, and two of them until their time is over. One
+It takes minutes: each runs in a kernel of its own, and two of them until their time limit. One
 of lesson 00 and one with several verdicts are in test_grade.py.
 """
 
@@ -111,7 +111,7 @@ SUBMISSIONS = {
 
 
 @pytest.mark.parametrize("name", SUBMISSIONS)
-def test_a_submission_is_told_what_it_must_be(tmp_path, name):
+def test_a_submission_gets_its_expected_verdicts(tmp_path, name):
     number, options, marks, words = SUBMISSIONS[name]
     path = hand_in(tmp_path / "a.ipynb", handed_in(number, **options))
     rows = grade.grade(path, lessons(), Limits(120))

@@ -242,7 +242,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Your guesses, and what is live at the peak:
+# Here are your guesses, and what is live at the peak.
 #
 # </div>
 # <div lang="zh">
@@ -322,14 +322,14 @@ lesson_08.draw_collectives()
 #
 # **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Its state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean over the ranks.
 #
-# The check also counts the state of each rank and the bytes sent.
+# The check compares with Adam, and counts state and bytes sent.
 #
 # </div>
 # <div lang="zh">
 #
 # **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 是列表，每个进程一个完整的张量。`adams[r](shard, gradient)` 返回更新后的分片，它的状态与第一次收到的分片一样长。请返回新的权重，每个进程一个完整的张量。整个批次的梯度是各进程梯度的平均。
 #
-# 检查程序还会统计每个进程的状态和发送的字节数。
+# 检查程序会与 Adam 比较，并统计每个进程的状态和发送的字节数。
 #
 # </div>
 
@@ -749,12 +749,12 @@ lesson_08.compare_splits(seventy, link)
 #
 # <div lang="en">
 #
-# The second statement compares one device with one rank of four, with 2 sequences each. The third uses DDP on a single rank.
+# Below, the second statement compares one device with one rank of four, with 2 sequences each. The third uses DDP on a single rank.
 #
 # </div>
 # <div lang="zh">
 #
-# 第二种说法比较一台设备与四个进程中的一个，各处理 2 条序列；第三种用只有一个进程的 DDP 检验。
+# 下表的第二种说法比较一台设备与四个进程中的一个，各处理 2 条序列；第三种用只有一个进程的 DDP 检验。
 #
 # </div>
 

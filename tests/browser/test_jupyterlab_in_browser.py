@@ -77,8 +77,8 @@ def lab(browser, tmp_path_factory):
         "ServerApp.port_retries": 0,
         "ServerApp.root_dir": notebooks.parent,
         "IdentityProvider.token": "",
-        "LabApp.app_settings_dir": place
-        / "settings",  # in the environment these are those of .venv/share
+        # in the environment these settings are in .venv/share
+        "LabApp.app_settings_dir": place / "settings",
         "LabApp.user_settings_dir": place / "user",
         "LabApp.workspaces_dir": place / "workspaces",
     }
