@@ -67,6 +67,7 @@ BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
         (ACTIVATIONS, {"down": 100, "up": 750}, 4 + 30),
         (ACTIVATIONS, {"tier": "file", "down": 250, "up": 200}, 12 + 18),
         (ONE_COPY, {"down": 100, "up": 200}, 12 + 2 + 4),  # half of the copies are not hidden
+        ({**ONE_COPY, "prefetch": 2}, {"down": 100, "up": 200}, 12 + 2),
         (NO_COPY, {"down": 100, "up": 200}, 12 + 4 + 8),
         # inputs of blocks are copied one at a time, and forward is a quarter
         ({**ONE_COPY, "checkpoint": "layers"}, {"down": 100, "up": 250}, 12 + 1 + 1),
