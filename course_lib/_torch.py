@@ -227,6 +227,12 @@ def is_symbolic(*tensors: Any) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """Return the number of a storage's holders: the tensors that share it, and its Python object,
+    which counts as one holder or none, depending on the version of torch."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def counted_kind() -> str:
     """Return the kind of device whose tensors are counted, "cpu" or "cuda".
 

@@ -141,8 +141,8 @@ MUTANTS = [
         (
             "memory",
             "memory/categories.py",
-            "_holders(storage) != _ONE_HOLDER",
-            "_holders(storage) == 0",
+            "holders_of(storage) != _ONE_HOLDER",
+            "holders_of(storage) == 0",
         ),
         ("memory", "memory/categories.py", "record.saved = record.born", "record.saved = 0"),
         ("memory", "memory/caching_allocator.py", 'counts["num_ooms"] += 1', 'counts["num_ooms"]'),

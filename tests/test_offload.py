@@ -14,6 +14,7 @@ from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -744,6 +745,33 @@ def test_a_step_holds_three_pages_of_so_many_bytes_or_of_a_parameter_that_has_mo
     meter = second_step(net, optimizer)
     held = 4 * len(net)  # step counts stay
     assert meter.at_peak()["optimizer"] == held + 3 * parameters * state
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pages_are_read_into_the_memory_of_pages_that_are_written(monkeypatch, overlap):
+    net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
+    optimizer = OffloadedOptimizer(net, page_bytes=1, overlap=overlap)
+    new, allocate = [], DiskStore.memory_for
+    monkeypatch.setattr(DiskStore, "memory_for", lambda *args: new.append(1) or allocate(*args))
+    second_step(net, optimizer)
+    assert len(new) == 2 * (3 if overlap else 1)  # Adam's two tensors, of the first pages
+
+
+class Keeping(torch.optim.Adam):
+    """An optimizer that keeps references to the state of its last step."""
+
+    kept: ClassVar[list] = []
+
+    def step(self):
+        super().step()
+        tensors = [t for state in self.state.values() for t in state.values() if t.ndim]
+        self.kept += [(t, t.clone()) for t in tensors]
+
+
+def test_memory_to_which_the_base_keeps_a_reference_is_not_written_again():
+    net = nn.ParameterList(torch.ones(64, 64) for _ in range(5))
+    second_step(net, OffloadedOptimizer(net, Keeping, page_bytes=1))
+    assert len(Keeping.kept) > 20 and all(torch.equal(t, then) for t, then in Keeping.kept)
 
 
 def second_step(net, optimizer):

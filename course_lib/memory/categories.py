@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch import tensors_among
+from .._torch import holders_of, tensors_among
 from ..symbolic import Symbolic
 from .compiler import BuffersForBackward
 from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of
@@ -243,7 +243,7 @@ class CategoryTracker:
         if (
             record is None
             or storage in others
-            or _holders(storage) != _ONE_HOLDER
+            or holders_of(storage) != _ONE_HOLDER
             or record.nbytes != total.nbytes
         ):
             return None
@@ -254,14 +254,8 @@ class CategoryTracker:
         return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
-    """Return the number of a storage's holders: the tensors that share it, and its Python object,
-    which counts as one holder or none, depending on the version of torch."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
 _alone = torch.empty(0)
-_ONE_HOLDER = _holders(_alone.untyped_storage())
+_ONE_HOLDER = holders_of(_alone.untyped_storage())
 
 
 def _called_by_autograd() -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+
+from course_lib._torch import holders_of, is_symbolic
 
 from .master_weights import MasterWeights, StateOptions, is_large, pages
 from .stores import Reservation, StoreFull
 
 WEIGHTS = "the master weights"  # key among the state tensors; no optimizer has a state of this name
+_NO_TENSOR = holders_of(UntypedStorage(0))
 
 
 class FileState(MasterWeights):
@@ -68,24 +72,26 @@ class FileState(MasterWeights):
     ) -> None:
         """Update page by page.
 
-        While one page is updated, the next one is read and the previous one is written.
+        While one page is updated, the next one is read and the previous one is written. A page is
+        read into the memory of one that has been written. With new memory for each page, the kernel
+        has to map and clear it at every step, which took about as long as the copies themselves.
         """
-        errors, reads, writes = [], [], []
+        errors, reads, writes, spare = [], [], [], []
         page_list = pages(masters, options.page_bytes)
         try:
             for page, following in zip(page_list, [*page_list[1:], []], strict=False):
-                for finish in reads or [master.page_in() for master in page]:
+                for finish in reads or start_reads(page, spare):
                     finish()
-                reads = [master.page_in() for master in following] if options.overlap else []
+                reads = start_reads(following, spare) if options.overlap else []
                 try:
                     update(page)
                 finally:  # also after an interruption, because the state in memory has changed
-                    errors += finish_writes(writes)
+                    errors += finish_writes(writes, spare)
                     writes = [master.page_out() for master in page]
                 if not options.overlap:
-                    errors, writes = errors + finish_writes(writes), []
+                    errors, writes = errors + finish_writes(writes, spare), []
         finally:
-            errors += finish_writes(writes)
+            errors += finish_writes(writes, [])
         if errors:
             raise errors[0]  # only now, so that every parameter is updated and no state is lost
 
@@ -95,13 +101,13 @@ class FileState(MasterWeights):
         else:
             super().load_values()
 
-    def page_in(self) -> Callable[[], None]:
-        """Start reading the state.
+    def page_in(self, spare: Mapping[int, list[UntypedStorage]]) -> Callable[[], None]:
+        """Start reading the state, into spare storages where there are any (see `Reservation.get`).
 
         Returns:
             A function that waits and puts the state into the base optimizer.
         """
-        reads = {name: self.reservations[name].get() for name in self.stored}
+        reads = {name: self.reservations[name].get(spare) for name in self.stored}
 
         def finish() -> None:
             for name, ready in reads.items():
@@ -110,16 +116,18 @@ class FileState(MasterWeights):
                 else:
                     self.states[self.weights][name] = ready()
             self.stored.clear()
+            reads.clear()  # the caller may keep this function, but it must not keep the tensors
 
         return finish
 
-    def page_out(self) -> Callable[[], list[OSError]]:
+    def page_out(self) -> Callable[[list[UntypedStorage]], list[OSError]]:
         """Start writing the state.
 
         Tensors that could not be written stay in memory and are written after a later step.
 
         Returns:
-            A function that waits, frees the memory and returns the errors of the writes.
+            A function that waits, drops the tensors and returns the errors of the writes. It adds
+            the storages that no tensor uses any more to the list that it is called with.
         """
         writes, errors = {}, []
         for name, tensor in self._in_memory().items():
@@ -128,7 +136,7 @@ class FileState(MasterWeights):
             except OSError as error:
                 errors.append(error)
 
-        def finish() -> list[OSError]:
+        def finish(spare: list[UntypedStorage]) -> list[OSError]:
             for name, reservation in writes.items():
                 try:
                     reservation.wait()
@@ -136,13 +144,20 @@ class FileState(MasterWeights):
                     errors.append(error)
                     continue
                 self.stored.add(name)
-                if name == WEIGHTS:
-                    self._empty_weights()
-                else:
-                    del self.states[self.weights][name]
+                storage = self._drop(name)
+                if not is_symbolic(self.p) and holders_of(storage) == _NO_TENSOR:
+                    spare.append(storage)
             return errors
 
         return finish
+
+    def _drop(self, name: str) -> UntypedStorage:
+        """Drop a tensor of the state that is in memory, and return its storage."""
+        if name == WEIGHTS:
+            storage = self.weights.untyped_storage()
+            self._empty_weights()
+            return storage
+        return self.states[self.weights].pop(name).untyped_storage()
 
     def _in_memory(self) -> dict[str, Tensor]:
         state = self.states.get(self.weights, {})
@@ -180,7 +195,7 @@ class FileState(MasterWeights):
             self._empty_weights()
             return
         self.reserve([self], self.options)
-        for error in finish_writes([self.page_out()]):
+        for error in finish_writes([self.page_out()], []):
             raise error
 
     def load_weights(self, values: Tensor) -> None:
@@ -188,9 +203,30 @@ class FileState(MasterWeights):
             self.weights.data = values.to(self.dtype, copy=True)
 
 
-def finish_writes(writes: Iterable[Callable[[], list[OSError]]]) -> list[OSError]:
-    """Call the functions that `page_out` returned, and return all their errors."""
-    return [error for finish in writes for error in finish()]
+def start_reads(
+    masters: Sequence[FileState], spare: list[UntypedStorage]
+) -> list[Callable[[], None]]:
+    """Start reading the state of these master weights, into spare storages where the sizes fit.
+
+    All other spare storages are released first, so that a step holds no more than three pages.
+    """
+    needed = Counter(
+        master.reservations[name].nbytes for master in masters for name in master.stored
+    )
+    fitting = {
+        nbytes: [storage for storage in spare if storage.nbytes() == nbytes][:count]
+        for nbytes, count in needed.items()
+    }
+    spare.clear()
+    return [master.page_in(fitting) for master in masters]
+
+
+def finish_writes(
+    writes: Iterable[Callable[[list[UntypedStorage]], list[OSError]]],
+    spare: list[UntypedStorage],
+) -> list[OSError]:
+    """Call the functions that `page_out` returned with `spare`, and return all their errors."""
+    return [error for finish in writes for error in finish(spare)]
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:

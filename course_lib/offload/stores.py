@@ -13,7 +13,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -137,14 +137,28 @@ class Reservation:
         self.store.stats.bytes_down += self.nbytes
         return self
 
-    def get(self) -> Callable[[], Tensor]:
-        """Start copying the tensor back into new memory.
+    def get(
+        self, spare: Mapping[int, list[torch.UntypedStorage]] | None = None
+    ) -> Callable[[], Tensor]:
+        """Start copying the tensor back.
+
+        Args:
+            spare: Bytes -> storages of that size that no tensor uses. If there is one of `nbytes`
+                bytes, it is removed from its list and copied into. Otherwise new memory is
+                allocated.
 
         Returns:
             A function that waits and returns the tensor.
         """
         # The memory is allocated in this thread, so that a meter sees it.
-        tensor = self.store.memory_for(self, *self._like)
+        storages = (spare or {}).get(self.nbytes)
+        if storages:
+            shape, stride, dtype, device = self._like
+            with _disable_current_modes():
+                empty = torch.empty(0, dtype=dtype, device=device)
+                tensor = empty.set_(storages.pop(), 0, shape, stride)
+        else:
+            tensor = self.store.memory_for(self, *self._like)
         ready = self.store.read(self, bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
 
