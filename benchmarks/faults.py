@@ -440,7 +440,12 @@ def of_step(name: str, rounds: int, device: str = "cpu") -> Iterator[Row]:
 
 
 def rows(rounds: int) -> Iterator[Row]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in STEPS:
-            yield from of_step(name, rounds)
+    # A shell that starts a command in the background lets it ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in STEPS:
+                yield from of_step(name, rounds)
+    finally:
+        signal.signal(signal.SIGINT, before)
