@@ -44,8 +44,8 @@ def synchronous_file(parameters: set[int]):
 def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None]:
     """Return a function that runs the step while another thread writes and reads `nbytes`.
 
-    No part of the step waits for the copies. They only use the machine at the same time. The bytes
-    are copied from and to six buffers in turn, as large as the three pages of an offloaded optimizer.
+    No part of the step waits for the copies. They only use the machine at the same time. Six
+    buffers are used in turn, which are as large as the three pages of an offloaded optimizer.
     """
     file = tempfile.TemporaryFile(dir=DiskStore().directory)  # noqa: SIM115
     # Not bytearrays: their addresses may be no multiples of 32, and then some CPUs take five times
