@@ -577,13 +577,15 @@ def test_a_stage_that_cuts_the_gradient_leaves_those_before_it_without_any():
 def test_blocks_run_by_a_schedule_compute_what_they_do_without_it():
     blocks, x = mlp()
     model = nn.Sequential(nn.Linear(16, 16), blocks, nn.Linear(16, 3))
-    expected = step(model, x)
+    expected, alone = step(model, x), model.eval()[1][3](x)
+    model.train()
     for schedule in schedules(len(blocks)):
         with schedule_blocks(model, "1.*", schedule=schedule) as handle:
             assert handle.names == tuple(f"1.{i}" for i in range(9))
             assert_same_bits(step(model, x), expected)
             with torch.no_grad():
                 assert torch.equal(copy.deepcopy(model).eval()(x), model.eval()(x))
+                assert torch.equal(blocks[3](x), alone)  # in any order, also a block by itself
             model.train()
         assert all("forward" not in vars(block) for block in blocks)
 
