@@ -17,7 +17,8 @@ from course_lib.models import deep_mlp
 from course_lib.offload import DiskStore, offload_activations
 
 CHUNK = 8 << 20
-COPIES = "no offload, another thread copies as many bytes"
+COPIES = "no offload, next to copies"
+COPIES_NOTE = "another thread writes and reads {:,} bytes, and nothing waits for them"
 
 
 def synchronous_file(parameters: set[int]):
@@ -89,7 +90,7 @@ def rows(rounds: int) -> Iterator[Row]:
     nbytes = store.stats.bytes_down - before
     arms[COPIES] = next_to_copies(nbytes, arms["no offload"])
     notes = {"save_on_cpu": "on a CPU it copies into memory of the same kind, so it saves nothing"}
-    notes[COPIES] = f"the step does not wait for the {nbytes:,} bytes each way"
+    notes[COPIES] = COPIES_NOTE.format(nbytes)
     notes["synchronous file"] = "the course holds copies that are in flight"
     work = "activations of 16 linear layers to a file"
     yield from compare(work, arms, rounds, bytes_of=peaks, notes=notes)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from offload import next_to_copies
+from offload import COPIES_NOTE, next_to_copies
 from scoreboard import COURSE, Row, compare
 
 from course_lib.models import deep_mlp
@@ -16,7 +16,7 @@ MAKERS = {
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
 }
 
-NEXT_TO_COPIES = "AdamW, fused, another thread copies as many bytes"
+NEXT_TO_COPIES = "AdamW, fused, next to copies"
 COPIES_ALONE = "the copies alone, in one thread"
 
 
@@ -35,7 +35,7 @@ def rows(rounds: int) -> Iterator[Row]:
     arms[COPIES_ALONE] = next_to_copies(nbytes, lambda: None)
     notes = {
         "AdamW, fused": f"the course reads and writes {nbytes:,} bytes of moments",
-        NEXT_TO_COPIES: f"the update does not wait for the {nbytes:,} bytes each way",
+        NEXT_TO_COPIES: COPIES_NOTE.format(nbytes),
     }
     yield from compare(
         "AdamW's step on 12.6 M parameters, state in a file", arms, 5 * rounds, notes=notes

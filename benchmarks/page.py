@@ -22,13 +22,15 @@ ABOUT = {
     " on the same work. `make bench` measures everything again and prints the same table.\n\n"
     "The calls take turns in one run. The time is the course's median divided by the peer's, so the"
     " course is faster where it is below 1. The quartiles of the ratio over the rounds are in"
-    " parentheses. Bytes are exact. Measured on {date}: {machine}, Python {python}, torch {torch},"
-    " one thread, {rounds} rounds.\n\n"
+    " parentheses. If the machine's speed changes during the run, the ratio of the medians can lie"
+    " outside of them. Bytes are exact. Measured on {date}: {machine}, Python {python}, torch"
+    " {torch}, one thread, {rounds} rounds.\n\n"
     "![Ratios of time and bytes, group by group](scoreboard.svg)\n",
     "zh": "# 对比表\n\n{other}\n\n库里的每项技术，与你原本会用的工具做同样的工作，逐一对照。"
     "`make bench` 会测量全部项目，并打印同一张表。\n\n"
     "同一次运行中各方轮流执行。时间一栏是本课程的中位数除以对方的中位数：小于 1 表示本课程更快。"
-    "括号里是各轮比值的四分位数。字节数是精确值。测量日期 {date}：{machine}，Python {python}，"
+    "括号里是各轮比值的四分位数；运行期间机器快慢有变时，中位数之比可能落在它们之外。"
+    "字节数是精确值。测量日期 {date}：{machine}，Python {python}，"
     "torch {torch}，单线程，{rounds} 轮。\n\n"
     "![各组的时间比与字节比](scoreboard.zh.svg)\n",
 }
