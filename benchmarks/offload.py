@@ -1,24 +1,21 @@
 """Activations offloaded to a file, compared with no offload, with `save_on_cpu`, with a file that
 is written and read while nothing else happens, and with copies that the step does not wait for."""
 
-import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 from checkpoint import peak
+from copies import COPIES_NOTE, next_to_copies
 from scoreboard import COURSE, Row, compare
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from course_lib.models import deep_mlp
 from course_lib.offload import DiskStore, offload_activations
 
-CHUNK = 8 << 20
 COPIES = "no offload, next to copies"
-COPIES_NOTE = "another thread writes and reads {:,} bytes, and nothing waits for them"
 
 
 def synchronous_file(parameters: set[int]):
@@ -40,31 +37,6 @@ def synchronous_file(parameters: set[int]):
         return torch.frombuffer(read, dtype=torch.float32).view(packed[1])
 
     return saved_tensors_hooks(pack, unpack)
-
-
-def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that runs the step while another thread writes and reads `nbytes`.
-
-    No part of the step waits for the copies. They only use the machine at the same time. Six
-    buffers are used in turn, which are as large as the three pages of an offloaded optimizer.
-    """
-    file = tempfile.TemporaryFile(dir=DiskStore().directory)  # noqa: SIM115
-    # Not bytearrays: their addresses may be no multiples of 32, and then some CPUs take five times
-    # as long to read.
-    buffers = [torch.zeros(CHUNK, dtype=torch.uint8).numpy() for _ in range(6)]
-
-    def copy() -> None:
-        for move in (os.pwritev, os.preadv):
-            for i, place in enumerate(range(0, nbytes, CHUNK)):
-                move(file.fileno(), [buffers[i % len(buffers)]], place)
-
-    def call() -> None:
-        thread = threading.Thread(target=copy)
-        thread.start()
-        step()
-        thread.join()
-
-    return call
 
 
 def step(net, x, context: Callable) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from offload import COPIES_NOTE, next_to_copies
+from copies import COPIES_NOTE, next_to_copies
 from scoreboard import COURSE, Row, compare
 
 from course_lib.models import deep_mlp

@@ -1,0 +1,38 @@
+"""Copies to and from a file that run at the same time as a step, which does not wait for them."""
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+
+import torch
+
+from course_lib.offload import DiskStore
+
+CHUNK = 8 << 20
+COPIES_NOTE = "another thread writes and reads {:,} bytes, and nothing waits for them"
+
+
+def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that runs the step while another thread writes and reads `nbytes`.
+
+    No part of the step waits for the copies. They only use the machine at the same time. Six
+    buffers are used in turn, which are as large as the three pages of an offloaded optimizer.
+    """
+    file = tempfile.TemporaryFile(dir=DiskStore().directory)  # noqa: SIM115
+    # Not bytearrays: their addresses may be no multiples of 32, and then some CPUs take five times
+    # as long to read.
+    buffers = [torch.zeros(CHUNK, dtype=torch.uint8).numpy() for _ in range(6)]
+
+    def copy() -> None:
+        for move in (os.pwritev, os.preadv):
+            for i, place in enumerate(range(0, nbytes, CHUNK)):
+                move(file.fileno(), [buffers[i % len(buffers)]], place)
+
+    def call() -> None:
+        thread = threading.Thread(target=copy)
+        thread.start()
+        step()
+        thread.join()
+
+    return call
