@@ -11,6 +11,7 @@ from torch import nn
 
 from course_lib.budget import Recipe, estimate
 from course_lib.budget.device import OnDevice, host_state_bytes
+from course_lib.budget.frameworks import OPTIMIZER_ARGUMENTS
 from course_lib.budget.optimizers import LR, OPTIMIZERS, Lion
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import OffloadedOptimizer
@@ -128,7 +129,13 @@ def test_a_row_refuses_attributes_that_contradict_each_other(attribute, value):
 def test_no_alias_names_two_optimizers_and_the_docstring_of_a_recipe_names_each():
     names = [*OPTIMIZERS, *(alias for row in OPTIMIZERS.values() for alias in row.aliases)]
     assert len(names) == len(set(names))
-    assert all(f'"{name}"' in inspect.getdoc(Recipe) for name in OPTIMIZERS)
+    document = inspect.getdoc(Recipe)
+    missing = [name for name in OPTIMIZERS if f'"{name}"' not in document]
+    assert missing == [], "the docstring of Recipe must name these optimizers"
+
+
+def test_each_optimizer_has_arguments_for_the_trainer():
+    assert set(OPTIMIZER_ARGUMENTS) == set(OPTIMIZERS)
 
 
 # ---- formulas
