@@ -254,7 +254,12 @@ GROWN = [
     Recipe(checkpoint="layers", micro_batches=3),
     *(
         Recipe(checkpoint=keep, prefetch=ahead, in_flight=down, **SMALL)
-        for keep, ahead, down in (("layers", 0, 2), ("layers", 2, 2), ("none", 2, 1))
+        for keep, ahead, down in (
+            ("layers", None, None),
+            ("layers", 0, 2),
+            ("layers", 2, 2),
+            ("none", 2, 1),
+        )
     ),
 ]
 

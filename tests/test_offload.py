@@ -14,7 +14,6 @@ from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
@@ -757,21 +756,18 @@ def test_pages_are_read_into_the_memory_of_pages_that_are_written(monkeypatch, o
     assert len(new) == 2 * (3 if overlap else 1)  # Adam's two tensors, of the first pages
 
 
-class Keeping(torch.optim.Adam):
-    """An optimizer that keeps references to the state of its last step."""
-
-    kept: ClassVar[list] = []
-
-    def step(self):
-        super().step()
-        tensors = [t for state in self.state.values() for t in state.values() if t.ndim]
-        self.kept += [(t, t.clone()) for t in tensors]
-
-
 def test_memory_to_which_the_base_keeps_a_reference_is_not_written_again():
+    kept = []
+
+    class Keeping(torch.optim.Adam):
+        def step(self):
+            super().step()
+            tensors = [t for state in self.state.values() for t in state.values() if t.ndim]
+            kept.extend((t, t.clone()) for t in tensors)
+
     net = nn.ParameterList(torch.ones(64, 64) for _ in range(5))
     second_step(net, OffloadedOptimizer(net, Keeping, page_bytes=1))
-    assert len(Keeping.kept) > 20 and all(torch.equal(t, then) for t, then in Keeping.kept)
+    assert len(kept) > 20 and all(torch.equal(t, then) for t, then in kept)
 
 
 def second_step(net, optimizer):

@@ -150,14 +150,13 @@ class Reservation:
         Returns:
             A function that waits and returns the tensor.
         """
-        # The memory is allocated in this thread, so that a meter sees it.
         storages = (spare or {}).get(self.nbytes)
         if storages:
             shape, stride, dtype, device = self._like
-            with _disable_current_modes():
+            with _disable_current_modes():  # a meter has counted this memory already
                 empty = torch.empty(0, dtype=dtype, device=device)
                 tensor = empty.set_(storages.pop(), 0, shape, stride)
-        else:
+        else:  # allocated in this thread, so that a meter sees it
             tensor = self.store.memory_for(self, *self._like)
         ready = self.store.read(self, bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
