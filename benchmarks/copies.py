@@ -1,4 +1,4 @@
-"""Copies to and from a file that run at the same time as a step, which does not wait for them."""
+"""A step, and copies to and from a file that run at the same time in another thread."""
 
 import os
 import tempfile
@@ -10,14 +10,14 @@ import torch
 from course_lib.offload import DiskStore
 
 CHUNK = 8 << 20
-COPIES_NOTE = "another thread writes and reads {:,} bytes, and nothing waits for them"
+COPIES_NOTE = "at the same time, another thread writes and reads {:,} bytes"
 
 
 def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None]:
     """Return a function that runs the step while another thread writes and reads `nbytes`.
 
-    No part of the step waits for the copies. They only use the machine at the same time. Six
-    buffers are used in turn, which are as large as the three pages of an offloaded optimizer.
+    No part of the step waits for the copies. The function returns when both have ended. Six buffers
+    are used in turn, which are as large as the three pages of an offloaded optimizer.
     """
     file = tempfile.TemporaryFile(dir=DiskStore().directory)  # noqa: SIM115
     # Not bytearrays: their addresses may be no multiples of 32, and then some CPUs take five times
@@ -27,7 +27,7 @@ def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None
     def copy() -> None:
         for move in (os.pwritev, os.preadv):
             for i, place in enumerate(range(0, nbytes, CHUNK)):
-                move(file.fileno(), [buffers[i % len(buffers)]], place)
+                move(file.fileno(), [buffers[i % len(buffers)][: nbytes - place]], place)
 
     def call() -> None:
         thread = threading.Thread(target=copy)

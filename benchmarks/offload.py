@@ -1,5 +1,5 @@
 """Activations offloaded to a file, compared with no offload, with `save_on_cpu`, with a file that
-is written and read while nothing else happens, and with copies that the step does not wait for."""
+is written and read while nothing else happens, and with copies at the same time."""
 
 import tempfile
 from collections.abc import Callable, Iterator

@@ -10,8 +10,13 @@ from scoreboard import COURSE, Row, compare
 from course_lib.models import deep_mlp
 from course_lib.offload import DiskStore, OffloadedOptimizer
 
+
+def offloaded(parameters) -> OffloadedOptimizer:
+    return OffloadedOptimizer(parameters, fused=True, store=DiskStore(threads=1))
+
+
 MAKERS = {
-    COURSE: partial(OffloadedOptimizer, fused=True, store=DiskStore(threads=1)),
+    COURSE: offloaded,
     "AdamW": torch.optim.AdamW,
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
 }
