@@ -5,11 +5,10 @@ from functools import partial
 
 import torch
 import torch.utils.checkpoint as theirs
-from scoreboard import COURSE, Row, compare
+from scoreboard import COURSE, Row, compare, peak
 from torch import nn
 
 import course_lib.checkpoint as ours
-from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 
 aten = torch.ops.aten
@@ -44,13 +43,6 @@ def decoder_step(module, mode: str) -> Callable[[], None]:
         model.loss(tokens).backward()
 
     return step
-
-
-def peak(step: Callable[[], object]) -> int:
-    step()
-    with MemoryMeter() as meter:
-        step()
-    return meter.peak_bytes
 
 
 def rows(rounds: int) -> Iterator[Row]:

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 import torch._functorch.config
-from checkpoint import PRODUCTS, peak
-from scoreboard import COURSE, Row, compare
+from checkpoint import PRODUCTS
+from scoreboard import COURSE, Row, compare, peak
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.checkpoint import checkpoint_blocks

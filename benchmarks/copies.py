@@ -1,4 +1,5 @@
-"""A step, and copies to and from a file that run at the same time in another thread."""
+"""Copies to and from a file that the rows about offload are compared with: next to a step, in
+another thread, or while the step waits for each of them."""
 
 import os
 import tempfile
@@ -6,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from course_lib.offload import DiskStore
 
@@ -36,3 +38,24 @@ def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None
         thread.join()
 
     return call
+
+
+def synchronous_file(parameters: set[int]):
+    """Write each saved tensor to a file, and read it back: what one writes first."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the graph
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() in parameters:
+            return tensor.detach()
+        place = file.seek(0, 2)
+        file.write(tensor.contiguous().numpy())
+        return place, tensor.shape
+
+    def unpack(packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        file.seek(packed[0])
+        read = bytearray(file.read(packed[1].numel() * 4))
+        return torch.frombuffer(read, dtype=torch.float32).view(packed[1])
+
+    return saved_tensors_hooks(pack, unpack)

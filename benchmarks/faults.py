@@ -342,12 +342,12 @@ def child(run: Callable[[], None]) -> int:
 
 
 def forked(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
-    """Fork at operators of the forward pass. Parent and child go on, and each must get the right
+    """Fork at operators of the step. Parent and child go on, and each must get the right
     gradients; a child that uses the parent's store must get an error that says so."""
     recorded = Places()
     bench.run(operators, recorded)
     tried, lost = Counter(), Counter()
-    for number in chosen(recorded.phases.count("forward"), rounds):
+    for number in chosen(len(recorded.phases), rounds):
         inside: list[int] = []  # the process, and 0 in the child
 
         def fork(inside: list[int] = inside) -> None:
@@ -368,7 +368,7 @@ def forked(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
         lost.update([] if right else ["the parent's step"])
         ended = os.waitstatus_to_exitcode(os.waitpid(inside[0], 0)[1])
         lost.update([] if ended == 0 else ["the child's step"])
-        tried["forward"] += 1
+        tried[recorded.phases[number]] += 1
     return tried, lost
 
 
@@ -431,7 +431,7 @@ def of_step(name: str, rounds: int, device: str = "cpu") -> Iterator[Row]:
                 if places[context]:
                     yield row(name, what, *bench.tried(context, fault, rounds))
             if forks:
-                yield row(name, "fork", *forked(bench, min(rounds, 2)))
+                yield row(name, "fork", *forked(bench, min(rounds, 4)))
         finally:
             step.close()
             gc.unfreeze()

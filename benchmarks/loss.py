@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from checkpoint import peak
-from scoreboard import COURSE, Row, compare, installed, missing
+from scoreboard import COURSE, Row, compare, installed, missing, peak
 from torch.nn import functional as F
 
 from course_lib.checkpoint import checkpointed_loss

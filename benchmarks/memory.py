@@ -2,7 +2,7 @@
 that each of them reports."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import torch
 from scoreboard import COURSE, Row, compare
@@ -26,44 +26,35 @@ def rows(rounds: int) -> Iterator[Row]:
         optimizer.step()
         optimizer.zero_grad()
 
+    def metered() -> MemoryMeter:
+        with MemoryMeter(model, optimizer) as meter:
+            step()
+        return meter
+
+    def tracked() -> MemTracker:
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            step()
+        return tracker
+
+    def profiled() -> None:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+            step()
+
     def under_modes(*modes) -> None:
         with ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
             step()
 
-    def under(make):
-        def call() -> None:
-            with make() as tool:
-                step()
-            tools[make] = tool
-
-        return call
-
-    def tracker() -> MemTracker:
-        made = MemTracker()
-        made.track_external(model, optimizer)
-        return made
-
-    def profiler() -> profile:
-        return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-    def meter() -> MemoryMeter:
-        return MemoryMeter(model, optimizer)
-
-    tools: dict = {}
-    arms = {COURSE: under(meter), "MemTracker": under(tracker), "torch.profiler": under(profiler)}
+    arms = {COURSE: metered, "MemTracker": tracked, "torch.profiler": profiled, "no tool": step}
     step()  # makes the optimizer state
-    for arm in arms.values():
-        arm()
-    found = tools[meter]
+    meter, snapshot = metered(), tracked().get_tracker_snapshot("peak")
     peaks = {
-        COURSE: found.peak_bytes,
-        "MemTracker": max(
-            at["Total"] for at in tools[tracker].get_tracker_snapshot("peak").values()
-        ),
-        "torch.profiler": found.entry_bytes + allocator_peak(under_modes, torch.device("cpu")),
+        COURSE: meter.peak_bytes,
+        "MemTracker": max(at["Total"] for at in snapshot.values()),
+        "torch.profiler": meter.entry_bytes + allocator_peak(under_modes, torch.device("cpu")),
     }
-    arms["no tool"] = under(nullcontext)
     notes = {"torch.profiler": "it records in C++ and assigns no category or FLOPs"}
     yield from compare(WORK, arms, rounds, bytes_of=peaks, notes=notes)

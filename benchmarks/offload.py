@@ -1,42 +1,19 @@
 """Activations offloaded to a file, compared with no offload, with `save_on_cpu`, with a file that
 is written and read while nothing else happens, and with copies at the same time."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 
 import torch
-from checkpoint import peak
-from copies import COPIES_NOTE, next_to_copies
-from scoreboard import COURSE, Row, compare
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from copies import COPIES_NOTE, next_to_copies, synchronous_file
+from scoreboard import COURSE, Row, compare, peak
+from torch.autograd.graph import save_on_cpu
 
 from course_lib.models import deep_mlp
 from course_lib.offload import DiskStore, offload_activations
 
 COPIES = "no offload, next to copies"
-
-
-def synchronous_file(parameters: set[int]):
-    """Write each saved tensor to a file, and read it back: what one writes first."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the graph
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() in parameters:
-            return tensor.detach()
-        place = file.seek(0, 2)
-        file.write(tensor.contiguous().numpy())
-        return place, tensor.shape
-
-    def unpack(packed):
-        if isinstance(packed, torch.Tensor):
-            return packed
-        file.seek(packed[0])
-        read = bytearray(file.read(packed[1].numel() * 4))
-        return torch.frombuffer(read, dtype=torch.float32).view(packed[1])
-
-    return saved_tensors_hooks(pack, unpack)
 
 
 def step(net, x, context: Callable) -> None:

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ilp import by_ckptplan, by_ilp
+from planners import by_ckptplan, by_course, by_ilp
 from scoreboard import COURSE, Row
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.budget import Recipe, build, estimate, fit, train_step
+from course_lib.budget import Recipe, estimate
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 
@@ -17,23 +17,8 @@ SIZES = {"vocabulary": 512, "hidden": 256, "heads": 8, "layers": 8, "sequence": 
 make_decoder, make_tokens = partial(Decoder, **SIZES), partial(random_tokens, 4, 256, 512)
 
 
-def by_course(budget: int):
-    ways = [{"checkpoint": "none"}, {"checkpoint": "selective"}, {"checkpoint": "layers"}]
-    ways += [
-        {"checkpoint": way, "first_blocks": n}
-        for way in ("layers", "selective")
-        for n in range(1, 8)
-    ]
-    ways += [{"checkpoint": "segments", "segments": n} for n in range(2, 9)]
-    recipes = [Recipe(optimizer="sgd", **way) for way in ways]
-    best = fit(make_decoder, make_tokens, budget, recipes=recipes, progress=False)[0].recipe
-    model, optimizer = build(make_decoder, best)
-    batch = make_tokens()
-    return model, lambda: train_step(model, optimizer, batch, best)
-
-
 PLANNERS = {
-    COURSE: by_course,
+    COURSE: partial(by_course, make_decoder, make_tokens),
     "PyTorch's ILP": partial(by_ilp, make_decoder, make_tokens),
     "ckptplan": partial(by_ckptplan, make_decoder, make_tokens, SIZES["hidden"]),
 }

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from turns import in_turns
 
+from course_lib.memory import MemoryMeter
+
 COURSE = "course"
 
 
@@ -72,6 +74,14 @@ def compare(
         ratio = statistics.median(course) / statistics.median(seconds[peer])
         sized = (sizes.get(COURSE), sizes.get(peer))
         yield Row(work, peer, ratio, low, high, *sized, notes.get(peer, ""))
+
+
+def peak(step: Callable[[], object]) -> int:
+    """Return the peak of live bytes in the second call of `step`."""
+    step()
+    with MemoryMeter() as meter:
+        step()
+    return meter.peak_bytes
 
 
 def installed(*modules: str) -> bool:

@@ -1,7 +1,8 @@
-"""Planners of peers: PyTorch's integer linear program for selective checkpoints, and ckptplan.
+"""Three planners of checkpoints for a budget: the course's `fit`, PyTorch's integer linear program
+for selective checkpoints, and ckptplan.
 
-The first asks a CUDA device for the time of each operator and the second for bytes. On a CPU they
-get FLOPs at the laptop's rates, and what autograd keeps for each layer.
+PyTorch's program asks a CUDA device for the time of each operator and ckptplan for bytes. On a CPU
+they get FLOPs at the laptop's rates, and what autograd keeps for each layer.
 """
 
 import contextlib
@@ -18,9 +19,22 @@ from torch.utils.checkpoint import CheckpointPolicy as Policy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from course_lib.budget import RATES, Recipe, estimate
+from course_lib.budget import RATES, Recipe, build, estimate, fit, train_step
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import saved_tensors
+
+WAYS = [{"checkpoint": "none"}, {"checkpoint": "selective"}, {"checkpoint": "layers"}]
+WAYS += [{"checkpoint": "layers", "first_blocks": n} for n in range(1, 8)]
+WAYS += [{"checkpoint": "selective", "first_blocks": n} for n in range(1, 8)]
+WAYS += [{"checkpoint": "segments", "segments": n} for n in range(2, 9)]
+
+
+def by_course(make_decoder, make_tokens, budget: int):
+    recipes = [Recipe(optimizer="sgd", **way) for way in WAYS]
+    best = fit(make_decoder, make_tokens, budget, recipes=recipes, progress=False)[0].recipe
+    model, optimizer = build(make_decoder, best)
+    batch = make_tokens()
+    return model, lambda: train_step(model, optimizer, batch, best)
 
 
 class Whole(nn.Module):
