@@ -51,13 +51,7 @@ def current(row: Row) -> Row:
 
 def read() -> list[Row]:
     with FILE.open(encoding="utf-8", newline="") as file:
-        table = [
-            {key: value for key, value in row.items() if value} for row in csv.DictReader(file)
-        ]
-    for row in table:
-        if "refused" in row:
-            row["refused"] = row["refused"].partition(":")[0]
-    return table
+        return [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def write(table: list[Row]) -> None:

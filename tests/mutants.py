@@ -86,7 +86,10 @@ def solutions(number: str) -> tuple[Solution, ...]:
     found = []
     for place, source in enumerate(code):
         if "### BEGIN SOLUTION" in source:
-            check = next(name for name in CHECKS if f"lesson_{number}.check_{name[3:]}(" in source)
+            check = next(
+                (name for name in CHECKS if f"lesson_{number}.check_{name[3:]}(" in source), None
+            )
+            assert check, f"lesson_{number} exports no check that this solution calls:\n{source}"
             taken = bound_by(remove_guard(source)) & bound_by(code[place - 1])
             found.append(
                 Solution(check, source, taken, _needed(remove_guard(source), code[:place]))

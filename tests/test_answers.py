@@ -16,7 +16,11 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_every_check_has_answers_here():
-    assert ANSWERS.keys() == CHECKS.keys()
+    """A check is written for the answers that it refuses, so it has three of them at least."""
+    assert ANSWERS.keys() == CHECKS.keys(), "a check that its lesson exports, and its answers"
+    assert [
+        name for name, (right, wrong, *_) in ANSWERS.items() if not right or len(wrong) < 3
+    ] == []
 
 
 @pytest.mark.parametrize("name", CHECKS)

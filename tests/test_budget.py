@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import pickle
+import re
 import weakref
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -104,7 +105,11 @@ def test_the_repr_of_a_recipe_makes_it_again_and_names_only_what_is_not_plain():
 
 def test_every_field_of_a_recipe_belongs_to_one_technique_and_the_plain_step_uses_none():
     owned = [name for technique in TECHNIQUES for name in technique.fields]
-    assert sorted(owned) == sorted(field.name for field in dataclasses.fields(Recipe))
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    assert [name for name in names if name not in owned] == [], "fields without a technique"
+    assert [name for name in owned if owned.count(name) > 1 or name not in names] == []
+    documented = re.findall(r"^ {8}(\w+): ", Recipe.__doc__, re.MULTILINE)
+    assert [name for name in names if name not in documented] == [], "missing in the docstring"
     assert not any(technique.is_used(Recipe(attention=None)) for technique in TECHNIQUES)
     # A technique that changes a model must say where it comes in the order.
     for technique in TECHNIQUES:
@@ -130,6 +135,9 @@ def test_recipe_refuses_two_techniques_with_saved_tensor_hooks(monkeypatch):
         RecipeWithSavedDtype(**alone, checkpoint="layers")  # its hooks are inside the pass
     with pytest.raises(ValueError, match="offload_activations cannot be combined with saved_dtype"):
         RecipeWithSavedDtype(saved_dtype="bf16", offload_activations=True)
+    # nobody has said that ranks can run it
+    with pytest.raises(ValueError, match="saved_dtype must be None when ranks is 2, got 'bf16'"):
+        RecipeWithSavedDtype(saved_dtype="bf16", ranks=2, shard="ddp")
 
 
 def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones():

@@ -87,6 +87,9 @@ def test_two_steps_of_the_trainer_peak_at_the_estimate(recipe, tmp_path):
         (Recipe(offload_activations=True), "activation_offloading=True"),
         (Recipe(checkpoint="selective"), "checkpoints every block"),
         (Recipe(checkpoint="layers", first_blocks=2), "checkpoints every block"),
+        (Recipe(checkpoint="layers", blocks="model.layers.0"), "checkpoints every block"),
+        (Recipe(update="loop"), "between loop, foreach and fused"),
+        (Recipe(optimizer="sgd", update="fused"), "between loop, foreach and fused"),
         (Recipe(attention="eager"), 'attn_implementation="eager"'),
         (Recipe(None, accumulate="fp32", micro_batches=2), "in the dtype of the parameters"),
         (Recipe(micro_batches=3), "9 samples instead of 8"),
@@ -99,6 +102,31 @@ def test_what_the_trainer_does_otherwise_is_said(recipe, words, tmp_path):
     assert [words in sentence for sentence in lines.differences] == [True]
     assert words in str(lines)
     assert arguments_of(recipe, tmp_path, use_cpu=True).optim == lines.arguments["optim"]
+
+
+# Fields that only have a meaning together with another one, whose sentence speaks for them.
+REFINING = {"segments", "schedule_bytes", "min_bytes", "prefetch", "in_flight", "page_bytes"}
+OTHERS = [
+    *(Recipe(precision="bf16"), Recipe(optimizer="lion"), Recipe(update="loop")),
+    *(Recipe(offload_optimizer=0.5), Recipe(attention="flash"), Recipe(checkpoint="layers")),
+    *(Recipe(checkpoint="layers", blocks="a"), Recipe(checkpoint="layers", first_blocks=1)),
+    *(Recipe(offload_activations=True), Recipe(head_chunk=7), Recipe(in_backward=True)),
+    *(Recipe(None, accumulate="fp32"), Recipe(micro_batches=2)),
+    *(Recipe(ranks=2, shard=shard) for shard in ("ddp", "zero1", "zero2")),
+]
+
+
+def test_no_field_of_a_recipe_is_left_out_in_silence():
+    """Another value in a field gives the Trainer other arguments, or the reader a sentence."""
+    plain, tried = Recipe().as_training_arguments(SAMPLES), set()
+    for recipe in OTHERS:
+        lines = recipe.as_training_arguments(SAMPLES)
+        assert (lines.arguments, lines.differences) != (plain.arguments, plain.differences), recipe
+        tried |= recipe.changed_fields().keys()
+    assert tried | REFINING == Recipe.__dataclass_fields__.keys()
+    chosen = Recipe(optimizer="sgd", update="fused", checkpoint="layers", blocks="a")
+    left = chosen.as_training_arguments(SAMPLES).recipe
+    assert left == Recipe(optimizer="sgd", checkpoint="layers")
 
 
 def test_all_ranks_together_take_the_samples_of_the_batch():

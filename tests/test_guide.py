@@ -173,6 +173,14 @@ def lesson_problems(lesson, notebook, minutes):
             [row[0] for row in rows_of(part_of(lesson, "Grading"))],
             sorted(set(re.findall(r"\*\*Exercise (\d)\.\*\*", prose))),
         ),
+        "exercises without full marks, half marks or what the check misses, in both languages": (
+            [
+                row[0]
+                for row in rows_of(part_of(lesson, "Grading"))
+                if [bool(re.search(r"\S<br>\S", cell)) for cell in row[1:]] != [True] * 3
+            ],
+            [],
+        ),
         "two to four questions": (2 <= len(questions) <= 4, True),
     }
     problems = [f"{what}: {a}, not {b}" for what, (a, b) in compared.items() if a != b]
@@ -279,6 +287,8 @@ def test_the_rest_of_the_guide_agrees_too():
         (r"\bsection (\d)\.\d+", r"section \1.99"),
         (r"(\d)\.\d+ 节", r"\1.99 节"),
         (r"^\| 1 \| .*\n", ""),  # an exercise that is not graded
+        (r"^(\| 1 \| )[^|]* \|", r"\1 |"),  # no full marks
+        (r"^(\| 1 \| [^|]*)<br>[^|]*", r"\1 "),  # no Chinese of them
         (r"^[2-4]\. (.*\n)+?(?=\n)", ""),  # one question for discussion
         (r"^(\| \S.*<br>.* \| )[^|]*\d MB( \|)", r"\g<1>987 MB\2"),  # the figure of a claim
         (r"^(\| .* \| )No\b", r"\1Yes"),  # its verdict

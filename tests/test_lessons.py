@@ -25,6 +25,7 @@ from course_lib import lessons
 from course_lib._torch import is_symbolic
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import sent_bytes, shapes_of, task_of
+from course_lib.labels import chinese
 from course_lib.lessons import (
     lesson_01,
     lesson_03,
@@ -389,6 +390,7 @@ def test_a_recorded_run_is_made_again_by_its_script():
 
 def test_every_field_of_a_recipe_is_explained():
     assert lesson_07.FIELDS.keys() == Recipe().__dict__.keys()
+    assert [name for name, said in lesson_07.FIELDS.items() if chinese(said) is None] == []
 
 
 def test_stored_estimates_are_those_that_the_library_makes():

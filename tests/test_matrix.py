@@ -90,6 +90,12 @@ def goes_together(row):
 TABLE = [(row["model"], recipe_of(row)) for row in rows(CHOICES, goes_together, seed=0)]
 
 
+def test_every_field_of_a_recipe_has_another_value_in_the_table():
+    found = {name for _, recipe in TABLE for name in recipe.changed_fields()}
+    # Ranks have tests of their own (test_budget_ranks.py), and blocks are named there as well.
+    assert found | {"ranks", "shard", "blocks"} == Recipe.__dataclass_fields__.keys()
+
+
 @pytest.mark.parametrize("recipe", [r for name, r in TABLE if name == "decoder"], ids=repr)
 def test_flops_are_those_that_pytorch_counts(recipe):
     recipe = feasible(decoder, tokens, recipe)

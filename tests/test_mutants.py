@@ -54,6 +54,11 @@ def test_running_all_cells_leaves_an_accepted_answer_in_its_name(number):
         assert all(names[name] is answer for name in each.taken), each.name
 
 
+def test_every_check_has_a_solution_that_calls_it():
+    found = [each.name for number in LESSONS for each in solutions(number)]
+    assert sorted(found) == sorted(CHECKS), "a cell between BEGIN and END SOLUTION for each check"
+
+
 def test_mutants_are_slips_of_every_kind():
     source = """def f(block, x, gradient):
     with torch.no_grad():

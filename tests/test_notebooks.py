@@ -439,7 +439,8 @@ def load(path):
 @each_notebook
 def test_a_notebook_and_its_script_agree(path):
     script = path.parent / "scripts" / f"{path.stem}.py"
-    assert twin_problems(load(path), script.read_text(encoding="utf-8")) == []
+    problems = twin_problems(load(path), script.read_text(encoding="utf-8"))
+    assert problems == [], f"edit the script, then: make notebooks ARGS={path.stem[:2]}"
 
 
 def test_every_notebook_has_a_script_and_every_script_a_notebook():

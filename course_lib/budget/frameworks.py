@@ -79,7 +79,7 @@ def trainer_lines(recipe: Recipe, samples: int) -> TrainerLines:
         "gradient_accumulation_steps": recipe.micro_batches,
         **OPTIMIZER_ARGUMENTS[recipe.optimizer],
     }
-    if recipe.optimizer == "adam" and recipe.update == "fused":
+    if _sets_update(recipe):
         arguments["optim"] = "adamw_torch_fused"
     if recipe.precision == "bf16":
         arguments["bf16"] = True
@@ -89,15 +89,22 @@ def trainer_lines(recipe: Recipe, samples: int) -> TrainerLines:
     return TrainerLines(arguments, differences, _without_missing(recipe))
 
 
+def _sets_update(recipe: Recipe) -> bool:
+    """Return whether the Trainer has an `optim` for the recipe's variant of the update."""
+    return recipe.optimizer == "adam" and recipe.update == "fused"
+
+
 def _without_missing(recipe: Recipe) -> Recipe:
     """Return the recipe without the techniques that the Trainer does not have."""
     layers = recipe.checkpoint != "none"
     return replace(
         recipe,
+        update=recipe.update if _sets_update(recipe) else None,
         offload_optimizer=0.0,
         in_backward=False,
         head_chunk=None,
         checkpoint="layers" if layers else "none",
+        blocks=None,
         first_blocks=None,
         segments=None,
         schedule_bytes=None,
@@ -141,6 +148,8 @@ def _differences(recipe: Recipe, samples: int, taken: int) -> Iterator[str]:
         )
     elif recipe.accumulate == "fp32":
         yield text("the Trainer accumulates gradients in the dtype of the parameters")
+    if recipe.update is not None and not _sets_update(recipe):
+        yield text("the Trainer leaves the choice between loop, foreach and fused to PyTorch")
     if recipe.optimizer in _IN_BITSANDBYTES:
         yield text("this `optim` needs bitsandbytes and a GPU")
     if recipe.attention in ("flash", "eager", "sdpa"):
@@ -149,9 +158,10 @@ def _differences(recipe: Recipe, samples: int, taken: int) -> Iterator[str]:
             "attention is an argument of the model: {argument}",
             argument=verbatim(f'from_pretrained(..., attn_implementation="{name}")'),
         )
-    if recipe.checkpoint not in ("none", "layers") or recipe.first_blocks is not None:
+    chosen = recipe.blocks is not None or recipe.first_blocks is not None
+    if recipe.checkpoint not in ("none", "layers") or (recipe.checkpoint == "layers" and chosen):
         yield text(
-            "the Trainer checkpoints every block, so memory and FLOPs differ from this recipe's"
+            "the Trainer checkpoints every block, so memory and FLOPs may differ from this recipe's"
         )
     if recipe.offload_activations and recipe.checkpoint == "none":
         yield text(

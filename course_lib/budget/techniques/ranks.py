@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -17,15 +18,12 @@ SHARDS = ("ddp", "zero1", "zero2", "zero3")
 RUN: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
     "optimizer": ("adam",),
-    "checkpoint": ("none", "selective", "layers"),
     "update": ("fused",),
-    "offload_optimizer": (0,),
-    "offload_activations": (False,),
-    "in_backward": (False,),
-    "head_chunk": (None,),
-    "accumulate": (None,),
-    "first_blocks": (None,),
+    "checkpoint": ("none", "selective", "layers"),
 }
+# Fields that may have any value. All fields that are in neither table must have their defaults.
+ANY = {"ranks", "shard", "micro_batches", "attention", "blocks"}
+ANY |= {"min_bytes", "prefetch", "in_flight", "page_bytes"}  # only used with offload
 
 
 class Ranks(Technique):
@@ -39,10 +37,11 @@ class Ranks(Technique):
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.ranks == 1 and recipe.shard:
             return f"shard must be None when ranks is 1, got {recipe.shard!r}"
-        for name, values in RUN.items() if recipe.ranks > 1 else ():
-            if getattr(recipe, name) not in values:
+        for field in fields(recipe) if recipe.ranks > 1 else ():
+            value, values = getattr(recipe, field.name), RUN.get(field.name, (field.default,))
+            if field.name not in ANY and value not in values:
                 allowed = f"{any_of(map(repr, values))} when ranks is {recipe.ranks}"
-                return must_be(name, allowed, repr(getattr(recipe, name)))
+                return must_be(field.name, allowed, repr(value))
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
