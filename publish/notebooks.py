@@ -225,6 +225,7 @@ def build(
     if not reason:
         copy_outputs(stored, notebook)
     else:
+        print(f"{script.stem}: the lesson runs now ({reason})", flush=True)
         notebook = run(notebook)
         if stored is not None and not force and lasting_text(stored) == lasting_text(notebook):
             copy_outputs(stored, notebook)

@@ -73,7 +73,8 @@ def test_every_dependency_is_pinned_to_one_version_and_that_one_runs():
         if needed.marker is None or needed.marker.evaluate():
             # a local label such as +cpu may differ
             public = Version(importlib.metadata.version(needed.name)).public
-            assert f"=={public}" == str(PINS[plain(needed.name)].specifier), needed.name
+            pinned = str(PINS[plain(needed.name)].specifier)
+            assert f"=={public}" == pinned, f"{needed.name} {public} is installed: make install"
 
 
 def test_the_extra_for_plots_is_what_the_lessons_draw_with():
@@ -81,8 +82,32 @@ def test_the_extra_for_plots_is_what_the_lessons_draw_with():
 
 
 def test_torch_and_triton_are_the_pair_that_belongs_together():
-    assert str(PINS["torch"]) == "torch==2.13.0"
-    assert str(PINS["triton"]) == 'triton==3.7.1; sys_platform == "linux"'
+    pair = [str(PINS[name]) for name in ("torch", "triton")]
+    # torch's package for CUDA names its triton; the one for CPUs does not
+    expected = ["torch==2.13.0", 'triton==3.7.1; sys_platform == "linux"']
+    assert pair == expected, "look up the triton of this torch, then change the pair here as well"
+
+
+OLDEST = re.search(r"torch>=([\d.]+)", " ".join(PROJECT["dependencies"]))[1]
+NUMBERS = OLDEST.replace(".", ", ")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("pyproject.toml", f"from torch {OLDEST} on"),
+        ("course_lib/lessons/lesson_00.py", f'({NUMBERS}), "{OLDEST}"'),
+        ("course_lib/lessons/__main__.py", f"({NUMBERS})"),
+        ("course_lib/lessons/__main__.py", f"takes {OLDEST} or newer"),
+        ("docs/gpus.md", f"torch ≥ {OLDEST}"),
+        ("docs/gpus.zh.md", f"torch ≥ {OLDEST}"),
+        ("CONTRIBUTING.md", f"TORCH_VERSION={OLDEST}.0"),
+        ("Makefile", f"TORCH_VERSION={OLDEST}.0"),
+        (".github/workflows/weekly.yml", f'"{OLDEST}.0"'),
+    ],
+)
+def test_every_place_that_names_the_oldest_torch_names_that_of_pyproject(file, said):
+    assert said in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_conda_gives_python_and_pip_and_pip_all_the_rest():
@@ -109,7 +134,7 @@ def commands(place, *arguments):
     return make(goal, f"VENV={place}", f"PYTHON={sys.executable}", *arguments)
 
 
-CPU = "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
+CPU = f"--index-url https://download.pytorch.org/whl/cpu {PINS['torch']}"
 
 
 def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path):
@@ -143,7 +168,7 @@ def test_make_in_a_test_ignores_variables_of_make_test(tmp_path, arguments, vari
     subprocess.run(command, cwd=ROOT, env=inherited, stdout=subprocess.DEVNULL, check=True)
     environment = json.loads(log.read_text())
     shutil.copy(ROOT / "publish/student_assets/Makefile", tmp_path)
-    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
+    (tmp_path / "constraints.txt").write_text(f"{PINS['torch']}\n")
     # the variables of `make test` do reach what it starts
     assert CPU in make("lab", folder=tmp_path, variables=environment)
     forget_make(environment)
@@ -443,8 +468,8 @@ def test_templates_for_issues_have_the_two_fields_that_a_host_asks_for():
 
 def test_another_torch_gets_an_environment_of_its_own_and_runs_the_library_alone(tmp_path):
     said = partial(make, "test-library", f"OTHER_VENV={tmp_path}")
-    oldest = said("TORCH_VERSION=2.9.0")
-    assert "--upgrade torch==2.9.0" in oldest and "torch==" not in said()
+    oldest = said(f"TORCH_VERSION={OLDEST}.0")
+    assert f"--upgrade torch=={OLDEST}.0" in oldest and "torch==" not in said()
     assert "download.pytorch.org/whl/cpu" in said("TORCH=cpu")
     assert f"{tmp_path}/constraints.txt" in oldest and " -c constraints.txt" not in oldest
     tests = re.findall(r"tests/(test_\w+)\.py", oldest)

@@ -190,9 +190,10 @@ def test_force_runs_the_lesson_and_stores_new_outputs(course):
     assert course.target.read_bytes() != before, "the seconds are those of the second run"
 
 
-def test_lesson_without_stored_notebook_or_hashes_runs(course):
+def test_lesson_without_stored_notebook_or_hashes_runs_after_the_reason_is_printed(course, capsys):
     course.target.unlink()
     assert course.build() == "ran (there is no stored notebook); stored"
+    assert "the lesson runs now (there is no stored notebook)" in capsys.readouterr().out
     stored = course.stored()
     del stored.metadata[notebooks.MADE_FROM]
     nbformat.write(stored, course.target)
