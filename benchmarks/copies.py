@@ -1,10 +1,10 @@
-"""Copies to and from a file that the rows about offload are compared with: next to a step, in
-another thread, or while the step waits for each of them."""
+"""Copies to and from a file that the rows about offload are compared with: in another thread than a
+step, or while the step waits for each of them."""
 
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,26 +15,37 @@ CHUNK = 8 << 20
 COPIES_NOTE = "at the same time, another thread writes and reads {:,} bytes"
 
 
-def next_to_copies(nbytes: int, step: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that runs the step while another thread writes and reads `nbytes`.
+def copies(nbytes: int) -> Callable[[], None]:
+    """Return a function that writes `nbytes` to a file and reads them, and keeps nothing of them.
 
-    No part of the step waits for the copies. The function returns when both have ended. Six buffers
-    are used in turn, which are as large as the three pages of an offloaded optimizer.
+    Six buffers are used in turn, which are as large as the three pages of an offloaded optimizer.
     """
     file = tempfile.TemporaryFile(dir=DiskStore().directory)  # noqa: SIM115
     # Not bytearrays: their addresses may be no multiples of 32, and then some CPUs take five times
     # as long to read.
     buffers = [torch.zeros(CHUNK, dtype=torch.uint8).numpy() for _ in range(6)]
 
-    def copy() -> None:
+    def call() -> None:
         for move in (os.pwritev, os.preadv):
             for i, place in enumerate(range(0, nbytes, CHUNK)):
                 move(file.fileno(), [buffers[i % len(buffers)][: nbytes - place]], place)
 
+    return call
+
+
+def in_two_threads(
+    here: Sequence[Callable[[], object]], there: Sequence[Callable[[], object]]
+) -> Callable[[], None]:
+    """Return a function that calls some functions while another thread calls the others.
+
+    No call waits for the other thread. The function returns when both threads have ended.
+    """
+
     def call() -> None:
-        thread = threading.Thread(target=copy)
+        thread = threading.Thread(target=lambda: [function() for function in there])
         thread.start()
-        step()
+        for function in here:
+            function()
         thread.join()
 
     return call

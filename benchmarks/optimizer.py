@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from copies import COPIES_NOTE, next_to_copies
+from copies import COPIES_NOTE, copies, in_two_threads
 from scoreboard import COURSE, Row, compare
 
 from course_lib.models import deep_mlp
@@ -21,12 +21,14 @@ MAKERS = {
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
 }
 
+LAYERS = 48
 NEXT_TO_COPIES = "AdamW, fused, next to copies"
 COPIES_ALONE = "the copies alone, in one thread"
+SPLIT = "copies and update, half in each of two threads"
 
 
-def step(make: Callable) -> Callable[[], object]:
-    model = deep_mlp(12, 1024)
+def step(make: Callable, layers: int = LAYERS) -> Callable[[], object]:
+    model = deep_mlp(layers, 1024)
     optimizer = make(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -35,13 +37,16 @@ def step(make: Callable) -> Callable[[], object]:
 
 def rows(rounds: int) -> Iterator[Row]:
     arms = {name: step(make) for name, make in MAKERS.items()}
-    nbytes = 8 * sum(parameter.numel() for parameter in deep_mlp(12, 1024).parameters())
-    arms[NEXT_TO_COPIES] = next_to_copies(nbytes, arms["AdamW, fused"])
-    arms[COPIES_ALONE] = next_to_copies(nbytes, lambda: None)
+    numbers = sum(parameter.numel() for parameter in deep_mlp(LAYERS, 1024).parameters())
+    nbytes = 8 * numbers
+    arms[NEXT_TO_COPIES] = in_two_threads([arms["AdamW, fused"]], [copies(nbytes)])
+    arms[COPIES_ALONE] = copies(nbytes)
+    here, there = (step(MAKERS["AdamW, fused"], LAYERS // 2) for _ in range(2))
+    arms[SPLIT] = in_two_threads([copies(nbytes // 2), here], [there, copies(nbytes // 2)])
     notes = {
         "AdamW, fused": f"the course reads and writes {nbytes:,} bytes of moments",
         NEXT_TO_COPIES: COPIES_NOTE.format(nbytes),
+        SPLIT: "no thread waits for the other one",
     }
-    yield from compare(
-        "AdamW's step on 12.6 M parameters, state in a file", arms, 5 * rounds, notes=notes
-    )
+    work = f"AdamW's step on {numbers / 1e6:.1f} M parameters, state in a file"
+    yield from compare(work, arms, 3 * rounds, notes=notes)

@@ -336,8 +336,9 @@ class DiskStore(Store):
         threads: Number of threads that copy at the same time.
 
     Attributes:
-        file_bytes: Bytes of the file. Freed space is reused for reservations of the same size. When
-            the second half of the file is free, the file is truncated.
+        file_bytes: Bytes of the file. It grows to the most bytes that reservations need, and keeps
+            its size until the store is closed, for the next step. Freed space between reservations
+            is reused for reservations of the same size.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -367,7 +368,8 @@ class DiskStore(Store):
         # stores.
         weakref.finalize(self, self._file.close)
         self.file_bytes = 0
-        self._free: dict[int, int] = {}  # end -> start of each free range of the file
+        self._end = 0  # of the last reservation in the file
+        self._free: dict[int, int] = {}  # end -> start of each free range before `_end`
         self._pool = ThreadPoolExecutor(threads, "disk-store")
         self._process = os.getpid()
 
@@ -375,24 +377,30 @@ class DiskStore(Store):
         for end, start in self._free.items():
             if end - start == nbytes:
                 return self._free.pop(end)
-        start, end = self.file_bytes, self.file_bytes + nbytes
+        start, end = self._end, self._end + nbytes
         if self.limit_bytes is not None and end > self.limit_bytes:
             raise StoreFull(
                 errno.ENOSPC,
                 f"the store's file has {start} bytes and needs {nbytes} more bytes, "
                 f"but limit_bytes is {self.limit_bytes}",
             )
+        if end > self.file_bytes:
+            self._allocate(end)
+        self._end = end
+        return start
+
+    def _allocate(self, end: int) -> None:
+        """Allocate disk space now, so that no later write fails because the disk is full."""
+        missing = end - self.file_bytes
         try:
-            # Allocate disk space now, so that no later write fails because the disk is full.
-            if nbytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), start, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), self.file_bytes, missing)
         except OSError as error:
             raise StoreFull(
                 error.errno,
-                f"{self.directory!r} has no space for {nbytes} more bytes ({error.strerror})",
+                f"{self.directory!r} has no space for {missing} more bytes ({error.strerror})",
             ) from error
         self.file_bytes = end
-        return start
 
     def release(self, reservation: Reservation) -> None:
         start = reservation.place
@@ -405,24 +413,15 @@ class DiskStore(Store):
             )
 
     def _free_range(self, start: int, nbytes: int) -> None:
-        # A forked process shares the file, which its garbage collection must not truncate.
-        if not nbytes or self._file.closed or self._process != os.getpid():
-            return
-        # Free ranges are merged only at the end of the file. An optimizer's reservations keep their
-        # sizes, so one list per size would be enough. Those of activations change with each new
-        # batch size. In a measurement, a file held optimizer state and the activations of twelve
-        # batches of different sizes. With one list per size and no merging, it grew to 7.7 times
-        # the size that it has with merging, and it kept growing.
-        self._free[start + nbytes] = start
-        end = self.file_bytes
-        while end in self._free:
-            end = self._free[end]
-        # Truncate only if at least half of the file is free at its end. Truncating a little at
-        # every call would be slow, and so would allocating the same space again.
-        if 2 * end <= self.file_bytes:
-            while self.file_bytes > end:
-                self.file_bytes = self._free.pop(self.file_bytes)
-            self._file.truncate(end)
+        if nbytes:
+            self._free[start + nbytes] = start
+        # Free ranges are merged only at the end. An optimizer's reservations keep their sizes, so
+        # one list per size would be enough. Those of activations change with each new batch size.
+        # In a measurement, a file held optimizer state and the activations of twelve batches of
+        # different sizes. With one list per size and no merging, it grew to 7.7 times the size that
+        # it has with merging, and it kept growing.
+        while self._end in self._free:
+            self._end = self._free.pop(self._end)
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         return self._submit(reservation, self._write, data.cpu())
