@@ -270,7 +270,7 @@ def _by_sizes(given: Namespace) -> Workload:
     heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
     sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
     name = text(
-        "a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}",
+        "a decoder: hidden {hidden}, layers {layers}, heads {heads}, vocabulary {vocabulary}",
         **sizes,
     )
     return Workload(

@@ -329,16 +329,16 @@ class DiskStore(Store):
     ends.
 
     Args:
-        directory: Folder of the file. By default the one in the environment variable TMPDIR, else
-            /var/tmp, which is on a disk even if /tmp is in memory, else the system's temporary
-            folder.
+        directory: Folder of the file. The default is the folder that the environment variable
+            TMPDIR names. Without that variable it is /var/tmp, which is on a disk even if /tmp is
+            in memory, or else the system's temporary folder.
         limit_bytes: Largest size of the file; None for no limit.
         threads: Number of threads that copy at the same time.
 
     Attributes:
-        file_bytes: Bytes of the file. It grows to the most bytes that reservations need, and keeps
-            its size until the store is closed, for the next step. Freed space between reservations
-            is reused for reservations of the same size.
+        file_bytes: Bytes of the file. It grows to the most bytes that reservations need at one
+            time, and keeps its size for the next step until the store is closed. Freed space
+            between reservations is reused for reservations of the same size.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -364,11 +364,11 @@ class DiskStore(Store):
         if not self.directory:  # Python would take "" for the current folder
             raise ValueError("directory must be a folder that can be written to, or None, got ''")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
-        # Close the file without a warning if the store is dropped without `close`, like default
-        # stores.
+        # If the store is dropped without `close`, as default stores are, the file is closed without
+        # a warning.
         weakref.finalize(self, self._file.close)
         self.file_bytes = 0
-        self._end = 0  # of the last reservation in the file
+        self._end = 0  # where the last reservation in the file ends
         self._free: dict[int, int] = {}  # end -> start of each free range before `_end`
         self._pool = ThreadPoolExecutor(threads, "disk-store")
         self._process = os.getpid()
@@ -407,7 +407,7 @@ class DiskStore(Store):
         super().release(reservation)
         if reservation.last is None:
             self._free_range(start, reservation.nbytes)
-        else:  # when the last copy has finished
+        else:  # free the range when the last copy has finished
             reservation.last.add_done_callback(
                 lambda _: self.guard.later(partial(self._free_range, start, reservation.nbytes))
             )
@@ -415,11 +415,11 @@ class DiskStore(Store):
     def _free_range(self, start: int, nbytes: int) -> None:
         if nbytes:
             self._free[start + nbytes] = start
-        # Free ranges are merged only at the end. An optimizer's reservations keep their sizes, so
-        # one list per size would be enough. Those of activations change with each new batch size.
-        # In a measurement, a file held optimizer state and the activations of twelve batches of
-        # different sizes. With one list per size and no merging, it grew to 7.7 times the size that
-        # it has with merging, and it kept growing.
+        # Free ranges are merged only behind the last reservation. An optimizer's reservations keep
+        # their sizes, so a list of free ranges for each size would be enough. Those of activations
+        # change with each new batch size. In a measurement, a file held optimizer state and the
+        # activations of twelve batches of different sizes. With one list for each size and no
+        # merging, it grew to 7.7 times the size that it has with merging, and it kept growing.
         while self._end in self._free:
             self._end = self._free.pop(self._end)
 
@@ -450,7 +450,7 @@ class DiskStore(Store):
 
     def _write(self, start: int, nbytes: int, data: list[Tensor], previous: Future | None) -> None:
         if previous is not None:
-            previous.exception()  # keep the order; the caller of `last` raises its error
+            previous.exception()  # keep the order; a function that waits for it raises its error
         view = memoryview(data.pop().numpy())
         done = 0
         while done < nbytes:
