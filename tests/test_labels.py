@@ -108,6 +108,12 @@ def test_the_chinese_of_the_catalog_is_chinese_and_its_punctuation_too():
     assert [zh for zh, plain in words.items() if odd.search(plain) or close.search(plain)] == []
 
 
+def test_one_language_alone_stays_chosen_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    labels.choose_only("en")
+    assert labels.current() == "en" and say("bytes") == "bytes"
+
+
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
