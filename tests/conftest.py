@@ -98,6 +98,7 @@ def fresh(monkeypatch):
     monkeypatch.delenv("COURSE_LANG", raising=False)
     monkeypatch.delenv("COURSE_LABELS", raising=False)
     monkeypatch.setattr(labels, "_chosen", None)
+    monkeypatch.setattr(labels, "_shown", ("en", "zh"))
     with matplotlib.rc_context():
         matplotlib.use("Agg")
         yield
