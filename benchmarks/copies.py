@@ -1,5 +1,5 @@
-"""Copies to and from a file that the rows about offload are compared with: in another thread than a
-step, or while the step waits for each of them."""
+"""Peers of the rows about offload: copies to and from a file alone, in another thread than a step,
+or while the step waits for each of them."""
 
 import os
 import tempfile
@@ -16,7 +16,7 @@ COPIES_NOTE = "at the same time, another thread writes and reads {:,} bytes"
 
 
 def copies(nbytes: int) -> Callable[[], None]:
-    """Return a function that writes `nbytes` to a file and reads them, and keeps nothing of them.
+    """Return a function that writes `nbytes` to a file and reads them into buffers.
 
     Six buffers are used in turn, which are as large as the three pages of an offloaded optimizer.
     """
@@ -52,7 +52,10 @@ def in_two_threads(
 
 
 def synchronous_file(parameters: set[int]):
-    """Write each saved tensor to a file, and read it back: what one writes first."""
+    """Return hooks that write each saved tensor to a file, and read it back when backward needs it.
+
+    The step waits for each copy, as in a first and simple implementation.
+    """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the graph
 
     def pack(tensor):

@@ -141,6 +141,10 @@ def hooks(step: Step, places: Places) -> Iterator[None]:
 @contextmanager
 def system_calls(step: Step, places: Places) -> Iterator[None]:
     """Each allocation of disk space, and each write to the file of a store."""
+    if isinstance(step.store, DiskStore) and step.store.used_bytes == 0:
+        # The store keeps the space of its file. Without it, the step must allocate space again.
+        step.store._file.truncate(0)
+        step.store.file_bytes = 0
     before = {name: getattr(os, name) for name in ("posix_fallocate", "pwrite")}
     places.phase = "writes"  # in any thread
 

@@ -135,7 +135,7 @@ def test_recipe_refuses_two_techniques_with_saved_tensor_hooks(monkeypatch):
         RecipeWithSavedDtype(**alone, checkpoint="layers")  # its hooks are inside the pass
     with pytest.raises(ValueError, match="offload_activations cannot be combined with saved_dtype"):
         RecipeWithSavedDtype(saved_dtype="bf16", offload_activations=True)
-    # nobody has said that ranks can run it
+    # it is in neither table of ranks.py
     with pytest.raises(ValueError, match="saved_dtype must be None when ranks is 2, got 'bf16'"):
         RecipeWithSavedDtype(saved_dtype="bf16", ranks=2, shard="ddp")
 

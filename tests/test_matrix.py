@@ -92,7 +92,7 @@ TABLE = [(row["model"], recipe_of(row)) for row in rows(CHOICES, goes_together, 
 
 def test_every_field_of_a_recipe_has_another_value_in_the_table():
     found = {name for _, recipe in TABLE for name in recipe.changed_fields()}
-    # Ranks have tests of their own (test_budget_ranks.py), and blocks are named there as well.
+    # test_budget_ranks.py has ranks, and test_budget_search.py names blocks.
     assert found | {"ranks", "shard", "blocks"} == Recipe.__dataclass_fields__.keys()
 
 

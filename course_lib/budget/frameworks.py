@@ -23,6 +23,7 @@ OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "adam8bit": {"optim": "adamw_bnb_8bit"},
 }
 _IN_BITSANDBYTES = ("lion", "adam8bit")
+_OF_OFFLOAD = {"min_bytes", "prefetch", "in_flight"}
 _SET_BY_FSDP_LINES = ("precision", "ranks", "shard", "blocks")
 
 
@@ -109,6 +110,9 @@ def _without_missing(recipe: Recipe) -> Recipe:
         segments=None,
         schedule_bytes=None,
         offload_activations=recipe.offload_activations and layers,
+        min_bytes=type(recipe).min_bytes,
+        prefetch=None,
+        in_flight=None,
         shard="ddp" if recipe.shard == "zero1" else recipe.shard,
     )
 
@@ -168,6 +172,8 @@ def _differences(recipe: Recipe, samples: int, taken: int) -> Iterator[str]:
             "the Trainer offloads activations only together with checkpoints; TRL's `SFTConfig` has"
             " `activation_offloading=True`"
         )
+    elif recipe.offload_activations and _OF_OFFLOAD & recipe.changed_fields().keys():
+        yield text("the Trainer's offload has no `min_bytes`, `prefetch` or `in_flight`")
     yield from _differences_of_the_optimizer(recipe)
 
 

@@ -381,8 +381,8 @@ class DiskStore(Store):
         if self.limit_bytes is not None and end > self.limit_bytes:
             raise StoreFull(
                 errno.ENOSPC,
-                f"the store's file has {start} bytes and needs {nbytes} more bytes, "
-                f"but limit_bytes is {self.limit_bytes}",
+                f"the store uses {start} bytes of its file and needs {nbytes} more bytes, but"
+                f" limit_bytes is {self.limit_bytes}",
             )
         if end > self.file_bytes:
             self._allocate(end)
@@ -422,6 +422,8 @@ class DiskStore(Store):
         # merging, it grew to 7.7 times the size that it has with merging, and it kept growing.
         while self._end in self._free:
             self._end = self._free.pop(self._end)
+        # The file is not truncated. Allocating the same space at every step took a fifth of the
+        # time of a step that offloads 126 MB of activations, measured on two cores.
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         return self._submit(reservation, self._write, data.cpu())

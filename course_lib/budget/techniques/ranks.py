@@ -14,16 +14,17 @@ from .precision import PRECISIONS
 from .technique import Recipe, Technique, choice, count, fields_of
 
 SHARDS = ("ddp", "zero1", "zero2", "zero3")
-# Maps a field to its values that the engines of `course_lib.distributed` support.
+# Maps a field to its values that the engines of `course_lib.distributed` support. A field that is
+# neither here nor in `ANY` must have its default.
 RUN: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
     "optimizer": ("adam",),
     "update": ("fused",),
     "checkpoint": ("none", "selective", "layers"),
 }
-# Fields that may have any value. All fields that are in neither table must have their defaults.
+# Fields that may have any value.
 ANY = {"ranks", "shard", "micro_batches", "attention", "blocks"}
-ANY |= {"min_bytes", "prefetch", "in_flight", "page_bytes"}  # only used with offload
+ANY |= {"min_bytes", "prefetch", "in_flight", "page_bytes"}  # without offload they change nothing
 
 
 class Ranks(Technique):
