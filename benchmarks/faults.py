@@ -54,7 +54,7 @@ class Places:
     Attributes:
         at: Number of the place; -1 for none.
         fault: Function that raises an error or does something else.
-        phases: Part of the step in which each place was, of those passed so far.
+        phases: Part of the step, or kind of system call, of each place passed so far.
         numbers: State of the random numbers at each place, if they are recorded.
     """
 
@@ -63,11 +63,10 @@ class Places:
     phases: list[str] = field(default_factory=list)
     numbers: list[torch.Tensor] = field(default_factory=list)
     record: bool = False
-    phase: str = ""
     updating: int = 0
 
-    def __call__(self) -> None:
-        self.phases.append(self.phase or self.part())
+    def __call__(self, phase: str = "") -> None:
+        self.phases.append(phase or self.part())
         if self.record:
             self.numbers.append(random_state())
         if len(self.phases) - 1 == self.at:
@@ -138,6 +137,10 @@ def hooks(step: Step, places: Places) -> Iterator[None]:
         yield
 
 
+#: Name of each system call's places in a row -> its function in `os`. Any thread may call it.
+SYSTEM_CALLS = {"allocations": "posix_fallocate", "writes": "pwrite"}
+
+
 @contextmanager
 def system_calls(step: Step, places: Places) -> Iterator[None]:
     """Each allocation of disk space, and each write to the file of a store."""
@@ -145,19 +148,18 @@ def system_calls(step: Step, places: Places) -> Iterator[None]:
         # The store keeps the space of its file. Without it, the step must allocate space again.
         step.store._file.truncate(0)
         step.store.file_bytes = 0
-    before = {name: getattr(os, name) for name in ("posix_fallocate", "pwrite")}
-    places.phase = "writes"  # in any thread
+    before = {name: getattr(os, name) for name in SYSTEM_CALLS.values()}
 
-    def counted(call: Callable) -> Callable:
+    def counted(call: Callable, phase: str) -> Callable:
         def counting(*args):
-            places()
+            places(phase)
             return call(*args)
 
         return counting
 
     try:
-        for name, call in before.items():
-            setattr(os, name, counted(call))
+        for phase, name in SYSTEM_CALLS.items():
+            setattr(os, name, counted(before[name], phase))
         yield
     finally:
         for name, call in before.items():
@@ -276,13 +278,13 @@ class Bench:
         triples = zip(parameters, step.before, self.after, strict=True)
         whole = all(torch.equal(p, a) or torch.equal(p, b) for p, a, b in triples)
         pairs = zip(parameters, step.before, strict=True)
-        unchanged = all(torch.equal(p, a) for p, a in pairs) or where in ("update", "writes")
+        unchanged = all(torch.equal(p, a) for p, a in pairs) or where in ("update", *SYSTEM_CALLS)
         found += [] if whole and unchanged else ["parameters"]
         expected = [self.end]  # no draw is lost after the forward pass
         if "forward" in recorded.phases[at.at :]:  # a backward pass that plans the forward pass
             last = max(i for i in range(at.at + 1) if recorded.phases[i] == "forward")
             expected = [recorded.numbers[last]]
-        if where == "writes":
+        if where in SYSTEM_CALLS:
             expected = self.numbers
         if step.restores:
             expected = self.numbers[:1]
@@ -377,7 +379,8 @@ def forked(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
 
 
 def killed(name: str, rounds: int) -> tuple[Counter, Counter]:
-    """Kill a process in the middle of a write to its offload file; no file may stay behind."""
+    """Kill a process when it allocates space in its offload file or writes to it; no file may
+    stay behind."""
     tried, lost = Counter(), Counter()
 
     def kill() -> None:
@@ -393,7 +396,7 @@ def killed(name: str, rounds: int) -> tuple[Counter, Counter]:
                     step.call()
 
             if child(run) == -signal.SIGKILL:
-                tried["writes"] += 1
+                tried["system calls"] += 1
                 lost.update(["files"] * any(Path(folder).iterdir()))
     return tried, lost
 
@@ -410,7 +413,7 @@ KINDS = (
 
 
 def row(name: str, what: str, tried: Counter, lost: Counter) -> Row:
-    order = ("forward", "recomputation", "backward", "update", "writes")
+    order = ("forward", "recomputation", "backward", "update", *SYSTEM_CALLS, "system calls")
     places = ", ".join(f"{part} {tried[part]}" for part in order if tried[part])
     told = ", ".join(f"{thing} ({times} times)" for thing, times in lost.most_common())
     total = sum(tried.values())

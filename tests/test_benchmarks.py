@@ -78,14 +78,21 @@ def assert_that_nothing_is_lost(name, device="cpu"):
     notes = ran.stdout.splitlines()
     assert ran.returncode == 0 and len(notes) >= 4, ran.stderr[-2000:]
     assert all(note.endswith("; lost: nothing") for note in notes), notes
+    return notes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
 @pytest.mark.parametrize(
-    "name", ["train_step", "AccumulatedStep, DDP", "OffloadedOptimizer on streams"]
+    ("name", "kinds"),
+    [
+        ("train_step", ["allocations", "writes"]),
+        ("AccumulatedStep, DDP", ["forward", "backward"]),
+        ("OffloadedOptimizer on streams", ["forward", "update"]),
+    ],
 )
-def test_faults_lose_nothing(name):
-    assert_that_nothing_is_lost(name)
+def test_faults_at_each_kind_of_place_lose_nothing(name, kinds):
+    notes = assert_that_nothing_is_lost(name)
+    assert all(any(f"{kind} " in note for note in notes) for kind in kinds), notes
 
 
 @pytest.mark.gpu
