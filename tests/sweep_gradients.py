@@ -19,7 +19,6 @@ inputs.
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -28,16 +27,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as pytorch
-from sweep_operators import (
-    Finding,
-    add_options,
-    chosen,
-    inputs_of,
-    kind_of,
-    report,
-    run_sample,
-    seed,
-)
+from sweep_operators import Finding, inputs_of, kind_of, report, run_sample, seed, sweep
 from torch import Tensor
 from torch.testing import assert_close
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
@@ -79,10 +69,6 @@ def _selective(module: Any, operator: Callable, answers: tuple[bool, ...]) -> Ca
     return _checkpointed(module, operator, use_reentrant=False, context_fn=contexts)
 
 
-def _by_both(way: Callable, **options: Any) -> tuple[Callable, Callable]:
-    return partial(way, ours, **options), partial(way, pytorch, **options)
-
-
 def _compared(operator: Callable) -> Callable:
     """The operator's call under a checkpoint that compares what both runs save."""
 
@@ -103,24 +89,29 @@ def _under(context: Callable, operator: Callable) -> Callable:
     return run
 
 
-def _offloading(prefetch: int) -> Any:
-    return offload_activations(HostStore(), min_bytes=0, prefetch=prefetch, in_flight=0)
+def _both(way: Callable, **options: Any) -> tuple[Callable, Callable]:
+    return partial(way, ours, **options), partial(way, pytorch, **options)
 
 
-_hooked = partial(
-    _under, partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
-)
+def _offloaded(prefetch: int) -> tuple[Callable, Callable]:
+    def offload() -> Any:
+        return offload_activations(HostStore(), min_bytes=0, prefetch=prefetch, in_flight=0)
+
+    def move_nothing() -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    return partial(_under, offload), partial(_under, move_nothing)
 
 
 # name -> (the operator's call as this library runs it, and as PyTorch alone does)
 WAYS: dict[str, tuple[Callable, Callable]] = {
-    "nonreentrant": _by_both(_checkpointed, use_reentrant=False),
-    "reentrant": _by_both(_checkpointed, use_reentrant=True),
-    "kept": _by_both(_selective, answers=(True,)),
-    "kept by turns": _by_both(_selective, answers=(True, False)),
+    "nonreentrant": _both(_checkpointed, use_reentrant=False),
+    "reentrant": _both(_checkpointed, use_reentrant=True),
+    "kept": _both(_selective, answers=(True,)),
+    "kept by turns": _both(_selective, answers=(True, False)),
     "compared": (_compared, partial(_checkpointed, pytorch, use_reentrant=False)),
-    "offloaded": (partial(_under, partial(_offloading, 1)), _hooked),
-    "offloaded at once": (partial(_under, partial(_offloading, 0)), _hooked),
+    "offloaded": _offloaded(prefetch=1),
+    "offloaded at once": _offloaded(prefetch=0),
 }
 
 
@@ -200,17 +191,13 @@ def writes_after_saving(operator: OpInfo, sample: SampleInput) -> Finding:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    for dtype, found in chosen(given, compare):
+    for dtype, found, verbose in sweep(__doc__, compare):
         rows = defaultdict(list)
         for name, number, by_way in found:
             for way, finding in by_way.items():
                 rows[way].append((name, number, finding))
         for way in rows:
-            report(f"{dtype}, {way}", rows[way], given.verbose)
+            report(f"{dtype}, {way}", rows[way], verbose)
 
 
 if __name__ == "__main__":

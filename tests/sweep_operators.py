@@ -24,10 +24,9 @@ import random
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -39,7 +38,7 @@ from torch.testing._internal.opinfo import core as opinfo_core
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from course_lib._torch import map_tensors, tensors_in
-from course_lib.memory import MemoryMeter, Trace, symbolic
+from course_lib.memory import MemoryMeter, symbolic
 
 DTYPES = (torch.float32, torch.bfloat16)
 SEED = 0
@@ -47,8 +46,7 @@ AMONG = 4  # samples of an operator, among which the largest are taken
 VERDICTS = ("equal", "different", "refused", "fails")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of a check of one sample.
 
     Attributes:
@@ -61,54 +59,35 @@ class Finding:
     reason: str = ""
 
 
-Result = TypeVar("Result")
-Check = Callable[[OpInfo, SampleInput], Result]
+Check = Callable[[OpInfo, SampleInput], Any]
 
 
 # ---- samples
 
-
-def as_given(tensor: Tensor) -> Tensor:
-    """Return the tensor with the strides that the database gives it."""
-    return tensor
-
-
-def channels_last(tensor: Tensor) -> Tensor:
-    """Put the channels of a tensor of four or five dimensions last in memory."""
-    order = (0, *range(2, tensor.dim()), 1)
-    return _in_order(tensor, order) if tensor.dim() in (4, 5) else tensor
+# Name -> the order in memory of so many dimensions; None leaves a tensor as it is.
+LAYOUTS: dict[str, Callable[[int], tuple[int, ...] | None]] = {
+    "as_given": lambda dims: None,
+    "channels_last": lambda dims: (0, *range(2, dims), 1) if dims in (4, 5) else None,
+    "transposed": lambda dims: tuple(reversed(range(dims))),
+}
 
 
-def transposed(tensor: Tensor) -> Tensor:
-    """Reverse the order of the tensor's dimensions in memory."""
-    return _in_order(tensor, tuple(range(tensor.dim())[::-1]))
-
-
-def _in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Put the dimensions of a tensor in this order in memory."""
-    if tensor.layout is not torch.strided:
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """Put the dimensions of a tensor in another order in memory."""
+    order = LAYOUTS[layout](tensor.dim())
+    if order is None or tensor.layout is not torch.strided:
         return tensor
     inverse = [order.index(i) for i in range(len(order))]
     made = tensor.detach().permute(order).contiguous().permute(inverse)
     return made.requires_grad_(tensor.requires_grad)
 
 
-LAYOUTS = {each.__name__: each for each in (as_given, channels_last, transposed)}
-
-
 def samples_of(
-    operator: OpInfo,
-    dtype: torch.dtype,
-    most: int | None = None,
-    layout: Callable[[Tensor], Tensor] = as_given,
+    operator: OpInfo, dtype: torch.dtype, most: int | None, layout: str
 ) -> list[SampleInput]:
-    """Samples of an operator in a dtype; none if it has no kernel for the dtype on a CPU.
+    """Samples of an operator; none if it has no kernel for the dtype on a CPU.
 
-    Args:
-        operator: one of the database.
-        dtype: dtype of the samples.
-        most: number of samples to take, the largest of the first `AMONG`; all samples if left out.
-        layout: memory layout of the samples' tensors, one of `LAYOUTS`.
+    Of the first `AMONG` samples these are the largest, as many as `most` says; all if it is None.
     """
     if dtype not in operator.supported_dtypes("cpu"):
         return []
@@ -128,9 +107,11 @@ def samples_of(
 
     if most:
         found = sorted(found, key=bytes_of, reverse=True)[:most]
-    if layout is as_given:
+    if layout == "as_given":
         return found
-    return [each.transform(lambda x: layout(x) if torch.is_tensor(x) else x) for each in found]
+    return [
+        each.transform(lambda x: laid_out(x, layout) if torch.is_tensor(x) else x) for each in found
+    ]
 
 
 def seed() -> None:
@@ -173,30 +154,30 @@ def check_peak(operator: OpInfo, sample: SampleInput) -> Finding:
     """Whether the call takes as many bytes with symbolic tensors as it takes for real, at the peak
     and after each operator."""
     try:
-        real = _trace(operator, sample, lambda tensor: tensor.detach())
+        real = _live_bytes(operator, sample, lambda tensor: tensor.detach())
     except Exception as error:
         return Finding("fails", kind_of(error))
     try:
         with symbolic():
-            predicted = _trace(operator, sample, _symbolic_like)
+            predicted = _live_bytes(operator, sample, _symbolic_like)
     except Exception as error:
         return Finding("refused", kind_of(error))
-    if _course(real) == _course(predicted):
+    if real == predicted:
         return Finding("equal")
-    return Finding("different", f"a peak of {real.peak_bytes}, not of {predicted.peak_bytes}")
+    return Finding(
+        "different", f"a peak of {max(real, default=0)}, not of {max(predicted, default=0)}"
+    )
 
 
-def _course(trace: Trace) -> list[int]:
+def _live_bytes(
+    operator: OpInfo, sample: SampleInput, leaf: Callable[[Tensor], Tensor]
+) -> list[int]:
     """Live bytes over time; moments at which nothing changes are left out, since PyTorch makes
     some views of symbolic tensors by other operators."""
-    return [int(live) for live, _ in groupby(trace.live_bytes)]
-
-
-def _trace(operator: OpInfo, sample: SampleInput, leaf: Callable[[Tensor], Tensor]) -> Trace:
     args, kwargs = inputs_of(sample, leaf)
     with MemoryMeter() as meter:
         run_sample(operator, sample, args, kwargs)
-    return meter.trace(events=False)
+    return [int(live) for live, _ in groupby(meter.trace(events=False).live_bytes)]
 
 
 def _symbolic_like(tensor: Tensor) -> Tensor:
@@ -221,12 +202,12 @@ def kind_of(error: Exception) -> str:
 
 
 def findings(
-    check: Check[Result],
+    check: Check,
     dtype: torch.dtype,
     most: int | None = None,
-    names: tuple[str, ...] = (),
-    layout: Callable[[Tensor], Tensor] = as_given,
-) -> Iterator[tuple[str, int, Result]]:
+    names: Sequence[str] = (),
+    layout: str = "as_given",
+) -> Iterator[tuple[str, int, Any]]:
     """(operator, number of the sample, what the check returns) of each sample.
 
     Args:
@@ -249,13 +230,7 @@ def findings(
 
 
 def report(title: str, found: Iterable[tuple[str, int, Finding]], verbose: bool) -> None:
-    """Print how many samples have each verdict, and the reasons with their operators.
-
-    Args:
-        title: what the totals are of.
-        found: findings and where they are from, the yield of `findings`.
-        verbose: list each sample that is not equal.
-    """
+    """Print how many samples have each verdict, and the reasons with their operators."""
     totals: Counter[str] = Counter()
     reasons: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for name, number, finding in found:
@@ -271,31 +246,26 @@ def report(title: str, found: Iterable[tuple[str, int, Finding]], verbose: bool)
         print(f"{verdict}: {names.total():5,}  {reason}\n         {dict(names.most_common())}")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose samples."""
+def sweep(
+    description: str, check: Check
+) -> Iterator[tuple[torch.dtype, Iterator[tuple[str, int, Any]], bool]]:
+    """(dtype, findings, whether to list all) for the samples that the command's options choose."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--dtype", action="append", help="such as float32; twice for two")
     parser.add_argument("--layout", choices=LAYOUTS, default="as_given", help="of the tensors")
     parser.add_argument("--most", type=int, help="samples of each operator")
     parser.add_argument("--names", default="", help="parts of operators' names, with commas")
     parser.add_argument("--verbose", action="store_true", help="list all that is not equal")
-
-
-def chosen(
-    given: argparse.Namespace, check: Check[Result]
-) -> Iterator[tuple[torch.dtype, Iterator[tuple[str, int, Result]]]]:
-    """(dtype, findings of the check) for the samples that the options choose."""
-    names = tuple(filter(None, given.names.split(",")))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    names = list(filter(None, given.names.split(",")))
     for dtype in [getattr(torch, name) for name in given.dtype or ()] or DTYPES:
-        yield dtype, findings(check, dtype, given.most, names, LAYOUTS[given.layout])
+        yield dtype, findings(check, dtype, given.most, names, given.layout), given.verbose
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    for dtype, found in chosen(given, check_peak):
-        report(str(dtype), found, given.verbose)
+    for dtype, found, verbose in sweep(__doc__, check_peak):
+        report(str(dtype), found, verbose)
 
 
 if __name__ == "__main__":

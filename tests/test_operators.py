@@ -59,7 +59,7 @@ LOSSES = ("_loss", "cross_entropy", "kl_div")
 def verdicts(dtype, *options, check=check_peak, layout="as_given"):
     """(operator, number, reason) of the samples, by their verdict."""
     found = defaultdict(list)
-    for name, number, finding in findings(check, dtype, *options, layout=LAYOUTS[layout]):
+    for name, number, finding in findings(check, dtype, *options, layout=layout):
         found[finding.verdict].append((name, number, finding.reason))
     assert found["equal"]
     return found

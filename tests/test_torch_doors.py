@@ -7,17 +7,17 @@ This is the checklist for a new torch.
 import ast
 import copy
 import operator
-import pkgutil
 import sys
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
@@ -27,219 +27,135 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 LIBRARY = Path(__file__).parents[1] / "course_lib"
-# Their names have no underscore, and PyTorch's documentation does not have them.
-UNDOCUMENTED = {
-    "torch.autograd.function.BackwardCFunction",
-    "torch.utils.checkpoint.SAC_IGNORED_OPS",
-    "torch.utils.checkpoint.check_backward_validity",
-    "torch.utils.checkpoint.detach_variable",
-    "torch.utils.checkpoint.noop_context_fn",
-    "torch.utils.flop_counter.flop_registry",
-    "torch.utils.weak.WeakIdKeyDictionary",
-    "torch.utils.weak.WeakTensorKeyDictionary",
-    ".add_constant_storage_mapping",
-    ".constant",
-    ".fake_device",
-    ".fake_mode",
-    ".fake_tensor_converter",
-    ".from_real_tensor",
-    ".ignore_compile_internals",
-    ".reducer",
-}
-# Attributes that others than torch have given their objects.
+X = torch.ones(2, 3, requires_grad=True)
+with FakeTensorMode() as MODE:
+    FAKE = nn.Parameter(torch.zeros(2))
+(PRUNING,) = prune.identity(nn.Linear(1, 1), "weight")._forward_pre_hooks.values()
+
+# An object of torch, or its path -> the names that the library uses of it.
+DOORS = [
+    ("torch", "_conj _disable_dynamo _foreach_mul_ _neg_view"),
+    ("torch.Tensor", "_base _indices _is_view _make_subclass _make_wrapper_subclass _nnz _values"),
+    ("torch.Tensor", "_nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides"),
+    ("torch.Tensor", "_version"),
+    ("torch.UntypedStorage", "_cdata"),
+    ("torch._C", "DisableTorchFunctionSubclass _DisableTorchDispatch _SetExcludeDispatchKeyGuard"),
+    ("torch._C", "_are_functorch_transforms_active _current_autograd_node _current_graph_task_id"),
+    ("torch._C", "_disabled_torch_dispatch_impl _get_dispatch_mode _len_torch_dispatch_stack"),
+    ("torch._C", "_set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr"),
+    ("torch._C", "_storage_Use_Count"),
+    ("torch._C.DispatchKey", "ADInplaceOrView BackendSelect"),
+    ("torch._C._TorchDispatchModeKey", "FAKE"),
+    ("torch._C._autograd", "_get_sequence_nr _top_saved_tensors_default_hooks"),
+    ("torch._C._dynamo", "guards"),
+    ("torch._C._functions", "AccumulateGrad"),
+    ("torch._C._profiler._EventType", "Allocation"),
+    ("torch._dynamo", "graph_break"),
+    ("torch._dynamo.eval_frame", "_callback_from_stance"),
+    ("torch._functorch.config", "patch"),
+    ("torch._guards", "TracingContext.try_get detect_fake_mode"),
+    ("torch._ops", "HigherOrderOperator OpOverload"),
+    ("torch._prims.rng_prims", "run_and_save_rng_state"),
+    ("torch._prims_common", "compute_elementwise_output_strides suggest_memory_format"),
+    ("torch._subclasses.fake_tensor", "DataDependentOutputException FakeCopyMode FakeTensor"),
+    ("torch._subclasses.fake_tensor", "DynamicOutputShapeException FakeTensorMode"),
+    (FAKE, "_is_param constant fake_device fake_mode"),
+    (MODE, "_allow_unsafe_data_ptr_access fake_tensor_converter.add_constant_storage_mapping"),
+    (MODE, "fake_tensor_converter.from_real_tensor"),
+    ("torch.autograd", "_get_sequence_nr _is_checkpoint_valid _profiler_enabled"),
+    ("torch.autograd.function", "BackwardCFunction"),
+    ("torch.autograd.graph", "_engine_run_backward"),
+    (X.square().grad_fn, "_raw_saved_self _saved_self _sequence_nr"),
+    ("torch.cuda", "_initialized _sleep"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
+    ("torch.distributed.Reducer", "_rebuild_buckets"),
+    ("torch.nn.Module", "_apply _call_impl _compiled_call_impl"),
+    (nn.Linear(1, 1), "_buffers _forward_hooks _forward_pre_hooks _modules _parameters"),
+    (torch.compile(nn.Linear(1, 1)), "_orig_mod"),
+    (PRUNING, "_tensor_name"),
+    ("torch.nn.init", "_no_grad_trunc_normal_"),
+    ("torch.nn.modules.batchnorm", "_BatchNorm _NormBase"),
+    ("torch.nn.modules.instancenorm", "_InstanceNorm"),
+    ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks"),
+    (
+        "torch.nn.parallel.distributed",
+        "_sync_module_states _verify_param_shape_across_processes",
+    ),
+    ("torch.ops.aten", "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention"),
+    ("torch.ops.aten", "_scaled_dot_product_cudnn_attention_backward"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
+    ("torch.ops.aten", "_scaled_dot_product_efficient_attention"),
+    ("torch.ops.aten", "_scaled_dot_product_efficient_attention_backward"),
+    (torch.optim.SGD([X]), "_optimizer_step_pre_hooks"),
+    (torch.ops.aten.mul.Tensor, "_overloadname _schema"),
+    ("torch.overrides", "_get_current_function_mode_stack"),
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    ("torch.utils._device", "DeviceContext"),
+    ("torch.utils._python_dispatch", "_disable_current_modes _get_current_dispatch_mode_stack"),
+    (TorchDispatchMode, "_should_skip_dynamo ignore_compile_internals"),
+    ("torch.utils._pytree", "tree_leaves tree_map"),
+    ("torch.utils.checkpoint", "SAC_IGNORED_OPS check_backward_validity detach_variable"),
+    ("torch.utils.checkpoint", "noop_context_fn"),
+    ("torch.utils.flop_counter", "_FlopCounterMode flop_registry"),
+    ("torch.utils.weak", "WeakIdKeyDictionary WeakTensorKeyDictionary"),
+]
+# Other versions and builds of torch do not have them.
+NOT_ALWAYS = {"_cuda_clearCublasWorkspaces", "_get_graph_exec_group", "_host_emptyCache"}
+# Private names that others than torch give their objects.
 OTHERS = {
+    *("_exit", "_getframe"),  # Python
     *("_attn_implementation", "_model_mapping"),  # transformers
     *("_fields", "_replace"),  # namedtuple
     *("_left_title", "_right_title", "_suptitle"),  # matplotlib
-    "_to",  # the library
+    # the library
+    *("_", "_CachingTorchDispatchMode", "_backward", "_check", "_dispatch", "_to", "_unsafe_view"),
 }
-BEGINNINGS = {"_saved_", "_raw_saved_"}
-# Other versions and builds of torch do not have them.
-NOT_ALWAYS = {
-    "torch._C._cuda_clearCublasWorkspaces",
-    "torch._C._get_graph_exec_group",
-    "torch._C._host_emptyCache",
-}
-# Methods of torch that the library overrides.
-OVERRIDDEN = {"_should_skip_dynamo", "_rebuild_buckets", "ignore_compile_internals"}
 
-# ---- what the library uses
+# ---- the names
 
 
-@cache
-def names_of_torch():
-    """The names of objects that the library meets, and of modules that it patches."""
-    leaf = torch.zeros(2, requires_grad=True)
-    with FakeTensorMode() as mode:
-        fake = nn.Parameter(torch.zeros(2))
-    pruned = prune.identity(nn.Linear(1, 1), "weight")
-    samples = [
-        leaf,
-        leaf.untyped_storage(),
-        (leaf * leaf).grad_fn,
-        fake,
-        mode,
-        mode.fake_tensor_converter,
-        pruned,
-        *pruned._forward_pre_hooks.values(),
-        torch.compile(pruned),
-        torch.optim.SGD([leaf]),
-        torch.ops.aten.mul.Tensor,
-        TorchDispatchMode,
-        dist.Reducer,
-        torch.cuda,
-        nn.init,
-        nn_module,
-        nn.parallel.distributed,
-    ]
-    return {name for each in samples for name in dir(each)} | BEGINNINGS | {"reducer"}
+def owner_of(place):
+    return resolve_name(place) if isinstance(place, str) else place
 
 
-def is_private(name):
-    return isinstance(name, str) and name[:1] == "_" and name[:2] != "__"
+def private(names):
+    return {name for name in names if name[:1] == "_" and name[:2] != "__"}
 
 
-class Doors(ast.NodeVisitor):
-    """The doors in one file: imports, attributes, overridden methods, names in strings.
-
-    Args:
-        own: the private names that the library itself gives to something.
-    """
-
-    def __init__(self, own):
-        self.own = own
-        self.found = set()
-        self.known = {}  # a name in the file -> what of torch it stands for
-
-    def add(self, name):
-        """`name` begins with `torch`, or with a dot where it is that of an attribute."""
-        private = name != "torch._C" and any(map(is_private, name.split(".")))
-        if name in UNDOCUMENTED or (private and name.startswith(("torch.", "."))):
-            self.found.add(name.removesuffix(".default"))
-
-    def add_attribute(self, name, sure):
-        known = sure or name in names_of_torch() or f".{name}" in UNDOCUMENTED
-        if name not in OTHERS and (known or name not in self.own):
-            self.add(f".{name}")
-
-    def named(self, node):
-        """`nn.init.x` -> `torch.nn.init.x`; None where the chain begins with no import."""
-        if isinstance(node, ast.Name):
-            return self.known.get(node.id)
-        start = self.named(node.value) if isinstance(node, ast.Attribute) else None
-        return None if start is None or node.attr[:2] == "__" else f"{start}.{node.attr}"
-
-    def visit_Import(self, node):
-        for alias in node.names:
-            first = alias.name.split(".")[0]
-            self.known[alias.asname or first] = alias.name if alias.asname else first
-            self.add(alias.name)
-
-    def visit_ImportFrom(self, node):
-        start = "course_lib" if node.level else node.module
-        for alias in node.names:
-            self.known[alias.asname or alias.name] = f"{start}.{alias.name}"
-            self.add(f"{start}.{alias.name}")
-
-    def visit_Assign(self, node):  # _aten = torch.ops.aten
-        name = self.named(node.value)
-        if name is not None and isinstance(node.targets[0], ast.Name):
-            self.known[node.targets[0].id] = name
-        self.generic_visit(node)
-
-    def visit_Attribute(self, node):
-        on_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        if (name := self.named(node)) is not None:
-            self.add(name)
-        elif not on_self or node.attr not in self.own:
-            self.add_attribute(node.attr, sure=on_self)
-        self.generic_visit(node)
-
-    def visit_FunctionDef(self, node):
-        if node.name in OVERRIDDEN:
-            self.add_attribute(node.name, sure=True)
-        self.generic_visit(node)
-
-    def visit_Call(self, node):
-        text = getattr(node.args[1], "value", None) if len(node.args) > 1 else None
-        start = self.named(node.args[0]) if is_private(text) else None
-        if start:  # getattr(torch._C, "_name", None)
-            self.add(f"{start}.{text}")
-            node.args[1].value = ""
-        self.generic_visit(node)
-
-    def visit_Constant(self, node):
-        if is_private(node.value) and node.value in names_of_torch():
-            self.add_attribute(node.value, sure=True)
-
-
-def given_names(tree):
-    """What a file itself defines or sets."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(getattr(node, "ctx", None), ast.Store):
-            yield getattr(node, "attr", getattr(node, "id", None))
-
-
-def doors_in(sources):
-    """The doors that sources use, without those that only lead to another one."""
-    trees = [ast.parse(source) for source in sources]
-    own = {name for tree in trees for name in given_names(tree)}
-    found = set()
-    for tree in trees:
-        doors = Doors(own)
-        doors.visit(tree)
-        found |= doors.found
-    return found - {name.rpartition(".")[0] for name in found}
-
-
-def is_there(name):
-    if name[0] == ".":
-        text, names = name[1:], names_of_torch() - BEGINNINGS
-        return text in names or (text in BEGINNINGS and any(n.startswith(text) for n in names))
-    try:
-        return name in NOT_ALWAYS or pkgutil.resolve_name(name) is not None
-    except (ImportError, AttributeError):
-        return False
-
-
-def test_each_private_name_of_torch_that_the_library_uses_is_there():
+def private_names():
+    """Private names that the library defines, those that it uses, and those in its strings."""
     paths = [path for path in LIBRARY.rglob("*.py") if "fonts" not in path.parts]
-    doors = doors_in(path.read_text("utf-8") for path in paths)
-    assert len(doors) > 100
-    assert {"._orig_mod", "._is_param"} <= doors  # the library names these only in strings
-    assert [name for name in doors if not is_there(name)] == []
-    assert not is_there("torch._C._what_nobody_has") and not is_there("._what_nobody_has")
+    own, used, strings = {path.stem for path in paths}, set(), set()
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.Attribute(attr=name):
+                used.add(name)
+            case ast.alias(name=name) | ast.ImportFrom(module=str(name)):
+                used.update(name.split("."))
+            case ast.Constant(value=str(text)):
+                strings.add(text)
+    return map(private, (own, used, strings))
 
 
-def test_the_walk_finds_a_door_however_it_is_opened():
-    source = """
-        import sys, torch
-        from torch._x import y
-        from torch import nn
-        from torch.autograd.function import BackwardCFunction
-        torch._C._a()
-        getattr(torch._C, "_b", None)
-        nn.init._c(1)
-        _aten = torch.ops.aten
-        _aten._d.default
-        t._version
-        getattr(t, "_base")
-        f(node.grad_fn._saved_weight)
-        sys._getframe(1)
-        self._mine = 1
-        other._mine
-        torch.ones(2).__dict__
-        t.shape
-        class M:
-            def _should_skip_dynamo(cls): ...
-    """
-    assert doors_in(["if 1:" + source]) == {
-        *("torch._x.y", "torch.autograd.function.BackwardCFunction", "torch._C._a", "torch._C._b"),
-        *("torch.nn.init._c", "torch.ops.aten._d", "._version", "._base", "._saved_weight"),
-        "._should_skip_dynamo",
-    }
+@pytest.mark.parametrize(("place", "names"), DOORS)
+def test_torch_has_the_names_of_the_table(place, names):
+    operator.attrgetter(*names.split())(owner_of(place))
+
+
+def test_the_table_lists_the_private_names_that_the_library_uses():
+    paths = [name for _, names in DOORS for name in names.split()]
+    paths += [*NOT_ALWAYS, *OPERATORS, *(place for place, _ in DOORS if isinstance(place, str))]
+    listed = private(part for path in paths for part in path.split("."))
+    of_torch = {name for place, _ in DOORS for name in dir(owner_of(place))}
+    own, used, strings = private_names()
+    found = (used - own) | ((used | strings) & of_torch)
+    assert sorted(found - listed - OTHERS) == []
+    # of the names of saved tensors the library has the beginnings
+    assert sorted(listed - own - used - strings) == ["_raw_saved_self", "_saved_self"]
 
 
 # ---- operators
@@ -256,13 +172,6 @@ class Hearing(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.hear(func, out)
         return out
-
-
-@contextmanager
-def seen_operators():
-    calls = []
-    with Hearing(lambda func, _: calls.append(func)):
-        yield calls
 
 
 @contextmanager
@@ -323,11 +232,10 @@ OPERATORS = {  # an operator -> what calls it
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_public_functions_and_collectives_of_a_fake_group_are_these_operators(name):
-    with fake_group(), seen_operators() as calls:
+    heard = set()
+    with fake_group(), Hearing(lambda func, _: heard.update([func, func.overloadpacket])):
         OPERATORS[name]()
-    assert operator.attrgetter(name)(torch.ops) in {
-        each for func in calls for each in (func, func.overloadpacket)
-    }
+    assert operator.attrgetter(name)(torch.ops) in heard
 
 
 @pytest.mark.parametrize(("ending", "first", "products"), [("", 0, 2), ("_backward", 1, 5)])
@@ -342,12 +250,11 @@ def test_fused_attention_has_query_key_and_value_one_after_the_other(kind, endin
 
 
 def test_an_operator_repeats_random_numbers_by_a_kernel_that_calls_another_operator():
-    from torch._prims.rng_prims import run_and_save_rng_state as save
-
-    kernel = save.py_kernels[torch._C.DispatchKey.BackendSelect]
-    with seen_operators() as calls:
+    kernel = run_and_save_rng_state.py_kernels[torch._C.DispatchKey.BackendSelect]
+    heard = []
+    with Hearing(lambda func, _: heard.append(func)):
         state, mask = kernel(torch.ops.aten.bernoulli.p, torch.ones(8), 0.5)
-    assert torch.ops.aten.bernoulli.p in calls
+    assert torch.ops.aten.bernoulli.p in heard
     torch.set_rng_state(state)
     assert torch.equal(torch.bernoulli(torch.ones(8), 0.5), mask)
 
