@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._prims.rng_prims import run_and_save_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
@@ -185,7 +184,6 @@ def fake_group():
         dist.destroy_process_group()
 
 
-X = torch.ones(2, 3, requires_grad=True)
 Q = torch.ones(1, 2, 4, 8, requires_grad=True)
 INDICES, PART = torch.tensor([[0, 1]]), torch.zeros(4)
 ROWS, ENDS = torch.ones(2, 16).bfloat16(), torch.tensor([1, 2], dtype=torch.int32)
@@ -249,28 +247,6 @@ def test_fused_attention_has_query_key_and_value_one_after_the_other(kind, endin
     assert flop_registry[operator](*[shape] * (first + 3), out_val=None) == products * scores
 
 
-def test_an_operator_repeats_random_numbers_by_a_kernel_that_calls_another_operator():
-    kernel = run_and_save_rng_state.py_kernels[torch._C.DispatchKey.BackendSelect]
-    heard = []
-    with Hearing(lambda func, _: heard.append(func)):
-        state, mask = kernel(torch.ops.aten.bernoulli.p, torch.ones(8), 0.5)
-    assert torch.ops.aten.bernoulli.p in heard
-    torch.set_rng_state(state)
-    assert torch.equal(torch.bernoulli(torch.ones(8), 0.5), mask)
-
-
-PATCHED = [
-    (nn.Module, "_apply", lambda: nn.Linear(1, 1).to(torch.float64)),
-    (nn.init, "_no_grad_trunc_normal_", lambda: nn.init.trunc_normal_(torch.zeros(1))),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "call"), PATCHED)
-def test_a_public_function_goes_through_the_private_one(owner, name, call):
-    with patch.object(owner, name, lambda *_, **__: "by the private one"):
-        assert call() == "by the private one"
-
-
 # ---- modes and autograd
 
 
@@ -282,20 +258,6 @@ def test_a_mode_that_does_not_skip_dynamo_keeps_its_method_as_written(skips):
     members = {"__torch_dispatch__": dispatch, "_should_skip_dynamo": method}
     made = type("Mode", (TorchDispatchMode,), members).__torch_dispatch__
     assert (made is dispatch) != skips
-
-
-@pytest.mark.parametrize("excluded", [False, True])
-def test_inside_a_mode_the_guard_lets_an_alias_share_the_version(excluded):
-    def keep_alias(func, out):
-        key = torch._C.DispatchKey.ADInplaceOrView
-        with torch._C._SetExcludeDispatchKeyGuard(key, excluded):
-            kept.append(out.detach())
-
-    kept = []
-    with Hearing(keep_alias):
-        made = torch.zeros(1).neg()
-    made.add_(1)
-    assert (made._version, kept[-1]._version) == (1, 0 if excluded else 1)
 
 
 def test_nothing_stands_between_the_engine_and_an_operator_of_backward_but_the_mode():
@@ -324,30 +286,7 @@ def test_a_storage_has_one_address_and_counts_the_tensors_on_it():
     assert count() == alone
 
 
-# ---- the compiler
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_code_runs_compiled_under_a_mode_that_the_compiler_ignores(ignored):
-    import torch._dynamo.eval_frame as dynamo
-
-    class Mode(Hearing):
-        @classmethod
-        def ignore_compile_internals(cls):
-            return ignored
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    graphs, choose = [], dynamo._callback_from_stance
-    torch.compiler.reset()
-    function = torch.compile(lambda x: x.sin(), backend=backend)
-    with patch.object(dynamo, "_callback_from_stance", side_effect=choose) as chosen, Mode(print):
-        function(torch.ones(1))
-    assert any(choose(*call.args) for call in chosen.call_args_list)
-    assert len(graphs) == ignored
-    torch.compiler.reset()
+# ---- modules
 
 
 def test_a_copy_of_a_compiled_model_runs_as_written_and_may_count_as_compiled():
@@ -358,9 +297,6 @@ def test_a_copy_of_a_compiled_model_runs_as_written_and_may_count_as_compiled():
     assert copied._compiled_call_impl is None
     copied._compiled_call_impl = copied._call_impl
     assert torch.equal(copied(torch.ones(1)), model(torch.ones(1)))
-
-
-# ---- modules
 
 
 def test_hooks_of_modules_and_optimizers_stand_in_dicts():
