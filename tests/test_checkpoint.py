@@ -157,19 +157,13 @@ def test_all_segments_but_the_last_are_run_twice():
     assert runs == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: checkpoint(torch.sin, x),
-        lambda x: checkpoint_sequential([torch.sin, torch.cos], 2, x),
-    ],
-)
-def test_left_out_use_reentrant_means_false_and_warns_with_the_line_of_the_call(call):
+def test_left_out_use_reentrant_means_false_and_warns_with_the_line_of_the_call():
     x = leaf(3)
     with pytest.warns(UserWarning, match="use_reentrant") as caught:
-        out = call(x)
-    assert [each.filename for each in caught] == [__file__]
-    assert torch.autograd.grad(out.sum(), x)  # which the reentrant mode cannot
+        outputs = checkpoint(torch.sin, x), checkpoint_sequential([torch.sin, torch.cos], 2, x)
+    assert [each.filename for each in caught] == [__file__] * 2
+    for output in outputs:
+        assert torch.autograd.grad(output.sum(), x)  # which the reentrant mode cannot
 
 
 def test_public_names_and_arguments_are_pytorchs():
@@ -462,22 +456,22 @@ def test_under_a_graph_exec_group_two_backward_passes_share_one_recomputation():
 
 
 @pytest.mark.parametrize(
-    ("contexts", "argument", "stops"),
+    ("contexts", "options", "stops"),
     [
-        ([], True, True),
-        ([], False, False),
-        ([False], True, False),
-        ([True], False, True),
-        ([False, True], True, True),
+        ([], {}, True),
+        ([], {"early_stop": False}, False),
+        ([False], {}, False),
+        ([True], {"early_stop": False}, True),
+        ([False, True], {}, True),
     ],
 )
 def test_recomputation_stops_when_it_has_what_it_needs_if_early_stop_is_enabled(
-    contexts, argument, stops
+    contexts, options, stops
 ):
     with ExitStack() as stack, Operators() as operators:
         for enabled in contexts:
             stack.enter_context(set_checkpoint_early_stop(enabled))
-        out = not_reentrant(lambda x: x.sin().floor(), leaf(3), early_stop=argument)
+        out = not_reentrant(lambda x: x.sin().floor(), leaf(3), **options)
         out.sum().backward()
     assert operators.counts[aten.floor.default] == (1 if stops else 2)
 

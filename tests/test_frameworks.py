@@ -38,21 +38,9 @@ def make_batch():
     return {"input_ids": rows, "labels": rows.clone()}
 
 
-def arguments_of(recipe, folder, samples=SAMPLES, **more):
-    lines = recipe.as_training_arguments(samples)
-    return transformers.TrainingArguments(output_dir=folder, **lines.arguments, **more)
-
-
-def trained(recipe, folder):
-    """Peak of two steps of the Trainer: the optimizer state exists from the second one on."""
-    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
-    arguments = arguments_of(recipe, folder, max_steps=2, use_cpu=True, disable_tqdm=True, **quiet)
-    batch, model = make_batch(), make_model()
-    rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(SAMPLES)] * 2
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
-    with MemoryMeter(model) as meter:
-        trainer.train()
-    return meter.peak_bytes
+def arguments_of(recipe, folder, **more):
+    lines = recipe.as_training_arguments(SAMPLES)
+    return transformers.TrainingArguments(folder, use_cpu=True, **lines.arguments, **more)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +57,21 @@ def trained(recipe, folder):
     ids=str,
 )
 def test_two_steps_of_the_trainer_peak_at_the_estimate(recipe, tmp_path):
+    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
+    arguments = arguments_of(recipe, tmp_path, max_steps=2, disable_tqdm=True, **quiet)
+    batch, model = make_batch(), make_model()
+    rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(SAMPLES)] * 2
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    with MemoryMeter(model) as meter:  # of two steps, since the first makes the optimizer state
+        trainer.train()
     lines = recipe.as_training_arguments(SAMPLES)
-    more = trained(recipe, tmp_path) - estimate(make_model, make_batch, lines.recipe).peak_bytes
+    more = meter.peak_bytes - estimate(make_model, make_batch, lines.recipe).peak_bytes
     if recipe.precision == "bf16":  # the copies of the weights may come at other moments
-        assert abs(more) < 4 * sum(p.numel() for p in make_model().parameters())
+        assert abs(more) < 4 * sum(p.numel() for p in model.parameters())
         return
     assert (lines.recipe == recipe) == (lines.differences == ())
     # It has the batches of both steps, and a few numbers for its log.
-    assert 0 <= more <= 2 * sum(tensor.nbytes for tensor in make_batch().values()) + 100
+    assert 0 <= more <= 2 * sum(tensor.nbytes for tensor in batch.values()) + 100
 
 
 @pytest.mark.parametrize(
@@ -102,7 +97,7 @@ def test_what_the_trainer_does_otherwise_is_said(recipe, words, tmp_path):
     lines = recipe.as_training_arguments(SAMPLES)
     assert [words in sentence for sentence in lines.differences] == [True]
     assert words in str(lines)
-    assert arguments_of(recipe, tmp_path, use_cpu=True).optim == lines.arguments["optim"]
+    assert arguments_of(recipe, tmp_path).optim == lines.arguments["optim"]
 
 
 LAYERS = Recipe(checkpoint="layers")
@@ -158,7 +153,7 @@ def test_all_ranks_together_take_the_samples_of_the_batch():
 @pytest.mark.parametrize("shard", ["zero2", "zero3"])
 def test_a_sharded_recipe_sets_fsdp_and_its_checkpoints(shard, tmp_path):
     recipe = Recipe("bf16", checkpoint="layers", ranks=2, shard=shard)
-    arguments = arguments_of(recipe, tmp_path, use_cpu=True)
+    arguments = arguments_of(recipe, tmp_path)
     assert arguments.fsdp and not arguments.activation_checkpointing
     assert arguments.fsdp_config["reshard_after_forward"] == (shard == "zero3")
     assert arguments.fsdp_config["activation_checkpointing"]
