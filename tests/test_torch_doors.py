@@ -274,18 +274,6 @@ def test_nothing_stands_between_the_engine_and_an_operator_of_backward_but_the_m
     assert callers == [torch.autograd.graph._engine_run_backward.__code__]
 
 
-def test_a_storage_has_one_address_and_counts_the_tensors_on_it():
-    def count():
-        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-    tensor = torch.zeros(2)
-    alone, view = count(), tensor[:1]
-    assert view.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-    assert count() == alone + 1
-    del view
-    assert count() == alone
-
-
 # ---- modules
 
 
@@ -297,18 +285,6 @@ def test_a_copy_of_a_compiled_model_runs_as_written_and_may_count_as_compiled():
     assert copied._compiled_call_impl is None
     copied._compiled_call_impl = copied._call_impl
     assert torch.equal(copied(torch.ones(1)), model(torch.ones(1)))
-
-
-def test_hooks_of_modules_and_optimizers_stand_in_dicts():
-    module = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(module.parameters())
-    for hooks, register in (
-        (module._forward_hooks, module.register_forward_hook),
-        (module._forward_pre_hooks, module.register_forward_pre_hook),
-        (optimizer._optimizer_step_pre_hooks, optimizer.register_step_pre_hook),
-    ):
-        register(print)
-        assert list(hooks.values()) == [print]
 
 
 def test_hooks_on_all_modules_stand_in_dicts_that_can_be_emptied():
@@ -333,11 +309,6 @@ def test_ddp_compares_shapes_and_sends_weights_by_functions_that_can_be_replaced
             asked.add(name)
             return (lambda: False) if name == "_rebuild_buckets" else getattr(theirs, name)
 
-    def reduce(_, bucket):
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
     ddp = "torch.nn.parallel.distributed"
     with (
         fake_group(),
@@ -347,11 +318,9 @@ def test_ddp_compares_shapes_and_sends_weights_by_functions_that_can_be_replaced
         run = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
         assert (sync.call_count, verify.call_count) == (1, 1)
         theirs, asked = run.reducer, set()
-        run.register_comm_hook(None, reduce)
         run.reducer = Reducer()
-        run(torch.ones(1, 1)).sum().backward()
+        run(torch.ones(1, 1))
     assert asked >= {"_rebuild_buckets", "prepare_for_backward"}
-    assert theirs._rebuild_buckets() in (True, False)
 
 
 # ---- a GPU
