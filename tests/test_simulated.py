@@ -4,7 +4,7 @@ missed."""
 import gc
 import re
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def mlp_and_data():
     return deep_mlp(5, 32), torch.randn(32, 32)
 
 
-def activations(device, model="mlp", retain=False, **options):
+def activations(device, model="mlp", **options):
     net, x = mlp_and_data()
     run = lambda x: net(x).square().sum()  # noqa: E731
     if model != "mlp":
@@ -57,16 +57,14 @@ def activations(device, model="mlp", retain=False, **options):
         run, x = net.loss, random_tokens(2, 8, 50)
     if model == "checkpointed":
         ours.checkpoint_blocks(net)
-    for step in range(2):
-        net.zero_grad()
-        if step and device:  # a graph that is dropped before backward
+    for _ in range(2):
+        if device:  # a graph that is dropped before backward
             with offloading(device, **options):
                 dropped = run(x)
             del dropped
         with offloading(device, **options):
             loss = run(x)
-        for _ in range(retain):
-            loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
         loss.backward()
     return gradients(net)
 
@@ -74,27 +72,6 @@ def activations(device, model="mlp", retain=False, **options):
 def fail(module, *_):
     """A hook."""
     raise InterruptedError
-
-
-def an_error_in_the_middle(device):
-    net, x = mlp_and_data()
-    for where in (3, 7):
-        handle = net[where].register_forward_pre_hook(fail)
-        with pytest.raises(InterruptedError), offloading(device):
-            net(x)
-        handle.remove()
-        handle = net[where].register_full_backward_pre_hook(fail)
-        with offloading(device):
-            loss = net(x).sum()
-        with pytest.raises(InterruptedError):
-            loss.backward()
-        handle.remove()
-        del loss
-    net.zero_grad()
-    with offloading(device):
-        loss = net(x).sum()
-    loss.backward()
-    return gradients(net)
 
 
 def other_stream(device):
@@ -126,24 +103,25 @@ def two_streams(device, **options):
     return [*gradients(nets[0]), *gradients(nets[1])]
 
 
-def dropped_on_another_stream(device):
-    """A backward pass fails while storages come up; its graph goes where another stream is
-    current."""
+def passes_that_fail(device, stream=lambda device: nullcontext):
+    """Their graphs are dropped where the first stream is current, while storages go down or come
+    up."""
     net, x = mlp_and_data()
-    other = other_stream(device)
-    handle = net[7].register_full_backward_pre_hook(fail)
-    with other():
-        with offloading(device):
-            loss = net(x).sum()
-        with pytest.raises(InterruptedError):
+    on_stream = stream(device)
+    for register in (net[7].register_forward_pre_hook, net[7].register_full_backward_pre_hook):
+        handle, loss = register(fail), None
+        with pytest.raises(InterruptedError), on_stream():
+            with offloading(device):
+                loss = net(x).sum()
             loss.backward()
-    handle.remove()
-    del loss
-    with other():
+        handle.remove()
+        del loss
+    with on_stream():
         for p in net.parameters():
             p.grad = None
         with offloading(device):
-            net(x).sum().backward()
+            loss = net(x).sum()
+        loss.backward()
     return gradients(net)
 
 
@@ -154,16 +132,15 @@ def adam(device, net, **options):
     return OffloadedOptimizer(net.parameters(), torch.optim.Adam, lr=0.01, **options)
 
 
-def train(device, dtype=torch.float32, pieces=1, keep=False, between=lambda net: None, **options):
+def train(device, dtype=torch.float32, change=lambda p: None, **options):
     net = deep_mlp(3, 16).to(dtype)
-    data = iter([torch.randn(8, 16).to(dtype) for _ in range(4 * pieces)])
+    data = [torch.randn(8, 16).to(dtype) for _ in range(4)]
     optimizer = adam(device, net, **options)
-    for step in range(4):
+    for step, x in enumerate(data):
+        net.zero_grad(set_to_none=step < 2)
+        net(x).square().sum().backward()
         for p in net.parameters():
-            p.grad = p.grad.zero_() if keep and p.grad is not None else None
-        for _ in range(pieces):
-            net(next(data)).square().sum().backward()
-        between(net)
+            change(p)
         optimizer.step()
         if step == 1:  # set from outside: the optimizer must notice
             with torch.no_grad():
@@ -175,42 +152,27 @@ def train(device, dtype=torch.float32, pieces=1, keep=False, between=lambda net:
     return [*net.parameters()]
 
 
-def clipped(net):
-    nn.utils.clip_grad_norm_(net.parameters(), 0.5, foreach=False)
+def change_gradient(p):
+    p.grad.mul_(0.5)
+    p.grad.data.add_(1.0)  # behind autograd's back; Adam would not see a factor
 
 
-def behind_autograds_back(net):
-    for p in net.parameters():
-        p.grad.data.add_(1.0)  # Adam would not see a factor
-
-
-def sent_early(device, early=True, fails=False):
-    """Gradients that go down during backward; where the step fails, their memory is used for
-    something else."""
+def copies_that_no_update_uses(device, early):
+    """The memory of their gradients is used for something else after a step that fails, or none."""
     net, data = deep_mlp(3, 16), [torch.randn(8, 16) for _ in range(4)]
     optimizer = adam(device, net)
+    (optimizer._base if device else optimizer.plain).register_step_pre_hook(fail)
     for x in data:
         with optimizer.copy_gradients_down() if device and early else nullcontext():
             net(x).square().sum().backward()
-            if not fails:
+        if not early:
+            with pytest.raises(InterruptedError):
                 optimizer.step()
-            elif not early:
-                with pytest.raises(InterruptedError), interrupted(optimizer):
-                    optimizer.step()
         for p in net.parameters():
             p.grad = None
         for p in net.parameters():
             torch.zeros_like(p)
     return [*net.parameters()]
-
-
-@contextmanager
-def interrupted(optimizer):
-    """Before the first update."""
-    base = optimizer.plain if isinstance(optimizer, Masters) else optimizer._base
-    handle = base.register_step_pre_hook(fail)
-    yield
-    handle.remove()
 
 
 def accumulated(device, **options):
@@ -223,18 +185,13 @@ def accumulated(device, **options):
     return [*net.parameters()]
 
 
-def prefetched(device, reuses=False):
-    """From pinned batches; or from one buffer that the loader fills again and again."""
+def prefetched(device):
+    """From one pinned buffer that the loader fills again and again."""
     if device is None:
         return [torch.full((300,), 2.0 * i) for i in range(6)]
-    buffers = [device.pinned((300,), torch.float32) for _ in range(1 if reuses else 6)]
-
-    def loader():
-        for i in range(6):
-            yield buffers[i % len(buffers)].fill_(float(i))
-
+    buffer = device.pinned((300,), torch.float32)
     found = []
-    for batch in Prefetcher((x for x in loader()), device):
+    for batch in Prefetcher((buffer.fill_(float(i)) for i in range(6)), device):
         found.append(batch * 2)
         del batch
         torch.empty(300).fill_(7.0)
@@ -244,26 +201,22 @@ def prefetched(device, reuses=False):
 SCENARIOS = {
     **{f"mlp, prefetch {n}": partial(activations, prefetch=n) for n in (0, 1)},
     **{f"mlp, {n} in flight": partial(activations, in_flight=n) for n in (0, 4)},
-    "retained": partial(activations, retain=True),
     "decoder": partial(activations, model="decoder"),
     "checkpointed": partial(activations, model="checkpointed"),
-    "an error in the middle": an_error_in_the_middle,
     **{f"two streams, prefetch {n}": partial(two_streams, prefetch=n) for n in (0, 1)},
-    "dropped on another stream": dropped_on_another_stream,
+    "passes that fail": passes_that_fail,
+    "passes that fail on another stream": partial(passes_that_fail, stream=other_stream),
     "optimizer": train,
     "optimizer, bf16": partial(train, dtype=torch.bfloat16),
     "optimizer, one after the other": partial(train, overlap=False),
-    "optimizer, gradients kept and clipped": partial(train, pieces=2, keep=True, between=clipped),
-    "optimizer, gradients changed through .data": partial(train, between=behind_autograds_back),
+    "optimizer, gradients changed": partial(train, change=change_gradient),
     "optimizer, foreach": partial(train, foreach=True),
     "optimizer, not fused": partial(train, fused=False),
-    "gradients sent early": sent_early,
-    "gradients sent early, and dropped": partial(sent_early, fails=True),
-    "a step that is interrupted": partial(sent_early, early=False, fails=True),
+    "gradients sent early, and dropped": partial(copies_that_no_update_uses, early=True),
+    "a step that is interrupted": partial(copies_that_no_update_uses, early=False),
     "accumulated": accumulated,
     "accumulated and clipped": partial(accumulated, max_norm=0.5),
     "prefetcher": prefetched,
-    "prefetcher, one buffer": partial(prefetched, reuses=True),
 }
 
 
@@ -336,9 +289,9 @@ FOR_SPEED = {
     ("state_host.py", "step", "finish"),
 }
 #: Scenarios that find each missing call.
-SUFFICIENT = ["two streams, prefetch 1", "two streams, prefetch 0", "dropped on another stream"]
-SUFFICIENT += ["an error in the middle", "optimizer", "a step that is interrupted"]
-SUFFICIENT += ["prefetcher, one buffer"]
+SUFFICIENT = ["two streams, prefetch 1", "two streams, prefetch 0", "passes that fail"]
+SUFFICIENT += ["passes that fail on another stream", "optimizer", "a step that is interrupted"]
+SUFFICIENT += ["prefetcher"]
 
 
 def take_away(monkeypatch, site=None):
@@ -404,15 +357,13 @@ def test_an_operator_that_runs_early_finds_what_was_there_before():
         assert torch.equal(y, torch.full((100,), found)) and torch.equal(z, torch.full((100,), 3.0))
 
 
-def test_what_an_operator_writes_too_early_is_written_over():
+def test_what_an_operator_writes_too_early_is_written_over_and_the_race_is_raised_at_the_end():
+    said = r"aten\.zero_.*'compute' writes.*\(H2D\) on stream 'side'"
     for mode, found in (("at once", 0.0), ("late", 5.0), ("early", 5.0)):
-        with SimulatedDevice(**MODES[mode]) as device:
+        with pytest.raises(Race, match=said), SimulatedDevice(**MODES[mode]) as device:
             x = torch.ones(100)
-            event = device.copy(x, device.pinned((100,), torch.float32).fill_(5.0), "side")
+            device.copy(x, device.pinned((100,), torch.float32).fill_(5.0), "side")
             x.zero_()
-            assert_race(device, "aten.zero_", "'compute' writes", "(H2D) on stream 'side'")
-            device.wait(event)
-            device.finish(event)
         assert torch.equal(x, torch.full((100,), found))
 
 
@@ -487,34 +438,29 @@ RATES = {
 }
 
 
-def step_with(weight):
-    """Return options that make a step divide by this function of the number of rows."""
-    return {"loss_sum": lambda model, x: (model(x).square().sum(), weight(len(x)))}
-
-
 @pytest.mark.parametrize(
-    ("options", "early"),
+    ("weight", "options", "early"),
     [
-        ({}, True),
-        (step_with(lambda rows: 0.5 * rows), True),  # a power of two
-        (step_with(lambda rows: rows - 0.25), False),
-        ({"max_norm": 1.0}, False),
-        ({"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}, False),
-        ({"hook": True}, False),
+        (lambda rows: rows, {}, True),
+        (lambda rows: 0.5 * rows, {}, True),  # a power of two
+        (lambda rows: rows - 0.25, {}, False),
+        (lambda rows: rows, {"max_norm": 1.0}, False),
+        (lambda rows: rows, {"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}, False),
+        (lambda rows: rows, {"hook": True}, False),
     ],
     ids=["plain", "over a power of two", "over another weight", "clipped", "unscaled", "hook"],
 )
 def test_gradients_go_down_during_backward_only_where_nothing_changes_them_afterwards(
-    options, early
+    weight, options, early
 ):
-    options = step_with(lambda rows: rows) | options
-    hook = options.pop("hook", False)
+    options = dict(options)
     with SimulatedDevice(**RATES) as device:
         net = deep_mlp(3, 16)
         optimizer = OffloadedOptimizer(net.parameters(), torch.optim.SGD, lr=0.01)
-        if hook:
+        if options.pop("hook", False):
             optimizer.register_step_pre_hook(lambda *_: None)
-        step = AccumulatedStep(net, optimizer, **options)
+        loss_sum = lambda model, x: (model(x).square().sum(), weight(len(x)))  # noqa: E731
+        step = AccumulatedStep(net, optimizer, loss_sum, **options)
         for _ in range(2):  # in the first one the weight of the whole is not known yet
             begin = len(device.spans)
             step(split(torch.randn(8, 16), 4))
@@ -523,6 +469,17 @@ def test_gradients_go_down_during_backward_only_where_nothing_changes_them_after
     backward_ends = max(span.end for span in last if span.stream == "compute" and "mm" in span.name)
     assert len(down) == len(list(net.parameters()))  # once each
     assert (min(span.start for span in down) < backward_ends) == early
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_go_down_during_the_update_of_others_if_asked_for(overlap):
+    with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
+        net = deep_mlp(3, 16)
+        net(torch.randn(8, 16)).square().sum().backward()
+        OffloadedOptimizer(net.parameters(), torch.optim.SGD, lr=0.01, overlap=overlap).step()
+    _, second, *_ = (span for span in device.spans if span.stream == "gradients")
+    update = next(span for span in device.spans if "sgd" in span.name)
+    assert (second.start < update.end) == overlap
 
 
 @pytest.mark.parametrize("mode", ["at once", "late"])
@@ -552,17 +509,6 @@ def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
 
 
 # ---- the device itself
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_what_is_never_waited_for_is_named_and_comes_out_wrong_if_it_is_late(late):
-    device = SimulatedDevice(late=late)
-    with pytest.raises(Race, match=r"aten\.mul.*'compute' reads.*\(H2D\) on stream 'side'"), device:
-        target, source = torch.zeros(100), device.pinned((100,), torch.float32).fill_(3.0)
-        device.copy(target, source, "side")
-        found = target * 2
-        device.finish(device.event())
-    assert torch.equal(found, torch.full((100,), 0.0 if late else 6.0))
 
 
 def test_the_host_has_to_wait_before_it_writes_and_a_stream_before_it_answers_the_host():
@@ -687,13 +633,8 @@ def test_bad_options_of_the_device_are_refused_by_name(options, said):
 
 
 def test_times_are_those_of_the_rates():
-    rates = {
-        "flops_per_second": 1e6,
-        "bytes_per_second": 1e9,
-        "up_bytes_per_second": 1e5,
-        "down_bytes_per_second": 1e4,
-    }
-    with SimulatedDevice(**rates) as device:
+    rates = {"up_bytes_per_second": 1e5, "down_bytes_per_second": 1e4}
+    with SimulatedDevice(**RATES | rates) as device:
         x = torch.zeros(50, 50)
         start = device.seconds
         below = device.pinned(x.shape, x.dtype)
@@ -776,15 +717,11 @@ def test_a_lane_has_its_place_and_its_colour_in_every_picture(drawing):
     assert lanes == ["compute", "to the GPU (H2D)", "gradients", "host", "mine"]
     kinds = ["compute", "up", "down", "host", "up"]
     assert [colours[lane].upper() for lane in lanes] == [LANE_COLORS[kind] for kind in kinds]
+    distinct = {*LANE_COLORS.values(), *CATEGORY_COLORS.values()}
+    assert len(distinct) == len(LANE_COLORS) + len(CATEGORY_COLORS)
     *_, end = (span.end for span in device.spans if span.stream == "up")
     bar, *_ = device.plot(since=end - 1e-5).collections
     assert bar.get_datalim(bar.axes.transData).x1 == pytest.approx(1e-5)
-
-
-def test_colours_of_lanes_are_those_of_no_category():
-    assert len({*LANE_COLORS.values()} | {*CATEGORY_COLORS.values()}) == len(LANE_COLORS) + len(
-        CATEGORY_COLORS
-    )
 
 
 def test_the_bytes_below_are_those_that_were_live(drawing):
@@ -809,20 +746,3 @@ def test_offload_gives_the_simulated_device_on_request():
     assert course_lib.offload.Race is simulated.Race
     with pytest.raises(AttributeError, match="SimulatedDevices"):
         _ = course_lib.offload.SimulatedDevices
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_step_uses_early_gradient_copies_and_overlaps_others(overlap):
-    with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
-        net, x = deep_mlp(3, 16), torch.randn(8, 16)
-        optimizer = OffloadedOptimizer(net.parameters(), torch.optim.SGD, lr=0.01, overlap=overlap)
-        for early in (True, False):
-            optimizer.zero_grad()
-            with optimizer.copy_gradients_down() if early else nullcontext():
-                net(x).square().sum().backward()
-                begin = len(device.spans)
-                optimizer.step()
-            down = [span for span in device.spans[begin:] if span.kind == "down"]
-            assert len(down) == (0 if early else 6)
-        update = next(span for span in device.spans[begin:] if span.kind == "host")
-    assert (down[1].start < update.end) == overlap
