@@ -42,6 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:no activation was moved"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -63,12 +64,6 @@ def gradients(module, run, x):
     x = x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
     run(x).sum().backward()
     return [x.grad, *(p.grad for p in module.parameters())]
-
-
-def assert_same_bits(left, right):
-    for a, b in zip(left, right, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
 
 
 def offload(store=None, **options):
@@ -148,9 +143,7 @@ def test_gradients_are_those_of_the_plain_module_to_the_bit(name, prefetch, devi
     module, x = make_module().to(device), make_input().to(device)
     expected = gradients(module, module, x)
     for store in (DiskStore(), HostStore(), None):
-        assert_same_bits(
-            expected, gradients(module, offloaded(module, store, prefetch=prefetch), x)
-        )
+        assert_same(expected, gradients(module, offloaded(module, store, prefetch=prefetch), x))
 
 
 def test_storage_that_rrelu_writes_after_its_copy_is_refused():
@@ -160,7 +153,7 @@ def test_storage_that_rrelu_writes_after_its_copy_is_refused():
 
     x, module = torch.linspace(-2, 2, 96), nn.Module()
     late = gradients(module, offloaded(run, HostStore(), prefetch=1, in_flight=0), x)
-    assert_same_bits(late, gradients(module, run, x))
+    assert_same(late, gradients(module, run, x))
     with pytest.raises(RuntimeError, match=r"^RreluWithNoise.*only after it had been offloaded"):
         gradients(module, offloaded(run, HostStore(), in_flight=0), x)
 
@@ -198,6 +191,19 @@ def attention(x):
     return (q @ k.t()).softmax(-1).sin().sin().sum()
 
 
+def nested(x):
+    parts = torch.nested.as_nested_tensor([x[:20] * 1, x[:30] * 1]).sin()
+    return torch.nested.to_padded_tensor(parts, 0.0).sin().sin().sum()
+
+
+def saved_again(x):
+    y = x * 1
+    for function in (torch.sin, torch.cos):
+        out = None  # the first graph goes here
+        out = function(y).sin().sin().sum()
+    return out
+
+
 # Case -> a function of the leaf, options, and the bytes that are offloaded.
 STAYS = {
     "of three that are saved the last one": (three_sines, {}, 2 * X),
@@ -210,11 +216,9 @@ STAYS = {
         {"keep": WEIGHT},
         X,
     ),
-    "the data set of which a batch is a slice": (
-        lambda x: (DATA[:1] * x).sin().sin().sum(),
-        {},
-        X,
-    ),
+    "the data set of which a batch is a slice": (lambda x: (DATA[:1] * x).sin().sin().sum(), {}, X),
+    "a nested tensor": (nested, {}, (20 + 30 + 2 * 30) * 64 * 4),
+    "of each of two graphs the last one, where the first is gone": (saved_again, {}, 4 * X),
     "no view of what goes down": (views, {}, X),
     "nothing of two views that together are their storage": (attention, {}, 2 * X),
     "a part of a storage that is repeated": (
@@ -230,23 +234,13 @@ STAYS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", STAYS)
 def test_what_is_kept_or_small_or_partial_or_saved_last_stays(name, store, leaf):
     run, options, expected = STAYS[name]
     found = gradients(nn.Module(), offloaded(run, store, **options), leaf)
-    assert_same_bits(found, gradients(nn.Module(), run, leaf))
+    assert_same(found, gradients(nn.Module(), run, leaf))
     assert store.stats.bytes_down == expected
-
-
-def test_a_graph_may_be_walked_through_several_times_and_differentiated_twice(store, leaf):
-    def twice(context):
-        with context:
-            y = (leaf.sin() * leaf).tanh().sum()
-        for _ in range(2):
-            (first,) = torch.autograd.grad(y, leaf, create_graph=True)
-        return first, torch.autograd.grad(first.square().sum(), leaf)[0]
-
-    assert_same_bits(twice(nullcontext()), twice(offload(store, prefetch=1)))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -264,7 +258,7 @@ def test_tensors_saved_again_during_backward_are_recognized(prefetch):
 
         found = gradients(net, offloaded(loss, store, prefetch=prefetch), x)
         if not torch._guards.detect_fake_mode():
-            assert_same_bits(gradients(net, loss, x), found)
+            assert_same(gradients(net, loss, x), found)
         assert store.used_bytes == 0
         return copy.copy(store.stats)
 
@@ -274,20 +268,9 @@ def test_tensors_saved_again_during_backward_are_recognized(prefetch):
     assert real.bytes_down > 0 and real.shared > 0
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_stay_and_a_tensor_that_cannot_be_packed_leaves_nothing_behind(
-    monkeypatch, store, leaf
-):
+def test_a_tensor_that_cannot_be_packed_leaves_nothing_behind(monkeypatch, store, leaf):
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
-
-    def padded(weight):
-        nested = torch.nested.as_nested_tensor([weight[:20] * 1, weight[:30] * 1]).sin()
-        return torch.nested.to_padded_tensor(nested, 0.0).sin().sin().sum()
-
-    found = gradients(nn.Module(), offloaded(padded, store), leaf)
-    assert_same_bits(found, gradients(nn.Module(), padded, leaf))
-    assert store.stats.bytes_down > 0 == store.used_bytes
     with monkeypatch.context() as patched, pytest.raises(InterruptedError), offload(store):
         patched.setattr(torch.Tensor, "is_conj", lambda _: (_ for _ in ()).throw(InterruptedError))
         (leaf * 1).sin()
@@ -306,20 +289,9 @@ def test_inputs_of_checkpointed_blocks_go_down(module, use_reentrant, store):
             x = module.checkpoint(net[i : i + 4], x, use_reentrant=use_reentrant)
         return x
 
-    assert_same_bits(gradients(net, net, x), gradients(net, offloaded(run, store), x))
+    assert_same(gradients(net, net, x), gradients(net, offloaded(run, store), x))
     # of the inputs of four blocks: not the caller's, not the last
     assert store.stats.bytes_down >= 2 * x.nbytes
-
-
-def test_a_storage_whose_first_graph_is_gone_can_be_saved_again(store, leaf):
-    with offload(store):
-        y = leaf * 1
-        for function in (torch.sin, torch.cos):
-            out = None  # the first graph goes here
-            out = function(y).sin().sin().sum()
-    out.backward()
-    expected = torch.autograd.grad(leaf.cos().sin().sin().sum(), leaf)[0]
-    assert torch.equal(leaf.grad, expected)
 
 
 def test_what_a_node_reads_twice_comes_up_once(store, leaf):
@@ -348,7 +320,7 @@ def test_what_a_node_reads_twice_comes_up_once(store, leaf):
 def test_as_many_copies_are_under_way_as_asked_for(in_flight):
     store, net, x = Memory(), deep_mlp(6, 16), torch.randn(8, 16)
     run = offloaded(net, store, in_flight=in_flight)
-    assert_same_bits(gradients(net, net, x), gradients(net, run, x))  # with a store of one's own
+    assert_same(gradients(net, net, x), gradients(net, run, x))  # with a store of one's own
     assert store.most == in_flight + 1 and store.under_way == 0 and store.used_bytes == 0
 
 
@@ -386,18 +358,17 @@ def test_the_peak_falls_by_what_goes_down_and_what_has_come_up_goes_again():
     assert peaks == sorted(peaks)
 
 
-@pytest.mark.parametrize("where", ["nowhere", "forward", "backward"])
-def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails(where, store):
+@pytest.mark.parametrize(
+    "register", [None, "register_forward_pre_hook", "register_full_backward_pre_hook"]
+)
+def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails(register, store):
     net, x = deep_mlp(6, 16), torch.randn(8, 16, requires_grad=True)
     hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
-    register = {
-        "forward": net[6].register_forward_pre_hook,
-        "backward": net[6].register_full_backward_pre_hook,
-    }
-    handle = register[where](lambda *_: 1 / 0) if where in register else None
-    with pytest.raises(ZeroDivisionError) if handle else nullcontext():
+    if register:
+        getattr(net[6], register)(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if register else nullcontext():
         out = offloaded(net, store)(x).sum()
-        if handle:
+        if register:
             out.backward()
     out = None
     gc.collect()
@@ -437,7 +408,7 @@ def test_a_context_can_be_entered_inside_itself_and_again(store):
 
     expected = gradients(net, net, x)
     for _ in range(2):
-        assert_same_bits(expected, gradients(net, run, x))
+        assert_same(expected, gradients(net, run, x))
 
 
 @pytest.mark.parametrize(
@@ -466,7 +437,7 @@ def test_a_full_tier_is_a_clear_error_and_what_was_saved_is_intact(leaf):
     gc.collect()
     assert store.used_bytes == 0
     expected = gradients(net[:4], net[:4], leaf)
-    assert_same_bits(expected, gradients(net[:4], offloaded(net[:4], store), leaf))
+    assert_same(expected, gradients(net[:4], offloaded(net[:4], store), leaf))
     with offload(DiskStore(limit_bytes=X)):
         early = (leaf * 1).sin().sin()
         with pytest.raises(StoreFull):
@@ -514,26 +485,21 @@ def test_many_steps_on_a_device_stay_equal_to_plain_ones(checkpointed):
     model.loss(tokens).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     if checkpointed:
-        for layer in model.layers:
-            layer.forward = (
-                lambda inner: lambda x: ours.checkpoint(inner, x, use_reentrant=False)
-            )(layer.forward)
+        ours.checkpoint_blocks(model)
     for _ in range(10):
         model.zero_grad()
         with offload_activations(min_bytes=1):
             loss = model.loss(tokens)
         loss.backward()
-        for parameter, wanted in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
+        found = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 # ---- the file
 
 
 @pytest.mark.parametrize("make", [DiskStore, HostStore])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64])
 def test_a_store_gives_back_every_byte_also_of_a_slow_write(make, dtype, monkeypatch):
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.02), write(*args))[1])
@@ -597,30 +563,24 @@ def test_the_file_is_where_the_environment_says_and_does_not_outlive_its_store(
     assert file.closed
 
 
-@pytest.fixture
-def exit_code():
+def exit_code(call):
     """Return what a forked process ends with that calls a function: 7 if a store refuses it."""
-    if not hasattr(os, "fork"):
-        pytest.skip("forks a process")
-
-    def run(call):
-        child = os.fork()
-        if child == 0:
-            signal.alarm(HANGS_SECONDS)  # ends a child that waits forever
-            try:
-                call()
-                os._exit(0)
-            except ValueError as refused:
-                os._exit(7 if "forked" in str(refused) else 1)
-            finally:
-                os._exit(2)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    return run
+    child = os.fork()
+    if child == 0:
+        signal.alarm(HANGS_SECONDS)  # ends a child that waits forever
+        try:
+            call()
+            os._exit(0)
+        except ValueError as refused:
+            os._exit(7 if "forked" in str(refused) else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_process_has_a_default_store_of_its_own(exit_code):
+def test_a_forked_process_has_its_own_default_store_and_leaves_others_alone(monkeypatch, store):
     def run():
         x = torch.ones(512, 512, requires_grad=True)
         with offload_activations(prefetch=0):
@@ -629,23 +589,17 @@ def test_a_forked_process_has_a_default_store_of_its_own(exit_code):
 
     run()
     assert exit_code(run) == 0
-    shared = DiskStore()
-    assert exit_code(lambda: shared.reserve(1)) == 7
-
-
-@pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_process_neither_changes_the_file_nor_waits_for_a_copy(monkeypatch, exit_code):
+    assert exit_code(lambda: store.reserve(1)) == 7
     x, may_write, write = torch.arange(1000.0), threading.Event(), os.pwrite
-    with DiskStore() as store:
-        reservation = store.put(x)
-        reservation.wait()
-        assert exit_code(reservation.free) == 0
-        assert torch.equal(reservation.get()(), x)
-        monkeypatch.setattr(os, "pwrite", lambda *given: (may_write.wait(), write(*given))[1])
-        under_way = store.put(x)
-        code = exit_code(lambda: under_way.wait())
-        may_write.set()
-        assert code == 7
+    reservation = store.put(x)
+    reservation.wait()
+    assert exit_code(reservation.free) == 0
+    assert torch.equal(reservation.get()(), x)
+    monkeypatch.setattr(os, "pwrite", lambda *given: (may_write.wait(), write(*given))[1])
+    under_way = store.put(x)
+    code = exit_code(lambda: under_way.wait())
+    may_write.set()
+    assert code == 7
 
 
 def test_threads_of_a_store_read_their_own_bytes(store):
@@ -669,8 +623,7 @@ BASES = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),  # has a state as soon as it is made
     "adamw, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
 }
-DTYPES = [torch.float32, torch.bfloat16]
-KINDS = list(itertools.product(DTYPES, (0.0, 0.5, 1.0)))
+KINDS = list(itertools.product((torch.float32, torch.bfloat16), (0.0, 0.5, 1.0)))
 
 
 def network(dtype=torch.float32, device="cpu"):
@@ -681,13 +634,12 @@ def count(net):
     return sum(p.numel() for p in net.parameters())
 
 
-def train(net, optimizer, steps=4, pieces=1, between=lambda net: None):
+def train(net, optimizer, steps=4, between=lambda net: None):
     torch.manual_seed(1)
     like = net[0].weight
     for _ in range(steps):
         optimizer.zero_grad()
-        for _ in range(pieces):
-            net(torch.randn(8, 16, device=like.device).to(like.dtype)).square().sum().backward()
+        net(torch.randn(8, 16, device=like.device).to(like.dtype)).square().sum().backward()
         between(net)
         optimizer.step()
     return [p.detach().clone() for p in net.parameters()]
@@ -702,10 +654,16 @@ def assert_same_steps(run=train, base="adam", dtype=torch.float32, device="cpu",
     optimizer = OffloadedOptimizer(moved.parameters(), kind, **given, **options)
     found = run(moved, optimizer)
     if device == "cpu":
-        assert_same_bits(expected, found)
+        assert_same(expected, found)
     else:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     return moved, optimizer, reference
+
+
+def clip_some(net):
+    for p in net[2].parameters():
+        p.grad = None  # no gradient, no update
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
 
 
 PAGES = [1, 3000, 16 << 20]
@@ -722,19 +680,9 @@ PAGES = [1, 3000, 16 << 20]
 )
 def test_fp32_steps_are_those_of_the_plain_optimizer(base, fraction, overlap, page, device):
     options = {"fraction": fraction, "overlap": overlap, "page_bytes": page}
-    assert_same_steps(base=base, device=device, **options)
-
-
-@pytest.mark.parametrize(
-    ("base", "fraction", "dtype"),
-    [
-        (base, fraction, (torch.bfloat16, torch.float16)[(i + j) % 2])
-        for i, base in enumerate(("sgd", "momentum", "adamw", "adagrad"))
-        for j, fraction in enumerate((0.0, 0.5, 1.0))
-    ],
-)
-def test_low_precision_steps_are_those_of_fp32_masters(base, fraction, dtype):
-    assert_same_steps(base=base, dtype=dtype, fraction=fraction)
+    run = partial(train, between=clip_some)
+    net, *_ = assert_same_steps(run, base, device=device, **options)
+    assert torch.equal(net[2].weight, network(device=device)[2].weight)
 
 
 @pytest.mark.parametrize(("page", "parameters"), [(1, 1), (2, 1), (4, 2), (7, 3)])
@@ -783,18 +731,6 @@ def second_step(net, optimizer):
     return meter
 
 
-def clipped(net):
-    for p in net[2].parameters():
-        p.grad = None  # no gradient, no update
-    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_clipping_accumulation_and_missing_gradients_count(device):
-    net, *_ = assert_same_steps(partial(train, pieces=2, between=clipped), device=device)
-    assert torch.equal(net[2].weight, network(device=device)[2].weight)
-
-
 @pytest.mark.parametrize(("fraction", "counted"), [(0.0, True), (1.0, True), (1.0, False)])
 def test_of_a_parameter_changed_in_part_from_outside_the_rest_keeps_its_fp32_weights(
     fraction, counted
@@ -829,65 +765,48 @@ def test_groups_schedulers_and_added_groups_count():
         scheduler.step()
         optimizer.add_param_group(third | {"lr": 0.05, "weight_decay": 0.2})
         found.append(train(net, optimizer))
-    assert_same_bits(*found)
-
-
-@pytest.mark.parametrize("base", ["momentum", "adamw"])
-def test_states_can_be_exchanged_with_the_plain_optimizer_both_ways(base):
-    kind, options = BASES[base]
-    first = network()
-    plain = kind(first.parameters(), **options)
-    train(first, plain)
-    second = copy.deepcopy(first)
-    moved = OffloadedOptimizer(second.parameters(), kind, **options)
-    moved.load_state_dict(plain.state_dict())
-    assert_same_state(moved.state_dict(), plain.state_dict())
-    moved_on = train(second, moved)
-    assert_same_bits(train(first, plain), moved_on)
+    assert_same(*found)
 
 
 def snapshot(net, optimizer):
     return copy.deepcopy([list(net.parameters()), optimizer.state_dict()])
 
 
-def assert_same_state(left, right):
-    torch.testing.assert_close(left, right, rtol=0, atol=0, check_stride=False)
-
-
-@pytest.mark.parametrize(("dtype", "fraction"), KINDS)
-def test_state_is_what_the_plain_optimizer_would_hold(dtype, fraction):
-    net, optimizer, reference = assert_same_steps(dtype=dtype, fraction=fraction)
-    assert list(optimizer.state) == list(net.parameters())
-    for p, master in zip(net.parameters(), reference.copies, strict=True):
-        wanted = dict(reference.plain.state[master])
-        if dtype != torch.float32:
-            wanted["master"] = master.detach()
-        assert_same_state(dict(optimizer.state[p]), wanted)
-    assert object() not in optimizer.state
-    with pytest.raises(KeyError):
-        optimizer.state[nn.Parameter(torch.ones(1))]
-
-
 @pytest.mark.parametrize(
     ("base", "dtype", "fraction"),
-    [*(("adam", *kind) for kind in KINDS), ("sgd", torch.bfloat16, 0.5)],
+    [
+        (base, dtype, fraction)
+        for i, base in enumerate(("sgd", "momentum", "adamw", "adagrad"))
+        for j, fraction in enumerate((0.0, 0.5, 1.0))
+        for dtype in (torch.float32, (torch.bfloat16, torch.float16)[(i + j) % 2])
+    ],
 )
-def test_a_state_that_is_loaded_from_itself_or_put_back_is_the_same_to_the_bit(
-    base, dtype, fraction
-):
-    net, optimizer, _ = assert_same_steps(base=base, dtype=dtype, fraction=fraction)
+def test_steps_and_state_are_those_of_fp32_masters_also_after_loading(base, dtype, fraction):
+    net, optimizer, reference = assert_same_steps(base=base, dtype=dtype, fraction=fraction)
+    wanted = reference.plain.state_dict()
+    if dtype != torch.float32:
+        for i, master in enumerate(reference.copies):
+            wanted["state"].setdefault(i, {})["master"] = master.detach()
+    assert_same(optimizer.state_dict(), wanted)
     before = snapshot(net, optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
-    assert_same_state(snapshot(net, optimizer), before)
+    assert_same(snapshot(net, optimizer), before)
     kept = copy.deepcopy(dict(optimizer.state))
     optimizer.state.clear()
     assert not optimizer.state and optimizer.state_dict()["state"] == {}
     optimizer.state.update(zip(net.parameters(), kept.values(), strict=False))
-    assert_same_state(snapshot(net, optimizer), before)
+    assert_same(snapshot(net, optimizer), before)
     other = copy.deepcopy(net)
     resumed = OffloadedOptimizer(other.parameters(), BASES[base][0], fraction=1 - fraction, lr=0.5)
-    resumed.load_state_dict(before[1])
-    assert_same_bits(train(net, optimizer), train(other, resumed))
+    resumed.load_state_dict(wanted)
+    assert_same(train(net, optimizer), train(other, resumed))
+
+
+def test_a_parameter_of_no_optimizer_has_no_state():
+    state = OffloadedOptimizer(network().parameters()).state
+    assert object() not in state
+    with pytest.raises(KeyError):
+        state[nn.Parameter(torch.ones(1))]
 
 
 @pytest.mark.parametrize(("base", "dtype"), [("adam", torch.bfloat16), ("adamw", torch.float32)])
@@ -898,13 +817,13 @@ def test_pytorchs_distributed_checkpoint_reads_the_state_and_leaves_it_alone(bas
     optimizer.zero_grad()
     before = snapshot(net, optimizer)
     written = dcp.get_optimizer_state_dict(net, optimizer)
-    assert_same_state(snapshot(net, optimizer), before)
+    assert_same(snapshot(net, optimizer), before)
     assert set(written["state"]) == {name for name, _ in net.named_parameters()}
     kind, options = BASES[base]
     other = copy.deepcopy(net)
     fresh = OffloadedOptimizer(other.parameters(), kind, **options)
     dcp.set_optimizer_state_dict(other, fresh, copy.deepcopy(written))
-    assert_same_state(fresh.state_dict()["state"], before[1]["state"])
+    assert_same(fresh.state_dict()["state"], before[1]["state"])
 
 
 class Interrupted(torch.optim.Optimizer):
@@ -931,14 +850,8 @@ class Interrupted(torch.optim.Optimizer):
 BASES["by hand"] = (Interrupted, {"lr": 0.01})
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fraction", "page"),
-    [
-        (DTYPES[(i + j) % 2], fraction, page)
-        for i, fraction in enumerate((0.0, 1.0))
-        for j, page in enumerate(PAGES)
-    ],
-)
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("dtype", "fraction"), [KINDS[2], KINDS[3], KINDS[5]])
 def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, fraction, page):
     def run(net, optimizer):
         train(net, optimizer)
@@ -1017,7 +930,7 @@ def test_a_store_that_is_full_or_closed_stops_a_step_or_a_load_before_anything_c
         store.close()
     with pytest.raises(broken, match=r"limit_bytes is 3000|closed"):
         train(net, optimizer)
-    assert_same_bits(network().parameters(), net.parameters())
+    assert_same(list(network().parameters()), list(net.parameters()))
     source = network()
     plain = torch.optim.AdamW(source.parameters(), lr=5.0)
     train(source, plain)
@@ -1072,27 +985,32 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
 # ---- the next batch
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    number: int
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
 def test_a_prefetcher_gives_every_batch_once_in_order_and_again(device):
-    made = [{"x": torch.full((2,), i), "more": [torch.ones(i + 1), ("name", i)]} for i in range(5)]
+    made = [UserDict(more=[Sample(torch.ones(2), number)], name="batch") for number in range(5)]
     prefetcher = Prefetcher(made, device)
     assert len(prefetcher) == 5
     for _ in range(2):
         found = list(prefetcher)
-        assert [int(batch["x"][0]) for batch in found] == list(range(5))
-        assert all(batch["x"].device.type == device for batch in found)
-        assert [batch["more"][1] for batch in found] == [("name", i) for i in range(5)]
+        samples = [batch["more"][0] for batch in found]
+        assert [sample.number for sample in samples] == list(range(5))
+        assert all(sample.x.device.type == device for sample in samples)
+        assert all(type(batch) is UserDict and batch["name"] == "batch" for batch in found)
+    assert all(batch["more"][0].x.device.type == "cpu" for batch in made)
     assert list(Prefetcher([], device)) == []
+    [module] = Prefetcher([nn.Linear(2, 2)], device)  # moved by its own method
+    assert module.weight.device.type == device
 
 
 @pytest.mark.parametrize(
     ("make", "error"),
-    [
-        (lambda: 1 / 0, ZeroDivisionError),
-        (lambda: None, TypeError),
-        (lambda: {"x": [1, 2]}, TypeError),
-        (lambda: "text", TypeError),
-    ],
+    [(lambda: 1 / 0, ZeroDivisionError), (lambda: {"x": [1, 2]}, TypeError)],
 )
 def test_prefetcher_raises_errors_of_the_loader_at_their_batch(make, error):
     def loader():
@@ -1107,47 +1025,6 @@ def test_prefetcher_raises_errors_of_the_loader_at_their_batch(make, error):
 
 def prefetchers():
     return [thread for thread in threading.enumerate() if thread.name == "prefetcher"]
-
-
-def test_leaving_the_loop_early_stops_the_thread():
-    for _ in Prefetcher(map(torch.tensor, itertools.count()), depth=2):
-        break
-    gc.collect()
-    for thread in prefetchers():
-        thread.join(HANGS_SECONDS)
-        assert not thread.is_alive()
-
-
-@dataclasses.dataclass
-class Sample:
-    x: torch.Tensor
-    name: str = "sample"
-
-
-class Movable:
-    """As a packed sequence or a graph is: no container, but it can be moved."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def to(self, device):
-        return Movable(self.x.to(device))
-
-
-@pytest.mark.parametrize(
-    ("make", "tensor_of"),
-    [
-        (lambda x: UserDict(input_ids=x, length=3), lambda batch: batch["input_ids"]),
-        (lambda x: (x, {"inner": [Sample(x)]}), lambda batch: batch[1]["inner"][0].x),
-        (Movable, lambda batch: batch.x),
-    ],
-    ids=["mapping", "nested dataclass", "movable"],
-)
-def test_batches_of_every_shape_are_moved(make, tensor_of):
-    batch = make(torch.ones(2))
-    (found,) = Prefetcher([batch], "meta")
-    assert tensor_of(found).device.type == "meta" and type(found) is type(batch)
-    assert tensor_of(batch).device.type == "cpu"
 
 
 def test_ctrl_c_does_not_wait_for_a_loader_that_does():
@@ -1176,17 +1053,21 @@ def test_ctrl_c_does_not_wait_for_a_loader_that_does():
         go.set()
 
 
-def test_the_next_batch_is_made_while_this_one_is_used():
+def test_the_next_batch_is_made_while_this_one_is_used_and_leaving_early_stops_the_thread():
     made, go = [], threading.Event()
 
     def loader():
-        for i in range(3):
+        for i in itertools.count():
             made.append(i)
             if i == 1:
                 go.set()
             yield torch.tensor(i)
 
-    for number, _ in enumerate(Prefetcher(loader())):
-        if number == 0:
-            assert go.wait(HANGS_SECONDS)  # the second is made although nobody has asked for it
-    assert made == [0, 1, 2]
+    for _ in Prefetcher(loader()):
+        assert go.wait(HANGS_SECONDS)  # the second is made although nobody has asked for it
+        break
+    gc.collect()
+    for thread in prefetchers():
+        thread.join(HANGS_SECONDS)
+        assert not thread.is_alive()
+    assert len(made) <= 3
