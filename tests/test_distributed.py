@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -65,7 +65,7 @@ CONFIG = {
 BF16 = 5e-3  # of a loss: products in bf16 keep 8 bits
 
 FAULTY = """
-import os, sys, time
+import os, sys, time, torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from course_lib.models import Decoder, random_tokens
 
@@ -98,15 +98,6 @@ def halting():
     return small()
 
 
-class Mean(Decoder):
-    def loss(self, tokens):
-        return self(tokens[:, :-1]).mean()
-
-
-def mean():
-    return Mean(vocabulary=97, hidden=32, heads=2, layers=2, sequence=16)
-
-
 def wrong(model, batch):
     return model(batch[:, :-1]) @ batch.float(), 1
 
@@ -122,7 +113,7 @@ def missing():
 
 made_wrong, made_looks, no_batch = (lambda: small() for _ in range(3))
 made_wrong.loss_sum, made_looks.loss_sum = wrong, looks
-with_width = lambda width: None
+mean, with_width = (lambda: torch.nn.Linear(2, 2)), (lambda width: None)
 for function in (small, failing, halting, mean, made_wrong, made_looks, missing, with_width):
     function.make_batch = lambda: random_tokens(4, 16, 97)
 no_batch.make_batch = dict
@@ -220,16 +211,18 @@ def at(task, mode, ranks=2, rank=0, **options):
 
 
 @pytest.mark.parametrize("mode", ON_CPU)
-def test_two_ranks_follow_the_losses_of_one_process_on_the_whole_batch(two, by_hand, mode):
+def test_two_ranks_follow_one_process_and_take_what_symbolic_ones_take(two, task, by_hand, mode):
     allowed = BF16 if mode == "fsdp-bf16" else 1e-5
     assert two[mode]["losses"] == pytest.approx(by_hand[0][:STEPS], abs=allowed, rel=0)
     assert two[mode]["ranks"] == 2 and "norms" not in two[mode]
+    for rank in (0, 1) if mode in ("zero1", "fsdp") else (0,):
+        found = at(task, mode, rank=rank)
+        assert asdict(found) == two[mode]["taken"][rank]
+        assert found.peak_bytes == sum(found.at_peak.values())
 
 
 @pytest.mark.parametrize("mode", ON_FOUR)
-def test_four_ranks_go_on_from_where_two_were_saved_add_micro_batches_up_and_clip_the_whole(
-    four, task, by_hand, mode
-):
+def test_four_ranks_go_on_where_two_were_saved_and_clip_the_whole(four, task, by_hand, mode):
     losses, norms = (values[STEPS:] for values in by_hand)
     assert four[mode]["losses"] == pytest.approx(losses, abs=1e-5, rel=0)
     assert four[mode]["norms"] == pytest.approx(norms, rel=1e-4) and min(norms) > MAX_NORM
@@ -279,14 +272,6 @@ def test_what_is_communicated_is_counted_and_predicted(two, four, task):
             assert line["communicated"] == {"predicted": sent[mode], "measured": sent[mode]}
 
 
-@pytest.mark.parametrize("mode", ON_CPU)
-def test_a_symbolic_rank_takes_to_the_byte_what_a_real_one_takes(two, task, mode):
-    for rank in (0, 1) if mode in ("zero1", "fsdp") else (0,):
-        found = at(task, mode, rank=rank)
-        assert asdict(found) == two[mode]["taken"][rank]
-        assert found.peak_bytes == sum(found.at_peak.values())
-
-
 @pytest.mark.parametrize(
     ("mode", "field"),
     [("fsdp-checkpoint", {"checkpoint": "layers"}), ("fsdp-bf16", {"precision": "bf16"})],
@@ -303,30 +288,35 @@ def test_a_recipe_for_two_ranks_is_estimated_to_the_byte_as_it_was_measured(two,
     assert found.at_peak | {"gathered": held["gathered"]} == held | gathered
 
 
-@pytest.mark.parametrize(("mode", "steps"), [("ddp", 2), ("zero1", 2), ("ddp", 3)])
-def test_buckets_are_gradients_in_a_prediction_and_in_any_step(task, mode, steps):
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [("ddp", 2), ("ddp", 3), ("zero1", 2), ("fsdp", 3), ("fsdp-checkpoint", 3)],
+)
+def test_one_rank_sends_nothing_holds_all_and_takes_what_is_predicted(task, by_hand, mode, steps):
+    shapes = shapes_of(task.make_model())
     with only_rank():
-        taken = train(task, mode, steps).taken[0]
-    # all of them: the peak is before the first gradient is computed
-    assert taken.at_peak["gradient"] == 4 * shapes_of(task.make_model()).numbers
-    assert taken == at(task, mode, ranks=1)
+        run = train(task, mode, steps)
+    assert run.losses == pytest.approx(by_hand[0][:steps], abs=1e-5, rel=0)
+    [taken] = run.taken
+    assert taken.sent_bytes == run.predicted_sent == 0
+    assert [taken.held] == held_bytes(shapes, mode, 1) and taken == at(task, mode, ranks=1)
+    if mode in ("ddp", "zero1"):  # all buckets: the peak is before the first gradient is computed
+        assert taken.at_peak["gradient"] == 4 * shapes.numbers
 
 
 def test_the_parameters_gathered_at_the_peak_are_told_apart(two, task):
     model = task.make_model()
-    of_all, blocks, block = (
-        4 * 2 * cut(part, 2)[1] for part in (model, model.layers, model.layers[0])
-    )
+    parts = model, model.layers, model.layers[0]
+    of_all, blocks, block = (4 * 2 * cut(part, 2)[1] for part in parts)
     root = of_all - blocks
     at_peak = {mode: line["taken"][0]["at_peak"] for mode, line in two.items()}
     gathered = {mode: found["gathered"] for mode, found in at_peak.items()}
-    assert gathered["ddp"] == gathered["zero1"] == 0 and gathered["fsdp-keep"] == of_all
-    assert gathered["fsdp"] == root == 2 * gathered["fsdp-bf16"]
-    assert gathered["fsdp-checkpoint"] in (root, root + block)
-    less, half, whole, ddp = (
-        at_peak[mode]["activation"] for mode in ("fsdp-checkpoint", "fsdp-bf16", "fsdp", "ddp")
-    )
-    assert less < half < whole == ddp
+    assert gathered.pop("fsdp-checkpoint") in (root, root + block)
+    expected = {"fsdp": root, "fsdp-bf16": root / 2, "fsdp-keep": of_all}
+    assert gathered == {"ddp": 0, "zero1": 0} | expected
+    activation = {mode: found["activation"] for mode, found in at_peak.items()}
+    less, half, whole = (activation[mode] for mode in ("fsdp-checkpoint", "fsdp-bf16", "fsdp"))
+    assert less < half < whole == activation["ddp"]
 
 
 # ---- symbolic ranks
@@ -375,26 +365,20 @@ def test_a_rank_keeps_within_its_budget_or_is_stopped_by_it(one_process, task):
 
 @pytest.mark.parametrize(
     ("given", "budgets"),
-    [
-        (None, {}),
-        ("48e6", {"ddp": 48_000_000, "fsdp": 48_000_000}),
-        ("fsdp=9B,ddp=8kB", {"ddp": 8000, "fsdp": 9}),
-    ],
+    [("48e6", {"ddp": 48e6, "fsdp": 48e6}), ("fsdp=9B,ddp=8kB", {"ddp": 8000, "fsdp": 9})],
 )
 def test_a_budget_is_of_all_modes_or_of_one(given, budgets):
     assert command._budgets(given, ["ddp", "fsdp"]) == budgets
 
 
-READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
-
-
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_between_forward_and_backward_of_a_micro_batch_nothing_is_read(one_process, task, mode):
+    reads = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
     events = []
 
     class Reads(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func in [getattr(torch.Tensor, name) for name in READS]:
+            if func in [getattr(torch.Tensor, name) for name in reads]:
                 events.append("read")
             return func(*args, **(kwargs or {}))
 
@@ -420,23 +404,22 @@ class Towers(nn.Module):
         torch.manual_seed(0)
         for name, wide, count in (("tower", 256, 2), ("decoder", 64, 3)):
             blocks = [nn.Sequential(nn.Linear(64, wide), nn.Linear(wide, 64)) for _ in range(count)]
-            setattr(self, name, nn.ModuleList(blocks))
+            setattr(self, name, nn.Sequential(*blocks))
+
+    @staticmethod
+    def make_batch():
+        return torch.ones(8, 64)
 
     def forward(self, x):
-        return reduce(lambda x, block: block(x), [*self.tower, *self.decoder], x)
+        return self.decoder(self.tower(x))
 
-
-def towers():
-    return Towers()
-
-
-towers.make_batch = lambda: torch.ones(8, 64)
-towers.loss_sum = lambda model, x: (model(x).square().sum(), len(x))
+    def loss_sum(self, x):
+        return self(x).square().sum(), len(x)
 
 
 def test_blocks_of_several_lists_are_cut_by_name_and_the_command_says_where_the_root_is_large(told):
-    importlib.import_module("faulty").towers = towers
-    asked = ["--model", "faulty:towers", "--ranks", "8", "--mode", "fsdp-checkpoint", "--json"]
+    importlib.import_module("faulty").Towers = Towers
+    asked = ["--model", "faulty:Towers", "--ranks", "8", "--mode", "fsdp-checkpoint", "--json"]
     [some], said, _ = told(*asked, "--blocks", "decoder.*")
     assert "73%" in said and "tower.0.0.weight" in said and said.count("\n") == 1
     [every], said, _ = told(*asked, "--blocks", "tower.*,decoder.*")
@@ -452,14 +435,6 @@ def test_the_framework_s_wrapper_takes_what_checkpoint_blocks_takes(task):
     ours, wrapper = (at(task, "fsdp-checkpoint", wrapper=wrapper) for wrapper in (False, True))
     assert ours.held == wrapper.held and ours.sent_bytes == wrapper.sent_bytes
     assert ours.peak_bytes == pytest.approx(wrapper.peak_bytes, rel=0.02)
-
-
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp", "fsdp-checkpoint"])
-def test_one_rank_sends_nothing_and_holds_all(one_process, task, by_hand, mode):
-    run = train(task, mode, 3)
-    assert run.losses == pytest.approx(by_hand[0][:3], abs=1e-5, rel=0)
-    assert run.taken[0].sent_bytes == run.predicted_sent == 0
-    assert [run.taken[0].held] == held_bytes(shapes_of(task.make_model()), mode, 1)
 
 
 def test_a_hugging_face_model_trains_by_its_own_loss_weighed_by_its_labels(folder):
@@ -483,18 +458,6 @@ def test_a_hugging_face_model_trains_by_its_own_loss_weighed_by_its_labels(folde
         assert at(own, mode).sent_bytes == sent_bytes(shapes_of(model), mode, 2)
 
 
-@pytest.fixture(scope="module")
-def frozen(task):
-    """The task with a model of which little is trained, as with LoRA."""
-
-    def make_model():
-        model = task.make_model().requires_grad_(False)
-        model.layers[0].requires_grad_(True)
-        return model
-
-    return replace(task, make_model=make_model)
-
-
 def test_a_step_that_fails_leaves_no_hook_on_the_optimizer():
     model = nn.Linear(2, 2)
     trainer = MagicMock(optimizer=torch.optim.SGD(model.parameters()))
@@ -504,22 +467,26 @@ def test_a_step_that_fails_leaves_no_hook_on_the_optimizer():
     assert not trainer.model.parameters.called  # the hook would ask for the gradients
 
 
-def test_frozen_parameters_have_neither_gradient_nor_state(one_process, frozen):
-    [taken] = train(frozen, "fsdp", 1).taken
-    assert [taken.held] == held_bytes(shapes_of(frozen.make_model()), "fsdp", 1)
-
-
 @pytest.mark.parametrize(
     ("mode", "shard"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp-keep", "zero2")]
 )
-def test_frozen_parameters_are_gathered_where_they_are_cut_and_never_sent_otherwise(
-    frozen, mode, shard
-):
-    taken, recipe = at(frozen, mode).sent_bytes, Recipe(ranks=2, shard=shard, attention=None)
-    assert sent_bytes(shapes_of(frozen.make_model()), mode, 2) == taken
-    make_batch = partial(frozen.make_batch, 0)
-    found = estimate(frozen.make_model, make_batch, recipe, loss_sum=frozen.loss_sum)
-    assert found.sent_bytes == taken
+def test_frozen_parameters_are_sent_only_where_they_are_cut(task, mode, shard):
+    """Little of the model is trained, as with LoRA."""
+
+    def make_model():
+        model = task.make_model().requires_grad_(False)
+        model.layers[0].requires_grad_(True)
+        return model
+
+    frozen, shapes = replace(task, make_model=make_model), shapes_of(make_model())
+    recipe = Recipe(ranks=2, shard=shard, attention=None)
+    make_batch = partial(task.make_batch, 0)
+    found = estimate(make_model, make_batch, recipe, loss_sum=task.loss_sum)
+    taken = at(frozen, mode)
+    assert taken.sent_bytes == sent_bytes(shapes, mode, 2) == found.sent_bytes
+    with only_rank():  # they have neither gradient nor state
+        [taken] = train(frozen, mode, 1).taken
+    assert [taken.held] == held_bytes(shapes, mode, 1)
 
 
 # ---- what goes wrong
@@ -586,17 +553,12 @@ def test_ranks_are_forked_only_where_there_is_no_gpu(gpu, monkeypatch, python):
     assert ("--start-method fork" in str(error.value)) is (sys.platform == "linux" and not gpu)
 
 
-GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]:5083"
-
-
 @pytest.mark.parametrize(
     ("error", "waits"),
     [
-        (RuntimeError(GLOO.format(547, "Connection closed by peer")), True),
-        (RuntimeError(GLOO.format(537, "Read error") + ": Connection reset by peer"), True),
-        (RuntimeError(GLOO.format(457, "writev") + ": Broken pipe"), True),
-        (dist.DistBackendError("NCCL error: remote process exited"), True),
-        (RuntimeError("rank 1 gives up"), False),
+        (RuntimeError("[gloo/gloo/transport/tcp/pair.cc:457] writev [127.0.0.1]: Broken pipe"), 1),
+        (dist.DistBackendError("NCCL error: remote process exited"), 1),
+        (RuntimeError("rank 1 gives up"), 0),
     ],
 )
 def test_rank_that_lost_its_peer_lets_the_peer_report_first(monkeypatch, capsys, error, waits):
@@ -604,7 +566,7 @@ def test_rank_that_lost_its_peer_lets_the_peer_report_first(monkeypatch, capsys,
     monkeypatch.setattr("time.sleep", waited.append)
     with pytest.raises((RuntimeError, SystemExit)) as raised, command._report_cause_first():
         raise error
-    assert (raised.value is error) == bool(waited) == waits
+    assert (raised.value is error) == len(waited) == waits
     told = r"rank 0: error: \S*test_distributed\.py, line \d+, in test_\w+: RuntimeError: rank 1"
     assert bool(re.match(told, capsys.readouterr().err)) != waits
 
@@ -626,7 +588,7 @@ def test_newest_checkpoint_has_the_largest_step_and_not_the_last_name(tmp_path):
     assert last_complete(tmp_path).name == "step-100000000"
 
 
-def test_an_interrupt_while_saving_leaves_no_process_and_the_last_complete_checkpoint_is_used(
+def test_an_interrupt_while_saving_leaves_no_process_and_the_last_checkpoint(
     folder,
 ):
     """It comes while rank 1 is in the middle of its second checkpoint."""
@@ -751,9 +713,7 @@ def test_without_torchrun_the_command_says_how_to_start_it(told):
     assert "python -m torch.distributed.run" in said and said.count("\n") == 1 and status == 2
 
 
-def test_saved_and_loaded_a_trainer_is_the_same_and_another_model_is_refused(
-    one_process, task, tmp_path
-):
+def test_a_trainer_is_loaded_as_it_was_saved_and_for_its_model_alone(one_process, task, tmp_path):
     first, second = (Trainer(mode, task.make_model(), task.loss_sum) for mode in ("fsdp", "zero1"))
     for step in range(2):
         first(task.part(step, 1, 0))
@@ -768,9 +728,7 @@ def test_saved_and_loaded_a_trainer_is_the_same_and_another_model_is_refused(
         check_fits(saved, task_of().make_model())
 
 
-def test_a_model_with_dropout_goes_on_from_a_checkpoint_as_it_would_have_gone_on(
-    one_process, tmp_path
-):
+def test_a_model_with_dropout_goes_on_from_a_checkpoint_as_without_it(one_process, tmp_path):
     def make_model():
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)))
@@ -791,9 +749,7 @@ def test_of_each_rank_the_random_state_is_saved(two, folder):
     assert [name for name in names if name.startswith("random")] == ["random.0.cpu", "random.1.cpu"]
 
 
-def test_at_no_moment_of_saving_again_is_there_no_whole_checkpoint(
-    one_process, task, tmp_path, monkeypatch
-):
+def test_saving_again_always_leaves_a_whole_checkpoint(one_process, task, tmp_path, monkeypatch):
     found, remove = [], shutil.rmtree
 
     def looking(function, *given, **options):
@@ -824,26 +780,13 @@ def test_a_scaler_of_a_sharded_model_and_two_predictions_at_once_are_refused(one
 
 @pytest.mark.gpu
 def test_on_gpus_the_same_script_trains_by_nccl(options):
-    ranks = min(2, torch.cuda.device_count())
-    lines = launch(
-        ranks,
-        *options,
-        "--mode",
-        ",".join(MODES),
-        "--backend",
-        "nccl",
-        "--steps",
-        "3",
-        timeout=HANGS_SECONDS,
-    )
-    first = lines[0]["losses"]
+    asked = [*options, "--mode", ",".join(MODES), "--backend", "nccl", "--steps", "3"]
+    lines = launch(min(2, torch.cuda.device_count()), *asked, timeout=HANGS_SECONDS)
     for line in lines:
-        assert line["losses"] == pytest.approx(
-            first, abs=BF16 if line["mode"] == "fsdp-bf16" else 1e-3, rel=0
-        )
+        allowed = BF16 if line["mode"] == "fsdp-bf16" else 1e-3
+        assert line["losses"] == pytest.approx(lines[0]["losses"], abs=allowed, rel=0)
         assert all(math.isfinite(loss) for loss in line["losses"])
         if line["mode"] != "fsdp-cpu":
-            assert line["predicted"] == {
-                name: max(values) for name, values in line["measured"].items()
-            }
+            most = {name: max(values) for name, values in line["measured"].items()}
+            assert line["predicted"] == most
         assert line["communicated"]["predicted"] == line["communicated"]["measured"]

@@ -1,4 +1,4 @@
-"""Tensor parallelism on two real ranks, which all tests share, and on symbolic ranks."""
+"""Tensor parallelism on two real ranks and on symbolic ranks."""
 
 from dataclasses import asdict
 from functools import partial
@@ -10,7 +10,6 @@ from patience import HANGS_SECONDS
 from course_lib.distributed import launch, shapes_of, task_of
 from course_lib.distributed.tensor_parallel import (
     TENSOR_MODES,
-    by_rank,
     predict_tensor,
     tensor_held_bytes,
     tensor_sent_bytes,
@@ -23,14 +22,7 @@ TASK = task_of()
 ACTIVATION = 4 * 8 * 128 * 256  # bytes of (b, s, h)
 
 
-@pytest.fixture(scope="module")
-def two():
-    return {run["mode"]: run for run in launch(2, script=SCRIPT, timeout=HANGS_SECONDS)}
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """The losses of one process."""
+def test_two_ranks_train_as_one_process_and_ranks_need_the_predicted_bytes():
     model, losses = TASK.make_model(), []
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(2):
@@ -39,19 +31,16 @@ def alone():
         adam.step()
         adam.zero_grad()
         losses.append(loss.item() / tokens.item())
-    return losses
-
-
-@pytest.mark.parametrize("mode", TENSOR_MODES)
-def test_two_ranks_train_as_one_process_and_ranks_need_the_predicted_bytes(two, alone, mode):
-    assert two[mode]["losses"] == pytest.approx(alone, abs=1e-5)
-    assert two[mode]["gradient_difference"] < 1e-5
     make_batch, shapes = partial(TASK.make_batch, 0), shapes_of(TASK.make_model())
-    for ranks in (2, 4):
-        found = predict_tensor(TASK.make_model, make_batch, TASK.loss_sum, mode, ranks)
-        assert found.held == tensor_held_bytes(shapes, ranks)
-        assert found.sent_bytes == tensor_sent_bytes(shapes, mode, ACTIVATION)
-        assert ranks != 2 or two[mode]["taken"] == [asdict(found)] * 2
+    two = {run["mode"]: run for run in launch(2, script=SCRIPT, timeout=HANGS_SECONDS)}
+    for mode in TENSOR_MODES:
+        assert two[mode]["losses"] == pytest.approx(losses, abs=1e-5)
+        assert two[mode]["gradient_difference"] < 1e-5
+        for ranks in (2, 4):
+            found = predict_tensor(TASK.make_model, make_batch, TASK.loss_sum, mode, ranks)
+            assert found.held == tensor_held_bytes(shapes, ranks)
+            assert found.sent_bytes == tensor_sent_bytes(shapes, mode, ACTIVATION)
+            assert ranks != 2 or two[mode]["taken"] == [asdict(found)] * 2
 
 
 def test_a_layer_keeps_gathered_inputs_with_sequence_parallelism():
@@ -60,11 +49,6 @@ def test_a_layer_keeps_gathered_inputs_with_sequence_parallelism():
     assert lesson_08.kept_per_layer("tp", 2) == 4 * (norms + inside / 2)
     gathered = 2 * (4 * s * b * h) / 2  # the halves of two inputs that another rank computed
     assert lesson_08.kept_per_layer("tp-sp", 2) == 4 * (norms + inside) / 2 + gathered
-
-
-def test_rows_of_one_rank_are_those_of_its_heads():
-    rows = torch.arange(12)  # 4 heads of size 1: queries 0-3, keys 4-7, values 8-11
-    assert by_rank(rows, 2).tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
 
 
 def test_heads_that_ranks_do_not_divide_are_refused():
