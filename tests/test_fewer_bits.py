@@ -68,15 +68,10 @@ def test_adam_in_8_bits_follows_adam_and_has_the_bytes_of_bitsandbytes():
     assert our_bytes == their_bytes
 
 
-@pytest.mark.parametrize(
-    ("make_model", "fields"),
-    [
-        (lambda: small_model().bfloat16(), {"precision": None}),
-        (lambda: with_adapters(lesson_07.in_four_bits(small_model()), 4), {"precision": None}),
-        (small_model, {"optimizer": "adam8bit"}),
-    ],
-)
-def test_steps_with_fewer_bits_are_predicted_to_the_byte(make_model, fields):
-    recipe = Recipe(checkpoint="layers", **fields)
+def test_a_step_with_adapters_in_four_bits_is_predicted_to_the_byte():
+    def make_model():
+        return with_adapters(lesson_07.in_four_bits(small_model()), 4)
+
+    recipe = Recipe(checkpoint="layers", precision=None)
     peak = estimate(make_model, batch, recipe).peak_bytes
     assert peak == run(make_model, batch, recipe).meter.peak_bytes

@@ -15,34 +15,27 @@ from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, sym
 NUMBERS = 16
 
 
-def repeated(make):
-    """Return a maker of steps in which gradients of leaves are sums over four calls of a layer."""
+def four_times(leaves, layer):
+    """Return leaves, and a step in which their gradients are sums over four calls of a layer."""
+    x = torch.randn(16, 64)
 
-    def made():
-        leaves, layer = make()
-        x = torch.randn(16, 64)
+    def step():
+        y = x
+        for _ in range(4):
+            y = torch.tanh(layer(y))
+        y.sum().backward()
 
-        def step():
-            y = x
-            for _ in range(4):
-                y = torch.tanh(layer(y))
-            y.sum().backward()
-
-        return leaves, step
-
-    return made
+    return leaves, step
 
 
-@repeated
 def shared_weight():
     weight = nn.Parameter(torch.randn(64, 64) / 8)
-    return [weight], lambda y: y @ weight
+    return four_times([weight], lambda y: y @ weight)
 
 
-@repeated
 def shared_layer():
     layer = nn.Linear(64, 64)
-    return list(layer.parameters()), layer
+    return four_times(list(layer.parameters()), layer)
 
 
 def uses_of(function):
