@@ -104,12 +104,6 @@ def run(model, micro_batches, loss_sum=loss_sum, **options):
     return result, found[0]
 
 
-@pytest.fixture(autouse=True)
-def clean_end():
-    yield
-    assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-
-
 # ---- split
 
 Pair = namedtuple("Pair", "inputs targets")
@@ -464,10 +458,6 @@ def failing():
     raise OSError("the disk is broken")
 
 
-def broken():
-    raise MemoryError("the optimizer is broken")
-
-
 def wrong_in_the_second(change):
     """A loss_sum that draws random numbers, and is wrong for the micro-batch of twos."""
 
@@ -501,7 +491,7 @@ BAD_CALLS = {
     "a pair": ((ONES, 2 * ONES), lambda model, x: (model(x).sum(), 3), TypeError),
     "gradients of nan": (TWOS, root_of_zero, RuntimeError),
     "an iterator": (failing, good, OSError),
-    "an optimizer": ([ONES], good, MemoryError),
+    "an optimizer": ([ONES], good, ZeroDivisionError),
 }
 
 
@@ -517,8 +507,8 @@ def test_after_an_error_everything_is_as_before_the_call(case):
     step = AccumulatedStep(model, optimizer, loss_sum, scaler=scaler, max_norm=9.0)
     gradient, before = model.bias.grad, copy.deepcopy(model.state_dict())
     random = torch.get_rng_state()
-    hook = optimizer.register_step_pre_hook(lambda *_: broken() if error is MemoryError else None)
-    with pytest.raises(error, match=r" must |is broken"):
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / (error is not ZeroDivisionError))
+    with pytest.raises(error, match=r" must |is broken|division"):
         step(micro_batches() if callable(micro_batches) else micro_batches)
     hook.remove()
     assert model.weight.grad is None and model.bias.grad is gradient and gradient.item() == 7.0
@@ -536,18 +526,12 @@ def test_after_an_error_everything_is_as_before_the_call(case):
 # ---- bytes
 
 
-def next_tokens(model, tokens):
-    return F.cross_entropy(
-        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
-    ), len(tokens)
-
-
 @pytest.mark.parametrize(("optimizer", "sets"), [(torch.optim.SGD, 2), (torch.optim.AdamW, 4)])
 def test_peak_bytes_are_sets_of_the_parameters_size_and_so_many_bytes_a_sample(optimizer, sets):
     tokens, peaks = random_tokens(24, 32, 256), {}
     model = Decoder(vocabulary=256, hidden=32, heads=2, layers=2, sequence=32)
     optimizing = optimizer(model.parameters(), lr=0.01)
-    step = AccumulatedStep(model, optimizing, next_tokens, max_norm=1.0)
+    step = AccumulatedStep(model, optimizing, Decoder.loss_sum, max_norm=1.0)
     step(split(tokens, 12))  # makes the optimizer's state
     for size in (5, 8, 12, 24):
         with MemoryMeter(model, optimizing) as meter:
@@ -566,8 +550,8 @@ def test_peak_bytes_are_sets_of_the_parameters_size_and_so_many_bytes_a_sample(o
 def test_symbolic_tensors_give_a_weight_and_numbers_without_values():
     with symbolic():
         model, batch = decoder(), torch.zeros(8, SEQUENCE + 1, dtype=torch.long)
-        result, _ = run(model, split(batch, 2), next_tokens, max_norm=1.0)
-    assert result.weight == 8 and result.stepped
+        result, _ = run(model, split(batch, 2), Decoder.loss_sum, max_norm=1.0)
+    assert result.weight == 8 * SEQUENCE and result.stepped
     assert math.isnan(result.loss) and math.isnan(result.grad_norm)
 
 
@@ -600,9 +584,7 @@ BUCKETS = pytest.mark.parametrize(
 
 @BUCKETS
 @pytest.mark.parametrize("case", ["a mean", "a loss of nan", "weights of 0", "nothing"])
-def test_an_error_under_ddp_leaves_no_sync_closed_and_gradients_as_they_were(
-    process_group, case, bucket_views, in_buckets
-):
+def test_an_error_under_ddp_changes_nothing(process_group, case, bucket_views, in_buckets):
     micro_batches, change, error = BAD_CALLS[case]
     model, sent = replicated(linear(), gradient_as_bucket_view=bucket_views)
     # gradients of the caller's, in DDP's buckets, which take their places after the first pass
@@ -675,8 +657,7 @@ def on_rank(rank, folder):
         timeout=timedelta(seconds=HANGS_SECONDS),
     )
     found = {name: steps_on_rank(rank, *case[:2], **case[2]) for name, case in RANKS.items()}
-    found["overflow on one rank"] = overflow_on_rank(rank)
-    found["nan on one rank"] = error_on_rank(rank)
+    found["errors"] = errors_on_rank(rank)
     torch.save(found, f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -695,25 +676,21 @@ def steps_on_rank(rank, kept, sizes, scale=None, gradient_as_bucket_view=False, 
     return {"gradients": gradients, "results": results, "sent": sum(sent)}
 
 
-def overflow_on_rank(rank):
-    """Whether the step was taken, the scale after it, and whether no weight changed."""
+def errors_on_rank(rank):
+    """The error where one rank has a loss of NaN, and what it and an overflow leave behind."""
     model, _ = replicated(linear())
+    before = copy.deepcopy(list(model.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     step = stepper(model, wrong_in_the_second(root_of_zero if rank else good), scaler=scaler)
-    before = copy.deepcopy(list(model.parameters()))
     stepped = step([2 * ONES, ONES]).stepped
-    return stepped, scaler.get_scale(), all(map(torch.equal, before, model.parameters()))
-
-
-def error_on_rank(rank):
-    """The error, whether it left no gradients, and the weight of the next step."""
-    model, _ = replicated(linear())
     bad = wrong_in_the_second(lambda model, x: (model(x).sum() * (math.nan if rank else 1), 3))
     step = stepper(model, bad)
     with pytest.raises(ValueError) as error:
         step([ONES, 2 * ONES])
+    same = all(map(torch.equal, before, model.parameters()))
     clean = all(parameter.grad is None for parameter in model.parameters())
-    return str(error.value), clean, step([ONES] * (1 + rank)).weight
+    weight = step([ONES] * (1 + rank)).weight
+    return str(error.value), (stepped, scaler.get_scale(), same, clean, weight)
 
 
 @pytest.fixture(scope="module")
@@ -746,7 +723,6 @@ def test_two_ranks_step_as_one_process_does_on_the_whole_batch(two_ranks, name):
 
 
 def test_an_overflow_or_an_error_on_one_rank_is_one_on_both_and_the_next_step_works(two_ranks):
-    assert [rank["overflow on one rank"] for rank in two_ranks] == [(False, 32.0, True)] * 2
-    messages, clean, weights = zip(*(rank["nan on one rank"] for rank in two_ranks), strict=True)
+    messages, left = zip(*(rank["errors"] for rank in two_ranks), strict=True)
     assert "another rank" in messages[0] and "micro-batch 1" in messages[1]
-    assert clean == (True, True) and weights == (9.0, 9.0)
+    assert left == ((False, 32.0, True, True, 9.0),) * 2

@@ -542,9 +542,7 @@ def test_a_file_that_holds_a_state_does_not_grow_with_batches_of_other_sizes(sto
         assert store.file_bytes <= 2 * state.nbytes + 8 * nbytes
 
 
-def test_the_file_is_where_the_environment_says_and_does_not_outlive_its_store(
-    monkeypatch, tmp_path
-):
+def test_the_file_is_where_the_environment_says_and_goes_with_its_store(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with DiskStore() as closed:
@@ -686,9 +684,7 @@ def test_fp32_steps_are_those_of_the_plain_optimizer(base, fraction, overlap, pa
 
 
 @pytest.mark.parametrize(("page", "parameters"), [(1, 1), (2, 1), (4, 2), (7, 3)])
-def test_a_step_holds_three_pages_of_so_many_bytes_or_of_a_parameter_that_has_more(
-    page, parameters
-):
+def test_a_step_holds_three_pages_of_so_many_bytes_or_of_one_parameter(page, parameters):
     net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
     state = 2 * net[0].nbytes  # Adam's, of each parameter
     optimizer = OffloadedOptimizer(net, page_bytes=page * state // 2, foreach=False)
@@ -732,9 +728,7 @@ def second_step(net, optimizer):
 
 
 @pytest.mark.parametrize(("fraction", "counted"), [(0.0, True), (1.0, True), (1.0, False)])
-def test_of_a_parameter_changed_in_part_from_outside_the_rest_keeps_its_fp32_weights(
-    fraction, counted
-):
+def test_of_a_parameter_changed_in_part_the_rest_keeps_its_fp32_weights(fraction, counted):
     p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = OffloadedOptimizer([p], torch.optim.SGD, lr=2**-12, fraction=fraction)
     p.grad = torch.ones_like(p)
