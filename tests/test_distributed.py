@@ -514,20 +514,16 @@ while true; do sleep 0.1; done
 """
 
 
-@pytest.fixture
-def python(monkeypatch, tmp_path):
+def put_python(monkeypatch, folder, script):
     """Let `launch` start a shell script instead of Python."""
-
-    def put(script):
-        (tmp_path / "python").write_text(script)
-        (tmp_path / "python").chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-
-    return put
+    path = folder / "python"
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
 
 
-def test_an_interrupt_waits_in_launch_for_torchrun_to_end_its_ranks(monkeypatch, tmp_path, python):
-    python(SLOW_TO_END.format(folder=tmp_path))
+def test_an_interrupt_waits_in_launch_for_torchrun_to_end_its_ranks(monkeypatch, tmp_path):
+    put_python(monkeypatch, tmp_path, SLOW_TO_END.format(folder=tmp_path))
     pid = tmp_path / "pid"
 
     def interrupted(self, **options):
@@ -544,9 +540,9 @@ def test_an_interrupt_waits_in_launch_for_torchrun_to_end_its_ranks(monkeypatch,
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_ranks_are_forked_only_where_there_is_no_gpu(gpu, monkeypatch, python):
+def test_ranks_are_forked_only_where_there_is_no_gpu(gpu, monkeypatch, tmp_path):
     """CUDA cannot be used in a forked process."""
-    python('#!/bin/sh\necho "$@" >&2\nexit 1\n')
+    put_python(monkeypatch, tmp_path, '#!/bin/sh\necho "$@" >&2\nexit 1\n')
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with pytest.raises(RuntimeError) as error:
         launch(2)

@@ -51,6 +51,7 @@ def store():
     store = DiskStore()
     yield store
     gc.collect()
+    store.close()  # waits for copies under way, whose space is free only then
     assert (store.used_bytes, store._end) == (0, 0)
 
 

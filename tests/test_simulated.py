@@ -500,10 +500,8 @@ def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
 
     found, races = outcome(twice, mode)
     assert same(found, expected(twice))
-    # of what is not used
-    assert all(
-        "that a device-to-host copy (D2H) on stream 'gradients' has read" in race for race in races
-    )
+    said = "that a device-to-host copy (D2H) on stream 'gradients' has read"
+    assert all(said in race for race in races)  # of what is not used
 
 
 # ---- the device itself
@@ -581,9 +579,8 @@ def test_modules_and_containers_move_and_what_was_there_stays_where_it_is():
         assert Device.of_tensor(found) is device and Device.of_tensor(batch["x"]) is not device
         with pytest.raises(RuntimeError, match=r"must be on the device, .* shape \(4, 8\)"):
             net(batch["x"])
-        assert (found * 2 + torch.tensor(1.0)).sum().item() == pytest.approx(
-            (plain * 2 + 1).sum().item()
-        )
+        total = (found * 2 + torch.tensor(1.0)).sum().item()
+    assert total == pytest.approx((plain * 2 + 1).sum().item())
     assert torch.equal(found.detach(), plain) and Device.of_tensor(found) is not device
 
 
@@ -604,10 +601,8 @@ def test_a_memory_that_is_too_small_says_so():
         kept = torch.zeros(512)
         del kept
         kept = torch.zeros(512)  # the same block
-        with pytest.raises(
-            torch.OutOfMemoryError,
-            match=r"4096 bytes, of which 2048 .* larger memory_bytes",
-        ):
+        said = r"4096 bytes, of which 2048 .* larger memory_bytes"
+        with pytest.raises(torch.OutOfMemoryError, match=said):
             kept.double()
         assert device.live_bytes == 2048
 
@@ -698,12 +693,12 @@ def test_a_lane_has_its_place_and_its_colour_in_every_picture(drawing):
     from matplotlib.colors import to_hex
 
     with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
-        below = device.pinned((10,), torch.float32)
+        below, above = device.pinned((10,), torch.float32), torch.zeros(10)
         below + 1
-        device.finish(device.copy(below, torch.zeros(10).neg(), "gradients"))
-        device.finish(device.copy(torch.zeros(10), below, "mine"))
-        device.finish(device.copy(torch.zeros(10), below, "up"))
-        torch.zeros(10).neg()
+        device.finish(device.copy(below, above.neg(), "gradients"))
+        for stream in ("mine", "up"):
+            device.finish(device.copy(above, below, stream))
+        above.neg()
     ax = device.plot()
     lanes = [label.get_text() for label in ax.get_yticklabels()]
     colours = {
