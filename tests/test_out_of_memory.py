@@ -9,7 +9,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.memory import CachingAllocator, MemoryMeter, symbolic
-from course_lib.simulated import SimulatedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 transformers = pytest.importorskip("transformers")
@@ -17,9 +16,9 @@ pytest.importorskip("bitsandbytes")
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/out_of_memory.md").read_text("utf-8")
-# heading -> the blocks of Python below it
+# heading in small letters -> the blocks of Python below it
 BLOCKS = {
-    part.partition("\n")[0]: re.findall(r"^```python\n(.*?)^```", part, re.M | re.S)
+    part.partition("\n")[0].lower(): re.findall(r"^```python\n(.*?)^```", part, re.M | re.S)
     for part in re.split(r"^#+ ", PAGE, flags=re.M)[1:]
 }
 
@@ -47,15 +46,14 @@ def example(**options):
 def steps_of(names, *blocks):
     """The backward pass and the update that these blocks make of the example: a block with a
     backward pass is a part of each step, and any other one is run once before."""
-    [within] = [block for block in blocks if ".backward()" in block] or [
-        "model(**batch).loss.backward()"
-    ]
+    step = "model(**batch).loss.backward()"
     for block in blocks:
-        if block is not within:
+        if ".backward()" in block:
+            step = block
+        else:
             exec(block, names)
-    backward, updates, _ = within.partition("optimizer.step()")
-    update = "" if updates else "optimizer.step()\noptimizer.zero_grad()"
-    return backward, within + "\n" + update
+    backward, updates, _ = step.partition("optimizer.step()")
+    return backward, step if updates else step + "\noptimizer.step()\noptimizer.zero_grad()"
 
 
 def measured(names, *blocks):
@@ -74,21 +72,14 @@ def baseline():
     return measured(example())
 
 
-def table():
-    """(remedy, its heading, peak in MB, FLOPs) of each row."""
-    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.M)
-    linked = [re.match(r"\[.+\]\(#(.+)\)", remedy) for remedy, *_ in rows]
-    headings = {heading.lower().replace(" ", "-"): heading for heading in BLOCKS}
-    return [
-        (headings[link[1]] if link else remedy, peak, flops)
-        for link, (remedy, peak, flops) in zip(linked, rows, strict=True)
-    ]
+# remedy, peak in MB and FLOPs of each row; no remedy is linked in the first
+ROWS = r"^\| [^|]+ \| (?:\[(.+)\]\(#.+\)|[^|]+) \| ([\d.]+) \| ([\d.]+) \|"
 
 
-@pytest.mark.parametrize(("remedy", "peak", "flops"), table())
+@pytest.mark.parametrize(("remedy", "peak", "flops"), re.findall(ROWS, PAGE, re.M))
 def test_a_row_of_the_table_is_what_its_code_takes(baseline, remedy, peak, flops):
     # two ways to write checkpoints are the same
-    ways = BLOCKS[remedy] if remedy == "Checkpoints" else BLOCKS.get(remedy, [])[:1]
+    ways = BLOCKS[remedy][: 1 + (remedy == "checkpoints")] if remedy else []
     for meter, counted in [measured(example(), block) for block in ways] or [baseline]:
         assert f"{meter.peak_bytes / 1e6:.1f}" == peak
         assert f"{counted / baseline[1]:.2f}" == flops
@@ -102,9 +93,9 @@ def gradients_after(*blocks):
 
 def test_the_gradients_of_checkpoints_are_equal_and_those_of_parts_nearly():
     plain = gradients_after()
-    for block in BLOCKS["Checkpoints"]:
+    for block in BLOCKS["checkpoints"]:
         assert all(map(torch.equal, plain, gradients_after(block)))
-    for remedy in ("Micro-batches", "Chunked loss"):
+    for remedy in ("micro-batches", "chunked loss"):
         for ours, theirs in zip(plain, gradients_after(*BLOCKS[remedy]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
@@ -112,51 +103,30 @@ def test_the_gradients_of_checkpoints_are_equal_and_those_of_parts_nearly():
 def test_pytorchs_own_chunked_loss_is_named_rightly_and_gives_the_same_loss():
     (name, options) = re.findall(r"`((?:options=)?torch\.nn\.\w[\w.]+(?:\(\))?)`", PAGE)
     names = example()
-    block = BLOCKS["Chunked loss"][0].replace(".backward()", "")
+    block = BLOCKS["chunked loss"][0].replace(".backward()", "")
     exec(block.replace("checkpointed_loss(h", "ours = checkpointed_loss(h"), names)
     exec(f"theirs = {name}(hidden, model.lm_head.weight, targets, {options})", names)
     torch.testing.assert_close(names["ours"], names["theirs"])
 
 
-def test_offloaded_state_moves_the_bytes_per_parameter_that_the_page_says():
-    """On a simulated GPU, because a CPU moves the state itself, to a file and back."""
-    with SimulatedDevice(up_bytes_per_second=1.0, down_bytes_per_second=1.0) as device:
-        names = {"model": device.move(torch.nn.Linear(40, 25))}
-        exec(BLOCKS["Offloaded state"][0], names)
-        for _ in range(2):
-            names["model"](torch.ones(3, 40)).sum().backward()
-            first = len(device.spans)
-            names["optimizer"].step()
-            names["optimizer"].zero_grad()
-    moved = sum(
-        each.end - each.start for each in device.spans[first:] if each.kind in ("up", "down")
-    )
-    count = sum(each.numel() for each in names["model"].parameters())
-    (said,) = re.findall(r"(\d+) bytes per parameter cross", PAGE)
-    assert moved == int(said) * count
-
-
 def test_the_bytes_of_adams_state_per_parameter_are_those_that_the_page_says(baseline):
     names = example()
-    exec(BLOCKS["8-bit state"][0], names)
-    small = measured(names)[0].at_peak()["optimizer"]
+    small, _ = measured(names, BLOCKS["8-bit state"][0])
     count = sum(each.numel() for each in names["model"].parameters())
-    plain, quantized = re.search(r"keeps (\d) bytes .* about (\d)", PAGE).groups()
-    assert round(baseline[0].at_peak()["optimizer"] / count) == int(plain)
-    assert round(small / count) == int(quantized)
+    states = [meter.at_peak()["optimizer"] for meter in (baseline[0], small)]
+    said = re.search(r"keeps (\d) bytes .* about (\d)", PAGE).groups()
+    assert [f"{state / count:.0f}" for state in states] == [*said]
 
 
 def test_transformers_warns_of_the_new_name_that_the_page_gives():
     (name,) = re.findall(r"now called `(\w+)`", PAGE)
     with pytest.warns(FutureWarning, match=name):
-        exec(BLOCKS["Checkpoints"][0], example())
+        exec(BLOCKS["checkpoints"][0], example())
 
 
 def test_the_meter_prints_what_the_page_shows(baseline, capsys):
     names = example()
-    exec(BLOCKS["1. Read two numbers"][0], names)
-    capsys.readouterr()
-    exec(BLOCKS["2. Find what fills the peak"][0], names)
+    exec(BLOCKS["2. find what fills the peak"][0], names)
     assert f"```\n{capsys.readouterr().out}```\n" in PAGE
     assert names["meter"].peak_bytes == baseline[0].peak_bytes
 
@@ -166,23 +136,22 @@ def test_eager_attention_keeps_scores_until_the_line_of_the_page():
     (said,) = re.findall(r"the example peaks at ([\d.]+) MB\. After this line", PAGE)
     assert f"{measured(names)[0].peak_bytes / 1e6:.1f}" == said
     eager = names["model"].config._attn_implementation
-    exec(BLOCKS["Attention scores"][0], names)
+    exec(BLOCKS["attention scores"][0], names)
     assert (eager, names["model"].config._attn_implementation) == ("eager", "sdpa")
 
 
 def test_an_evaluation_peaks_at_what_the_page_says():
-    names = example()
-    with MemoryMeter(names["model"]) as plain:
-        exec("loss = model(**batch).loss", names)
-    del names["loss"]
-    with MemoryMeter(names["model"]) as meter:
-        exec(BLOCKS["Evaluation"][0], names)
-    found = [f"{each.peak_bytes / 1e6:.1f}" for each in (plain, meter)]
+    found = []
+    for code in ("loss = model(**batch).loss", BLOCKS["evaluation"][0]):
+        names = example()
+        with MemoryMeter(names["model"]) as meter:
+            exec(code, names)
+        found.append(f"{meter.peak_bytes / 1e6:.1f}")
     assert re.findall(r"peak at ([\d.]+) MB, and at ([\d.]+) MB", PAGE) == [tuple(found)]
 
 
 def test_checkpoints_and_a_chunked_loss_together_take_what_the_page_says(baseline):
-    meter, flops = measured(example(), BLOCKS["Checkpoints"][0], BLOCKS["Chunked loss"][0])
+    meter, flops = measured(example(), BLOCKS["checkpoints"][0], BLOCKS["chunked loss"][0])
     said = re.findall(r"peaks at ([\d.]+) MB for ([\d.]+) times the FLOPs", PAGE)
     assert said == [(f"{meter.peak_bytes / 1e6:.1f}", f"{flops / baseline[1]:.2f}")]
 
