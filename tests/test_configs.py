@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from course_lib.budget import Recipe, estimate
-from course_lib.configs import Experts, Llama, model_from, read_config, shape_of
+from course_lib.configs import Experts, model_from, read_config, shape_of
 from course_lib.memory import symbolic
-from course_lib.models import Decoder, random_tokens
+from course_lib.models import random_tokens
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -32,35 +32,24 @@ MISTRAL_7B = {
     "max_position_embeddings": 32768,
 }
 MIXTRAL = {**MISTRAL_7B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-QWEN_25_7B = {
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-}
 QWEN_25_HALF_B = {
-    **QWEN_25_7B,
+    "model_type": "qwen2",
     "vocab_size": 151936,
     "hidden_size": 896,
     "intermediate_size": 4864,
     "num_hidden_layers": 24,
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
 QWEN_3_8B = {
+    **LLAMA_3_8B,
     "model_type": "qwen3",
     "vocab_size": 151936,
-    "hidden_size": 4096,
     "intermediate_size": 12288,
     "head_dim": 128,
     "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
     "max_position_embeddings": 40960,
 }
 GPT_2 = {
@@ -76,7 +65,6 @@ PUBLISHED = {
     "Llama 3 8B": (LLAMA_3_8B, 8_030_261_248),
     "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
     "Mixtral 8x7B": (MIXTRAL, 46_702_792_704),
-    "Qwen2.5 7B": (QWEN_25_7B, 7_615_616_512),
     "Qwen2.5 0.5B": (QWEN_25_HALF_B, 494_032_768),
     "Qwen3 8B": (QWEN_3_8B, 8_190_735_360),
     "GPT-2": (GPT_2, 124_439_808),
@@ -106,19 +94,15 @@ def test_a_model_has_as_many_parameters_as_are_published(config, count):
 
 
 def small(config):
-    return {
-        **config,
-        **{name: value for name, value in SMALL.items() if name in config or name == "head_dim"},
-    }
+    sizes = {name: value for name, value in SMALL.items() if name in config}
+    return {**config, **sizes, "head_dim": SMALL["head_dim"]}
 
 
-NAMES = {  # ours: theirs
-    "tokens.": "model.embed_tokens.",
+NAMES = {  # ours: theirs, in this order
     "norm.": "model.norm.",
+    "tokens.": "model.embed_tokens.",
     "head.": "lm_head.",
     "layers.": "model.layers.",
-}
-PARTS = {
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
     "attention.norm_q": "self_attn.q_norm",
@@ -134,10 +118,8 @@ PARTS = {
 
 
 def theirs(name):
-    ours = next(each for each in NAMES if name.startswith(each))
-    name = NAMES[ours] + name.removeprefix(ours)
-    for part, other in PARTS.items():
-        name = name.replace(part, other)
+    for ours, other in NAMES.items():
+        name = name.replace(ours, other)
     return name
 
 
@@ -148,7 +130,7 @@ def of_transformers(config, **options):
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA_3_8B, MISTRAL_7B, QWEN_25_7B, QWEN_3_8B], ids=lambda c: c["model_type"]
+    "config", [LLAMA_3_8B, MISTRAL_7B, QWEN_25_HALF_B, QWEN_3_8B], ids=lambda c: c["model_type"]
 )
 def test_with_the_same_weights_the_logits_are_those_of_transformers(config):
     config = {**small(config), "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
@@ -162,9 +144,7 @@ def test_with_the_same_weights_the_logits_are_those_of_transformers(config):
         torch.testing.assert_close(model(tokens), other(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "config", [MIXTRAL, GPT_2, QWEN_25_HALF_B], ids=lambda config: config["model_type"]
-)
+@pytest.mark.parametrize("config", [MIXTRAL, GPT_2], ids=lambda config: config["model_type"])
 def test_the_tensors_are_those_of_transformers(config):
     config = small(config)
     with symbolic():
@@ -201,9 +181,8 @@ def test_experts_take_equal_shares_and_weigh_what_they_return():
     expected = torch.zeros_like(x)
     for i in range(4):
         gate, up = (x @ experts.gate_up[i].T).chunk(2, dim=-1)
-        expected += shares[..., i, None] * (
-            (torch.nn.functional.silu(gate) * up) @ experts.down[i].T
-        )
+        returned = (torch.nn.functional.silu(gate) * up) @ experts.down[i].T
+        expected += shares[..., i, None] * returned
     torch.testing.assert_close(experts(x), expected)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as all_of_them:
         experts(x)
@@ -225,16 +204,12 @@ def test_heads_have_128_features_in_qwen3_and_as_many_as_a_config_says():
 
 
 def test_a_tied_head_and_biases_are_as_the_config_says():
-    assert model_from(small(QWEN_25_HALF_B), sequence=8).head.weight.shape == (97, 64)
     options = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
     model = model_from({**small(LLAMA_3_8B), **options}, sequence=8)
     assert model.head.weight is model.tokens.weight
-    assert isinstance(model, Llama)
     biases = {name for name, _ in model.layers[0].named_parameters() if name.endswith("bias")}
-    assert biases == {f"attention.{x}.bias" for x in ("q", "k", "v", "out")} | {
-        f"feedforward.{x}.bias" for x in ("gate", "up", "down")
-    }
-    assert isinstance(model_from(GPT_2 | {"n_layer": 1}, sequence=8), Decoder)
+    expected = {f"attention.{part}.bias" for part in ("q", "k", "v", "out")}
+    assert biases == expected | {f"feedforward.{part}.bias" for part in ("gate", "up", "down")}
 
 
 @pytest.mark.parametrize(
@@ -244,8 +219,7 @@ def test_a_tied_head_and_biases_are_as_the_config_says():
         ({"model_type": None}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_hidden_layers": None}, "config"),
-        *(({"num_hidden_layers": wrong}, "num_hidden_layers") for wrong in ("32", True, -4)),
-        ({"vocab_size": 0}, "vocab_size"),
+        *(({"num_hidden_layers": wrong}, "num_hidden_layers") for wrong in ("32", True, 0)),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"max_position_embeddings": 16}, "sequence"),
         ({"max_position_embeddings": "64"}, "max_position_embeddings"),
@@ -253,13 +227,12 @@ def test_a_tied_head_and_biases_are_as_the_config_says():
         ({**SMALL, "model_type": "gpt2", "n_inner": 100}, "n_inner"),
         ({**SMALL, "model_type": "gpt2", "n_head": 3}, "n_embd"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
-        *(({"head_dim": wrong}, "head_dim") for wrong in (15, 0)),
+        ({"head_dim": 15}, "head_dim"),
+        ({"head_dim": 0}, "head_dim"),
         ({"head_dim": None, "hidden_size": 66}, "hidden_size"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_refused_in_one_sentence_that_names_what_is_wrong(
-    changes, name
-):
+def test_a_config_that_cannot_be_read_is_refused_by_the_name_of_what_is_wrong(changes, name):
     refused = pytest.raises((TypeError, ValueError), match=rf"^{name} must [^\n]+, got [^\n]+$")
     with refused, symbolic():
         model_from({**small(LLAMA_3_8B), **changes}, sequence=32)
