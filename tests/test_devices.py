@@ -189,28 +189,20 @@ def test_measure_of_the_cpu_ignores_the_gpu_allocator():
     assert 2 << 20 <= found.allocator_peak_bytes < x.nbytes
 
 
-def gpu_decoder():
+@pytest.mark.gpu
+def test_measure_reports_the_figures_of_the_gpu_allocator():
     sizes = {"vocabulary": 1000, "hidden": 256, "heads": 8, "layers": 4, "sequence": 128}
-    model = Decoder(**sizes, dropout=0.1).cuda()
-    tokens = random_tokens(8, 128, 1000).cuda()
+    model, tokens = Decoder(**sizes, dropout=0.1).cuda(), random_tokens(8, 128, 1000).cuda()
     optimizer = torch.optim.Adam(model.parameters())
 
     def step():
         model.loss(tokens).backward()
         optimizer.step()
 
-    return model, optimizer, step
-
-
-@pytest.mark.gpu
-def test_measure_reports_the_figures_of_the_gpu_allocator():
-    model, optimizer, step = gpu_decoder()
     before = torch.cuda.get_rng_state()
     found = measure(step, model=model, optimizer=optimizer, repeats=1)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert found.device.startswith("cuda")
-    assert found.allocator_peak_bytes > 0
-    assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
-    assert found.workspace_bytes >= 0
+    assert 0 <= found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
     assert sum(found.at_peak.values()) == found.peak_bytes
     assert found.seconds > 0
