@@ -149,7 +149,6 @@ def lesson_problems(lesson, notebook, minutes):
     timed = [[(name, int(n)) for name, n in SECTION_MINUTES.findall(row[0])] for row in rows]
     prose = "\n".join(cell.source for cell in notebook.cells)
     named = ["".join(match) for match in NAMED_SECTIONS.findall(lesson)]
-    questions = re.findall(r"^\d\. ", part_of(lesson, "Discussion"), re.M)
     in_core = [n for row in timed for name, n in row if name in of_core]
     exercises = sorted(set(re.findall(r"\*\*Exercise (\d)\.\*\*", prose)))
     # full marks, half marks, and what the check does not see, in both languages
@@ -163,7 +162,6 @@ def lesson_problems(lesson, notebook, minutes):
         "unknown sections": ([name for name in named if name not in there], []),
         "graded exercises": ([row[0] for row in graded], exercises),
         "cells of the grading": (filled, dict.fromkeys(exercises, 3)),
-        "two to four questions": (2 <= len(questions) <= 4, True),
     }
     problems = [f"{what}: {a}, not {b}" for what, (a, b) in compared.items() if a != b]
     return problems + claim_problems(lesson, notebook)
@@ -265,7 +263,6 @@ def test_the_rest_of_the_guide_agrees_too():
         (r"(\d)\.\d+ 节", r"\1.99 节"),
         (r"^\| 1 \| .*\n", ""),  # an exercise that is not graded
         (r"^(\| 1 \| )[^|]* \|", r"\1 |"),  # no full marks
-        (r"^[2-4]\. (.*\n)+?(?=\n)", ""),  # one question for discussion
         (r"^(\| \S.*<br>.* \| )[^|]*\d MB( \|)", r"\g<1>987 MB\2"),  # the figure of a claim
         (r"^(\| .* \| )No\b", r"\1Yes"),  # its verdict
         (r"(\d) MB\b", r"\g<1>9876 MB"),
