@@ -8,13 +8,13 @@ import re
 import sys
 import traceback
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from course_lib import labels, options
+from course_lib import labels
 from course_lib.budget import (
     RATES,
     Estimate,
@@ -52,6 +52,7 @@ ROUND = Rates(1e3, 2e3, 1e2, host_bytes=28.0, flops_share=0.5, link_share=0.25)
 ACTIVATIONS = {"offload_activations": True}  # two copies each way, which all may be hidden
 ONE_COPY = {**ACTIVATIONS, "prefetch": 1, "in_flight": 1}
 NO_COPY = {**ACTIVATIONS, "prefetch": 0, "in_flight": 0}
+SGD_BELOW = {"optimizer": "sgd", "offload_optimizer": 1.0}
 BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
 
 
@@ -63,8 +64,7 @@ BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
         ({}, {"tier": "file", "down": 50, "up": 25}, 12 + 3),
         # forward takes 4 seconds and backward 8, and the copies run at the same time
         (ACTIVATIONS, {"down": 100, "up": 200}, 12),
-        (ACTIVATIONS, {"down": 500, "up": 200}, 20 + 8),
-        (ACTIVATIONS, {"down": 100, "up": 750}, 4 + 30),
+        (ACTIVATIONS, {"down": 500, "up": 750}, 20 + 30),
         (ACTIVATIONS, {"tier": "file", "down": 250, "up": 200}, 12 + 18),
         (ONE_COPY, {"down": 100, "up": 200}, 12 + 2 + 4),  # half of the copies are not hidden
         ({**ONE_COPY, "prefetch": 2}, {"down": 100, "up": 200}, 12 + 2),
@@ -74,11 +74,7 @@ BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
         # Adam's update reads and writes 28 bytes per parameter; SGD has no moments
         ({"offload_optimizer": 1.0}, {"down": 12, "up": 12, "below": 3}, 12 + 3),
         (BF16, {"down": 6, "up": 6, "below": 3}, 6 + 3),
-        (
-            {"optimizer": "sgd", "offload_optimizer": 1.0},
-            {"down": 12, "up": 12, "below": 3},
-            12 + 3 * (2 * 4 + 4) / 28,
-        ),
+        (SGD_BELOW, {"down": 12, "up": 12, "below": 3}, 12 + 3 * (2 * 4 + 4) / 28),
         ({**ACTIVATIONS, "offload_optimizer": 1.0}, {"down": 112, "up": 212, "below": 3}, 12 + 3),
         # steps in backward have nothing to overlap with
         ({**BF16, "in_backward": True}, {"down": 100, "up": 100, "below": 50}, 6 + 4 + 50 + 4),
@@ -88,21 +84,10 @@ def test_a_step_takes_the_seconds_of_its_parts_that_do_not_overlap(fields, moved
     assert ROUND.seconds(priced(Recipe(**fields), **moved)) == pytest.approx(seconds)
 
 
-SMALL = {"vocabulary": 64, "hidden": 32, "heads": 2, "sequence": 16}
+TINY = {"vocabulary": 64, "hidden": 32, "heads": 2, "sequence": 16}
 CLOCKS = {
-    "mlp": (lambda: deep_mlp(12, 32), lambda: torch.ones(64, 32), "none", 0.1),
-    "decoder": (
-        partial(Decoder, layers=3, **SMALL),
-        partial(random_tokens, 2, 16, 64),
-        "none",
-        0.2,
-    ),
-    "checkpoints": (
-        partial(Decoder, layers=8, **SMALL),
-        partial(random_tokens, 2, 16, 64),
-        "layers",
-        0.2,
-    ),
+    "none": (partial(deep_mlp, 12, 32), partial(torch.ones, 64, 32), 0.1),
+    "layers": (partial(Decoder, layers=8, **TINY), partial(random_tokens, 2, 16, 64), 0.2),
 }
 
 
@@ -111,40 +96,32 @@ def summed(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "ratio", "copies"),
+    ("checkpoint", "ratio", "prefetch", "in_flight"),
     [
-        ("mlp", 1, {}),
-        ("mlp", 1, {"prefetch": 1, "in_flight": 1}),
-        ("mlp", 0.5, {"prefetch": 0, "in_flight": 1}),
-        ("mlp", 2, {"prefetch": 2, "in_flight": 1}),
-        ("mlp", 4, {"prefetch": 1, "in_flight": 2}),
-        ("decoder", 1, {"prefetch": 1, "in_flight": 1}),
-        ("checkpoints", 0.5, {"prefetch": 1, "in_flight": 2}),
-        ("checkpoints", 2, {"prefetch": 1, "in_flight": 2}),
+        ("none", 1, None, None),
+        ("none", 1, 1, 1),
+        ("none", 0.5, 0, 1),
+        ("none", 2, 2, 1),
+        ("none", 4, 1, 2),
+        ("layers", 0.5, 1, 2),
+        ("layers", 2, 1, 2),
     ],
 )
-def test_copies_hide_as_the_clock_of_the_simulated_device_says_and_hold_what_its_memory_does(
-    name, ratio, copies
+def test_copies_hide_and_hold_as_clock_and_memory_of_the_simulated_device_say(
+    checkpoint, ratio, prefetch, in_flight
 ):
     """Copies down take `ratio` times as long as forward."""
-    make, of, checkpoint, tolerance = CLOCKS[name]
-    recipe = Recipe(
-        optimizer="sgd",
-        checkpoint=checkpoint,
-        offload_activations=True,
-        min_bytes=1 << 10,
-        **copies,
-    )
+    make, of, tolerance = CLOCKS[checkpoint]
+    copies = {"prefetch": prefetch, "in_flight": in_flight, "min_bytes": 1 << 10}
+    recipe = Recipe("fp32", "sgd", checkpoint=checkpoint, offload_activations=True, **copies)
     expected, flops = estimate(make, of, recipe, loss_sum=summed, tier="host"), 1e9
     link = expected.bytes_down / (expected.flops / flops / 3) / ratio
     speeds = {"flops_per_second": flops, "up_bytes_per_second": link, "down_bytes_per_second": link}
     with SimulatedDevice(**speeds) as device:
         model, batch = device.move(make()), device.move(of())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        begins, before = (
-            device.seconds,
-            device.live_bytes - sum(p.nbytes for p in model.parameters()),
-        )
+        begins = device.seconds
+        before = device.live_bytes - sum(p.nbytes for p in model.parameters())
         train_step(model, optimizer, batch, recipe, loss_sum=summed, store=HostStore())
     taken = device.seconds - begins
     rates = Rates(flops, flops, link)
@@ -154,21 +131,17 @@ def test_copies_hide_as_the_clock_of_the_simulated_device_says_and_hold_what_its
     assert rates.seconds(more) <= rates.seconds(expected)
 
 
-def test_an_estimate_says_how_many_parameters_the_host_updates():
-    make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=3, sequence=24)
-    batch = partial(random_tokens, 2, 24, 61)
-    recipe = Recipe(precision="bf16", offload_optimizer=0.5)
-    host, file = (estimate(make, batch, recipe, tier=tier) for tier in ("host", "file"))
-    assert file.host_parameters == 0 < host.host_parameters
-    assert 2 * host.host_parameters == host.bytes_down == host.bytes_up
-
-
 def test_every_device_has_a_source_and_its_memory_in_the_bytes_that_it_has():
     assert all(rates.source for rates in RATES.values())
     assert RATES["H200"].memory_bytes == 150_109_880_320 and RATES["laptop"].memory_bytes is None
     sizes = {"RTX 4090": 24, "A100": 80, "A100 40GB": 40, "H100": 80, "H200": 141}
     for name, gigabytes in sizes.items():
         assert 1 < RATES[name].memory_bytes / (gigabytes * 10**9) < 1.08
+
+
+def test_cublas_keeps_more_on_hopper_and_nothing_is_known_to_be_kept_without_cuda():
+    assert workspace_bytes("H100") == workspace_bytes("H200") == 2 * 32 << 20
+    assert workspace_bytes("this") == 2 * 8320 * 1024 and kept_bytes("MI300X") == 0
 
 
 def test_this_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
@@ -192,10 +165,8 @@ def test_this_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
 
 def test_what_is_measured_are_rates():
     found = measured_rates(0.01)
-    assert all(
-        0 < value < math.inf for name, value in asdict(found).items() if name.endswith("_flops")
-    )
-    assert 0 < found.link_bytes < math.inf and 0 < found.host_bytes < math.inf
+    rates = found.fp32_flops, found.bf16_flops, found.link_bytes, found.host_bytes
+    assert all(0 < rate < math.inf for rate in rates)
     assert (found.memory_bytes is None) == (not torch.cuda.is_available())
 
 
@@ -203,8 +174,9 @@ def test_what_is_measured_are_rates():
 
 SIZES = "--hidden 64 --heads 2 --vocabulary 100 --sequence 32"
 SMALL = f"{SIZES} --layers 2 --batch 4 --precision fp32"
-ON_LAPTOP = f"{SMALL} --machine laptop".split()
 ONE_LAYER = f"{SIZES} --layers 1 --batch 1 --optimizer sgd".split()
+MODEL = {"hidden": 64, "heads": 2, "vocabulary": 100, "sequence": 32, "layers": 1, "fused": True}
+STEP = partial(Decoder, **MODEL), partial(random_tokens, 1, 32, 100)
 HAN = re.compile("[\u3400-\u9fff]")
 
 
@@ -238,10 +210,13 @@ def test_the_command_prints_and_draws_in_the_language_that_is_asked_for(
 
 
 def test_the_command_says_what_the_least_is_to_people_and_to_programs(capsys):
-    asked = [*ONE_LAYER, "--device", "laptop", "--precision", "fp32", "--budget", "1kB"]
+    kept = kept_bytes("A100")
+    asked = [*ONE_LAYER, "--device", "A100", "--precision", "fp32", "--budget", f"{kept + 99}B"]
     assert command.main(asked) == 1
     said = capsys.readouterr().err
     assert "58,560 parameters" in said and "the largest category is" in said
+    sentence = f"keep {bytes_text(kept)} of the {bytes_text(kept + 99)}, so 99 bytes are left"
+    assert said.count(sentence) == 1 and "fits into 99 bytes" in said
     least = re.search(r"the least found is ([\d,]+) bytes", said)[1]
     assert command.main([*asked, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
@@ -250,38 +225,25 @@ def test_the_command_says_what_the_least_is_to_people_and_to_programs(capsys):
 
 
 @pytest.mark.parametrize(
-    ("convert", "typed", "meant"),
-    [
-        (options.byte_count, "80GiB", 80 * 2**30),
-        (options.byte_count, "1.5 kB", 1500),
-        (options.byte_count, "2e9", 2 * 10**9),
-        (options.byte_count, "24g", 24 * 10**9),
-        (options.byte_count, "24Gi", 24 * 2**30),
-        (options.byte_count, "3B", 3),
-        (options.parameter_count, "7B", 7e9),
-        (options.parameter_count, "7e9", 7e9),
-        (options.parameter_count, "1.5b", 1.5e9),
-        (options.parameter_count, "60k", 6e4),
-    ],
-)
-def test_bytes_and_parameters_may_have_a_unit(convert, typed, meant):
-    assert convert(typed) == meant
-
-
-@pytest.mark.parametrize(
     ("option", "typed", "meant"),
     [
+        ("budget", "80GiB", 80 * 2**30),
+        ("budget", "1.5 kB", 1500),
+        ("budget", "2e9", 2 * 10**9),
+        ("budget", "24gi", 24 * 2**30),
+        ("budget", "3B", 3),
+        ("parameters", "7e9", 7e9),
+        ("parameters", "1.5b", 1.5e9),
         ("device", "NVIDIA GeForce RTX 3090", "RTX 3090"),
         ("device", "5090", "RTX 5090"),
-        ("device", "a100-80gb", "A100"),
         ("device", "A100 40 GB", "A100 40GB"),
-        ("device", "mi300x", "MI300X"),
+        ("device", "a100-80gb", "A100"),
         ("optimizer", "AdamW", "adam"),
         ("optimizer", "adamw_bnb_8bit", "adam8bit"),
         ("precision", "bfloat16", "bf16"),
     ],
 )
-def test_names_are_taken_as_people_type_them(option, typed, meant):
+def test_units_and_names_are_taken_as_people_type_them(option, typed, meant):
     given = command.arguments().parse_args([f"--{option}", typed])
     assert getattr(given, option) == meant
 
@@ -323,13 +285,9 @@ OF_RANKS = (
 IN_ENGLISH = [
     (f"{SMALL} --budget 1GB --heads 3", "divisor of hidden"),
     (f"{SMALL} --budget 1GB --device laptop --count reserved", "no caching allocator"),
-    (
-        f"{SMALL} --budget 1GB --sequence 10000000 --batch 10000000 --hidden 10000000 --heads 1",
-        "overflow",
-    ),
+    (f"{SMALL} --budget 1GB --batch 10000000 --sequence 10000000 --hidden 10000000", "overflow"),
     ("--sequence 8", "--parameters, or --hidden and --layers, got none"),
     ("--config a.json --hidden 3", "got --config and --hidden"),
-    ("--config none.json", "got 'none.json'"),
     ("--hidden 64 --layers 1 --batch 2", "--sequence is missing"),
     ("--hidden 64 --layers 1 --sequence 8", "--batch is missing"),
     ("--hidden 64 --sequence 8 --batch 1", "the size is missing"),
@@ -384,11 +342,8 @@ def test_every_sentence_of_an_error_in_the_catalog_is_said_in_chinese_by_a_comma
     assert [each for each in sentences if not re.search(each, "\n".join(said))] == []
 
 
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("commanded", [command, ranks_command])
-def test_a_command_in_a_language_that_does_not_exist_is_one_sentence(
-    commanded, monkeypatch, capsys
-):
+def test_a_command_refuses_a_language_that_does_not_exist(commanded, fresh, monkeypatch, capsys):
     monkeypatch.setenv("COURSE_LANG", "xx")
     with pytest.raises(SystemExit, match="2"):
         commanded.arguments()
@@ -397,9 +352,7 @@ def test_a_command_in_a_language_that_does_not_exist_is_one_sentence(
 
 
 @pytest.mark.parametrize("commanded", [command, ranks_command])
-def test_the_help_of_a_command_is_chinese_down_to_the_words_of_argparse(
-    commanded, fresh, monkeypatch
-):
+def test_the_help_is_chinese_down_to_the_words_of_argparse(commanded, fresh, monkeypatch):
     monkeypatch.setenv("COURSE_LANG", "zh")
     monkeypatch.setenv("COURSE_LABELS", "strict")
     monkeypatch.setenv("COLUMNS", "400")
@@ -426,12 +379,9 @@ def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
     "recipe",
     [
         Recipe(checkpoint="layers", blocks="layers.*", first_blocks=2, attention="flash"),
-        Recipe(precision="bf16", update="foreach", accumulate="fp32", micro_batches=2),
-        Recipe(precision=None, attention=None, head_chunk=8, checkpoint="segments", segments=2),
-        Recipe(checkpoint="optimal", schedule_bytes=10, micro_batches=3, offload_optimizer=0.5),
+        Recipe(update="foreach", attention=None, checkpoint="segments", segments=2, head_chunk=8),
         Recipe(offload_activations=True, min_bytes=10, optimizer="momentum", in_backward=True),
     ],
-    ids=str,
 )
 def test_the_way_leads_from_the_plain_step_to_the_recipe(recipe):
     steps = steps_to(recipe)
@@ -455,17 +405,12 @@ LLAMA = {
 CHEAP = ["--sequence", "32", "--batch", "2", "--precision", "fp32", "--optimizer", "sgd"]
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA), encoding="utf-8")
-    return str(path)
-
-
-def test_a_config_is_read_and_its_cheapest_step_is_taken(config, capsys):
+def test_a_config_is_read_and_its_cheapest_step_is_taken(tmp_path, capsys):
     """The baseline of a config is PyTorch's attention, as transformers' default, and no recipe
     replaces it by the course's tiles."""
-    asked = ["--config", config, *CHEAP, "--device", "laptop"]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    asked = ["--config", f"{config}", *CHEAP, "--device", "laptop"]
     assert command.main([*asked, "--budget", "10MB", "--json", "--check"]) == 0
     told = json.loads(capsys.readouterr().out)
     make_model = command.workload_of(command.arguments().parse_args(asked)).make_model
@@ -481,24 +426,30 @@ def test_a_config_is_read_and_its_cheapest_step_is_taken(config, capsys):
         assert check["measured_bytes"] == check["predicted_bytes"] <= check["allocator_bytes"]
 
 
-def test_a_config_is_refused_before_the_search(config, capfd, monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 3}))
-    monkeypatch.setattr(command, "fit", None)
-    status, [line] = refused(capfd, "--config", config, *CHEAP, "--budget", "1GB")
-    assert status == 2 and line.startswith("error: num_key_value_heads must be a divisor of")
-
-
 USERS_MODULE = """
 import torch
 from torch import nn
 
-class Net(nn.Linear):
-    def loss(self, x):
-        return self(x).square().mean()
+from course_lib.attention import flash_attention
 
-class Shapes(Net):
-    def loss(self, x):
-        return self(x[:, :3]).mean()
+kept = torch.ones(8)
+
+def batch():
+    return torch.ones(6, 8)
+
+def of(loss):
+    def make():
+        return type("Net", (nn.Linear,), {"loss": loss})(8, 8)
+    make.make_batch = batch
+    return make
+
+@of
+def net(model, x):
+    return model(x).square().mean()
+
+@of
+def shapes(model, x):
+    return model(x[:, :3]).mean()
 
 class Backward(torch.autograd.Function):
     @staticmethod
@@ -509,59 +460,48 @@ class Backward(torch.autograd.Function):
     def backward(ctx, gradient):
         raise LookupError("not in the table")
 
-class Late(Net):
-    def loss(self, x):
-        return Backward.apply(self(x)).mean()
+@of
+def late(model, x):
+    return Backward.apply(model(x)).mean()
 
-class Looking(Net):
-    def loss(self, x):
-        if self(x).sum() > 0:
-            return x.mean()
+@of
+def looking(model, x):
+    if model(x).sum() > 0:
+        return x.mean()
 
-class Numbers(Net):
-    def loss(self, x):
-        return torch.as_tensor(self(x).detach().numpy().sum())
+@of
+def numbers(model, x):
+    return torch.as_tensor(model(x).detach().numpy().sum())
 
-class Kept(Net):
-    def loss(self, x):
-        return (self(x) * kept).mean()
+@of
+def before(model, x):
+    return (model(x) * kept).mean()
 
-class Routed(Net):
-    def loss(self, x):
-        return self(x[x.sum(1) > 0]).mean()
+@of
+def routed(model, x):
+    return model(x[x.sum(1) > 0]).mean()
 
-class Asking(Net):
-    def loss(self, x):
-        from course_lib.attention import flash_attention
-        return flash_attention(self(x)[0], x, x)
+@of
+def asking(model, x):
+    return flash_attention(model(x)[0], x, x)
 
-kept = torch.ones(8)
+def without_loss():
+    return nn.Linear(8, 8)
 
-def batch():
-    return torch.ones(6, 8)
-
-def of(kind):
-    def make():
-        return kind(8, 8)
-    make.make_batch = batch
-    return make
-
-net, shapes, late, looking, numbers = of(Net), of(Shapes), of(Late), of(Looking), of(Numbers)
-before, routed, asking = of(Kept), of(Routed), of(Asking)
-without_loss, with_loss = of(nn.Linear), of(nn.Linear)
-with_loss.loss_sum = lambda model, batch: (model(batch).sum(), len(batch))
+def with_loss():
+    return nn.Linear(8, 8)
 
 def alone():
-    return Net(8, 8)
+    return net()
+
+def no_batch():
+    return net()
 
 def quits():
     raise ValueError("first line\\nsecond line")
 
-quits.make_batch = batch
-
-def no_batch():
-    return Net(8, 8)
-
+without_loss.make_batch = with_loss.make_batch = quits.make_batch = batch
+with_loss.loss_sum = lambda model, batch: (model(batch).sum(), len(batch))
 no_batch.make_batch = lambda: open("nowhere.txt")
 """
 
@@ -577,8 +517,7 @@ def users(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "which",
-    [["of_a_user:alone", "--batch-from", "of_a_user:batch"], ["of_a_user:net"]],
+    "which", [["of_a_user:alone", "--batch-from", "of_a_user:batch"], ["of_a_user:net"]]
 )
 def test_a_function_of_the_users_says_what_the_model_is(users, which, capsys):
     asked = ["--model", *which, "--budget", "1GB", "--device", "laptop", "--precision", "fp32"]
@@ -598,15 +537,15 @@ def test_a_model_without_a_loss_is_refused_and_the_advice_can_be_followed(users,
     assert total.dim() == 0 and total.requires_grad and weight == 6
 
 
-RAISED = [  # function, line of code in the message, function of that line, error
-    ("shapes", "self(x[:, :3])", "loss", "RuntimeError: .*reduction dim"),
-    ("late", "raise LookupError", "backward", "LookupError: not in the table"),
-    ("quits", "raise ValueError", "quits", "ValueError: first line"),
-    ("no_batch", 'open("nowhere.txt")', "<lambda>", "FileNotFoundError: "),
-]
-
-
-@pytest.mark.parametrize(("which", "text", "function", "said"), RAISED)
+@pytest.mark.parametrize(
+    ("which", "text", "function", "said"),
+    [
+        ("shapes", "model(x[:, :3])", "shapes", "RuntimeError: .*reduction dim"),
+        ("late", "raise LookupError", "backward", "LookupError: not in the table"),
+        ("quits", "raise ValueError", "quits", "ValueError: first line"),
+        ("no_batch", 'open("nowhere.txt")', "<lambda>", "FileNotFoundError: "),
+    ],
+)
 def test_what_the_users_own_code_raises_is_told_with_the_users_line(
     which, text, function, said, users, capfd
 ):
@@ -617,11 +556,8 @@ def test_what_the_users_own_code_raises_is_told_with_the_users_line(
     assert status == 1 and len(lines) == 2 and text in lines[1]
     assert re.match(f"error: {re.escape(place)}: {said}", lines[0]) and "Fake" not in lines[0]
     make = getattr(sys.modules["of_a_user"], which)
-    for take in (
-        partial(estimate, recipe=Recipe()),
-        partial(run, recipe=Recipe()),
-        partial(fit, budget_bytes=10**6, progress=False),
-    ):
+    search = partial(fit, budget_bytes=10**6, progress=False)
+    for take in (partial(estimate, recipe=Recipe()), partial(run, recipe=Recipe()), search):
         with pytest.raises(Exception) as raised:
             take(make, make.make_batch)
         assert type(raised.value).__name__ == said.partition(":")[0]
@@ -641,7 +577,7 @@ def test_what_the_users_own_code_raises_is_told_with_the_users_line(
         ("numbers", ".numpy()", "the step reads values of its data"),
         ("routed", "[x.sum(1) > 0]", "as tokens.chunk(experts) does"),
         ("before", "* kept", "got a tensor that was created earlier"),
-        ("asking", "flash_attention(self", "q must be a dense tensor"),
+        ("asking", "flash_attention(model", "q must be a dense tensor"),
     ],
 )
 def test_what_is_refused_in_the_users_code_is_one_sentence_that_names_the_line(
@@ -650,24 +586,18 @@ def test_what_is_refused_in_the_users_code_is_one_sentence_that_names_the_line(
     status, [line] = refused(capfd, "--model", f"of_a_user:{which}", "--budget", "1GB")
     assert status == 2 and line.startswith("error: ") and said in line and "Fake" not in line
     assert re.search(" Change | must ", line)
-    assert f"of_a_user.py, line {users(text)}, in loss" in line
+    assert f"of_a_user.py, line {users(text)}, in {which}" in line
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "said"),
-    [
-        ("import nowhere_to_be_found", 1, "own_import.py, line 2: ModuleNotFoundError: "),
-        ("x = (1", 1, "own_import.py, line 2: SyntaxError: "),
-        ("", 2, "--model must be package.module:function"),
-    ],
+    ("text", "said"),
+    [("import nowhere_to_be_found", "ModuleNotFoundError"), ("x = (1", "SyntaxError")],
 )
-def test_a_module_that_fails_is_told_from_one_that_is_not_found(
-    text, status, said, folder, monkeypatch, capfd
-):
+def test_a_module_that_fails_is_told_with_its_line(text, said, folder, monkeypatch, capfd):
     (folder / "own_import.py").write_text(f"\n{text}\n", encoding="utf-8")
     monkeypatch.delitem(sys.modules, "own_import", raising=False)
-    code, lines = refused(capfd, "--model", "own_import:model", "--budget", "1GB")
-    assert code == status and lines[0].startswith(f"error: {said}") and len(lines) <= 2
+    status, lines = refused(capfd, "--model", "own_import:model", "--budget", "1GB")
+    assert status == 1 and lines[0].startswith(f"error: own_import.py, line 2: {said}: ")
 
 
 def test_a_line_of_a_notebook_is_that_of_a_cell():
@@ -713,27 +643,19 @@ def test_no_bar_is_left_on_the_line_of_an_error(users, monkeypatch, capsys):
 # ---- on a device
 
 
-def test_cublas_keeps_8_mib_a_thread_and_four_times_that_on_hopper():
-    assert workspace_bytes("A100") == workspace_bytes("this") == 2 * 8320 * 1024
-    assert workspace_bytes("H100") == workspace_bytes("H200") == 2 * 32 << 20
-    assert kept_bytes("MI300X") == 0  # without CUDA
-
-
-def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_none_of_them(capsys):
+def test_what_a_gpu_holds_apart_from_tensors_is_shown_and_in_none_of_the_figures(capsys):
     assert command.main([*ONE_LAYER, "--device", "H100", "--budget", "1GB"]) == 0
     printed = capsys.readouterr().out
-    best = estimate(
-        partial(Decoder, vocabulary=100, hidden=64, heads=2, layers=1, sequence=32, fused=True),
-        partial(random_tokens, 1, 32, 100),
-        eval(re.search(r"the cheapest: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe}),
-        tier="host",
-        kind="cuda",
-    )
+    recipe = eval(re.search(r"the cheapest: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe})
+    best = estimate(*STEP, recipe, tier="host", kind="cuda")
     assert f"peak {best.peak_bytes:,} bytes" in printed
     allocator = CachingAllocator()
     allocator.replay(best.trace())
     reserved = allocator.memory_stats()["reserved_bytes.all.peak"]
-    left = 10**9 - reserved - (64 << 20) - CONTEXT_HOPPER_BYTES
+    room = 10**9 - (64 << 20) - CONTEXT_HOPPER_BYTES
+    left = room - reserved
+    assert printed.count(f"so {bytes_text(room)} are left for the step") == 1
+    assert f" into {bytes_text(room)}; " in printed
     first, table = printed.split("what one step of the cheapest holds on a GPU:")
     row = next(line for line in first.splitlines() if line.endswith(str(best.recipe)))
     assert f"{best.peak_bytes / 1e6:,.1f}  " in row and f"  {left / 1e6:,.1f}  " in row
@@ -748,25 +670,12 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
         assert f" {count / 1e6:,.1f} " in f"{row} "
 
 
-@pytest.mark.parametrize(("budget", "status"), [("1GB", 0), (f"{kept_bytes('A100') + 99}B", 1)])
-def test_memory_that_cuda_keeps_is_named_where_the_budget_is_less_by_it(budget, status, capsys):
-    asked = [*ONE_LAYER, "--device", "A100", "--budget", budget]
-    assert command.main(asked) == status
-    memory, kept = options.byte_count(budget), kept_bytes("A100")
-    room = bytes_text(memory - kept)
-    printed = "".join(capsys.readouterr())
-    sentence = f"keep {bytes_text(kept)} of the {bytes_text(memory)}, so {room} are left"
-    assert printed.count(sentence) == 1 and re.search(rf"fits? into {re.escape(room)}", printed)
-
-
-def test_a_device_has_the_budget_where_none_is_given_and_the_search_goes_by_what_is_reserved(
-    capsys,
-):
+def test_a_device_has_the_budget_and_a_search_goes_by_what_is_reserved(capsys):
     asked = [*ONE_LAYER, "--device", "RTX 4090", "--json"]
     assert command.main(asked) == 0
     told = json.loads(capsys.readouterr().out)
     memory, first = RATES["RTX 4090"].memory_bytes, told["recipes"][0]
-    assert told["budget_bytes"] == told["rates"]["memory_bytes"] == memory
+    assert told["budget_bytes"] == told["rates"]["memory_bytes"] == memory and told["leaner"] == []
     assert told["room_bytes"] == memory - kept_bytes("RTX 4090")
     assert (told["device"], told["kind"], told["count"]) == ("RTX 4090", "cuda", "reserved")
     assert told["on_device"]["tensors"] == first["peak_bytes"] < first["reserved_bytes"]
@@ -778,45 +687,31 @@ def test_a_device_has_the_budget_where_none_is_given_and_the_search_goes_by_what
 
 def test_where_the_cheapest_leaves_little_a_recipe_that_leaves_more_is_shown(capsys):
     """The budget is the cheapest recipe's own peak, so that it leaves nothing."""
-    asked = [*ONE_LAYER, "--device", "laptop", "--budget"]
-    assert command.main([*asked, "1GB", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["leaner"], told["kind"], told["on_device"]) == ([], "cpu", None)
-    peak = told["recipes"][0]["peak_bytes"]
-    assert command.main([*asked, f"{peak}B", "--json"]) == 0
+    peak = estimate(*STEP, Recipe("bf16", "sgd", attention=None)).peak_bytes
+    asked = [*ONE_LAYER, "--device", "laptop", "--budget", f"{peak}B"]
+    assert command.main([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     [leaner] = told["leaner"]
+    assert (told["kind"], told["on_device"]) == ("cpu", None)
     assert told["recipes"][0]["peak_bytes"] == peak
     assert leaner["peak_bytes"] <= 0.95 * peak and leaner not in told["recipes"]
-    assert command.main([*asked, f"{peak}B"]) == 0
+    assert command.main(asked) == 0
     assert "the cheapest leaves less than 5% of the budget" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("recipe", "at_peak", "ends"),
+    ("recipe", "largest", "ends"),
     [
-        (
-            Recipe(),
-            {"activation": 3, "optimizer": 2},
-            "precision, attention, checkpoint, offload_activations, head_chunk, micro_batches,"
-            " ranks",
-        ),
-        (
-            Recipe(in_backward=True),
-            {"activation": 3, "optimizer": 2},
-            "precision, attention, checkpoint, offload_activations, head_chunk, ranks",
-        ),
-        (
-            Recipe(precision="bf16", offload_optimizer=1.0),
-            {"activation": 1, "optimizer": 2},
-            "fields of Recipe: optimizer, ranks",
-        ),
-        (Recipe(ranks=4, precision="bf16"), {"parameter": 2}, "or more ranks"),
+        (Recipe(checkpoint="layers"), "activation", "head_chunk, micro_batches, ranks"),
+        (Recipe(in_backward=True), "activation", "offload_activations, head_chunk, ranks"),
+        (Recipe(**BF16), "optimizer", "is optimizer state; .*fields of Recipe: optimizer, ranks"),
+        (Recipe(ranks=4, precision="bf16"), "parameter", "or more ranks"),
     ],
 )
-def test_advice_names_the_techniques_that_act_on_the_largest_category(recipe, at_peak, ends):
+def test_advice_names_the_techniques_that_act_on_the_largest_category(recipe, largest, ends):
+    at_peak = {"other": 2, largest: 3, "buffer": 1}
     advice = command._advice(Estimate(recipe, 1, at_peak, {}, "", 1, 0, 0))
-    assert advice.endswith(ends)
+    assert re.search(f"{ends}$", advice)
 
 
 def test_progress_is_a_line_at_times_where_there_is_no_terminal(monkeypatch, capsys):
