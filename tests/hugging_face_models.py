@@ -7,50 +7,28 @@ import pytest
 import torch
 
 WORDS, IGNORED = 99, -100
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-TEXT = {**SIZES, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+NUMBERS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {**SIZES, **NUMBERS, "vocab_size": WORDS}
 SHARED = {**TEXT, "num_key_value_heads": 2}  # keys and values of two heads for queries of four
-PAIR = {
-    "vocab_size": WORDS,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-}
-T5 = {
-    "vocab_size": WORDS,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-
-
-def mask_of(kind, samples, length):
-    """None; 1 for all tokens; or 0 for the last tokens of every sample but the first, as padding
-    has it."""
-    if kind == "none":
-        return None
-    lengths = torch.tensor([length - (i if kind == "padded" else 0) for i in range(samples)])
-    return (torch.arange(length) < lengths[:, None]).long()
+PAIR = {"vocab_size": WORDS, "d_model": 32}
+for part in ("encoder", "decoder"):
+    PAIR |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
+T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0}
+SPECIAL = {**NUMBERS, "decoder_start_token_id": 1}
 
 
 def text(kind="ones", samples=4, length=16, answer=None):
-    tokens, mask = torch.randint(3, WORDS, (samples, length)), mask_of(kind, samples, length)
+    """A batch with no mask, with a mask of ones, or "padded": all samples but the first end with
+    masked tokens."""
+    tokens = torch.randint(3, WORDS, (samples, length))
     labels = torch.randint(3, WORDS, (samples, answer)) if answer else tokens.clone()
-    if mask is None:
+    if kind == "none":
         return {"input_ids": tokens, "labels": labels}
+    lengths = length - torch.arange(samples) * (kind == "padded")
+    mask = (torch.arange(length) < lengths[:, None]).long()
     if not answer:
         labels = labels.masked_fill(mask == 0, IGNORED)
     return {"input_ids": tokens.where(mask == 1, 0), "attention_mask": mask, "labels": labels}
@@ -62,12 +40,8 @@ def images():
 
 def waves():
     np.random.seed(0)  # spans of time are masked at random: for real the same ones
-    mask = torch.ones(4, 2000, dtype=torch.long)
-    return {
-        "input_values": torch.randn(4, 2000),
-        "attention_mask": mask,
-        "labels": torch.randint(0, 2, (4,)),
-    }
+    batch = {"input_values": torch.randn(4, 2000), "labels": torch.randint(0, 2, (4,))}
+    return {**batch, "attention_mask": torch.ones(4, 2000, dtype=torch.long)}
 
 
 def made(name, **options):
@@ -85,15 +59,13 @@ def made(name, **options):
 
 
 LLAMA = made("Llama:LlamaForCausalLM", **SHARED)
-WAVES = {
-    "conv_dim": (16, 16),
-    "conv_stride": (5, 4),
-    "conv_kernel": (10, 8),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-    "layerdrop": 0.0,  # else a random depth
-}
+WAVES = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8)}
+WAVES |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16}
+WAVES |= {"num_conv_pos_embedding_groups": 4, "layerdrop": 0.0}  # else a random depth
+POSITIONS = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"shared_expert_intermediate_size": 24, "experts_implementation": "batched_mm"}
+MAMBA = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 ARCHITECTURES = {
     "decoder, grouped queries": (LLAMA, text),
     "decoder, tied head": (
@@ -104,24 +76,10 @@ ARCHITECTURES = {
         made("Gemma:GemmaForCausalLM", **TEXT, num_key_value_heads=1, head_dim=8),
         text,
     ),
-    "decoder, learned positions": (
-        made(
-            "OPT:OPTForCausalLM",
-            **TEXT,
-            ffn_dim=48,
-            word_embed_proj_dim=32,
-            max_position_embeddings=64,
-        ),
-        text,
-    ),
+    "decoder, learned positions": (made("OPT:OPTForCausalLM", **TEXT, **POSITIONS), text),
     "experts, grouped": (made("Mixtral:MixtralForCausalLM", **SHARED, num_local_experts=4), text),
     "experts, batched, and a shared one": (
-        made(
-            "Qwen2Moe:Qwen2MoeForCausalLM",
-            **{**SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-            shared_expert_intermediate_size=24,
-            experts_implementation="batched_mm",
-        ),
+        made("Qwen2Moe:Qwen2MoeForCausalLM", **SHARED, **EXPERTS),
         text,
     ),
     "encoder": (made("Bert:BertForMaskedLM", **TEXT), text),
@@ -135,16 +93,7 @@ ARCHITECTURES = {
     ),
     "vision": (made("ViT:ViTForImageClassification", **SIZES, image_size=32, patch_size=8), images),
     "speech": (made("Wav2Vec2:Wav2Vec2ForSequenceClassification", **SIZES, **WAVES), waves),
-    "state space": (
-        made(
-            "Mamba:MambaForCausalLM",
-            vocab_size=WORDS,
-            hidden_size=32,
-            num_hidden_layers=2,
-            state_size=4,
-        ),
-        text,
-    ),
+    "state space": (made("Mamba:MambaForCausalLM", **MAMBA), text),
 }
 
 

@@ -23,8 +23,8 @@ from hugging_face_models import (
     text,
 )
 from measured import assert_measured
+from test_estimate_equals_run import checkpointing
 from test_matrix import assert_plain, plain_gradients
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.extrapolate import BlockExtrapolator
@@ -33,39 +33,16 @@ from course_lib.checkpoint import checkpoint_blocks
 transformers = pytest.importorskip(
     "transformers", reason="transformers comes with the extras `models` and `test`"
 )
-SGD = Recipe(optimizer="sgd")
-
-
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "and decoder" in name])
-def test_layers_that_share_more_than_what_they_hand_on_are_no_chain(name):
-    recipe = Recipe(checkpoint="segments", segments=2, micro_batches=2)
-    for attempt in (estimate, run):
-        with pytest.raises(ValueError, match=r"^the (result of a block|first argument of) .*must"):
-            attempt(*ARCHITECTURES[name], recipe)
-
-
-def test_an_encoder_and_a_decoder_of_any_lengths_are_both_checkpointed():
-    bart = made("Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL, "decoder_layers": 3})
-    named = ("model.encoder.layers.*", "model.decoder.layers.*")
-    found, expected = (
-        estimate(bart, partial(text, answer=12), Recipe(checkpoint="layers", blocks=blocks))
-        for blocks in (None, named)
-    )
-    assert found.peak_bytes == expected.peak_bytes and found.flops == expected.flops
-
-
-FUNNEL = {
-    "vocab_size": WORDS,
-    "d_model": 32,
-    "n_head": 4,
-    "d_head": 8,
-    "d_inner": 48,
-    "block_sizes": [2, 2],
-}
+SGD, FLASH = Recipe(optimizer="sgd"), Recipe(attention="flash")
+FUNNEL = {"vocab_size": WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
 SEEING = {**SIZES, "image_size": 16, "patch_size": 8}
 LISTS = {
+    "encoder and decoder of two lengths": (
+        made("Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL, "decoder_layers": 3}),
+        ["model.encoder.layers", "model.decoder.layers"],
+    ),
     "lists in a list": (
-        made("Funnel:FunnelForMaskedLM", **FUNNEL),
+        made("Funnel:FunnelForMaskedLM", **FUNNEL, block_sizes=[2, 2]),
         ["funnel.encoder.blocks.0", "funnel.encoder.blocks.1", "funnel.decoder.layers"],
     ),
     "embeddings in a list": (
@@ -137,28 +114,6 @@ def test_a_search_switches_a_model_to_sdpa_unless_it_has_it(own, share, expected
     assert found.rates and attentions <= expected and ("sdpa" in attentions) == (own == "eager")
 
 
-def flops_and_warnings(model):
-    with (
-        warnings.catch_warnings(record=True) as heard,
-        FlopCounterMode(display=False) as counter,
-    ):
-        warnings.simplefilter("always")
-        model(**text(), use_cache=False).loss.backward()
-    return counter.get_total_flops(), any("policy keeps" in f"{each.message}" for each in heard)
-
-
-def test_linears_of_a_llama_call_mm_so_that_a_list_of_addmm_keeps_nothing_and_says_so():
-    plain, _ = flops_and_warnings(LLAMA())
-    found = {}
-    for policy in (None, "addmm", "mm"):
-        model = LLAMA()
-        operators = policy and [getattr(torch.ops.aten, policy).default]
-        checkpoint_blocks(model, "model.layers.*", policy=operators)
-        found[policy] = flops_and_warnings(model)
-    assert found["addmm"] == (found[None][0], True) and found[None][0] > 1.1 * plain
-    assert found["mm"] == (plain, False)
-
-
 @pytest.mark.parametrize(
     ("name", "is_older"),
     [("gradient_checkpointing_enable", True), ("activation_checkpointing_enable", False)],
@@ -170,68 +125,40 @@ def test_the_names_that_lesson_02_gives_for_checkpoints_are_current(name, is_old
     assert any(each.category is FutureWarning for each in caught) == is_older
 
 
-@pytest.mark.filterwarnings("ignore:.*checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_flash_attention_is_there_too_where_the_model_checkpoints_its_own_layers(use_reentrant):
-    def checkpointing():
-        model = LLAMA()
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        return model.train()
-
-    batch, losses = text(), []
-    for recipe in (
-        Recipe(attention=None),
-        Recipe(attention="flash"),
-        Recipe(attention="flash", in_backward=True),
-    ):
+    losses, batch = [], text()
+    for recipe in (Recipe(attention=None), FLASH, replace(FLASH, in_backward=True)):
         torch.manual_seed(1)
-        model, optimizer = build(checkpointing, recipe, lr=1e-2)
+        model, optimizer = build(partial(checkpointing, use_reentrant), recipe, lr=1e-2)
         losses.append([train_step(model, optimizer, batch, recipe).loss for _ in range(3)])
-    for found in losses[1:]:
-        assert found == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-5)] * 2
 
 
 # ---- losses that are no methods
 
 
-def series(observations=4):
-    values = {
-        "past_values": torch.rand(observations, 19),
-        "future_values": torch.rand(observations, 8),
+def series():
+    drawn = partial(torch.rand, 4)
+    return {
+        "past_values": drawn(19),
+        "future_values": drawn(8),
+        "past_time_features": drawn(19, 1),
+        "future_time_features": drawn(8, 1),
+        "past_observed_mask": torch.ones(4, 19),
     }
-    times = {
-        "past_time_features": torch.rand(observations, 19, 1),
-        "future_time_features": torch.rand(observations, 8, 1),
-    }
-    return {**values, **times, "past_observed_mask": torch.ones(observations, 19)}
 
 
-@pytest.fixture
-def unchecked():
-    """Distributions that do not look at the values of what they are given."""
-    torch.distributions.Distribution.set_default_validate_args(False)
-    yield
-    torch.distributions.Distribution.set_default_validate_args(__debug__)
-
-
-TIMES = {
-    "prediction_length": 8,
-    "context_length": 16,
-    "lags_sequence": [1, 2, 3],
-    "num_time_features": 1,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-}
+TIMES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3]}
+TIMES |= {"num_time_features": 1, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+TIMES |= dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.0)
+TIMES |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 TRANSFORMER = made("TimeSeriesTransformer:TimeSeriesTransformerForPrediction", **TIMES)
 
 
-def test_a_loss_function_that_a_model_keeps_for_itself_is_not_called_with_the_batch(unchecked):
+def test_a_loss_function_that_a_model_keeps_for_itself_is_not_called_with_the_batch(monkeypatch):
+    # as `set_default_validate_args(False)` does: distributions do not look at their arguments
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
     model, batch = TRANSFORMER(), series()
     assert callable(model.loss)
     assert_measured(TRANSFORMER, series, Recipe())
@@ -245,14 +172,6 @@ def test_distributions_that_look_at_their_arguments_are_refused_with_the_way_out
         estimate(TRANSFORMER, series, Recipe())
 
 
-def nll(outputs, targets):
-    return -outputs.log_prob(targets)
-
-
-def by_name(batch):
-    return batch.labels
-
-
 def put_on(loss):
     model = torch.nn.Linear(4, 4)
     model.loss = loss
@@ -262,46 +181,40 @@ def put_on(loss):
 @pytest.mark.parametrize("take", [estimate, run])
 def test_a_function_put_on_any_other_model_is_named_where_it_fails(take):
     batch = partial(torch.ones, 2, 4)
-    for loss, its in ((nll, r"function .*\(outputs, targets\)"), (torch.nn.MSELoss(), "MSELoss")):
+    for loss, its in (
+        (lambda outputs, targets: None, r"function .*\(outputs, targets\)"),
+        (torch.nn.MSELoss(), "MSELoss"),
+    ):
         with pytest.raises(TypeError, match=rf"^Linear\.loss must .* \(batch\), .*, got a {its}"):
             take(partial(put_on, loss), batch, Recipe())
     with pytest.raises(AttributeError) as raised:
-        take(partial(put_on, by_name), batch, Recipe())
+        take(partial(put_on, lambda batch: batch.labels), batch, Recipe())
     assert "raised in Linear.loss, which is a function" in raised.value.__notes__[0]
 
 
-def with_lora(make, task_type=None):
-    def adapted():
-        peft = pytest.importorskip("peft", reason="peft is not installed")
-        options = {"target_modules": ["q_proj", "v_proj"], "task_type": task_type}
-        options |= {"r": 2, "init_lora_weights": False}
-        return peft.get_peft_model(make(), peft.LoraConfig(**options))
-
-    return adapted
+def with_lora(task_type=None):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    options = {"target_modules": ["q_proj", "v_proj"], "r": 2, "init_lora_weights": False}
+    return peft.get_peft_model(LLAMA(), peft.LoraConfig(**options, task_type=task_type))
 
 
 ADAPTED = {
-    "no task": with_lora(LLAMA),
-    "a task": with_lora(LLAMA, "CAUSAL_LM"),
-    "compiled": lambda: torch.compile(with_lora(LLAMA)(), backend="eager"),
+    "no task": with_lora,
+    "a task": partial(with_lora, "CAUSAL_LM"),
+    "compiled": lambda: torch.compile(with_lora(), backend="eager"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_a_model_with_adapters_is_weighed_by_the_labels_of_its_base(name):
-    def make():
-        torch.manual_seed(0)
-        return ADAPTED[name]()
-
-    batch = text()
+    make, batch, recipe = ADAPTED[name], text(), Recipe(micro_batches=2)
     batch["labels"][:2, :12] = IGNORED  # the micro-batches have different numbers of labels
     expected = plain_gradients(make, batch, lambda model, batch: (model(**batch).loss, 1))
-    assert_plain(make, batch, Recipe(micro_batches=2), expected)
-
-
-def test_peft_estimates_of_micro_batches_are_what_the_run_takes_to_the_byte():
-    assert_measured(with_lora(LLAMA), text, Recipe(micro_batches=2))
+    assert_plain(make, batch, recipe, expected)
+    if name == "no task":
+        assert_measured(make, text, recipe)
 
 
 OWN_ATTENTION = {
