@@ -18,11 +18,11 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
+from unittest.mock import patch
 
 import torch
 from hugging_face_models import made
@@ -142,11 +142,11 @@ def labelled(samples: int, tokens: int) -> dict[str, torch.Tensor]:
 DECODER = {"vocabulary": 199, "hidden": 32, "heads": 4, "sequence": 24}
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
-BART = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
-        {"layers": 2, "attention_heads": 2, "ffn_dim": 64}.items()}  # fmt: skip
-BART |= {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 32}
-
-
+BART = {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 32, "dropout": 0.0}
+for part in ("encoder", "decoder"):
+    BART |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
+GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 32}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MOVING = Recipe(min_bytes=1000)  # small activations too, and the inputs of blocks
 
 
@@ -186,27 +186,14 @@ CASES = {
         Recipe(optimizer="sgd", min_bytes=4000),
     ),
     "encoder": Case(Encoder, partial(torch.randn, 6, 20, 32), Recipe(min_bytes=3000), "host"),
-    "GPT-2": Case(
-        made(
-            "GPT2:GPT2LMHeadModel",
-            vocab_size=97,
-            n_embd=32,
-            n_layer=3,
-            n_head=2,
-            n_positions=32,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        ),
-        partial(labelled, 4, 24),
-    ),
+    "GPT-2": Case(made("GPT2:GPT2LMHeadModel", **GPT2), partial(labelled, 4, 24)),
     "Llama": Case(
         made("Llama:LlamaForCausalLM", **SIZES),
         partial(labelled, 4, 24),
         Recipe(optimizer="adafactor", min_bytes=2000),
     ),
     "BART": Case(
-        made("Bart:BartForConditionalGeneration", dropout=0.0, **BART),
+        made("Bart:BartForConditionalGeneration", **BART),
         partial(labelled, 4, 24),
         options={"blocks": ("model.encoder.layers.*", "model.decoder.layers.*")},
     ),
@@ -231,40 +218,31 @@ def schedules(known: EstimateCache) -> list[int]:
 def grid(known: EstimateCache) -> list[Recipe]:
     """All combinations that the search could try, shuffled."""
     search = Search(known, 1, RATES[0])
-    layers, blocks = known.layers, known.blocks
+    layers = known.layers
     keeps: list[dict] = [{}, {"offload_activations": True}]
     if layers:
-        keeps += [{"checkpoint": name, "blocks": blocks} for name in ("selective", "layers")]
-        keeps += [{"checkpoint": "layers", "blocks": blocks, "offload_activations": True}]
+        blocks = {"blocks": known.blocks}
+        keeps += [{"checkpoint": name, **blocks} for name in ("selective", "layers")]
+        keeps += [{"checkpoint": "layers", "offload_activations": True, **blocks}]
+        keeps += [{"checkpoint": "layers", "first_blocks": n, **blocks} for n in range(1, layers)]
+        keeps += [{"checkpoint": "segments", "segments": n, **blocks} for n in {2, layers} - {1}]
         keeps += [
-            {"checkpoint": "layers", "blocks": blocks, "first_blocks": n} for n in range(1, layers)
+            {"checkpoint": "optimal", "schedule_bytes": n, **blocks} for n in schedules(known)
         ]
-        keeps += [
-            {"checkpoint": "segments", "blocks": blocks, "segments": n} for n in {2, layers} - {1}
-        ]
-        keeps += [
-            {"checkpoint": "optimal", "blocks": blocks, "schedule_bytes": n}
-            for n in schedules(known)
-        ]
+    choices = {
+        "attention": ("standard", "flash"),
+        "head_chunk": (None, search.values("head_chunk")[-1]),
+        "in_backward": (False, True),
+        "offload_optimizer": search.values("offload_optimizer"),
+    }
     every = []
-    for attention, chunk, inside, fraction, keep in product(
-        ("standard", "flash"),
-        (None, search.values("head_chunk")[-1]),
-        (False, True),
-        search.values("offload_optimizer"),
-        keeps,
-    ):
-        techniques = {
-            "attention": attention,
-            "head_chunk": chunk,
-            "in_backward": inside,
-            "offload_optimizer": fraction,
-        }
-        recipe = replace(known.base, **techniques, **keep)
+    for *values, keep in product(*choices.values(), keeps):
+        recipe = replace(known.base, **dict(zip(choices, values, strict=True)), **keep)
         downs = (
             search.doublings(recipe) if recipe.offload_activations else search.counts_for(recipe)
         )
-        pages = candidates.PAGES if recipe.has_pages and not inside else candidates.PAGES[:1]
+        pages_matter = recipe.has_pages and not recipe.in_backward
+        pages = candidates.PAGES if pages_matter else candidates.PAGES[:1]
         every += [
             replace(recipe, micro_batches=count, page_bytes=size, **copies)
             for count, size, copies in product(downs, pages, search.copies_for(recipe))
@@ -274,15 +252,8 @@ def grid(known: EstimateCache) -> list[Recipe]:
     return every
 
 
-@contextmanager
-def small_pages() -> Iterator[None]:
-    """Inside, the search tries pages that suit small models."""
-    before = candidates.PAGES
-    candidates.PAGES = PAGES
-    try:
-        yield
-    finally:
-        candidates.PAGES = before
+# Inside `with small_pages():`, the search tries pages that suit small models.
+small_pages = partial(patch.object, candidates, "PAGES", PAGES)
 
 
 def estimated(known: EstimateCache, most: int = MOST) -> list[Estimate]:

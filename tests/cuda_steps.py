@@ -27,11 +27,7 @@ FIELDS = "case", "schedule_bytes", "peak", "backward"
 
 # ---- larger models, as people train them: no size is rounded there
 
-TOKENS = {"decoder": partial(random_tokens, 4, 1024, 8192)}
-
-
-def decoder():
-    return Decoder(vocabulary=8192, hidden=512, heads=8, layers=4, sequence=1024)
+decoder = partial(Decoder, vocabulary=8192, hidden=512, heads=8, layers=4, sequence=1024)
 
 
 def llama():
@@ -72,7 +68,7 @@ class Convolutions(nn.Module):
 PLAIN, FAST = {"attention": None}, {"attention": "sdpa"}
 LARGE = {
     "decoder": (
-        *(decoder, TOKENS["decoder"]),
+        *(decoder, partial(random_tokens, 4, 1024, 8192)),
         [
             *(Recipe(), Recipe("bf16"), Recipe("bf16", attention="flash", checkpoint="layers")),
             Recipe("bf16", attention="flash", checkpoint="segments", segments=3),
@@ -96,11 +92,8 @@ LARGE = {
     "GPT-2": (
         *(gpt2, text),
         [
-            *(
-                Recipe(**PLAIN),
-                Recipe("bf16", **PLAIN),
-                Recipe("bf16", checkpoint="layers", **FAST),
-            ),
+            *(Recipe(**PLAIN), Recipe("bf16", **PLAIN)),
+            Recipe("bf16", checkpoint="layers", **FAST),
             Recipe("bf16", checkpoint="selective", micro_batches=2, **FAST),
         ],
     ),

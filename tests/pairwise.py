@@ -4,17 +4,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
-DRAWS = 4000
-
 
 def rows(
-    choices: Mapping[str, Sequence], valid: Callable[[dict], bool], seed: int, draws: int = DRAWS
+    choices: Mapping[str, Sequence], valid: Callable[[dict], bool], draws: int = 4000
 ) -> list[dict]:
     """Return rows, each with one value per choice, that together contain each valid pair of values.
 
     Each next row is the one with the most pairs that are still missing.
     """
-    draw, found = random.Random(seed), []
+    draw, found = random.Random(0), []
     candidates = [
         {name: draw.choice(values) for name, values in choices.items()} for _ in range(draws)
     ]

@@ -60,26 +60,14 @@ SIZES = {
     PIXELS: "image_size",
 }
 NAMED = {name: value for value, names in SIZES.items() for name in names.split()}
-# Another draw is another step: layers that are dropped, and places that are masked, at random.
-DRAWN = {
-    "layerdrop": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-    "apply_spec_augment": False,
-}
-TOKEN_NUMBERS = {
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
-LISTS: dict[str, Callable[[int], Any]] = {
+# Numbers of tokens, and settings without random depths and masks: another draw is another step.
+FIXED = dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0)
+FIXED |= {"apply_spec_augment": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FIXED |= {"decoder_start_token_id": 1}
+LISTS: dict[str, Callable[[int], int]] = {
     "depths": lambda i: 1,
-    "num_heads": lambda i: 2,
-    "num_attention_heads": lambda i: 2,
-    "hidden_sizes": lambda i: 16 * 2**i,
-    "embed_dims": lambda i: 16 * 2**i,
-    "encoder_hidden_sizes": lambda i: 16 * 2**i,
+    **dict.fromkeys(("num_heads", "num_attention_heads"), lambda i: 2),
+    **dict.fromkeys(("hidden_sizes", "embed_dims", "encoder_hidden_sizes"), lambda i: 16 * 2**i),
 }
 
 
@@ -141,8 +129,8 @@ def shrunk(config) -> None:
             setattr(config, name, [LISTS[name](i) for i in range(len(value))])
         elif name in NAMED and isinstance(value, int) and not isinstance(value, bool):
             setattr(config, name, NAMED[name])
-        elif name in TOKEN_NUMBERS | DRAWN:
-            setattr(config, name, (TOKEN_NUMBERS | DRAWN)[name])
+        elif name in FIXED:
+            setattr(config, name, FIXED[name])
 
 
 def built(model_type: str) -> tuple[str, Callable, Callable]:
