@@ -20,7 +20,7 @@ OTHER_VENV := .venv-torch-$(TORCH_VERSION)
 LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_growth budget_models budget_ranks \
   budget_search caching_allocator categories checkpoint compiler configs conversion devices distributed formulas \
   golden gradient_sums hugging_face measurement memory_budget meter models offload saved_tensors schedule shape_cache \
-  simulated snapshot storages symbolic symbolic_values timeline trace transparency
+  simulated snapshot storages symbolic timeline trace transparency
 LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
 
 BIN       := $(VENV)/bin
