@@ -107,12 +107,17 @@ def halved():
 tokens, four = partial(random_tokens, 5, 12, 67), partial(random_tokens, 4, 32, 97)
 deep = partial(Decoder, vocabulary=67, hidden=16, heads=2, layers=MANY + 2, sequence=12)
 large = partial(Decoder, vocabulary=16000, hidden=512, heads=8, layers=2, sequence=64)
+large_batch = partial(random_tokens, 2, 64, 16000)
+answered = partial(text, answer=12)
 transformer = partial(foreign.Translator, nn.Transformer.generate_square_subsequent_mask)
 EAGER = {"attn_implementation": "eager"}
 BART = partial(made, "Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL})
 CHUNKED = Recipe(precision="bf16", attention="flash", checkpoint="selective", head_chunk=16)
 PAGED = Recipe(in_backward=True, offload_optimizer=1.0)
 HEAD = Recipe(checkpoint="layers", head_chunk=16, micro_batches=2)
+FLASH = [Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)]
+CONFIGS = [(LLAMA_3_8B, [CHUNKED]), (QWEN_25_7B, [PAGED]), (QWEN_3_8B, [CHUNKED])]
+CONFIGS += [(GPT_2, [PAGED]), (MIXTRAL, [CHUNKED, PAGED])]
 NORMALIZED = [Recipe(), Recipe(checkpoint="segments", segments=4, in_backward=True)]
 TWO, FOUR = replace(SEGMENTS, micro_batches=2), replace(SEGMENTS, micro_batches=4)
 # Two recipes for each architecture, in turn; `TABLE` has every pair of techniques.
@@ -198,20 +203,14 @@ ROWS = {
             Recipe(checkpoint="segments", segments=MANY + 2, micro_batches=3),
         ],
     ),
-    "13 million parameters": (
-        *(large, partial(random_tokens, 2, 64, 16000)),
-        [replace(SEGMENTS, optimizer="sgd", **DOWN)],
-    ),
+    "13 million parameters": (large, large_batch, [replace(SEGMENTS, optimizer="sgd", **DOWN)]),
     # Models of a config.json differ in biases, norms of queries, experts and positions.
     **{
         f"config of {config['model_type']}": (
             *(partial(model_from, small(config), sequence=32), four),
-            [CHUNKED, PAGED] if config is MIXTRAL else [recipe],
+            recipes,
         )
-        for config, recipe in (
-            *((LLAMA_3_8B, CHUNKED), (QWEN_25_7B, PAGED), (QWEN_3_8B, CHUNKED)),
-            *((GPT_2, PAGED), (MIXTRAL, None)),
-        )
+        for config, recipes in CONFIGS
     },
     **{
         name: (*model, of_architecture(i, name))
@@ -229,19 +228,10 @@ ROWS = {
     "second is padded": (LLAMA, partial(padded, 1), [FOUR]),
     "last is padded": (LLAMA, partial(padded, 3), [FOUR]),
     # Encoder and decoder have different lengths.
-    "uneven BART": (
-        *(BART(decoder_layers=3), partial(text, answer=12)),
-        [replace(PAGED, checkpoint="selective")],
-    ),
+    "uneven BART": (BART(decoder_layers=3), answered, [replace(PAGED, checkpoint="selective")]),
     # The model checkpoints its own layers.
-    "own checkpoints": (
-        *(partial(checkpointing, False), text),
-        [Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)],
-    ),
-    "own reentrant checkpoints": (
-        *(partial(checkpointing, True), text),
-        [Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)],
-    ),
+    "own checkpoints": (partial(checkpointing, False), text, FLASH),
+    "own reentrant checkpoints": (partial(checkpointing, True), text, FLASH),
 }
 CASES = [(name, *MODELS[name], recipe) for name, recipe in TABLE]
 CASES += [
