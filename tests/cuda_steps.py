@@ -6,15 +6,12 @@ python tests/cuda_steps.py h200_steps.csv [PART OF]    # writes the rows of one 
 import csv
 import gc
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import foreign_models as foreign
 import torch
 from measured import feasible
-from test_estimate_equals_run import CASES
+from test_estimate_equals_run import CASES, options_of
 from torch import nn
 
 from course_lib._torch import map_tensors, not_collecting
@@ -110,10 +107,6 @@ STEPS |= {
 }
 
 
-def options_of(make_batch) -> dict:
-    return {"loss_sum": foreign.cube} if make_batch is foreign.point else {}
-
-
 def measured(make_model, make_batch, recipe) -> dict[str, int]:
     """Return what the meter counts in the second step. The first one tunes kernels."""
     recipe = feasible(make_model, make_batch, recipe)
@@ -134,12 +127,6 @@ def measured(make_model, make_batch, recipe) -> dict[str, int]:
         # not of the forward pass, in which only a run stacks the losses of micro-batches
         "backward": trace.phase_peaks()["backward"],
     }
-
-
-def with_schedule(recipe: Recipe, row: Mapping[str, str]) -> Recipe:
-    if not row["schedule_bytes"]:
-        return recipe
-    return replace(recipe, schedule_bytes=int(row["schedule_bytes"]))
 
 
 def main(path: str, part: str = "0", of: str = "1") -> None:

@@ -177,11 +177,6 @@ def test_micro_batches_of_a_mean_whose_weight_is_not_known_are_refused_and_not_s
         facts = EstimateCache(Regression, points, SGD, **{**FILE, "loss_sum": loss_sum})
         counts.append(Search(facts, 1, RATE).counts)
     assert counts == [(1,), (1, 2, 3, 6)]
-    budget = estimate(Regression, points, Recipe()).peak_bytes - 1
-    found = fit(Regression, points, budget, progress=False)
-    assert {name for e in found for name in e.recipe.changed_fields()} <= {
-        "offload_activations", "in_backward", "offload_optimizer"
-    }  # fmt: skip
 
 
 ALTERED = {

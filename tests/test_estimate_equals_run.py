@@ -241,6 +241,10 @@ CASES += [
 ]
 
 
+def options_of(make_batch):
+    return {"loss_sum": foreign.cube} if make_batch is foreign.point else {}
+
+
 @pytest.mark.filterwarnings("ignore:no activation was moved")
 @pytest.mark.parametrize(
     ("make_model", "make_batch", "recipe"),
@@ -248,6 +252,5 @@ CASES += [
     ids=[f"{name}: {recipe!r}" for name, _, _, recipe in CASES],
 )
 def test_a_step_takes_what_is_estimated(make_model, make_batch, recipe):
-    options = {"loss_sum": foreign.cube} if make_batch is foreign.point else {}
     recipe = feasible(make_model, make_batch, recipe)
-    assert_measured(make_model, make_batch, recipe, **options)
+    assert_measured(make_model, make_batch, recipe, **options_of(make_batch))
