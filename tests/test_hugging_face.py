@@ -36,6 +36,7 @@ transformers = pytest.importorskip(
 SGD, FLASH = Recipe(optimizer="sgd"), Recipe(attention="flash")
 FUNNEL = {"vocab_size": WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
 SEEING = {**SIZES, "image_size": 16, "patch_size": 8}
+DRAWING = {"hidden_size": 32, "mlp_dim": 48}
 LISTS = {
     "encoder and decoder of two lengths": (
         made("Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL, "decoder_layers": 3}),
@@ -46,11 +47,7 @@ LISTS = {
         ["funnel.encoder.blocks.0", "funnel.encoder.blocks.1", "funnel.decoder.layers"],
     ),
     "embeddings in a list": (
-        made(
-            "Sam:SamModel",
-            vision_config=SEEING,
-            mask_decoder_config={"hidden_size": 32, "mlp_dim": 48},
-        ),
+        made("Sam:SamModel", vision_config=SEEING, mask_decoder_config=DRAWING),
         [
             "vision_encoder.layers",
             "mask_decoder.transformer.layers",
@@ -114,15 +111,12 @@ def test_a_search_switches_a_model_to_sdpa_unless_it_has_it(own, share, expected
     assert found.rates and attentions <= expected and ("sdpa" in attentions) == (own == "eager")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_older"),
-    [("gradient_checkpointing_enable", True), ("activation_checkpointing_enable", False)],
-)
-def test_the_names_that_lesson_02_gives_for_checkpoints_are_current(name, is_older):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        getattr(LLAMA(), name)()
-    assert any(each.category is FutureWarning for each in caught) == is_older
+def test_the_names_that_lesson_02_gives_for_checkpoints_are_current():
+    with pytest.warns(FutureWarning):
+        LLAMA().gradient_checkpointing_enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        LLAMA().activation_checkpointing_enable()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
