@@ -16,7 +16,6 @@ from hugging_face_models import (
     SHARED,
     SIZES,
     SPECIAL,
-    TEXT,
     WORDS,
     made,
     padded,
@@ -71,15 +70,6 @@ def test_what_is_called_in_lists_of_like_modules_are_the_blocks_of_a_model(name)
     with torch.device("meta"):
         names = checkpoint_blocks(make(), None).names
     assert list(dict.fromkeys(block.rpartition(".")[0] for block in names)) == lists
-
-
-def test_a_search_finds_schedules_for_the_micro_batch_that_takes_the_most():
-    model, make_batch = made("GPTNeoX:GPTNeoXForCausalLM", **TEXT), partial(padded, 1)
-    budget = 42 * estimate(model, make_batch, SGD).peak_bytes // 100
-    found = fit(model, make_batch, budget, base=SGD, progress=False)
-    assert {"optimal", "segments"} & {e.recipe.checkpoint for e in found}
-    for e in found:
-        assert run(model, make_batch, e.recipe).meter.peak_bytes == e.peak_bytes <= budget
 
 
 def test_the_least_that_a_schedule_takes_is_enough_for_every_micro_batch():
