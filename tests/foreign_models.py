@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from course_lib.models import seed_generators
 
 VOCABULARY, WIDTH, LENGTH, IGNORED = 53, 32, 12, -100
+causal_mask = nn.Transformer.generate_square_subsequent_mask
 
 
 def loss_and_count(logits, labels):
@@ -33,9 +34,7 @@ class Encoder(nn.Module):
         self.causal = causal
 
     def forward(self, tokens):
-        mask = (
-            nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]) if self.causal else None
-        )
+        mask = causal_mask(tokens.shape[1]) if self.causal else None
         return self.head(self.encoder(self.embedding(tokens), mask, is_causal=self.causal))
 
     def loss_sum(self, batch):

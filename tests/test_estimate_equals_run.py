@@ -109,7 +109,7 @@ deep = partial(Decoder, vocabulary=67, hidden=16, heads=2, layers=MANY + 2, sequ
 large = partial(Decoder, vocabulary=16000, hidden=512, heads=8, layers=2, sequence=64)
 large_batch = partial(random_tokens, 2, 64, 16000)
 answered = partial(text, answer=12)
-transformer = partial(foreign.Translator, nn.Transformer.generate_square_subsequent_mask)
+transformer = partial(foreign.Translator, foreign.causal_mask)
 EAGER = {"attn_implementation": "eager"}
 BART = partial(made, "Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL})
 CHUNKED = Recipe(precision="bf16", attention="flash", checkpoint="selective", head_chunk=16)
