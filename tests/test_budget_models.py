@@ -372,7 +372,7 @@ decoder_with_dropout = partial(models.Decoder, dropout=0.1, **sizes)
 FLASH, TWO = Recipe(attention="flash"), Recipe(micro_batches=2)
 UNSEEN_BLOCKS = r"none of the checkpointed blocks \(body.blocks.0"
 REFUSED = [
-    # stages that are not the model's loss any more, and stages that are no chain
+    # stages that do not compute the loss of the model, or that do not form a chain
     *(
         (make, SEGMENTS, "blocks must be a name .*, got None")
         for make in (Doubled, hooked, partial(tower, loss_sum=print), partial(tower, stages=4))
@@ -381,7 +381,7 @@ REFUSED = [
     (partial(tower, stages=lambda batch: []), SEGMENTS, "the number of stages must .* got 0"),
     (partial(tower, stages=lambda batch: [LINEAR, 7]), SEGMENTS, "stage 1 must be .*, got 7"),
     (partial(tower, stages=lambda batch: [LINEAR]), SEGMENTS, "segments must be at most 0.* got 3"),
-    # blocks that are no chain
+    # blocks that do not form a chain
     (Pictures, SEGMENTS, "the first argument of stages.1 must be the result of stages.0"),
     (Looking, SEGMENTS, "only the next block may use the result of body.blocks.0"),
     (partial(Calling, order=[0]), SEGMENTS, "body.blocks.1 was not called"),
