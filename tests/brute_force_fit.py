@@ -47,21 +47,13 @@ RATES = (
 )
 
 
-@dataclass
-class Difference:
+def difference(budget: int, rates: Rates, found: Estimate | None, better: Estimate) -> str:
     """What `fit` lists first, if it lists any, and what is cheaper in the grid."""
-
-    budget_bytes: int
-    rates: Rates
-    found: Estimate | None
-    better: Estimate
-
-    def __str__(self) -> str:
-        rows = [f"budget {self.budget_bytes:,}, link {self.rates.link_bytes:.0e}:"]
-        for name, e in (("fit ", self.found), ("grid", self.better)):
-            told = e and f"{self.rates.seconds(e):.6g} s, {e.peak_bytes:,} bytes, {e.recipe!r}"
-            rows.append(f"  {name} {told or 'finds none'}")
-        return "\n".join(rows)
+    rows = [f"budget {budget:,}, link {rates.link_bytes:.0e}:"]
+    for name, e in (("fit ", found), ("grid", better)):
+        told = e and f"{rates.seconds(e):.6g} s, {e.peak_bytes:,} bytes, {e.recipe!r}"
+        rows.append(f"  {name} {told or 'finds none'}")
+    return "\n".join(rows)
 
 
 # ---- models
@@ -292,47 +284,43 @@ def known_of(case: Case) -> EstimateCache:
 
 
 def compare(
-    case: Case,
-    most: int = MOST,
-    budgets: int | None = None,
-    known: EstimateCache | None = None,
-) -> tuple[int, list[Difference], EstimateCache]:
+    known: EstimateCache, most: int = MOST, budgets: int | None = None
+) -> tuple[int, list[str]]:
     """Search in each budget at each set of rates, and compare with the grid.
 
     Args:
+        known: The model, its batch and the estimates that have been made of it.
         most: Recipes in the grid.
         budgets: Budgets at each set of rates, the smallest ones; all if it is None.
-        known: Estimates to start from, of an earlier comparison of the same case.
 
     Returns:
-        The number of searches, what they missed, and all estimates.
+        The number of searches, and what they missed.
     """
-    known = known or known_of(case)
     recipes = [e.recipe for e in estimated(known, most)]
     searches, differences = 0, []
     asked = {rates: frontier(map(known.estimate, recipes), rates)[:budgets] for rates in RATES}
     for rates, budget in ((rates, budget) for rates, peaks in asked.items() for budget in peaks):
         searches += 1
         try:
-            first = search_by_tensors(Search(known, budget, rates), case.base)[0]
+            first = search_by_tensors(Search(known, budget, rates), known.base)[0]
         except InfeasibleBudget:
             first = None
         fitting = (e for e in map(known.estimate, recipes) if e.peak_bytes <= budget)
         best = min(fitting, key=rates.seconds)
         if first is None or rates.seconds(best) < rates.seconds(first) * (1 - 1e-9):
-            differences.append(Difference(budget, rates, first, best))
+            differences.append(difference(budget, rates, first, best))
         elif first.peak_bytes > budget:
             raise AssertionError(f"{first.recipe!r} takes {first.peak_bytes:,} bytes of {budget:,}")
-    return searches, differences, known
+    return searches, differences
 
 
 def main() -> int:
     searches = differ = 0
     for name in sys.argv[1:] or CASES:
-        start = time.process_time()
+        start, known = time.process_time(), known_of(CASES[name])
         with small_pages(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            count, differences, known = compare(CASES[name])
+            count, differences = compare(known)
         searches, differ = searches + count, differ + len(differences)
         made = f"{len(known.estimates)} estimates, {time.process_time() - start:.0f} s"
         print(f"{name}: {count} searches, {len(differences)} differences; {made}")
