@@ -586,3 +586,10 @@ def test_a_search_tries_what_each_technique_proposes_and_nothing_else(
     assert {getattr(recipe, field) for recipe in families} == {each[field] for each in tried}
     for each in tried:
         assert any(each.items() <= vars(recipe).items() for recipe in families)
+
+
+def test_a_recipe_adds_to_one_that_uses_part_of_it_alone():
+    search = search_of(deep, batch, Recipe())
+    half, both = Recipe(offload_optimizer=0.5), replace(LAYERS, offload_optimizer=1.0)
+    for recipe, smaller in [(LAYERS, Recipe()), (half, Recipe()), (both, half), (both, LAYERS)]:
+        assert search.adds_to(recipe, smaller) and not search.adds_to(smaller, recipe)
