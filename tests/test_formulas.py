@@ -80,33 +80,13 @@ def test_activation_formula_is_that_of_the_paper(recompute):
     assert found == 7 * expected
 
 
-def query_key_value(*, sequence, batch, heads, head_dim, kv_heads=None):
-    return [
-        torch.randn(batch, each, sequence, head_dim, requires_grad=True)
-        for each in (heads, kv_heads or heads, kv_heads or heads)
-    ]
-
-
-def test_standard_attention_saves_probabilities_but_not_scores():
-    def attention(q, k, v):
-        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v
-
-    shape = {"sequence": 64, "batch": 1, "heads": 12, "head_dim": 16}
-    found = saved_tensors(attention, *query_key_value(**shape))
-    expected = attention_saved_bytes(**shape)
-    assert expected == {**dict.fromkeys("qkv", 49_152), "p": 196_608}
-    assert found.total_bytes == sum(expected.values())
-    shared = attention_saved_bytes(**shape, kv_heads=3)
-    assert shared == expected | {"k": 49_152 // 4, "v": 49_152 // 4}
-
-
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_fused_attention_saves_no_probabilities(kv_heads):
     shape = {"sequence": 64, "batch": 2, "heads": 8, "head_dim": 16, "kv_heads": kv_heads}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = saved_tensors(
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=kv_heads < 8),
-            *query_key_value(**shape),
+            *(torch.randn(2, n, 64, 16, requires_grad=True) for n in (8, kv_heads, kv_heads)),
         )
     expected = attention_saved_bytes(**shape, kind="flash")
     names = {"query": "q", "key": "k", "value": "v", "output": "o", "logsumexp": "lse"}

@@ -1,6 +1,8 @@
 """The networks of the lessons: their shapes, their seeds, and PyTorch's own functions as the
 reference."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -20,19 +22,11 @@ from course_lib.models import (
 
 SIZES = {"vocabulary": 50, "hidden": 16, "heads": 2, "layers": 2, "sequence": 8}
 
-MAKERS = {
-    "deep_mlp": lambda seed: deep_mlp(3, 8, seed=seed),
-    "Attention": lambda seed: Attention(16, 2, seed=seed),
-    "DecoderLayer": lambda seed: DecoderLayer(16, 2, seed=seed),
-    "Decoder": lambda seed: Decoder(**SIZES, seed=seed),
-    "Decoder, untied": lambda seed: Decoder(**SIZES, tied=False, seed=seed),
-}
 
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_same_seed_gives_the_same_weights_and_another_one_others(name):
+@pytest.mark.parametrize("make", [partial(deep_mlp, 3, 8), partial(Decoder, **SIZES, tied=False)])
+def test_the_same_seed_gives_the_same_weights_and_another_one_others(make):
     before = torch.get_rng_state()
-    first, second, other = (MAKERS[name](seed).state_dict() for seed in (1, 1, 2))
+    first, second, other = (make(seed=seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert_close(first, second, rtol=0, atol=0)
     matrices = [key for key, value in first.items() if value.dim() > 1]
@@ -68,16 +62,9 @@ def test_shapes():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_standard_attention_equals_the_frameworks(causal):
-    q, k, v = (torch.randn(2, 3, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    model = Attention(12, 3, causal=causal)
-    found = model.standard(q, k, v)
+    q, k, v = torch.randn(3, 2, 3, 7, 4, dtype=torch.float64)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    assert_close(found, expected)
-    weights = torch.randn_like(found)
-    found, expected = (
-        torch.autograd.grad((each * weights).sum(), (q, k, v)) for each in (found, expected)
-    )
-    assert_close(found, expected)
+    assert_close(Attention(12, 3, causal=causal).standard(q, k, v), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
