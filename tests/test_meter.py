@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from training_steps import (
     allocations,
     bytes_of,
-    double_backward,
+    checkpointed,
     empty_gradients,
-    encoder,
     mlp,
     one_more_sample,
     train,
@@ -41,21 +40,19 @@ def decoder():
     return train(model, random_tokens(4, 32, 200)[:, :-1], optimizer=torch.optim.AdamW)
 
 
-def stepped_by_sgd(foreach):
+def foreach_sgd():
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    return train(model, torch.randn(4, 256), optimizer=partial(SGD, foreach=foreach))
+    return train(model, torch.randn(4, 256), optimizer=SGD, foreach=True)
 
 
 # Steps whose operators take no workspace.
 STEPS = {
     "in-place ReLU": partial(mlp, partial(nn.ReLU, inplace=True)),
-    "checkpoint": partial(encoder, reentrant=False),
-    "reentrant checkpoint": partial(encoder, reentrant=True),
+    "checkpoint": partial(checkpointed, reentrant=False),
+    "reentrant checkpoint": partial(checkpointed, reentrant=True),
     "decoder": decoder,
     "batch norm and pooling": batch_norm_and_pooling,
-    "double backward": double_backward,
-    "SGD": partial(stepped_by_sgd, foreach=False),
-    "SGD, foreach": partial(stepped_by_sgd, foreach=True),
+    "SGD, foreach": foreach_sgd,
 }
 
 

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
+
+from course_lib.models import DecoderLayer
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -30,44 +31,21 @@ def mlp(activation=nn.GELU):
     return train(nn.Sequential(*layers), torch.randn(256, 128), optimizer=torch.optim.Adam)
 
 
-class Encoder(nn.Module):
-    """PyTorch's own layers, each under a checkpoint."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(3)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
-
-
-def encoder(reentrant):
+def checkpointed(reentrant):
+    """A step of layers that each run under PyTorch's own checkpoint."""
+    layers = nn.ModuleList(DecoderLayer(128, 4, dropout=0.1) for _ in range(3))
+    optimizer = torch.optim.Adam(layers.parameters())
     x = torch.randn(8, 64, 128, requires_grad=reentrant)
-    model, optimizer, plain = train(Encoder(reentrant), x, optimizer=torch.optim.Adam)
 
     def step():
-        with sdpa_kernel(SDPBackend.MATH):
-            plain()
+        y = x
+        for layer in layers:
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.square().mean().backward()
+        optimizer.step()
         x.grad = None
 
-    return model, optimizer, step
-
-
-def double_backward():
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 1))
-    x = torch.randn(256, 64, requires_grad=True)
-
-    def step():
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        ((slope.norm(dim=1) - 1) ** 2).mean().backward()
-        x.grad = None
-
-    return model, None, step
+    return layers, optimizer, step
 
 
 class Wrapper(torch.optim.Optimizer):
