@@ -447,7 +447,7 @@ def test_tiles_do_not_grow_with_heads_or_batch(tiles, batch, heads, n, kv_heads,
 
 OUTLINED = [  # batch, heads, kv_heads, n_q, n_k, d, d_v, mask, blocks, dtype
     (2, 4, 2, 64, 64, 8, 8, "causal", (16, 16), torch.bfloat16),
-    (1, 4, 1, 200, 200, 16, 8, None, (48, 64), torch.float32),
+    (1, 4, 1, 70, 70, 16, 8, None, (48, 64), torch.float32),
     (1, 2, 2, 450, 350, 32, 32, "causal", (64, 128), torch.bfloat16),
     (1, 3, 3, 600, 1300, 16, 24, "causal", (None, None), torch.bfloat16),
     (1, 12, 12, 1024, 1024, 64, 64, None, (None, None), torch.float32),
@@ -683,11 +683,9 @@ def test_without_triton_only_what_asks_for_it_says_that_it_is_not_installed():
 def test_on_a_gpu_the_torch_backend_gives_the_same(dtype):
     case = inputs(700, 900, kv_heads=2, d=64, dtype=dtype)
     found = run(flash_attention, *(x.detach().cuda() for x in case), causal=True, backend="torch")
+    allowed = (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
     for x, y in zip(found, exact(*case, causal=True), strict=True):
-        assert (
-            relative_error(x.cpu(), y)
-            < (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
-        )
+        assert relative_error(x.cpu(), y) < allowed
 
 
 @pytest.mark.gpu

@@ -31,12 +31,9 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 # batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks
 # of 16 x 16
 CASES = {
-    "top-left causal, more queries": dict(
-        shape=(1, 2, 1, 70, 33, 16), top_left=True, blocks=(16, 32)
-    ),
+    "top-left causal": dict(shape=(1, 2, 1, 70, 33, 16), top_left=True, blocks=(16, 32)),
     "causal": dict(shape=(1, 2, 2, 37, 37, 24), causal=True),
     "fewer queries than keys, causal": dict(shape=(1, 1, 1, 17, 53, 16), causal=True),
-    "more queries than keys, causal": dict(shape=(1, 1, 1, 70, 33, 64), causal=True),
     "one query, one key": dict(shape=(1, 1, 1, 1, 1, 16), causal=True),
     "grouped-query": dict(shape=(2, 4, 2, 33, 20, 16)),
     "wide queries": dict(shape=(1, 1, 1, 70, 50, 16), causal=True, blocks=(64, 16)),
@@ -107,8 +104,6 @@ def error(got, want):
     if got.isnan().any() or not torch.equal(got == -torch.inf, want == -torch.inf):
         return float("inf")
     finite = want != -torch.inf
-    if not finite.any():
-        return 0.0
     difference = (got - want)[finite].abs().max()
     return (difference / want[finite].abs().max().clamp(min=1.0)).item()
 

@@ -112,8 +112,6 @@ def carry_out(steps, allocator):
             assert figures[f"{name}.allocated"] - figures[f"{name}.freed"] == current
             peaks[name] = max(peaks.get(name, 0), current)
             assert figures[f"{name}.peak"] >= peaks[name]
-        for name in ("allocated_bytes.all", "requested_bytes.all"):
-            assert figures[f"{name}.peak"] == peaks[name]
     return blocks
 
 
@@ -340,8 +338,9 @@ def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
             return False
 
     before = torch._C._accelerator_getAllocatorSettings()
+    set_theirs = torch._C._accelerator_setAllocatorSettings
     try:
-        theirs = accepted(torch._C._accelerator_setAllocatorSettings)
+        theirs = accepted(set_theirs)
         ours = accepted(AllocatorSettings.parse)
         assert bool(ours) == bool(theirs)
         if "roundup" in text and ours:
@@ -349,10 +348,8 @@ def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
             divisions = rounding_of_pytorch()
             assert list(ours._divisions) == [divisions(1 << power) for power in range(20, 36)]
     finally:
-        torch._C._accelerator_setAllocatorSettings(
-            "large_segment_size_mb:20,roundup_power2_divisions:1"
-        )
-        torch._C._accelerator_setAllocatorSettings(before)
+        set_theirs("large_segment_size_mb:20,roundup_power2_divisions:1")
+        set_theirs(before)
 
 
 def test_settings_that_change_no_reserved_byte_are_ignored_with_a_warning():
@@ -390,11 +387,7 @@ def rounding_of_pytorch():
         (lambda a: CachingAllocator(max_split_size_bytes=21 * MIB + 1), ValueError, "22020096"),
         (lambda a: CachingAllocator(expandable_segments=1), TypeError, "^expandable_segments must"),
         (lambda a: a.replay([("move", 1, 2)]), ValueError, "^event 0 .* 'move'"),
-        (
-            lambda a: a.replay([("birth", 1, 0)] * 2),
-            ValueError,
-            "^event 1 .* storage 1, .* already",
-        ),
+        (lambda a: a.replay([("birth", 1, 0)] * 2), ValueError, "^event 1 .* 1, .* already"),
         (lambda a: a.replay([("release", 1, 2)]), ValueError, "^event 0 .* storage 1, .* not"),
     ],
 )
@@ -510,10 +503,11 @@ def test_a_metered_step_opens_in_pytorchs_reader_with_the_meters_figures(tmp_pat
     here = "test_a_metered_step_opens_in_pytorchs_reader_with_the_meters_figures"
     forward = "loss = model(torch.randn(64, 600)).square().mean()"
     assert ("aten.addmm.default", "0", here, forward) in told
-    assert ("aten.mm.default", "2", here, "loss.backward()") in told
+    for layer in ("0", "2"):
+        assert ("aten.mm.default", layer, here, "loss.backward()") in told
     with MemoryMeter(source_lines=False) as meter:
-        torch.randn(3)
-    assert meter.trace().lines == {}
+        model(torch.randn(3, 600))
+    assert meter.trace().lines == meter.trace().modules == {}
 
 
 @pytest.mark.parametrize("shard", [{}, {"ranks": 4, "shard": "zero3"}])
@@ -683,7 +677,9 @@ def decided_by_addresses(text):
 
 
 def without_what_others_hold(text):
-    """Return the message without what the device and NVML report about all processes."""
+    """Return the message without what the device and NVML report about all processes, and without
+    its advice."""
+    text = text.partition(" If reserved")[0]
     return re.sub(r"GPU 0 has .*?(?=(\S+ \S+ allowed; )?Of the allocated)", "", text)
 
 
@@ -713,10 +709,7 @@ def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, 
     ):
         where = f"step {number}, {done[number]}"
         assert {name: theirs[name] for name in figures} == figures, where
-        assert (
-            without_what_others_hold(said).split(" If reserved")[0]
-            == (without_what_others_hold(error).split(" If reserved")[0])
-        ), where
+        assert without_what_others_hold(said) == without_what_others_hold(error), where
 
 
 @pytest.mark.gpu
