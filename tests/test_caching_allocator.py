@@ -581,26 +581,24 @@ def program(tmp_path_factory):
     return real_allocator.build(tmp_path_factory.mktemp("real"))
 
 
-def follow(steps, allocator, errors=None):
-    """Carry the steps out; yields after each (what was done, whether there was room)."""
+def follow(steps, allocator):
+    """Carry the steps out; yields after each (what was done, the error's sentence or "")."""
     held, made = [], 0
     for step in steps:
         if step is None:
             allocator.empty_cache()
-            yield ("e",), True
+            yield "e", ""
         elif isinstance(step, tuple):
-            made += 1
+            made, error = made + 1, ""
             try:
                 held.append((made, allocator.allocate(step[1])))
-                yield ("a", made, step[1]), True
             except torch.OutOfMemoryError as problem:
-                if errors is not None:
-                    errors.append(str(problem))
-                yield ("a", made, step[1]), False
+                error = str(problem)
+            yield f"a {made} {step[1]}", error
         elif held:
             name, block = held.pop(step % len(held))
             allocator.free(block)
-            yield ("f", name), True
+            yield f"f {name}", ""
 
 
 def drawn(seed, count):
@@ -631,6 +629,14 @@ def drawn(seed, count):
 
 
 @pytest.mark.parametrize("text", REAL_SETTINGS)
+def test_every_byte_is_accounted_for_in_a_long_sequence(text):
+    steps, capacity = drawn(5, 300)  # which fill the device
+    allocator = CachingAllocator(capacity, settings=text)
+    for _ in follow(steps, allocator):
+        assert_every_byte_is_accounted_for(allocator)
+
+
+@pytest.mark.parametrize("text", REAL_SETTINGS)
 @pytest.mark.parametrize("seed", range(2))
 def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
     """At every step: the error's sentence, all statistics, and each segment's blocks; then, all
@@ -638,9 +644,9 @@ def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
     steps, capacity = drawn(seed, 300)
     allocator = CachingAllocator(capacity, settings=text, record_history=True)
     done, ours = [], []
-    for step, _ in follow(steps, allocator, errors := []):
-        done.append(" ".join(map(str, step)))
-        ours.append((errors.pop() if errors else "", allocator.memory_stats(), layout(allocator)))
+    for step, error in follow(steps, allocator):
+        done.append(step)
+        ours.append((error, allocator.memory_stats(), layout(allocator)))
     theirs, history = real_allocator.run(program, "\n".join(done), capacity, text)
     # Since 2.14 the advice to set what is set already is left out.
     advised = real_allocator.version() < (2, 14) or "expandable_segments" not in text
@@ -699,9 +705,9 @@ def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, 
     )
     steps, _ = drawn(seed, 300)
     done, ours = [], []
-    for step, _ in follow(steps, allocator, errors := []):
-        done.append(" ".join(map(str, step)))
-        ours.append((errors.pop() if errors else "", allocator.memory_stats()))
+    for step, error in follow(steps, allocator):
+        done.append(step)
+        ours.append((error, allocator.memory_stats()))
     found = on_a_gpu({"steps": done, "fraction": fraction}, text)
     assert found["total"] == total
     for number, ((error, figures), (said, theirs)) in enumerate(

@@ -9,7 +9,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.models import DecoderLayer
+from course_lib.models import DecoderLayer, deep_mlp
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -27,8 +27,8 @@ def train(model, x, loss=lambda y: y.square().mean(), optimizer=None, **options)
 
 
 def mlp(activation=nn.GELU):
-    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), activation())]
-    return train(nn.Sequential(*layers), torch.randn(256, 128), optimizer=torch.optim.Adam)
+    model = deep_mlp(6, 128, activation=activation)
+    return train(model, torch.randn(256, 128), optimizer=torch.optim.Adam)
 
 
 def checkpointed(reentrant):
