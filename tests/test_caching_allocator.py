@@ -581,29 +581,9 @@ def program(tmp_path_factory):
     return real_allocator.build(tmp_path_factory.mktemp("real"))
 
 
-def follow(steps, allocator):
-    """Carry the steps out; yields after each (what was done, the error's sentence or "")."""
-    held, made = [], 0
-    for step in steps:
-        if step is None:
-            allocator.empty_cache()
-            yield "e", ""
-        elif isinstance(step, tuple):
-            made, error = made + 1, ""
-            try:
-                held.append((made, allocator.allocate(step[1])))
-            except torch.OutOfMemoryError as problem:
-                error = str(problem)
-            yield f"a {made} {step[1]}", error
-        elif held:
-            name, block = held.pop(step % len(held))
-            allocator.free(block)
-            yield f"f {name}", ""
-
-
-def drawn(seed, count):
-    """A sequence of steps, and the device that it is for: edges, small, middling and large sizes
-    mixed by the seed."""
+def random_steps(allocator, seed):
+    """Allocate, free and empty the cache by chance: edges, small, middling and large sizes mixed by
+    the seed. Yields after each step (what was done, the error's sentence or "")."""
     chance = random.Random(seed)
     kinds = [
         lambda: chance.randrange(1, 2000),
@@ -613,38 +593,41 @@ def drawn(seed, count):
         lambda: chance.choice(EDGES),
     ]
     kinds = chance.sample(kinds, chance.randrange(1, 6))
-    steps = []
-    for _ in range(count):
-        draw = chance.random()
-        steps.append(
-            None
-            if draw < 0.01
-            else chance.randrange(99)
-            if draw < 0.45
-            else ("a", chance.choice(kinds)())
-        )
-    return steps, chance.choice(
-        [64 * MIB + chance.randrange(MIB), 300 * MIB, 1000 * MIB, 40000 * MIB]
-    )
+    held = []
+    for number in range(300):
+        draw, error = chance.random(), ""
+        if draw < 0.01:
+            step = "e"
+            allocator.empty_cache()
+        elif draw < 0.45 and held:
+            name, block = held.pop(chance.randrange(len(held)))
+            step = f"f {name}"
+            allocator.free(block)
+        else:
+            size = chance.choice(kinds)()
+            step = f"a {number} {size}"
+            try:
+                held.append((number, allocator.allocate(size)))
+            except torch.OutOfMemoryError as problem:
+                error = str(problem)
+        yield step, error
 
 
 @pytest.mark.parametrize("text", REAL_SETTINGS)
 def test_every_byte_is_accounted_for_in_a_long_sequence(text):
-    steps, capacity = drawn(5, 300)  # which fill the device
-    allocator = CachingAllocator(capacity, settings=text)
-    for _ in follow(steps, allocator):
+    allocator = CachingAllocator(300 * MIB, settings=text)
+    for _ in random_steps(allocator, 5):
         assert_every_byte_is_accounted_for(allocator)
 
 
 @pytest.mark.parametrize("text", REAL_SETTINGS)
-@pytest.mark.parametrize("seed", range(2))
-def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
+@pytest.mark.parametrize(("seed", "capacity"), [(0, 64 * MIB + 1000), (5, 300 * MIB)])
+def test_pytorchs_compiled_allocator_does_the_same(program, text, seed, capacity):
     """At every step: the error's sentence, all statistics, and each segment's blocks; then, all
     that happened."""
-    steps, capacity = drawn(seed, 300)
     allocator = CachingAllocator(capacity, settings=text, record_history=True)
     done, ours = [], []
-    for step, error in follow(steps, allocator):
+    for step, error in random_steps(allocator, seed):
         done.append(step)
         ours.append((error, allocator.memory_stats(), layout(allocator)))
     theirs, history = real_allocator.run(program, "\n".join(done), capacity, text)
@@ -703,9 +686,8 @@ def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, 
     allocator = CachingAllocator(
         total, settings=",".join(filter(None, [text, f"per_process_memory_fraction:{fraction!r}"]))
     )
-    steps, _ = drawn(seed, 300)
     done, ours = [], []
-    for step, error in follow(steps, allocator):
+    for step, error in random_steps(allocator, seed):
         done.append(step)
         ours.append((error, allocator.memory_stats()))
     found = on_a_gpu({"steps": done, "fraction": fraction}, text)
