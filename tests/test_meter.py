@@ -71,8 +71,7 @@ def test_meter_peak_equals_allocator_peak_without_workspace(name):
         samples = [(sample.live_bytes, sample.phase) for sample in meter.timeline]
         assert samples == list(zip(total, meter.phases(), strict=True)) and total[-1] == live
     empty_gradients(model)
-    state = tensors_in(optimizer.state) if optimizer else ()
-    held = bytes_of([*model.parameters(), *model.buffers(), *state])
+    held = bytes_of([*model.parameters(), *model.buffers(), *tensors_in(optimizer.state)])
     assert 0 <= held + max(accumulate(allocations(step))) - meter.peak_bytes <= NUMBERS
 
 
