@@ -41,11 +41,8 @@ MISSING = ALL - packages_of(*NEEDED)
 class Bare(PathFinder):
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        return (
-            None
-            if fullname.partition(".")[0] in MISSING
-            else PathFinder.find_spec(fullname, path, target)
-        )
+        missing = fullname.partition(".")[0] in MISSING
+        return None if missing else PathFinder.find_spec(fullname, path, target)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 # These take seconds; at the end they fill what one worker has left to do when the other is through.
-QUICK = {
-    "test_environment",
-    "test_guide",
-    "test_models",
-    "test_notebooks",
-    "test_readme",
-    "test_slides",
-    "test_student",
-}
+QUICK = {"test_environment", "test_guide", "test_models", "test_notebooks", "test_readme"}
+QUICK |= {"test_slides", "test_student"}
 
 
 def pytest_collection_modifyitems(items):
@@ -57,10 +50,8 @@ def pytest_runtest_setup(item):
 def pytest_xdist_auto_num_workers():
     """For `-n auto`, as `make gpu-tests` has it: each worker may take some 5 GB of the GPU."""
     if torch.cuda.is_available():
-        return max(
-            1,
-            min(8, os.cpu_count(), torch.cuda.get_device_properties(0).total_memory // (5 * 10**9)),
-        )
+        room = torch.cuda.get_device_properties(0).total_memory // (5 * 10**9)
+        return max(1, min(8, os.cpu_count(), room))
     return None
 
 

@@ -275,24 +275,21 @@ class Prose:
         found = (text for path in files() for text in texts(path)) if found is None else found
         self.hits: dict[tuple[str, str], list[Hit]] = defaultdict(list)
         self.counts: Counts = {}
-        folders, characters = set(), Counter()
-        marks: Counter[tuple[str, str]] = Counter()
+        folders: dict[str, Counter[str]] = defaultdict(Counter)
         for text in found:
-            folders.add(text.folder)
-            if han := len(HAN.findall(text.words)):
-                characters[text.folder] += han
-                for rule, mark in MARKS.items():
-                    marks[text.folder, rule] += text.words.count(mark)
+            characters = folders[text.folder]
+            if HAN.search(text.words):
+                characters.update(text.words)
                 continue
             for hit in hits(text.path, text.line, text.words):
                 self.hits[text.folder, hit.rule].append(hit)
-        for folder in sorted(folders):
+        for folder, characters in folders.items():
             for rule in RULES:
                 self.counts[folder, rule] = len(self.hits[folder, rule])
-            if characters[folder] >= 500:  # in fewer, a single mark is a rate
-                for rule in MARKS:
-                    rate = 100 * marks[folder, rule] / characters[folder]
-                    self.counts[folder, rule] = math.ceil(100 * rate) / 100
+            han = sum(count for character, count in characters.items() if HAN.match(character))
+            if han >= 500:  # in fewer, a single mark is a rate
+                for rule, mark in MARKS.items():
+                    self.counts[folder, rule] = math.ceil(1e4 * characters[mark] / han) / 100
 
     def problems(self, table: Counts) -> list[str]:
         """What has more hits than the table allows, with all hits of the rule in that folder."""
@@ -327,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.paths:
         chosen = tuple(given.paths)
         found = Prose(text for path in files() if path.startswith(chosen) for text in texts(path))
-        print("\n".join([*map(str, sorted(chain(*found.hits.values()))), *summary(found)]))
+        print(*sorted(chain(*found.hits.values())), sep="\n")
         return 0
     prose, table = Prose(), read()
     if given.write:  # rows of a rule that is new, or whose pattern has changed
@@ -337,21 +334,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.write and not problems:
         write(prose.counts)
     else:
-        print("\n".join([*problems, *summary(prose)]))
+        print(*problems, sep="\n")
     return bool(problems)
-
-
-def summary(prose: Prose) -> list[str]:
-    """The hits of each rule, and the rates of the marks in each folder's Chinese."""
-    totals: Counter[str] = Counter()
-    for (_, rule), found in prose.hits.items():
-        totals[rule] += len(found)
-    rates = [
-        f"{rate:5g} {rule}, {folder}"
-        for (folder, rule), rate in prose.counts.items()
-        if rule in MARKS
-    ]
-    return [*(f"{n:5} {rule}" for rule, n in totals.most_common() if n), *rates]
 
 
 if __name__ == "__main__":

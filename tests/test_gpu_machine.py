@@ -5,7 +5,6 @@ import json
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from patience import HANGS_SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,27 +54,6 @@ def test_the_experiments_run_there_too(tmp_path):
     assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == named, done.stderr
     recorded = json.loads((tmp_path / "cpu.json").read_text())["experiments"]
     assert set(recorded) == {name[:2] for name in named}
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-def test_ctrl_c_ends_the_command_with_a_sentence_and_keeps_the_figures(tmp_path):
-    program = (  # ctrl-c is heard, even if all that a shell has in the background ignores it
-        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "runpy.run_module('course_lib.lessons', run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", program, "--device", "cpu", "--folder", str(tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(
-        [*command, "--only", "01.kor", "05"], cwd=ROOT, text=True, **pipes
-    ) as process:
-        assert process.stdout.readline().startswith("01.korthikanti: ")
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=HANGS_SECONDS)[1]
-    assert process.returncode == 130, said  # a finalizer of torch's that it met may speak before
-    assert said.endswith("interrupted: the figures measured until now are kept\n")
-    assert "failed" not in said
-    experiments = json.loads((tmp_path / "cpu.json").read_text())["experiments"]
-    assert experiments["01"]["korthikanti"]["figures"]
 
 
 # The Makefile
