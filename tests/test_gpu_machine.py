@@ -3,15 +3,12 @@ its figures made."""
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,16 +69,6 @@ def made(folder, *arguments, fails):
     status = subprocess.run(command, cwd=ROOT, capture_output=True).returncode
     lines = log.read_text().replace(str(folder), "").splitlines()
     return [line for line in lines if not line.startswith("-c ")], status
-
-
-@pytest.mark.parametrize(("gigabytes", "workers"), [(3, 1), (12, 2), (140, 8)])
-def test_a_gpu_takes_as_many_workers_as_its_memory_has_room_for(gigabytes, workers, monkeypatch):
-    device = SimpleNamespace(total_memory=gigabytes * 10**9)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    conftest = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("conftest.py"))))
-    assert conftest.pytest_xdist_auto_num_workers() == workers
 
 
 CHECK = "-m course_lib.lessons --check"

@@ -3,8 +3,6 @@ screen."""
 
 import ast
 import importlib.util
-import subprocess
-import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -163,13 +161,6 @@ def test_no_private_name_crosses_from_one_room_to_another():
 )
 def test_an_import_that_goes_the_wrong_way_is_found(module, source, finds):
     assert finds(module, ast.parse(source))
-
-
-def test_measuring_needs_neither_matplotlib_nor_ipython():
-    program = "import sys, course_lib.memory; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert {"matplotlib", "IPython", "pandas"} & set(done.stdout.split()) == set()
-    assert "course_lib.memory" in done.stdout
 
 
 def test_the_library_imports_pyplot_in_one_place_that_says_what_to_install():

@@ -199,7 +199,6 @@ def layout_problems(source):
             "a heading inside of a div": re.search(
                 r"^ {0,3}#{1,6} |^ {0,3}\S.*\n {0,3}(=+|-+) *$", prose, re.M
             ),
-            "a div inside of a div": "<div" in body,
             "asterisks would be printed, as in **注意：**text": printed_asterisks(body),
         }
         problems += [f"{language}: {fault}" for fault, there in faults.items() if there]

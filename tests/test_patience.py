@@ -58,9 +58,3 @@ def test_cells_of_notebooks_have_as_much_time():
     patient(cell)
     assert cell.output_timeout == HANGS_SECONDS
     assert "patient(item)" in (TESTS / "conftest.py").read_text("utf-8")
-
-
-def test_hypothesis_does_not_fail_a_slow_test():
-    default = pytest.importorskip("hypothesis").settings.default
-    assert default.deadline is None
-    assert "too_slow" in [check.name for check in default.suppress_health_check]

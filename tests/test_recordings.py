@@ -350,8 +350,6 @@ def stored_problems(recording):
             problems += [f"{title}: no {field}" for field in PROVENANCE - entry.keys()]
             if title not in NAMED or entry.get("sizes", {}).keys() != NAMED[title].sizes.keys():
                 problems.append(f"{title} with these sizes is no experiment")
-            if not re.fullmatch(r"\d{4}-\d\d-\d\d", str(entry.get("date"))):
-                problems.append(f"{title}: date is not YYYY-MM-DD")
             for figure, value in entry.get("figures", {}).items():
                 check_figure(f"{title}: {figure}", value)
     return problems
