@@ -514,6 +514,14 @@ def test_an_exercise_knows_whether_the_last_answer_was_right():
     assert known == [False, False, True, False, True, False] and not asked_for("hint").accepted
 
 
+def test_a_stub_that_raises_is_not_answered_yet():
+    def stub():
+        raise NotImplementedError
+
+    verdict = asked_for("hint")(stub)
+    assert (verdict.message, verdict.hint) == ("Not answered yet.", None)
+
+
 def cell(source):
     """Names that a notebook's cell makes: it runs as `__main__`, and linecache has its text."""
     name, names = f"cell-{abs(hash(source))}", {"__name__": "__main__", "torch": torch}
