@@ -169,12 +169,11 @@ def test_a_picture_shows_its_numbers(draw, numbers):
 
 
 def test_pictures_of_who_holds_what_fill_what_is_held():
-    held, moved = (
-        [[p.get_width() for p in ax.patches if p.get_facecolor()[3] > 0] for ax in drawn.axes]
-        for drawn in (lesson_08.draw_stages(), lesson_08.draw_collectives())
-    )
-    assert list(map(sum, held)) == [64, 40, 28, 16]
-    assert list(map(len, moved)) == [16, 4, 16]
+    def widths(ax):
+        return [patch.get_width() for patch in ax.patches if patch.get_facecolor()[3] > 0]
+
+    assert [sum(widths(ax)) for ax in lesson_08.draw_stages().axes] == [64, 40, 28, 16]
+    assert [len(widths(ax)) for ax in lesson_08.draw_collectives().axes] == [16, 4, 16]
 
 
 def test_recipes_under_two_sliders_name_the_cheapest_that_fits_on_that_machine():
