@@ -172,20 +172,18 @@ def strings(node: ast.AST) -> Iterator[tuple[int, str]]:
             yield from strings(child)
 
 
-def comments(source: str) -> Iterator[tuple[int, str]]:
+def comments(source: str) -> list[tuple[int, str]]:
     """Comments; those of adjacent lines are one text."""
-    first, lines = 0, []
+    found: list[tuple[int, list[str]]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        alone = token.line.lstrip().startswith("#")
-        if lines and not (alone and token.start[0] == first + len(lines)):
-            yield first, "\n".join(lines)
-            lines = []
-        first = first if lines else token.start[0]
-        lines.append(token.string.lstrip("#: "))
-    if lines:
-        yield first, "\n".join(lines)
+        if token.type == tokenize.COMMENT:
+            n, words = token.start[0], token.string.lstrip("#: ")
+            alone = token.line.lstrip().startswith("#")
+            if found and alone and n == found[-1][0] + len(found[-1][1]):
+                found[-1][1].append(words)
+            else:
+                found.append((n, [words]))
+    return [(n, "\n".join(lines)) for n, lines in found]
 
 
 def in_markdown(source: str, first: int = 1) -> Iterator[tuple[int, str]]:

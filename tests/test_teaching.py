@@ -276,8 +276,8 @@ def test_a_figure_is_drawn_in_each_language_with_its_legend_and_its_ticks_and_is
     assert {"vs first", "activation", "gradient", "peak (MB)", "measured"} <= set(before)
     assert {"首行的倍数", "激活值", "梯度", "峰值（MB）", "实测"} <= set(chinese)
     assert [words for words in chinese if labels.is_english(words)] == []
-    ticks = [[words for words in said if words[0].isdigit()] for said in (before, chinese)]
-    assert ticks[0] == ticks[1]
+    ticks = [words for words in before if words[0].isdigit()]
+    assert [words for words in chinese if words[0].isdigit()] == ticks
     assert drawn_words(drawn, "en") == before
 
 
