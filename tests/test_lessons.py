@@ -120,7 +120,9 @@ COSTS = {"standard": (150.0, 16.0), "checkpointed": (109.1, 22.5), "flash": (26.
         (lambda: lesson_06.draw_running([1.0, 1.0, 3.0], [1.0, 2.5, 1.2]), [3.0, 2.5, 1.2]),
         (lambda: lesson_06.draw_errors({"standard": [4e-7, 3e-7, 2e-7, 1e-7]}), [4, 3, 2, 1]),
         (
-            lambda: lesson_06.draw_saved([512, 1024], {"a": [2**20, 2**22], "b": [8, 16]}),
+            lambda: lesson_06.draw_saved(
+                [512, 1024], {"standard": [2**20, 2**22], "flash": [8, 16]}
+            ),
             [1.048576, 4.194304, 8e-6, 16e-6],
         ),
         (
