@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 05: right ones, and wrong ones with what they are told."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -26,245 +27,144 @@ def as_it_came(model, loss_sum, micro_batches, optimizer, scheduler, scaler, eve
             optimizer.zero_grad()
 
 
-def loop(
-    *,
-    divide=lambda loss, total, samples, micro_batches: loss / total,
-    per_micro_batch=(),
-    left_out=(),
-    first=(),
-    every=0,
-):
-    """Return a loop that is right except for the faults that its arguments name."""
+def divided(by=lambda tokens, group: tokens, counting=nullcontext):
+    """A function that adds the gradients of a group, whose sum of losses is divided by
+    `by(tokens of the group, group)`; the tokens are counted in a context."""
 
-    def train_epoch(
-        model, loss_sum, micro_batches, optimizer, scheduler, scaler, group_of, max_norm
-    ):
-        group_of += every
-        for start in range(0, len(micro_batches), group_of):
-            group = micro_batches[start : start + group_of]
-            total, samples = (
-                sum(loss_sum(model, micro_batch)[1] for micro_batch in group),
-                sum(map(len, group)),
-            )
-            if "schedule" in first:
-                scheduler.step()
-            for micro_batch in group:
-                loss = divide(loss_sum(model, micro_batch)[0], total, samples, len(group))
-                (loss if "scale" in left_out else scaler.scale(loss)).backward()
-                if "unscale" in per_micro_batch:
-                    scaler.unscale_(optimizer)
-            if not {"unscale", "scale"} & {*per_micro_batch, *left_out}:
-                scaler.unscale_(optimizer)
-            if "clip" not in left_out:
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            if "step" not in left_out:
-                (optimizer if "scale" in left_out else scaler).step(
-                    *(() if "scale" in left_out else (optimizer,))
-                )
-            if not {"update", "scale"} & {*left_out}:
-                scaler.update()
-            if "schedule" not in (*first, *left_out):
-                scheduler.step()
-            if "clear" not in left_out:
-                optimizer.zero_grad()
+    def add_gradients(model, loss_sum, group, scaler):
+        with counting():
+            divisor = by(sum(loss_sum(model, micro_batch)[1] for micro_batch in group), group)
+        for micro_batch in group:
+            scaler.scale(loss_sum(model, micro_batch)[0] / divisor).backward()
 
-    return train_epoch
+    return add_gradients
 
 
-def sums_then_divided(
-    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
-):
-    total = 0
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        loss, count = loss_sum(model, micro_batch)
-        scaler.scale(loss).backward()
-        total += count
-        if number % every == 0 or number == len(micro_batches):
-            scaler.unscale_(optimizer)
-            for parameter in model.parameters():
-                parameter.grad /= total
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            assert norm >= 0
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            optimizer.zero_grad()
-            total = 0
+STEPS = ("unscale", "clip", "step", "update", "schedule", "clear")
 
 
-def counted_first(without_graphs):
-    """Tokens are counted before the first backward pass, without graphs."""
+def without(*steps):
+    return tuple(step for step in STEPS if step not in steps)
+
+
+mean_of_tokens = divided()
+
+
+def loop(add_gradients=mean_of_tokens, steps=STEPS, clip=nn.utils.clip_grad_norm_, more=0):
+    """Return a loop that is right, unless an argument makes it wrong.
+
+    Args:
+        add_gradients: what is done with the micro-batches of a group.
+        steps: what is done after them.
+        more: micro-batches of a group above `every`.
+    """
 
     def train_epoch(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
+        every += more
+        actions = {
+            "unscale": lambda: scaler.unscale_(optimizer),
+            "clip": lambda: clip(model.parameters(), max_norm),
+            "step": lambda: scaler.step(optimizer),
+            "step past the scaler": optimizer.step,
+            "update": scaler.update,
+            "schedule": scheduler.step,
+            "clear": optimizer.zero_grad,
+        }
         for start in range(0, len(micro_batches), every):
-            group = micro_batches[start : start + every]
-            with without_graphs():
-                total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
-            for micro_batch in group:
-                scaler.scale(loss_sum(model, micro_batch)[0] / total).backward()
-            finish(model, optimizer, scheduler, scaler, max_norm)
+            add_gradients(model, loss_sum, micro_batches[start : start + every], scaler)
+            for step in steps:
+                actions[step]()
 
     return train_epoch
 
 
-def finish(model, optimizer, scheduler, scaler, max_norm, clip=nn.utils.clip_grad_norm_):
-    """The end of a step, after the gradients of all micro-batches have been added."""
-    scaler.unscale_(optimizer)
-    clip(model.parameters(), max_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    scheduler.step()
-    optimizer.zero_grad()
-
-
-def clips_each_parameter(
-    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
-):
-    """The bound holds for each parameter's gradient, so that the direction changes."""
-    for start in range(0, len(micro_batches), every):
-        group = micro_batches[start : start + every]
-        total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
-        for micro_batch in group:
-            scaler.scale(loss_sum(model, micro_batch)[0] / total).backward()
-        finish(model, optimizer, scheduler, scaler, max_norm, clip=clip_alone)
-
-
-def clip_alone(parameters, max_norm):
-    for parameter in parameters:
-        nn.utils.clip_grad_norm_(parameter, max_norm)
-
-
-def scales_the_last(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
-    """Only the last micro-batch's loss goes through the scaler."""
-    for start in range(0, len(micro_batches), every):
-        group = micro_batches[start : start + every]
-        total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
-        for micro_batch in group:
-            loss = loss_sum(model, micro_batch)[0] / total
-            (scaler.scale(loss) if micro_batch is group[-1] else loss).backward()
-        finish(model, optimizer, scheduler, scaler, max_norm)
-
-
-def one_backward(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
-    """All micro-batches of a step are in one graph."""
-    for start in range(0, len(micro_batches), every):
-        losses, counts = zip(
-            *(loss_sum(model, micro_batch) for micro_batch in micro_batches[start : start + every]),
-            strict=True,
-        )
-        scaler.scale(sum(losses) / sum(counts)).backward()
-        finish(model, optimizer, scheduler, scaler, max_norm)
-
-
-def forward_of_all_first(
-    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
-):
-    """A backward pass for each micro-batch, after the last one's forward."""
-    for start in range(0, len(micro_batches), every):
-        found = [
-            loss_sum(model, micro_batch) for micro_batch in micro_batches[start : start + every]
-        ]
-        total = sum(count for _, count in found)
-        for loss, _ in found:
-            scaler.scale(loss / total).backward()
-        finish(model, optimizer, scheduler, scaler, max_norm)
-
-
-def gradients_kept(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
-    """A set of gradients for each micro-batch, added up after the last one."""
-    parameters = list(model.parameters())
-    for start in range(0, len(micro_batches), every):
-        sets, total = [], 0
-        for micro_batch in micro_batches[start : start + every]:
-            loss, count = loss_sum(model, micro_batch)
-            sets.append(torch.autograd.grad(scaler.scale(loss), parameters))
-            total += count
-        for parameter, *each in zip(parameters, *sets, strict=True):
-            parameter.grad = sum(each) / total
-        finish(model, optimizer, scheduler, scaler, max_norm)
-
-
-def never_set_back(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
-    """The count of tokens goes on from step to step."""
-    total = 0
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        loss, count = loss_sum(model, micro_batch)
-        scaler.scale(loss).backward()
-        total += count
-        if number % every == 0 or number == len(micro_batches):
-            for parameter in model.parameters():
-                parameter.grad /= total
-            finish(model, optimizer, scheduler, scaler, max_norm)
-
-
-def sums_of_a_group(model, loss_sum, group, scaler):
+def sums_then_divided(model, loss_sum, group, scaler):
     total = 0
     for micro_batch in group:
         loss, count = loss_sum(model, micro_batch)
         scaler.scale(loss).backward()
         total += count
-    return total
+    for parameter in model.parameters():
+        parameter.grad /= total
 
 
-def raises_for_infinity(
-    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
-):
-    for start in range(0, len(micro_batches), every):
-        group = micro_batches[start : start + every]
-        total = sums_of_a_group(model, loss_sum, group, scaler)
-        for parameter in model.parameters():
-            parameter.grad /= total
-        clip = partial(nn.utils.clip_grad_norm_, error_if_nonfinite=True)
-        finish(model, optimizer, scheduler, scaler, max_norm, clip=clip)
-
-
-def updates_the_scaler_last(
-    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
-):
-    """`scaler.update` runs once per epoch."""
-    for start in range(0, len(micro_batches), every):
-        sums_of_a_group(model, loss_sum, micro_batches[start : start + every], scaler)
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        optimizer.zero_grad()
-    scaler.update()
-
-
-def steps_past_the_scaler(
-    model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm
-):
-    """The optimizer steps although the scaler found an infinite gradient."""
-    for start in range(0, len(micro_batches), every):
-        group = micro_batches[start : start + every]
-        total = sums_of_a_group(model, loss_sum, group, scaler)
-        scaler.unscale_(optimizer)
-        for parameter in model.parameters():
-            parameter.grad /= total
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        scaler.update()
-        scheduler.step()
-        optimizer.zero_grad()
-
-
-def of_every_micro_batch(loss, total, samples, micro_batches):
-    return loss / total if micro_batches == 2 else loss / total / 2
-
-
-def fp32_sums(parameters):
-    sums = {}
-
-    def add(parameter):
-        gradient, parameter.grad = parameter.grad, None
-        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient.float()
-
+def clip_alone(parameters, max_norm):
+    """The bound holds for each parameter's gradient, so that the direction changes."""
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(add)
-    return sums
+        nn.utils.clip_grad_norm_(parameter, max_norm)
+
+
+def scales_the_last(model, loss_sum, group, scaler):
+    """Only the last micro-batch's loss goes through the scaler."""
+    total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
+    for micro_batch in group:
+        loss = loss_sum(model, micro_batch)[0] / total
+        (scaler.scale(loss) if micro_batch is group[-1] else loss).backward()
+
+
+def one_backward(model, loss_sum, group, scaler):
+    """All micro-batches of a step are in one graph."""
+    losses, counts = zip(*(loss_sum(model, micro_batch) for micro_batch in group), strict=True)
+    scaler.scale(sum(losses) / sum(counts)).backward()
+
+
+def gradients_kept(model, loss_sum, group, scaler):
+    """A set of gradients for each micro-batch, added up after the last one."""
+    parameters, sets, total = list(model.parameters()), [], 0
+    for micro_batch in group:
+        loss, count = loss_sum(model, micro_batch)
+        sets.append(torch.autograd.grad(scaler.scale(loss), parameters))
+        total += count
+    for parameter, *each in zip(parameters, *sets, strict=True):
+        parameter.grad = sum(each) / total
+
+
+def never_set_back(*epoch):
+    """The count of tokens goes on from step to step."""
+    counted = []
+
+    def by(tokens, group):
+        counted.append(tokens)
+        return sum(counted)
+
+    loop(divided(by))(*epoch)
+
+
+def summed(gradient_of, key=lambda parameter: parameter, add=True):
+    """A function that keeps for each parameter the sum of what `gradient_of(parameter)` returns in
+    its hook, or the last one."""
+
+    def accumulate(parameters):
+        sums = {}
+
+        def keep(parameter):
+            gradient = gradient_of(parameter)
+            sums[key(parameter)] = sums.get(key(parameter), 0) + gradient if add else gradient
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(keep)
+        return sums
+
+    return accumulate
+
+
+def taken(parameter):
+    gradient, parameter.grad = parameter.grad, None
+    return gradient.float()
+
+
+def set_to_zero(parameter):
+    gradient = parameter.grad.float()
+    parameter.grad.zero_()
+    return gradient
+
+
+def zeros(parameters):
+    return {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
 
 
 def zeros_first(parameters):
-    sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
+    sums = zeros(parameters)
 
     def add(parameter):
         sums[parameter] += parameter.grad
@@ -276,77 +176,13 @@ def zeros_first(parameters):
 
 
 def iterated_twice(parameters):
-    sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
+    sums = zeros(parameters)
     for parameter in parameters:  # an iterator that has come to its end
         parameter.register_post_accumulate_grad_hook(lambda parameter: sums[parameter].add_(1))
     return sums
 
 
-def summed(into):
-    """A function that keeps for each parameter what `into(sum so far or None, parameter)`
-    returns."""
-
-    def accumulate(parameters):
-        sums = {}
-
-        def add(parameter):
-            sums[parameter] = into(sums.get(parameter), parameter)
-
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(add)
-        return sums
-
-    return accumulate
-
-
-def never_registered(parameters):
-    sums = {}
-
-    def add(parameter):
-        sums[parameter] = sums.get(parameter, 0) + taken(parameter).float()
-
-    return sums
-
-
-def by_key(key):
-    """A function whose dict has `key(parameter)` as its keys."""
-
-    def accumulate(parameters):
-        sums = {}
-
-        def add(parameter):
-            sums[key(parameter)] = sums.get(key(parameter), 0) + taken(parameter).float()
-
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(add)
-        return sums
-
-    return accumulate
-
-
-def taken(parameter):
-    gradient, parameter.grad = parameter.grad, None
-    return gradient
-
-
-def in_float64(so_far, parameter):
-    gradient = taken(parameter).double()
-    return gradient if so_far is None else so_far + gradient
-
-
-def left_there(so_far, parameter):
-    gradient = parameter.grad.float()
-    return gradient if so_far is None else so_far + gradient
-
-
-def kept_as_zeros(so_far, parameter):
-    gradient = parameter.grad.float()
-    parameter.grad.zero_()
-    return gradient if so_far is None else so_far.add_(gradient)
-
-
-def first_parameter_alone(parameters):
-    return fp32_sums(list(parameters)[:1])
+fp32_sums = summed(taken)
 
 
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
@@ -374,52 +210,53 @@ ANSWERS = {
     ),
     "loop": (
         [
-            *(correct_loop, loop(), sums_then_divided),
-            raises_for_infinity,
-            *(counted_first(torch.no_grad), counted_first(torch.inference_mode)),
+            *(correct_loop, loop(), loop(sums_then_divided)),
+            loop(
+                sums_then_divided, clip=partial(nn.utils.clip_grad_norm_, error_if_nonfinite=True)
+            ),
+            *(loop(divided(counting=each)) for each in (torch.no_grad, torch.inference_mode)),
         ],
         [
             (as_it_came, "0 of 5"),
             *((each, "4 of 5") for each in PLANTED.values()),
-            (loop(divide=lambda loss, total, samples, micro_batches: loss / samples), "by samples"),
-            (loop(divide=of_every_micro_batch), "last group"),
-            (loop(per_micro_batch=["unscale"]), "more than once"),
-            (loop(left_out=["update"]), "scaler.update()"),
-            (updates_the_scaler_last, "without `scaler.update()` in between"),
-            (steps_past_the_scaler, "although a gradient is infinite"),
-            (loop(left_out=["clip"]), "as long as the bound"),
-            (loop(left_out=["scale"]), "not always go through the scaler"),
-            (clips_each_parameter, "another direction"),
-            (scales_the_last, "not always go through the scaler"),
-            (loop(left_out=["step"]), "never lets"),
-            (loop(left_out=["schedule"]), "0 steps, but"),
-            (loop(left_out=["clear"]), "which were not cleared"),
-            (one_backward, "of all micro-batches are live at once"),
-            (forward_of_all_first, "of all micro-batches are live at once"),
-            (gradients_kept, "Keep nothing of a micro-batch"),
+            (loop(divided(lambda tokens, group: sum(map(len, group)))), "by samples"),
+            (loop(divided(lambda tokens, group: tokens * 2 / len(group))), "last group"),
+            (loop(divided(lambda tokens, group: 1)), "not divided"),
             (never_set_back, "counted again in the second step"),
-            (loop(divide=lambda loss, total, samples, micro_batches: loss), "not divided"),
-            (loop(first=["schedule"]), "before the optimizer"),
-            (loop(every=1), "steps"),
+            (loop(steps=without("clear")), "which were not cleared"),
+            (loop(steps=("unscale", *STEPS)), "more than once"),
+            (loop(steps=without("update")), "without `scaler.update()` in between"),
+            (loop(steps=without("unscale", "update")), "once after each step"),
+            (loop(scales_the_last), "not always go through the scaler"),
+            (
+                loop(steps=("unscale", "clip", "step past the scaler", *STEPS[3:])),
+                "although a gradient is infinite",
+            ),
+            (loop(steps=without("clip")), "as long as the bound"),
+            (loop(clip=clip_alone), "another direction"),
+            (loop(steps=without("step")), "never lets"),
+            (loop(steps=without("schedule")), "0 steps, but"),
+            (loop(steps=("schedule", *without("schedule"))), "before the optimizer"),
+            (loop(one_backward), "of all micro-batches are live at once"),
+            (loop(gradients_kept), "Keep nothing of a micro-batch"),
+            (loop(more=1), "steps"),
         ],
     ),
     "fp32_sums": (
         [fp32_sums, zeros_first],
         [
-            (summed(lambda so_far, parameter: parameter.grad.float()), "too late"),
-            (summed(lambda so_far, parameter: parameter.grad), "but yours are bfloat16"),
-            (summed(in_float64), "but yours are float64"),
-            (summed(left_there), "added again"),
-            (summed(lambda so_far, parameter: taken(parameter).float()), "the last micro-batch"),
-            (summed(kept_as_zeros), "6 bytes"),
-            (first_parameter_alone, "1 of 3"),
+            (summed(lambda parameter: parameter.grad.float(), add=False), "too late"),
+            (summed(lambda parameter: parameter.grad, add=False), "but yours are bfloat16"),
+            (summed(lambda parameter: taken(parameter).double()), "but yours are float64"),
+            (summed(lambda parameter: parameter.grad.float()), "added again"),
+            (summed(taken, add=False), "the last micro-batch"),
+            (summed(set_to_zero), "6 bytes"),
+            (lambda parameters: fp32_sums(list(parameters)[:1]), "1 of 3"),
+            (lambda parameters: fp32_sums([]), "stays empty"),
             (iterated_twice, "no hook was called"),
-            (lambda parameters: [0 for _ in parameters], "dict"),
             (lambda parameters: None, "Return a dict"),
-            (never_registered, "stays empty"),
-            (by_key(id), "parameters themselves"),
-            (by_key(lambda parameter: parameter.shape), "parameters themselves"),
-            (summed(lambda so_far, parameter: [taken(parameter).float()]), "one tensor per"),
+            (summed(taken, key=id), "parameters themselves"),
+            (summed(lambda parameter: [taken(parameter)], add=False), "one tensor per"),
         ],
     ),
     "largest_micro_batch": (
