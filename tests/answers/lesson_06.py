@@ -12,30 +12,34 @@ from course_lib.lessons.lesson_06.tiles import reference_backward, reference_for
 def in_blocks(
     scores,
     block,
-    rescale=True,
+    *,
     step=1,
-    start=float("-inf"),
-    of_all_rows=False,
+    start=-math.inf,
+    of_rows=lambda part: part.amax(1),
     larger=torch.maximum,
     keep=True,
+    factor=lambda old, new: (old - new).exp(),
     result=lambda largest, logarithm: largest + logarithm,
 ):
-    largest, total = (
-        scores.new_full(scores.shape[:1], start),
-        scores.new_zeros(scores.shape[:1]),
-    )
+    largest, total = scores.new_full(scores.shape[:1], start), scores.new_zeros(len(scores))
     for part in scores.split(block, dim=1)[::step]:
-        new = larger(largest, part.max() if of_all_rows else part.amax(1))
-        factor = {True: (largest - new).exp(), False: 1, -1: (new - largest).exp(), None: 0}
-        total = total * factor[rescale] + (part - new[:, None]).exp().sum(1)
+        new = larger(largest, of_rows(part))
+        total = total * factor(largest, new) + (part - new[:, None]).exp().sum(1)
         largest = new if keep else largest
     return result(largest, total.log())
 
 
+def with_mistake(**arguments):
+    return functools.partial(in_blocks, **arguments)
+
+
+def whole_blocks(scores, block):
+    return in_blocks(scores[:, : scores.shape[1] // block * block], block)
+
+
 def padded(scores, block):
-    return in_blocks(
-        torch.nn.functional.pad(scores, (0, -scores.shape[1] % block), value=float("-inf")), block
-    )
+    missing = -scores.shape[1] % block
+    return in_blocks(torch.nn.functional.pad(scores, (0, missing), value=-math.inf), block)
 
 
 def of_transposed(scores, block):
@@ -43,10 +47,8 @@ def of_transposed(scores, block):
 
 
 def shifted(scores, block, largest):
-    return (
-        largest
-        + sum((part - largest[:, None]).exp().sum(1) for part in scores.split(block, dim=1)).log()
-    )
+    parts = [(part - largest[:, None]).exp().sum(1) for part in scores.split(block, dim=1)]
+    return largest + sum(parts).log()
 
 
 def clamped(scores, block):
@@ -74,13 +76,8 @@ def in_python(scores, block, at_once=False):
 
 
 def two_passes(scores, block):
-    return shifted(
-        scores, block, torch.stack([part.amax(1) for part in scores.split(block, dim=1)]).amax(0)
-    )
-
-
-def forward(q, k, v, block_q, block_k, slip=""):
-    return reference_forward(q, k, v, block_q, block_k, slip)
+    largest = torch.stack([part.amax(1) for part in scores.split(block, dim=1)]).amax(0)
+    return shifted(scores, block, largest)
 
 
 def keys_outside(q, k, v, block_q, block_k):
@@ -104,33 +101,31 @@ def one_loop(q, k, v, block_q, block_k):
     return reference_forward(q, k, v, len(q), block_k)
 
 
-def twice(function, places):
+def twice(function):
     """Right numbers, with the products of the case once more."""
 
     def answer(*case):
         function(*case)
-        return function(*case)[:places]
+        return function(*case)
 
     return answer
 
 
-def whole_forward(q, k, v, block_q, block_k):
-    """Right numbers, through N x N."""
+def whole_forward(q, k, v, *blocks):
+    """Right numbers, through N x N and without a kernel."""
     scores = q @ k.T * q.shape[1] ** -0.5
     return scores.softmax(1) @ v, torch.logsumexp(scores, 1)
 
 
-def part_of_forward(place, factor):
+def times(function, place, factor):
+    """One of its results is wrong by a factor."""
+
     def answer(*case):
-        found = list(forward(*case))
+        found = list(function(*case))
         found[place] = found[place] * factor
         return tuple(found)
 
     return answer
-
-
-def gradients(q, k, v, o, lse, grad_o, block_q, block_k, slip=""):
-    return reference_backward(q, k, v, o, lse, grad_o, block_q, block_k, slip)
 
 
 def by_autograd(q, k, v, o, lse, grad_o, block_q, block_k):
@@ -140,39 +135,12 @@ def by_autograd(q, k, v, o, lse, grad_o, block_q, block_k):
     return torch.autograd.grad(found, inputs, grad_o)
 
 
-def scores_twice(q, k, v, o, lse, grad_o, block_q, block_k):
-    """Seven products per tile: S once for dS, and once more for dV."""
-    dq, dk, dv = gradients(q, k, v, o, lse, grad_o, block_q, block_k)
-    dv = torch.zeros_like(dv)
-    for first in range(0, len(k), block_k):
-        keys = slice(first, first + block_k)
-        for start in range(0, len(q), block_q):
-            rows = slice(start, start + block_q)
-            p = (q[rows] @ k[keys].T * q.shape[1] ** -0.5 - lse[rows, None]).exp()
-            dv[keys] += p.T @ grad_o[rows]
-    return dq, dk, dv
-
-
 def all_tiles_kept(q, k, v, o, lse, grad_o, block_q, block_k):
-    """Right numbers, with P of all tiles before the first gradient."""
-    dots, kept = (grad_o * o).sum(1, keepdim=True), []
-    blocks = [slice(start, start + block_k) for start in range(0, len(k), block_k)]
-    rows = [slice(start, start + block_q) for start in range(0, len(q), block_q)]
-    for i in rows:
-        for j in blocks:
-            kept.append((i, j, (q[i] @ k[j].T * q.shape[1] ** -0.5 - lse[i, None]).exp()))
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for i, j, p in kept:
-        ds = p * (grad_o[i] @ v[j].T - dots[i]) * q.shape[1] ** -0.5
-        dq[i] += ds @ k[j]
-        dk[j] += ds.T @ q[i]
-        dv[j] += p.T @ grad_o[i]
-    return dq, dk, dv
-
-
-def all_queries_at_once(q, k, v, o, lse, grad_o, block_q, block_k):
-    """Right numbers in one loop, over key blocks alone."""
-    return gradients(q, k, v, o, lse, grad_o, len(q), block_k)
+    """Right numbers, while the scores of all tiles are live."""
+    kept = [rows @ keys.T for rows in q.split(block_q) for keys in k.split(block_k)]
+    found = reference_backward(q, k, v, o, lse, grad_o, block_q, block_k)
+    del kept
+    return found
 
 
 def queries_outside(q, k, v, o, lse, grad_o, block_q, block_k):
@@ -181,25 +149,12 @@ def queries_outside(q, k, v, o, lse, grad_o, block_q, block_k):
     parts, sizes = [], (block_q, block_k)
     for start in range(0, len(q), block_q):
         rows = slice(start, start + block_q)
-        dq, more_k, more_v = gradients(q[rows], k, v, o[rows], lse[rows], grad_o[rows], *sizes)
+        dq, more_k, more_v = reference_backward(
+            q[rows], k, v, o[rows], lse[rows], grad_o[rows], *sizes
+        )
         parts.append(dq)
         dk, dv = dk + more_k, dv + more_v
     return torch.cat(parts), dk, dv
-
-
-def off_by(place, factor=1.5):
-    def answer(*case):
-        found = list(gradients(*case))
-        found[place] = found[place] * factor
-        return tuple(found)
-
-    return answer
-
-
-def by_torch(q, k, v):
-    """What a right kernel returns, without a kernel."""
-    scores = q @ k.T * q.shape[1] ** -0.5
-    return scores.softmax(1) @ v, torch.logsumexp(scores, 1)
 
 
 def wrapped_error(q, k, v):
@@ -277,39 +232,23 @@ def seen_up_to(query):
     return tiles
 
 
-def seen_by_some(queries, keys, block_q, block_k):
-    """The mask itself, tile by tile."""
-    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    return sum(bool(part.any()) for rows in mask.split(block_q) for part in rows.split(block_k, 1))
-
-
 def probabilities(q, k, lse):
     return (q @ k.T / q.shape[1] ** 0.5 - lse[:, None]).exp()
-
-
-def normalised(q, k, lse):
-    weights = probabilities(q, k, lse)
-    return weights / weights.sum(1, keepdim=True)
 
 
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "log_sum_exp": (
         [
-            *(in_blocks, padded, functools.partial(in_blocks, step=-1), of_transposed, in_python),
+            *(in_blocks, padded, with_mistake(step=-1), of_transposed, in_python),
             lambda scores, block: in_blocks(scores, block).double(),
         ],
         [
-            (functools.partial(in_blocks, larger=lambda old, new: new), "this block alone"),
-            (functools.partial(in_blocks, keep=False), "still −∞ at the end"),
-            (functools.partial(in_blocks, start=-100.0), "or at another number"),
-            (functools.partial(in_blocks, result=lambda largest, log: log), "returned log ℓ"),
-            (
-                lambda scores, block: in_blocks(
-                    scores[:, : scores.shape[1] // block * block], block
-                ),
-                "left out the last block",
-            ),
+            (with_mistake(larger=lambda old, new: new), "this block alone"),
+            (with_mistake(keep=False), "still −∞ at the end"),
+            (with_mistake(start=-100.0), "or at another number"),
+            (with_mistake(result=lambda largest, log: log), "returned log ℓ"),
+            (whole_blocks, "left out the last block"),
             (
                 lambda scores, block: shifted(scores, block, scores.amax(1)),
                 "`amax` read more than one block",
@@ -318,25 +257,25 @@ ANSWERS = {
                 lambda scores, block: shifted(scores, block, scores.sort(1).values[:, -1]),
                 "`sort` read more",
             ),
-            *((row_by_row, "`max` read more than one block"), (two_passes, "One pass is enough")),
+            (row_by_row, "`max` read more than one block"),
+            (two_passes, "One pass is enough"),
             (lambda scores, block: scores.exp().sum(1).log(), "overflow"),
             lambda scores, block: torch.logsumexp(scores, 1),
-            (functools.partial(in_blocks, rescale=False), "do not rescale the old sum"),
-            (functools.partial(in_blocks, rescale=-1), "exp(old − new)"),
-            (functools.partial(in_blocks, rescale=None), "loses the sum of the earlier blocks"),
-            (functools.partial(in_blocks, start=0.0), "starts at 0"),
-            (functools.partial(in_blocks, of_all_rows=True), "one maximum for all rows"),
+            (with_mistake(factor=lambda old, new: 1), "do not rescale the old sum"),
+            (with_mistake(factor=lambda old, new: (new - old).exp()), "exp(old − new)"),
+            (with_mistake(factor=lambda old, new: 0), "loses the sum of the earlier blocks"),
+            (with_mistake(of_rows=torch.max), "one maximum for all rows"),
             (functools.partial(in_python, at_once=True), "`tolist` read more than one block"),
             (clamped, "Your numbers are not"),
             (lambda scores, block: 3, "one number per row"),
         ],
     ),
     "forward": (
-        [forward, keys_outside],
+        [reference_forward, keys_outside],
         [
             *(
-                (functools.partial(forward, slip=slip), told)
-                for slip, told in (
+                (functools.partial(reference_forward, mistake=mistake), told)
+                for mistake, told in (
                     ("no maximum", "You keep no maximum"),
                     ("starts at 0", "starts at 0"),
                     ("maximum of the tile", "the maximum of this tile alone"),
@@ -351,55 +290,50 @@ ANSWERS = {
                     ("sum returned", "returned log ℓ"),
                 )
             ),
-            (
-                lambda q, k, v, block_q, block_k: forward(
-                    q, *(x[: len(k) // block_k * block_k] for x in (k, v)), block_q, block_k
-                ),
-                "left out the last keys",
-            ),
-            (
-                lambda q, k, v, *blocks: forward(q, k[: len(q)], v[: len(q)], *blocks),
-                "left out the last keys",
-            ),
-            (lambda *case: [x.numpy() for x in forward(*case)], "as two tensors"),
+            # the first two of three key blocks, and as many keys as queries
+            (lambda q, k, v, *blocks: reference_forward(q, k[:48], v[:48], *blocks), "last keys"),
+            (lambda q, k, v, *blocks: reference_forward(q, k[:40], v[:40], *blocks), "last keys"),
+            (lambda *case: [x.numpy() for x in reference_forward(*case)], "as two tensors"),
             (one_loop, "`(256, 32)` has more scores than a tile"),
             (whole_forward, "N × N"),
-            (twice(forward, 2), "4.0 products"),
-            (part_of_forward(0, 1.5), "the output is not"),
-            (part_of_forward(1, 1.5), "the log-sum-exp is not"),
-            (part_of_forward(0, math.nan), "the output is not"),
-            (lambda *case: forward(*case)[0], "Return the output"),
-            (lambda *case: 3, "Return the output"),
+            (twice(reference_forward), "4.0 products"),
+            (times(reference_forward, 0, 1.5), "the output is not"),
+            (times(reference_forward, 1, 1.5), "the log-sum-exp is not"),
+            (lambda *case: reference_forward(*case)[0], "Return the output"),
         ],
     ),
     "backward": (
-        [gradients, queries_outside],
+        [reference_backward, queries_outside],
         [
-            (functools.partial(gradients, slip="no D"), "subtracts D"),
-            (functools.partial(gradients, slip="D of the tile"), "over one key block"),
-            (
-                functools.partial(gradients, slip="softmax of the tile"),
-                "sums to 1 in every tile",
+            *(
+                (functools.partial(reference_backward, mistake=mistake), told)
+                for mistake, told in (
+                    ("no D", "subtracts D"),
+                    ("D of the tile", "over one key block"),
+                    ("softmax of the tile", "sums to 1 in every tile"),
+                    ("S not scaled", "S lacks the scale"),
+                    ("scale forgotten", "dS must contain it"),
+                    ("dQ overwritten", "only the last key block"),
+                    ("dK and dV overwritten", "only the last block of queries"),
+                    ("all overwritten", "only the last tile"),
+                    ("divided", "Subtract first"),
+                )
             ),
-            (functools.partial(gradients, slip="S not scaled"), "S lacks the scale"),
-            (off_by(1, 4.0), "dK, by a factor of √d. It is too large"),
-            (off_by(2, 0.25), "dV, by a factor of √d. It is too small"),
-            (lambda *case: tuple(x.numpy() for x in gradients(*case)), "three tensors"),
-            (functools.partial(gradients, slip="scale forgotten"), "dS must contain it"),
-            (functools.partial(gradients, slip="dQ overwritten"), "only the last key block"),
-            (
-                functools.partial(gradients, slip="dK and dV overwritten"),
-                "only the last block of queries",
-            ),
-            (functools.partial(gradients, slip="all overwritten"), "only the last tile"),
-            (functools.partial(gradients, slip="divided"), "Subtract first"),
+            (times(reference_backward, 0, 1.5), "dQ"),
+            (times(reference_backward, 2, 1.5), "dV"),
+            (times(reference_backward, 1, 4.0), "dK, by a factor of √d. It is too large"),
+            (times(reference_backward, 2, 0.25), "dV, by a factor of √d. It is too small"),
             (by_autograd, "N × N"),
             (all_tiles_kept, "N × N"),
-            (all_queries_at_once, "more scores than a tile"),
-            (lambda *case: tuple(gradients(*case)[i] for i in (0, 2, 1)), "wrong order"),
-            (scores_twice, "7.0 products"),
-            *((off_by(0), "dQ"), (off_by(2), "dV")),
-            (lambda *case: gradients(*case)[:2], "three tensors"),
+            # one loop, over key blocks alone
+            (
+                lambda q, *case: reference_backward(q, *case[:5], len(q), case[6]),
+                "more scores than a tile",
+            ),
+            (twice(reference_backward), "10.0 products"),
+            (lambda *case: tuple(reference_backward(*case)[i] for i in (0, 2, 1)), "wrong order"),
+            (lambda *case: tuple(x.numpy() for x in reference_backward(*case)), "three tensors"),
+            (lambda *case: reference_backward(*case)[:2], "three tensors"),
             (lambda *case: 3, "three tensors"),
         ],
     ),
@@ -422,7 +356,7 @@ ANSWERS = {
     "kernel": (
         [kernel()],
         [
-            (by_torch, "products with PyTorch"),
+            (whole_forward, "products with PyTorch"),
             (wrapped_error, "It raised AttributeError('amax')"),
             (kernel(beyond=0.0), "after the last key"),
             (
@@ -431,9 +365,7 @@ ANSWERS = {
             ),
             (kernel(new=lambda largest, scores: scores.max(1)), "the maximum of this key block"),
             (
-                kernel(
-                    new=lambda largest, scores: numpy.maximum(largest, scores.max()),
-                ),
+                kernel(new=lambda largest, scores: numpy.maximum(largest, scores.max())),
                 "one number for all rows",
             ),
             (kernel(shrink=ones), "do not rescale the old sum"),
@@ -451,7 +383,7 @@ ANSWERS = {
         ],
     ),
     "causal_tiles": (
-        [causal_tiles, seen_by_some],
+        [causal_tiles],
         [
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk), "all tiles"),
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk) / 2, "tiles on the diagonal"),
@@ -476,26 +408,22 @@ ANSWERS = {
             lambda q, k, lse: (q.mul_(0.25) @ k.T - lse[:, None]).exp(),
         ],
         [
-            lambda q, k, lse: probabilities(k, q, lse),
-            (lambda q, k, lse: q @ k.T, "do not sum to 1"),
+            (lambda q, k, lse: probabilities(k, q, lse), "do not sum to 1"),
             (lambda q, k, lse: (q @ k.T).softmax(1), "are wrong"),
             (lambda q, k, lse: lse, "matrix"),
             (lambda q, k, lse: (q @ k.T - lse[:, None]).exp(), "lack the scale"),
             (lambda q, k, lse: (q @ k.T / 4 - lse).exp(), "wrong axis"),
             (lambda q, k, lse: q @ k.T / 4 - lse[:, None], "logarithms"),
             (lambda q, k, lse: (q @ k.T / 4).softmax(1), "did not compute them from `lse`"),
-            (normalised, "did not compute them from `lse`"),
-            (
-                lambda q, k, lse: (q @ k.T / 4).exp() / lse[:, None].exp(),
-                "both overflow",
-            ),
+            (lambda q, k, lse: (q @ k.T / 4).exp() / lse[:, None].exp(), "both overflow"),
         ],
     ),
     "grouped_bytes": (
         [84_410_368],
         [
             (84_017_152, "own log-sum-exps"),
-            *((41_943_040, "Give bytes"), (42_074_112, "Give bytes")),
+            (41_943_040, "Give bytes"),
+            (42_074_112, "Give bytes"),
             (83_886_080, "left out the log-sum-exp"),
             (84_148_224, "It is fp32"),
             (134_742_016, "for K and V. They have 8."),

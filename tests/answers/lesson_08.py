@@ -34,33 +34,23 @@ def sevens(*billions):
 def sharded(weights, gradients, adams, wire, slip=None):
     """ZeRO 1 by hand; with a slip, what somebody writes who makes it."""
     n = len(weights)
+    if slip == "whole state":
+        sums = wire.all_reduce(gradients)
+        return [adam(w, total / n) for adam, w, total in zip(adams, weights, sums, strict=True)]
     if slip == "all-reduce":
         sums = [total.chunk(n)[rank] for rank, total in enumerate(wire.all_reduce(gradients))]
-    elif slip == "scale":
-        sums = [total * n**2 for total in wire.reduce_scatter(gradients)]
     elif slip == "no wire":
         sums = list(sum(gradients).chunk(n))
     else:
         sums = wire.reduce_scatter(gradients)
-    shards = [
-        weight.chunk(n)[0 if slip == "first shard" else rank] for rank, weight in enumerate(weights)
-    ]
-    size = 1 if slip == "sum" else n
-    if slip == "whole state":
-        return [
-            adam(weight, total / n)
-            for adam, weight, total in zip(adams, weights, wire.all_reduce(gradients), strict=True)
-        ]
-    updated = [
-        adam(shard, total / size) for adam, shard, total in zip(adams, shards, sums, strict=True)
-    ]
+    shards = [w.chunk(n)[0 if slip == "first shard" else rank] for rank, w in enumerate(weights)]
+    size = {"sum": 1, "scale": n**-1}.get(slip, n)
+    updated = [adam(s, total / size) for adam, s, total in zip(adams, shards, sums, strict=True)]
     return updated if slip == "no gather" else wire.all_gather(updated)
 
 
 class Gathered(torch.autograd.Function):
-    """A Linear whose weight is cut, gathered twice; its backward does as `slip` says."""
-
-    slip = None
+    """A Linear whose weight is cut, gathered twice."""
 
     @staticmethod
     def forward(context, x, shard, wire):
@@ -68,8 +58,8 @@ class Gathered(torch.autograd.Function):
         context.save_for_backward(x, shard)
         return x @ wire.all_gather(shard).mT
 
-    @classmethod
-    def gradient_of(cls, wire, gradient):
+    @staticmethod
+    def gradient_of(wire, gradient):
         return wire.reduce_scatter(gradient)
 
     @classmethod
@@ -103,54 +93,31 @@ class KeepsACopy(Gathered):
         return x @ wire.all_gather(shard).mT
 
 
-HIDDEN = []
-
-
-class HidesTheWhole(KeepsTheWhole):
-    """In a list of its own, where autograd knows nothing of it."""
-
-    @staticmethod
-    def forward(context, x, shard, wire):
-        HIDDEN[:] = [wire.all_gather(shard)]
-        context.wire, context.x, context.whole = wire, x, HIDDEN[0]
-        return x @ HIDDEN[0].mT
-
-
 class AllReduces(Gathered):
-    @classmethod
-    def gradient_of(cls, wire, gradient):
-        length = len(gradient)
-        total = wire.all_reduce(gradient)
-        own = wire.reduce_scatter(gradient)  # to know which shard is ours
-        return own if len(total) == length else None
+    @staticmethod
+    def gradient_of(wire, gradient):
+        wire.all_reduce(gradient)
+        return wire.reduce_scatter(gradient)  # to know which shard is ours
 
 
 class AloneInTheWorld(Gathered):
-    """Never asks the others for their gradients."""
+    """Takes the gradients of the others away again."""
 
-    @classmethod
-    def backward(cls, context, gradient):
-        x, shard = context.saved_tensors
-        place = next(
-            i
-            for i, each in enumerate(context.wire.all_gather(shard).split(len(shard)))
-            if each.equal(shard)
-        )
-        whole = context.wire.all_gather(shard)
-        return gradient @ whole, (gradient.mT @ x).split(len(shard))[place], None
+    @staticmethod
+    def gradient_of(wire, gradient):
+        return wire.reduce_scatter(gradient) - wire.reduce_scatter(torch.zeros_like(gradient))
 
 
 class Averages(Gathered):
-    @classmethod
-    def backward(cls, context, gradient):
-        x, own, none = Gathered.backward(context, gradient)
-        shard = context.saved_tensors[1]
-        return x, own * len(shard) / gradient.shape[1], none
+    @staticmethod
+    def gradient_of(wire, gradient):
+        own = wire.reduce_scatter(gradient)
+        return own * len(own) / len(gradient)
 
 
 class WholeGradient(Gathered):
-    @classmethod
-    def gradient_of(cls, wire, gradient):
+    @staticmethod
+    def gradient_of(wire, gradient):
         return gradient
 
 
@@ -182,20 +149,15 @@ class SavesSeparately(Gathered):
 
 def divides_first(weights, gradients, adams, wire):
     """Right as well: each rank divides its gradient before the sum."""
-    n = len(weights)
-    means = wire.reduce_scatter([gradient / n for gradient in gradients])
-    shards = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
-    return wire.all_gather([a(s, g) for a, s, g in zip(adams, shards, means, strict=True)])
+    means = [gradient / len(weights) for gradient in gradients]
+    return sharded(weights, means, adams, wire, "sum")
 
 
 def divides_in_place(weights, gradients, adams, wire):
     """Right as well, and changes its arguments."""
-    n = len(weights)
     for gradient in gradients:
-        gradient.div_(n)
-    means = wire.reduce_scatter(gradients)
-    shards = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
-    return wire.all_gather([a(s, g) for a, s, g in zip(adams, shards, means, strict=True)])
+        gradient.div_(len(weights))
+    return sharded(weights, gradients, adams, wire, "sum")
 
 
 def cheats(weights, gradients, adams, wire):
@@ -213,10 +175,7 @@ def whole_weights(weights, gradients, adams, wire):
 def ignores_the_sums(weights, gradients, adams, wire):
     """Calls the collective, and averages what no single rank has."""
     wire.reduce_scatter(gradients)
-    n = len(weights)
-    means = (sum(gradients) / n).chunk(n)
-    shards = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
-    return wire.all_gather([a(p, g) for a, p, g in zip(adams, shards, means, strict=True)])
+    return sharded(weights, gradients, adams, wire, "no wire")
 
 
 def ignores_the_gathered(weights, gradients, adams, wire):
@@ -303,7 +262,6 @@ ANSWERS = {
             (whole_weights, "You gave Adam 64 weights and 32 numbers"),
             (lambda *given: None, "Not answered"),
             (lambda weights, *given: weights, "any of the `adams`"),
-            (lambda weights, *given: weights[0], "one tensor per rank"),
         ],
     ),
     "gathered_linear": (
@@ -311,15 +269,10 @@ ANSWERS = {
         [
             (lambda x, shard, wire: x, "Not answered"),
             (lambda x, shard, wire: None, "Not answered"),
-            (
-                lambda x, shard, wire: torch.nn.functional.linear(x, wire.all_gather(shard)),
-                "Save `shard` itself",
-            ),
             (lambda x, shard, wire: (x @ wire.all_gather(shard).mT).detach(), "no graph"),
             (lambda x, shard, wire: (x @ wire.all_gather(shard).mT,), "as one tensor"),
             (KeepsACopy, "not a copy"),
             (KeepsTheWhole, "Save `shard` itself"),
-            (HidesTheWhole, "Save `shard` itself"),
             (AllReduces, "You send 5 numbers"),
             (AloneInTheWorld, "only this rank's gradient"),
             (Averages, "averaging belongs in the loss"),
