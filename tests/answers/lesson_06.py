@@ -60,14 +60,13 @@ def row_by_row(scores, block):
     return torch.stack([shifted(row[None], block, row.max()[None])[0] for row in scores])
 
 
-def in_python(scores, block, at_once=False):
-    """Blocks of a row as Python's lists; or all of a row at once."""
+def in_python(scores, block):
+    """Blocks of a row as Python's lists."""
     found = []
     for row in range(len(scores)):
         largest, total = -math.inf, 0.0
-        columns = range(0, scores.shape[1], scores.shape[1] if at_once else block)
-        for start in columns:
-            part = scores[row, start : start + columns.step].tolist()
+        for start in range(0, scores.shape[1], block):
+            part = scores[row, start : start + block].tolist()
             new = max(largest, *part)
             total = total * math.exp(largest - new) + sum(math.exp(each - new) for each in part)
             largest = new
@@ -83,7 +82,7 @@ def two_passes(scores, block):
 def keys_outside(q, k, v, block_q, block_k):
     """The other order: one key block at a time, all blocks of queries inside."""
     o, total = torch.zeros_like(q), q.new_zeros(len(q))
-    largest = q.new_full((len(q),), float("-inf"))
+    largest = q.new_full((len(q),), -math.inf)
     for key, value in zip(k.split(block_k), v.split(block_k), strict=True):
         for start in range(0, len(q), block_q):
             rows = slice(start, start + block_q)
@@ -210,26 +209,18 @@ def causal_tiles(
     keys,
     block_q,
     block_k,
-    aligned="bottom right",
-    least=0,
+    *,
+    last=lambda first, block_q, queries: min(first + block_q, queries),
+    seen=lambda last, queries, keys: max(0, last + keys - queries),
     rounded=lambda n, d: -(-n // d),
 ):
-    count, more = 0, keys - queries if aligned == "bottom right" else 0
-    for first in range(0, queries, block_q):
-        seen = min(first + block_q, queries) + more
-        count += rounded(max(least, min(seen, keys)), block_k)
-    return count
+    """Count the tiles up to the keys that the last query of each block sees."""
+    lasts = [last(first, block_q, queries) for first in range(0, queries, block_q)]
+    return sum(rounded(seen(each, queries, keys), block_k) for each in lasts)
 
 
-def seen_up_to(query):
-    """Counts the tiles that a block's query with the number `query(first, block_q)` - 1 sees."""
-
-    def tiles(queries, keys, block_q, block_k):
-        firsts = range(0, queries, block_q)
-        seen = [max(0, query(first, block_q) + keys - queries) for first in firsts]
-        return sum(-(-each // block_k) for each in seen)
-
-    return tiles
+def tiles_with(**arguments):
+    return functools.partial(causal_tiles, **arguments)
 
 
 def probabilities(q, k, lse):
@@ -265,7 +256,7 @@ ANSWERS = {
             (with_mistake(factor=lambda old, new: (new - old).exp()), "exp(old − new)"),
             (with_mistake(factor=lambda old, new: 0), "loses the sum of the earlier blocks"),
             (with_mistake(of_rows=torch.max), "one maximum for all rows"),
-            (functools.partial(in_python, at_once=True), "`tolist` read more than one block"),
+            (lambda scores, block: in_python(scores, 23), "`tolist` read more than one block"),
             (clamped, "Your numbers are not"),
             (lambda scores, block: 3, "one number per row"),
         ],
@@ -387,16 +378,13 @@ ANSWERS = {
         [
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk), "all tiles"),
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk) / 2, "tiles on the diagonal"),
-            (functools.partial(causal_tiles, aligned="top left"), "bottom right"),
-            (functools.partial(causal_tiles, least=-(10**9)), "negative number"),
-            (functools.partial(causal_tiles, rounded=lambda n, d: n // d), "only in part"),
-            (functools.partial(causal_tiles, rounded=lambda n, d: n // d + 1), "one tile too many"),
-            (seen_up_to(lambda first, block_q: first + block_q), "past the last query"),
-            (seen_up_to(lambda first, block_q: first + 1), "the first query of each block"),
-            (
-                functools.partial(causal_tiles, rounded=lambda n, d: -(-max(0, n - 1) // d)),
-                "the key on the diagonal",
-            ),
+            (tiles_with(seen=lambda last, queries, keys: min(last, keys)), "bottom right"),
+            (tiles_with(seen=lambda last, queries, keys: last + keys - queries), "negative number"),
+            (tiles_with(rounded=lambda n, d: n // d), "only in part"),
+            (tiles_with(rounded=lambda n, d: n // d + 1), "one tile too many"),
+            (tiles_with(last=lambda first, block_q, _: first + block_q), "past the last query"),
+            (tiles_with(last=lambda first, *_: first + 1), "the first query of each block"),
+            (tiles_with(rounded=lambda n, d: -(-max(0, n - 1) // d)), "the key on the diagonal"),
             (lambda *case: causal_tiles(*case) if case[0] <= case[1] else None, "returns None for"),
             lambda q, k, bq, bk: 36,
         ],

@@ -196,6 +196,11 @@ SHARDED_SLIPS = {
 }
 
 
+def sent(formula):
+    """The right bytes of DDP, and those of FSDP2 by a formula of psi and root."""
+    return lambda psi, root: {"DDP": 8 * psi, "FSDP2": formula(psi, root)}
+
+
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "held": (
@@ -222,10 +227,8 @@ ANSWERS = {
             (but(2, lambda psi, n: 16 * psi / n), "ZeRO 2 keeps them whole"),
             (but(3, lambda psi, n: 4 * psi + 12 * psi / n), "left the weights whole"),
             (but(3, lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two alone
-            *(
-                (but(0, lambda psi, n: 16 * psi / n), "does not shard anything"),
-                (but(0, lambda psi, n: 12 * psi), "three numbers per parameter"),
-            ),
+            (but(0, lambda psi, n: 16 * psi / n), "does not shard anything"),
+            (but(0, lambda psi, n: 12 * psi), "three numbers per parameter"),
         ],
     ),
     "seven_billion": (
@@ -302,27 +305,22 @@ ANSWERS = {
         ],
     ),
     "sent": (
-        [lambda psi, root: {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}],
+        [sent(lambda psi, root: 12 * psi - 4 * root)],
         [
             (lambda psi, root: {"DDP": 0, "FSDP2": 0}, "Not answered"),
-            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": 0}, "Not answered"),
+            (sent(lambda psi, root: 0), "Not answered"),
             (lambda psi, root: 8 * psi, "keys"),
             (lambda psi, root: {"DDP": torch.ones(2), "FSDP2": torch.ones(2)}, "one number"),
-            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": torch.ones(2)}, "one number"),
+            (sent(lambda psi, root: torch.ones(2)), "one number"),
             (lambda psi, root: {"DDP": 2 * psi, "FSDP2": 0}, "You counted numbers"),
             (lambda psi, root: {"DDP": 8 * psi / 1e6, "FSDP2": 0}, "in MB"),
             (lambda psi, root: {"DDP": 4 * psi, "FSDP2": 0}, "counts twice"),
-            *(
-                (lambda psi, root, f=formula: {"DDP": 8 * psi, "FSDP2": f(psi, root)}, reason)
-                for formula, reason in (
-                    (lambda psi, root: 12 * psi, "gathered only once"),
-                    (lambda psi, root: 12 * psi - 8 * root, "left out the root"),
-                    (lambda psi, root: 12 * psi - 12 * root, "left out the root"),
-                    (lambda psi, root: 8 * psi, "gathered twice"),
-                    (lambda psi, root: 8 * psi - 4 * root, "left out the gradients"),
-                    (lambda psi, root: 16 * psi - 4 * root, "only scattered"),
-                )
-            ),
+            (sent(lambda psi, root: 12 * psi), "gathered only once"),
+            (sent(lambda psi, root: 12 * psi - 8 * root), "left out the root"),
+            (sent(lambda psi, root: 12 * psi - 12 * root), "left out the root"),
+            (sent(lambda psi, root: 8 * psi), "gathered twice"),
+            (sent(lambda psi, root: 8 * psi - 4 * root), "left out the gradients"),
+            (sent(lambda psi, root: 16 * psi - 4 * root), "only scattered"),
         ],
     ),
 }
