@@ -106,8 +106,7 @@ def test_a_figure_stands_alone_and_is_the_picture_of_the_decks_language(language
         for each, alt in (("en", "A &quot;peak&quot;."), ("zh", "峰值。"))
     )
     drawn = html_output("\n".join(pictures), slides={"en": PNG, "zh": PNG})
-    page = page_of(lesson_of(prose("Look.", "看。"), code("draw()", drawn)), language)
-    found = page.select("section.is-figure")
+    found = page_of(lesson_of(code("draw()", drawn)), language).select("section.is-figure")
     assert [slide.img["alt"] for slide in found] == words
     assert all(len(slide.select_one(".body").find_all(recursive=False)) == 1 for slide in found)
     assert {slide.img["src"] for slide in found} == {f"data:image/png;base64,{PNG}"}
@@ -182,17 +181,15 @@ def lesson_with_metadata():
 
 def test_deck_shows_what_the_metadata_names_and_prose_is_spoken():
     page = page_of(lesson_with_metadata())
-    found = page.select("section section")
-    headings = [slide.select_one(".heading").text.strip() for slide in found]
+    title, _, question, last = page.select("section section")
+    headings = [each.text.strip() for each in page.select("section section .heading")]
     assert headings == ["9 Title", "In this lesson", "9.2 B", "9.2 B"]
-    texts = [slide.select_one(".prose, .code").text.strip() for slide in found[2:]]
-    assert texts == ["Why?", "y = 3\ny"]
-    assert found[2].select_one(".result.fragment").text.strip() == "2"
-    notes = found[2].select_one(".notes").parent.text
+    assert question.select_one(".prose").text.strip() == "Why?"
+    assert question.select_one(".result.fragment").text.strip() == "2"
+    assert last.select_one(".code").text.strip() == "y = 3\ny"
+    notes = question.select_one(".notes").parent.text
     assert "Long prose." in notes and "Why?" in notes
-    assert "Hidden." not in page.text and "Opening." in found[0].text
-    chinese = page_of(lesson_with_metadata(), "zh").select("section section")[2]
-    assert chinese.select_one(".prose").text.strip() == "为什么？"
+    assert "Hidden." not in page.text and "Opening." in title.text
     columns = page_of(lesson_with_metadata(), "both").select(".prose .columns > div")
     shown = [(each["lang"], each.text.strip()) for each in columns]
     assert shown[-2:] == [("en", "Why?"), ("zh", "为什么？")]
@@ -211,9 +208,13 @@ def exercise(number):
     ],
 )
 def test_an_exercise_of_a_section_has_a_slide_and_a_row_of_the_outline(language, words, note):
-    in_depth = new.new_markdown_cell("## In depth / 深入")
-    sections = prose("Look.", "看。", "## 9.1 A / 甲"), prose("More.", "再来。", "## 9.2 B / 乙")
-    lesson = lesson_of(sections[0], *exercise(1), in_depth, sections[1], *exercise(2))
+    lesson = lesson_of(
+        prose("Look.", "看。", "## 9.1 A / 甲"),
+        *exercise(1),
+        new.new_markdown_cell("## In depth / 深入"),
+        prose("More.", "再来。", "## 9.2 B / 乙"),
+        *exercise(2),
+    )
     page = page_of(lesson, language)
     (slide,) = page.select("section.is-exercise")
     assert [each.text for each in slide.select(".prose p")] == words
@@ -254,13 +255,9 @@ def test_long_lines_are_broken():
 def test_notes_are_read_by_section():
     notes = slides.read_notes("| section | minutes |\n|---|---|\n| 2.1 | 5 | Why? | 为什么？ |\n")
     assert notes == {"2.1": NOTE}
-    for row in (
-        "| 2.1 | five | Why? | 为什么？ |",
-        "| 2.1 | 5 | Why? |",
-        "| 2.1 | 5 |  | 为什么？ |",
-    ):
+    for columns in ("five | Why? | 为什么？", "5 | Why?", "5 |  | 为什么？"):
         with pytest.raises(EditionError, match=r"NOTES\.md"):
-            slides.read_notes(row)
+            slides.read_notes(f"| 2.1 | {columns} |")
 
 
 each_lesson = pytest.mark.parametrize("name", NAMES)
@@ -308,21 +305,21 @@ def test_the_core_of_a_lesson_has_its_minutes_exercises_and_pictures_on_slides(n
     assert numbers == [str(n) for n in range(1, len(checks) + 1)]
 
     drawn = [
-        cell
+        cell.metadata.get("slide")
         for cell in cells
         for output in cell.get("outputs", [])
         if "<img" in output.get("data", {}).get("text/html", "")
     ]
-    assert drawn and {cell.metadata.get("slide") for cell in drawn} <= {"result", "both"}
-
-
-# A loop with bugs, not a blank, so its slide may show it. `slide="code"` hides the verdict.
-TO_BE_MENDED = ("def train_epoch(",)
+    assert drawn and {*drawn} <= {"result", "both"}
 
 
 def test_every_note_belongs_to_a_section():
     lessons = stored_lessons().values()
     assert NOTES.keys() == {number for each in lessons for number, _ in slides._sections(each)}
+
+
+# A loop with bugs, not a blank, so its slide may show it. `slide="code"` hides the verdict.
+WITH_BUGS = "def train_epoch("
 
 
 @each_lesson
@@ -332,7 +329,7 @@ def test_no_lesson_shows_an_attempt_above_its_result(name):
     cells = stored_lessons()[name].cells
     attempts = [cell for cell, following in pairwise(cells) if is_solution(following)]
     shown = [cell.source for cell in attempts if "slide" in cell.metadata]
-    assert [source for source in shown if not source.startswith(TO_BE_MENDED)] == []
+    assert [source for source in shown if not source.startswith(WITH_BUGS)] == []
     shown = [cell for cell in cells if cell.metadata.get("slide") in ("code", "both")]
     nodes = [node for cell in shown for node in ast.walk(ast.parse(cell.source))]
     assert not any(isinstance(node, ast.Constant) and node.value is ... for node in nodes)
@@ -350,16 +347,12 @@ def test_a_slides_text_is_short_and_the_same_in_both_languages(name):
 
 
 # Every lesson in one of the languages, in turns; all are built.
-@pytest.fixture(scope="module", params=list(zip(cycle(slides.LANGUAGES), NAMES)), ids="-".join)
-def deck(request, built_decks):
-    """(language, path, page) of one deck."""
-    language, name = request.param
+@pytest.mark.parametrize(
+    ("language", "name"), list(zip(cycle(slides.LANGUAGES), NAMES)), ids="-".join
+)
+def test_a_deck_is_whole_speaks_its_language_and_loads_nothing(built_decks, language, name):
     path = built_decks / language / f"{name}.html"
-    return language, path, BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
-
-
-def test_a_deck_is_whole_and_loads_nothing(deck):
-    _, path, page = deck
+    page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
     assert loaded_addresses(page) == []
     stacks = page.select(".slides > section")
     assert all(stack.section.select_one(".notes") for stack in stacks)
@@ -369,10 +362,6 @@ def test_a_deck_is_whole_and_loads_nothing(deck):
     links = [link["href"] for link in page.select(".slides a[href]")]
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
     assert all(image.get("alt") for image in page.find_all("img"))
-
-
-def test_a_deck_speaks_its_language(deck):
-    language, _, page = deck
     assert page.html["lang"] == slides.LANGUAGES[language]
     spoken = {each for each in ("en", "zh") if page.find_all(PER_LANGUAGE, lang=each)}
     assert spoken == {"en", "zh"} if language == "both" else spoken <= {language}
