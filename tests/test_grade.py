@@ -30,7 +30,9 @@ IMPORT = "from course_lib.lessons import lesson_01"
 
 @pytest.fixture(scope="module")
 def lessons():
-    return grade.lessons_of(NOTEBOOKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grade, "read_lessons", lambda folder: stored_lessons())
+        return grade.lessons_of(NOTEBOOKS)
 
 
 @pytest.fixture
@@ -85,9 +87,8 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
         f"{SOLUTION}\nsaved_by_one_layer = 5\nlesson_01.check_layer_formula(saved_by_one_layer)",
     )
     path = hand_in(tmp_path / "Ada\nL.ipynb", notebook)
-    rows = grade.grade(path, lessons, LIMITS)
-    assert {(row.name, row.lesson) for row in rows} == {("Ada\\nL", "01")}
-    told = {row.exercise: (row.verdict, row.message) for row in rows}
+    rows = {row.exercise: row for row in grade.grade(path, lessons, LIMITS)}
+    assert {(row.name, row.lesson) for row in rows.values()} == {("Ada\\nL", "01")}
     for exercise, verdict, said in (
         ("training_state", "✓", "two for Adam"),
         ("adapter_bytes", "✗", "NameError: name 'no_such_name' is not defined"),
@@ -97,11 +98,11 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
         ("new_storages", "○", "Not answered yet"),
         ("layer_formula", "○", ""),  # the course's solution is not the learner's answer
     ):
-        assert told[exercise][0] == verdict and said in told[exercise][1], exercise
-    assert "Error" not in told["largest_batch"][1] and "Hint" not in told["largest_batch"][1]
-    sentences = {row.exercise: row.sentence for row in rows}
-    assert sentences["training_state"].endswith("Adam keeps two.")
-    assert "–" not in told and list(tmp_path.iterdir()) == [path]
+        assert rows[exercise].verdict == verdict and said in rows[exercise].message, exercise
+    assert "Error" not in rows["largest_batch"].message
+    assert "Hint" not in rows["largest_batch"].message
+    assert rows["training_state"].sentence.endswith("Adam keeps two.")
+    assert "–" not in rows and list(tmp_path.iterdir()) == [path]
 
 
 LATE_OUTPUT = """
@@ -171,10 +172,7 @@ def test_notebooks_run_side_by_side_and_one_that_crashes_does_not_stop_the_other
         ("{", "It is not a notebook: "),
         ("[]", "It is not a notebook: it starts '[]'."),
         ('{"cells": [], "nbformat": 4}', "It is not a notebook: "),
-        (
-            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": "5"}',
-            "It is not a notebook: AssertionError.",
-        ),
+        ('{"metadata": {}, "nbformat": 4, "nbformat_minor": "5"}', "It is not a notebook: Asser"),
         (
             submission("1", title="# Shop"),
             "It is not a lesson of this course; its title is '# Shop",
