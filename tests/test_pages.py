@@ -35,9 +35,10 @@ def built(tmp_path_factory):
 
 
 def outputs_of(notebook):
-    """Of all code cells but solutions."""
+    """(metadata, data) of the outputs of all code cells but solutions."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not is_solution(cell)]
-    return [output for cell in cells for output in cell.outputs]
+    outputs = [output for cell in cells for output in cell.outputs]
+    return [(output.get("metadata"), output.get("data", {})) for output in outputs]
 
 
 @each_language
@@ -46,8 +47,7 @@ def test_a_page_has_one_language_and_each_picture_once(built, spoken, name):
     stored, page = stored_lessons()[name], built[spoken][name]
     assert [cell.id for cell in page.cells[1:]] == [cell.id for cell in stored.cells]
     prose = "\n".join(cell.source for cell in page.cells if cell.cell_type == "markdown")
-    data = [output.get("data", {}) for output in outputs_of(page)]
-    shown = "\n".join([prose, *(each.get("text/html", "") for each in data)])
+    shown = "\n".join([prose, *(data.get("text/html", "") for _, data in outputs_of(page))])
     assert f'lang="{pages.LANGUAGES[spoken]}"' not in shown
     assert "course-language" not in shown and "<figure" not in shown
     assert not re.search("lab-only|three (?:buttons|dots)|三个(?:按钮|点)", shown)
@@ -58,10 +58,10 @@ def test_a_page_has_one_language_and_each_picture_once(built, spoken, name):
         bare = re.sub(r"<details>.*?</details>|```.*?```", "", prose, flags=re.S)
         english = re.findall(r"^.*\b[Tt]he [a-z]+ [a-z]+.*$", bare.partition("\n\n")[2], re.M)
         assert [each for each in english if not HAN.search(each)] == []  # titles of papers
-    drawn = [pictures_in(out.get("data", {}).get("text/html", "")) for out in outputs_of(stored)]
+    drawn = [pictures_in(data.get("text/html", "")) for _, data in outputs_of(stored)]
     words = [each[spoken].alt for each in drawn if each]
-    found = [out for out in outputs_of(page) if "image/png" in out.get("data", {})]
-    assert [out.metadata["image/png"]["alt"] for out in found] == words and all(words)
+    found = [about["image/png"]["alt"] for about, data in outputs_of(page) if "image/png" in data]
+    assert found == words and all(words)
 
 
 @each_language

@@ -51,11 +51,8 @@ def handed_in(number, solve=lambda name: True, before="", after="", change=lambd
     cells, lesson = [before], lessons()[number]
     for each in solutions(number):
         check = f"check_{each.name[3:]}"
-        source, call, solution = (
-            lesson.stubs[check],
-            lesson.calls[check],
-            without_markers(each.plain),
-        )
+        source, call = lesson.stubs[check], lesson.calls[check]
+        solution = without_markers(each.plain)
         if solve(each.name):
             wanted, answer = (re.search(rf"{check}\((.*)\)", code)[1] for code in (call, solution))
             source = source.replace(call, f"{solution}\n{wanted} = {answer}\n{call}")
@@ -72,15 +69,15 @@ def never(name):
 
 
 def edited(source):
-    return re.sub(r"(lesson_\d\d\.check_\w+\(.*\))\s*$", r"\1 or 'ok'", source)
-
-
-def faked(source):
-    return f"{FAKE}{source.rpartition(chr(10))[0]}\nFake()"
+    return f"{source.rstrip()} or 'ok'"
 
 
 def uncalled(source):
     return source.rpartition("\n")[0] or "pass"
+
+
+def faked(source):
+    return f"{FAKE}{uncalled(source)}\nFake()"
 
 
 def without_syntax(source):
@@ -88,15 +85,11 @@ def without_syntax(source):
 
 
 ODD = {"06.log_sum_exp", "06.flops", "06.causal_tiles"}
-right = {f"0{number} right": (f"0{number}", {}, {"✓"}, "") for number in (1, 2, 3, 4, 5, 8)}
-untouched = {
-    f"0{number} untouched": (f"0{number}", {"solve": never}, {"○"}, "Not answered yet")
-    for number in (1, 2, 3, 5)
-}
+RIGHT, UNTOUCHED = ("01", "02", "03", "04", "05", "08"), ("01", "02", "03", "05")
 # name -> (lesson, how it is handed in, marks that exercises get, what a message must hold)
 SUBMISSIONS = {
-    **right,
-    **untouched,
+    **{f"{each} right": (each, {}, {"✓"}, "") for each in RIGHT},
+    **{f"{each} untouched": (each, {"solve": never}, {"○"}, "Not answered") for each in UNTOUCHED},
     "06 half": ("06", {"solve": ODD.__contains__}, {"✓", "○"}, ""),
     "01 syntax": ("01", {"change": without_syntax}, {"✓", "✗"}, "SyntaxError"),
     "01 dies": ("01", {"after": "import os\nos.kill(os.getpid(), 11)"}, {"✓", "!"}, "died"),
