@@ -190,6 +190,8 @@ def test_deck_shows_what_the_metadata_names_and_prose_is_spoken():
     notes = question.select_one(".notes").parent.text
     assert "Long prose." in notes and "Why?" in notes
     assert "Hidden." not in page.text and "Opening." in title.text
+    chinese = page_of(lesson_with_metadata(), "zh").select("section section")[2]
+    assert chinese.select_one(".prose").text.strip() == "为什么？"
     columns = page_of(lesson_with_metadata(), "both").select(".prose .columns > div")
     shown = [(each["lang"], each.text.strip()) for each in columns]
     assert shown[-2:] == [("en", "Why?"), ("zh", "为什么？")]
