@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from course_lib.lessons.ledger import BASELINE
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
 from course_lib.lessons.lesson_05.checks import FLOOR, SLOPE, WEIGHTS
 
@@ -198,7 +197,6 @@ ANSWERS = {
             (lambda m: FLOOR - WEIGHTS + m * SLOPE, "earlier micro-batches"),
             (lambda m: WEIGHTS + m * SLOPE, "and the optimizer state"),
             (lambda m: m * SLOPE, "however the batch is split"),
-            (lambda m: BASELINE.peak_bytes * m / 8, "in proportion"),
             (lambda m: 207_597_976 + (m - 4) * 17_521_152, "not on the line"),
             (lambda m: 158_804_376 + 2 * m * SLOPE, "starts at m = 0"),
             (lambda m: peak(m) - (m == 8) * WEIGHTS, "lacks two sets"),

@@ -1,6 +1,6 @@
 """Answers to the exercises of lesson 08: right ones, and wrong ones with what they are told."""
 
-import functools
+from functools import partial
 
 import torch
 
@@ -209,7 +209,6 @@ ANSWERS = {
             (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
             (lambda psi, n: dict.fromkeys(STAGES, torch.ones(2)), "one number"),
             (lambda psi, n: 16 * psi, "keys"),
-            (lambda psi, n: tuple(stages(*HELD)(psi, n).values()), "keys"),
             (stages(*(lambda psi, n, f=f: n * f(psi, n) for f in HELD)), "all ranks together"),
             (but(1, lambda psi, n: 12 * psi + 4 * psi / n), "sharded the gradients"),
             (but(1, lambda psi, n: 4 * psi + 8 * psi / n), "left out the gradients"),
@@ -253,10 +252,7 @@ ANSWERS = {
     "sharded_step": (
         [sharded, lambda *given: tuple(sharded(*given)), divides_first, divides_in_place],
         [
-            *(
-                (functools.partial(sharded, slip=slip), reason)
-                for slip, reason in SHARDED_SLIPS.items()
-            ),
+            *((partial(sharded, slip=slip), reason) for slip, reason in SHARDED_SLIPS.items()),
             (cheats, "sent_bytes"),
             (lambda *given: [each.numpy() for each in sharded(*given)], "one tensor per rank"),
             (lambda weights, *given: [None for _ in weights], "one tensor per rank"),
@@ -271,7 +267,6 @@ ANSWERS = {
         [Gathered, SavesSeparately],
         [
             (lambda x, shard, wire: x, "Not answered"),
-            (lambda x, shard, wire: None, "Not answered"),
             (lambda x, shard, wire: (x @ wire.all_gather(shard).mT).detach(), "no graph"),
             (lambda x, shard, wire: (x @ wire.all_gather(shard).mT,), "as one tensor"),
             (KeepsACopy, "not a copy"),
@@ -317,7 +312,6 @@ ANSWERS = {
             (lambda psi, root: {"DDP": 4 * psi, "FSDP2": 0}, "counts twice"),
             (sent(lambda psi, root: 12 * psi), "gathered only once"),
             (sent(lambda psi, root: 12 * psi - 8 * root), "left out the root"),
-            (sent(lambda psi, root: 12 * psi - 12 * root), "left out the root"),
             (sent(lambda psi, root: 8 * psi), "gathered twice"),
             (sent(lambda psi, root: 8 * psi - 4 * root), "left out the gradients"),
             (sent(lambda psi, root: 16 * psi - 4 * root), "only scattered"),
