@@ -26,7 +26,6 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
 LESSON, SLIDERS = "00_start_here", "01_memory_bottleneck"
-SIZE = {"viewport": {"width": 1400, "height": 900}}
 
 
 def only_the_sliders(notebook):
@@ -62,11 +61,8 @@ def lab(browser, tmp_path_factory):
         "IPYTHONDIR": str(place / "ipython"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    trusted = map(str, sorted(notebooks.glob("*.ipynb")))
-    for made in (
-        ("publish.work", "--work", notebooks.parent / "work"),
-        ("jupyter", "trust", *trusted),
-    ):
+    trust = ("jupyter", "trust", *sorted(notebooks.glob("*.ipynb")))
+    for made in (("publish.work", "--work", notebooks.parent / "work"), trust):
         subprocess.run([sys.executable, "-m", *made], cwd=ROOT, env=environment, check=True)
 
     with socket.socket() as free:
@@ -109,7 +105,8 @@ def wait_for(address, server, log):
 @pytest.fixture
 def open_lesson(lab, open_page):
     def open_one(name, folder="notebooks", **options):
-        page = open_page(f"{lab}/{folder}/{name}.ipynb?reset", **SIZE, **options)
+        options["viewport"] = {"width": 1400, "height": 900}
+        page = open_page(f"{lab}/{folder}/{name}.ipynb?reset", **options)
         page.locator(".jp-Notebook .course-language").wait_for()
         return page
 
