@@ -172,7 +172,10 @@ def test_notebooks_run_side_by_side_and_one_that_crashes_does_not_stop_the_other
         ("{", "It is not a notebook: "),
         ("[]", "It is not a notebook: it starts '[]'."),
         ('{"cells": [], "nbformat": 4}', "It is not a notebook: "),
-        ('{"metadata": {}, "nbformat": 4, "nbformat_minor": "5"}', "It is not a notebook: Asser"),
+        (
+            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": "5"}',
+            "It is not a notebook: AssertionError.",
+        ),
         (
             submission("1", title="# Shop"),
             "It is not a lesson of this course; its title is '# Shop",

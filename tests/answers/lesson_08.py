@@ -261,6 +261,7 @@ ANSWERS = {
             (whole_weights, "You gave Adam 64 weights and 32 numbers"),
             (lambda *given: None, "Not answered"),
             (lambda weights, *given: weights, "any of the `adams`"),
+            (lambda weights, *given: weights[0], "one tensor per rank"),
         ],
     ),
     "gathered_linear": (
