@@ -1,5 +1,5 @@
-"""What the editions' tests share: a small course, errors, addresses that a page loads, and editions
-that are built once for all workers."""
+"""What the editions' tests share: the lessons, a small course, errors, addresses that a page loads,
+and editions that are built once for all workers."""
 
 import fcntl
 import json
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))  # of the lessons
 NOTEBOOK, SCRIPT = "notebooks/00_a.ipynb", "notebooks/scripts/00_a.py"
 STAMP = ".course-edition"  # a folder with this file may be replaced
 
@@ -20,7 +22,7 @@ def stored_lessons():
     # not there on a GPU machine, whose tests load this file
     from publish.cells import read_lessons
 
-    return read_lessons(Path(__file__).parents[1] / "notebooks")
+    return read_lessons(NOTEBOOKS)
 
 
 def write_lesson(root, content):

@@ -8,10 +8,9 @@ import csv
 import importlib
 import io
 import os
-from pathlib import Path
 
 import pytest
-from editions import stored_lessons
+from editions import NOTEBOOKS, stored_lessons
 from patience import HANGS_SECONDS
 
 nbformat = pytest.importorskip("nbformat")
@@ -22,7 +21,6 @@ from publish.cells import SOLUTION
 from publish.kernels import Limits, Run
 from publish.student import reason_id
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 LIMITS = Limits(HANGS_SECONDS)
 CALL = "lesson_01.check_training_state(mine)"
 IMPORT = "from course_lib.lessons import lesson_01"

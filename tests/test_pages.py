@@ -3,10 +3,9 @@ how prose, outputs and guides in two languages become those of one."""
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
-from editions import stored_lessons
+from editions import NAMES, NOTEBOOKS, stored_lessons
 
 pytest.importorskip("nbformat")
 pytest.importorskip("bs4")
@@ -18,7 +17,6 @@ from publish import pages
 from publish.cells import EditionError, is_solution, read_lessons, remove_guard
 from publish.languages import guide_in, half, html_in, markdown_in, without_lab_texts
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 HAN = re.compile(r"[\u3400-\u9fff]{2,}")
 
 
@@ -38,7 +36,7 @@ def outputs_of(notebook):
 
 
 @pytest.mark.parametrize("spoken", pages.LANGUAGES)
-@pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_has_one_language_each_picture_once_and_solutions_closed(built, spoken, name):
     stored, page = stored_lessons()[name], built[spoken][name]
     assert [cell.id for cell in page.cells[1:]] == [cell.id for cell in stored.cells]

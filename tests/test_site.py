@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ for package in ("sphinx", "myst_nb", "furo", "jupytext", "nbformat"):
 
 import nbformat
 import torch
-from editions import addresses_in, failure, loaded_addresses, small_course, stored_lessons
+from editions import NAMES, addresses_in, failure, loaded_addresses, small_course, stored_lessons
 
 from course_lib.checkpoint import checkpoint
 from course_lib.teaching import pictures
@@ -31,8 +30,6 @@ pytestmark = [  # warnings raised inside these packages
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
 ]
-ROOT = Path(__file__).parents[1]
-LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
 CODES = {"en": "en", "zh": "zh-CN"}
 HAN_CHARACTER = re.compile(HAN)
 each_language = pytest.mark.parametrize("language", LANGUAGES)
@@ -225,7 +222,7 @@ def data_of(notebook):
 
 
 @each_language
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize("lesson", NAMES)
 def test_every_notebook_is_a_page_with_its_outputs_folded_solutions_and_a_download(
     lesson, language, built_site, pages, soups
 ):

@@ -3,10 +3,9 @@
 import ast
 import re
 from itertools import cycle, pairwise
-from pathlib import Path
 
 import pytest
-from editions import loaded_addresses, stored_lessons
+from editions import NAMES, NOTEBOOKS, loaded_addresses, stored_lessons
 from test_notebooks import agreement_problems, chinese_problems, english_problems, glossary_problems
 from test_pace import core
 
@@ -20,13 +19,9 @@ from course_lib.teaching.claims import Claim, what_you_may_have_read
 from course_lib.teaching.switch import PER_LANGUAGE
 from publish import class_slides, lesson_slides, slide_parts, slides
 from publish.cells import EditionError, is_solution, without_guards
-from publish.languages import words_in
+from publish.languages import HAN, words_in
 from publish.student import check_of
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ROOT / "notebooks"
-NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
-HAN = "[\u3400-\u9fff]"
 NOTE = slides.Note(5, {"en": "Why?", "zh": "为什么？"})
 PNG = "iVBORw0KGgo="  # the first bytes of a PNG; no code reads the others
 new = nbformat.v4

@@ -24,7 +24,7 @@ from publish import cells, student
 from publish.cells import STAMP, EditionError, output_folder, remove_guard, without_solutions
 from publish.student import check_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = editions.NOTEBOOKS.parent
 ATTEMPT = "answer = None\ncheck_sum(answer)"
 SOLUTION = "### BEGIN SOLUTION\nanswer = sum([10, 20, 12])\ncheck_sum(answer)\n### END SOLUTION"
 GUARDED = """### BEGIN SOLUTION
@@ -235,7 +235,7 @@ def test_a_missing_package_is_one_sentence_that_names_it(tmp_path):
 @pytest.fixture(scope="module")
 def edition(tmp_path_factory):
     folder = tmp_path_factory.mktemp("editions") / "student"
-    student.build(ROOT / "notebooks", folder)
+    student.build(editions.NOTEBOOKS, folder)
     return folder
 
 
@@ -385,7 +385,7 @@ STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "loop", "log_
 STUBS_THAT_ANSWER |= {"probabilities"}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "notebooks").glob("0*")))
+@pytest.mark.parametrize("name", editions.NAMES)
 def test_with_nothing_solved_every_check_says_so_and_no_cell_raises(lessons, name):
     code = [cell for cell in lessons[name].cells if cell.cell_type == "code"]
     names, told = {}, {}

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbconvert")
 pytest.importorskip("IPython")
 
-from editions import stored_lessons
+from editions import NAMES, NOTEBOOKS, stored_lessons
 from IPython.core.interactiveshell import InteractiveShell
 
 from course_lib.labels import in_both_languages
@@ -23,9 +22,7 @@ from publish import work
 from publish.cells import check_links, is_solution
 from publish.student import check_of
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ROOT / "notebooks"
-NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+ROOT = NOTEBOOKS.parent
 
 
 @pytest.fixture(autouse=True)

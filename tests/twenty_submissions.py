@@ -12,9 +12,9 @@ import sys
 from functools import cache
 
 import pytest
-from editions import stored_lessons
+from editions import NOTEBOOKS, stored_lessons
 from mutants import solutions
-from test_grade import NOTEBOOKS, hand_in, submission
+from test_grade import hand_in, submission
 
 from publish import grade
 from publish.cells import without_markers

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import numpy
 import torch
 
 from course_lib.lessons.lesson_06.tiles import reference_backward, reference_forward
@@ -161,43 +160,34 @@ def wrapped_error(q, k, v):
 
 
 def kernel(
-    new=lambda largest, scores: numpy.maximum(largest, scores.max(1)),
-    shrink=lambda old, new: numpy.exp(old - new),
+    new=lambda largest, scores: torch.maximum(largest, scores.amax(1)),
+    shrink=lambda old, new: (old - new).exp(),
     output=lambda o, shrink, added: o * shrink + added,
-    beyond=-numpy.inf,
+    beyond=-math.inf,
 ):
-    """The lesson's kernel, line by line, in NumPy; one of its lines may be wrong.
+    """The lesson's kernel, line by line and without matrix products; one line may be wrong.
 
     `beyond` is the score of the places after the last key.
     """
 
     def run(q, k, v):
         n, missing = len(q), -len(q) % 16
-        padded = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (q, k, v)]
-        o, lse = torch.empty_like(padded[0]), q.new_empty(n + missing)
-        with numpy.errstate(all="ignore"):
-            for rows in range(0, n, 16):
-                instance(*(x.numpy() for x in (*padded, o, lse)), slice(rows, rows + 16), n)
-        return o[:n], lse[:n]
+        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
+        blocks = [instance(query, k, v, n) for query in q.split(16)]
+        return tuple(torch.cat(each)[:n] for each in zip(*blocks, strict=True))
 
-    def instance(q, k, v, out, lse, rows, n):
-        o, total = numpy.float32(0), numpy.float32(0)
-        largest = numpy.full(16, -numpy.inf, numpy.float32)
+    def instance(query, k, v, n):
+        o, total, largest = 0, 0, torch.full((16,), -math.inf)
         for start in range(0, len(k), 16):
-            keys = slice(start, start + 16)
-            scores = q[rows] @ k[keys].T * q.shape[1] ** -0.5
-            scores = numpy.where(numpy.arange(start, start + 16) < n, scores, beyond)
+            scores = (query[:, None] * k[start : start + 16]).sum(2) * query.shape[1] ** -0.5
+            scores[:, max(0, n - start) :] = beyond
             largest, old = new(largest, scores), largest
-            factor, weights = shrink(old, largest), numpy.exp(scores - largest[:, None])
-            o = output(o, factor[:, None], weights @ v[keys])
+            factor, weights = shrink(old, largest), (scores - largest[:, None]).exp()
+            o = output(o, factor[:, None], (weights[:, :, None] * v[start : start + 16]).sum(1))
             total = total * factor + weights.sum(1)
-        out[rows], lse[rows] = o / total[:, None], largest + numpy.log(total)
+        return o / total[:, None], largest + total.log()
 
     return run
-
-
-def ones(old, new):
-    return numpy.ones_like(new)
 
 
 def causal_tiles(
@@ -342,16 +332,16 @@ ANSWERS = {
             (wrapped_error, "It raised AttributeError('amax')"),
             (kernel(beyond=0.0), "after the last key"),
             (
-                kernel(new=lambda largest, scores: numpy.zeros(16, "float32"), shrink=ones),
+                kernel(new=lambda *_: torch.zeros(16), shrink=lambda *_: torch.ones(16)),
                 "keeps no maximum",
             ),
-            (kernel(new=lambda largest, scores: scores.max(1)), "the maximum of this key block"),
+            (kernel(new=lambda largest, scores: scores.amax(1)), "the maximum of this key block"),
             (
-                kernel(new=lambda largest, scores: numpy.maximum(largest, scores.max())),
+                kernel(new=lambda largest, scores: torch.maximum(largest, scores.max())),
                 "one number for all rows",
             ),
-            (kernel(shrink=ones), "do not rescale the old sum"),
-            (kernel(shrink=lambda old, new: numpy.exp(new - old)), "Every number is nan"),
+            (kernel(shrink=lambda *_: torch.ones(16)), "do not rescale the old sum"),
+            (kernel(shrink=lambda old, new: (new - old).exp()), "Every number is nan"),
             (kernel(output=lambda o, shrink, added: o * shrink.T + added), "the columns"),
             (kernel(output=lambda o, shrink, added: o + added), "do not rescale the old output"),
             (kernel(output=lambda o, shrink, added: added), "only the last key block"),
@@ -360,7 +350,7 @@ ANSWERS = {
                 "Multiply only the old output",
             ),
             (kernel(output=lambda o, shrink, added: 2 * (o * shrink + added)), "the output is not"),
-            (kernel(shrink=lambda old, new: 0.5 * numpy.exp(old - new)), "log-sum-exp is wrong"),
+            (kernel(shrink=lambda old, new: (old - new).exp() / 2), "log-sum-exp is wrong"),
         ],
     ),
     "causal_tiles": (

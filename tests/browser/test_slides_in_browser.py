@@ -2,9 +2,9 @@
 speaker has notes."""
 
 from itertools import cycle, product
-from pathlib import Path
 
 import pytest
+from editions import NAMES
 
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
@@ -13,8 +13,6 @@ from publish import handout, slides
 
 pytestmark = pytest.mark.browser
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 SCREEN = {"viewport": {"width": 1280, "height": 720}, "offline": True}
 LEAST_SIZE = 70  # percent: below it the words of a slide are too small for the back row
 
