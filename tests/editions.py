@@ -39,14 +39,11 @@ def notebook_of(*sources):
     new = pytest.importorskip("nbformat").v4
     output = new.new_output("execute_result", {"text/plain": "2"})
     run = {"outputs": [output], "execution_count": 1}
-    return new.new_notebook(
-        cells=[
-            new.new_markdown_cell(source)
-            if source.startswith("# ")
-            else new.new_code_cell(source, **run)
-            for source in sources
-        ]
-    )
+    made = [
+        new.new_markdown_cell(each) if each.startswith("# ") else new.new_code_cell(each, **run)
+        for each in sources
+    ]
+    return new.new_notebook(cells=made)
 
 
 def small_course(folder):
@@ -67,8 +64,7 @@ def snapshot(folder):
 
 
 def failure(edition, root, capsys):
-    """The one sentence with which an edition's command line gives up; nothing in the course has
-    changed."""
+    """The one sentence with which an edition's command line gives up, and changes nothing."""
     from publish.cells import run_edition
 
     before, output = snapshot(root), root / "old"
@@ -85,15 +81,11 @@ def failure(edition, root, capsys):
 
 def loaded_addresses(page):
     """What a browser would load when it opens the page; links to follow are none."""
-    found = [
-        tag[key]
-        for key in ("src", "srcset", "poster", "data")
-        for tag in page.find_all(attrs={key: True})
-    ]
+    keys = ("src", "srcset", "poster", "data")
+    found = [tag[key] for key in keys for tag in page.find_all(attrs={key: True})]
     pages = {"next", "prev", "canonical", "alternate"}
-    found += [
-        tag.get("href", "") for tag in page.find_all("link") if not pages & {*tag.get("rel", ())}
-    ]
+    links = [tag for tag in page.find_all("link") if not pages & {*tag.get("rel", ())}]
+    found += [tag.get("href", "") for tag in links]
     styles = [tag.text for tag in page.find_all("style")]
     found += addresses_in(" ".join(styles + [tag["style"] for tag in page.select("[style]")]))
     return [address for address in found if not address.startswith("data:")]
@@ -104,8 +96,7 @@ def addresses_in(css):
 
 
 def built_once(tmp_path_factory, name, build):
-    """The folder that `build(folder)` writes, by the first worker that asks for it; the others
-    wait."""
+    """The folder that `build(folder)` writes for the first worker that asks; the others wait."""
     base = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         base = base.parent  # one folder for all workers of this run

@@ -1,5 +1,4 @@
-"""What a screen reader cannot say of an output's HTML: pictures without words, Chinese that is not
-marked as such."""
+"""What a screen reader cannot say of HTML: pictures without words, Chinese not marked as such."""
 
 import re
 from html.parser import HTMLParser

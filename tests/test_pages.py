@@ -1,5 +1,4 @@
-"""The pages: each lesson as a notebook in one language, whose solutions are closed anywhere; and
-how prose, outputs and guides in two languages become those of one."""
+"""Pages: lessons in one language, and how prose, outputs and guides of two become those of one."""
 
 import ast
 import re

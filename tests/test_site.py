@@ -1,5 +1,4 @@
-"""The website: each language has every lesson, claim and public name, and no page asks another
-machine."""
+"""The website: each language has every lesson, claim and name, and no page asks another machine."""
 
 import copy
 import doctest

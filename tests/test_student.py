@@ -1,5 +1,4 @@
-"""The student edition: solutions go, checks stay, and run with nothing solved. Also
-what all editions share: their folders, and one sentence for a course that is broken."""
+"""The student edition, and what all editions share: folders, and sentences for a broken course."""
 
 import ast
 import importlib

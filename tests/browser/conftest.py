@@ -1,5 +1,4 @@
-"""What the tests in a browser share: one headless Chromium, and pages that tell what went wrong in
-them.
+"""What the tests in a browser share: one headless Chromium, and pages that tell of errors in them.
 
 They need Chromium (the one that CHROMIUM names, or one on the PATH) and Playwright for Python.
 Where either is missing they are skipped, and say what to install; `make browser`, which asks for
@@ -46,12 +45,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """open_page(address, **options of the context): a page of its own; at the end it must have had
-    no trouble.
-
-    Trouble is an error in the console or in a script, an answer that is an error, a request to
-    another machine.
-    """
+    """open_page(address, **options of the context): a page of its own, without any of PROBLEMS."""
     contexts, trouble = [], []
 
     def open_one(address, **options):

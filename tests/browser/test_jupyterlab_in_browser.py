@@ -1,9 +1,4 @@
-"""JupyterLab as `make lab` starts it: the switch, two lessons side by side, a kernel that runs one,
-a slider, and the file list.
-
-The server works on a copy of the notebooks, and keeps its settings, trust and kernels' files beside
-it.
-"""
+"""JupyterLab as `make lab` starts it, with a copy of the notebooks, settings and trust of its own."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""The website in a browser: each language has its address, is remembered, and keyboard and search
-work in it."""
+"""The website in a browser: addresses and memory of the languages, keyboard, and search."""
 
 import os
 import re

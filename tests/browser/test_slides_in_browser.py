@@ -1,5 +1,4 @@
-"""The slides in a browser, from the file system and offline: each one fits, pages turn, and the
-speaker has notes."""
+"""The slides in a browser, offline: each one fits, pages turn, and the speaker has notes."""
 
 from itertools import cycle, product
 
@@ -47,13 +46,11 @@ def open_deck(built_decks, open_page):
 
 
 def pytest_generate_tests(metafunc):
-    """`make browser` opens every deck, `make test` every lesson's in one of the languages, in
-    turns."""
+    """`make browser` opens every deck, `make test` one of each lesson, in the languages in turns."""
     if "name" in metafunc.fixturenames:
         all_of_them = metafunc.config.option.markexpr == "browser"
-        decks = (
-            product(slides.LANGUAGES, NAMES) if all_of_them else zip(cycle(slides.LANGUAGES), NAMES)
-        )
+        one_of_each = zip(cycle(slides.LANGUAGES), NAMES)
+        decks = product(slides.LANGUAGES, NAMES) if all_of_them else one_of_each
         metafunc.parametrize(("language", "name"), list(decks))
 
 
