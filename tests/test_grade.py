@@ -1,7 +1,6 @@
 """Grading: the verdicts on handed-in notebooks, whatever they contain.
 
-Twenty submissions, with crashes, loops and cheats that take minutes, are in
-`twenty_submissions.py`, which is run by hand.
+`twenty_submissions.py`, which is run by hand, has crashes, loops and cheats that take minutes.
 """
 
 import csv
@@ -144,8 +143,7 @@ while not Path({other!r}).exists():
 def test_notebooks_run_side_by_side_and_one_that_crashes_does_not_stop_the_other(
     tmp_path, read_once, capsys
 ):
-    """Each of the two waits for the other, so one after the other they would never end. Lesson 00
-    has no exercises: the table says whether it ran to its end."""
+    """Each of the two waits for the other. Lesson 00 has no exercises: did it run to its end?"""
     for mine, other, end in (("a", "b", "import os\nos._exit(1)"), ("b", "a", "1 / 0")):
         waits = WAITS.format(mine=str(tmp_path / mine), other=str(tmp_path / other))
         notebook = submission(waits, end, title="# 0 Start here / 从这里开始")

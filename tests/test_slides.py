@@ -95,12 +95,12 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
 )
 def test_a_figure_stands_alone_and_is_the_picture_of_the_decks_language(language, words):
     # a small picture per language, and large ones for slides
-    pictures = (
-        f'<figure lang="{each}" style="margin: 0">'
-        f'<img alt="{alt}" src="data:image/png;base64,AAAA"></figure>'
-        for each, alt in (("en", "A &quot;peak&quot;."), ("zh", "峰值。"))
+    image = (
+        '<figure lang="{}" style="margin: 0">'
+        '<img alt="{}" src="data:image/png;base64,AAAA"></figure>'
     )
-    drawn = html_output("\n".join(pictures), slides={"en": PNG, "zh": PNG})
+    pictures = image.format("en", "A &quot;peak&quot;.") + image.format("zh", "峰值。")
+    drawn = html_output(pictures, slides={"en": PNG, "zh": PNG})
     found = page_of(lesson_of(code("draw()", drawn)), language).select("section.is-figure")
     assert [slide.img["alt"] for slide in found] == words
     assert all(len(slide.select_one(".body").find_all(recursive=False)) == 1 for slide in found)
@@ -321,8 +321,7 @@ WITH_BUGS = "def train_epoch("
 
 @each_lesson
 def test_no_lesson_shows_an_attempt_above_its_result(name):
-    """What a learner has to fill in is the speaker's question; its slide would show a blank above a
-    verdict."""
+    """What a learner has to fill in is the speaker's question."""
     cells = stored_lessons()[name].cells
     attempts = [cell for cell, following in pairwise(cells) if is_solution(following)]
     shown = [cell.source for cell in attempts if "slide" in cell.metadata]

@@ -177,8 +177,7 @@ def test_nothing_that_the_learner_typed_is_lost(seed):
 
 @pytest.fixture
 def course(tmp_path):
-    """A function that writes a course of one lesson, with the file that its edition copies; and the
-    learner's folder, made of its first edition."""
+    """A function that writes a course of one lesson, and the learner's folder of the first one."""
 
     def write(letters):
         nbformat.write(book(letters), notebooks / "01_bytes.ipynb")

@@ -38,8 +38,7 @@ def lab(browser, tmp_path_factory):
     """The address of JupyterLab with a copy of the notebooks, trusted as `make lab` does."""
     place = tmp_path_factory.mktemp("lab")
     notebooks = place / "course/notebooks"
-    unwanted = shutil.ignore_patterns(".ipynb_checkpoints")
-    shutil.copytree(ROOT / "notebooks", notebooks, ignore=unwanted)
+    shutil.copytree(ROOT / "notebooks", notebooks, ignore=shutil.ignore_patterns(".ipynb_*"))
     sliders = only_the_sliders(json.loads((notebooks / f"{SLIDERS}.ipynb").read_text("utf-8")))
     (notebooks / "sliders.ipynb").write_text(json.dumps(sliders), "utf-8")
     for name, target in (
@@ -49,10 +48,10 @@ def lab(browser, tmp_path_factory):
     ):
         (place / target).parent.mkdir(parents=True)
         shutil.copy(ROOT / "publish/jupyterlab" / name, place / target)
+    folders = ("DATA", "RUNTIME", "CONFIG")
     environment = {
         **os.environ,
-        **{f"JUPYTER_{name}_DIR": str(place / name.lower()) for name in ("DATA", "RUNTIME")},
-        "JUPYTER_CONFIG_DIR": str(place / "config"),
+        **{f"JUPYTER_{name}_DIR": str(place / name.lower()) for name in folders},
         "IPYTHONDIR": str(place / "ipython"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
@@ -73,9 +72,8 @@ def lab(browser, tmp_path_factory):
         "LabApp.user_settings_dir": place / "user",
         "LabApp.workspaces_dir": place / "workspaces",
     }
-    switches = ("allow-root", "no-browser", "expose-app-in-browser")
-    command = [sys.executable, "-m", "jupyterlab", *(f"--{name}" for name in switches)]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser"]
+    command += ["--expose-app-in-browser", *(f"--{name}={each}" for name, each in options.items())]
     address = f"http://127.0.0.1:{port}"
     with (place / "log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -130,9 +128,8 @@ def wait_for_kernel(page):
 
 def visible(notebook):
     """The languages of which something can be seen."""
-    return [
-        one for one in ("en", "zh") if notebook.locator(f".jp-Cell div[lang={one}]:visible").count()
-    ]
+    cells = notebook.locator(".jp-Cell")
+    return [one for one in ("en", "zh") if cells.locator(f"div[lang={one}]:visible").count()]
 
 
 def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_their_language(
@@ -153,9 +150,8 @@ def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_th
         assert left.locator("img[alt]:visible").count() == figures.count() // 2 > 1
         assert left.locator(".course-language label:visible").count() == 3
 
-    command(
-        page, "docmanager:open", path="notebooks/sliders.ipynb", options={"mode": "split-right"}
-    )
+    right = {"mode": "split-right"}
+    command(page, "docmanager:open", path="notebooks/sliders.ipynb", options=right)
     right = page.locator(".jp-Notebook").nth(1)
     right.locator(".course-language").wait_for()
     right.locator("input[value=en]").check()
@@ -165,14 +161,13 @@ def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_th
 def run_the_switch(page):
     """Run the switch's cell of the notebook in front, and wait for its new buttons."""
     wait_for_kernel(page)
-    page.evaluate(
-        "for (const form of document.querySelectorAll('.course-language')) form.className += ' old'"
-    )
-    cells = "jupyterapp.shell.currentWidget.content"
-    page.evaluate(
-        f"{cells}.activeCellIndex ="
-        f" {cells}.widgets.findIndex(cell => cell.model.sharedModel.source.includes('language()'))"
-    )
+    old = page.locator(".course-language")
+    old.evaluate_all("forms => forms.forEach((form) => form.classList.add('old'))")
+    page.evaluate("""() => {
+      const cells = jupyterapp.shell.currentWidget.content;
+      const sources = cells.widgets.map((cell) => cell.model.sharedModel.source);
+      cells.activeCellIndex = sources.findIndex((source) => source.includes("language()"));
+    }""")
     command(page, "notebook:run-cell")
     page.locator(".course-language:not(.old)").wait_for()
     page.wait_for_function("!document.querySelector('.course-language.old')")
