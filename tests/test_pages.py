@@ -13,7 +13,7 @@ from course_lib import labels
 from course_lib.teaching import figure, language
 from course_lib.teaching.pictures import pictures_in, show
 from publish import pages
-from publish.cells import EditionError, is_solution, read_lessons, remove_guard
+from publish.cells import is_solution, read_lessons, remove_guard
 from publish.languages import guide_in, half, html_in, markdown_in, without_lab_texts
 
 HAN = re.compile(r"[\u3400-\u9fff]{2,}")
@@ -111,8 +111,6 @@ def test_cell_has_half_of_the_heading_and_one_div():
     assert markdown_in(CELL, "en") == "## 1.1 Bytes\n\nA / B."
     assert markdown_in(CELL, "zh") == "## 1.1 字节\n\n甲。"
     assert markdown_in(CELL, "both") == CELL
-    with pytest.raises(EditionError, match='no <div lang="zh">'):
-        markdown_in('<div lang="en">\n\nA.\n\n</div>', "zh")
 
 
 LAB = '<span class="lab-only">The *buttons*.</span>'

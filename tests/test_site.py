@@ -25,12 +25,10 @@ from course_lib.teaching import pictures
 from publish import site
 from publish.languages import HAN, LANGUAGES, PER_LANGUAGE, is_chinese, words_in
 
-pytestmark = [  # warnings raised inside these packages
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
-]
+# warnings raised inside these packages
+ignored = ("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(*ignored)
 CODES = {"en": "en", "zh": "zh-CN"}
-HAN_CHARACTER = re.compile(HAN)
 each_language = pytest.mark.parametrize("language", LANGUAGES)
 
 
@@ -151,7 +149,7 @@ def english_in(soup):
     return {
         line
         for line in lines
-        if ENGLISH.search(line) and not HAN_CHARACTER.search(line) and not CITED.fullmatch(line)
+        if ENGLISH.search(line) and not re.search(HAN, line) and not CITED.fullmatch(line)
     }
 
 

@@ -222,10 +222,7 @@ ANSWERS = {
             (partial(in_blocks, start=-100.0), "or at another number"),
             (partial(in_blocks, result=lambda largest, log: log), "returned log ℓ"),
             (whole_blocks, "left out the last block"),
-            (
-                lambda scores, block: shifted(scores, block, scores.amax(1)),
-                "`amax` read more than one block",
-            ),
+            (lambda scores, block: shifted(scores, block, scores.amax(1)), "`amax` read more"),
             (
                 lambda scores, block: shifted(scores, block, scores.sort(1).values[:, -1]),
                 "`sort` read more",
@@ -246,23 +243,18 @@ ANSWERS = {
     "forward": (
         [reference_forward, keys_outside],
         [
-            *(
-                (partial(reference_forward, mistake=mistake), told)
-                for mistake, told in (
-                    ("no maximum", "You keep no maximum"),
-                    ("starts at 0", "starts at 0"),
-                    ("maximum of the tile", "the maximum of this tile alone"),
-                    ("one maximum for all rows", "one maximum for all rows"),
-                    ("sum not rescaled", "do not rescale the old sum"),
-                    ("output not rescaled", "do not rescale the old output"),
-                    ("last tile", "only the last tile"),
-                    ("not divided", "did not divide"),
-                    ("softmax of the tile", "sums to 1 in every tile"),
-                    ("scale forgotten", "lack the scale"),
-                    ("scaled twice", "by d. Divide"),
-                    ("sum returned", "returned log ℓ"),
-                )
-            ),
+            (partial(reference_forward, mistake="no maximum"), "You keep no maximum"),
+            (partial(reference_forward, mistake="starts at 0"), "starts at 0"),
+            (partial(reference_forward, mistake="maximum of the tile"), "of this tile alone"),
+            (partial(reference_forward, mistake="one maximum for all rows"), "for all rows"),
+            (partial(reference_forward, mistake="sum not rescaled"), "rescale the old sum"),
+            (partial(reference_forward, mistake="output not rescaled"), "rescale the old output"),
+            (partial(reference_forward, mistake="last tile"), "only the last tile"),
+            (partial(reference_forward, mistake="not divided"), "did not divide"),
+            (partial(reference_forward, mistake="softmax of the tile"), "1 in every tile"),
+            (partial(reference_forward, mistake="scale forgotten"), "lack the scale"),
+            (partial(reference_forward, mistake="scaled twice"), "by d. Divide"),
+            (partial(reference_forward, mistake="sum returned"), "returned log ℓ"),
             # the first two of three key blocks, and as many keys as queries
             (lambda q, k, v, *blocks: reference_forward(q, k[:48], v[:48], *blocks), "last keys"),
             (lambda q, k, v, *blocks: reference_forward(q, k[:40], v[:40], *blocks), "last keys"),
@@ -277,20 +269,15 @@ ANSWERS = {
     "backward": (
         [reference_backward, queries_outside],
         [
-            *(
-                (partial(reference_backward, mistake=mistake), told)
-                for mistake, told in (
-                    ("no D", "subtracts D"),
-                    ("D of the tile", "over one key block"),
-                    ("softmax of the tile", "sums to 1 in every tile"),
-                    ("S not scaled", "S lacks the scale"),
-                    ("scale forgotten", "dS must contain it"),
-                    ("dQ overwritten", "only the last key block"),
-                    ("dK and dV overwritten", "only the last block of queries"),
-                    ("all overwritten", "only the last tile"),
-                    ("divided", "Subtract first"),
-                )
-            ),
+            (partial(reference_backward, mistake="no D"), "subtracts D"),
+            (partial(reference_backward, mistake="D of the tile"), "over one key block"),
+            (partial(reference_backward, mistake="softmax of the tile"), "1 in every tile"),
+            (partial(reference_backward, mistake="S not scaled"), "S lacks the scale"),
+            (partial(reference_backward, mistake="scale forgotten"), "dS must contain it"),
+            (partial(reference_backward, mistake="dQ overwritten"), "only the last key block"),
+            (partial(reference_backward, mistake="dK and dV overwritten"), "last block of queries"),
+            (partial(reference_backward, mistake="all overwritten"), "only the last tile"),
+            (partial(reference_backward, mistake="divided"), "Subtract first"),
             (times(reference_backward, 0, 1.5), "dQ"),
             (times(reference_backward, 2, 1.5), "dV"),
             (times(reference_backward, 1, 4.0), "dK, by a factor of √d. It is too large"),
@@ -336,19 +323,13 @@ ANSWERS = {
                 "keeps no maximum",
             ),
             (kernel(new=lambda largest, scores: scores.amax(1)), "the maximum of this key block"),
-            (
-                kernel(new=lambda largest, scores: torch.maximum(largest, scores.max())),
-                "one number for all rows",
-            ),
+            (kernel(new=lambda old, scores: torch.maximum(old, scores.max())), "for all rows"),
             (kernel(shrink=lambda *_: torch.ones(16)), "do not rescale the old sum"),
             (kernel(shrink=lambda old, new: (new - old).exp()), "Every number is nan"),
             (kernel(output=lambda o, shrink, added: o * shrink.T + added), "the columns"),
             (kernel(output=lambda o, shrink, added: o + added), "do not rescale the old output"),
             (kernel(output=lambda o, shrink, added: added), "only the last key block"),
-            (
-                kernel(output=lambda o, shrink, added: (o + added) * shrink),
-                "Multiply only the old output",
-            ),
+            (kernel(output=lambda o, shrink, added: (o + added) * shrink), "only the old output"),
             (kernel(output=lambda o, shrink, added: 2 * (o * shrink + added)), "the output is not"),
             (kernel(shrink=lambda old, new: (old - new).exp() / 2), "log-sum-exp is wrong"),
         ],

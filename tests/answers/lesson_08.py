@@ -171,17 +171,6 @@ def ignores_the_gathered(weights, gradients, adams, wire):
     return [torch.cat(updated) for _ in weights]
 
 
-SHARDED_SLIPS = {
-    "all-reduce": "you send 3 numbers",
-    "no wire": "fewer bytes than a step needs",
-    "scale": "does not depend on the scale of the gradient",
-    "first shard": "its own shard",
-    "sum": "sum of the gradients",
-    "whole state": "of Adam's state",
-    "no gather": "only one shard of the new weights",
-}
-
-
 def sent(formula):
     """The right bytes of DDP, and those of FSDP2 by a formula of psi and root."""
     return lambda psi, root: {"DDP": 8 * psi, "FSDP2": formula(psi, root)}
@@ -238,7 +227,13 @@ ANSWERS = {
     "sharded_step": (
         [sharded, lambda *given: tuple(sharded(*given)), divides_first, divides_in_place],
         [
-            *((partial(sharded, slip=slip), reason) for slip, reason in SHARDED_SLIPS.items()),
+            (partial(sharded, slip="all-reduce"), "you send 3 numbers"),
+            (partial(sharded, slip="no wire"), "fewer bytes than a step needs"),
+            (partial(sharded, slip="scale"), "does not depend on the scale of the gradient"),
+            (partial(sharded, slip="first shard"), "its own shard"),
+            (partial(sharded, slip="sum"), "sum of the gradients"),
+            (partial(sharded, slip="whole state"), "of Adam's state"),
+            (partial(sharded, slip="no gather"), "only one shard of the new weights"),
             (cheats, "sent_bytes"),
             (lambda *given: [each.numpy() for each in sharded(*given)], "one tensor per rank"),
             (lambda weights, *given: [None for _ in weights], "one tensor per rank"),
