@@ -11,21 +11,20 @@ from torch.autograd.graph import saved_tensors_hooks
 # --------------------------------------------------------------------------------------------------
 
 
-def step_time(L, f, g, c, p):
-    backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
-    return L * max(f, 2 * c) + L * backward - f
+def backward_alone(L, f, g, c, p, wrong=None):
+    times = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)} | (wrong or {})
+    return L * times[p] - f
+
+
+def step_time(L, f, g, c, p, wrong=None):
+    return L * max(f, 2 * c) + backward_alone(L, f, g, c, p, wrong)
 
 
 def but_backward(wrong):
     """Another time of a layer's backward for some p, of (g, c)."""
-
-    def time(L, f, g, c, p):
-        backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)} | {
-            each: formula(g, c) for each, formula in wrong.items()
-        }
-        return L * max(f, 2 * c) + L * backward[p] - f
-
-    return time
+    return lambda L, f, g, c, p: step_time(
+        L, f, g, c, p, {each: time(g, c) for each, time in wrong.items()}
+    )
 
 
 def with_the_ends(L, f, g, c, p):
@@ -84,32 +83,21 @@ def hooks(
     return offloading
 
 
-class Handle:
-    """The room and the view in an object of one's own."""
-
-    def __init__(self, room, tensor):
-        self.room, self.like = room, (tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def tensor(self):
-        return torch.as_strided(self.room.get()(), *self.like)
-
-
-def with_handles(store, stay):
+def with_closures(store, stay):
+    """Right in another way: `pack` returns a function, and a version has a room of its own."""
     rooms = WeakKeyDictionary()
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage in stay:
             return tensor
-        version = tensor._version
-        known = rooms.setdefault(storage, {})
+        known, version = rooms.setdefault(storage, {}), tensor._version
         if version not in known:
             known[version] = store.put(whole(tensor))
-        return Handle(known[version], tensor)
+        room, view = known[version], (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return lambda: torch.as_strided(room.get()(), *view)
 
-    return saved_tensors_hooks(
-        pack, lambda packed: packed.tensor() if isinstance(packed, Handle) else packed
-    )
+    return saved_tensors_hooks(pack, lambda packed: packed() if callable(packed) else packed)
 
 
 def moves_what_needs_a_gradient(store, stay):
@@ -147,85 +135,43 @@ def copies_back_at_once(store, stay):
 # --------------------------------------------------------------------------------------------------
 
 
-def read(device, x, wait="finish"):
+def wait_for(device, copied, waits):
+    for wait in waits:
+        getattr(device, wait)(copied)
+
+
+def read(device, x, waits=("finish",), result=torch.Tensor.tolist):
     y = x * 2
     host = device.pinned(y.shape, y.dtype)
-    copied = device.copy(host, y, "down")
-    if wait:
-        getattr(device, wait)(copied)
-    return host.tolist()
+    wait_for(device, device.copy(host, y, "down"), waits)
+    return result(host)
 
 
-def use(device, host, wait="wait"):
+def use(device, host, waits=("wait",)):
     x = torch.zeros(host.shape)
-    copied = device.copy(x, host, "up")
-    if wait:
-        getattr(device, wait)(copied)
+    wait_for(device, device.copy(x, host, "up"), waits)
     return x * 2
 
 
-def let_go(device, x, wait="wait", keeps=False, again=True):
+def let_go(device, x, waits=("wait",), keeps=False, again=True, at_the_end=("finish",)):
     y = x * 2
     host = device.pinned(y.shape, y.dtype)
     copied = device.copy(host, y, "down")
-    if wait:
-        getattr(device, wait)(copied)
+    wait_for(device, copied, waits)
     if not keeps:
         del y
     if again:
         z = x * 100  # noqa: F841
-    device.finish(copied)
+    wait_for(device, copied, at_the_end)
     return host.tolist()
-
-
-def waits_twice(device, x):
-    y = x * 2
-    host = device.pinned(y.shape, y.dtype)
-    copied = device.copy(host, y, "down")
-    device.wait(copied)
-    device.finish(copied)
-    return host.tolist()
-
-
-def returns_the_tensor(device, x):
-    y = x * 2
-    host = device.pinned(y.shape, y.dtype)
-    device.finish(device.copy(host, y, "down"))
-    return host
-
-
-def finishes_before_the_next_tensor(device, x):
-    y = x * 2
-    host = device.pinned(y.shape, y.dtype)
-    device.finish(device.copy(host, y, "down"))
-    del y
-    z = x * 100  # noqa: F841
-    return host.tolist()
-
-
-def never_finishes(device, x):
-    y = x * 2
-    host = device.pinned(y.shape, y.dtype)
-    device.wait(device.copy(host, y, "down"))
-    del y
-    z = x * 100  # noqa: F841
-    return host.tolist()
-
-
-def without_a_copy(device, x):
-    return (x * 2).tolist()
 
 
 def three(*, first=read, second=use, third=let_go):
     return first, second, third
 
 
-def bare(program):
-    return partial(program, wait=None)
-
-
 # Pages
-# -----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def peak_in_step(parameters, page_bytes):
@@ -253,44 +199,41 @@ ANSWERS = {
                 "one storage per layer",
             ),
             (
-                lambda L, f, g, c, p: step_time(L, f, g, c, p) + L * min(f, 2 * c),
+                lambda L, f, g, c, p: L * (f + 2 * c) + backward_alone(L, f, g, c, p),
                 "added the copies",
             ),
             (lambda L, f, g, c, p: step_time(L, f, f, c, p), "took f for"),
-            (lambda L, f, g, c, p: step_time(L, f, g, c, p) - L * max(f, 2 * c), "backward alone"),
+            (backward_alone, "backward alone"),
             (lambda L, f, g, c, p: step_time(L, f, 2 * f, c, p), "took 2 f"),
             (but_backward({1: lambda g, c: g + c}), "the shorter one"),
             (but_backward({2: lambda g, c: g}), "On a slow link"),
             (but_backward({1: lambda g, c: g + c, 2: lambda g, c: g}), "On a slow link"),
             (lambda L, f, g, c, p: L * (f + g + (2 - p) * c), "On a slow link"),
-            (
-                lambda L, f, g, c, p: step_time(L, f, g, c, p) + L * (f - max(f, 2 * c)),
-                "On a slow link",
-            ),
+            (lambda L, f, g, c, p: L * f + backward_alone(L, f, g, c, p), "On a slow link"),
             (but_backward({2: lambda g, c: max(g, c)}), "one after the other"),
             (
                 lambda L, f, g, c, p: L * (max(f, 2 * c) + (g + c if p == 0 else max(g, c))),
                 "In backward you counted one copy",
             ),
             (
-                lambda L, f, g, c, p: step_time(L, f, g, c, p) if p == 0 else None,
+                lambda *case: None if case[-1] else step_time(*case),
                 "p = 1: your function returned nothing",
             ),
             (but_backward({1: lambda g, c: max(g, 2 * c)}), "Only one of them does"),
             (but_backward({1: lambda g, c: g + 2 * c}), "wait for both copies"),
             (but_backward({0: lambda g, c: c + max(g, c)}), "waits for both copies"),
             (
-                lambda L, f, g, c, p: step_time(L, f, g, c, p) - L * max(f, 2 * c) + L * max(f, c),
+                lambda L, f, g, c, p: L * max(f, c) + backward_alone(L, f, g, c, p),
                 "In forward you counted one copy",
             ),
-            (lambda L, f, g, c, p: step_time(L, f, g, c, p) / L, "one layer"),
-            (lambda L, f, g, c, p: 1000 * step_time(L, f, g, c, p), "milliseconds"),
-            (lambda L, f, g, c, p: 1.5 * step_time(L, f, g, c, p), "L = 16"),
-            (lambda L, f, g, c, p: "soon", "Expected one number"),
+            (lambda *case: step_time(*case) / case[0], "one layer"),
+            (lambda *case: 1000 * step_time(*case), "milliseconds"),
+            (lambda *case: 1.5 * step_time(*case), "L = 16"),
+            (lambda *case: "soon", "Expected one number"),
         ],
     ),
     "offloading": (
-        [hooks(), with_handles],
+        [hooks(), with_closures],
         [
             (elsewhere, "moved nothing into the store"),
             (copies_back_at_once, "copied back during forward"),
@@ -316,20 +259,23 @@ ANSWERS = {
     "waits": (
         [three(), [read, use, let_go]],
         [
-            (three(first=bare(read)), "before the copy is complete"),
-            (three(second=bare(use)), "has not written"),
-            (three(third=bare(let_go)), "still reads it"),
-            (three(first=partial(read, wait="wait")), "before the copy is complete"),
-            (three(second=partial(use, wait="finish")), "the host waits"),
-            (three(third=partial(let_go, wait="finish")), "the host waits"),
-            (three(third=partial(let_go, wait=None, keeps=True)), "reuses its memory"),
-            (three(third=partial(let_go, wait=None, again=False)), "reuses its memory"),
-            (three(first=without_a_copy), "nothing is copied"),
-            (three(first=waits_twice), "the compute stream waits as well"),
-            (three(first=returns_the_tensor), "a list of numbers"),
+            (three(first=partial(read, waits=())), "before the copy is complete"),
+            (three(second=partial(use, waits=())), "has not written"),
+            (three(third=partial(let_go, waits=())), "still reads it"),
+            (three(first=partial(read, waits=["wait"])), "before the copy is complete"),
+            (three(second=partial(use, waits=["finish"])), "the host waits"),
+            (three(third=partial(let_go, waits=["finish"])), "the host waits"),
+            (three(third=partial(let_go, waits=(), keeps=True)), "reuses its memory"),
+            (three(third=partial(let_go, waits=(), again=False)), "reuses its memory"),
+            (three(first=lambda device, x: (x * 2).tolist()), "nothing is copied"),
+            (three(first=partial(read, waits=["wait", "finish"])), "compute stream waits as well"),
+            (three(first=partial(read, result=torch.Tensor.clone)), "a list of numbers"),
             (three(first=lambda device, x: print(end="")), "`read`: it returns nothing"),
-            (three(third=finishes_before_the_next_tensor), "the host waits"),
-            (three(third=never_finishes), "The host reads before"),
+            (
+                three(third=partial(let_go, waits=["finish"], at_the_end=())),
+                "the host waits",
+            ),
+            (three(third=partial(let_go, at_the_end=())), "The host reads before"),
             (three(second=lambda device, host: use(device, host) * 2), "numbers are wrong"),
             (read, "three functions"),
         ],
@@ -363,10 +309,7 @@ EQUIVALENT = {
             "return tensor.detach() → return tensor.detach().detach()",
             "tensor.detach() → tensor",
             "return packed → return packed.detach()",
-            (
-                "return room.get()().as_strided(*view) → return"
-                " room.get()().as_strided(*view).detach()"
-            ),
+            "return room.get()().as_strided(*view) → return room.get()().as_strided(*view).detach()",
         ),
         "no graph is recorded for what a hook computes",
     ),

@@ -1,6 +1,6 @@
 """Answers to the exercises of lesson 09: right ones, and wrong ones with what they are told."""
 
-import functools
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -9,20 +9,15 @@ from course_lib.budget import Recipe
 from course_lib.lessons.lesson_09.checks import model_of, parameters_of
 
 
-def loss_sum(
-    model, batch, shift=True, reduction="sum", count=lambda labels: (labels != -100).sum()
-):
+def loss_sum(model, batch, shift=1, reduction="sum", count=lambda labels: (labels != -100).sum()):
+    """The sum and the number, with one mistake where an option asks for it."""
     logits, labels = model(batch["input_ids"]).logits, batch["labels"]
-    if shift:
+    if shift == 1:
         logits, labels = logits[:, :-1], labels[:, 1:]
+    if shift == -1:
+        logits, labels = logits[:, 1:], labels[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
     return losses, count(labels)
-
-
-def shifted_the_wrong_way(model, batch):
-    logits, labels = model(batch["input_ids"]).logits[:, 1:], batch["labels"][:, :-1]
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return losses, (labels != -100).sum()
 
 
 def predicts_the_inputs(model, batch):
@@ -74,8 +69,12 @@ def doubles_the_vocabulary(config):
     return parameters_of(config)
 
 
-def slip(name):
-    return lambda config: parameters_of(config, name)
+def with_positions(config):
+    return parameters_of(config) + config["max_position_embeddings"] * config["hidden_size"]
+
+
+def slip(*names):
+    return lambda config: parameters_of(config, *names)
 
 
 def counted_on_meta(config):
@@ -95,25 +94,27 @@ def row_by_row(model, batch):
     return total, count
 
 
+UPDATES = {"in_backward": True, "offload_optimizer": 1.0}
+
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "loss_sum": (
         [loss_sum, row_by_row, by_its_own_loss, called_by_name],
         [
-            (functools.partial(loss_sum, reduction="mean"), "You returned a mean"),
-            (functools.partial(loss_sum, shift=False), "shift the labels"),
-            (shifted_the_wrong_way, "in the wrong direction"),
+            (partial(loss_sum, reduction="mean"), "You returned a mean"),
+            (partial(loss_sum, shift=0), "shift the labels"),
+            (partial(loss_sum, shift=-1), "in the wrong direction"),
             (predicts_the_inputs, "You used `input_ids`"),
             (predicts_padding, "changes the batch"),
             (ten_tokens, "The sum is right"),
             (subtracts_the_first, "The sum is right"),
-            (functools.partial(loss_sum, reduction="none"), "one number each"),
+            (partial(loss_sum, reduction="none"), "one number each"),
             (lambda model, batch: loss_sum(model, batch)[::-1], "You swapped the two"),
             (lambda model, batch: (loss_sum(model, batch)[0].detach(), 9), "no gradient"),
-            (functools.partial(loss_sum, count=lambda labels: labels.numel()), "-100"),
-            (functools.partial(loss_sum, count=lambda labels: 9 + 0 * labels.sum()), None),
-            (functools.partial(loss_sum, count=lambda labels: len(labels)), "not over samples"),
-            (functools.partial(loss_sum, count=lambda labels: 1), "your weight is 1"),
+            (partial(loss_sum, count=lambda labels: labels.numel()), "-100"),
+            (partial(loss_sum, count=lambda labels: 9 + 0 * labels.sum()), None),
+            (partial(loss_sum, count=lambda labels: len(labels)), "not over samples"),
+            (partial(loss_sum, count=lambda labels: 1), "your weight is 1"),
             (lambda model, batch: loss_sum(model, batch)[0], "Return a pair"),
             (lambda model, batch: (float(loss_sum(model, batch)[0]), 9), "no gradient"),
         ],
@@ -137,17 +138,8 @@ ANSWERS = {
             doubles_the_vocabulary,
             (slip("one norm"), "two norms"),
             (lambda config: 4 * parameters_of(config), "bytes in fp32"),
-            (
-                lambda config: (
-                    parameters_of(config)
-                    + config["max_position_embeddings"] * config["hidden_size"]
-                ),
-                "a table of positions",
-            ),
-            (
-                lambda config: parameters_of(config, "gate", "one norm"),
-                "gate, up and down. You left out norms",
-            ),
+            (with_positions, "a table of positions"),
+            (slip("gate", "one norm"), "gate, up and down. You left out norms"),
             (lambda config: 31_141_376, "for the small Llama"),
             (lambda config: 2 * parameters_of(config), "bytes in bf16"),
             (lambda config: 16 * parameters_of(config), "bytes of Adam's step"),
@@ -155,49 +147,19 @@ ANSWERS = {
     ),
     "recipe": (
         [
-            Recipe(in_backward=True, offload_optimizer=1.0, offload_activations=True),
-            Recipe(
-                in_backward=True,
-                offload_optimizer=1.0,
-                checkpoint="layers",
-                offload_activations=True,
-            ),
+            Recipe(**UPDATES, offload_activations=True),
+            Recipe(**UPDATES, checkpoint="layers", offload_activations=True),
         ],
         [
-            (
-                Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers"),
-                "exactly the three techniques",
+            (Recipe(**UPDATES, checkpoint="layers"), "exactly the three techniques"),
+            *(
+                (Recipe(**UPDATES, checkpoint="layers", **more), "exactly the three techniques")
+                for more in ({"first_blocks": 9}, {"attention": None}, {"attention": "sdpa"})
             ),
-            (
-                Recipe(
-                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", first_blocks=9
-                ),
-                "exactly the three techniques",
-            ),
-            (
-                Recipe(
-                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention=None
-                ),
-                "exactly the three techniques",
-            ),
-            (
-                Recipe(
-                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention="sdpa"
-                ),
-                "exactly the three techniques",
-            ),
-            (
-                Recipe(
-                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention="flash"
-                ),
-                "saves nothing",
-            ),
-            (
-                Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers", head_chunk=64),
-                "saves nothing",
-            ),
+            (Recipe(**UPDATES, checkpoint="layers", attention="flash"), "saves nothing"),
+            (Recipe(**UPDATES, checkpoint="layers", head_chunk=64), "saves nothing"),
             (Recipe(checkpoint="layers", micro_batches=4), "optimizer state"),
-            (Recipe(in_backward=True, offload_optimizer=1.0), "activation"),
+            (Recipe(**UPDATES), "activation"),
             (Recipe("bf16"), "Keep fp32 and Adam"),
             (Recipe(optimizer="sgd", in_backward=True), "Keep fp32 and Adam"),
             (Recipe(ranks=2, shard="zero3"), "several devices"),
@@ -205,6 +167,3 @@ ANSWERS = {
         ],
     ),
 }
-
-#: check -> mutants of its solution that are right as well, and why.
-EQUIVALENT = {}
