@@ -281,7 +281,7 @@ ANSWERS = {
         [
             (
                 condition(lambda address, storage, given: True),
-                "With `x = torch.empty(100).view(10, 10).t()[1:].detach()`, your meter",
+                "a peak of 2,000, but 400 and 400 are right. You counted the storage of a view",
             ),
             (condition(lambda address, storage, given: storage not in given), "compare `address`"),
             (ByLivePresence, "existed before the meter started"),

@@ -274,8 +274,8 @@ def number_back(block, x):
 
 
 NO_CHECKPOINTS = [
-    lambda block, x: block(x),
-    lambda block, x: (block(x), block(x))[1],
+    (lambda block, x: block(x), "ran only once"),
+    (lambda block, x: (block(x), block(x))[1], "must be 1 and 2"),
     lambda block, x: x,
 ]
 
@@ -617,7 +617,7 @@ _OF_A_FUNCTION = {
     "return block(x) → return block(x).detach()": _NO_GRAPH,
     "block(x) → block(x.detach())": _NO_GRAPH,
     "torch.autograd.backward(output, gradient) → torch.autograd.backward(output, gradient.detach())": (
-        "nobody takes a gradient of the gradient"
+        "no gradient of the gradient is taken"
     ),
 }
 #: check -> mutants of its solution that are right as well, and why.
