@@ -207,6 +207,12 @@ def test_the_command_prints_and_draws_in_the_language_that_is_asked_for(
     (ax,) = pyplot.gcf().axes
     words = [*ax.get_legend().get_texts(), *ax.get_xticklabels()[1:], ax.title]
     assert all(HAN.search(each.get_text()) for each in words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, if the text of the budget is far outside
+        assert command.main([*ONE_LAYER, *asked[:-2], "1TB", "--plot", str(picture)]) == 0
+    (ax,) = pyplot.gcf().axes
+    (budget,) = (each for each in ax.texts if "↑" in each.get_text())
+    assert budget.xy == (1, ax.get_ylim()[1]) and not ax.lines
 
 
 def test_the_command_says_what_the_least_is_to_people_and_to_programs(capsys):

@@ -104,7 +104,8 @@ def waterfall(
     Args:
         estimates: Estimates of recipes, each with one additional technique.
         measured: Measured peak in bytes for each estimate, or None for a step that was not run.
-        budget_bytes: Budget in bytes, drawn as a line.
+        budget_bytes: Budget in bytes, drawn as a line. A budget above the top of the axes is
+            written there with an arrow.
         names: Names of the bars. By default, each bar names the techniques that its recipe adds.
         labels: Mapping from a category, "measured" or "budget" to its label.
         ax: Matplotlib axes to draw on; by default new ones.
@@ -154,21 +155,24 @@ def waterfall(
             fontsize=8,
             bbox=ground,
         )
+    top = max(heights) * 1.25
     if budget_bytes is not None:
-        ax.axhline(budget_bytes / unit, color="black", linewidth=1, linestyle="--")
+        line = budget_bytes / unit
+        if line <= top:
+            ax.axhline(line, color="black", linewidth=1, linestyle="--")
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        arrow = "" if line <= top else "↑ "
         text = (
-            f"{labels.get('budget', 'budget')}\n{budget_bytes / unit:,.{1 if unit == 1e9 else 0}f}"
-            f" {name}"
+            f"{arrow}{labels.get('budget', 'budget')}\n{line:,.{1 if unit == 1e9 else 0}f} {name}"
         )
-        ax.annotate(
-            text, (1, budget_bytes / unit), (4, 0), ha="left", va="center", fontsize=8, **where
-        )
+        ax.annotate(text, (1, min(line, top)), (4, 0), ha="left", va="center", fontsize=8, **where)
     names = names or [name for name, *_ in Way(estimates).rows()]
     ax.set_xticks(
         list(steps), ["\n".join(map(_wrap, str(each).split("\n"))) for each in names], fontsize=8
     )
-    ax.set_ylim(0, max(heights) * 1.25)
+    ax.set_ylim(0, top)
+    if len(estimates) == 1:
+        ax.set_xlim(-0.5, 1.5)  # leaves room for the legend
     ax.set_ylabel(name)
     ax.legend(frameon=False, fontsize=8, loc="upper right")
     return ax
