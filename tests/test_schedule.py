@@ -271,6 +271,20 @@ def test_outputs_gradients_and_statistics_equal_the_plain_modules_to_the_bit(mak
         assert_same_bits(found(schedule), expected)
 
 
+def test_gradients_of_a_shared_stage_under_autocast_are_added_without_rounding_to_bfloat16():
+    """The oracle is a chain of copies, each of which has a gradient of its own."""
+    twice = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    module, x = nn.Sequential(twice, nn.Tanh(), twice), torch.randn(8, 16)
+    untied = copy.deepcopy(nn.Sequential(twice, nn.Tanh())).append(copy.deepcopy(twice))
+    step(untied, x, autocast=True)
+    expected = untied[0][0].weight.grad + untied[2][0].weight.grad
+    for schedule in schedules(3):
+        step(ScheduledSequential(module, schedule), x, autocast=True)
+        assert torch.equal(twice[0].weight.grad, expected)
+    step(module, x, autocast=True)
+    assert not torch.equal(twice[0].weight.grad, expected)
+
+
 def test_names_and_mode_are_those_of_the_plain_module_and_without_gradients_it_just_runs():
     module = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), second=nn.BatchNorm1d(3))).eval()
     scheduled = ScheduledSequential(module, store_all(Chain.uniform(2)))

@@ -52,8 +52,12 @@ class ScheduledSequential(nn.Sequential):
     schedule. A stage that runs again draws the same random numbers as in its first run, from the
     global generators of PyTorch, Python and NumPy and from generators in its attributes. It starts
     with the values that its buffers and attributes had before its first run. Only the first run of
-    a stage changes generators, buffers and attributes. Autocast is as in the first run. With
-    gradients disabled, the stages simply run one after the other.
+    a stage changes generators, buffers and attributes. With gradients disabled, the stages simply
+    run one after the other.
+
+    Autocast is as in the first run. If several stages use one parameter under autocast, its
+    gradients are added in the parameter's data type. Without a schedule they are added in the lower
+    precision, because the stages share one cast copy, so that sum is less accurate.
 
     The live bytes are those that `simulate` counts for the chain of `Chain.profile`, plus the
     gradients of parameters, plus some state of stages that run again. This state consists of copies
