@@ -1,4 +1,5 @@
-"""The simulated CUDA caching allocator against hand-worked rules, PyTorch's own code, and a GPU."""
+"""The simulated CUDA caching allocator against hand-worked rules, a slow twin, PyTorch's own code,
+and a GPU."""
 
 import json
 import linecache
@@ -11,11 +12,13 @@ import subprocess
 import sys
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import real_allocator
 import torch
+from obvious_allocator import ObviousAllocator
 from torch import nn
 from torch.cuda import _memory_viz
 
@@ -618,6 +621,38 @@ def test_every_byte_is_accounted_for_in_a_long_sequence(text):
     allocator = CachingAllocator(300 * MIB, settings=text)
     for _ in random_steps(allocator, 5):
         assert_every_byte_is_accounted_for(allocator)
+
+
+OBVIOUS = {
+    "": {},
+    "expandable_segments:True": {"expandable": True},
+    "max_split_size_mb:24": {"unsplit": 24 * MIB},
+    "max_split_size_mb:22,max_non_split_rounding_mb:22": {
+        "unsplit": 22 * MIB,
+        "rounding": 22 * MIB,
+    },
+}
+
+
+@pytest.mark.parametrize("text", OBVIOUS)
+@pytest.mark.parametrize("capacity", [60 * MIB, 120 * MIB, 300 * MIB])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_and_obvious_allocator_does_the_same(text, capacity, seed):
+    obvious = ObviousAllocator(capacity, **OBVIOUS[text])
+    allocator = CachingAllocator(capacity, settings=text)
+    for step, error in random_steps(allocator, seed):
+        what, *which = step.split()
+        if what == "a":
+            assert obvious.allocate(*map(int, which)) == (error == "")
+        elif what == "f":
+            obvious.free(*map(int, which))
+        else:
+            obvious.empty_cache()
+        # by pools, because the twin does not know which pool has the lower addresses
+        found, expected = (
+            sorted(of, key=itemgetter(0)) for of in (layout(allocator), obvious.layout())
+        )
+        assert found == expected, step
 
 
 @pytest.mark.parametrize("text", REAL_SETTINGS)

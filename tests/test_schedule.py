@@ -116,6 +116,19 @@ def test_the_recursive_schedule_takes_memory_that_grows_with_the_logarithm(lengt
     assert cost.forward_steps <= length * (1 + math.ceil(math.log2(length)) / 2) + 1
 
 
+@pytest.mark.parametrize(("length", "slots"), [(1, 1), (2, 1), (7, 2), (30, 5), (100, 200)])
+def test_binomial_schedules_take_as_many_steps_as_those_of_another_package(length, slots):
+    peer = pytest.importorskip(
+        "checkpoint_schedules", reason="compares with the package checkpoint-schedules"
+    )
+    theirs = itertools.takewhile(
+        lambda action: not isinstance(action, peer.EndReverse),
+        peer.Revolve(length, min(slots, max(1, length - 1))),
+    )
+    steps = sum(action.n1 - action.n0 for action in theirs if isinstance(action, peer.Forward))
+    assert simulate(binomial(length, slots), Chain.uniform(length)).forward_steps == steps
+
+
 # ---- the cheapest
 
 
