@@ -328,23 +328,38 @@ def test_statistics_passed_to_instance_norm_change_once(use_reentrant):
     assert not plain[1].equal(torch.zeros(3))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, selective([aten.rrelu_with_noise.default])], ids=["all", "selective"]
-)
-def test_noise_that_rrelu_writes_after_saving_it_is_recomputed(options):
-    def function(x):
-        y = F.rrelu(x * 2, training=True)
-        return y.exp() * y
+def noise_written_after_it_was_saved(x):
+    y = F.rrelu(x * 2, training=True)
+    return y.exp() * y
 
-    def step(run):
+
+def dropouts(x):
+    kept = torch.native_dropout(x, 0.5, True)[0]
+    return (torch.native_dropout(kept.sin(), 0.4, True)[0] * torch.rand_like(x)).exp()
+
+
+def first_dropout(context, op, *args, **kwargs):
+    return op is aten.native_dropout.default and args[1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (noise_written_after_it_was_saved, {}),
+        (noise_written_after_it_was_saved, selective([aten.rrelu_with_noise.default])),
+        (dropouts, selective(first_dropout)),
+    ],
+    ids=["noise", "kept noise", "after a kept dropout"],
+)
+def test_random_numbers_of_a_recomputation_are_those_of_the_forward_pass(function, options):
+    def slopes(run):
         torch.manual_seed(0)
         x = torch.linspace(-2, 2, 96).requires_grad_()
-        run(function, x).sum().backward()
-        return x.grad
+        return torch.autograd.grad(run(function, x).sum(), x)[0]
 
-    plain = step(plainly)
-    assert torch.equal(step(partial(not_reentrant, **options)), plain)
-    assert len(plain.unique()) > 40  # one slope of its own for each negative value
+    plain = slopes(plainly)
+    assert torch.equal(slopes(partial(not_reentrant, **options)), plain)
+    assert len(plain.unique()) > 20  # they depend on the random numbers
 
 
 # ---- ways to go backward
@@ -831,21 +846,6 @@ def test_cpu_offload_takes_the_bytes_off_the_gpu_and_brings_them_back():
     assert_close(x.grad, torch.autograd.grad(torch.mm(x, x).sin().sum(), x)[0])
 
 
-def test_random_numbers_after_a_kept_random_operator_are_those_of_the_forward_pass():
-    def function(x):
-        kept = torch.native_dropout(x, 0.5, True)[0]
-        return (torch.native_dropout(kept.sin(), 0.4, True)[0] * torch.rand_like(x)).exp().sum()
-
-    def only_the_first(context, op, *args, **kwargs):
-        return op is aten.native_dropout.default and args[1] == 0.5
-
-    x = leaf(50)
-    torch.manual_seed(5)
-    found = torch.autograd.grad(checkpoint(function, x, **selective(only_the_first)), x)
-    torch.manual_seed(5)
-    assert_close(found, torch.autograd.grad(function(x), x), rtol=0, atol=0)
-
-
 def test_a_policy_is_asked_once_an_operator_and_may_have_a_state():
     asked, x = [], leaf(3)
 
@@ -915,14 +915,6 @@ def test_the_loss_in_chunks_of_low_precision_is_as_near_to_the_exact_one_as_the_
     exact = F.cross_entropy((hidden @ weight.T).double(), targets)
     assert found.dtype is torch.bfloat16
     assert_close(found.double(), exact, rtol=2**-7, atol=0)  # a unit in the last of 8 bits
-
-
-def test_the_logits_never_exist_whole():
-    tokens, v, chunk = 256, 1000, 32
-    hidden, weight = torch.randn(tokens, 8), nn.Parameter(torch.randn(v, 8))
-    with MemoryMeter() as meter:
-        checkpointed_loss(hidden, weight, torch.arange(tokens), chunk=chunk).backward()
-    assert meter.peak_bytes < 4 * chunk * v * 4 < tokens * v * 4
 
 
 # ---- with other parts of PyTorch
