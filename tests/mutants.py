@@ -23,35 +23,16 @@ from course_lib import lessons
 from publish.cells import remove_guard
 
 SCRIPTS = Path(__file__).parents[1] / "notebooks" / "scripts"
-BINARY = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-}
-BINARY |= {ast.Pow: ast.Mult, ast.MatMult: ast.Mult, ast.BitOr: ast.BitAnd}
-COMPARISON = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-}
-COMPARISON |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
-OTHERS = {
-    "min": "max",
-    "max": "min",
-    "amax": "amin",
-    "maximum": "minimum",
-    "no_grad": "enable_grad",
-}
+BOTH_WAYS = {ast.Add: ast.Sub, ast.Mult: ast.Div, ast.Lt: ast.LtE, ast.Gt: ast.GtE}
+BOTH_WAYS |= {ast.Eq: ast.NotEq, ast.In: ast.NotIn, ast.Is: ast.IsNot}
+BOTH_WAYS |= {"min": "max", "amax": "amin", "maximum": "minimum"}
+BOTH_WAYS |= {"no_grad": "enable_grad", "any": "all"}
+OTHERS = BOTH_WAYS | {other: one for one, other in BOTH_WAYS.items()}
+OTHERS |= {ast.FloorDiv: ast.Mult, ast.Pow: ast.Mult, ast.MatMult: ast.Mult, ast.BitOr: ast.BitAnd}
 EITHER_WAY = {"min", "max", "torch.maximum", "torch.minimum"}  # whose arguments may be exchanged
 # Kernels need Triton's interpreter, which the lesson turns on in a process of its own, before it
 # imports Triton.
 ELSEWHERE = {"06.kernel"}
-OTHERS |= {"enable_grad": "no_grad", "any": "all", "all": "any"}
 
 
 @dataclass(frozen=True)
@@ -139,24 +120,20 @@ def _needed(source: str, before: list[str]) -> tuple[str, ...]:
 def mutants(source: str) -> dict[str, str]:
     """What was changed -> the code with that change, for each slip that can be made in it."""
     made: dict[str, str] = {}
-    original = ast.unparse(ast.parse(source))
+    known = {ast.unparse(ast.parse(source))}
     for place, (node, statement) in enumerate(_with_statements(ast.parse(source))):
         for said, change in _changes(node, source):
             tree = ast.parse(source)
             twin = [other for other, _ in _with_statements(tree)][place]
             change(tree, twin)
             changed = ast.unparse(ast.fix_missing_locations(tree))
-            if changed == original or changed in made.values():
+            if changed in known:
                 continue
+            known.add(changed)
             if isinstance(node, ast.Constant) or said in made:
                 said = f"{said} in `{statement}`"
-            made[
-                next(
-                    name
-                    for n in range(1, 99)
-                    if (name := said if n == 1 else f"{said} ({n})") not in made
-                )
-            ] = changed
+            alike = sum(name == said or name.startswith(f"{said} (") for name in made)
+            made[f"{said} ({alike + 1})" if alike else said] = changed
     return made
 
 
@@ -199,10 +176,10 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, Change]]:
                 lambda tree, twin: _replace(tree, twin, [ast.Pass()]),
             )
     match node:
-        case ast.BinOp() | ast.AugAssign() if type(node.op) in BINARY:
-            yield said(lambda twin: setattr(twin, "op", BINARY[type(twin.op)]()))
-        case ast.Compare() if type(node.ops[0]) in COMPARISON:
-            yield said(lambda twin: twin.ops.__setitem__(0, COMPARISON[type(twin.ops[0])]()))
+        case ast.BinOp() | ast.AugAssign() if type(node.op) in OTHERS:
+            yield said(lambda twin: setattr(twin, "op", OTHERS[type(twin.op)]()))
+        case ast.Compare() if type(node.ops[0]) in OTHERS:
+            yield said(lambda twin: twin.ops.__setitem__(0, OTHERS[type(twin.ops[0])]()))
         case ast.UnaryOp(op=ast.USub() | ast.Not()):
             yield (
                 f"{shown} → {ast.unparse(node.operand)}",
@@ -326,33 +303,23 @@ class Steps:
         self.taken = self._count()
 
 
-#: What a check was asked about, where it accepted it; None where it did not.
-Accepted = tuple[object] | None
-
-
 def accepted(
-    name: str,
-    source: str,
-    names: dict[str, object],
-    known: Accepted = None,
-    steps: Steps | None = None,
-) -> Accepted:
-    """The answer that this code gives to its check, if it is accepted; code that fails, or does not
-    end, has none.
+    name: str, source: str, names: dict[str, object], steps: Steps, known: object = None
+) -> object:
+    """The answer that this code gives to its check, if it is accepted and not the known one; None
+    of code that fails, or does not end.
 
     Args:
         names: what the cells above have made; it stays as it is.
-        known: an accepted answer; the check is not asked again about the same.
         steps: Count of what this code and its check do, with the limit at which they are taken for
-            endless; a million steps by default.
+            endless.
+        known: an accepted answer.
     """
     check, lesson, asked = CHECKS[name], name[:2], []
 
     def watched(answer: object) -> object:
         asked.append(answer)
-        if known is not None and _same(answer, known[0]):
-            return None
-        return check(answer)
+        return None if known is not None and _same(answer, known) else check(answer)
 
     ours = SimpleNamespace(**{**vars(lessons.lesson(lesson)), f"check_{name[3:]}": watched})
     watched.accepted = check.accepted = False
@@ -360,13 +327,11 @@ def accepted(
         torch.manual_seed(0)
         warnings.simplefilter("ignore")
         try:
-            with steps or Steps(1_000_000):
+            with steps:
                 exec(compile(source, MUTANT, "exec"), {**names, f"lesson_{lesson}": ours})
         except (Exception, Endless):
             return None
-    if known is not None and asked and _same(asked[-1], known[0]):
-        return known
-    return (asked[-1],) if check.accepted else None
+    return asked[-1] if check.accepted else None
 
 
 def _same(one: object, other: object) -> bool:
@@ -379,12 +344,11 @@ def _same(one: object, other: object) -> bool:
 
 @dataclass(frozen=True)
 class Findings:
-    """What became of an exercise's mutants: how many there are, how many give the same answer, and
-    what passed."""
+    """What became of an exercise's mutants: the names of all, of those tried, and of those that
+    passed with an answer of their own."""
 
-    made: dict[str, str]
+    made: frozenset[str]
     tried: frozenset[str]
-    same: int
     passed: frozenset[str]
 
 
@@ -407,7 +371,7 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
                 exec(compile(cell, "cell", "exec"), names)
                 run.append(cell)
         ours = Steps()
-        right = accepted(each.name, each.plain, names, steps=ours)
+        right = accepted(each.name, each.plain, names, ours)
         assert right is not None, f"the solution of {each.name} is not accepted"
         made = mutants(each.plain)
         tried = random.Random(0).sample(
@@ -417,13 +381,10 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
         # found in caches, and that a mutant with other sizes has to make: up to a million steps
         # each.
         limit = 4 * ours.taken + 5_000_000
-        answers = {
-            said: accepted(each.name, made[said], names, known=right, steps=Steps(limit))
+        passed = [
+            said
             for said in tried
-        }
-        passed = frozenset(
-            said for said, answer in answers.items() if answer is not None and answer is not right
-        )
-        same = sum(answer is right for answer in answers.values())
-        found[each.name] = Findings(made, frozenset(tried), same, passed)
+            if accepted(each.name, made[said], names, Steps(limit), known=right) is not None
+        ]
+        found[each.name] = Findings(*map(frozenset, (made, tried, passed)))
     return found

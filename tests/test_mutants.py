@@ -39,7 +39,7 @@ def test_a_check_refuses_its_solution_with_a_slip_in_it_unless_that_is_right_as_
             f"{name} refuses, but its list has {said}"
             for said in set(listed) & each.tried - each.passed
         ]
-        problems += [f"{name} has no mutant {said}" for said in set(listed) - set(each.made)]
+        problems += [f"{name} has no mutant {said}" for said in set(listed) - each.made]
     assert problems == []
 
 
