@@ -18,9 +18,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_VERSION ?= newest
 OTHER_VENV := .venv-torch-$(TORCH_VERSION)
 LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_growth budget_models budget_ranks \
-  budget_search caching_allocator categories checkpoint compiler configs conversion devices distributed formulas \
+  budget_search caching_allocator categories checkpoint configs conversion devices distributed formulas \
   golden gradient_sums hugging_face measurement memory_budget meter models offload saved_tensors schedule shape_cache \
-  simulated snapshot storages symbolic timeline trace transparency
+  simulated storages symbolic timeline transparency
 LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
 
 BIN       := $(VENV)/bin
