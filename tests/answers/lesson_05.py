@@ -46,6 +46,8 @@ def without(*steps):
     return tuple(step for step in STEPS if step not in steps)
 
 
+# Steps that are left out, so that three different calls of the scaler are the first one.
+SCALED = ((), ("unscale",), ("unscale", "step"))
 mean_of_tokens = divided()
 
 
@@ -99,6 +101,12 @@ def scales_the_last(model, loss_sum, group, scaler):
     for micro_batch in group:
         loss = loss_sum(model, micro_batch)[0] / total
         (scaler.scale(loss) if micro_batch is group[-1] else loss).backward()
+
+
+def never_scales(model, loss_sum, group, scaler):
+    total = sum(loss_sum(model, micro_batch)[1] for micro_batch in group)
+    for micro_batch in group:
+        (loss_sum(model, micro_batch)[0] / total).backward()
 
 
 def one_backward(model, loss_sum, group, scaler):
@@ -226,6 +234,8 @@ ANSWERS = {
             (loop(steps=without("update")), "without `scaler.update()` in between"),
             (loop(steps=without("unscale", "update")), "once after each step"),
             (loop(scales_the_last), "not always go through the scaler"),
+            *((loop(never_scales, without(*steps)), "Pass the loss") for steps in SCALED),
+            (loop(steps=("clear", *without("clear"))), "no parameter had a gradient"),
             (loop(steps=("unscale", "clip", "unguarded step", *STEPS[3:])), "gradient is infinite"),
             (loop(steps=without("clip")), "as long as the bound"),
             (loop(clip=clip_alone), "another direction"),

@@ -171,14 +171,10 @@ _MISTAKES = {
         "You called `unscale_` after `scaler.step`, without `scaler.update()` in between. In each"
         " step, call `unscale_` first, then `scaler.step`, then `scaler.update()`."
     ),
-    "No scale call has been made": (
-        "Pass the loss through `scaler.scale` before you call `backward`."
-    ),
+    "_scale is None": "Pass the loss through `scaler.scale` before you call `backward`.",
     "No inf checks were recorded": (
-        "Pass the loss through `scaler.scale` before you call `backward`."
-    ),
-    "Attempted unscale_ but _scale is None": (
-        "Pass the loss through `scaler.scale` before you call `backward`."
+        "When you called `scaler.step`, no parameter had a gradient. Call `backward` for each"
+        " micro-batch, and clear the gradients only after the step."
     ),
 }
 
@@ -211,7 +207,7 @@ def _epoch(
         warnings.simplefilter("ignore")
         try:
             loop(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm)
-        except RuntimeError as error:
+        except (AssertionError, RuntimeError) as error:
             for message, meant in _MISTAKES.items():
                 if message in str(error):
                     raise WrongAnswer(meant, exact=True) from None
