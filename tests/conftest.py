@@ -96,19 +96,9 @@ def fresh(monkeypatch):
         pyplot.close("all")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def little_to_collect():
-    """The collector leaves alone what other modules have made: it would look through all of it
-    again and again."""
+    """The collector leaves alone what exists before a file's tests: `measure` calls it before each
+    run, and it would look through all imported modules again and again."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def nothing_to_collect():
-    """Hide all existing objects from the collector, which `measure` calls before each run."""
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -23,8 +23,6 @@ from course_lib.memory.allocator import workspace_by_operator
 from course_lib.models import deep_mlp
 from course_lib.offload import OffloadedOptimizer
 
-pytestmark = pytest.mark.usefixtures("nothing_to_collect")
-
 
 def test_measure_reports_workspace_beside_the_tensors():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))

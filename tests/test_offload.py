@@ -37,10 +37,7 @@ from course_lib.offload import (
     offload_activations,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("little_to_collect"),
-    pytest.mark.filterwarnings("ignore:no activation was moved"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:no activation was moved")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 

@@ -31,8 +31,6 @@ from course_lib.simulated import Race, SimulatedDevice
 from course_lib.simulated.lanes import LANE_COLORS
 from course_lib.simulated.race_detector import ACTORS, Event
 
-pytestmark = pytest.mark.usefixtures("little_to_collect")
-
 # ---- what is done: without a device it is the reference, on plain tensors; tensors made on a
 # device are the device's
 
