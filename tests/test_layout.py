@@ -3,6 +3,7 @@ screen."""
 
 import ast
 import importlib.util
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -178,6 +179,29 @@ def test_the_library_imports_pyplot_in_one_place_that_says_what_to_install():
 
 def test_no_file_class_or_function_outgrows_its_screen():
     assert [each for name, tree in library().items() for each in lengths(name, tree)] == []
+
+
+# A name says what a thing is, or what it does, and not what became of something. These are nouns,
+# an operation of PyTorch, or taught in lesson 04.
+NOUNS = {"Embedding", "clipping", "drawing", "heading", "tiled", "unscaling"}
+NOUNS |= {"to", "on", "pinned", "used"}
+PARTICIPLES = {"done", "drawn", "given", "held", "kept", "known", "made", "said", "seen", "sent"}
+PARTICIPLES |= {"shown", "taken", "told", "written"}
+PREPOSITIONS = {"after", "among", "at", "before", "by", "from", "in", "of", "on", "over", "to"}
+PREPOSITIONS |= {"under", "with"}
+
+
+def test_no_file_function_or_class_is_named_by_a_participle_or_preposition_alone():
+    def is_property(node):
+        return any(ast.unparse(each).endswith("property") for each in node.decorator_list)
+
+    definitions = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    nodes = [node for tree in library().values() for node in ast.walk(tree)]
+    defined = [each for each in nodes if isinstance(each, definitions) and not is_property(each)]
+    names = {each.name.strip("_") for each in defined}
+    names |= {path.stem.rpartition("_")[2] for path in LIBRARY.rglob("*.py")}
+    bad = {name for name in names if re.fullmatch("[A-Za-z][a-z]*(ed|ing)", name)}
+    assert bad | names & (PARTICIPLES | PREPOSITIONS) == NOUNS
 
 
 def test_each_mutant_of_the_library_can_be_applied():
