@@ -19,7 +19,7 @@ from hugging_face_models import (
     text,
 )
 from measured import assert_measured, feasible
-from test_configs import GPT_2, LLAMA_3_8B, MIXTRAL, QWEN_3_8B, QWEN_25_7B, small
+from test_configs import GPT_2, LLAMA_3_8B, MIXTRAL, QWEN_3_8B, QWEN_25_HALF_B, small
 from test_matrix import MODELS, TABLE
 from torch import nn
 
@@ -116,7 +116,8 @@ CHUNKED = Recipe(precision="bf16", attention="flash", checkpoint="selective", he
 PAGED = Recipe(in_backward=True, offload_optimizer=1.0)
 HEAD = Recipe(checkpoint="layers", head_chunk=16, micro_batches=2)
 FLASH = [Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)]
-CONFIGS = [(LLAMA_3_8B, [CHUNKED]), (QWEN_25_7B, [PAGED]), (QWEN_3_8B, [CHUNKED])]
+UNTIED = {**QWEN_25_HALF_B, "tie_word_embeddings": False}  # as the larger Qwen2.5
+CONFIGS = [(LLAMA_3_8B, [CHUNKED]), (UNTIED, [PAGED]), (QWEN_3_8B, [CHUNKED])]
 CONFIGS += [(GPT_2, [PAGED]), (MIXTRAL, [CHUNKED, PAGED])]
 NORMALIZED = [Recipe(), Recipe(checkpoint="segments", segments=4, in_backward=True)]
 TWO, FOUR = replace(SEGMENTS, micro_batches=2), replace(SEGMENTS, micro_batches=4)

@@ -134,9 +134,9 @@ COSTS = {"standard": (150.0, 16.0), "checkpointed": (109.1, 22.5), "flash": (26.
         (lambda: lesson_06.draw_peaks(COSTS), [*itertools.chain(*COSTS.values())]),
         (
             lambda: lesson_07.waterfall_picture(
-                ["plain"], [small_estimate()], [3_000_000], 20_000_000, title="budget"
+                ["plain"], [small_estimate()], [3_000_000], 200_000, title="budget"
             ),
-            [3, 20, small_estimate],
+            [3, 0.2, small_estimate],
         ),
         (draw_runs, [110, 13.75, 12, 55]),
         (lambda: lesson_08.draw_peaks({"one device": PEAK}, "peak"), [10, 15, 65]),

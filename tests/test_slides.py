@@ -343,9 +343,7 @@ def test_a_slides_text_is_short_and_the_same_in_both_languages(name):
 
 
 # Every lesson in one of the languages, in turns; all are built.
-@pytest.mark.parametrize(
-    ("language", "name"), list(zip(cycle(slides.LANGUAGES), NAMES)), ids="-".join
-)
+@pytest.mark.parametrize(("language", "name"), list(zip(cycle(slides.LANGUAGES), NAMES)))
 def test_a_deck_is_whole_speaks_its_language_and_loads_nothing(built_decks, language, name):
     path = built_decks / language / f"{name}.html"
     page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
