@@ -295,14 +295,11 @@ class Steps:
                     raise Endless
             return reached
 
-        self._count, self._before = lambda: taken, (sys.gettrace(), sys.getrecursionlimit())
-        # Compiled steps double the limit, and then traced calls overflow the stack of the process.
-        sys.setrecursionlimit(1000)
+        self._count, self._before = lambda: taken, sys.gettrace()
         sys.settrace(called)
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before[0])
-        sys.setrecursionlimit(self._before[1])
+        sys.settrace(self._before)
         self.taken = self._count()
 
 
