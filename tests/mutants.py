@@ -344,8 +344,8 @@ def _same(one: object, other: object) -> bool:
 
 @dataclass(frozen=True)
 class Findings:
-    """What became of an exercise's mutants: the names of all, of those tried, and of those that
-    passed with an answer of their own."""
+    """Names of an exercise's mutants: all, those that were tried, and those that passed with an
+    answer that differs from the solution's."""
 
     made: frozenset[str]
     tried: frozenset[str]

@@ -64,7 +64,7 @@ Check = Callable[[OpInfo, SampleInput], Any]
 
 # ---- samples
 
-# Name -> the order in memory of so many dimensions; None leaves a tensor as it is.
+# Name -> function from the number of dimensions to their order in memory; None keeps the order.
 LAYOUTS: dict[str, Callable[[int], tuple[int, ...] | None]] = {
     "as_given": lambda dims: None,
     "channels_last": lambda dims: (0, *range(2, dims), 1) if dims in (4, 5) else None,
@@ -87,7 +87,7 @@ def samples_of(
 ) -> list[SampleInput]:
     """Samples of an operator; none if it has no kernel for the dtype on a CPU.
 
-    Of the first `AMONG` samples these are the largest, as many as `most` says; all if it is None.
+    These are the `most` largest of the first `AMONG` samples, or all of them if `most` is None.
     """
     if dtype not in operator.supported_dtypes("cpu"):
         return []

@@ -1054,7 +1054,7 @@ def test_the_next_batch_is_made_while_this_one_is_used_and_leaving_early_stops_t
             yield torch.tensor(i)
 
     for _ in Prefetcher(loader()):
-        assert go.wait(HANGS_SECONDS)  # the second is made although nobody has asked for it
+        assert go.wait(HANGS_SECONDS)  # the second batch is made before it is asked for
         break
     gc.collect()
     for thread in prefetchers():

@@ -285,7 +285,7 @@ def test_outputs_gradients_and_statistics_equal_the_plain_modules_to_the_bit(mak
 
 
 def test_gradients_of_a_shared_stage_under_autocast_are_added_without_rounding_to_bfloat16():
-    """The oracle is a chain of copies, each of which has a gradient of its own."""
+    """Compared with a chain of copies, where each stage has a gradient of its own."""
     twice = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
     module, x = nn.Sequential(twice, nn.Tanh(), twice), torch.randn(8, 16)
     untied = copy.deepcopy(nn.Sequential(twice, nn.Tanh())).append(copy.deepcopy(twice))

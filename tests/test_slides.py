@@ -321,7 +321,7 @@ WITH_BUGS = "def train_epoch("
 
 @each_lesson
 def test_no_lesson_shows_an_attempt_above_its_result(name):
-    """What a learner has to fill in is the speaker's question."""
+    """The speaker asks the question that the attempt leaves open."""
     cells = stored_lessons()[name].cells
     attempts = [cell for cell, following in pairwise(cells) if is_solution(following)]
     shown = [cell.source for cell in attempts if "slide" in cell.metadata]
