@@ -38,6 +38,8 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 # notebook in order, because they share a kernel. Only a kernel that hangs can exceed the timeouts (tests/patience.py).
 WITH_NOTEBOOKS := --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval.cfg --nbval-cell-timeout=3600 \
   --nbval-kernel-startup-timeout=3600 -n 2 --dist=loadscope --no-loadscope-reorder
+# Where this variable forbids Python to store compiled modules, each process of the tests compiles the library again.
+test browser: export PYTHONDONTWRITEBYTECODE =
 
 GPU_PYTHON = PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python)
 GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
