@@ -127,7 +127,7 @@ class Symbolic(FakeTensorMode):
         return run(func, types, args, kwargs)
 
     def _run_on_symbolic(self, inputs: list[Tensor], func, types, args, kwargs) -> Any:
-        if not any(map(self._maker, inputs)):
+        if not self._numbers or not any(map(self._maker, inputs)):
             return self._cached(func, types, args, kwargs)
         result = self._symbolically(func, types, args, kwargs)
         return self._symbolic_result(func, result, inputs, args, kwargs)

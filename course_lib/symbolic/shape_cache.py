@@ -3,7 +3,7 @@ their inputs."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 from types import NoneType
 from typing import Any, NamedTuple
@@ -72,13 +72,9 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
             with torch._C._DisableTorchDispatch():
                 known.add_(args[1])
             return args[0]
-    odd = (
-        torch.is_inference_mode_enabled()
-        or torch.Tag.inplace_view in func.tags
-        or func._overloadname == "out"
-    )
     given: list[Tensor] = []
-    key = None if odd else _key(func, args, kwargs, given)
+    cacheable = _is_cacheable(func) and not torch.is_inference_mode_enabled()
+    key = _key(func, args, kwargs, given) if cacheable else None
     if key is None:
         if func.is_view and getattr(args[0], "constant", None) is not None:
             return _part_of_known(mode, func, types, args, kwargs)
@@ -92,6 +88,13 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
             _known.clear()
         _known[key] = _outline_of(func, result, given)
     return result
+
+
+@cache
+def _is_cacheable(func) -> bool:
+    """Return whether an operator neither changes the view that a tensor is nor writes into a tensor
+    that its caller names."""
+    return torch.Tag.inplace_view not in func.tags and func._overloadname != "out"
 
 
 def _made_now(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
@@ -139,7 +142,7 @@ def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
     The tensors among the arguments are appended to `given`.
     """
     try:
-        named = [(name, _look(value, given)) for name, value in sorted(kwargs.items())]
+        named = [(name, _look(kwargs[name], given)) for name in sorted(kwargs)] if kwargs else ()
         return func, torch.get_default_dtype(), *[_look(value, given) for value in args], *named
     except TypeError:
         return None
