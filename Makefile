@@ -60,9 +60,10 @@ lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) ## open your copy of the l
 update: $(INSTALLED) ## bring new editions of lessons into work/, keep your answers / 更新 work/ 里的课，保留你的答案
 	$(BIN)/python -m publish.work --update
 
-# The server's root is the whole folder, so that links from lessons to docs/ work.
+# The server's root is the whole folder, so that links from lessons to docs/ work. Cells that are run again also draw the
+# pictures for slides.
 results: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## open the lessons as stored, with results, for instructors / 打开带结果的课（教师用）
-	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
+	COURSE_SLIDES=1 $(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
 install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## install all that `make lab` needs, without opening JupyterLab / 只安装，不打开 JupyterLab
 

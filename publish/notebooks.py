@@ -271,6 +271,7 @@ def main():
     arguments = parser.parse_args()
     os.environ.pop("COURSE_LANG", None)  # notebooks are stored in the default language
     os.environ["COURSE_LABELS"] = "strict"  # a label without Chinese is an error
+    os.environ["COURSE_SLIDES"] = "1"  # figures are also drawn for slides
     # several threads are slower on a busy machine, because they wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -287,8 +287,13 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
     shown = []
     show = "IPython.display.display"
     monkeypatch.setattr(show, lambda bundle, **more: shown.append({**bundle, **more}))
+    monkeypatch.setenv(pictures.FOR_SLIDES, "1")
     pictures.show(sample('<b> & "b"', alt="Right."))
     pictures.show(Figure())  # nothing to see: as IPython does it
+    monkeypatch.delenv(pictures.FOR_SLIDES)
+    pictures.show(sample('<b> & "b"', alt="Right."))
+    without_slides = shown.pop()
+    assert without_slides == {**shown[0], "metadata": {}}
     kinds = [set(bundle) - {"raw"} for bundle in shown]
     assert kinds == [{"text/html", "text/plain", "metadata"}, {"text/plain"}]
     markup, slides = shown[0]["text/html"], shown[0]["metadata"]["slides"]

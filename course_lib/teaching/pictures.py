@@ -8,9 +8,10 @@ as HTML.
 import base64
 import html
 import io
+import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,10 @@ SLIDE = (1176, 560)  # largest size in pixels of a picture on a slide
 LARGER = 1.6  # factor by which letters on a slide are larger than in the scaled page picture
 _FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarge` tries these from left to right
 _LEAST_AXES = 0.5  # smallest part of a slide's height that the axes may take
+# environment variable of a kernel that also draws pictures for slides
+FOR_SLIDES = "COURSE_SLIDES"
+# Pictures are compressed again by `_small`, so the first compression is the fastest one.
+_FAST = {"compress_level": 1}
 _COLORS = 128  # colors of a stored picture; plots have few, and this halves the bytes
 
 
@@ -54,29 +59,39 @@ def show_in_both_languages() -> None:
 def show(drawn: "Figure") -> None:
     """Show a figure as HTML, without the PNG that IPython would add.
 
-    The PNG would make a notebook larger by half. The pictures for slides are in the output's
-    metadata under "slides", which no page shows.
+    The PNG would make a notebook larger by half. If the environment variable `FOR_SLIDES` is set,
+    the output's metadata also has pictures for slides under "slides", which no page shows. Drawing
+    them takes twice as long as the rest, so only `make notebooks` and `make results` set it.
     """
     from IPython.core.pylabtools import print_figure
     from IPython.display import display
 
-    found, large = [], {}
+    found = {}
     for language, words in zip(LANGUAGES, description(drawn), strict=True):
         if language not in labels.shown_languages():
             continue
         with drawn_in(drawn, language):
-            png = print_figure(drawn)  # None for a figure without axes
-            large[language] = _slide_png(drawn) if png else ""
+            png = print_figure(drawn, pil_kwargs=_FAST)  # None for a figure without axes
         if png:
             source = f"data:image/png;base64,{_small(png)}"
             picture = f'<img alt="{html.escape(words)}" src="{source}">'
-            found.append(f'<figure lang="{language}" style="margin: 0">{picture}</figure>')
+            found[language] = f'<figure lang="{language}" style="margin: 0">{picture}</figure>'
     bundle = {"text/plain": repr(drawn)}
     if found:
-        markup = "\n".join(found)
-        display({**bundle, "text/html": markup}, metadata={"slides": large}, raw=True)
+        # The pictures for slides come last. Those of the page are then the same without them.
+        metadata = {"slides": _for_slides(drawn, found)} if os.environ.get(FOR_SLIDES) else {}
+        display({**bundle, "text/html": "\n".join(found.values())}, metadata=metadata, raw=True)
     else:
         display(bundle, raw=True)
+
+
+def _for_slides(drawn: "Figure", languages: Iterable[str]) -> dict[str, str]:
+    """Return language -> the figure for a slide, as base64."""
+    pictures = {}
+    for language in languages:
+        with drawn_in(drawn, language):
+            pictures[language] = _slide_png(drawn)
+    return pictures
 
 
 @contextmanager
@@ -101,10 +116,10 @@ def enlarge(drawn: "Figure") -> Iterator[None]:
             drawn.set_size_inches(sheet)
             for text, title in zip(titles, words, strict=True):
                 text.set_text(title)
-            drawn.draw_without_rendering()
+            _arrange(drawn)
             for text in titles:
                 _break_lines(text, sheet[0] * drawn.dpi)
-            drawn.draw_without_rendering()
+            _arrange(drawn)
             if _share_of_axes(drawn) >= _LEAST_AXES:
                 break
         yield
@@ -112,6 +127,14 @@ def enlarge(drawn: "Figure") -> Iterator[None]:
         for text, title in zip(titles, words, strict=True):
             text.set_text(title)
         drawn.set_size_inches(size)
+
+
+def _arrange(drawn: "Figure") -> None:
+    """Place the axes of a figure for its current size and texts, without drawing it."""
+    if layout := drawn.get_layout_engine():
+        layout.execute(drawn)
+    else:
+        drawn.draw_without_rendering()
 
 
 def _share_of_axes(drawn: "Figure") -> float:
@@ -148,7 +171,7 @@ def _slide_png(drawn: "Figure") -> str:
     stream = io.BytesIO()
     with enlarge(drawn):
         dots = SLIDE[0] / drawn.get_size_inches()[0]
-        drawn.savefig(stream, format="png", dpi=dots, bbox_inches="tight")
+        drawn.savefig(stream, format="png", dpi=dots, bbox_inches="tight", pil_kwargs=_FAST)
     return _small(stream.getvalue())
 
 
