@@ -10,7 +10,6 @@ import torch
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
@@ -38,10 +37,10 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> StepCost:
         _give_gradients(decoder)
         adam.step()  # creates its state
         decoder.zero_grad()
-        with flop_counter() as counter, MemoryMeter(decoder, adam) as meter:
+        with MemoryMeter(decoder, adam) as meter:
             decoder.loss(tokens).backward()
             adam.step()
-    return StepCost(meter.peak_bytes, counter.get_total_flops())
+    return StepCost(meter.peak_bytes, meter.flops)
 
 
 def metered_step(decoder: Decoder) -> MemoryMeter:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.memory.measurement import flop_counter
 from course_lib.schedule import COLORS as KEEP_COLORS
 from course_lib.schedule import (
     Chain,
@@ -126,10 +125,10 @@ def peak_and_flops(
     weights = torch.linspace(-1, 2, 25_000).view(1000, 25)
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with flop_counter() as counter, MemoryMeter() as meter:
+    with MemoryMeter() as meter:
         x = torch.linspace(-1, 1, 25_000).view(1000, 25)
         (run(layers, how, x) * weights).sum().backward()
-    return meter.peak_bytes, counter.get_total_flops()
+    return meter.peak_bytes, meter.flops
 
 
 def gradients(
@@ -171,9 +170,9 @@ def cost_of(
         stages, x = make(**changes)
         for parameter in stages.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        with flop_counter() as counter, MemoryMeter() as meter:
+        with MemoryMeter() as meter:
             run(stages, how, x).backward()
-    return meter.peak_bytes + x.nbytes, counter.get_total_flops()
+    return meter.peak_bytes + x.nbytes, meter.flops
 
 
 def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
