@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import whole
@@ -133,7 +134,7 @@ class Reservation:
         After that, `wait()` waits for the copy and raises its error, if there is one.
         """
         self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.wait = self.store.write(self, bytes_of(tensor))
+        self.wait = self.store.write(self, self.store.bytes_of(tensor))
         self.store.stats.bytes_down += self.nbytes
         return self
 
@@ -158,7 +159,7 @@ class Reservation:
                 tensor = empty.set_(storages.pop(), 0, shape, stride)
         else:  # allocated in this thread, so that a meter sees it
             tensor = self.store.memory_for(self, *self._like)
-        ready = self.store.read(self, bytes_of(tensor))
+        ready = self.store.read(self, self.store.bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
 
         def finish() -> Tensor:
@@ -235,6 +236,10 @@ class Store:
         """
         raise NotImplementedError
 
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Return the bytes of a tensor's storage, which `write` and `read` are called with."""
+        return bytes_of(tensor)
+
     def memory_for(
         self,
         reservation: Reservation,
@@ -280,6 +285,10 @@ class SymbolicStore(Store):
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         return lambda: None
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        # A tensor without values is not copied, and viewing its bytes would take four operators.
+        return tensor if isinstance(tensor, FakeTensor) else bytes_of(tensor)
 
     def memory_for(self, reservation, shape, stride, dtype, device) -> Tensor:
         if reservation.place is None:
