@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import tensors_in
 from course_lib.memory import MemoryMeter
-from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 
@@ -46,7 +45,7 @@ def _wrong_cost(
     The case has 256 queries and keys with 8 features, and is computed in tiles of 16 x 32.
     """
     (n, d), blocks = case[0].shape, (16, 32)
-    with flop_counter() as counter, MemoryMeter() as meter:
+    with MemoryMeter() as meter:
         function(*case, *blocks)
     with _TileRecorder(*blocks, d) as recorder:
         function(*case, *blocks)
@@ -66,7 +65,7 @@ def _wrong_cost(
             ),
             exact=True,
         )
-    found = counter.get_total_flops() / (2 * n * n * d)
+    found = meter.flops / (2 * n * n * d)
     if round(found, 2) != products:
         return wrong(text(message, products=found))
     return None
