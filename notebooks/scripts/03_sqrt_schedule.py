@@ -577,6 +577,7 @@ if not lesson_03.check_recurrence.accepted:
         later = fastest(stages[e:], room - stages[e - 1].output_bytes)
         return ahead + later + fastest(stages[:e], room)
 
+    @cache
     def fastest(stages, room):
         if not stages:
             return 0
