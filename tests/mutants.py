@@ -253,6 +253,8 @@ class Endless(BaseException):
 
 
 MUTANT = "mutant"  # the name of the file that the code of a mutant is compiled as
+# The most calls of functions of a mutant that may be running at once. A solution has fewer than 40.
+DEEPEST = 150
 # The checks loop over the results of a mutant.
 CHECKING_FILES = frozenset(map(str, Path(lessons.__file__).resolve().parent.rglob("*.py")))
 
@@ -263,44 +265,68 @@ class Steps:
     A step is a call of any Python function, an instruction of the mutant, or a line of a lesson's
     file. The count does not depend on how fast the machine is.
 
+    A recursion of the mutant that is deeper than `DEEPEST` is ended as well. If it reached Python's
+    limit in `called`, Python would no longer call `called`, and would not end a loop after that.
+
     Attributes:
         limit: The most steps that the block may take.
+        own_limit: The most instructions of the mutant that the block may take.
         taken: The steps that it has taken.
+        own_taken: The instructions of the mutant among them.
+        complete: Whether the steps were counted up to the end of the block.
     """
 
-    def __init__(self, limit: float = math.inf) -> None:
-        self.limit = limit
-        self.taken = 0
+    def __init__(self, limit: float = math.inf, own_limit: float = math.inf) -> None:
+        self.limit, self.own_limit = limit, own_limit
+        self.taken = self.own_taken = 0
+        self.complete = True
 
     def __enter__(self) -> None:
-        taken, limit = 0, self.limit
+        taken, limit, own_taken, own_limit, depth = 0, self.limit, 0, self.own_limit, 0
 
         # called for each function that runs, so it is kept short
         def called(frame: FrameType, event: str, arg: object) -> Callable | None:
-            nonlocal taken
+            nonlocal taken, depth
             taken += 1
             if taken > limit:
                 raise Endless
             file = frame.f_code.co_filename
             if file == MUTANT:
+                depth += 1
+                if depth > DEEPEST:
+                    raise Endless
                 # an empty loop on one line has no events of lines in Python 3.11
                 frame.f_trace_lines, frame.f_trace_opcodes = False, True
-            return reached if file == MUTANT or file in CHECKING_FILES else None
+                return own
+            return checking if file in CHECKING_FILES else None
 
-        def reached(frame: FrameType, event: str, arg: object) -> Callable:
+        def own(frame: FrameType, event: str, arg: object) -> Callable:
+            nonlocal taken, own_taken, depth
+            if event == "opcode":
+                taken += 1
+                own_taken += 1
+                if own_taken > own_limit or taken > limit:
+                    raise Endless
+            elif event == "return":  # also when a generator yields or an exception ends the call
+                depth -= 1
+            return own
+
+        def checking(frame: FrameType, event: str, arg: object) -> Callable:
             nonlocal taken
-            if event in ("line", "opcode"):
+            if event == "line":
                 taken += 1
                 if taken > limit:
                     raise Endless
-            return reached
+            return checking
 
-        self._count, self._before = lambda: taken, sys.gettrace()
+        self._called, self._before = called, sys.gettrace()
+        self._count = lambda: (taken, own_taken)
         sys.settrace(called)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.complete = sys.gettrace() is self._called or kind is Endless
         sys.settrace(self._before)
-        self.taken = self._count()
+        self.taken, self.own_taken = self._count()
 
 
 def accepted(
@@ -311,9 +337,12 @@ def accepted(
 
     Args:
         names: what the cells above have made; it stays as it is.
-        steps: Count of what this code and its check do, with the limit at which they are taken for
+        steps: Count of what this code and its check do, with the limits at which they are taken for
             endless.
         known: an accepted answer.
+
+    Raises:
+        AssertionError: Python stopped counting the steps.
     """
     check, lesson, asked = CHECKS[name], name[:2], []
 
@@ -322,16 +351,18 @@ def accepted(
         return None if known is not None and _same(answer, known) else check(answer)
 
     ours = SimpleNamespace(**{**vars(lessons.lesson(lesson)), f"check_{name[3:]}": watched})
-    watched.accepted = check.accepted = False
+    watched.accepted = check.accepted = ended = False
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)
         warnings.simplefilter("ignore")
         try:
             with steps:
                 exec(compile(source, MUTANT, "exec"), {**names, f"lesson_{lesson}": ours})
+            ended = True
         except (Exception, Endless):
-            return None
-    return asked[-1] if check.accepted else None
+            pass
+    assert steps.complete, f"the steps of this code were not counted up to its end:\n{source}"
+    return asked[-1] if ended and check.accepted else None
 
 
 def _same(one: object, other: object) -> bool:
@@ -379,12 +410,12 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
         )
         # A mutant that ends takes fewer steps. The constant is for estimates that the solution
         # found in caches, and that a mutant with other sizes has to make: up to a million steps
-        # each.
-        limit = 4 * ours.taken + 5_000_000
+        # each. Its own instructions are no more for that.
+        limits = 4 * ours.taken + 5_000_000, 4 * ours.own_taken + 200_000
         passed = [
             said
             for said in tried
-            if accepted(each.name, made[said], names, Steps(limit), known=right) is not None
+            if accepted(each.name, made[said], names, Steps(*limits), known=right) is not None
         ]
         found[each.name] = Findings(*map(frozenset, (made, tried, passed)))
     return found

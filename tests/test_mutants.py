@@ -91,4 +91,35 @@ def test_code_that_does_not_end_is_ended(source):
     code, steps, before = compile(source, mutants.MUTANT, "exec"), Steps(1000), sys.gettrace()
     with pytest.raises(mutants.Endless), steps:
         exec(code, library)
-    assert steps.taken == 1001 and sys.gettrace() is before
+    assert steps.taken == 1001 and steps.complete and sys.gettrace() is before
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for _ in range(10**4): pass",  # with 3 instructions each
+        # where Python's own limit ends the recursion, nothing is counted after it
+        "def f(): f()\ntry: f()\nexcept RecursionError: pass",
+        "def g(): yield from g()\ntry: list(g())\nexcept RecursionError: pass",
+    ],
+)
+def test_many_instructions_or_a_deep_recursion_of_a_mutant_are_ended(source):
+    code, steps = compile(source, mutants.MUTANT, "exec"), Steps(own_limit=20_000)
+    with pytest.raises(mutants.Endless), steps:
+        exec(code, {})
+    assert steps.own_taken <= 20_001 and steps.complete
+
+
+def test_calls_one_after_another_and_generators_are_not_deep():
+    source = "def f(): yield 1\nfor _ in range(500): sum(x for x in f()), next(f())"
+    code, steps = compile(source, mutants.MUTANT, "exec"), Steps()
+    with steps:
+        exec(code, {})
+    assert steps.taken > steps.own_taken > 500 and steps.complete
+
+
+def test_steps_that_are_no_longer_counted_are_noticed():
+    steps = Steps()
+    with steps:
+        sys.settrace(None)
+    assert not steps.complete
