@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,14 +37,26 @@ class Cost(NamedTuple):
 
 
 def llama(vocabulary: int = 2048) -> nn.Module:
-    """Make a Llama with 4 layers from a configuration; nothing is downloaded."""
+    """Make a Llama with 4 layers from a configuration; nothing is downloaded.
+
+    Each call returns a new model with the same parameters, and seeds PyTorch's generator.
+    """
+    model, generator_state = _initialized_llama(vocabulary)
+    torch.set_rng_state(generator_state)
+    return deepcopy(model)
+
+
+@cache
+def _initialized_llama(vocabulary: int) -> tuple[nn.Module, Tensor]:
+    """Return a model to copy, which takes less time than to draw its parameters again, and the
+    state of the generator after it was made."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     sizes = {"vocab_size": vocabulary, "hidden_size": 256, "intermediate_size": 688}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, **heads, num_hidden_layers=4, use_cache=False)
-    return LlamaForCausalLM(config).train()
+    return LlamaForCausalLM(config).train(), torch.get_rng_state()
 
 
 def llama_batch() -> dict[str, Tensor]:
