@@ -39,7 +39,7 @@ from course_lib.lessons import (
 from course_lib.lessons.lesson_02 import own_code
 from course_lib.lessons.lesson_02.display import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
-from course_lib.lessons.lesson_05 import mean_of_means
+from course_lib.lessons.lesson_05 import mean_of_means, ranks
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
 from course_lib.lessons.lesson_07.checks import make_batch, make_model
 from course_lib.lessons.lesson_08 import loopback
@@ -313,6 +313,19 @@ def test_on_ranks_counts_reduced_bytes_and_the_gradient_error():
     assert (found["last"], found["library"], found["each"]) == (once, once, 3 * once)
     # the ranks have 48 and 30 tokens, and DDP divides the sum of their gradients by 2
     assert found["error"] == pytest.approx(78 / 2 - 1, rel=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+def test_forked_ranks_report_the_output_of_the_first_that_failed(capfd, monkeypatch, tmp_path):
+    def fail(folder, name, micro_batches, processes, rank):
+        if rank:
+            raise ArithmeticError(f"{rank} gives up")
+
+    monkeypatch.setattr(ranks, "_on_rank", fail)
+    with capfd.disabled(), pytest.raises(SystemExit) as end:
+        ranks._fork_ranks(str(tmp_path), "step", 1, 3)
+    output = str(end.value)
+    assert "Process rank 1:" in output and "1 gives up" in output and "rank 2" not in output
 
 
 THREADS_AT_THE_END = """

@@ -1,11 +1,15 @@
 """Two processes that reduce gradients: bytes given to all-reduce, and the error of the gradient.
 
-`python -m course_lib.lessons.lesson_05.ranks` is one of the processes that `on_ranks` starts.
+`python -m course_lib.lessons.lesson_05.ranks` is a process that `on_ranks` starts: one rank, or the
+process that forks all ranks.
 """
 
 import gc
+import importlib
 import inspect
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +23,13 @@ from torch.nn import functional
 
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.models import Decoder, random_tokens
+
+# Modules that every rank would import otherwise. DDP imports `torch._dynamo`.
+IMPORTED_ONCE = (
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.nn.functional",
+)
 
 
 def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
@@ -34,6 +45,9 @@ def on_ranks(
     step: Callable[..., Any], micro_batches: int = 8, processes: int = 2
 ) -> dict[str, float]:
     """Run a function of the reader's in several processes with DDP over gloo, on CPUs.
+
+    On Linux without a GPU, one process imports the modules and forks the ranks. Otherwise each rank
+    is a new process, because CUDA cannot be used in a forked process.
 
     Args:
         step: `step(model, loss_sum, micro_batches, each)` leaves the gradient of the mean over the
@@ -60,12 +74,15 @@ def on_ranks(
             str(micro_batches),
             str(processes),
         ]
+        forks = sys.platform == "linux" and not torch.cuda.is_available()
+        commands = [command] if forks else [[*command, str(rank)] for rank in range(processes)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(processes)]
+        running = [subprocess.Popen(each, **pipes) for each in commands]
         outputs = [process.communicate(timeout=300)[0] for process in running]
         for rank, process in enumerate(running):
             if process.returncode:
-                raise RuntimeError(f"rank {rank} failed: {outputs[rank][-2000:]}")
+                failed = "a rank" if forks else f"rank {rank}"
+                raise RuntimeError(f"{failed} failed: {outputs[rank][-2000:]}")
         return json.loads((Path(folder) / "bytes.json").read_text())
 
 
@@ -82,6 +99,37 @@ def _decoder() -> Decoder:
 
 def _gradient(model: torch.nn.Module) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def _fork_ranks(folder: str, name: str, micro_batches: int, processes: int) -> None:
+    """Fork the ranks from this process, and print the output of the first one that failed."""
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
+    forked = multiprocessing.get_context("fork")
+    given = folder, name, micro_batches, processes
+    ranks = [
+        forked.Process(target=_on_forked_rank, args=(*given, rank), name=f"rank {rank}")
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    for number, rank in enumerate(ranks):
+        if rank.exitcode:
+            sys.exit(_output_file(folder, number).read_text(encoding="utf-8"))
+
+
+def _output_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"output-{rank}.txt"
+
+
+def _on_forked_rank(folder: str, name: str, micro_batches: int, processes: int, rank: int) -> None:
+    """Redirect the output to a file, because ranks that fail together would mix their output."""
+    with _output_file(folder, rank).open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    _on_rank(folder, name, micro_batches, processes, rank)
 
 
 def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: int) -> None:
@@ -140,4 +188,5 @@ def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: i
 
 
 if __name__ == "__main__":
-    _on_rank(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    run = _fork_ranks if len(sys.argv) == 5 else _on_rank
+    run(*sys.argv[1:3], *map(int, sys.argv[3:]))
