@@ -1,6 +1,7 @@
 """`make bench`: its statistics, its rows, and the two pages that are written from them."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -63,11 +64,22 @@ def test_random_cases_find_no_difference_and_an_error_counts_as_one(board):
     assert "2 cases, 2 differences" in fuzz.tally(wrong, 2).note
 
 
-def assert_that_nothing_is_lost(name, device="cpu"):
-    """In a new process, since autograd refuses to run in a fork of one that has started its
-    threads. Ctrl-C is enabled, because a shell disables it for what runs in the background."""
-    code = "import faults, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"for row in faults.of_step({name!r}, 1, {device!r}): print(row.note)"
+FAULTS = {
+    "train_step": ["allocations", "writes"],
+    "AccumulatedStep, DDP": ["forward", "backward"],
+    "OffloadedOptimizer on streams": ["forward", "update"],
+}
+
+
+def notes_of_faults(names, device="cpu"):
+    """Notes of each step, by name, made in one new process as `make bench` does, since autograd
+    refuses to run in a fork of one that has started its threads. Ctrl-C is enabled, because a shell
+    disables it for what runs in the background."""
+    code = "import faults, json, signal\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"for name in {list(names)!r}:\n"
+    code += f"    notes = [row.note for row in faults.of_step(name, 1, {device!r})]\n"
+    code += "    print(json.dumps([name, notes]), flush=True)\n"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -75,24 +87,24 @@ def assert_that_nothing_is_lost(name, device="cpu"):
         capture_output=True,
         text=True,
     )
-    notes = ran.stdout.splitlines()
-    assert ran.returncode == 0 and len(notes) >= 4, ran.stderr[-2000:]
-    assert all(note.endswith("; lost: nothing") for note in notes), notes
-    return notes
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return dict(map(json.loads, ran.stdout.splitlines()))
+
+
+def assert_that_nothing_is_lost(notes):
+    assert len(notes) >= 4 and all(note.endswith("; lost: nothing") for note in notes), notes
+
+
+@pytest.fixture(scope="module")
+def notes():
+    return notes_of_faults(FAULTS)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("train_step", ["allocations", "writes"]),
-        ("AccumulatedStep, DDP", ["forward", "backward"]),
-        ("OffloadedOptimizer on streams", ["forward", "update"]),
-    ],
-)
-def test_faults_at_each_kind_of_place_lose_nothing(name, kinds):
-    notes = assert_that_nothing_is_lost(name)
-    assert all(any(f"{kind} " in note for note in notes) for kind in kinds), notes
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_at_each_kind_of_place_lose_nothing(notes, name):
+    assert_that_nothing_is_lost(notes[name])
+    assert all(any(f"{kind} " in note for note in notes[name]) for kind in FAULTS[name]), notes
 
 
 @pytest.mark.gpu
@@ -117,7 +129,7 @@ def test_faults_at_each_kind_of_place_lose_nothing(name, kinds):
     ],
 )
 def test_faults_on_a_gpu_lose_nothing(name):
-    assert_that_nothing_is_lost(name, "cuda")
+    assert_that_nothing_is_lost(notes_of_faults([name], "cuda")[name])
 
 
 @pytest.mark.filterwarnings("ignore")
