@@ -17,11 +17,14 @@ def rows(
         {name: draw.choice(values) for name, values in choices.items()} for _ in range(draws)
     ]
     known = [(row, pairs(row)) for row in filter(valid, candidates)]
-    todo = set().union(*(held for _, held in known))
+    # sets of pairs as bits of integers, whose intersections are counted faster than those of sets
+    bits = {pair: 1 << bit for bit, pair in enumerate(set().union(*(held for _, held in known)))}
+    masks = [(row, sum(bits[pair] for pair in held)) for row, held in known]
+    todo = sum(bits.values())
     while todo:
-        best, held = max(known, key=lambda each: len(todo & each[1]))
+        best, held = max(masks, key=lambda each: (todo & each[1]).bit_count())
         found.append(best)
-        todo -= held
+        todo &= ~held
     return found
 
 

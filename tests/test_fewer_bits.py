@@ -11,7 +11,11 @@ from course_lib.lessons.lesson_01 import with_adapters
 from course_lib.lessons.lesson_07.fewer_bits import nf4_levels
 from course_lib.models import Decoder, random_tokens
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+
+@pytest.fixture(scope="module")
+def bitsandbytes():
+    """The package, imported here because its import loads the compiler of torch, in two seconds."""
+    return pytest.importorskip("bitsandbytes")
 
 
 def small_model():
@@ -22,7 +26,7 @@ def batch():
     return random_tokens(4, 32, 256)
 
 
-def test_four_bit_linear_equals_bitsandbytes():
+def test_four_bit_linear_equals_bitsandbytes(bitsandbytes):
     linear = torch.nn.Linear(128, 192)
     theirs = bitsandbytes.nn.Linear4bit(128, 192, quant_type="nf4", compress_statistics=False)
     theirs.load_state_dict(linear.state_dict())
@@ -59,7 +63,7 @@ def trained(optimizer_class):
     return parameters_to_vector(model.parameters()).detach() - start, sum(state.values())
 
 
-def test_adam_in_8_bits_follows_adam_and_has_the_bytes_of_bitsandbytes():
+def test_adam_in_8_bits_follows_adam_and_has_the_bytes_of_bitsandbytes(bitsandbytes):
     expected, _ = trained(torch.optim.AdamW)
     theirs, their_bytes = trained(bitsandbytes.optim.AdamW8bit)
     ours, our_bytes = trained(lesson_07.Adam8bit)

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from course_lib.memory import CachingAllocator, MemoryMeter, symbolic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("bitsandbytes")
+if find_spec("bitsandbytes") is None:  # its import, in the tests, loads the compiler of torch
+    pytest.skip("the page needs bitsandbytes", allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/out_of_memory.md").read_text("utf-8")

@@ -70,7 +70,7 @@ DOORS = [
     ("torch.distributed.Reducer", "_rebuild_buckets"),
     ("torch.nn.Module", "_apply _call_impl _compiled_call_impl"),
     (nn.Linear(1, 1), "_buffers _forward_hooks _forward_pre_hooks _modules _parameters"),
-    (torch.compile(nn.Linear(1, 1)), "_orig_mod"),
+    (torch.compile(nn.Linear(1, 1), backend="eager"), "_orig_mod"),
     (PRUNING, "_tensor_name"),
     ("torch.nn.init", "_no_grad_trunc_normal_"),
     ("torch.nn.modules.batchnorm", "_BatchNorm _NormBase"),
