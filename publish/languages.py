@@ -7,6 +7,7 @@ with a line break between them, a prose cell has one `<div lang>` per language, 
 
 import re
 from copy import deepcopy
+from functools import cache
 from itertools import pairwise
 
 from bs4 import BeautifulSoup
@@ -17,9 +18,9 @@ from course_lib.teaching.pictures import LANGUAGES
 from course_lib.teaching.switch import PER_LANGUAGE
 
 from .cells import EditionError
+from .chinese import HAN
 
 _DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
-HAN = "[\u3400-\u4dbf\u4e00-\u9fff]"
 _BREAK, _SLASH = re.compile(r"\s*<br ?/?>\s*"), re.compile(" / ")
 _CODE = re.compile(r"`[^`]*`|\$[^$]*\$")
 # The start of a heading or a list item, which both languages keep.
@@ -146,8 +147,12 @@ def _table_in(table: str, language: str) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+@cache
 def html_in(html: str, language: str) -> str:
-    """Return HTML without the elements of the other language."""
+    """Return HTML without the elements of the other language.
+
+    It is kept, because a page of the site and the notebook to download show the same outputs.
+    """
     soup = BeautifulSoup(html, "html.parser")
     for other in set(LANGUAGES) - set(languages_in(language)):
         for element in soup.find_all(PER_LANGUAGE, lang=other):

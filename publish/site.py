@@ -12,6 +12,7 @@ and no network is used. The finished site replaces the old one only when it is c
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -150,13 +150,7 @@ def build(notebooks: Path, output: Path) -> list[str]:
                 for name, notebook in stored.items()
             ]
             _write_sources(Path(scratch, language), notebooks, lessons, language)
-
-        def run(language: str) -> list[str]:
-            source = Path(scratch, language)
-            return _run_sphinx(source, finished / language, language, urls.get("Documentation", ""))
-
-        with ThreadPoolExecutor() as pool:
-            warnings = [line for lines in pool.map(run, LANGUAGES) for line in lines]
+        warnings = _run_sphinx(Path(scratch), finished, urls.get("Documentation", ""))
         for place, content in _downloads(stored, urls.get("Repository", "")):
             (finished / place).parent.mkdir(exist_ok=True)
             (finished / place).write_text(content, encoding="utf-8")
@@ -569,23 +563,28 @@ def _described_elsewhere(value: object, name: str) -> str:
 # --- Sphinx ---
 
 
-def _run_sphinx(source: Path, finished: Path, language: str, address: str) -> list[str]:
-    """Build the pages of one language, and return the warnings.
+def _run_sphinx(source: Path, finished: Path, address: str) -> list[str]:
+    """Build the pages of each language from its folder in `source`, and return the warnings.
 
     Sphinx runs in a process of its own, because autodoc changes the signatures of the functions
     that it describes.
     """
-    scratch = source.with_name(f"{language}-scratch")
-    scratch.mkdir()
-    title = TITLES[language]
-    settings = [f"project={title}", f"html_title={title}", f"language={LOCALES[language]}"]
-    command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-q", "--no-color", "-b", "html"]
-    command += [option for setting in settings for option in ("-D", setting)]
-    command += ["-A", f"address={address}", "-d", str(scratch / "doctrees")]
-    command += ["-w", str(scratch / "warnings"), str(source), str(finished)]
+    scratch = {language: source / f"{language}-scratch" for language in LANGUAGES}
+    for folder in scratch.values():
+        folder.mkdir()
+    builds = []
+    for language, folder in scratch.items():
+        title = TITLES[language]
+        settings = [f"project={title}", f"html_title={title}", f"language={LOCALES[language]}"]
+        arguments = ["-q", "--no-color", "-b", "html"]
+        arguments += [option for setting in settings for option in ("-D", setting)]
+        arguments += ["-A", f"address={address}", "-d", str(folder / "doctrees")]
+        arguments += ["-w", str(folder / "warnings")]
+        builds.append([*arguments, str(source / language), str(finished / language)])
+    command = [sys.executable, "-W", "ignore", "-m", "publish.sphinx_builds", json.dumps(builds)]
     # Sphinx must import the course_lib of this repository, not another installed one.
     paths = [str(LICENCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(scratch)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(source)}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, encoding="utf-8"
     )
@@ -594,9 +593,11 @@ def _run_sphinx(source: Path, finished: Path, language: str, address: str) -> li
         raise EditionError(
             f"Sphinx failed: {errors[-1] if errors else f'exit status {done.returncode}'}"
         )
-    (finished / ".buildinfo").unlink(missing_ok=True)
-    warnings = (scratch / "warnings").read_text(encoding="utf-8")
-    return [line for line in warnings.splitlines() if line.strip()]
+    warnings = []
+    for language, folder in scratch.items():
+        (finished / language / ".buildinfo").unlink(missing_ok=True)
+        warnings += (folder / "warnings").read_text(encoding="utf-8").splitlines()
+    return [line for line in warnings if line.strip()]
 
 
 if __name__ == "__main__":

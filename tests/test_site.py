@@ -23,7 +23,8 @@ from editions import NAMES, addresses_in, failure, loaded_addresses, small_cours
 from course_lib.checkpoint import checkpoint
 from course_lib.teaching import pictures
 from publish import site
-from publish.languages import HAN, LANGUAGES, PER_LANGUAGE, is_chinese, words_in
+from publish.chinese import HAN
+from publish.languages import LANGUAGES, PER_LANGUAGE, is_chinese, words_in
 
 # warnings raised inside these packages
 ignored = ("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")

@@ -19,7 +19,8 @@ from course_lib.teaching.claims import Claim, what_you_may_have_read
 from course_lib.teaching.switch import PER_LANGUAGE
 from publish import class_slides, lesson_slides, slide_parts, slides
 from publish.cells import EditionError, is_solution, without_guards
-from publish.languages import HAN, words_in
+from publish.chinese import HAN
+from publish.languages import words_in
 from publish.student import check_of
 
 NOTE = slides.Note(5, {"en": "Why?", "zh": "为什么？"})

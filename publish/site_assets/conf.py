@@ -4,15 +4,17 @@
 """
 
 import re
+from functools import cache
 from pathlib import Path
 
+import snowballstemmer
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
 
-from publish.languages import HAN
+from publish.chinese import HAN
 
 locale_dirs = ["locale"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
@@ -74,6 +76,15 @@ class Reference(SphinxTransform):
                 text.parent.replace(text, nodes.Text(" – "))
 
 
+_ENGLISH = snowballstemmer.stemmer("english")
+
+
+@cache
+def _stem(word: str) -> str:
+    """Return the stem of a word in lower case. Most words are on several pages."""
+    return _ENGLISH.stemWord(word)
+
+
 class EnglishAndChinese(SearchEnglish):
     """Index of English words by their stems, and of Chinese by characters and pairs of characters.
 
@@ -91,6 +102,9 @@ function splitQuery(query) {
   return [...words.filter((word) => word), ...pairs];
 }
 """
+
+    def stem(self, word: str) -> str:
+        return _stem(word.lower())
 
     def split(self, input: str) -> list[str]:
         words = super().split(re.sub(HAN, " ", input))
