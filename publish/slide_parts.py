@@ -144,7 +144,7 @@ def shown_outputs(output: NotebookNode, language: str) -> list[NotebookNode]:
         if missing := set(pictures) - set(large):
             raise EditionError(
                 f"a figure has no picture for slides in {', '.join(sorted(missing))}:"
-                " `make notebooks` draws it"
+                " `make notebooks` draws it, and so does a cell that is run in `make results`"
             )
         return [
             nbformat.v4.new_output(
