@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import course_lib.distributed as package
 from course_lib.accumulation import AccumulatedStep
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import (
@@ -578,6 +579,14 @@ close = PContext.close
 PContext.close = lambda self, death_sig=None, timeout=None: close(self, death_sig, {HANGS_SECONDS})
 run.main()
 """
+
+
+def test_public_names_are_imported_on_first_use_and_others_are_refused(monkeypatch):
+    for name in package.__all__:
+        monkeypatch.delitem(vars(package), name, raising=False)
+        assert getattr(package, name) is vars(package)[name] and name in dir(package)
+    with pytest.raises(AttributeError, match="has no attribute 'trainer'"):
+        package.trainer  # noqa: B018
 
 
 def test_newest_checkpoint_has_the_largest_step_and_not_the_last_name(tmp_path):

@@ -28,7 +28,6 @@ from course_lib._hugging_face_losses import GIVE_LOSS_SUM
 from course_lib.accumulation import split
 from course_lib.budget.growth import Irregular
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
-from course_lib.distributed.prediction import watched_rank
 from course_lib.memory import CATEGORIES, Trace
 from course_lib.symbolic import symbolic
 
@@ -133,6 +132,8 @@ def _measure(
         "blocks": recipe.blocks,
     }
     options["max_norm"] = max_norm
+    from course_lib.distributed.prediction import watched_rank  # slow to import
+
     watch = watched_rank(
         make_short,
         make_part,

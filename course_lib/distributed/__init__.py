@@ -11,13 +11,17 @@ formulas, and `predict` computes them with one symbolic rank, without starting a
 another program, use `Trainer` and `Watch`. Lesson 08 explains the modes.
 """
 
-from .formulas import MODES, held_bytes, sent_bytes, shapes_of
-from .measurement import CommunicationCounter, RankUsage, Watch
-from .modes import Trainer
-from .prediction import predict
-from .sharded_checkpoint import last_complete, load, save
-from .tasks import task_of
-from .torchrun import launch, process_group, train
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .formulas import MODES, held_bytes, sent_bytes, shapes_of
+    from .measurement import CommunicationCounter, RankUsage, Watch
+    from .modes import Trainer
+    from .prediction import predict
+    from .sharded_checkpoint import last_complete, load, save
+    from .tasks import task_of
+    from .torchrun import launch, process_group, train
 
 __all__ = [
     "MODES",
@@ -37,3 +41,29 @@ __all__ = [
     "task_of",
     "train",
 ]
+
+# `course_lib.budget` needs only the formulas, unless a recipe has ranks. The other modules import
+# FSDP, DTensor and the distributed checkpoints, which takes longer than the rest of the library.
+_MODULES = {
+    "formulas": ("MODES", "held_bytes", "sent_bytes", "shapes_of"),
+    "measurement": ("CommunicationCounter", "RankUsage", "Watch"),
+    "modes": ("Trainer",),
+    "prediction": ("predict",),
+    "sharded_checkpoint": ("last_complete", "load", "save"),
+    "tasks": ("task_of",),
+    "torchrun": ("launch", "process_group", "train"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module when it is first used."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
