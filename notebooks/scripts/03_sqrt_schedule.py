@@ -581,7 +581,8 @@ if not lesson_03.check_recurrence.accepted:
     def fastest(stages, room):
         if not stages:
             return 0
-        first, times = stages[0], [run_on(stages, e, room) for e in range(1, len(stages))]
+        first = stages[0]
+        times = [run_on(stages, e, room) for e in range(1, len(stages))]
         if first.saved_bytes + first.output_bytes <= room:  # keep all of the first stage
             later = fastest(stages[1:], room - first.saved_bytes)
             times.append(first.forward_time + later + first.backward_time)
