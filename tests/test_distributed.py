@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -552,22 +553,42 @@ def test_ranks_are_forked_only_where_there_is_no_gpu(gpu, monkeypatch, tmp_path)
     assert ("--start-method fork" in str(error.value)) is (sys.platform == "linux" and not gpu)
 
 
+LOST_PEER = RuntimeError("[gloo/gloo/transport/tcp/pair.cc:457] writev [127.0.0.1]: Broken pipe")
+
+
 @pytest.mark.parametrize(
     ("error", "waits"),
     [
-        (RuntimeError("[gloo/gloo/transport/tcp/pair.cc:457] writev [127.0.0.1]: Broken pipe"), 1),
+        (LOST_PEER, 1),
         (dist.DistBackendError("NCCL error: remote process exited"), 1),
         (RuntimeError("rank 1 gives up"), 0),
     ],
 )
 def test_rank_that_lost_its_peer_lets_the_peer_report_first(monkeypatch, capsys, error, waits):
     waited = []
-    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr(command._interrupted, "wait", waited.append)
     with pytest.raises((RuntimeError, SystemExit)) as raised, command._report_cause_first():
         raise error
     assert (raised.value is error) == len(waited) == waits
     told = r"rank 0: error: \S*test_distributed\.py, line \d+, in test_\w+: RuntimeError: rank 1"
     assert bool(re.match(told, capsys.readouterr().err)) != waits
+
+
+def test_an_interrupted_rank_does_not_wait_for_its_peer(monkeypatch):
+    """The peer was interrupted as well, and has no cause to report."""
+    interrupted, waited = threading.Event(), []
+    wait = interrupted.wait
+    monkeypatch.setattr(interrupted, "wait", lambda seconds: waited.append(not wait(0)))
+    monkeypatch.setattr(command, "_interrupted", interrupted)
+    before = signal.signal(signal.SIGINT, command._interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(RuntimeError, match="Broken pipe"), command._report_cause_first():
+        raise LOST_PEER
+    assert waited == [False]
 
 
 # torchrun, which kills after 30 seconds what does not end by itself: here it waits.

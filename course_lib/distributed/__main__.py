@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from torch.distributed import DistError
@@ -39,6 +40,7 @@ from course_lib.symbolic import symbolic
 # A warning is printed if a larger share of the parameters is outside all blocks.
 LARGE_ROOT_SHARE = 0.2
 RANK = int(os.environ.get("RANK", 0))
+_interrupted = threading.Event()  # set when the user interrupts this rank
 HELP = """Train a model on several ranks, and print the predicted and measured bytes that
 each rank held and communicated. The model is the course's decoder, one that a
 config.json describes, or one that a function returns."""
@@ -163,6 +165,7 @@ def arguments() -> argparse.ArgumentParser:
 @silence_operator_log()
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchrun's handler
+    signal.signal(signal.SIGINT, _interrupt)
     args = arguments().parse_args()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
@@ -227,15 +230,16 @@ def _report_cause_first() -> Iterator[None]:
     """Let the rank whose error is the cause of a failure report it first.
 
     A rank that has lost the connection to another one waits, until torchrun ends it because the
-    other rank has failed. An error from the user's own code, or an exceeded budget, is printed
-    without a traceback, here and in torchrun's report. Any other error keeps its traceback.
+    other rank has failed. It does not wait if the user has interrupted the ranks. An error from
+    the user's own code, or an exceeded budget, is printed without a traceback, here and in
+    torchrun's report. Any other error keeps its traceback.
     """
     try:
         yield
     except Exception as error:
         # gloo reports a closed or reset connection, or a broken pipe, as a RuntimeError
         if isinstance(error, DistError) or "gloo/transport" in str(error):
-            time.sleep(20)
+            _interrupted.wait(20)
         elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
             reason = str(error) if isinstance(error, MemoryBudgetExceeded) else message(error)
             print(f"rank {RANK}: error: {reason}", file=sys.stderr, flush=True)
@@ -243,6 +247,15 @@ def _report_cause_first() -> Iterator[None]:
             get_error_handler().record_exception(error.with_traceback(None))
             sys.exit(1)
         raise
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """Raise `KeyboardInterrupt`, as Python does, and note that the user asked for it.
+
+    `torch.distributed.checkpoint` catches this exception while it writes, and continues.
+    """
+    _interrupted.set()
+    signal.default_int_handler(signum, frame)
 
 
 def _modes(text: str) -> list[str]:
