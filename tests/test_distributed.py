@@ -577,8 +577,7 @@ def test_rank_that_lost_its_peer_lets_the_peer_report_first(monkeypatch, capsys,
 def test_an_interrupted_rank_does_not_wait_for_its_peer(monkeypatch):
     """The peer was interrupted as well, and has no cause to report."""
     interrupted, waited = threading.Event(), []
-    wait = interrupted.wait
-    monkeypatch.setattr(interrupted, "wait", lambda seconds: waited.append(not wait(0)))
+    monkeypatch.setattr(interrupted, "wait", lambda _: waited.append(not interrupted.is_set()))
     monkeypatch.setattr(command, "_interrupted", interrupted)
     before = signal.signal(signal.SIGINT, command._interrupt)
     try:
