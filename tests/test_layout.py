@@ -27,6 +27,7 @@ ALLOWED = {
     "_torch": {"_check"},
     "_hugging_face_losses": {"_check", "_torch"},
     "labels": set(),
+    "missing_names": {"labels"},
     "options": set(),
     "models": BELOW_ALL,
     "configs": {"models", *BELOW_ALL},

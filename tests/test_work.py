@@ -1,6 +1,7 @@
 """The learner's copy of the lessons: what it shows, and that an update loses nothing."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -15,9 +16,10 @@ pytest.importorskip("IPython")
 
 from editions import NAMES, NOTEBOOKS, stored_lessons
 from IPython.core.interactiveshell import InteractiveShell
+from patience import HANGS_SECONDS
 
+from course_lib import missing_names
 from course_lib.labels import in_both_languages
-from course_lib.teaching import missing_names
 from publish import work
 from publish.cells import check_links, is_solution
 from publish.student import check_of
@@ -278,6 +280,29 @@ def test_the_kernel_shows_the_sentence_below_the_error(monkeypatch, capsys):
     assert "ZeroDivisionError" in capsys.readouterr().out
     settings = json.loads((ROOT / "publish/jupyterlab/ipython_kernel_config.json").read_text())
     assert settings["IPKernelApp"]["extensions"] == [missing_names.__name__]
+
+
+def test_a_kernel_of_make_lab_imports_neither_torch_nor_triton_nor_matplotlib(tmp_path):
+    """Triton reads its settings when it is imported, so lesson 06 has to be the first to do so."""
+    manager = pytest.importorskip("jupyter_client.manager")
+    (tmp_path / "profile_default").mkdir()
+    shutil.copy(
+        ROOT / "publish/jupyterlab/ipython_kernel_config.json", tmp_path / "profile_default"
+    )
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path), "PYTHONPATH": paths}
+    kernel, client = manager.start_new_kernel(
+        startup_timeout=HANGS_SECONDS, kernel_name="python3", env=environment
+    )
+    try:
+        wanted = {"names": "' '.join(__import__('sys').modules)"}
+        reply = client.execute_interactive("", user_expressions=wanted, timeout=HANGS_SECONDS)
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    names = reply["content"]["user_expressions"]["names"]["data"]["text/plain"].strip("'").split()
+    assert missing_names.__name__ in names and "ipykernel" in names
+    assert {"torch", "triton", "matplotlib"} & set(names) == set()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

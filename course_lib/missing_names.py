@@ -1,9 +1,13 @@
 """An IPython extension: a cell that lacks a name says which cell of the page has to run first.
 
-    %load_ext course_lib.teaching.missing_names
+    %load_ext course_lib.missing_names
 
 `make lab` loads it into every kernel. JupyterLab gives a kernel the path of its notebook in
 JPY_SESSION_NAME. The sentence is a note of the `NameError`, which IPython shows below it.
+
+This module is not in `course_lib.teaching`, because it is imported before the first cell of every
+lesson and must not import torch or Triton. Triton reads its settings when it is imported, and
+lesson 06 changes one of them.
 """
 
 import ast
