@@ -22,6 +22,7 @@ from torch import nn
 
 from course_lib import lessons
 from course_lib._torch import is_symbolic
+from course_lib.attention import kernels
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import sent_bytes, shapes_of, task_of
 from course_lib.labels import chinese
@@ -445,6 +446,18 @@ def test_where_no_namespace_can_be_made_it_says_so(monkeypatch):
     monkeypatch.setattr(loopback, "_EMPTY", ["no such program"])
     with pytest.raises(RuntimeError, match="network namespace"):
         loopback.bytes_sent(2)
+
+
+@pytest.mark.parametrize(("interpreted", "gpu"), [(False, False), (True, False), (False, True)])
+def test_compiled_triton_without_gpu_says_to_restart_the_kernel(monkeypatch, interpreted, gpu):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "INTERPRETED", interpreted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    if interpreted or gpu:
+        assert lesson_06.triton_here()[0].__name__ == "triton"
+    else:
+        with pytest.raises(RuntimeError, match=r"(?s)restart the kernel.*请重启内核"):
+            lesson_06.triton_here()
 
 
 def test_the_adam_of_the_exercise_is_the_framework_s():

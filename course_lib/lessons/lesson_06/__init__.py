@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
-from course_lib.labels import say
+import torch
+
+from course_lib.labels import in_both_languages, say, text
 from course_lib.teaching import Claim, Table
 from course_lib.teaching.claims import what_you_may_have_read
 
@@ -120,7 +122,12 @@ def older_claims(*measured: str) -> Table:
 
 
 def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:
-    """Return Triton, its language and its `jit`, or stand-ins and a printed note without Triton."""
+    """Return Triton, its language and its `jit`, or stand-ins and a printed note without Triton.
+
+    Raises:
+        RuntimeError: Triton was imported before the lesson turned on its interpreter, and there is
+            no GPU.
+    """
     try:
         import triton
         import triton.language as tl
@@ -131,4 +138,13 @@ def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Call
         )
         print(say(missing))
         return None, SimpleNamespace(constexpr=int), lambda function: function
+    from course_lib.attention.kernels import INTERPRETED
+
+    if not (INTERPRETED or torch.cuda.is_available()):
+        too_early = text(
+            "Triton was imported before this lesson's first cell and so cannot run on this CPU:"
+            " restart the kernel, and run this lesson from its first cell."
+        )
+        # in both languages, because the page's switch does not reach an error
+        raise RuntimeError("\n".join(in_both_languages(too_early)))
     return triton, tl, triton.jit
