@@ -442,10 +442,13 @@ def test_an_empty_network_namespace_counts_an_all_gather():
     assert found["all_gather"] == pytest.approx(lesson_08.TENSOR_BYTES / 2, rel=0.02)
 
 
-def test_where_no_namespace_can_be_made_it_says_so(monkeypatch):
-    monkeypatch.setattr(loopback, "_EMPTY", ["no such program"])
-    with pytest.raises(RuntimeError, match="network namespace"):
-        loopback.bytes_sent(2)
+def test_where_no_namespace_can_be_made_it_says_so(monkeypatch, tmp_path):
+    forbidden = tmp_path / "forbidden"
+    forbidden.touch(mode=0o644)
+    for program in ("no such program", str(forbidden)):
+        monkeypatch.setattr(loopback, "_EMPTY", [program])
+        with pytest.raises(RuntimeError, match="network namespace"):
+            loopback.bytes_sent(2)
 
 
 @pytest.mark.parametrize(("interpreted", "gpu"), [(False, False), (True, False), (False, True)])

@@ -78,7 +78,7 @@ def bytes_sent(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str
     }
     try:
         ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    except FileNotFoundError as error:
+    except OSError as error:  # no such program, or PATH has a folder that may not be read
         raise RuntimeError(f"no empty network namespace can be made here: {error}") from None
     if ran.returncode:
         raise RuntimeError(f"no bytes were counted: {ran.stderr.strip()[-2000:]}")
