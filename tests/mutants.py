@@ -296,6 +296,9 @@ class Steps:
                 depth += 1
                 if depth > DEEPEST:
                     raise Endless
+                # In Python 3.13, `f_trace_opcodes` has no effect on the call that has just started,
+                # unless the frame already has its trace function.
+                frame.f_trace = own
                 # an empty loop on one line has no events of lines in Python 3.11
                 frame.f_trace_lines, frame.f_trace_opcodes = False, True
                 return own
@@ -322,6 +325,8 @@ class Steps:
 
         self._called, self._before = called, sys.gettrace()
         self._count = lambda: (taken, own_taken)
+        # Python 3.12 has events of instructions only if a frame has asked for them before
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(called)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

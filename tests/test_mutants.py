@@ -27,6 +27,21 @@ LESSONS = [number for number in lessons.LESSONS if number != "00"]
 SAMPLED = {} if os.environ.get("COURSE_MUTANTS") == "all" else {"01.largest_batch": 2}
 
 
+def instructions_in(source):
+    """Return how many instructions of a mutant the counter sees."""
+    steps = Steps()
+    with steps:
+        exec(compile(source, mutants.MUTANT, "exec"), {})
+    assert steps.complete
+    return steps.own_taken
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counter():
+    """Fail at once if instructions are not counted, because an endless mutant would not end."""
+    assert instructions_in("for _ in range(100): pass") > 200
+
+
 @pytest.mark.parametrize("number", LESSONS)
 def test_a_check_refuses_its_solution_with_a_slip_in_it_unless_that_is_right_as_well(number):
     problems = []
@@ -116,6 +131,21 @@ def test_calls_one_after_another_and_generators_are_not_deep():
     with steps:
         exec(code, {})
     assert steps.taken > steps.own_taken > 500 and steps.complete
+
+
+@pytest.mark.parametrize(
+    ("loop", "called"),
+    [
+        ("def f():\n    for _ in range(100): pass", "f()"),
+        ("def f():\n    for _ in range(100): yield", "list(f())"),
+        ("class C:\n    def __init__(self): [_ for _ in range(100)]", "C()"),
+        ("f = lambda: sum(1 for _ in range(100))", "f()"),
+    ],
+)
+def test_instructions_of_the_first_call_are_counted_as_those_of_the_second(loop, called):
+    once, twice = (instructions_in("\n".join([loop, *[called] * n])) for n in (1, 2))
+    alone = instructions_in(loop)
+    assert once - alone > 200 and twice - once == once - alone
 
 
 def test_steps_that_are_no_longer_counted_are_noticed():
