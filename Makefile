@@ -33,6 +33,8 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 FILE_LIST := $(VENV)/etc/jupyter/jupyter_server_config.json
 KERNEL    := $(VENV)/etc/ipython/ipython_kernel_config.json
+# Every target that starts kernels depends on these files, so that the tests run the lessons as JupyterLab does.
+SETTINGS  := $(OVERRIDES) $(FILE_LIST) $(KERNEL)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 # Compares every notebook with its stored outputs, with two workers. --dist=loadscope lets one worker run all cells of a
 # notebook in order, because they share a kernel. Only a kernel that hangs can exceed the timeouts (tests/patience.py).
@@ -53,7 +55,7 @@ help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 # Learners work on a copy in work/, which git ignores. JupyterLab's file list shows only the files of that folder.
-lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) ## open your copy of the lessons, work/, in JupyterLab / 打开你自己的一份课程 work/
+lab: $(INSTALLED) $(SETTINGS) ## open your copy of the lessons, work/, in JupyterLab / 打开你自己的一份课程 work/
 	$(BIN)/python -m publish.work
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=work $(ARGS) work/00_start_here.ipynb
 
@@ -62,12 +64,12 @@ update: $(INSTALLED) ## bring new editions of lessons into work/, keep your answ
 
 # The server's root is the whole folder, so that links from lessons to docs/ work. Cells that are run again also draw the
 # pictures for slides.
-results: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## open the lessons as stored, with results, for instructors / 打开带结果的课（教师用）
+results: $(INSTALLED) $(SETTINGS) $(TRUSTED) ## open the lessons as stored, with results, for instructors / 打开带结果的课（教师用）
 	COURSE_SLIDES=1 $(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
-install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(KERNEL) $(TRUSTED) ## install all that `make lab` needs, without opening JupyterLab / 只安装，不打开 JupyterLab
+install: $(INSTALLED) $(SETTINGS) $(TRUSTED) ## install all that `make lab` needs, without opening JupyterLab / 只安装，不打开 JupyterLab
 
-test: $(COMPLETE) ## run lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试，核对各课输出
+test: $(COMPLETE) $(SETTINGS) ## run lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试，核对各课输出
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --summary=none
@@ -84,7 +86,7 @@ test-library: | $(OTHER_VENV)/bin/pip ## test the library alone with another tor
 $(OTHER_VENV)/bin/pip:
 	$(PYTHON) -m venv $(OTHER_VENV)
 
-browser: $(COMPLETE) ## run only the tests in Chromium (CHROMIUM=path of a browser) / 只运行浏览器测试
+browser: $(COMPLETE) $(SETTINGS) ## run only the tests in Chromium (CHROMIUM=path of a browser) / 只运行浏览器测试
 	$(BIN)/python -m pytest -p no:cacheprovider -q -m browser tests $(ARGS)
 
 bench: $(COMPLETE) ## the scoreboard: this library beside its peers (ARGS="memory offload") / 与同类工具对比
@@ -116,7 +118,7 @@ gpu-bench: $(GPU_NEEDS) ## run the benchmarks that have a GPU part (OUT=build/gp
 	  $(GPU_PYTHON) benchmarks/gpu_$$bench.py --output $(OUT)/$$bench.json $(ARGS) || failed="$$failed $$bench"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-notebooks: $(INSTALLED) ## run notebooks/scripts, and store the notebooks with outputs (ARGS="02 03") / 重新生成 notebook
+notebooks: $(INSTALLED) $(SETTINGS) ## run notebooks/scripts, and store the notebooks with outputs (ARGS="02 03") / 重新生成 notebook
 	$(BIN)/python -m publish.notebooks $(ARGS)
 
 site: $(COMPLETE) ## build the website in build/site (ARGS="--output PLACE") / 生成网站
@@ -134,7 +136,7 @@ student: $(INSTALLED) ## write the notebooks without solutions to build/student 
 pages: $(INSTALLED) ## write each lesson in one language, for VS Code, Colab and previews / 每课每种语言一份 notebook
 	$(BIN)/python -m publish.pages $(ARGS)
 
-grade: $(INSTALLED) ## grade the notebooks in build/handed_in / 批改交上来的 notebook
+grade: $(INSTALLED) $(SETTINGS) ## grade the notebooks in build/handed_in / 批改交上来的 notebook
 	$(BIN)/python -m publish.grade $(ARGS)
 
 address: $(INSTALLED) ## write the addresses in [project.urls] into READMEs and CITATION.cff / 写入项目地址

@@ -334,6 +334,27 @@ def test_make_installs_for_tests_only_what_lessons_do_not_need(tmp_path):
     assert {needs[target] for target in ("test", "browser", "site")} == {"$(COMPLETE)"}
 
 
+@pytest.mark.parametrize(
+    "target", ["test", "lab", "results", "install", "browser", "notebooks", "grade"]
+)
+def test_every_target_that_starts_kernels_gives_them_the_configuration_of_make_lab(
+    target, tmp_path
+):
+    """Whichever target ran first in the folder; the new folder here has none of the files."""
+    for stamp in ("bin/pip", ".course-installed", ".course-test-installed", ".course-trusted"):
+        (tmp_path / stamp).parent.mkdir(exist_ok=True)
+        (tmp_path / stamp).touch()
+    copies = [
+        line for line in make(target, f"VENV={tmp_path}").splitlines() if line.startswith("cp ")
+    ]
+    source = "publish/jupyterlab"
+    assert copies == [
+        f"cp {source}/overrides.json {tmp_path}/share/jupyter/lab/settings/overrides.json",
+        f"cp {source}/server.json {tmp_path}/etc/jupyter/jupyter_server_config.json",
+        f"cp {source}/ipython_kernel_config.json {tmp_path}/etc/ipython/ipython_kernel_config.json",
+    ]
+
+
 # --- machines elsewhere: workflows, containers, notebooks in a cloud ---
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
