@@ -23,6 +23,7 @@ import course_lib
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with JupyterLab")
 Requirement = pytest.importorskip("packaging.requirements").Requirement
+SpecifierSet = pytest.importorskip("packaging.specifiers").SpecifierSet
 Version = pytest.importorskip("packaging.version").Version
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,30 @@ def test_every_dependency_is_pinned_to_one_version_and_that_one_runs():
             public = Version(importlib.metadata.version(needed.name)).public
             pinned = str(PINS[plain(needed.name)].specifier)
             assert f"=={public}" == pinned, f"{needed.name} {public} is installed: make install"
+
+
+def test_every_installed_pin_supports_the_oldest_python_that_is_promised():
+    oldest = f"{re.search(r'>=([0-9.]+)', PROJECT['requires-python'])[1]}.0"
+    too_new = []
+    for pin in PINS.values():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of another platform
+            installed = importlib.metadata.distribution(pin.name)
+            version = Version(installed.version).public
+            assert f"=={version}" == str(pin.specifier), f"{pin.name} {version}: make install"
+            needed = installed.metadata["Requires-Python"] or ""
+            if not SpecifierSet(needed).contains(oldest):
+                too_new.append(f"{pin} needs Python {needed}, but {oldest} is promised")
+    assert too_new == []
+
+
+def test_every_package_that_the_extras_bring_is_pinned():
+    """If several versions of a package are allowed, pip may try them all."""
+    brought = brought_by(read_requirements(PROJECT, *(EXTRAS.keys() - {"peers"})))
+    here = {plain(each.name) for each in importlib.metadata.distributions()}
+    by_cuda = re.compile("nvidia-|cuda-")  # torch's CUDA build names their versions
+    assert {each for each in brought & here if not by_cuda.match(each)} - PINS.keys() <= {
+        "setuptools"  # a new environment may have another version
+    }
 
 
 def test_the_extra_for_plots_is_what_the_lessons_draw_with():
