@@ -29,6 +29,13 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.course-installed
 COMPLETE  := $(VENV)/.course-test-installed
 CPU_TORCH := $(VENV)/.course-torch-cpu
+# An environment with the CPU build keeps it, even if a later call does not set TORCH.
+BUILD     := $(if $(TORCH),$(CPU_TORCH),$(wildcard $(CPU_TORCH)))
+# If versions conflict, pip's reason is above its last line, so the recipes print the reason again.
+PIP_LOG   := $(VENV)/pip.log
+INSTALL    = rm -f $(PIP_LOG); $(BIN)/python -m pip install --log $(PIP_LOG)
+OR_REASON  = || { echo "pip failed (all messages are in $(PIP_LOG)): $$(sed -n '/ResolutionImpossible/d; \
+  s/^[^ ]* *ERROR: //p; s/^[^ ]* *\(The user requested\)/\1/p' $(PIP_LOG) | tail -n 1)" >&2; exit 1; }
 TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 FILE_LIST := $(VENV)/etc/jupyter/jupyter_server_config.json
@@ -155,20 +162,21 @@ $(BIN)/pip:
 	  { echo "$(PYTHON) cannot make environments: install its venv package (python3-venv on Debian and Ubuntu)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Only torch comes from PyTorch's index; its dependencies come from PyPI. For pip, 2.13.0+cpu satisfies torch==2.13.0.
+# Only torch comes from PyTorch's index; its dependencies come from PyPI. PyPI's build, which is the one with CUDA, also
+# satisfies torch==2.13.0. So this file has the version of the CPU build, torch==2.13.0+cpu, and is a second file of
+# constraints for every later call of pip.
 $(CPU_TORCH): constraints.txt | $(BIN)/pip
-	$(BIN)/python -m pip install --upgrade --no-deps --index-url $(TORCH_INDEX) $(shell sed -n 's/^\(torch==[^;# ]*\).*/\1/p' constraints.txt)
-	@touch $@
+	@$(INSTALL) --upgrade --no-deps --index-url $(TORCH_INDEX) $(shell sed -n 's/^\(torch==[^;# ]*\).*/\1/p' constraints.txt) $(OR_REASON)
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
 
-# An environment with the CPU build keeps it, even if a later call does not set TORCH.
-$(INSTALLED): pyproject.toml constraints.txt $(if $(TORCH),$(CPU_TORCH),$(wildcard $(CPU_TORCH))) | $(BIN)/pip
+$(INSTALLED): pyproject.toml constraints.txt $(BUILD) | $(BIN)/pip
 	@echo "Installing what the course needs: minutes the first time, then never again. / 安装课程所需的软件：首次要几分钟，以后不再需要。"
-	$(BIN)/python -m pip install -e '.[course]' -c constraints.txt
+	@$(INSTALL) -e '.[course]' -c constraints.txt $(BUILD:%=-c %) $(OR_REASON)
 	@touch $@
 
 $(COMPLETE): $(INSTALLED)
 	@echo "Installing what the tests, the website and the slides need in addition. / 另外安装测试、网站和幻灯片所需的软件。"
-	$(BIN)/python -m pip install -e '.[course,docs,test]' -c constraints.txt
+	@$(INSTALL) -e '.[course,docs,test]' -c constraints.txt $(BUILD:%=-c %) $(OR_REASON)
 	@touch $@
 
 # These settings keep all cells in the page, so that the language switch in the first cell also works when the reader has

@@ -135,6 +135,17 @@ def make(*arguments, folder=ROOT, variables=os.environ):
     return done.stdout if done.returncode == 0 else done.stderr
 
 
+def with_python(place, pip):
+    """Make an environment whose Python runs these shell commands instead of pip."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    (place / "bin").mkdir()
+    (place / "bin/pip").touch()
+    script = f'#!/bin/sh\ncase "$*" in *"-m pip"*) {pip};; esac\nexec {sys.executable} "$@"\n'
+    (place / "bin/python").write_text(script)
+    (place / "bin/python").chmod(0o755)
+
+
 def commands(place, *arguments):
     """What `make` would run for an environment at that place."""
     goal = f"{place}/.course-installed"
@@ -186,6 +197,51 @@ def test_an_environment_that_has_torch_without_cuda_keeps_to_it(tmp_path):
     stamps[2].touch()
     assert "pip install" not in commands(tmp_path)
     assert CPU in commands(tmp_path, "TORCH=cpu")
+
+
+def test_pip_may_not_replace_torch_without_cuda(tmp_path):
+    """PyPI's build with CUDA satisfies torch==2.13.0; only the whole version excludes it."""
+    stamps = [tmp_path / name for name in (".course-torch-cpu", ".course-test-installed")]
+    exactly = f"' -c constraints.txt -c {stamps[0]} "
+    said = commands(tmp_path, "TORCH=cpu", str(stamps[1]))
+    assert said.count(exactly) == said.count("pip install") - 1 == 2
+    assert exactly not in commands(tmp_path, str(stamps[1]))
+    with_python(tmp_path, pip="exit 0")
+    subprocess.run(["make", stamps[0], f"VENV={tmp_path}", "TORCH=cpu"], cwd=ROOT, check=True)
+    assert stamps[0].read_text() == f"torch=={importlib.metadata.version('torch')}\n"
+    assert exactly in commands(tmp_path)
+
+
+CONFLICT = """ERROR: Cannot install a because these package versions have conflicting dependencies.
+
+The conflict is caused by:
+    a 1.0 depends on b>1
+    The user requested (constraint) b==2
+
+ERROR: ResolutionImpossible: for help visit a page"""
+NO_VERSION = """ERROR: Could not find a version that satisfies the requirement b==2
+ERROR: No matching distribution found for b==2"""
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (CONFLICT, "The user requested (constraint) b==2"),
+        (NO_VERSION, "No matching distribution found for b==2"),
+        ("ERROR: [Errno 28] No space left on device", "[Errno 28] No space left on device"),
+    ],
+)
+def test_a_failed_installation_shows_the_reason_last(tmp_path, output, reason):
+    log = "\n".join(f"2026-11-28T15:44:33,331 {line}" for line in output.splitlines())
+    (tmp_path / "output").write_text(f"{log}\n")
+    with_python(tmp_path, pip=f"cp {tmp_path}/output {tmp_path}/pip.log; exit 1")
+    for name in ("torch-cpu", "installed", "test-installed"):
+        command = ["make", f"{tmp_path}/.course-{name}", f"VENV={tmp_path}"]
+        failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        *_, last, of_make = failed.stderr.splitlines()
+        assert failed.returncode and of_make.startswith("make: ***")
+        assert last == f"pip failed (all messages are in {tmp_path}/pip.log): {reason}"
+        (tmp_path / f".course-{name}").touch()  # the next one needs it
 
 
 # --- the file list ---
