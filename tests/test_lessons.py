@@ -463,6 +463,14 @@ def test_compiled_triton_without_gpu_says_to_restart_the_kernel(monkeypatch, int
             lesson_06.triton_here()
 
 
+@pytest.mark.parametrize(("new", "accepted"), [("largest", False), ("tl.maximum(largest)", True)])
+def test_kernel_check_without_triton_skips_an_answer_and_not_a_stub(monkeypatch, new, accepted):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    source = f"def fold(largest): return tl.exp({new})\ndef run(q, k, v): return q, q[:, 0]"
+    exec(source, cell := {"tl": None})
+    assert bool(lesson_06.check_kernel(cell["run"])) is accepted
+
+
 def test_the_adam_of_the_exercise_is_the_framework_s():
     weight, ours = torch.nn.Parameter(torch.linspace(-1, 1, 8)), lesson_08.Adam()
     adam, piece = torch.optim.Adam([weight], lr=1e-3), weight.detach().clone()
