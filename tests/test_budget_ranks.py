@@ -2,7 +2,10 @@
 composed or whole."""
 
 import json
+import math
+from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from course_lib.budget import (
 )
 from course_lib.budget.__main__ import main
 from course_lib.distributed import held_bytes, predict, sent_bytes, shapes_of
+from course_lib.distributed.formulas import ring_bytes
 from course_lib.models import Decoder, random_tokens
 
 MODES = {"ddp": "ddp", "zero1": "zero1", "zero2": "fsdp-keep", "zero3": "fsdp"}
@@ -136,6 +140,110 @@ def test_what_ranks_communicate_is_priced_by_the_wire_between_them():
     assert RATES["H100"].seconds(replace(found, tier="host")) < RATES["laptop"].seconds(found)
 
 
+def passed_on(collective, ring):
+    """Run a collective on one byte per rank step by step, and return the bytes of each link."""
+    ranks, links = len(ring), Counter()
+    # The ranks whose numbers are added up in each chunk that a place of the ring has.
+    terms = [{chunk: {place} for chunk in range(ranks)} for place in range(ranks)]
+    if collective == "all-gather":
+        terms = [{place: {place}} for place in range(ranks)]
+    for step in range(ranks - 1):
+        chunks = [(place - step) % ranks for place in range(ranks)]
+        sent = [terms[place][chunk] for place, chunk in enumerate(chunks)]
+        for place, chunk in enumerate(chunks):
+            after = (place + 1) % ranks
+            terms[after][chunk] = terms[after].get(chunk, set()) | sent[place]
+            links[ring[place], ring[after]] += Fraction(1, ranks)
+    if collective == "all-gather":
+        assert all(len(chunks) == ranks for chunks in terms)
+    else:
+        assert all(len(terms[(chunk - 1) % ranks][chunk]) == ranks for chunk in range(ranks))
+    return links
+
+
+def ring_over_machines(ranks, peers, turn):
+    """Return the ranks in the order of a ring that leaves each machine from its device `turn`."""
+    machines = [range(ranks)[first : first + peers] for first in range(0, ranks, peers)]
+    starts = [(turn + 1) % len(machine) for machine in machines]
+    pairs = zip(machines, starts, strict=True)
+    return [rank for machine, start in pairs for rank in (*machine[start:], *machine[:start])]
+
+
+@pytest.mark.parametrize("collective", ["all-gather", "reduce-scatter"])
+@pytest.mark.parametrize(("ranks", "peers"), [(2, 8), (8, 8), (16, 8), (12, 8), (9, 8), (7, 3)])
+def test_ring_sends_the_same_bytes_over_each_link_and_boundary(collective, ranks, peers):
+    links = passed_on(collective, ring_over_machines(ranks, peers, turn=1))
+    each = 1000 * links.total() / ranks
+    assert {1000 * sent for sent in links.values()} == {each}
+    assert ring_bytes(1000, ranks) == pytest.approx(float(each))
+    out, into = Counter(), Counter()
+    for (sender, receiver), sent in links.items():
+        if sender // peers != receiver // peers:
+            out[sender // peers] += 1000 * sent
+            into[receiver // peers] += 1000 * sent
+    machines = math.ceil(ranks / peers) if ranks > peers else 0
+    assert out == into == dict.fromkeys(range(machines), each)
+
+
+def seconds_of_rings(ranks, rates):
+    """Return the seconds in which rings all-gather one byte, with the best number of rings."""
+    found = []
+    for rings in range(1, 1 + rates.network_cards):
+        devices, cards = Counter(), Counter()
+        for turn in range(rings):
+            ring = ring_over_machines(ranks, rates.peers, turn)
+            for (sender, receiver), sent in passed_on("all-gather", ring).items():
+                devices[sender] += sent / rings
+                machine, place = divmod(sender, rates.peers)
+                if machine != receiver // rates.peers:
+                    cards[machine, place % rates.network_cards] += sent / rings
+        slowest = max(devices.values()) / Fraction(rates.peer_bytes)
+        found.append(max(slowest, max(cards.values(), default=0) / Fraction(rates.network_bytes)))
+    return float(min(found))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 9, 12, 16, 24])
+@pytest.mark.parametrize(
+    ("peers", "cards", "peer_bytes"),
+    [(8, 8, 450), (8, 1, 450), (8, 4, 450), (4, 8, 450), (8, 8, 31.5), (1, 1, 31.5)],
+)
+def test_seconds_of_ranks_are_those_of_simulated_rings(ranks, peers, cards, peer_bytes):
+    rates = Rates(
+        1, 1, 1, peer_bytes=peer_bytes, network_bytes=50, peers=peers, network_cards=cards
+    )
+    expected = seconds_of_rings(ranks, rates)
+    assert ring_bytes(1, ranks) / rates.ring_rate(ranks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "rates_by_ranks"),
+    [
+        ("H100", {8: 450e9, 9: 50e9, 12: 200e9, 16: 400e9, 64: 400e9}),
+        ("A100 40GB", {8: 300e9, 16: 200e9}),
+        ("RTX 4090", {8: 31.5e9, 9: 12.5e9, 16: 12.5e9}),
+        ("T4", {8: 15.75e9, 16: 12.5e9}),
+    ],
+)
+def test_rate_of_a_ring_is_that_of_all_network_cards(device, rates_by_ranks):
+    assert {ranks: RATES[device].ring_rate(ranks) for ranks in rates_by_ranks} == rates_by_ranks
+
+
+def test_second_machine_does_not_slow_a_hidden_communication():
+    """Each rank has the same work on 8 and on 16 ranks."""
+    one, two = (
+        replace(
+            estimate(make_model, lambda n=n: random_tokens(n, 32, 515), recipe_for("zero3", n)),
+            tier="host",
+            flops=10**12,
+        )
+        for n in (8, 16)
+    )
+    rates = RATES["H100"]
+    assert rates.seconds(two) == rates.seconds(one) == rates.parts(one)["compute"]
+    one_card = replace(rates, network_cards=1)
+    assert one_card.parts(two)["ranks"] == pytest.approx(8 * rates.parts(two)["ranks"])
+
+
 class Mean(Blocks):
     """The number of samples in its loss is unknown."""
 
@@ -155,6 +263,26 @@ class Mean(Blocks):
 def test_what_cannot_be_estimated_is_refused(make, recipe, says):
     with pytest.raises(ValueError, match=says):
         estimate(make, rows, recipe)
+
+
+def test_command_says_what_leaves_a_machine_if_there_are_several(capsys):
+    sizes = "--hidden 64 --layers 1 --vocabulary 100 --sequence 16 --batch 16 --quick"
+    asked = [*sizes.split(), "--precision", "fp32", "--budget", "2GB", "--shard", "ddp"]
+    told = {}
+    for name, options in {
+        "one": ["--ranks", "8", "--device", "H100"],
+        "two": ["--ranks", "16", "--device", "H100"],
+        "desktop": ["--ranks", "16", "--device", "RTX 4090"],
+    }.items():
+        assert main([*asked, *options]) == 0
+        told[name] = " ".join(capsys.readouterr().out.split())
+    assert "leave each of" not in told["one"]
+    assert "8 devices, whose network cards together carry 400 GB/s in each" in told["two"]
+    assert "8 devices, whose network cards together carry 12.5 GB/s in" in told["desktop"]
+    assert main([*asked, "--ranks", "16", "--device", "H100", "--json"]) == 0
+    sent = json.loads(capsys.readouterr().out)["recipes"][0]["sent_bytes"]
+    assert f"per step, {round(sent * 15 / 16):,} bytes" in told["two"]
+    assert "leave each of the 2 machines, and the same number enters it" in told["two"]
 
 
 def test_the_command_asks_for_ranks(capsys):

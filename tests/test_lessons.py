@@ -434,6 +434,27 @@ def test_recorded_bytes_are_those_of_a_ring_except_for_reduce_scatter(ranks):
     assert recorded["all_gather"] == close(share * lesson_08.TENSOR_BYTES)
 
 
+def test_splits_send_out_of_a_machine_what_rings_send_step_by_step():
+    shapes, gpus = lesson_08.seventy_billion(), range(64)
+    across = [[gpus[first::8], 8] for first in range(8)]  # one GPU of each machine
+    ways = [
+        ([[gpus, 1]], sent_bytes(shapes, "fsdp", 64)),
+        (across, 2 * shapes.updated_bytes),
+        (across, sent_bytes(shapes, "fsdp", 8)),
+    ]
+    found = lesson_08.compare_splits(shapes, 50e9).data.iloc[:, 2:].values.tolist()
+    for row, (rings, given) in zip(found, ways, strict=True):
+        out = collections.Counter()
+        for ring, parts in rings:
+            for _ in ring[1:]:  # steps, in each of which every GPU sends a chunk to the next one
+                for sender, receiver in zip(ring, (*ring[1:], ring[0]), strict=True):
+                    if sender // 8 != receiver // 8:
+                        out[sender // 8] += given / parts / len(ring)
+        assert len(set(map(round, out.values()))) == 1 and len(out) == 8
+        seconds = out[0] / 50e9
+        assert row == [f"{value:.1f}" for value in (out[0] / 1e9, seconds, seconds / 8)]
+
+
 def test_an_empty_network_namespace_counts_an_all_gather():
     try:
         found = loopback.bytes_sent(2, ["all_gather"])

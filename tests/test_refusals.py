@@ -209,7 +209,16 @@ ONE_BY_ONE = [
     (Recipe, {"optimizer": "adafactor"}, {"update": ("fused",), "offload_optimizer": (0.5,)}),
     (Recipe, {"optimizer": "adam8bit"}, {"update": ("foreach",)}),
     (Rates, RATES, {"fp32_flops": (0,), "link_bytes": ("fast",), "host_bytes": (-1,)}),
-    (Rates, RATES, {"flops_share": (1.5,), "link_share": (0,), "memory_bytes": (2.5,)}),
+    (
+        Rates,
+        RATES,
+        {
+            "flops_share": (1.5,),
+            "network_cards": (0, 2.5),
+            "link_share": (0,),
+            "memory_bytes": (2.5,),
+        },
+    ),
     (
         fit,
         FIT,

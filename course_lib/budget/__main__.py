@@ -17,6 +17,7 @@ import torch
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import is_refusal, message, silence_operator_log
 from course_lib.checkpoint.blocks import names_of
+from course_lib.distributed.formulas import ring_bytes
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
 from course_lib.labels.drawing import course_font
@@ -461,6 +462,7 @@ def _print(
             " and {link:.0%} of its link; sources:\n- {source}",
             **{**machine, **shares},
         ),
+        *_between_machines(best, rates),
         text(
             "the cheapest: {recipe}; what is live at its peak, in {operator}:",
             recipe=verbatim(repr(best.recipe)),
@@ -479,6 +481,23 @@ def _print(
     if gpu:
         parts += [text("what one step of the cheapest holds on a GPU:"), gpu]
     print(_paragraphs([*parts, *_to_paste(found, model)]))
+
+
+def _between_machines(found: Estimate, rates: Rates) -> list[str]:
+    """Return a sentence about the network, if the ranks need several machines and it is counted."""
+    ranks = found.recipe.ranks
+    if ranks <= rates.peers or rates.network_bytes == math.inf:
+        return []
+    sentence = text(
+        "the seconds assume machines of {peers} devices, whose network cards together carry"
+        " {rate:g} GB/s in each direction; per step, {sent} leave each of the {machines} machines,"
+        " and the same number enters it",
+        peers=rates.peers,
+        rate=rates.network_cards * rates.network_bytes / 1e9,
+        sent=bytes_text(round(ring_bytes(found.sent_bytes, ranks))),
+        machines=-(-ranks // rates.peers),
+    )
+    return [sentence]
 
 
 def _to_paste(found: Estimates, model: Workload) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 
 from course_lib._check import number, positive, whole
 from course_lib._torch import wait_for
+from course_lib.distributed.formulas import ring_bytes
 from course_lib.labels import join_labels, text, verbatim
 
 from .optimizers import OPTIMIZERS
@@ -44,9 +45,10 @@ class Rates:
         link_share: Share of `link_bytes` that a copy reaches.
         peer_bytes: Bytes per second from one device of a machine to another. Infinity means that
             this communication is not counted.
-        network_bytes: Bytes per second between machines, which counts instead of `peer_bytes` if
-            there are more ranks than `peers`.
+        network_bytes: Bytes per second of one network card, in each direction. The cards count if
+            there are more ranks than `peers`, as `ring_rate` says.
         peers: Number of devices per machine.
+        network_cards: Number of network cards per machine.
     """
 
     fp32_flops: float
@@ -60,6 +62,7 @@ class Rates:
     peer_bytes: float = math.inf
     network_bytes: float = math.inf
     peers: int = 8
+    network_cards: int = 1
 
     def __post_init__(self):
         for name in (
@@ -73,7 +76,8 @@ class Rates:
             positive(name, getattr(self, name))
         for name in ("peer_bytes", "network_bytes"):
             positive(name, getattr(self, name))
-        whole("peers", self.peers, 1)
+        for name in ("peers", "network_cards"):
+            whole(name, getattr(self, name), 1)
         for name in ("flops_share", "link_share"):
             number(name, getattr(self, name), 0, 1)
         if self.memory_bytes is not None:
@@ -85,15 +89,14 @@ class Rates:
         "compute" is the time of the FLOPs. "down" and "up" are the copies of activations to the
         lower tier and back, and with the tier "file" also those of optimizer state. With the tier
         "host", "gradients" and "parameters" are the copies for the update on the host, and "update"
-        is this update. "ranks" is the communication between N ranks, where a ring sends (N - 1)/N
-        of the bytes.
+        is this update. "ranks" is the communication between N ranks in rings, where each link
+        carries (N - 1)/N of the bytes at `ring_rate`. The start of each collective is not counted.
         """
         recipe = estimate.recipe
         link = self.link_bytes * self.link_share
         flops = self.flops_share * (
             self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops
         )
-        wire = self.peer_bytes if recipe.ranks <= self.peers else self.network_bytes
         # Gradients are copied to the host, and the same number of bytes of parameters back.
         sent = estimate.host_parameters * recipe.dtype.itemsize
         return {
@@ -103,8 +106,28 @@ class Rates:
             "gradients": sent / link,
             "update": _host_update_bytes(estimate) / self.host_bytes,
             "parameters": sent / link,
-            "ranks": estimate.sent_bytes * (1 - 1 / recipe.ranks) / wire,
+            "ranks": ring_bytes(estimate.sent_bytes, recipe.ranks) / self.ring_rate(recipe.ranks),
         }
+
+    def ring_rate(self, ranks: int) -> float:
+        """Return the bytes per second at which rings pass through each device and machine.
+
+        The ranks fill one machine after the other, and the last one has the rest. NCCL makes
+        several rings, each of which enters and leaves every machine through another network card.
+        Together they pass all bytes through each device, so they are as fast as one device sends to
+        another, or as the cards of a machine together, whichever is less. A ring leaves a machine
+        from a device with a card of its own, so a machine does not use more cards than it has
+        ranks, and the machine with the fewest ranks limits all. For example, 9 ranks have a single
+        card to the second machine.
+
+        Source: github.com/NVIDIA/nccl, issue 412. According to a maintainer, NCCL uses several
+        network cards at once if the devices of a machine exchange data as fast as all of these
+        cards together. NVLink does, and PCIe does not.
+        """
+        if ranks <= self.peers:
+            return self.peer_bytes
+        fewest = ranks % self.peers or self.peers
+        return min(self.peer_bytes, min(self.network_cards, fewest) * self.network_bytes)
 
     def seconds(self, estimate: Estimate) -> float:
         """Return the duration of the step in seconds.
@@ -193,6 +216,7 @@ def _gpu(
     host: str,
     peer_bytes: float | None = None,
     network_bytes: float = 12.5e9,
+    network_cards: int = 1,
     usable_bytes: int | None = None,
 ) -> Rates:
     """Return the rates of a GPU.
@@ -205,7 +229,9 @@ def _gpu(
         link, host: Keys of `_LINKS` and `_HOST_BYTES`.
         peer_bytes: Bytes per second to another GPU of the machine, in one direction; by default the
             rate of the link.
-        network_bytes: Bytes per second to another machine. The default is a round figure, 100 Gb/s.
+        network_bytes: Bytes per second of one network card, in each direction. The default is a
+            round figure, 100 Gb/s.
+        network_cards: Number of network cards per machine.
         usable_bytes: Bytes that torch reports as the device's memory, where this was measured. The
             driver keeps the rest of `mebibytes`.
     """
@@ -225,6 +251,7 @@ def _gpu(
         link_share=link_share,
         peer_bytes=peer_bytes or link_bytes,
         network_bytes=network_bytes,
+        network_cards=network_cards,
     )
 
 
@@ -233,12 +260,15 @@ _A100 = text("NVIDIA A100 datasheet")
 _ON_DESKTOP = {"link": _PCIE4, "host": _DESKTOP}
 _ON_EPYC = {"link": _PCIE4, "host": _EPYC}
 _ON_XEON = {"link": _PCIE5, "host": _XEON}
-# The DGX A100 datasheet states NVLink 3 and 200 Gb/s per GPU, and the DGX H100 datasheet states
-# NVLink 4 and 400 Gb/s per GPU.
-_DGX_A100 = {**_ON_EPYC, "peer_bytes": 300e9, "network_bytes": 25e9}
-_DGX_H100 = {**_ON_XEON, "peer_bytes": 450e9, "network_bytes": 50e9}
-# The AMD MI300X data sheet states seven links of 64 GB/s in each direction.
-_INFINITY_FABRIC = 448e9
+# Machines of 8 GPUs with a network card per GPU. The DGX A100 datasheet states NVLink 3 and eight
+# single-port cards of 200 Gb/s for compute (NVIDIA ConnectX-6). The DGX H100 datasheet states
+# NVLink 4 and eight of 400 Gb/s (ConnectX-7), and so does NVIDIA's documentation of DGX BasePOD,
+# "Core Components", for DGX H100 and H200. DGX H100 User Guide, table 6, has the GPU of each card.
+_DGX_A100 = {**_ON_EPYC, "peer_bytes": 300e9, "network_bytes": 25e9, "network_cards": 8}
+_DGX_H100 = {**_ON_XEON, "peer_bytes": 450e9, "network_bytes": 50e9, "network_cards": 8}
+# The AMD MI300X data sheet states seven links of 64 GB/s in each direction. AMD's documentation of
+# ROCm ("vLLM distributed inference with MoRI") states eight ConnectX-7 cards, one for each GPU.
+_MI300X = {**_ON_XEON, "peer_bytes": 448e9, "network_bytes": 50e9, "network_cards": 8}
 
 RATES = {
     "laptop": Rates(
@@ -285,7 +315,7 @@ RATES = {
         (163.4, 1307.4),
         text("AMD MI300X data sheet"),
         196_592,
-        **{**_ON_XEON, "peer_bytes": _INFINITY_FABRIC, "network_bytes": 50e9},
+        **_MI300X,
     ),
 }
 #: Maps common spellings of device names to keys of `RATES`.

@@ -13,8 +13,25 @@ parameter tensor), the unequal shares of zero1, which assigns whole tensors, and
 fsdp. If N does not divide a first dimension, fsdp cuts it as `torch.chunk` does, and the storages
 of parameters and gradients are as long on every rank as on the first. Adam's state has no padding.
 
+A collective is given a tensor of b bytes on N ranks, and `ring_bytes` counts what it moves. In a
+ring, each rank receives only from the rank before it and sends only to the next one:
+
+    collective        sent by each rank    counted by `sent_bytes` as
+    all-gather        b (N - 1)/N          b
+    reduce-scatter    b (N - 1)/N          b
+    all-reduce        2b (N - 1)/N         2b; it is a reduce-scatter and an all-gather
+
+The broadcasts of zero1, one from each rank, move together what an all-gather moves.
+
+The ranks of a machine are neighbors in the ring, so a single one of them sends to another machine.
+If the N ranks are in several machines, b (N - 1)/N bytes therefore leave each machine and the same
+number enters it, however many ranks a machine has. If several rings share the work, each of them
+carries its part of these bytes over a network card of its own. In an all-to-all, as in expert
+parallelism, each rank also sends b (N - 1)/N bytes, but directly to all other ranks. Within one
+machine this takes the same time, and between machines much more leaves each of them.
+
 Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7;
-`torch.distributed.fsdp.fully_shard`.
+`torch.distributed.fsdp.fully_shard`; the factors of `doc/PERFORMANCE.md` in NVIDIA's nccl-tests.
 """
 
 from __future__ import annotations
@@ -178,6 +195,23 @@ def sent_bytes(
     gathers = gathered_bytes(shapes.root) + times * sum(map(gathered_bytes, shapes.blocks))
     scattered = sum(w.share(ranks) * ranks * w.item_bytes for w in shapes.trained)
     return runs * gathers + reductions * scattered if ranks > 1 else 0
+
+
+def ring_bytes(sent: float, ranks: int) -> float:
+    """Return the bytes that each link of a ring carries, in the direction of the ring.
+
+    If the ranks are in several machines, this number of bytes leaves each machine, and the same
+    number enters it.
+
+    Args:
+        sent: Bytes that a rank communicates, as `sent_bytes` counts them.
+        ranks: Number of ranks in the ring.
+
+    Example:
+        >>> ring_bytes(16_000, ranks=4)
+        12000.0
+    """
+    return sent * (1 - 1 / whole("ranks", ranks, 1))
 
 
 def _moments(shares: Iterable[tuple[Weight, int]]) -> int:

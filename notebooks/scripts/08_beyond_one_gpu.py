@@ -672,20 +672,20 @@ lesson_08.check_tokens_to_hide(tokens_to_hide)
 
 # %% jupyter={"source_hidden": true} slide="result"
 seventy = lesson_08.seventy_billion()  # shapes only: nothing is allocated
-rate, link, psi_70 = 400e12, 50e9, seventy.numbers  # FLOPs and bytes per second
-traffic = {mode: sent_bytes(seventy, mode, 64) / link for mode in ("fsdp", "fsdp-bf16")}
+rate, link, psi_70 = 200e12, 50e9, seventy.numbers  # FLOPs and bytes per second
+traffic = {"fsdp": sent_bytes(seventy, "fsdp", 64) / link}
 least = tokens_to_hide(psi_70, rate, link)
 lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The size of the model cancels, and $2r/w$ remains. At 400 TFLOP/s (two fifths of an H100's datasheet) and 50 GB/s (a network of 400 Gbit/s) these are 16,000 tokens per rank. All seconds here are computed, not measured. With one sequence of 2048 tokens, 70 billion parameters take 2.0 s to compute and 15.5 s to communicate. How can 64 GPUs in 8 machines do better?
+# The size of the model cancels, and $2r/w$ remains. At 200 TFLOP/s (two fifths of an H100's datasheet for fp32 matrices that are multiplied in TF32) and 50 GB/s (a network card of 400 Gbit/s) these are 8,000 tokens per rank. All seconds here are computed, not measured. With one sequence of 2048 tokens, 70 billion parameters take 4.0 s to compute and 15.5 s to communicate, if each machine has one such card. How can 64 GPUs in 8 machines do better?
 #
 # </div>
 # <div lang="zh">
 #
-# 模型的大小在式中约掉了，只剩下 $2r/w$。按 400 TFLOP/s（H100 标称值的五分之二）和 50 GB/s（400 Gbit/s 的网络）计算，$2r/w$ 等于每个进程 16,000 个 token。这里的秒数都是算出来的，不是实测。只有一条 2048 个 token 的序列时，700 亿个参数的计算要 2.0 s，通信要 15.5 s。8 台机器上的 64 块 GPU，怎样才能更快？
+# 模型的大小在式中约掉了，只剩下 $2r/w$。fp32 矩阵用 TF32 相乘，取 200 TFLOP/s（H100 的 TF32 标称值的五分之二），网络取 50 GB/s（一块 400 Gbit/s 的网卡），$2r/w$ 就等于每个进程 8,000 个 token。这里的秒数都是算出来的，不是实测。假如每台机器只有一块这样的网卡，那么只有一条 2048 个 token 的序列时，700 亿个参数的计算要 4.0 s，通信要 15.5 s。8 台机器上的 64 块 GPU，怎样才能更快？
 #
 # </div>
 
@@ -695,16 +695,16 @@ lesson_08.compare_splits(seventy, link)
 # %% [markdown]
 # <div lang="en">
 #
-# **HSDP** shards within a machine, whose links are some nine times as fast, and replicates between machines. It communicates little between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
+# In a ring over 64 GPUs, each link carries 63/64 of the 775 GB, and a single link leaves each machine. With **FSDP2**, a gather therefore brings the weights into a machine once, not once per GPU. **HSDP** shards within a machine and replicates between machines. It communicates least between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
 #
-# The last row fits, and computation hides its communication. The 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU still computes for 2.0 s, but gathers only an eighth of the weights across machines. It holds 16.2 of its 80 GB. (Tensor parallelism also communicates within the machine, which the table does not count.)
+# In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU gathers only an eighth of the weights, but a machine as a whole still gathers nearly all of them, 678 GB instead of 763. The number of network cards makes the greater difference: with one per GPU, as in a DGX H100, the 4.0 s of computation hide the communication of every row. (The table does not count the communication within a machine.)
 #
 # </div>
 # <div lang="zh">
 #
-# **HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制，因为机器内的链路速度约为机器之间的九倍。它在机器之间的通信很少，但每个进程要持有 $16\Psi/8$，而一块 H100 只有 80 GB，装不下。
+# 在 64 块 GPU 组成的环里，每条链路传输 775 GB 的 63/64，而离开每台机器的链路只有一条。因此用 **FSDP2** 时，每次收集只让权重进入一台机器一次，而不是每块 GPU 一次。**HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制。它在机器之间的通信最少，但每个进程要持有 $16\Psi/8$，而一块 H100 只有 80 GB，装不下。
 #
-# 最后一行既装得下，通信也能被计算掩盖。一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。这样每块 GPU 仍然计算 2.0 s，但在机器之间只需收集自己的那八分之一权重。它持有的是 80 GB 中的 16.2 GB。（张量并行在机器之内还要通信，表中没有计入。）
+# 最后一行里，一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。每块 GPU 只收集八分之一的权重，但整台机器仍然几乎要收集全部权重，是 678 GB，而不是 763 GB。差别更大的是网卡的数量：像 DGX H100 那样每块 GPU 配一块网卡时，4.0 s 的计算能掩盖每一行的通信。（机器之内的通信，表中没有计入。）
 #
 # </div>
 
@@ -813,14 +813,14 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (also HSDP). PyTorch documentation: DistributedDataParallel; `fully_shard`; Tensor Parallelism. DeepSpeed documentation: *Configuration JSON*.
+# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (also HSDP). PyTorch documentation: DistributedDataParallel; `fully_shard`; Tensor Parallelism. DeepSpeed documentation: *Configuration JSON*. NVIDIA: H100 datasheet; *DGX BasePOD*, Core Components (network cards); nccl-tests, `doc/PERFORMANCE.md` (rings).
 #
 # **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel、`fully_shard`、Tensor Parallelism。DeepSpeed 文档：*Configuration JSON*。
+# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel、`fully_shard`、Tensor Parallelism。DeepSpeed 文档：*Configuration JSON*。NVIDIA：H100 数据手册；*DGX BasePOD*，Core Components（网卡）；nccl-tests，`doc/PERFORMANCE.md`（环）。
 #
 # **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。
 #

@@ -14,7 +14,7 @@ from course_lib.distributed import (
     shapes_of,
     task_of,
 )
-from course_lib.distributed.formulas import Shapes
+from course_lib.distributed.formulas import Shapes, ring_bytes
 from course_lib.distributed.tasks import BATCH, DECODER, SEQUENCE, Task
 from course_lib.distributed.tensor_parallel import (
     predict_tensor,
@@ -36,30 +36,40 @@ def seventy_billion() -> Shapes:
 
 
 def compare_splits(shapes: Shapes, link: float) -> Table:
-    """Show what a GPU of 8 machines holds and sends to other machines, for three ways to split.
+    """Show what a GPU of 8 machines holds and what leaves a machine, for three ways to split.
 
-    The last way divides every parameter, also those that `parallelize` leaves whole, which are less
-    than a hundredth of this model.
+    The bytes are those of fp32, and the communication within a machine is not counted. The last way
+    divides every parameter, also those that `parallelize` leaves whole, which are less than a
+    hundredth of this model.
 
     Args:
-        link: Bytes per second between machines.
+        link: Bytes per second of a network card, in each direction.
     """
     ranks = MACHINES * GPUS
     every, inside = (sum(held_bytes(shapes, "fsdp", n)[0].values()) for n in (ranks, GPUS))
     copies = 2 * sum(w.share(GPUS) * w.item_bytes for w in shapes.trained)
+    # One ring passes through all GPUs, or each GPU of a machine has a ring to the other machines.
     ways = {
-        "FSDP2 over 64 GPUs": (every, sent_bytes(shapes, "fsdp", ranks)),
-        "HSDP: FSDP2 over 8 GPUs, a copy per machine": (inside, copies),
+        "FSDP2 over 64 GPUs": (every, ring_bytes(sent_bytes(shapes, "fsdp", ranks), ranks)),
+        "HSDP: FSDP2 over 8 GPUs, a copy per machine": (
+            inside,
+            GPUS * ring_bytes(copies, MACHINES),
+        ),
         "tensor parallelism over 8 GPUs, FSDP2 over 8 machines": (
             every,
-            sent_bytes(shapes, "fsdp", MACHINES) / GPUS,
+            GPUS * ring_bytes(sent_bytes(shapes, "fsdp", MACHINES) / GPUS, MACHINES),
         ),
     }
     rows = [
-        (way, *(f"{count:.1f}" for count in (held / 1e9, sent / 1e9, sent / link)))
-        for way, (held, sent) in ways.items()
+        (way, *(f"{count:.1f}" for count in (held / 1e9, out / 1e9, out / link, out / GPUS / link)))
+        for way, (held, out) in ways.items()
     ]
-    columns = ["held per GPU (GB)", "between machines (GB)", "communication (s)"]
+    columns = [
+        "held per GPU (GB)",
+        "out of each machine (GB)",
+        "one card per machine (s)",
+        "one card per GPU (s)",
+    ]
     return table(["64 GPUs in 8 machines", *columns], rows)
 
 
