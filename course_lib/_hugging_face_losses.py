@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ._batches import samples_in
 from ._check import describe, kind
-from ._torch import tensors_in
 
 #: Ways to give a loss with a known weight, for error messages of functions and of commands.
 GIVE_LOSS_SUM = (
@@ -31,14 +31,14 @@ GIVE_LOSS_SUM = (
 def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
     """Return the sum of losses of one of `micro_batches` micro-batches, and its weight.
 
-    A method `loss` is assumed to return a mean over samples.
+    A method `loss` is assumed to return a mean over samples. If their number is not known, its
+    weight is 1.
     """
     if has_method(model, "loss_sum"):
         return _call(model, "loss_sum", batch)
     if has_method(model, "loss"):
-        return checked_loss(model, _call(model, "loss", batch)) * samples_in(batch), samples_in(
-            batch
-        )
+        weight = samples_in(batch) or 1
+        return checked_loss(model, _call(model, "loss", batch)) * weight, weight
     return hugging_face_loss(model, batch, micro_batches)
 
 
@@ -86,10 +86,6 @@ def checked_loss(model: nn.Module, loss: Any) -> Tensor:
             f" samples, got {describe(loss)}"
         )
     return loss
-
-
-def samples_in(batch: Any) -> int:
-    return len(next(tensors_in(batch)))
 
 
 def has_loss_sum(model: nn.Module) -> bool:
@@ -191,7 +187,7 @@ def hugging_face_loss(
     """Return the model's own loss times its weight, and the weight.
 
     The weight is the number of labels over which the loss is a mean, or the number of samples if
-    that is not known. The labels are counted as the model itself counts them.
+    that is not known, or 1 if neither is. The labels are counted as the model itself counts them.
 
     Raises:
         TypeError: The batch is not a mapping.
@@ -215,7 +211,8 @@ def hugging_face_loss(
             f" {micro_batches}; or {GIVE_LOSS_SUM}"
         )
     if not labels:
-        return loss * samples_in(batch), samples_in(batch)
+        weight = samples_in(batch) or 1
+        return loss * weight, weight
     [(target, ignored)] = labels
     weight = target.numel() if ignored is None else (target != ignored).sum()
     # 16-bit numbers would round the weight

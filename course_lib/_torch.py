@@ -9,7 +9,7 @@ import inspect
 import operator
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
 from typing import Any
@@ -34,7 +34,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     else:
-        for item in _items(value):
+        for item in items_in(value):
             yield from tensors_in(item)
 
 
@@ -53,22 +53,36 @@ def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
 
 
 def map_tensors(
-    function: Callable[[Tensor], Any], value: Any, *, copied: tuple[type, ...] = ()
+    function: Callable[[Any], Any],
+    value: Any,
+    *,
+    kinds: type | tuple[type, ...] = Tensor,
+    copied: tuple[type, ...] = (),
 ) -> Any:
     """Replace each tensor in `value` by `function(tensor)`.
 
     A container without tensors is returned as the same object, unless it is of one of the types
     `copied`.
+
+    Args:
+        function: Function of a tensor.
+        value: A tensor, or a container of tensors.
+        kinds: Types of the values that are replaced.
+        copied: Types of containers that are always copied.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, kinds):
         return function(value)
-    old = _items(value)
-    new = [map_tensors(function, item, copied=copied) for item in old]
+    old = items_in(value)
+    new = [map_tensors(function, item, kinds=kinds, copied=copied) for item in old]
     same = all(map(operator.is_, old, new)) and not isinstance(value, copied)
     return value if same else _rebuild(value, new)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def items_in(value: Any) -> Collection[Any]:
+    """Return the items of a list or tuple, the values of a mapping, or the fields of a dataclass.
+
+    Any other object has none.
+    """
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, Mapping):

@@ -29,9 +29,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "--model": {
         "metavar": "PACKAGE:FUNCTION",
         "help": (
-            "function that returns a model in fp32. Two attributes of this function are functions"
-            " as well: make_batch() returns a batch, and loss_sum(model, batch), if the model has"
-            " no loss, returns (sum of losses, weight)"
+            "function that returns a model in fp32. Attributes of this function are functions as"
+            " well: make_batch() returns a batch; loss_sum(model, batch), if the model has no loss,"
+            " returns (sum of losses, weight); split(batch, parts), if the batch's tensors do not"
+            " all begin with the samples, returns a list of that many batches"
         ),
     },
     "--sequence": {"help": "tokens of a sample; not with --model"},

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from course_lib._batches import Split, samples_in
 from course_lib._check import describe
-from course_lib._hugging_face_losses import samples_in, takes_arguments
+from course_lib._hugging_face_losses import takes_arguments
 from course_lib._origin import origin
-from course_lib.accumulation import split
 from course_lib.configs import KNOWN, model_from, read_config
 from course_lib.configs import shape_of as config_shape
 from course_lib.labels import text, verbatim
@@ -37,7 +37,8 @@ class Workload:
     """A model and its batch, as arguments of `fit`, and their description.
 
     Attributes:
-        samples: Number of samples in the batch.
+        samples: Number of samples in the batch; None if it is not known.
+        split: Function (batch, parts) -> list of `parts` batches, as in `estimate`, or None.
         attention: Value of `Recipe.attention` for the baseline. None leaves the model unchanged,
             because it already calls PyTorch's `scaled_dot_product_attention`.
         block_list: Name of the list of blocks in the model that the user trains, if that is not
@@ -50,7 +51,8 @@ class Workload:
     loss_sum: Callable | None
     name: str
     batch: str
-    samples: int
+    samples: int | None
+    split: Split | None = None
     attention: str | None = None
     block_list: str | None = None
 
@@ -227,23 +229,27 @@ def _by_function(given: Namespace) -> Workload:
             " package.module:function, a function that returns a batch"
         )
     samples = samples_of(make_batch)
+    batch = "a batch whose number of samples is not known"
     return Workload(
         make_model,
         make_batch,
         getattr(make_model, "loss_sum", None),
         verbatim(given.model),
-        text("{count} samples", count=samples),
+        text(batch) if samples is None else text("{count} samples", count=samples),
         attention="standard",
         samples=samples,
+        split=getattr(make_model, "split", None),
     )
 
 
-def samples_of(make_batch: Any) -> int:
+def samples_of(make_batch: Any) -> int | None:
     """Return the number of samples in a function's batch, without using memory.
 
+    The result is None if the tensors of the batch do not all begin with the samples.
+
     Raises:
-        TypeError: The argument is not a function without arguments, or it returns no batch.
-        ValueError: The batch has no samples, or its tensors have different numbers of samples.
+        TypeError: The argument is not a function without arguments.
+        ValueError: The batch has no samples.
     """
     if isinstance(make_batch, nn.Module) or not callable(make_batch):
         raise TypeError(
@@ -252,11 +258,12 @@ def samples_of(make_batch: Any) -> int:
     takes_arguments("make_batch", make_batch, "no arguments")
     with symbolic():
         batch = make_batch()
-        if next(iter(split(batch, 1 << 62)), None) is None:  # `split` reports an invalid batch
+        samples = samples_in(batch)
+        if samples == 0:
             raise ValueError(
                 f"batch must contain at least one sample, got {describe(batch)} without samples"
             )
-        return samples_in(batch)
+        return samples
 
 
 def _by_sizes(given: Namespace) -> Workload:

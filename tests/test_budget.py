@@ -234,7 +234,7 @@ def loss_as(function):
         ({}, Recipe(precision="bf16"), "precision"),
         ({}, Recipe(micro_batches=4), "micro_batches"),
         ({"batch": tiny_batch()[:0]}, Recipe(), "batch"),
-        ({"batch": "tokens"}, Recipe(), "batch"),
+        ({"batch": "tokens"}, Recipe(micro_batches=2), "batch"),
         ({}, {}, "recipe"),
         ({"loss_sum": 3}, Recipe(), "loss_sum"),
         ({"loss_sum": Decoder.loss_sum}, SCHEDULE, "loss_sum"),

@@ -287,7 +287,7 @@ OTHERWISE = [
         ),
     ),
     ("tokens", lambda: decoder()(torch.zeros(1, 9, dtype=torch.long))),
-    ("batch", lambda: estimate(decoder, lambda: 3, Recipe())),
+    ("batch", lambda: estimate(decoder, lambda: 3, Recipe(micro_batches=2))),
     ("model", lambda: estimate(lambda: decoder().to("meta"), tokens, Recipe())),
     ("batch", lambda: estimate(decoder, lambda: tokens().to("meta"), Recipe())),
     ("model", lambda: run(lambda: decoder().to("meta"), tokens, Recipe())),

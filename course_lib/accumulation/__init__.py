@@ -7,6 +7,7 @@ therefore a constant number of bytes, plus a fixed number of bytes per sample of
 Lesson 05 explains accumulation.
 """
 
-from .step import AccumulatedStep, StepResult, check_loss_sum, split
+from .._batches import split
+from .step import AccumulatedStep, StepResult, check_loss_sum
 
 __all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "split"]

@@ -1,6 +1,7 @@
-"""Gradient accumulation: `split` cuts a batch, and `AccumulatedStep` runs the micro-batches.
+"""Gradient accumulation: `AccumulatedStep` runs the micro-batches of one training step.
 
-The module `ranks` handles communication between several processes.
+`course_lib._batches` cuts a batch into micro-batches. The module `ranks` handles communication
+between several processes.
 """
 
 from __future__ import annotations
@@ -17,69 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._check import describe, kind, one_of, positive, whole
-from .._torch import (
-    check_in_training,
-    check_no_closure,
-    is_symbolic,
-    map_tensors,
-    random_numbers_undone,
-    tensors_in,
-)
+from .._batches import ALLOWS_BATCH_NORM, mixes_samples
+from .._check import describe, kind, one_of, positive
+from .._torch import check_in_training, check_no_closure, is_symbolic, random_numbers_undone
 from .ranks import Ranks
 
 NARROW = (torch.bfloat16, torch.float16)
-
-
-def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
-    """Cut a batch into micro-batches along the first dimension of its tensors.
-
-    Args:
-        batch: A tensor, or tuples, lists, mappings and dataclasses with tensors, nested
-            arbitrarily. The first dimension of every tensor is the sample dimension. Values other
-            than tensors are in every micro-batch unchanged.
-        micro_batch_size: Number of samples in each micro-batch.
-
-    Returns:
-        An iterator over micro-batches with the structure of the batch. Their tensors are views, so
-        nothing is copied. The last micro-batch may be smaller than the others. A batch without
-        samples has no micro-batches.
-
-    Raises:
-        TypeError, ValueError: The batch contains no tensor, a nested or sparse tensor, or tensors
-            with different numbers of samples.
-
-    Example:
-        >>> [len(each) for each in split(torch.zeros(20, 3), 8)]
-        [8, 8, 4]
-    """
-    size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
-    for tensor in tensors_in(batch):
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            nested = "a nested tensor" if tensor.is_nested else "a tensor"
-            raise TypeError(
-                f"batch must hold dense tensors, got {nested} with the layout {tensor.layout},"
-                " which PyTorch cannot cut into views along the first dimension. Create one tensor"
-                " per micro-batch from its samples, and pass a list of these micro-batches"
-            )
-    samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
-    if not samples:
-        raise TypeError(
-            f"batch must be a tensor or a container of tensors, got {describe(batch)}, which"
-            " contains no tensor"
-        )
-    if len(samples) > 1 or () in samples:
-        counts = " and ".join("no" if not length else str(*length) for length in sorted(samples))
-        raise ValueError(
-            "batch must have the same number of samples in each tensor, got"
-            f" {describe(batch)} whose tensors have {counts} samples"
-        )
-    [[length]] = samples
-    starts = range(0, length, size)
-    return (
-        map_tensors(lambda tensor, start=start: tensor[start : start + size], batch)
-        for start in starts
-    )
 
 
 @dataclass(frozen=True)
@@ -107,8 +51,9 @@ class AccumulatedStep:
 
     The gradients are equal to those of the full batch, up to rounding, if the model treats samples
     independently. This is not so with BatchNorm, which computes its statistics from each
-    micro-batch. Dropout draws other random numbers than for the full batch, and spectral norms
-    change with each micro-batch.
+    micro-batch. The second micro-batch then gives one warning, unless a module of the model has the
+    attribute `batch_norm_per_micro_batch`, set to True. Dropout draws other random numbers than for
+    the full batch, and spectral norms change with each micro-batch.
 
     With `DistributedDataParallel` or FSDP2, each rank has its own `AccumulatedStep`, and `loss_sum`
     calls the module that is replicated or sharded. With sync="last", DDP ranks may have different
@@ -182,6 +127,7 @@ class AccumulatedStep:
                 f"accumulate must be None for a DDP or FSDP2 model, got {accumulate!r}"
             )
         self.in_buckets = self.ranks.checked_in_buckets(self.scaler, in_buckets)
+        self._warned = False  # about BatchNorm
         self._buckets = {}  # parameter -> its gradient in DDP's buckets, for `in_buckets`
         # number by which each sum of losses is divided before its backward pass
         self._unit: float | None = None
@@ -248,6 +194,8 @@ class AccumulatedStep:
             else ((item, True) for item in micro_batches)
         )
         for micro_batch, last in marked_micro_batches:
+            if len(losses) == 1:
+                self._warn_about_batch_norm()
             with self.ranks.gradient_reduction(last):
                 loss = self._backward(
                     micro_batch, last, weights, early_copying if last else [], copy_contexts
@@ -284,6 +232,17 @@ class AccumulatedStep:
                 " one token or sample must not be masked"
             )
         return loss, weight
+
+    def _warn_about_batch_norm(self) -> None:
+        """Warn, once, if the gradient differs from that of the full batch because of BatchNorm."""
+        if not self._warned and mixes_samples(self.model):
+            self._warned = True
+            warnings.warn(
+                "the model has BatchNorm in training mode, which computes its statistics from each"
+                " micro-batch, so the gradient is not that of the full batch; put BatchNorm into"
+                f" eval mode, or allow it with model.{ALLOWS_BATCH_NORM} = True",
+                stacklevel=4,
+            )
 
     def _backward(
         self,

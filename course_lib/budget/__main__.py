@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
                 " tensors alone"
             )
         base = _base(given, model)
-        options = {"loss_sum": model.loss_sum, "tier": tier, "kind": kind}
+        options = {"loss_sum": model.loss_sum, "split": model.split, "tier": tier, "kind": kind}
         options |= {"count": count, "quick": given.quick}
         # If `main` is called from Python, as in a notebook, it prints no progress.
         options["progress"] = sys.stderr.isatty() or (argv is None and _lines_of_progress())

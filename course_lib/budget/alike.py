@@ -5,17 +5,19 @@ Here the step runs fewer micro-batches; in `extrapolate` it runs fewer blocks of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import is_not
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib._torch import RandomState, tensors_in
+from course_lib._torch import RandomState, items_in, tensors_in
 
 from .hugging_face import without_cache
-from .loss import LossSum, loss_of, samples_in
+from .loss import LossSum, loss_of
 from .recipe import Recipe
 
 
@@ -37,10 +39,10 @@ def groups_of(
 ) -> list[list[int]]:
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
-    This function must be called in symbolic mode. Micro-batches are in one group if they have the
-    same number of samples. If the model looks at values of its batch, for example of an attention
-    mask, their forward passes must also run the same operators. One or two micro-batches are not
-    compared: each is a group by itself.
+    This function must be called in symbolic mode. Micro-batches are in one group if their tensors
+    have the same shapes. If the model looks at values of its batch, for example of an attention
+    mask, or if other values than tensors differ, their forward passes must also run the same
+    operators. One or two micro-batches are not compared: each is a group by itself.
     """
     if len(micro_batches) < 3:
         return [[i] for i in range(len(micro_batches))]
@@ -61,13 +63,30 @@ def groups_of(
     try:
         looks = mode.looks
         signatures = [signature_of(micro_batches[0])]
-        looked = mode.looks > looks
+        looked = mode.looks > looks or _differ_in_values(micro_batches)
         signatures += [
             signature_of(micro_batch) if looked else signatures[0]
             for micro_batch in micro_batches[1:]
         ]
         for i, micro_batch in enumerate(micro_batches):
-            groups.setdefault((samples_in(micro_batch), signatures[i]), []).append(i)
+            groups.setdefault((_shapes(micro_batch), signatures[i]), []).append(i)
         return list(groups.values())
     finally:
         random.restore()
+
+
+def _shapes(micro_batch: Any) -> tuple:
+    return tuple(tensor.shape for tensor in tensors_in(micro_batch))
+
+
+def _differ_in_values(micro_batches: Sequence[Any]) -> bool:
+    """Return whether micro-batches hold different objects other than tensors, such as arrays."""
+    first, *others = (list(_values(each)) for each in micro_batches)
+    return any(len(each) != len(first) or any(map(is_not, first, each)) for each in others)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield the objects in a batch that are neither tensors nor containers."""
+    if not isinstance(value, Tensor):
+        items = items_in(value)
+        yield from chain.from_iterable(map(_values, items)) if items else (value,)

@@ -14,14 +14,15 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from course_lib._batches import mixes_samples
+
 from .bounds import exceeds
 from .estimate import Estimate
 from .knowledge import EstimateCache
-from .loss import has_loss_sum, mixes_samples, samples_in
+from .loss import has_loss_sum
 from .rates import Rates
 from .recipe import Recipe
 from .techniques import BY_FIELD, Technique
-from .techniques.micro_batches import counts_allowed
 
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
 
@@ -98,9 +99,9 @@ class Search:
         """Numbers of micro-batches that can be tried."""
         model, loss_sum = self.known.model, self.known.composer.loss_sum
         weighed = loss_sum is not None or has_loss_sum(model)
-        if not weighed or mixes_samples(model):
+        if not weighed or mixes_samples(model) or self.known.base.micro_batches > 1:
             return self.options("micro_batches", 1)
-        every = counts_allowed(samples_in(self.known.batch))
+        every, _ = self.known.counts_of_batch
         return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
 
     def counts_for(self, recipe: Recipe) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ def check(workload: Workload, recipe: Recipe) -> Check:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tier = "host" if device.type == "cuda" else "file"
-    options = {"loss_sum": workload.loss_sum}
+    options = {"loss_sum": workload.loss_sum, "split": workload.split}
     predicted = estimate(
         workload.make_model, workload.make_batch, recipe, tier=tier, **options
     ).peak_bytes

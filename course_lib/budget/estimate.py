@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from course_lib._batches import Split
 from course_lib._check import kind as of_kind
 from course_lib._check import one_of
 from course_lib._origin import add_user_line, explain_symbolic_errors
@@ -207,6 +208,7 @@ def estimate(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    split: Split | None = None,
     tier: str = "file",
     kind: str = "cpu",
 ) -> Estimate:
@@ -249,6 +251,10 @@ def estimate(
             have no values.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimate includes
             the memory of clipping.
+        split: Function (batch, parts) -> list of `parts` batches, as in `train_step`. With several
+            ranks, it also cuts the batch into their shares, and the step is that of the share with
+            the most bytes. In an estimate, tensors have shapes but no values, so `split` must take
+            the sizes of the parts from shapes or from Python numbers.
         tier: Lower tier: "file", as on a CPU, or "host", as on a GPU.
         kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.kinds`.
 
@@ -261,7 +267,7 @@ def estimate(
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
     check_arguments(make_model, make_batch, recipe)
-    options = {"loss_sum": loss_sum, "max_norm": max_norm}
+    options = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
     if recipe.ranks > 1:
         run = partial(rank_trace, make_model, make_batch, recipe, **options)
         with explain_symbolic_errors():
@@ -283,13 +289,14 @@ def run(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    split: Split | None = None,
     budget_bytes: int | None = None,
     store: DiskStore | None = None,
 ) -> Run:
     """Create the model and its optimizer state, and run one step on real tensors under a meter.
 
     Args:
-        make_model, make_batch, recipe, loss_sum, max_norm: Model, batch and options, as in
+        make_model, make_batch, recipe, loss_sum, max_norm, split: Model, batch and options, as in
             `estimate`.
         budget_bytes: Limit in bytes for the tensors of the step.
         store: Store for offloaded tensors. The default is a temporary file.
@@ -307,7 +314,7 @@ def run(
         check_loss(model, recipe, loss_sum)
         with default_dtype(recipe.dtype):
             batch = make_batch()
-        micro_batches = micro_batches_of(batch, recipe.micro_batches)
+        micro_batches = micro_batches_of(batch, recipe.micro_batches, split)
         make_state(model, optimizer)
         before = Traffic(**vars(store.stats))
         with MemoryMeter(model, optimizer, budget_bytes=budget_bytes) as meter:

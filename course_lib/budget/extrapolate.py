@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from course_lib._batches import Split
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import silence_operator_log
 from course_lib.budget.growth import Irregular
@@ -92,10 +93,12 @@ class BlockExtrapolator:
         loss_sum: LossSum | None,
         tier: str,
         max_norm: float | None = None,
+        split: Split | None = None,
         kind: str = "cpu",
     ):
         check_arguments(make_model, make_batch, base)
         self.loss_sum, self.tier, self.max_norm, self.kind = loss_sum, tier, max_norm, kind
+        self.split = split
         with symbolic(Symbolic(kind)) as self.mode:
             self.model = model_of(make_model, base)
             with default_dtype(base.dtype):
@@ -145,17 +148,19 @@ class BlockExtrapolator:
         Raises:
             InfeasibleBudget: No schedule fits into the recipe's `schedule_bytes`.
         """
-        micro_batches = micro_batches_of(self.batch, recipe.micro_batches)
         with symbolic(self.mode):
+            micro_batches = self.micro_batches(recipe.micro_batches)
             unlike = [micro_batches[group[0]] for group in self.groups(recipe)]
             return highest_cost(self.model, unlike, recipe, self.loss_sum)
+
+    def micro_batches(self, count: int) -> list[Any]:
+        return micro_batches_of(self.batch, count, self.split)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
         """Return groups of micro-batches that run the same operators, as lists of indices."""
         if (count := recipe.micro_batches) not in self._groups:
-            self._groups[count] = groups_of(
-                self.model, micro_batches_of(self.batch, count), self.loss_sum
-            )
+            micro_batches = self.micro_batches(count)
+            self._groups[count] = groups_of(self.model, micro_batches, self.loss_sum)
         return self._groups[count]
 
     # ---- Forward and backward
@@ -227,7 +232,7 @@ class BlockExtrapolator:
         """
         store = SymbolicStore()
         optimizer = RecordingOptimizer(self.trained)
-        micro_batches = micro_batches_of(self.batch, recipe.micro_batches)
+        micro_batches = self.micro_batches(recipe.micro_batches)
         try:
             with shorten_blocks(self.blocks, count):
                 options = self.loss_sum, store, self.max_norm, self.groups(recipe)

@@ -63,7 +63,7 @@ def _code(value: object) -> str:
     return repr(value).replace("'", '"')
 
 
-def trainer_lines(recipe: Recipe, samples: int) -> TrainerLines:
+def trainer_lines(recipe: Recipe, samples: int | None) -> TrainerLines:
     """Return what to pass to Hugging Face's Trainer for the step of a recipe.
 
     The names of the arguments are those of transformers 5.23, in which `gradient_checkpointing` is
@@ -71,12 +71,16 @@ def trainer_lines(recipe: Recipe, samples: int) -> TrainerLines:
 
     Args:
         recipe: The recipe.
-        samples: Number of samples in the batch of all ranks.
+        samples: Number of samples in the batch of all ranks; None if it is not known.
     """
-    whole("samples", samples, 1)
-    micro_batch = -(-samples // (recipe.ranks * recipe.micro_batches))
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": micro_batch,
+    arguments: dict[str, Any] = {}
+    taken = None
+    if samples is not None:
+        whole("samples", samples, 1)
+        micro_batch = -(-samples // (recipe.ranks * recipe.micro_batches))
+        arguments["per_device_train_batch_size"] = micro_batch
+        taken = micro_batch * recipe.ranks * recipe.micro_batches
+    arguments |= {
         "gradient_accumulation_steps": recipe.micro_batches,
         **OPTIMIZER_ARGUMENTS[recipe.optimizer],
     }
@@ -85,7 +89,6 @@ def trainer_lines(recipe: Recipe, samples: int) -> TrainerLines:
     if recipe.precision == "bf16":
         arguments["bf16"] = True
     arguments |= _fsdp_arguments(recipe) | ({} if _fsdp_arguments(recipe) else _checkpoints(recipe))
-    taken = micro_batch * recipe.ranks * recipe.micro_batches
     differences = tuple(_differences(recipe, samples, taken))
     return TrainerLines(arguments, differences, _without_missing(recipe))
 
@@ -136,9 +139,14 @@ def _fsdp_arguments(recipe: Recipe) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": settings}
 
 
-def _differences(recipe: Recipe, samples: int, taken: int) -> Iterator[str]:
+def _differences(recipe: Recipe, samples: int | None, taken: int | None) -> Iterator[str]:
     """Yield a sentence for each technique that the arguments do not set as the recipe has it."""
-    if taken != samples:
+    if samples is None:
+        yield text(
+            "set `per_device_train_batch_size` yourself, because the number of samples in the batch"
+            " is not known"
+        )
+    elif taken != samples:
         yield text(
             "a step of the Trainer takes {taken} samples instead of {samples}, because all of its"
             " micro-batches have the same size",

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from course_lib._batches import Split, has_batch_norm
 from course_lib._origin import explain_symbolic_errors
 from course_lib.checkpoint.blocks import names_of
 from course_lib.symbolic import symbolic
@@ -24,6 +25,7 @@ from .process import process_trace
 from .recipe import Recipe
 from .stages import most_segments, own_stages
 from .techniques import TECHNIQUES
+from .techniques.micro_batches import counts_of_batch
 
 # Fields that determine the FLOPs of a step.
 COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fields]
@@ -39,7 +41,8 @@ class EstimateCache:
             baseline are the same in every recipe.
         blocks: Names of the blocks to checkpoint; None for the longest list of modules of one kind.
         given: The functions that make the model and the batch.
-        options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `tier` and `kind`.
+        options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`,
+            `tier` and `kind`.
         estimates: Mapping from each estimated recipe to its estimate.
         held: Mapping from optimizer settings to the bytes that `bounds.held_bytes` returns.
         whole: Recipes of a single rank that `estimate` ran with all blocks, because their step
@@ -151,6 +154,10 @@ class EstimateCache:
         return self.composer.batch
 
     @property
+    def split(self) -> Split | None:
+        return self.composer.split
+
+    @property
     def max_norm(self) -> float | None:
         return self.composer.max_norm
 
@@ -159,6 +166,15 @@ class EstimateCache:
         return self._flops.get(_fields_of_flops(recipe))
 
     # ---- Techniques that the model supports
+
+    @cached_property
+    def counts_of_batch(self) -> tuple[list[int], str | None]:
+        """Numbers of micro-batches that can be tried, and the reason, as a label, if there is only
+        one because of the batch."""
+        # BatchNorm may have no statistics of a single sample.
+        least = 1 + has_batch_norm(self.model)
+        with symbolic(self.composer.mode):
+            return counts_of_batch(self.batch, self.split, least)
 
     @cached_property
     def layers(self) -> int:

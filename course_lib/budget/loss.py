@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from course_lib._batches import ALLOWS_BATCH_NORM, mixes_samples
 from course_lib._check import describe, function
 from course_lib._hugging_face_losses import (
     GIVE_LOSS_SUM,
@@ -18,7 +19,6 @@ from course_lib._hugging_face_losses import (
     has_method,
     is_hugging_face,
     own_loss,
-    samples_in,  # noqa: F401 - imported from here by the package
     takes_arguments,
     wrapped_in,
 )
@@ -112,7 +112,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     if count > 1 and mixes_samples(model):
         raise ValueError(
             f"micro_batches must be 1 for a {name} with BatchNorm in training mode, whose loss is"
-            f" not a sum over samples, got {count}; or put BatchNorm into eval mode"
+            f" not a sum over samples, got {count}; or put BatchNorm into eval mode, or allow its"
+            f" statistics to be those of each micro-batch with model.{ALLOWS_BATCH_NORM} = True"
         )
 
 
@@ -127,10 +128,3 @@ def warn_if_not_compiled(model: nn.Module, loss_sum: Any) -> None:
             " calls the compiled model",
             stacklevel=3,
         )
-
-
-def mixes_samples(model: nn.Module) -> bool:
-    """Return whether the loss of a sample depends on the other samples of its batch."""
-    return any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()
-    )

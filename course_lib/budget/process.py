@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from course_lib._batches import Split
 from course_lib._torch import counted_kind, look_of, not_collecting, tensors_in
 from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
@@ -53,6 +54,7 @@ def process_trace(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    split: Split | None = None,
     tier: str = "file",
     kind: str = "cpu",
     events: bool = False,
@@ -63,8 +65,8 @@ def process_trace(
     The step runs all blocks of the model.
 
     Args:
-        make_model, make_batch, recipe, loss_sum, max_norm, tier: Model, batch and options, as in
-            `course_lib.budget.estimate`.
+        make_model, make_batch, recipe, loss_sum, max_norm, split, tier: Model, batch and options,
+            as in `course_lib.budget.estimate`.
         kind: Kind of device, one of `KINDS`.
         events: Whether to record when each storage is allocated and released.
         places: Whether to also record the module and the source line of each operator. This makes
@@ -78,7 +80,7 @@ def process_trace(
         optimizer = symbolic_optimizer(model, recipe, store, tier)
         with default_dtype(recipe.dtype):
             batch = make_batch()
-        micro_batches = micro_batches_of(batch, recipe.micro_batches)
+        micro_batches = micro_batches_of(batch, recipe.micro_batches, split)
         make_state(model, optimizer)
         options = loss_sum, store, max_norm
         trace = trace_step(
@@ -160,7 +162,7 @@ def trace_step(
             before.append(so_far())
             skipped = i - previous - 1
             if skipped:
-                like = next(tensors_in(micro_batches[i]))
+                like = next(model.parameters())
                 losses.append(like.new_empty(skipped * kept_bytes, dtype=torch.uint8))
             yield micro_batches[i]
             previous = i

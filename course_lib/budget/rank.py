@@ -23,9 +23,11 @@ from typing import Any
 
 from torch import nn
 
+from course_lib._batches import Split, parts_of
+from course_lib._batches import split as cut
 from course_lib._check import any_of
 from course_lib._hugging_face_losses import GIVE_LOSS_SUM
-from course_lib.accumulation import split
+from course_lib._torch import tensors_in
 from course_lib.budget.growth import Irregular
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.memory import CATEGORIES, Trace
@@ -33,9 +35,10 @@ from course_lib.symbolic import symbolic
 
 from .blocks import equal_blocks
 from .growth import Growth
-from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
+from .loss import LossSum, check_loss, has_loss_sum, loss_of
 from .recipe import Recipe
 from .step import apply_techniques, check_model, default_dtype, model_of
+from .techniques.micro_batches import counts_by_split
 
 # Maps each value of `shard` to the engine of `course_lib.distributed` that implements it. "zero1"
 # runs forward and backward as "ddp" does.
@@ -57,12 +60,13 @@ def rank_trace(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    split: Split | None = None,
     events: bool = False,
 ) -> Trace:
     """Return the trace of the step on the rank that needs the most memory.
 
     Args:
-        make_model, make_batch, recipe, loss_sum, max_norm: Model, batch and options, as in
+        make_model, make_batch, recipe, loss_sum, max_norm, split: Model, batch and options, as in
             `course_lib.budget.estimate`.
         events: Whether to record events. If so, all blocks of the model are run.
 
@@ -79,15 +83,19 @@ def rank_trace(
             _check(model, recipe, loss_sum)
             shapes = shapes_of(model, recipe.blocks)
             count = len(equal_blocks(model))
-            # Raises if the batch cannot be split evenly among the ranks, or a rank's samples among
-            # the micro-batches.
-            counts_allowed(recipe, samples_in(make_batch()))
-        measured = partial(_measure, make_model, make_batch, recipe, loss_sum, max_norm, events)
+            if split is None:
+                # Raises if the batch cannot be split evenly among the ranks, or a rank's samples
+                # among the micro-batches.
+                counts_for(recipe, make_batch())
+        measured = partial(
+            _measure, make_model, make_batch, recipe, loss_sum, max_norm, split, events
+        )
         trace = None
         if count >= MANY and not events:
             with suppress(Irregular):
                 trace = Growth(measured(FEW, 2), measured(FEW + 1, 2)).trace(count - FEW)
-        return _with_state(measured(count) if trace is None else trace, shapes, recipe)
+        trace = measured(count) if trace is None else trace
+        return _with_state(trace, shapes, recipe, _micro_batches_run(recipe, split))
 
 
 def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
@@ -107,6 +115,7 @@ def _measure(
     recipe: Recipe,
     loss_sum,
     max_norm,
+    split: Split | None,
     events: bool,
     count: int,
     steps: int = 1,
@@ -122,12 +131,17 @@ def _measure(
     def make_part() -> Any:
         with default_dtype(alone.dtype):
             batch = make_batch()
-        size = samples_in(batch) // recipe.ranks // recipe.micro_batches
-        return next(split(batch, size * min(recipe.micro_batches, SHOWN)))
+        share = largest_share(batch, recipe.ranks, split)
+        if split is not None:
+            return share
+        size = len(next(tensors_in(share))) // recipe.micro_batches
+        return next(cut(share, size * shown))
 
+    shown = _micro_batches_run(recipe, split)
     sync = "last" if recipe.shard in REPLICATED else "each"
     options = {
-        "micro_batches": min(recipe.micro_batches, SHOWN),
+        "micro_batches": shown,
+        "split": split,
         "sync": sync,
         "blocks": recipe.blocks,
     }
@@ -151,15 +165,26 @@ def _measure(
     return trace
 
 
-def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
+def _micro_batches_run(recipe: Recipe, split: Split | None) -> int:
+    """Return the number of micro-batches that are run: all if a user's `split` makes them."""
+    return recipe.micro_batches if split is not None else min(recipe.micro_batches, SHOWN)
+
+
+def largest_share(batch: Any, ranks: int, split: Split | None) -> Any:
+    """Return the rank's share of the batch that has the most bytes."""
+    shares = parts_of(batch, ranks, split)
+    return max(shares, key=lambda share: sum(tensor.nbytes for tensor in tensors_in(share)))
+
+
+def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe, shown: int) -> Trace:
     """Return the trace of all micro-batches, with the largest optimizer state of any rank.
 
-    The given trace has at most two micro-batches and the optimizer state of the first rank.
+    The given trace has `shown` micro-batches and the optimizer state of the first rank.
     """
     live = trace.live.copy()
     if trace.spans is None:
         live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)
-    repeats = recipe.micro_batches / min(recipe.micro_batches, SHOWN)
+    repeats = recipe.micro_batches / shown
     sent = int(trace.sent_bytes * (1 if recipe.shard in REPLICATED else repeats))
     if recipe.shard == "zero1":
         # Each rank broadcasts the parameters that it has updated.
@@ -228,13 +253,16 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
     )
 
 
-def counts_allowed(recipe: Recipe, samples: int) -> list[int]:
-    """Return the numbers of micro-batches into which a rank's samples can be split.
+def counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[int]:
+    """Return the numbers of micro-batches into which a rank's share of the batch can be split.
 
     Raises:
         ValueError: The batch cannot be split evenly among the ranks, or a rank's samples among the
             micro-batches.
     """
+    if split is not None:
+        return counts_by_split(largest_share(batch, recipe.ranks, split), split)
+    samples = sum(1 for _ in cut(batch, 1))
     if samples % recipe.ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
         raise ValueError(

@@ -82,7 +82,8 @@ class Recipe:
         accumulate: "fp32" accumulates the gradients of 16-bit parameters in fp32, with 4 bytes per
             parameter instead of 2. None accumulates them in the dtype of the parameters.
         micro_batches: Number of micro-batches into which the batch is split. All have the same size
-            except the last one. With several ranks, each rank splits its share of the batch.
+            except the last one, unless a function `split` makes them. With several ranks, each rank
+            splits its share of the batch.
         ranks: Number of devices that share the batch. A recipe with several ranks is estimated for
             the rank that needs the most memory, and run by `python -m course_lib.distributed`. Its
             `update` is always "fused".
@@ -179,7 +180,7 @@ class Recipe:
         """Dtype of the model; PyTorch's default dtype if `precision` is None."""
         return PRECISIONS.get(self.precision, torch.get_default_dtype())
 
-    def as_training_arguments(self, samples: int) -> TrainerLines:
+    def as_training_arguments(self, samples: int | None) -> TrainerLines:
         """Return arguments for Hugging Face's `TrainingArguments`, and where its step differs.
 
         Example:
@@ -193,7 +194,7 @@ class Recipe:
             )
 
         Args:
-            samples: Number of samples in the batch.
+            samples: Number of samples in the batch; None if it is not known.
         """
         return trainer_lines(self, samples)
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import nn
 
+from course_lib._batches import Split
 from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
-from course_lib.labels import say
+from course_lib.labels import join_labels, say
 from course_lib.memory.show import Table, bytes_text, decimal
 from course_lib.symbolic import symbolic
 
@@ -29,7 +30,7 @@ from .candidates import Search
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
 from .knowledge import EstimateCache
-from .loss import CHAINED, LossSum, samples_in
+from .loss import CHAINED, LossSum
 from .rates import RATES, Rates
 from .recipe import Recipe
 from .refine import fewest_blocks, fewest_micro_batches, least_schedule, refine
@@ -98,6 +99,7 @@ def fit(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    split: Split | None = None,
     blocks: str | Sequence[str] | None = None,
     recipes: Iterable[Recipe] | None = None,
     base: Recipe | None = None,
@@ -163,10 +165,15 @@ def fit(
 
     Args:
         make_model, make_batch, loss_sum: Functions as in `estimate`. More than one micro-batch is
-            tried only if the weight of the loss is known.
+            tried only if the weight of the loss is known and the batch can be split. If the batch
+            cannot be split, the caption of the result says why.
         budget_bytes: Limit in bytes for all tensors of the step except the batch.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. Recipes with steps in
             backward are then skipped.
+        split: Function (batch, parts) -> list of `parts` batches, as in `estimate`. With it, 1, 2,
+            4, 8 and so on micro-batches are tried, up to the last number before `split` raises an
+            error, returns a part without samples, or no longer makes the largest part smaller. An
+            error for two parts is raised.
         blocks: Names of the blocks to checkpoint, as in `Recipe`.
         recipes: Recipes to choose from, instead of those listed above.
         base: Recipe with the fields that all recipes share, such as precision, optimizer and
@@ -210,7 +217,8 @@ def fit(
     with _progress(progress) as watch, warnings.catch_warnings():
         # A recipe that offloads nothing is detected by the search, so users need no warning.
         warnings.filterwarnings("ignore", "no activation was moved")
-        options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm, "kind": kind}
+        options: dict[str, Any] = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
+        options |= {"tier": tier, "kind": kind}
         known = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
         # The base is estimated first, because this raises the errors of an invalid model or batch.
         known.estimate(known.base)
@@ -222,6 +230,8 @@ def fit(
         def search_room(room: int) -> Estimates:
             found = within(room) if count == "tensors" else search_by_reserved(room, within, quick)
             found.within = search_room
+            if why_one := _why_one_micro_batch(known, recipes):
+                found.title = join_labels([found.title, why_one], "; ")
             return found
 
         return search_room(budget_bytes)
@@ -248,12 +258,20 @@ def search_by_tensors(
         reason = "none was found"
         if least:
             reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
+        if why_one := _why_one_micro_batch(known, recipes):
+            reason = f"{reason}; {say(why_one)}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
     count = len(known.estimates)
     title = title_of(len(found), search.budget, count, search.quick)
     return Estimates(
         found, search.rates, title, known.estimate, whole=len(known.whole), known=count
     )
+
+
+def _why_one_micro_batch(known: EstimateCache, recipes: Sequence[Recipe] | None) -> str | None:
+    """Return the reason, as a label, why the batch allowed only one micro-batch, or None."""
+    is_free = recipes is None and known.base.micro_batches == 1
+    return known.counts_of_batch[1] if is_free else None
 
 
 # ---- Which recipes are tried
@@ -279,10 +297,8 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
     make_model, make_batch = known.given
     with symbolic():
         shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
-        samples = samples_in(make_batch())
-    counts = search.options(
-        "micro_batches", *rank.counts_allowed(replace(base, micro_batches=1), samples)
-    )
+        allowed = rank.counts_for(replace(base, micro_batches=1), make_batch(), known.split)
+    counts = search.options("micro_batches", *allowed)
     keeps = search.options("checkpoint", "none", "selective", "layers")
     found = []
     for shard, keep, attention in product(rank.MODES, keeps, search.values("attention")):

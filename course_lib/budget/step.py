@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from course_lib._batches import Split, parts_of, samples_in
 from course_lib._check import describe, kind
 from course_lib._torch import (
     check_in_training,
@@ -20,7 +21,7 @@ from course_lib._torch import (
     random_numbers_undone,
     tensors_in,
 )
-from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, split
+from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum
 from course_lib.checkpoint.blocks import names_of
 from course_lib.offload import OffloadedOptimizer
 from course_lib.schedule import Chain, ScheduledBlocks
@@ -31,7 +32,6 @@ from .loss import (
     LossSum,
     check_loss,
     loss_of,
-    samples_in,
     takes_arguments,
     trainable_parameters,
     warn_if_not_compiled,
@@ -153,6 +153,7 @@ def train_step(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    split: Split | None = None,
     store=None,
 ) -> StepResult:
     """Run one training step that follows the recipe.
@@ -180,7 +181,8 @@ def train_step(
     Args:
         model: Model in the recipe's precision, as `build` returns it.
         optimizer: Optimizer, as `build` returns it.
-        batch: Batch that the model's loss accepts and `course_lib.accumulation.split` can split.
+        batch: Batch that the model's loss accepts. With one micro-batch, it may be any object. For
+            several, `course_lib.accumulation.split` must be able to split it, or `split` is given.
         recipe: Recipe of the step. With "segments" and "optimal", the step runs the model's own
             chain if the model has a method `stages(batch)` in addition to its loss (see
             `course_lib.models.Decoder.stages`). Otherwise the blocks must form a chain (see
@@ -196,13 +198,17 @@ def train_step(
             these methods and a dict with labels, it is the loss of `model(**batch)`, weighted by
             the number of labels that it counts.
         max_norm: Norm to which the gradient is clipped, as in `AccumulatedStep`.
+        split: Function (batch, parts) -> list of `parts` batches, for a batch whose tensors do not
+            all begin with the samples, such as packed sequences, graphs and boxes of objects. It is
+            called for more than one micro-batch. Tensors that it makes count as the batch's own.
         store: Store for offloaded activations; by default that of `offload_activations`.
 
     Returns:
-        A `StepResult`. If the loss is `model.loss`, its weight is the number of samples. Gradients
-        are None afterwards. After an error, gradients and random generators are as before, and no
-        parameter has changed, except those that were updated already by `in_backward` or by an
-        optimizer that itself raised the error.
+        A `StepResult`. If the loss is `model.loss`, its weight is the number of samples, or 1 if
+        the batch's tensors do not all begin with the samples. Gradients are None afterwards. After
+        an error, gradients and random generators are as before, and no parameter has changed,
+        except those that were updated already by `in_backward` or by an optimizer that itself
+        raised the error.
 
     Raises:
         TypeError, ValueError: Recipe, model and batch cannot be combined. The message says why.
@@ -218,7 +224,7 @@ def train_step(
     return run_micro_batches(
         model,
         optimizer,
-        micro_batches_of(batch, recipe.micro_batches),
+        micro_batches_of(batch, recipe.micro_batches, split),
         recipe,
         loss_sum,
         store,
@@ -353,16 +359,17 @@ class _Found(Exception):
     """Exception that ends a forward pass when the chain has been found."""
 
 
-def micro_batches_of(batch: Any, micro_batches: int) -> list[Any]:
-    """Return the batch as a list of micro-batches of equal size, except for the last one.
+def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None) -> list[Any]:
+    """Return the batch as a list of micro-batches.
+
+    They have equal sizes, except for the last one, unless a function `split` cuts the batch.
 
     Raises:
-        ValueError: The batch cannot be split into this number of micro-batches. The message lists
-            the possible numbers.
+        TypeError, ValueError: The batch cannot be split into this number of micro-batches. The
+            message lists the possible numbers, or names what cannot be split.
     """
-    # `split` raises an error if the batch is invalid.
-    whole = next(iter(split(batch, 1 << 62)), None)
-    if whole is None:
+    samples = samples_in(batch)
+    if samples == 0:
         raise ValueError(
             f"batch must contain at least one sample, got {describe(batch)} without samples"
         )
@@ -371,14 +378,12 @@ def micro_batches_of(batch: Any, micro_batches: int) -> list[Any]:
         ["a tensor" for tensor in tensors_in(batch) if tensor.device.type == "meta"],
         'Leave out torch.device("meta") in make_batch. An estimate needs no memory for the batch',
     )
-    samples = samples_in(batch)
-    allowed = counts_allowed(samples)
-    if micro_batches not in allowed:
+    if split is None and samples is not None and micro_batches not in counts_allowed(samples):
         raise ValueError(
-            f"micro_batches must be one of {', '.join(map(str, allowed))} for a batch of"
-            f" {samples} samples, got {micro_batches}"
+            f"micro_batches must be one of {', '.join(map(str, counts_allowed(samples)))} for a"
+            f" batch of {samples} samples, got {micro_batches}"
         )
-    return list(split(batch, math.ceil(samples / micro_batches)))
+    return parts_of(batch, micro_batches, split)
 
 
 # ---- Checks of model and recipe

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
+from course_lib._batches import parts_of
 from course_lib._check import any_of, positive, whole
 from course_lib._origin import (
     explain_symbolic_errors,
@@ -283,12 +284,17 @@ def _budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
 
 
 def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
-    check_divides(task.samples, ranks)
-    each = task.samples // ranks
-    if each % micro_batches:
-        raise ValueError(
-            f"--micro-batches must be a divisor of a rank's {each} samples, got {micro_batches}"
-        )
+    """Raise if the batch cannot be split into the ranks' shares, and these into micro-batches."""
+    if task.split is None and task.samples is not None:
+        check_divides(task.samples, ranks)
+        each = task.samples // ranks
+        if each % micro_batches:
+            raise ValueError(
+                f"--micro-batches must be a divisor of a rank's {each} samples, got {micro_batches}"
+            )
+    with symbolic():
+        for part in task.parts(0, ranks):
+            parts_of(part, micro_batches, task.split)
 
 
 def _check_together(args: argparse.Namespace) -> None:
@@ -353,7 +359,14 @@ def _predict(
         rank = held.index(max(held))  # rank 0, except with zero1
         part = partial(task.part, 0, args.ranks, rank)
         usage = predict(
-            task.make_model, part, task.loss_sum, mode, args.ranks, rank=rank, **options
+            task.make_model,
+            part,
+            task.loss_sum,
+            mode,
+            args.ranks,
+            rank=rank,
+            split=task.split,
+            **options,
         )
         line = {
             "mode": mode,

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from course_lib._batches import Split, parts_of
 from course_lib._check import one_of
-from course_lib._torch import tensors_in
-from course_lib.accumulation import AccumulatedStep, split
+from course_lib.accumulation import AccumulatedStep
 from course_lib.checkpoint import checkpoint_blocks
 
 from .formulas import MODES, REPLICATED, SYNCS, blocks_of
@@ -53,6 +53,8 @@ class Trainer:
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight), as in `AccumulatedStep`.
         device: Device on which it is trained.
         micro_batches: Number of micro-batches in a rank's batch.
+        split: Function (batch, parts) -> list of `parts` batches, which cuts a rank's batch. By
+            default `course_lib.accumulation.split` does.
         sync: "last" reduces gradients only with the last micro-batch, by DDP's `no_sync` or FSDP2's
             `set_requires_gradient_sync(False)` before it. "each" reduces them with every
             micro-batch.
@@ -74,6 +76,7 @@ class Trainer:
         *,
         device: torch.device | str = "cpu",
         micro_batches: int = 1,
+        split: Split | None = None,
         sync: str = "last",
         blocks: str | list[str] | None = None,
         wrapper: bool = False,
@@ -85,7 +88,7 @@ class Trainer:
         self.mode = one_of("mode", mode, MODES)
         self.model = model
         self.device = torch.device(device)
-        self.micro_batches = micro_batches
+        self.micro_batches, self.split = micro_batches, split
         self.sync = one_of("sync", sync, SYNCS)
         if mode in REPLICATED:
             self.run = DistributedDataParallel(
@@ -113,8 +116,7 @@ class Trainer:
 
     def __call__(self, batch: Any) -> float:
         """Do one step on this rank's samples and return the mean loss over all ranks' tokens."""
-        size = -(-len(next(tensors_in(batch))) // self.micro_batches)
-        self.result = self.step(split(batch, size))
+        self.result = self.step(parts_of(batch, self.micro_batches, self.split))
         return self.result.loss
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from course_lib._batches import Split, parts_of
 from course_lib._check import describe, whole
 from course_lib._hugging_face_losses import has_loss_sum, own_loss, takes_arguments
 from course_lib._torch import map_tensors
-from course_lib.accumulation import split
 from course_lib.models import Decoder, random_tokens
 from course_lib.symbolic import symbolic
 from course_lib.workload import model_of_config, named_function, samples_of
@@ -36,23 +36,33 @@ class Task:
         make_model: Function that builds the unsharded model, with the same values each time.
         make_batch: Function of the step that returns the batch of all ranks.
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight).
-        samples: Number of samples in a batch of all ranks.
+        samples: Number of samples in a batch of all ranks; None if it is not known.
+        split: Function (batch, parts) -> list of `parts` batches, which cuts the batch into the
+            ranks' shares and these into micro-batches. None cuts along the first dimensions of the
+            tensors.
     """
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int], Any]
     loss_sum: Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
-    samples: int
+    samples: int | None
+    split: Split | None = None
 
     def part(self, step: int, ranks: int, rank: int, device: torch.device | str = "cpu") -> Any:
-        """Return a rank's samples of the batch.
+        """Return a rank's share of the batch.
 
         Raises:
-            ValueError: The number of ranks does not divide the batch.
+            TypeError, ValueError: The batch cannot be split, or the number of ranks does not divide
+                its samples.
         """
-        check_divides(self.samples, ranks)
-        parts = list(split(self.make_batch(step), self.samples // ranks))
-        return map_tensors(lambda tensor: tensor.to(device), parts[rank])
+        part = self.parts(step, ranks)[rank]
+        return map_tensors(lambda tensor: tensor.to(device), part)
+
+    def parts(self, step: int, ranks: int) -> list[Any]:
+        """Return the shares of all ranks; raises the errors of `part`."""
+        if self.split is None and self.samples is not None:
+            check_divides(self.samples, ranks)
+        return parts_of(self.make_batch(step), ranks, self.split)
 
 
 def check_divides(samples: int, ranks: int) -> None:
@@ -77,8 +87,9 @@ def task_of(
     Args:
         config: Path of a file that `course_lib.configs` can read.
         model: "package:function". The function's attribute `make_batch`, also a function, returns
-            the batch of all ranks. The loss is the function's attribute `loss_sum`, or the model's
-            method of that name, or a Hugging Face model's own loss, weighted by its labels.
+            the batch of all ranks. Its attribute `split`, if there is one, cuts the batch. The loss
+            is the function's attribute `loss_sum`, or the model's method of that name, or a Hugging
+            Face model's own loss, weighted by its labels.
         batch, sequence: Samples per batch and tokens per sample, by default 8 and 128; cannot be
             combined with `model`.
         unequal: Whether samples have unequal lengths, so that ranks have unequal numbers of tokens.
@@ -186,6 +197,7 @@ def _by_function(name: str) -> Task:
         lambda step: make_batch(),
         loss_sum or _own_loss,
         samples,
+        getattr(make_model, "split", None),
     )
 
 

@@ -144,7 +144,7 @@ def train(
     }
     with ExitStack() as watching:
         watching.enter_context(watch)
-        trainer = Trainer(mode, model, task.loss_sum, device=device, **options)
+        trainer = Trainer(mode, model, task.loss_sum, split=task.split, device=device, **options)
         start = load(Path(resume), trainer) if resume is not None else 0
         for step in range(start, start + steps):
             batch = task.part(step, ranks, rank, device)

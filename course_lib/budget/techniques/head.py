@@ -45,8 +45,9 @@ class ChunkedHead(Technique):
         return [text("head in chunks of {tokens}", tokens=recipe.head_chunk)]
 
     def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        tokens = next(tensors_in(search.known.batch))
-        chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
+        first = next(tensors_in(search.known.batch), None)
+        tokens = 0 if first is None or first.is_floating_point() else first.numel()
+        chunk = max(HEAD_CHUNK, tokens // 16)
         found: list[Mapping[str, Any]] = [{self.field: None}]
         return [*found, {self.field: chunk}] if search.known.goes_with(head_chunk=chunk) else found
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from course_lib._batches import Split, has_samples, parts_of
+from course_lib._batches import split as cut
+from course_lib._torch import tensors_in
 from course_lib.labels import text
+from course_lib.labels.command import translated_error
 
 from .technique import Recipe, Technique, choice, count, fields_of
 
@@ -39,3 +44,61 @@ def counts_allowed(samples: int) -> list[int]:
     All micro-batches have the same size except the last one.
     """
     return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]
+
+
+def counts_of_batch(
+    batch: Any, split: Split | None, least: int = 1
+) -> tuple[list[int], str | None]:
+    """Return the numbers of micro-batches that can be tried, and a label with the reason why the
+    batch cannot be split, or None if it can be.
+
+    Args:
+        batch: The batch.
+        split: The user's function `split`, or None.
+        least: Fewest samples in one of several micro-batches, if `split` is None.
+    """
+    if split is None:
+        try:
+            samples = sum(1 for _ in cut(batch, 1))
+        except (TypeError, ValueError) as error:
+            reason = translated_error(str(error))
+            return [1], text("only one micro-batch was tried: {reason}", reason=reason)
+        every = counts_allowed(samples)
+        return [m for m in every if m == 1 or _samples_in_last(samples, m) >= least], None
+    counts = counts_by_split(batch, split)
+    if len(counts) > 1:
+        return counts, None
+    return counts, text(
+        "only one micro-batch was tried, because `split` did not return two smaller parts with"
+        " samples"
+    )
+
+
+def _samples_in_last(samples: int, micro_batches: int) -> int:
+    return samples - math.ceil(samples / micro_batches) * (micro_batches - 1)
+
+
+def counts_by_split(batch: Any, split: Split) -> list[int]:
+    """Return the numbers of micro-batches, 1, 2, 4, 8 and so on, that a user's `split` can make.
+
+    The last number is the one before `split` raises an error, returns a part without samples, or no
+    longer makes the largest part smaller. An error for two parts is not caught.
+    """
+    counts, largest = [1], _elements(batch)
+    while True:
+        count = 2 * counts[-1]
+        try:
+            parts = parts_of(batch, count, split)
+        except Exception:
+            if count == 2:
+                raise
+            return counts
+        most = max(map(_elements, parts))
+        if most >= largest or not all(has_samples(part, batch) for part in parts):
+            return counts
+        counts.append(count)
+        largest = most
+
+
+def _elements(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
