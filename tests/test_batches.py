@@ -246,6 +246,27 @@ def test_one_micro_batch_requires_nothing_and_two_name_the_key(make, place):
         assert "pass a function split(batch, parts)" in str(raised.value)
 
 
+class MeanNet(nn.Linear):
+    """A net whose own loss is a mean, so that the number of samples need not be known."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(WIDTH, CLASSES)
+
+    def loss(self, batch):
+        return self(batch["x"]).square().mean()
+
+
+def test_mean_of_a_batch_without_a_number_of_samples_has_the_weight_one():
+    for more, weight in (({"t": torch.tensor(0.5)}, 1), ({"y": torch.zeros(4)}, 4)):
+        batch = {"x": inputs(), **more}
+        model, optimizer = build(MeanNet, Recipe(optimizer="sgd"), lr=1.0)
+        expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+        assert_close(gradients(MeanNet, batch), expected)
+        result = train_step(model, optimizer, batch, Recipe(optimizer="sgd"))
+        assert result.weight == weight
+
+
 KEPT = {
     "list of another length": [1, 2, 3],
     "string of as many letters": "abcd",

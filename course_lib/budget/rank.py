@@ -87,9 +87,8 @@ def rank_trace(
                 # Raises if the batch cannot be split evenly among the ranks, or a rank's samples
                 # among the micro-batches.
                 counts_for(recipe, make_batch())
-        measured = partial(
-            _measure, make_model, make_batch, recipe, loss_sum, max_norm, split, events
-        )
+        given = make_model, make_batch, recipe, loss_sum, max_norm, events
+        measured = partial(_measure, *given, split=split)
         trace = None
         if count >= MANY and not events:
             with suppress(Irregular):
@@ -115,10 +114,10 @@ def _measure(
     recipe: Recipe,
     loss_sum,
     max_norm,
-    split: Split | None,
     events: bool,
     count: int,
     steps: int = 1,
+    split: Split | None = None,
 ) -> Trace:
     """Run the rank's step with the first `count` of the equal blocks and return its trace."""
     alone = single(recipe)
