@@ -59,9 +59,9 @@ def test_a_rank_is_composed_to_the_byte_of_the_whole_and_of_a_prediction(
     monkeypatch.setattr(rank, "MANY", LAYERS + 1)
     measured = rank._measure
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         counts.append(arguments[6])
-        return measured(*arguments)
+        return measured(*arguments, **options)
 
     monkeypatch.setattr(rank, "_measure", counted)
     assert estimate(*given, max_norm=max_norm) == composed and counts == [LAYERS]
