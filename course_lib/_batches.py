@@ -58,13 +58,8 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     """
     size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
     length = _checked_length(batch)
-    if length > size and (found := _list_of_values(batch, length)):
-        key, values = found
-        raise ValueError(
-            f"batch must have its values per sample in tensors or NumPy arrays to be split, got"
-            f" {key}, {describe(values)} with one value for each of the {length} samples; make it a"
-            f" tensor, or {GIVE_SPLIT}"
-        )
+    if length > size:
+        _check_lists(batch, length)
     return (
         map_tensors(lambda part, start=start: part[start : start + size], batch, kinds=ARRAYS)
         for start in range(0, length, size)
@@ -99,6 +94,14 @@ def parts_of(batch: Any, parts: int, split_batch: Split | None = None) -> list[A
             must_be("the result of split", allowed, f"{describe(found)} of {len(found)}")
         )
     return list(found)
+
+
+def samples_to_split(batch: Any) -> int:
+    """Return the number of samples in a batch, or raise as `split` does if it cannot be split."""
+    length = _checked_length(batch)
+    if length > 1:
+        _check_lists(batch, length)
+    return length
 
 
 def samples_in(batch: Any) -> int | None:
@@ -169,6 +172,17 @@ def _checked_length(batch: Any) -> int:
             f" {actual}; {GIVE_SPLIT}"
         )
     return len(first)
+
+
+def _check_lists(batch: Any, length: int) -> None:
+    """Raise ValueError if a list in the batch holds one plain value for each sample."""
+    if found := _list_of_values(batch, length):
+        key, values = found
+        raise ValueError(
+            f"batch must have its values per sample in tensors or NumPy arrays to be split, got"
+            f" {key}, {describe(values)} with one value for each of the {length} samples; make it a"
+            f" tensor, or {GIVE_SPLIT}"
+        )
 
 
 def _arrays(value: Any, key: str = "batch") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,6 @@
 """Batches of every kind are split into micro-batches with the gradient of the whole batch, or are
 refused with the place that cannot be split."""
 
-import json
 import warnings
 from collections import UserDict, deque, namedtuple
 from dataclasses import dataclass, replace
@@ -20,12 +19,14 @@ from course_lib.accumulation import AccumulatedStep, split
 from course_lib.budget import Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.__main__ import main
 from course_lib.budget.candidates import Search
+from course_lib.budget.check import check
 from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.rates import RATES
 from course_lib.budget.search import InfeasibleBudget
 from course_lib.budget.techniques.micro_batches import counts_by_split, counts_of_batch
+from course_lib.distributed.prediction import predict
 from course_lib.distributed.tasks import task_of
-from course_lib.workload import samples_of
+from course_lib.workload import Workload, samples_of
 
 WIDTH, CLASSES = 8, 3
 Pair = namedtuple("Pair", "x y")
@@ -367,6 +368,27 @@ def test_estimate_compares_micro_batches_of_one_shape_with_other_lists():
     assert predicted.flops == run(net, make_batch, recipe, **options).meter.flops
 
 
+def test_estimate_runs_the_micro_batch_with_the_most_patches():
+    """Each micro-batch has one sample, but another number of patches, as images have."""
+    patches = (2, 40, 3, 4)
+
+    def make_batch():
+        return {"ids": torch.arange(4), "patches": inputs(sum(patches))}
+
+    def cut(batch, parts):
+        rows = batch["patches"].split(patches)
+        return [{"ids": i, "patches": p} for i, p in zip(batch["ids"].split(1), rows, strict=True)]
+
+    def loss(model, batch):
+        return model(batch["patches"]).square().sum(), len(batch["ids"])
+
+    options = {"loss_sum": loss, "split": cut}
+    recipe = Recipe(micro_batches=4)
+    predicted = estimate(net, make_batch, recipe, **options)
+    measured = run(net, make_batch, recipe, **options).meter
+    assert (predicted.peak_bytes, predicted.flops) == (measured.peak_bytes, measured.flops)
+
+
 def test_estimate_compares_micro_batches_with_other_arrays():
     """An array is cut into views, and the model runs as often as its first value says."""
 
@@ -477,15 +499,16 @@ def test_command_takes_split_from_the_function_and_says_without_it(capsys, monke
     assert "a batch whose number of samples is not known" in out
     assert "only one micro-batch was tried: batch must have the same number of samples" in out
     assert "set `per_device_train_batch_size` yourself" in out
-    assert main(["--model", f"{__name__}:make_split_net", *arguments, "--check", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["check"]["measured_bytes"] == report["check"]["predicted_bytes"]
-    peak = report["recipes"][0]["peak_bytes"]
     assert main(["--model", f"{__name__}:make_split_net", *arguments]) == 0
     assert "only one micro-batch" not in capsys.readouterr().out
-    arguments[1] = f"{int(peak * 0.7)}B"
-    main(["--model", f"{__name__}:make_split_net", "--precision", "fp32", *arguments])
+
+
+def test_check_of_the_command_takes_split():
     assert samples_of(documents) is None
+    given = documents, by_document, "net", "documents"
+    workload = Workload(make_split_net, *given, samples=None, split=documents_split)
+    found = check(workload, Recipe(micro_batches=4))
+    assert found.measured_bytes == found.predicted_bytes
 
 
 def test_task_cuts_the_ranks_shares_with_the_functions_split():
@@ -504,6 +527,12 @@ def test_estimate_of_ranks_takes_the_share_with_the_most_bytes():
         for lengths in ((1, 1, 1, 5, 5, 5), (5, 5, 5, 1, 1, 1), (3, 3, 3, 3, 3, 3))
     )
     assert found == mirrored > even
+
+    def share():
+        return documents_split(documents((1, 1, 1, 5, 5, 5)), 2)[1]
+
+    given = {"micro_batches": 3, "split": documents_split}
+    assert found == predict(net, share, by_document, "ddp", 2, **given).peak_bytes
     best = fit(net, documents, found * 2, base=Recipe(ranks=2), progress=False, **options)
     assert best[0].recipe.ranks == 2
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from course_lib._batches import Split, parts_of
+from course_lib._batches import Split, parts_of, samples_to_split
 from course_lib._batches import split as cut
 from course_lib._check import any_of
 from course_lib._hugging_face_losses import GIVE_LOSS_SUM
@@ -261,7 +261,7 @@ def counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[i
     """
     if split is not None:
         return counts_by_split(largest_share(batch, recipe.ranks, split), split)
-    samples = sum(1 for _ in cut(batch, 1))
+    samples = samples_to_split(batch)
     if samples % recipe.ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
         raise ValueError(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from course_lib._batches import Split, has_samples, parts_of
-from course_lib._batches import split as cut
+from course_lib._batches import Split, has_samples, parts_of, samples_to_split
 from course_lib._torch import tensors_in
 from course_lib.labels import text
 from course_lib.labels.command import translated_error
@@ -59,7 +58,7 @@ def counts_of_batch(
     """
     if split is None:
         try:
-            samples = sum(1 for _ in cut(batch, 1))
+            samples = samples_to_split(batch)
         except (TypeError, ValueError) as error:
             reason = translated_error(str(error))
             return [1], text("only one micro-batch was tried: {reason}", reason=reason)
