@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from course_lib.workload import Workload
 
 from .estimate import estimate
 from .recipe import Recipe
-from .step import build, default_dtype, train_step
+from .step import build, default_dtype, micro_batches_of, train_step
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +66,7 @@ def check(workload: Workload, recipe: Recipe) -> Check:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tier = "host" if device.type == "cuda" else "file"
-    options = {"loss_sum": workload.loss_sum, "split": workload.split}
+    options: dict[str, Any] = {"loss_sum": workload.loss_sum, "split": workload.split}
     predicted = estimate(
         workload.make_model, workload.make_batch, recipe, tier=tier, **options
     ).peak_bytes
@@ -77,6 +78,9 @@ def check(workload: Workload, recipe: Recipe) -> Check:
         model, optimizer = build(workload.make_model, recipe, state=True)
         with default_dtype(recipe.dtype):
             batch = workload.make_batch()
+    # The batch is split before the step, because an estimate does not count the batch.
+    micro_batches = micro_batches_of(batch, recipe.micro_batches, workload.split)
+    options["split"] = lambda batch, parts: micro_batches
 
     def step(*modes) -> None:
         with ExitStack() as stack:

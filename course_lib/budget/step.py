@@ -200,7 +200,8 @@ def train_step(
         max_norm: Norm to which the gradient is clipped, as in `AccumulatedStep`.
         split: Function (batch, parts) -> list of `parts` batches, for a batch whose tensors do not
             all begin with the samples, such as packed sequences, graphs and boxes of objects. It is
-            called for more than one micro-batch. Tensors that it makes count as the batch's own.
+            called for more than one micro-batch. An estimate leaves out the tensors that it makes,
+            as it leaves out the batch.
         store: Store for offloaded activations; by default that of `offload_activations`.
 
     Returns:
