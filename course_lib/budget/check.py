@@ -78,8 +78,8 @@ def check(workload: Workload, recipe: Recipe) -> Check:
         model, optimizer = build(workload.make_model, recipe, state=True)
         with default_dtype(recipe.dtype):
             batch = workload.make_batch()
-    # The batch is split before the step, because an estimate does not count the batch.
-    micro_batches = micro_batches_of(batch, recipe.micro_batches, workload.split)
+        # The batch is split before the step, because an estimate does not count the batch.
+        micro_batches = micro_batches_of(batch, recipe.micro_batches, workload.split)
     options["split"] = lambda batch, parts: micro_batches
 
     def step(*modes) -> None:
