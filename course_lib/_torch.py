@@ -191,20 +191,22 @@ def writes_after_saving(node: Any) -> bool:
     return node is not None and node.name().startswith("RreluWithNoiseBackward")
 
 
-def saves_unset_memory(node: Any, saved: torch.Tensor) -> bool:
-    """Return whether a tensor that a node of autograd's graph has saved may hold arbitrary values.
+def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
+    """Return whether a tensor that a node of autograd's graph has saved may differ in an equal run.
 
     This is so for `rrelu`, which saves an uninitialized tensor before it draws its noise, and for
     `ctc_loss`, which never fills or reads the padding of its table. CUDA's kernels of
     `scaled_dot_product_attention` save the random generator's seed and offset as integers, which
     they leave uninitialized without dropout. If the seed of a dropout differs, so does the output,
-    which is saved and compared too.
+    which is saved and compared too. A batch norm in training mode saves its running statistics
+    before it updates them, and its backward pass does not read them.
     """
     if node is None:
         return False
     name = node.name()
     attention = name.startswith("ScaledDotProduct") and not saved.is_floating_point()
-    return attention or name.startswith(("RreluWithNoiseBackward", "CtcLossBackward"))
+    norm = "BatchNorm" in name and saved.dim() == 1
+    return attention or norm or name.startswith(("RreluWithNoiseBackward", "CtcLossBackward"))
 
 
 # ---- attributes of modules

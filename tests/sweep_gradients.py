@@ -34,7 +34,8 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import course_lib.checkpoint as ours
 from course_lib._torch import map_tensors, tensors_in
-from course_lib.checkpoint.repeatable import BlockState, Comparison, Repeatable
+from course_lib.checkpoint.comparison import ComparedFunction, Comparison
+from course_lib.checkpoint.repeatable import BlockState, Repeatable
 from course_lib.offload import HostStore, offload_activations
 
 # ---- ways to run a call
@@ -73,8 +74,10 @@ def _compared(operator: Callable) -> Callable:
     """The operator's call under a checkpoint that compares what both runs save."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        state = BlockState(torch.nn.Identity(), Comparison("the operator", "leave it out"))
-        return ours.checkpoint(Repeatable(operator, state), *args, use_reentrant=False, **kwargs)
+        comparison = Comparison("the operator", "leave it out")
+        function = ComparedFunction(operator, comparison)
+        block = Repeatable(function, BlockState(torch.nn.Identity(), comparison))
+        return ours.checkpoint(block, *args, use_reentrant=False, **kwargs)
 
     return run
 

@@ -101,6 +101,58 @@ def test_a_search_switches_a_model_to_sdpa_unless_it_has_it(own, share, expected
     assert found.rates and attentions <= expected and ("sdpa" in attentions) == (own == "eager")
 
 
+SLIDING = {**SHARED, "sliding_window": 4}
+# name -> (model, its attention, the cache that is made from the model's configuration)
+CACHES = {
+    "static": ("Llama:LlamaForCausalLM", SHARED, "sdpa", "StaticCache"),
+    "static, eager": ("Llama:LlamaForCausalLM", SHARED, "eager", "StaticCache"),
+    "growing": ("Llama:LlamaForCausalLM", SHARED, "eager", "DynamicCache"),
+    "static, sliding window": ("Mistral:MistralForCausalLM", SLIDING, "sdpa", "StaticCache"),
+    "growing, sliding window": ("Mistral:MistralForCausalLM", SLIDING, "eager", "DynamicCache"),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_cache_among_the_arguments_is_named_and_its_removal_helps(name):
+    architecture, options, attention, cache = CACHES[name]
+    model = made(architecture, **options, attn_implementation=attention)()
+    batch = text("ones")
+    limit = {"max_cache_len": 64} if cache == "StaticCache" else {}
+
+    def backward(cached):
+        kept = getattr(transformers, cache)(config=model.config, **limit)
+        arguments = {"past_key_values": kept} if cached else {"use_cache": False}
+        model(**batch, **arguments).loss.backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    plain = backward(cached=True)
+    for options in ({}, {"preserve_module_state": True}):
+        with checkpoint_blocks(model, None, **options):
+            message = rf"of model\.layers\.1 .* past_key_values \({cache}\) .*use_cache=False"
+            with pytest.raises(RuntimeError, match=message):
+                backward(cached=True)
+            model.zero_grad()
+            for found, expected in zip(backward(cached=False), plain, strict=True):
+                torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["layers", "selective"])
+@pytest.mark.parametrize("call", [estimate, run])
+def test_prefix_of_an_adapter_is_named_by_recipes_with_checkpoints(checkpoint, call):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def make_model():
+        options = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return peft.get_peft_model(LLAMA(), options)
+
+    recipe = Recipe(optimizer="sgd", checkpoint=checkpoint)
+    message = r'model\.layers\.1 raised .* past_key_values \(DynamicCache\) .*checkpoint="none"'
+    with pytest.raises(RuntimeError, match=message):
+        call(make_model, partial(text, "ones"), recipe)
+
+
 def test_the_names_that_lesson_02_gives_for_checkpoints_are_current():
     with pytest.warns(FutureWarning):
         LLAMA().gradient_checkpointing_enable()

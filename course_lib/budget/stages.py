@@ -26,7 +26,8 @@ from course_lib._check import InfeasibleBudget
 from course_lib._hugging_face_losses import takes_arguments
 from course_lib._torch import autocast_of, is_symbolic, kind_of, look_of, tensors_in
 from course_lib.checkpoint import checkpoint
-from course_lib.checkpoint.repeatable import BlockState, Comparison, Repeatable
+from course_lib.checkpoint.comparison import ComparedFunction, Comparison
+from course_lib.checkpoint.repeatable import BlockState, Repeatable
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 from course_lib.schedule.chain import symbolic_chain
 from course_lib.schedule.stages import as_modules
@@ -94,7 +95,8 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
         segment = nn.Sequential(*stages[start : start + size])
         name = " to ".join(f"stage {i}" for i in sorted({start, start + size - 1}))
         comparison = Comparison(name, ADVICE) if is_compared(model, recipe) else None
-        function = Repeatable(segment, BlockState(segment, comparison, statistics=True))
+        function = segment if comparison is None else ComparedFunction(segment, comparison)
+        function = Repeatable(function, BlockState(segment, comparison, statistics=True))
         options = {"use_reentrant": False, "preserve_rng_state": may_draw(model)}
         hidden = checkpoint(function, hidden, **options)
     hidden = nn.Sequential(*stages[last:-1])(hidden)
@@ -142,9 +144,10 @@ _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
 def is_compared(model: nn.Module, recipe: Recipe) -> bool:
     """Return whether recomputations are compared with first runs.
 
-    They are compared in the first step of a model with a recipe, if its tensors are real.
+    They are compared in the first step of a model with a recipe. Symbolic tensors have no values to
+    compare, but if their recomputation fails, the error names an argument that has changed.
     """
-    return not is_symbolic() and recipe not in _compared.get(model, ())
+    return is_symbolic() or recipe not in _compared.get(model, ())
 
 
 def note_compared(model: nn.Module, recipe: Recipe) -> None:

@@ -45,11 +45,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._torch import (
     ObserverMode,
-    saves_unset_memory,
     tensors_in,
     torch_func_refused,
     writes_after_saving,
 )
+from .comparison import ComparingHooks, Hooks
 from .reentrant import (
     CheckpointFunction,
     GlobalState,
@@ -58,8 +58,7 @@ from .reentrant import (
     with_tensors,
     without_tensors,
 )
-from .repeatable import Repeatable
-from .selective import Hooks, _CachingTorchDispatchMode
+from .selective import _CachingTorchDispatchMode
 
 
 class _Slot:
@@ -69,15 +68,13 @@ class _Slot:
         tensors: Backward pass -> the recomputed tensor, or None after it was read.
         unfinished: Whether early stop ended the recomputation before the operator that saved the
             tensor was complete. The operator may still have to write into it.
-        difference: Description of how the recomputed values differ from those of the first run;
-            empty if they do not differ, or if values are not compared.
     """
 
-    __slots__ = ("__weakref__", "difference", "tensors", "unfinished")
+    __slots__ = ("__weakref__", "tensors", "unfinished")
 
     def __init__(self):
         self.tensors: dict[Any, Tensor | None] = {}
-        self.unfinished, self.difference = False, ""
+        self.unfinished = False
 
 
 class _Stop(BaseException):
@@ -156,7 +153,6 @@ class Region:
         # metadata of the first run's tensor for each slot, or None if metadata are not compared
         self.metadata: list[tuple | None] = []
         self.complete = False  # whether the forward pass has finished
-        self.comparison = function.state.comparison if isinstance(function, Repeatable) else None
 
     def forward(self, args: tuple, kwargs: dict, context: AbstractContextManager) -> Any:
         """Run the function for the first time, with a slot in the graph per saved tensor."""
@@ -206,8 +202,6 @@ class Region:
         slot = _Slot()
         self.slots.append(weakref.ref(slot))
         self.metadata.append(_metadata(tensor) if self.compare_metadata else None)
-        if self.comparison is not None:
-            self.comparison.add(tensor)
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
@@ -227,8 +221,6 @@ class Region:
                 " unpacked once. Read ctx.saved_tensors only once in backward. Performing two"
                 " backward calls that overlap is not allowed under GraphExecGroup"
             )
-        if slot.difference and not saves_unset_memory(node, tensor):
-            self.comparison.fail(slot.difference)
         if key == -1:  # The graph was inspected outside a backward pass, so keep no tensors.
             for other in filter(None, (ref() for ref in self.slots)):
                 other.tensors.pop(key, None)
@@ -239,6 +231,8 @@ def _user_hooks() -> Hooks | None:
     """Return the innermost saved-tensor hooks that are not those of a checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    if isinstance(owner, ComparingHooks):
+        owner = getattr(owner.inner[0], "__self__", None)
     if isinstance(owner, _Recomputation):
         return None
     return owner.enclosing_hooks if isinstance(owner, Region) else hooks
@@ -299,8 +293,6 @@ class _Recomputation:
             # `slot` is None if the graph has released it; then nothing will read its tensor.
             if slot is not None and self.only in (None, slot):
                 self.fill(slot, tensor)
-                if region.comparison is not None:
-                    slot.difference = region.comparison.difference(position, tensor)
                 if metadata is not None and metadata != _metadata(tensor):
                     self.differences += (
                         f"tensor at position {position}:\n"

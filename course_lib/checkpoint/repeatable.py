@@ -21,11 +21,9 @@ recomputation that differs because of them raises an error.
 from __future__ import annotations
 
 import random
-import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._torch import attributes_of
+from .comparison import Comparison, checksum
 from .reentrant import version
 
 # ---- generators
@@ -312,6 +311,7 @@ class BlockState:
         self.attributes: _Attributes | None = None  # None before the first run
         self.running: list[Tensor] = []  # statistics that the first run updated
         self.generators: list[tuple[_Generator, Any]] = []
+        self.output: Any = None  # checksum of the first run's output, if runs are compared
 
     def next_run(self, runs_again: bool = True) -> AbstractContextManager:
         """Return the context manager for the block's next run.
@@ -332,10 +332,10 @@ class BlockState:
         """
         if self.comparison is None:
             return
-        if difference := self.comparison.difference(0, output, "its output"):
+        if difference := self.comparison.difference(self.output, output, "its output"):
             self.comparison.fail(difference)
-        if runs_again and not self.comparison.checksums:
-            self.comparison.add(output)
+        if runs_again and self.output is None:
+            self.output = checksum(output)
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
@@ -412,81 +412,7 @@ class Repeatable:
             return self.function(*args, **kwargs)
 
 
-# ---- comparison of both runs
-
-
-class Comparison:
-    """Comparison of a block's runs, by checksums of tensors.
-
-    A checkpoint compares the tensors saved for backward. It cannot compare outputs, because a
-    recomputation stops early and does not run the last operator. A schedule runs stages to their
-    end and compares their outputs. Meters do not count the memory for checksums. On a CPU,
-    checksums are exact. On other devices they allow for rounding, because operators may add in any
-    order there. Symbolic tensors, which have no values, are not compared, and neither are sparse,
-    nested and quantized tensors and subclasses of `Tensor`.
-
-    Args:
-        name: Name of the block, for error messages.
-        advice: Advice at the end of the error message, such as "exclude it from checkpointing".
-    """
-
-    def __init__(self, name: str, advice: str):
-        self.name, self.advice = name, advice
-        self.checksums: list[Any] = []
-        self.checksums_before: dict[str, Any] = {}
-        self.statistics: set[int] = set()
-
-    def add(self, tensor: Tensor) -> None:
-        """Record the next tensor of the first run."""
-        self.checksums.append(checksum(tensor))
-
-    def difference(self, position: int, tensor: Tensor, name: str = "") -> str:
-        """Describe how a tensor of a later run differs from that of the first run.
-
-        Args:
-            position: Position of the tensor among those of its run.
-            tensor: Tensor of the later run.
-            name: Name of the tensor in the description; by default its position among the tensors
-                saved for backward.
-
-        Returns:
-            The description, or "" if the checksums are equal.
-        """
-        if position >= len(self.checksums) or not checksums_differ(
-            self.checksums[position], checksum(tensor)
-        ):
-            return ""
-        if tensor.untyped_storage().data_ptr() in self.statistics:
-            return ""
-        kind = f"{str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)}"
-        return f"{name or f'tensor {position} saved for backward'} ({kind}) has other values"
-
-    def start(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        """Record the block's own tensors before a later run.
-
-        Args:
-            statistics: Those of the tensors that may change in each run.
-            tensors: The tensors by name.
-        """
-        self.statistics = {statistic.untyped_storage().data_ptr() for statistic in statistics}
-        self.checksums_before = {name: checksum(tensor) for name, tensor in tensors.items()}
-
-    def finish(self, tensors: dict[str, Tensor]) -> None:
-        """After the run, raise an error if it changed a tensor other than running statistics."""
-        for name, tensor in tensors.items():
-            if checksums_differ(self.checksums_before[name], checksum(tensor)):
-                if tensor.untyped_storage().data_ptr() not in self.statistics:
-                    self.fail(f"it changes {name} again")
-        self.checksums_before = {}
-
-    def fail(self, difference: str) -> None:
-        raise RuntimeError(
-            f"the recomputation of {self.name} is not equal to its first run, so gradients or"
-            f" buffers would be wrong: {difference}. A block that is recomputed may change its"
-            " attributes (tensors, numbers and containers of these) and draw random numbers of"
-            " torch, random, numpy or a generator in an attribute. It must not change buffers or"
-            f" parameters, global variables, or other objects. Change the block, or {self.advice}"
-        )
+# ---- norms with running statistics
 
 
 def statistics_of(block: nn.Module) -> list[Tensor]:
@@ -506,74 +432,3 @@ def is_instance_norm(module: nn.Module) -> bool:
     values before the first run.
     """
     return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training
-
-
-def checksum(tensor: Tensor) -> Any:
-    """Return a checksum of a tensor's values, or None for a tensor that is not compared."""
-    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-    if not plain or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
-        return None
-    with _disable_current_modes(), torch.no_grad():
-        tensor = tensor.detach()
-        tensor = tensor.conj() if tensor.is_conj() else tensor
-        tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
-        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:  # an expanded dimension repeats its values
-                tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-        # Dimensions are sorted by stride, so that a transposed tensor is not copied.
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-        return _bits(tensor) if tensor.device.type == "cpu" else Sketch(tensor)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: Tensor) -> int:
-    """Return a checksum of the bits; copies are made by NumPy, so that meters do not count them."""
-    return zlib.crc32(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
-
-
-@cache
-def _signs(count: int) -> Tensor:
-    """Return `count` random signs, 1 or -1, the same in each process."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
-
-
-class Sketch:
-    """A checksum that allows for rounding: the sum of values with random signs, and their norm.
-
-    The sketches of equal values are equal up to rounding.
-    """
-
-    chunk = 1 << 18  # number of values per chunk; a chunk in float64 has 2 MiB
-
-    def __init__(self, tensor: Tensor):
-        signs = _signs(self.chunk).to(tensor.device)
-        self.sum = torch.zeros((), dtype=torch.float64, device=tensor.device)
-        self.square = self.sum.clone()
-        for number, part in enumerate(tensor.reshape(-1).split(self.chunk)):
-            # `copy=True` also copies float64 values, because the product below is in place.
-            values = part.to(torch.float64, copy=True)
-            self.square += values.square().sum()
-            # The signs are rotated, so that the sum changes if two chunks are exchanged.
-            self.sum += values.mul_(signs.roll(number)[: len(values)]).sum()
-        exact = not tensor.is_floating_point()
-        self.tolerance = 0.0 if exact else 2e-2 if tensor.itemsize < 4 else 1e-3
-
-    def differs(self, other: Sketch) -> bool:
-        # Modes that follow the block's operators, such as selective checkpointing, must not see it.
-        with _disable_current_modes():
-            values = torch.stack([self.sum, other.sum, self.square]).tolist()
-        value, other_value, square = values
-        if not np.isfinite(values).all():
-            return bool(np.isfinite([value, other_value]).any())
-        return abs(value - other_value) > self.tolerance * square**0.5
-
-
-def checksums_differ(a: Any, b: Any) -> bool:
-    """Return whether two checksums show different values; False if one of them is None."""
-    if a is None or b is None:
-        return False
-    return a.differs(b) if isinstance(a, Sketch) else a != b

@@ -19,10 +19,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
 from .._torch import WRITES_AFTER_SAVING, ObserverMode, RandomState, tensors_in
+from .comparison import Hooks
 from .reentrant import version
-
-# (pack, unpack), the arguments of `torch.autograd.graph.saved_tensors_hooks`
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _CachedValue:

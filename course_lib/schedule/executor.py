@@ -28,7 +28,8 @@ from course_lib._torch import (
     modes_when_recomputed,
     tensors_in,
 )
-from course_lib.checkpoint.repeatable import BlockState, Comparison
+from course_lib.checkpoint.comparison import Comparison
+from course_lib.checkpoint.repeatable import BlockState
 
 from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain

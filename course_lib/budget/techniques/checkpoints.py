@@ -162,6 +162,7 @@ def checkpoints_of_blocks(model: nn.Module, recipe: Recipe) -> CheckpointedBlock
         policy=PRODUCTS if recipe.checkpoint == "selective" else None,
         preserve_rng_state=may_draw(model),
         preserve_module_state=True,
+        compare=False,  # a step sets `advice` instead
     )
 
 

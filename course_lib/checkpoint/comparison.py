@@ -1,0 +1,279 @@
+"""Comparison of a block's recomputation with its first run, by the tensors saved for backward.
+
+`ComparedFunction` puts saved-tensor hooks between the block and the checkpoint around it. These
+pass each tensor on to the checkpoint's own hooks. They keep a checksum of it, and compare that with
+the tensor that the checkpoint returns in the backward pass. They need nothing else of the
+checkpoint, which may be `course_lib.checkpoint.checkpoint` or PyTorch's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointError
+
+from .._torch import saved_value_may_differ
+from .arguments import ObjectArguments
+
+# (pack, unpack), the arguments of `torch.autograd.graph.saved_tensors_hooks`
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+STATE_PRESERVED = (
+    "A block that is recomputed may change its attributes (tensors, numbers and containers of"
+    " these) and draw random numbers of torch, random, numpy or a generator in an attribute. It"
+    " must not change buffers or parameters, global variables, or other objects. Change the block"
+)
+
+
+class Comparison:
+    """Comparison of a block's runs, by checksums of tensors.
+
+    A checkpoint compares the tensors saved for backward. It cannot compare outputs, because a
+    recomputation stops early and does not run the last operator. A schedule runs stages to their
+    end and compares their outputs. Meters do not count the memory for checksums. On a CPU,
+    checksums are exact. On other devices they allow for rounding, because operators may add in any
+    order there. Symbolic tensors, which have no values, are not compared, and neither are sparse,
+    nested and quantized tensors and subclasses of `Tensor`.
+
+    Args:
+        name: Name of the block, for error messages.
+        advice: Advice at the end of the error message, such as "exclude it from checkpointing".
+        rule: Rule for what a block may change, for an error message that names no argument.
+    """
+
+    hint = ""  # sentence at the end of the error message about a difference
+
+    def __init__(self, name: str, advice: str, rule: str = STATE_PRESERVED):
+        self.name, self.advice, self.rule = name, advice, rule
+        self.checksums_before: dict[str, Any] = {}
+        self.statistics: set[int] = set()
+
+    def difference(self, first: Any, tensor: Tensor, name: str) -> str:
+        """Describe how a tensor of a later run differs from that of the first run.
+
+        Args:
+            first: Checksum of the tensor of the first run.
+            tensor: Tensor of the later run.
+            name: Name of the tensor in the description.
+
+        Returns:
+            The description, or "" if the checksums are equal.
+        """
+        if first is None or not checksums_differ(first, checksum(tensor)):
+            return ""
+        kind = f"{str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)}"
+        return f"{name} ({kind}) has other values"
+
+    def start(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
+        """Record the block's own tensors before a later run.
+
+        Args:
+            statistics: Those of the tensors that may change in each run.
+            tensors: The tensors by name.
+        """
+        self.checksums_before = {name: checksum(tensor) for name, tensor in tensors.items()}
+        # Symbolic tensors have no address.
+        compared = [x for x in statistics if checksum(x) is not None]
+        self.statistics = {x.untyped_storage().data_ptr() for x in compared}
+
+    def finish(self, tensors: dict[str, Tensor]) -> None:
+        """After the run, raise an error if it changed a tensor other than running statistics."""
+        for name, tensor in tensors.items():
+            if checksums_differ(self.checksums_before[name], checksum(tensor)):
+                if tensor.untyped_storage().data_ptr() not in self.statistics:
+                    self.fail(f"it changes {name} again")
+        self.checksums_before = {}
+
+    def fail(self, difference: str, arguments: str = "") -> None:
+        """Raise the error of a difference.
+
+        Args:
+            difference: Description of the difference.
+            arguments: Description of the arguments that have changed, or "".
+        """
+        raise RuntimeError(
+            f"the recomputation of {self.name} is not equal to its first run, so gradients or"
+            f" buffers would be wrong: {difference}. {arguments or self.rule}, or {self.advice}"
+            + self.hint
+        )
+
+
+class FirstComparison(Comparison):
+    """Comparison that ends with the first recomputation of a block that is equal to its first run.
+
+    Only the tensors saved for backward are compared. A block may change its buffers again.
+
+    Args:
+        equal: Set of the names of the blocks that were found equal.
+    """
+
+    hint = ". If the difference does not matter, pass compare=False to checkpoint_blocks"
+
+    def __init__(self, name: str, advice: str, rule: str, equal: set[str]):
+        super().__init__(name, advice, rule)
+        self.equal = equal
+
+    def difference(self, first: Any, tensor: Tensor, name: str) -> str:
+        found = super().difference(first, tensor, name)
+        (self.equal.discard if found else self.equal.add)(self.name)
+        return found
+
+
+class ComparedFunction:
+    """A block's function; the tensors that its first call saves are compared with recomputed ones.
+
+    Error messages name the function, and the arguments that have changed.
+    """
+
+    def __init__(self, function: Callable, comparison: Comparison):
+        self.function, self.comparison = function, comparison
+        self.has_run = False
+        self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self.has_run or hooks is None:  # without hooks, no checkpoint is around the function
+            return self.function(*args, **kwargs)
+        self.has_run = True
+        arguments = ObjectArguments(self.function, args, kwargs)
+        mine = ComparingHooks(self.comparison, arguments, hooks)
+        with saved_tensors_hooks(mine.pack, mine.unpack):
+            return self.function(*args, **kwargs)
+
+
+class ComparingHooks:
+    """Saved-tensor hooks that compare what the hooks of a checkpoint return.
+
+    Only the graph holds this object. The checkpoint's hooks lead to the function and so to its
+    `Comparison`, which must not lead back, because that would form a reference cycle.
+
+    Args:
+        comparison: The comparison.
+        arguments: The function's arguments, for error messages.
+        inner: The checkpoint's hooks.
+    """
+
+    def __init__(self, comparison: Comparison, arguments: ObjectArguments, inner: Hooks):
+        self.comparison, self.arguments, self.inner = comparison, arguments, inner
+        self.count = 0
+
+    def pack(self, tensor: Tensor) -> list[Any]:
+        packed = [self.count, checksum(tensor), self.inner[0](tensor)]
+        self.count += 1
+        return packed
+
+    def unpack(self, packed: list[Any]) -> Tensor:
+        try:
+            tensor = self.inner[1](packed[2])
+        except Exception as error:
+            self._explain(error)
+            raise
+        self._compare(packed, tensor)
+        return tensor
+
+    # The compiler may examine the frames of a backward pass. It must not trace a comparison.
+    @torch._disable_dynamo
+    def _compare(self, packed: list[Any], tensor: Tensor) -> None:
+        position, first, _ = packed
+        if first is None or saved_value_may_differ(torch._C._current_autograd_node(), tensor):
+            return
+        name = f"tensor {position} saved for backward"
+        if difference := self.comparison.difference(first, tensor, name):
+            self.comparison.fail(difference, self.arguments.changes())
+        packed[1] = None  # a second recomputation, with `retain_graph=True`, is not compared
+
+    def _explain(self, error: Exception) -> None:
+        """Raise a clearer error if a recomputation failed and an argument has changed.
+
+        Errors that have a type of their own, such as that of a full GPU, are left as they are.
+        """
+        raw = type(error).__module__ == "builtins" or isinstance(error, CheckpointError)
+        changes = self.arguments.changes() if raw and not isinstance(error, MemoryError) else ""
+        if changes:
+            kind, text = type(error).__name__, str(error).partition("\n")[0].removesuffix(".")
+            raise RuntimeError(
+                f"the recomputation of {self.comparison.name} raised {kind}: {text}. {changes}, or"
+                f" {self.comparison.advice}"
+            ) from error
+
+
+# ---- checksums
+
+
+def checksum(tensor: Tensor) -> Any:
+    """Return a checksum of a tensor's values, or None for a tensor that is not compared."""
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        tensor = tensor.detach()
+        tensor = tensor.conj() if tensor.is_conj() else tensor
+        tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:  # an expanded dimension repeats its values
+                tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+        # Dimensions are sorted by stride, so that a transposed tensor is not copied.
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        return _bits(tensor) if tensor.device.type == "cpu" else Sketch(tensor)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> int:
+    """Return a checksum of the bits; copies are made by NumPy, so that meters do not count them."""
+    return zlib.crc32(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
+
+
+@cache
+def _signs(count: int) -> Tensor:
+    """Return `count` random signs, 1 or -1, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+
+
+class Sketch:
+    """A checksum that allows for rounding: the sum of values with random signs, and their norm.
+
+    The sketches of equal values are equal up to rounding.
+    """
+
+    chunk = 1 << 18  # number of values per chunk; a chunk in float64 has 2 MiB
+
+    def __init__(self, tensor: Tensor):
+        signs = _signs(self.chunk).to(tensor.device)
+        self.sum = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        self.square = self.sum.clone()
+        for number, part in enumerate(tensor.reshape(-1).split(self.chunk)):
+            # `copy=True` also copies float64 values, because the product below is in place.
+            values = part.to(torch.float64, copy=True)
+            self.square += values.square().sum()
+            # The signs are rotated, so that the sum changes if two chunks are exchanged.
+            self.sum += values.mul_(signs.roll(number)[: len(values)]).sum()
+        exact = not tensor.is_floating_point()
+        self.tolerance = 0.0 if exact else 2e-2 if tensor.itemsize < 4 else 1e-3
+
+    def differs(self, other: Sketch) -> bool:
+        # Modes that follow the block's operators, such as selective checkpointing, must not see it.
+        with _disable_current_modes():
+            values = torch.stack([self.sum, other.sum, self.square]).tolist()
+        value, other_value, square = values
+        if not np.isfinite(values).all():
+            return bool(np.isfinite([value, other_value]).any())
+        return abs(value - other_value) > self.tolerance * square**0.5
+
+
+def checksums_differ(a: Any, b: Any) -> bool:
+    """Return whether two checksums show different values; False if one of them is None."""
+    if a is None or b is None:
+        return False
+    return a.differs(b) if isinstance(a, Sketch) else a != b
