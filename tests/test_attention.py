@@ -410,6 +410,29 @@ def test_saved_bytes_are_predicted_to_the_byte(kind, attention, n, dtype, kv_hea
     assert sorted(row.bytes for row in saved if row.shared_with is None) == sorted(predicted)
 
 
+@pytest.mark.parametrize("leading", [(), (2,), (2, 4), (3, 2, 4), (2, 1, 3, 4)])
+def test_node_of_the_output_saves_the_log_sum_exp_with_leading_dimensions(leading):
+    """Stanford's CS336 reads the log-sum-exp of its own function in this way."""
+    kv_leading = (*leading[:-1], 2) if len(leading) > 1 else leading  # grouped queries
+    shapes = (*leading, 33, 8), (*kv_leading, 47, 8), (*kv_leading, 47, 5)
+
+    def saved_and_gradients():
+        q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        o = flash_attention(q, k, v)
+        saved = o.grad_fn.saved_tensors
+        o.sum().backward()
+        return [*saved, *(x.grad for x in (q, k, v))]
+
+    expected = [*shapes, (*leading, 33, 5), (*leading, 33), *shapes]
+    with symbolic():
+        assert [x.shape for x in saved_and_gradients()] == expected
+    q, k, *rest = saved_and_gradients()
+    assert [x.shape for x in (q, k, *rest)] == expected
+    [lse] = [x for x in rest if x.shape == (*leading, 33)]
+    keys = k.repeat_interleave(2, -3) if len(leading) > 1 else k
+    assert_close(lse, (q @ keys.mT / 8**0.5).logsumexp(-1))
+
+
 def test_nothing_is_copied_to_be_saved():
     x = torch.randn(2, 50, 3, 4, 8, requires_grad=True)
     q, k, v = x.permute(2, 0, 3, 1, 4)  # three views of one tensor

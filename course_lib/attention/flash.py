@@ -7,6 +7,7 @@ Three modules compute the tiles, each with a `forward` and a `backward` of the s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -63,9 +64,8 @@ def standard_attention(
             )
         p = scores.softmax(-1).view(groups, stacked, n_k)
         o = torch.bmm(p, v.reshape(groups, n_k, d_v)).view(batch, heads, rows, d_v)
-    return _with_leading(
-        F.pad(o, (0, 0, rows_without_keys, 0)) if rows_without_keys else o, leading
-    )
+    o = F.pad(o, (0, 0, rows_without_keys, 0)) if rows_without_keys else o
+    return _with_shape(o, (*leading, *o.shape[-2:]))
 
 
 def flash_attention(
@@ -85,7 +85,8 @@ def flash_attention(
 ) -> Tensor:
     """Compute softmax(scale * Q K^T) V in tiles.
 
-    Q, K, V, the output and one log-sum-exp per row are saved for backward. Only a few tiles of the
+    Q, K, V, the output and one log-sum-exp per row are saved for backward, in this order and with
+    their leading dimensions, in `saved_tensors` of the output's `grad_fn`. Only a few tiles of the
     n_q x n_k scores are in memory at a time, in forward and in backward. The arguments are named as
     in `F.scaled_dot_product_attention`, but arbitrary masks and dropout are not supported. Under
     `torch.autocast` the inputs are first cast to the autocast dtype, as PyTorch does for that
@@ -130,22 +131,23 @@ def flash_attention(
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
     q, k, v = _check_inputs(q, k, v, enable_gqa, attn_mask, dropout_p)
-    leading = q.shape[:-2]
-    q, k, v = map(_as_4d, (q, k, v))
     shift = _shift(q, k, causal, is_causal)
     scale = _scale(q, scale)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
             _check.whole(name, block, 1)
     options = tiled.Options(shift, scale, block_q, block_k)
-    return _with_leading(_Flash.apply(q, k, v, options, _backend(backend, q, k, v))[0], leading)
+    return _Flash.apply(q, k, v, options, _backend(backend, q, k, v))[0]
 
 
 class _Flash(torch.autograd.Function):
+    """The forward pass; its node saves q, k, v, o and lse with their leading dimensions."""
+
     @staticmethod
     def forward(q, k, v, options, backend):
         with torch.autocast(q.device.type, enabled=False):
-            return backend.forward(q, k, v, options)
+            o, lse = backend.forward(*map(_as_4d, (q, k, v)), options)
+        return _with_shape(o, (*q.shape[:-1], v.shape[-1])), _with_shape(lse, q.shape[:-1])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -178,8 +180,10 @@ class _FlashBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, o, lse, grad_o, options, backend):
+        lse = _as_4d(lse.unsqueeze(-1)).squeeze(-1)
         with torch.autocast(q.device.type, enabled=False):
-            return backend.backward(q, k, v, o, lse, grad_o, options)
+            gradients = backend.backward(*map(_as_4d, (q, k, v, o)), lse, _as_4d(grad_o), options)
+        return tuple(_with_shape(dx, x.shape) for dx, x in zip(gradients, (q, k, v), strict=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -288,9 +292,9 @@ def _as_4d(x: Tensor) -> Tensor:
     return x
 
 
-def _with_leading(o: Tensor, leading: torch.Size) -> Tensor:
-    """Reshape the result (batch, heads, n, d_v) to the leading dimensions of the arguments."""
-    return o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])
+def _with_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Reshape a result in four dimensions to the dimensions of the arguments."""
+    return x if x.shape == torch.Size(shape) else x.reshape(shape)
 
 
 def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
@@ -299,8 +303,8 @@ def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
         raise ValueError(
             "is_causal and causal cannot both be True: they align the mask differently"
         )
-    return k.shape[2] - q.shape[2] if causal else 0 if is_causal else None
+    return k.shape[-2] - q.shape[-2] if causal else 0 if is_causal else None
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
-    return max(1, q.shape[3]) ** -0.5 if scale is None else _check.number("scale", scale)
+    return max(1, q.shape[-1]) ** -0.5 if scale is None else _check.number("scale", scale)
