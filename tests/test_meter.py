@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 
@@ -185,6 +186,36 @@ def test_storage_without_operator_has_its_own_moment(grow):
     assert meter.peak_bytes == sum(meter.at_peak().values()) == 4000 + 5056
     assert [sample.live_bytes for sample in meter.timeline] == [4000, 8000, 8000, 9056]
     assert meter.timeline[-1].operator == "(no operator)" and meter.operator_count == 3
+
+
+@pytest.fixture
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(3, 3),
+        lambda: nn.BatchNorm1d(3),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 2), nn.InstanceNorm2d(4, track_running_stats=True)),
+    ],
+    ids=["no buffers", "buffers", "both"],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_modules_may_swap_tensors_inside_the_block(make, nested):
+    model, source = make(), make()
+    values = {name: torch.randn(x.shape).to(x.dtype) for name, x in source.state_dict().items()}
+    nbytes = sum(x.nbytes for x in values.values())
+    with MemoryMeter() if nested else nullcontext(), MemoryMeter(model) as meter:
+        model.load_state_dict(values)
+        torch.testing.assert_close(dict(model.state_dict()), values)
+        model.double()
+    doubled = sum(x.nbytes for x in model.state_dict().values())
+    assert meter.entry_bytes == nbytes and meter.live_bytes == doubled
 
 
 def test_fake_tensors_of_a_mode_inside_the_block_count_nothing():

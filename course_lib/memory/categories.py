@@ -186,6 +186,11 @@ class CategoryTracker:
         if isinstance(self.node, AccumulateGrad) and self.node.variable.grad is not None:
             self.ledger.assign(self.node.variable.grad, "gradient", now)
 
+    def forget_output(self) -> None:
+        """Drop the weak reference to the last output, which `torch.utils.swap_tensors` refuses."""
+        self.settle()
+        self._output = None
+
     def _is_new(self, node) -> bool:
         """Return whether the last operator made the node. An older node, such as that of a saved
         result, may have been made under saved-tensor hooks."""

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from inspect import unwrap
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -311,6 +313,8 @@ class MemoryMeter(Figures, ObserverMode):
         self._undo.enter_context(
             storages_without_operators(self, self._ledger.add_storage, self._ledger.resize_storage)
         )
+        swap = partial(self._swap_tensors, torch.utils.swap_tensors)
+        self._undo.enter_context(patch.object(torch.utils, "swap_tensors", swap))
         # Compiled code is watched only if it can run. A symbolic step calls none. In other steps
         # the compiler must be loaded, either before or by this meter's own operators.
         if not is_symbolic() and ("torch._dynamo" in sys.modules or self._should_skip_dynamo()):
@@ -320,6 +324,12 @@ class MemoryMeter(Figures, ObserverMode):
             self._ledger.paths = self._undo.enter_context(ModulePaths(self.model))
         self._state = "active"
         return self
+
+    def _swap_tensors(self, swap: Callable, *tensors: Tensor) -> None:
+        # It may exchange the output of the last operator with a parameter or buffer.
+        with self._ledger.lock:
+            self._usage.forget_output()
+        swap(*tensors)
 
     def _belongings(self) -> Iterator[tuple[Tensor, str]]:
         return belongings(self.model, self.optimizers)
