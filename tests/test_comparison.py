@@ -279,6 +279,17 @@ def test_only_the_first_recomputation_of_each_block_is_compared(monkeypatch):
     assert counts[0] > 0 and counts[0] % 2 == 0 and counts == [counts[0]] * 3
 
 
+def test_second_recomputation_of_a_retained_graph_is_not_compared(monkeypatch):
+    taken = []
+    model = Model()
+    with checkpoint_blocks(model):
+        loss = model(inputs()).sum()
+        loss.backward(retain_graph=True)
+        monkeypatch.setattr(comparison, "checksum", taken.append)
+        loss.backward()
+    assert not taken
+
+
 def test_random_numbers_that_are_not_preserved_are_not_compared():
     class Random(nn.Linear):
         def forward(self, x):
