@@ -25,6 +25,7 @@ import torch.distributed as dist
 from patience import HANGS_SECONDS
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,9 +48,10 @@ from course_lib.distributed import (
     train,
 )
 from course_lib.distributed import __main__ as command
+from course_lib.distributed.prediction import fake_rank
 from course_lib.distributed.sharded_checkpoint import check_fits
 from course_lib.distributed.tasks import Task
-from course_lib.memory import MemoryBudgetExceeded
+from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
 
 ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
 ON_FOUR = ["ddp", "zero1", "fsdp"]
@@ -324,6 +326,17 @@ def test_the_parameters_gathered_at_the_peak_are_told_apart(two, task):
 
 
 # ---- symbolic ranks
+
+
+def test_dtensor_finds_shapes_without_memory_on_a_fake_rank():
+    """DTensor runs a new operator on tensors of the full size, here of 5 times the local one."""
+    with fake_rank(5, 0):
+        mesh = DeviceMesh("cpu", range(5))
+        with MemoryMeter() as meter:
+            local = torch.ones(1009)
+            result = DTensor.from_local(local, mesh, [Shard(0)]) * 2
+    assert result.shape == (5 * 1009,)
+    assert meter.peak_bytes == 2 * local.nbytes
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "fsdp-checkpoint"])

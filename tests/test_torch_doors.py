@@ -66,8 +66,13 @@ DOORS = [
     ("torch.autograd.graph", "_engine_run_backward"),
     (X.square().grad_fn, "_raw_saved_self _saved_self _sequence_nr"),
     ("torch.cuda", "_initialized _sleep"),
+    ("torch.distributed._tools", "fake_collectives"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     ("torch.distributed.Reducer", "_rebuild_buckets"),
+    (
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
+        "_propagate_tensor_meta_non_cached",
+    ),
     ("torch.nn.Module", "_apply _call_impl _compiled_call_impl"),
     (nn.Linear(1, 1), "_buffers _forward_hooks _forward_pre_hooks _modules _parameters"),
     (torch.compile(nn.Linear(1, 1), backend="eager"), "_orig_mod"),

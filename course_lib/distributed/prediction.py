@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import whole
 from course_lib._torch import not_collecting
@@ -85,15 +86,10 @@ def watched_rank(
 
 
 def _make_state(trainer: Trainer) -> None:
-    """Create Adam's state, which exists in every step but the first.
-
-    DTensor also tries each new operator once on tensors of the full size. This happens here for the
-    operators on gradients.
-    """
+    """Create Adam's state, which exists in every step but the first."""
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # `AccumulatedStep` does the same
     trainer.local.step()
     for p in parameters:
         p.grad = None
@@ -101,13 +97,16 @@ def _make_state(trainer: Trainer) -> None:
 
 # ---- replacements for the other ranks
 #
-# The code below uses these private parts of PyTorch. For each of them, tests/test_torch_doors.py
-# tests the behavior that this module relies on:
+# The code below uses these private parts of PyTorch. For each of them, tests/test_torch_doors.py or
+# tests/test_distributed.py tests the behavior that this module relies on:
 #
 # torch.testing._internal.distributed.fake_pg: the group "fake", whose collectives return at once
 # torch.nn.parallel.distributed, IN_CPP: functions that DDP calls when it is created, which need
 #     values
 # torch.nn.modules.module, HOOKS: hooks on all modules
+# torch.distributed.tensor._sharding_prop.ShardingPropagator, SHAPES: shapes of DTensor's results
+# torch.distributed._tools.fake_collectives: kernels of collectives for symbolic tensors, which
+#     torch itself has from 2.11 on
 # DistributedDataParallel.reducer, _rebuild_buckets: C++ that reorders buckets, by values
 
 # DDP calls these functions to compare shapes between ranks, and to copy weights from rank 0.
@@ -115,17 +114,28 @@ IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"
 # Hooks such as those of `FlopCounterMode` hold the graph of a recomputation, and with it all
 # recomputed tensors, until they are removed.
 HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
+# DTensor finds the shape of a result by running the operator on tensors of the full size, which
+# take no memory on a real rank. Up to torch 2.11 it does so in every step that is symbolic.
+SHAPES = "_propagate_tensor_meta_non_cached"
 
 
 @contextmanager
 def fake_rank(ranks: int, rank: int) -> Iterator[None]:
     """Use symbolic tensors, and a process group that sends nothing, inside the block."""
+    from torch.distributed._tools import fake_collectives  # noqa: F401 - registers kernels
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError(
             "predict needs a process without a process group, but one exists already"
         )
+    propagate = getattr(ShardingPropagator, SHAPES)
+
+    def propagate_unmeasured(*args):
+        with _disable_current_modes():
+            return propagate(*args)
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with ExitStack() as stack:
@@ -134,6 +144,7 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
                 stack.enter_context(patch.dict(f"torch.nn.modules.module.{name}", clear=True))
             for name in IN_CPP:
                 stack.enter_context(patch(f"torch.nn.parallel.distributed.{name}"))
+            stack.enter_context(patch.object(ShardingPropagator, SHAPES, propagate_unmeasured))
             stack.enter_context(symbolic())
             yield
     finally:
