@@ -25,7 +25,7 @@ def missing() -> str:
     if not (_torch() / "lib" / "libc10_cuda.so").exists():
         return "needs a torch built with CUDA (or TORCH_WITH_CUDA=its folder)"
     if not (_torch() / HEADER).exists():
-        return "needs a torch later than 2.9, whose allocator is called otherwise"
+        return "needs torch 2.11 or newer, because the allocator of older versions is called differently"
     return "" if _headers() else "needs the headers of CUDA, which Triton brings along"
 
 

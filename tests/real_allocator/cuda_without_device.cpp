@@ -4,7 +4,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <string>
 
@@ -86,11 +85,14 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 
+// Triton's headers may be of another CUDA than torch is built with. CUDA 12 calls this function _v2, and its properties
+// are longer than those of CUDA 13, so only the one that the allocator reads is written.
+#undef cudaGetDeviceProperties
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* of, int) {
-  memset(of, 0, sizeof *of);
   of->totalGlobalMem = capacity();
   return cudaSuccess;
 }
+cudaError_t cudaGetDeviceProperties_v2(cudaDeviceProp* of, int device) { return cudaGetDeviceProperties(of, device); }
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
