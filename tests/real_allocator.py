@@ -25,7 +25,7 @@ def missing() -> str:
     if not (_torch() / "lib" / "libc10_cuda.so").exists():
         return "needs a torch built with CUDA (or TORCH_WITH_CUDA=its folder)"
     if not (_torch() / HEADER).exists():
-        return "needs torch 2.11 or newer, because the allocator of older versions is called differently"
+        return "needs torch 2.11 or newer, whose allocator is called in this way"
     return "" if _headers() else "needs the headers of CUDA, which Triton brings along"
 
 

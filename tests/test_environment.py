@@ -98,6 +98,7 @@ def test_torch_and_triton_are_the_pair_that_belongs_together():
 
 OLDEST = re.search(r"torch>=([\d.]+)", " ".join(PROJECT["dependencies"]))[1]
 NUMBERS = OLDEST.replace(".", ", ")
+RECORDED = re.search(r"with torch ([\d.]+),\nCUDA", (ROOT / "docs/gpus.md").read_text("utf-8"))[1]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,7 @@ NUMBERS = OLDEST.replace(".", ", ")
         ("course_lib/lessons/__main__.py", f"({NUMBERS})"),
         ("course_lib/lessons/__main__.py", f"takes {OLDEST} or newer"),
         ("docs/gpus.md", f"torch ≥ {OLDEST}"),
+        ("docs/gpus.md", f"with torch {OLDEST}.0, {RECORDED}.0"),
         ("docs/gpus.zh.md", f"torch ≥ {OLDEST}"),
         ("CONTRIBUTING.md", f"TORCH_VERSION={OLDEST}.0"),
         ("Makefile", f"TORCH_VERSION={OLDEST}.0"),
@@ -467,8 +469,8 @@ def test_workflows_run_on_each_push_and_every_week():
     assert "push" in checks[True] and ".ci/run" in str(checks)
     assert "make test" in (ROOT / ".ci/run").read_text("utf-8")
     assert weekly[True]["schedule"][0]["cron"]
-    oldest, _ = weekly["jobs"]["library"]["strategy"]["matrix"]["torch"]
-    assert oldest == f"{OLDEST}.0"
+    versions = weekly["jobs"]["library"]["strategy"]["matrix"]["torch"]
+    assert versions == [f"{OLDEST}.0", f"{RECORDED}.0", "newest"]
 
 
 def test_the_container_and_the_cloud_install_the_pinned_versions_without_cuda():
