@@ -440,6 +440,17 @@ def test_no_recipe_of_a_grid_is_cheaper_than_what_is_found(name):
     assert searches > 5 and not differences
 
 
+def test_grid_varies_every_field_that_the_search_varies():
+    """A new field must be added to the grid, or here if the search never changes it."""
+    never = {"precision", "optimizer", "update", "min_bytes", "accumulate", "ranks", "shard"}
+    never |= {"blocks"}  # which blocks there are depends on the model
+    with brute_force_fit.small_pages():
+        recipes = brute_force_fit.grid(known_of("deep decoder"))
+    names = Recipe.__dataclass_fields__
+    varied = {name for name in names if len({getattr(r, name) for r in recipes}) > 1}
+    assert varied == names.keys() - never
+
+
 def test_brute_force_sees_a_rule_that_is_wrong(monkeypatch):
     # a wrong rule: adding a technique never moves fewer bytes
     monkeypatch.setattr(search, "_moves_as_much", lambda recipe, smaller: True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from course_lib._check import whole
 from course_lib.labels import markup, say, text, verbatim
 
-# This is `course_lib.budget.Recipe`, whose module imports this one.
-Recipe = Any
+if TYPE_CHECKING:
+    # Its module imports this one, so only a type checker can import it here.
+    from .recipe import Recipe
 
 #: Maps names in `OPTIMIZERS` to arguments of transformers' `TrainingArguments`.
 OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, str]] = {

@@ -177,9 +177,10 @@ def _set_implementation(model: nn.Module, wanted: str, asked: str | None = None)
                 module.set_attn_implementation(wanted)
             except (ValueError, ImportError) as error:
                 problem = error
-            if problem or module.config._attn_implementation != wanted:
+            config: Any = module.config
+            if problem or config._attn_implementation != wanted:
                 allowed, reason = (
-                    f"{module.config._attn_implementation!r} or None",
+                    f"{config._attn_implementation!r} or None",
                     "whose set_attn_implementation rejects other values",
                 )
                 if asked == "flash":

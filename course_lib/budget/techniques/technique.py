@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from course_lib._check import kind, number, one_of, whole
 
-# These are `course_lib.budget.Recipe` and `course_lib.budget.candidates.Search`. Their modules
-# import the techniques, so they cannot be imported here.
-Recipe = Any
-Search = Any
+if TYPE_CHECKING:
+    from course_lib.budget.candidates import Search
+    from course_lib.budget.recipe import Recipe
+else:
+    # Their modules import the techniques, so only a type checker can import them here.
+    Recipe = Search = Any
+
 Check = Callable[[], None]
 
 
