@@ -22,6 +22,7 @@ from course_lib.labels import text, verbatim
 from course_lib.memory import AllocatorSettings, MemoryMeter, Trace
 from course_lib.memory.show import Table, decimal
 from course_lib.offload import DiskStore, Traffic
+from course_lib.symbolic import Gpu
 
 from .kinds import KINDS
 from .loss import LossSum, check_loss
@@ -211,6 +212,7 @@ def estimate(
     split: Split | None = None,
     tier: str = "file",
     kind: str = "cpu",
+    gpu: Gpu | None = None,
 ) -> Estimate:
     """Estimate the training step of a recipe by running it on symbolic tensors under a meter.
 
@@ -257,6 +259,8 @@ def estimate(
             the sizes of the parts from shapes or from Python numbers.
         tier: Lower tier: "file", as on a CPU, or "host", as on a GPU.
         kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.kinds`.
+        gpu: GPU and version of PyTorch that decide which kernel of attention runs, if the kind is
+            "cuda". The default is an H100 or H200 with the installed version.
 
     Raises:
         ValueError: The step reads values of tensors, which symbolic tensors do not have; it uses
@@ -266,6 +270,7 @@ def estimate(
     """
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
+    of_kind("gpu", gpu, (Gpu, type(None)), "a Gpu or None")
     check_arguments(make_model, make_batch, recipe)
     options = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
     if recipe.ranks > 1:
@@ -273,7 +278,7 @@ def estimate(
         with explain_symbolic_errors():
             found = Estimate.from_trace(run(), recipe, tier, kind=kind)
             return found.traced_by(lambda places: run(events=True))
-    options |= {"tier": tier, "kind": kind}
+    options |= {"tier": tier, "kind": kind, "gpu": gpu}
     run = partial(process_trace, make_model, make_batch, recipe, **options)
     with explain_symbolic_errors():
         trace, on_host = run()

@@ -30,7 +30,7 @@ from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
-from course_lib.symbolic import Symbolic, symbolic
+from course_lib.symbolic import Gpu, Symbolic, symbolic
 
 from .alike import groups_of
 from .blocks import equal_blocks, shorten_blocks
@@ -95,11 +95,12 @@ class BlockExtrapolator:
         max_norm: float | None = None,
         split: Split | None = None,
         kind: str = "cpu",
+        gpu: Gpu | None = None,
     ):
         check_arguments(make_model, make_batch, base)
         self.loss_sum, self.tier, self.max_norm, self.kind = loss_sum, tier, max_norm, kind
         self.split = split
-        with symbolic(Symbolic(kind)) as self.mode:
+        with symbolic(Symbolic(kind, gpu)) as self.mode:
             self.model = model_of(make_model, base)
             with default_dtype(base.dtype):
                 self.batch = make_batch()

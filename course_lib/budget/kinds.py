@@ -4,8 +4,9 @@ Every estimate runs on symbolic CPU tensors. With the kind "cuda", it counts wha
 a GPU:
 
 - Functions that choose their operator by the device run CUDA's operators (`cuda_kernels` of
-  `course_lib.symbolic`): attention, dropout and the norms. Flash attention of this package runs as
-  a kernel and has no tensors for its tiles.
+  `course_lib.symbolic`): attention, dropout and the norms. Which kernel of attention runs depends
+  on the GPU, the argument `gpu` of `estimate`. Flash attention of this package runs as a kernel and
+  has no tensors for its tiles.
 - If a recipe leaves the variant of the update to PyTorch, most optimizers use "foreach", which
   allocates temporary tensors as large as all the parameters. The attribute `default_on_cuda` of
   each row of `course_lib.budget.optimizers.OPTIMIZERS` states the rule of
@@ -14,8 +15,7 @@ a GPU:
   optimizer's number of steps unless its update is fused.
 
 On an H200 with torch 2.11 all steps of `tests/h200_steps.csv` took what is estimated, to the byte,
-except for models that make some tensors on the CPU, or ask for their device, themselves. On a GPU
-without cuDNN's attention, such as an A100, FlashAttention saves 8 bytes more per call.
+except for models that make some tensors on the CPU, or ask for their device, themselves.
 
 An operator may allocate more while it runs. This workspace is not a tensor and is not included. On
 the same H200:

@@ -19,7 +19,7 @@ from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 from course_lib.schedule.executor import forwards_run_by
-from course_lib.symbolic import Symbolic, symbolic
+from course_lib.symbolic import Gpu, Symbolic, symbolic
 from course_lib.symbolic.cpu_kernels import INEXACT
 
 from .alike import groups_of
@@ -57,6 +57,7 @@ def process_trace(
     split: Split | None = None,
     tier: str = "file",
     kind: str = "cpu",
+    gpu: Gpu | None = None,
     events: bool = False,
     places: bool = False,
 ) -> tuple[Trace, int]:
@@ -68,12 +69,13 @@ def process_trace(
         make_model, make_batch, recipe, loss_sum, max_norm, split, tier: Model, batch and options,
             as in `course_lib.budget.estimate`.
         kind: Kind of device, one of `KINDS`.
+        gpu: GPU whose kernels of attention run, as in `course_lib.budget.estimate`.
         events: Whether to record when each storage is allocated and released.
         places: Whether to also record the module and the source line of each operator. This makes
             the step take about 1.5 times as long.
     """
     recipe = on_kind(recipe, kind)
-    with symbolic(Symbolic(kind)):
+    with symbolic(Symbolic(kind, gpu)):
         store = SymbolicStore()
         model = model_of(make_model, recipe)
         check_loss(model, recipe, loss_sum)

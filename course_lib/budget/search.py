@@ -22,7 +22,7 @@ from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
 from course_lib.labels import join_labels, say
 from course_lib.memory.show import Table, bytes_text, decimal
-from course_lib.symbolic import symbolic
+from course_lib.symbolic import Gpu, symbolic
 
 from . import rank
 from .bounds import exceeds, floor_bytes, least_seconds, moves_nothing, recomputed_flops
@@ -106,6 +106,7 @@ def fit(
     rates: Rates | str = "laptop",
     tier: str | None = None,
     kind: str = "cpu",
+    gpu: Gpu | None = None,
     count: str = "tensors",
     quick: bool = False,
     progress: bool | Callable[[Recipe], None] = True,
@@ -181,7 +182,7 @@ def fit(
         rates: Rates of the machine, or the name of an entry of `RATES`.
         tier: Lower tier, as in `estimate`. The default is "file" for the rates "laptop", and "host"
             for those of any other machine.
-        kind: Kind of device, as in `estimate`.
+        kind, gpu: Kind of device, and the GPU, as in `estimate`.
         count: Quantity that must fit. "tensors" counts the bytes of live tensors. "reserved", which
             requires the kind "cuda", counts what PyTorch's allocator reserves by its rules
             (`course_lib.budget.reservation`), and runs the step of each recipe again for this.
@@ -218,7 +219,7 @@ def fit(
         # A recipe that offloads nothing is detected by the search, so users need no warning.
         warnings.filterwarnings("ignore", "no activation was moved")
         options: dict[str, Any] = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
-        options |= {"tier": tier, "kind": kind}
+        options |= {"tier": tier, "kind": kind, "gpu": gpu}
         known = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
         # The base is estimated first, because this raises the errors of an invalid model or batch.
         known.estimate(known.base)

@@ -7,6 +7,7 @@ values, because steps read them. `Symbolic` is the mode that `symbolic()` enters
 """
 
 from .conversion import cast
+from .cuda_kernels import Gpu
 from .mode import Symbolic, symbolic
 
-__all__ = ["Symbolic", "cast", "symbolic"]
+__all__ = ["Gpu", "Symbolic", "cast", "symbolic"]

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from .._torch import AllRandomState, map_tensors, tensors_among, tensors_in, written_arguments
 from . import cpu_kernels, cuda_kernels, shape_cache
 from .conversion import apply_to_module
+from .cuda_kernels import Gpu
 
 # Largest size of a real storage in bytes, so that a symbolic model takes no memory. It is enough
 # for the tokens of 128 samples of 4,096 tokens each.
@@ -70,15 +71,16 @@ class Symbolic(FakeTensorMode):
     Args:
         kind: Kind of device, "cpu" or "cuda". All tensors are on the CPU; with "cuda" operators
             save what they save there (see `cuda_kernels`).
+        gpu: GPU whose kernels of attention run, if the kind is "cuda"; an H100 or H200 by default.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, kind: str = "cpu"):
+    def __init__(self, kind: str = "cpu", gpu: Gpu | None = None):
         super().__init__()
-        self.kind = kind
+        self.kind, self.gpu = kind, gpu or Gpu()
         # Attributes that all symbolic tensors on a device share.
         self.attributes: dict[torch.device, dict[str, Any]] = {}
         self.looks = 0  # number of times that the values of a real tensor were read
@@ -312,7 +314,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
             patch.object(nn.Module, "_apply", apply_to_module),
             _compiled_code_set_aside(),
             mode or Symbolic() as mode,
-            cuda_kernels.chosen_as_on_cuda() if mode.kind == "cuda" else nullcontext(),
+            cuda_kernels.chosen_as_on_cuda(mode.gpu) if mode.kind == "cuda" else nullcontext(),
         ):
             yield mode
     finally:
