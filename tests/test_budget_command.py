@@ -30,7 +30,7 @@ from course_lib.budget import (
 )
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
-from course_lib.budget.device import CONTEXT_HOPPER_BYTES, kept_bytes, workspace_bytes
+from course_lib.budget.device import context_bytes, kept_bytes, workspace_bytes
 from course_lib.budget.show import steps_to
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
@@ -141,7 +141,51 @@ def test_every_device_has_a_source_and_its_memory_in_the_bytes_that_it_has():
 
 def test_cublas_keeps_more_on_hopper_and_nothing_is_known_to_be_kept_without_cuda():
     assert workspace_bytes("H100") == workspace_bytes("H200") == 2 * 32 << 20
-    assert workspace_bytes("this") == 2 * 8320 * 1024 and kept_bytes("MI300X") == 0
+    assert workspace_bytes("A100") == workspace_bytes("T4") == 2 * 8320 * 1024
+    assert kept_bytes("MI300X") == kept_bytes("laptop") == 0
+
+
+def test_context_is_measured_on_hopper_and_marked_as_an_assumption_elsewhere():
+    gpus = {name: rates for name, rates in RATES.items() if rates.capability}
+    assumed = {name for name, rates in gpus.items() if "assumed" in rates.context_source}
+    assert gpus.keys() - assumed == {"H100", "H200"} and len({kept_bytes(n) for n in gpus}) > 2
+
+
+@pytest.mark.parametrize(("typo", "nearest"), [("H10", "H100"), ("RTX 409", "RTX 4090")])
+def test_unknown_device_is_an_error_with_the_nearest_name(typo, nearest):
+    with pytest.raises(ValueError, match=f"^device must be one of .*did you mean '{nearest}'"):
+        kept_bytes(typo)
+
+
+def test_own_device_states_what_cuda_keeps():
+    own = replace(RATES["L4"], memory_bytes=10**10, context_bytes=10**8, context_source="mine")
+    assert kept_bytes(own) == 10**8 + 2 * 8320 * 1024
+    with pytest.raises(TypeError, match="context_bytes must be"):
+        Rates(1, 1, 1, capability=(8, 9))
+
+
+OWN_DEVICE = """
+from course_lib.budget import Rates
+def card():
+    return Rates(1e13, 1e14, 1e10, memory_bytes=10**9, capability=(8, 0), context_bytes=10**8)
+def other():
+    return "H100"
+"""
+
+
+def test_command_takes_the_rates_of_an_own_device(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_device.py").write_text(OWN_DEVICE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = [*ONE_LAYER, "--device", "own_device:card"]
+    assert command.main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["device"], told["kind"], told["budget_bytes"]) == (asked[-1], "cuda", 10**9)
+    assert told["room_bytes"] == 10**9 - 10**8 - 2 * 8320 * 1024
+    assert command.main(asked) == 0
+    assert "the user's own device" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main([*asked[:-1], "own_device:other"])
+    assert "--device must be a function that returns Rates" in capsys.readouterr().err
 
 
 def test_this_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
@@ -658,7 +702,7 @@ def test_what_a_gpu_holds_apart_from_tensors_is_shown_and_in_none_of_the_figures
     allocator = CachingAllocator()
     allocator.replay(best.trace())
     reserved = allocator.memory_stats()["reserved_bytes.all.peak"]
-    room = 10**9 - (64 << 20) - CONTEXT_HOPPER_BYTES
+    room = 10**9 - (64 << 20) - context_bytes("H100")
     left = room - reserved
     assert printed.count(f"so {bytes_text(room)} are left for the step") == 1
     assert f" into {bytes_text(room)}; " in printed
@@ -669,7 +713,7 @@ def test_what_a_gpu_holds_apart_from_tensors_is_shown_and_in_none_of_the_figures
         ("tensors at the peak", best.peak_bytes),
         ("reserved, by the allocator's rules", reserved),
         ("workspace that cuBLAS keeps", 64 << 20),
-        ("the context of CUDA", CONTEXT_HOPPER_BYTES),
+        ("the context of CUDA", context_bytes("H100")),
         ("of the 1,000.0 MB,", left),
     ):
         [row] = [row for row in table.splitlines() if row.startswith(line)]

@@ -1,12 +1,15 @@
 """course_lib.budget.optimizers: the table agrees with the classes that it lists."""
 
 import gc
+import sys
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.budget import Recipe, estimate
 from course_lib.budget.device import OnDevice, host_state_bytes
@@ -116,6 +119,47 @@ def test_the_table_for_a_gpu_shows_what_the_host_keeps_if_something_is_offloaded
 def test_a_row_refuses_attributes_that_contradict_each_other(attribute, value):
     with pytest.raises(ValueError, match=f"^{attribute} must"):
         replace(OPTIMIZERS["adafactor"], **{attribute: value})
+
+
+def variant_that_runs(row):
+    """Return the variant that a class chooses where PyTorch supports each one, as on CUDA."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    supported = {"return_value": ["cpu"]}
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    with (
+        patch.object(module, "_get_foreach_kernels_supported_devices", **supported),
+        patch.object(module, "_get_fused_kernels_supported_devices", **supported),
+    ):
+        optimizer = row.base([parameter], lr=0.1, **row.settings, **row.updates[None])
+        with Recorder():
+            optimizer.step()
+    for variant in ("fused", "foreach"):
+        if any(f"aten._{variant}_" in name for name in seen):
+            return variant
+    return "loop"
+
+
+# bitsandbytes, whose class needs a GPU, updates one parameter after the other.
+OF_PYTORCH = [name for name, row in OPTIMIZERS.items() if row.load_base is None]
+
+
+@pytest.mark.parametrize("name", OF_PYTORCH)
+def test_default_on_cuda_is_the_variant_that_the_class_runs(name):
+    assert variant_that_runs(OPTIMIZERS[name]) == OPTIMIZERS[name].default_on_cuda
+
+
+def test_wrong_default_on_cuda_is_noticed():
+    """PyTorch's RMSprop runs "foreach" on CUDA, although a row could claim to have only a loop."""
+    row = replace(OPTIMIZERS["lion"], base=torch.optim.RMSprop)
+    assert row.default_on_cuda == "loop" and variant_that_runs(row) == "foreach"
 
 
 def test_an_optimizer_has_its_own_names_arguments_for_the_trainer_and_a_place_in_the_docstring():

@@ -5,14 +5,16 @@
 
 import csv
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cuda_steps import STEPS, measured, options_of
+from torch import nn
 from torch.nn import functional as F
 
-from course_lib.budget import estimate
+from course_lib.budget import Recipe, estimate, fit
 from course_lib.memory import symbolic
 from course_lib.symbolic import Gpu, Symbolic
 
@@ -70,6 +72,34 @@ def test_checkpoints_of_a_model_keep_the_state_of_the_cpus_generator_on_the_host
 def test_an_estimate_equals_the_step_of_this_gpu(case):
     gpu = Gpu(torch.cuda.get_device_capability())
     assert_equal(case, measured(*STEPS[case]), gpu)
+
+
+class MaskedGroups(nn.Module):
+    """Attention with a mask and grouped queries, for which an A100 has no fused kernel in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.output = nn.Linear(64, 64 + 2 * 16), nn.Linear(64, 64)
+
+    def loss_sum(self, x):
+        parts = self.inputs(x).split([64, 16, 16], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, 16)).transpose(1, 2) for part in parts)
+        mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
+        o = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return self.output(o.transpose(1, 2).flatten(2)).square().sum(), x.numel()
+
+
+def test_search_counts_the_kernels_of_its_device():
+    given = MaskedGroups, partial(torch.randn, 2, 128, 64)
+    options = {"kind": "cuda", "tier": "host"}
+    recipe = Recipe("bf16", attention=None)
+    peaks = []
+    for name, capability in (("A100", (8, 0)), ("H100", (9, 0))):
+        found = fit(*given, 10**9, recipes=[recipe], rates=name, progress=False, **options)
+        expected = estimate(*given, recipe, gpu=Gpu(capability), **options)
+        assert found[0].peak_bytes == expected.peak_bytes
+        peaks.append(expected.peak_bytes)
+    assert peaks[0] > 1.5 * peaks[1]
 
 
 def test_functions_choose_their_operator_by_the_device_only_inside_the_mode():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from course_lib._check import InfeasibleBudget
+from course_lib._check import kind as of_kind
 from course_lib._origin import is_refusal, message, silence_operator_log
 from course_lib.checkpoint.blocks import names_of
 from course_lib.distributed.formulas import ring_bytes
@@ -25,7 +26,7 @@ from course_lib.memory import CATEGORIES
 from course_lib.memory.show import Table, bytes_text
 from course_lib.options import add_shared, byte_count, parameter_count, parse_name, whole_number
 from course_lib.symbolic import symbolic
-from course_lib.workload import Workload, workload_of
+from course_lib.workload import Workload, named_function, workload_of
 
 from .check import check
 from .device import EstimatesOnDevice, OnDevice, kept_bytes
@@ -120,11 +121,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         "--machine",
-        type=parse_name([*RATES, THIS], DEVICE_NAMES),
+        type=_device,
         metavar="NAME",
         help=text(
-            "machine whose rates are used, and whose memory where no budget is given: {names}, or"
-            " this, which is measured (default H100)",
+            "machine whose rates are used, and whose memory where no budget is given: {names}; or"
+            " this, which is measured; or PACKAGE:FUNCTION, which returns the Rates of your own"
+            " device (default H100)",
             names=verbatim(", ".join(RATES)),
         ),
     )
@@ -174,12 +176,12 @@ def main(argv: list[str] | None = None) -> int:
         model = workload_of(given)
         rates, tier = _rates(given)
         device = given.device or "H100"
-        kind = _kind(given)
+        kind = _kind(given, rates)
         count = given.count or ("reserved" if kind == "cuda" else "tensors")
         memory = given.budget or _memory(given, rates)
         # A budget for tensors alone does not include the memory that CUDA keeps.
         whole_memory = count == "reserved" or given.budget is None
-        kept = kept_bytes(device) if kind == "cuda" and whole_memory else 0
+        kept = kept_bytes(rates) if kind == "cuda" and whole_memory else 0
         room = memory - kept
         report = {
             "model": model.name,
@@ -198,14 +200,14 @@ def main(argv: list[str] | None = None) -> int:
             )
         base = _base(given, model)
         options = {"loss_sum": model.loss_sum, "split": model.split, "tier": tier, "kind": kind}
-        options |= {"count": count, "quick": given.quick}
+        options |= {"gpu": rates.gpu, "count": count, "quick": given.quick}
         # If `main` is called from Python, as in a notebook, it prints no progress.
         options["progress"] = sys.stderr.isatty() or (argv is None and _lines_of_progress())
         found = fit(model.make_model, model.make_batch, room, base=base, rates=rates, **options)
         way = found.way()
         leaner = _with_spare_memory(found, memory, room, count)
         checked = check(model, found[0].recipe) if given.check else None
-        gpu = OnDevice.from_estimate(found[0], device, memory) if kind == "cuda" else None
+        gpu = OnDevice.from_estimate(found[0], rates, memory) if kind == "cuda" else None
     except InfeasibleBudget as error:
         if given.json:
             report |= {"recipes": [], "error": str(error), "least_bytes": error.least_bytes}
@@ -383,6 +385,11 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
     """Return the rates of the machine, and its lower tier."""
     if given.device == THIS:
         return this_machine(), given.tier or ("host" if torch.cuda.is_available() else "file")
+    if ":" in (given.device or ""):
+        own = named_function("--device", given.device)()
+        return of_kind(
+            "--device", own, Rates, "a function that returns Rates"
+        ), given.tier or "host"
     return RATES[given.device or "H100"], given.tier or (
         "file" if given.device == "laptop" else "host"
     )
@@ -402,8 +409,15 @@ def _memory(given: argparse.Namespace, rates: Rates) -> int:
     return rates.memory_bytes
 
 
-def _kind(given: argparse.Namespace) -> str:
-    """Return the kind of the device, "cpu" or "cuda"."""
+def _device(name: str) -> str:
+    """Return the name of a device in `RATES`, THIS, or the name of a function unchanged."""
+    return name if ":" in name else parse_name([*RATES, THIS], DEVICE_NAMES)(name)
+
+
+def _kind(given: argparse.Namespace, rates: Rates) -> str:
+    """Return the kind of the device, "cpu" or "cuda"; the user's own is a GPU if it says which."""
+    if ":" in (given.device or ""):
+        return "cuda" if rates.gpu else "cpu"
     on_cpu = given.device == "laptop" or (given.device == THIS and not torch.cuda.is_available())
     return "cpu" if on_cpu else "cuda"
 
@@ -450,7 +464,7 @@ def _print(
     def table(estimates: Sequence[Estimate], title: str) -> Table:
         if gpu is None:
             return Estimates(estimates, rates, title)
-        return EstimatesOnDevice(estimates, rates, name, gpu.memory_bytes, title)
+        return EstimatesOnDevice(estimates, rates, gpu.memory_bytes, title)
 
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [

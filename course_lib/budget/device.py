@@ -14,48 +14,48 @@ from course_lib.memory.show import Table
 
 from .estimate import Estimate
 from .optimizers import OPTIMIZERS
-from .rates import Rates
+from .rates import Rates, rates_of
 from .search import Estimates
 
-MIB = 1 << 20
 EXPANDABLE = "expandable_segments:True"
-HOPPER = ("H100", "H200")
-WITHOUT_CUDA = ("MI300X",)
 # Workspaces of cuBLAS, which are kept from the first matrix products on: one for each thread that
 # runs some, of forward and of backward, on one stream. Source: PyTorch's documentation, "CUDA
 # semantics", cuBLAS workspaces. The setting :4096:2:16:8 means 2 * 4096 + 8 * 16 KiB, and :4096:8
 # means 32 MiB. On an H200 with PyTorch 2.11 a process kept 2 * 32 MiB.
 CUBLAS_BYTES = 2 * (2 * 4096 + 8 * 16) << 10
-CUBLAS_HOPPER_BYTES = 2 * (8 * 4096) << 10
-# nvidia-smi showed this figure for a process with PyTorch 2.10 and CUDA 13.0 that had only created
-# its context, on an RTX 6000 Ada. Source: github.com/unslothai/unsloth-zoo, pull request 1053.
-# Kernels are loaded into the context when they are first used, so it grows.
-CONTEXT_BYTES = 426 * MIB
-# Measured on an H200 with PyTorch 2.11, CUDA 13.0 and driver 580.159, as what the device's memory
-# in use exceeds the reserved bytes by: 552,402,944 bytes when the context had been created,
-# 718,077,952 after a matrix product, and these after training steps in fp32 and bf16.
-CONTEXT_HOPPER_BYTES = 806_158_336
+CUBLAS_LARGE_BYTES = 2 * (8 * 4096) << 10
 
 
-def workspace_bytes(device: str) -> int:
-    """Return the bytes that cuBLAS keeps on a device for one stream; 0 on AMD devices."""
-    if device in WITHOUT_CUDA:
+def workspace_bytes(device: str | Rates) -> int:
+    """Return the bytes that cuBLAS keeps on a device for one stream; 0 without CUDA.
+
+    Up to PyTorch 2.11 only Hopper has the large workspace, and in 2.13 the major versions 9, 10 and
+    12 have it. Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
+    """
+    gpu = rates_of(device).gpu
+    if gpu is None:
         return 0
-    return CUBLAS_HOPPER_BYTES if device in HOPPER else CUBLAS_BYTES
+    is_large = gpu.capability == (9, 0) or (
+        gpu.torch > (2, 11) and gpu.capability[0] in (9, 10, 12)
+    )
+    return CUBLAS_LARGE_BYTES if is_large else CUBLAS_BYTES
 
 
-def context_bytes(device: str) -> int:
+def context_bytes(device: str | Rates) -> int:
     """Return the bytes of the CUDA context.
 
-    The result is 0 on AMD devices, because the memory that ROCm keeps is not known.
+    The result is 0 without CUDA, also on AMD devices, because the memory that ROCm keeps is not
+    known.
     """
-    if device in WITHOUT_CUDA:
-        return 0
-    return CONTEXT_HOPPER_BYTES if device in HOPPER else CONTEXT_BYTES
+    return rates_of(device).context_bytes or 0
 
 
-def kept_bytes(device: str) -> int:
-    """Return the bytes that no tensor can use: the workspace of cuBLAS and the CUDA context."""
+def kept_bytes(device: str | Rates) -> int:
+    """Return the bytes that no tensor can use: the workspace of cuBLAS and the CUDA context.
+
+    Args:
+        device: Name in `RATES`, or the rates of another device.
+    """
     return workspace_bytes(device) + context_bytes(device)
 
 
@@ -83,6 +83,7 @@ class OnDevice(Table):
         reserved_expandable: Same as `reserved`, but with expandable segments.
         workspace: Bytes that cuBLAS keeps.
         context: Bytes of the CUDA context.
+        context_source: Source of `context`, as a label.
         memory_bytes: Budget, or the device's memory if there is no budget; None if it is not known.
         host_state: Bytes of the offloaded optimizer state and its fp32 weights in host memory.
         host_parameters: Number of parameters that they belong to.
@@ -93,6 +94,7 @@ class OnDevice(Table):
     reserved_expandable: int
     workspace: int
     context: int
+    context_source: str = ""
     memory_bytes: int | None = None
     host_state: int = 0
     host_parameters: int = 0
@@ -100,10 +102,13 @@ class OnDevice(Table):
     columns = ("on a GPU", "MB", "by")
 
     @classmethod
-    def from_estimate(cls, found: Estimate, device: str, memory_bytes: int | None) -> OnDevice:
-        """Return the table of an estimated step on a device of `RATES`."""
+    def from_estimate(
+        cls, found: Estimate, device: str | Rates, memory_bytes: int | None
+    ) -> OnDevice:
+        """Return the table of an estimated step on a device of `RATES`, or of the given rates."""
         reserved = [found.reserved_bytes(settings) for settings in (None, EXPANDABLE)]
-        kept = workspace_bytes(device), context_bytes(device)
+        source = rates_of(device).context_source
+        kept = workspace_bytes(device), context_bytes(device), source
         on_host = host_state_bytes(found), found.host_parameters
         return cls(found.peak_bytes, *reserved, *kept, memory_bytes, *on_host)
 
@@ -118,11 +123,7 @@ class OnDevice(Table):
         exact = text("the estimate")
         rules = text("the allocator's rules, simulated")
         documented = text("PyTorch's documentation, CUDA semantics: two threads, one stream")
-        reported = (
-            text("measured on an H200, PyTorch 2.11")
-            if self.context == CONTEXT_HOPPER_BYTES
-            else text("nvidia-smi, an RTX 6000 Ada, PyTorch 2.10 (unsloth-zoo, #1053)")
-        )
+        reported = self.context_source or text("the user's own device")
         rows = [
             (text("tensors at the peak"), self.tensors, exact),
             (text("reserved, by the allocator's rules"), self.reserved, rules),
@@ -167,19 +168,16 @@ class EstimatesOnDevice(Estimates):
 
     Args:
         found: The estimates.
-        rates: Rates of the machine, for the column of seconds.
-        device: Name of the device in `RATES`.
+        rates: Rates of the device, for the column of seconds and what CUDA keeps.
         memory_bytes: Budget, or the device's memory.
         title: Caption of the table.
     """
 
     columns = (Estimates.columns[0], "reserved (MB)", "left (MB)", *Estimates.columns[1:])
 
-    def __init__(
-        self, found: Iterable[Estimate], rates: Rates, device: str, memory_bytes: int, title: str
-    ):
+    def __init__(self, found: Iterable[Estimate], rates: Rates, memory_bytes: int, title: str):
         super().__init__(found, rates, title)
-        self.room = memory_bytes - kept_bytes(device)
+        self.room = memory_bytes - kept_bytes(rates)
 
     def rows(self) -> list[Sequence]:
         found = []

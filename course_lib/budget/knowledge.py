@@ -41,8 +41,8 @@ class EstimateCache:
             baseline are the same in every recipe.
         blocks: Names of the blocks to checkpoint; None for the longest list of modules of one kind.
         given: The functions that make the model and the batch.
-        options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind` and
-            `gpu`.
+        options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind`
+            and `gpu`.
         estimates: Mapping from each estimated recipe to its estimate.
         held: Mapping from optimizer settings to the bytes that `bounds.held_bytes` returns.
         whole: Recipes of a single rank that `estimate` ran with all blocks, because their step

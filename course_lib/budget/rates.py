@@ -10,8 +10,9 @@ import math
 import os
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from course_lib._check import number, positive, whole
 from course_lib._torch import wait_for
 from course_lib.distributed.formulas import ring_bytes
 from course_lib.labels import join_labels, text, verbatim
+from course_lib.options import parse_name
+from course_lib.symbolic import Gpu
 
 from .optimizers import OPTIMIZERS
 
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """Work that a machine does per second, from which `seconds` computes the cost of a step.
+    """Work that a machine does per second, and the memory of its device.
+
+    `seconds` computes the cost of a step from it. For a device that is not in `RATES`, make one, or
+    change a row: `dataclasses.replace(RATES["A100"], memory_bytes=40 << 30)`.
 
     Attributes:
         fp32_flops: FLOPs per second of matrix products in fp32.
@@ -49,6 +55,15 @@ class Rates:
             there are more ranks than `peers`, as `ring_rate` says.
         peers: Number of devices per machine.
         network_cards: Number of network cards per machine.
+        capability: Compute capability of an NVIDIA GPU, which decides what cuBLAS keeps and which
+            kernels of attention run; None for any other device.
+        context_bytes: Memory of the device in bytes that CUDA keeps for a process. An NVIDIA GPU
+            needs it.
+        context_source: Source of `context_bytes`, as a label.
+
+    Raises:
+        TypeError, ValueError: A figure has the wrong type or is out of its range, or
+            `context_bytes` is missing.
     """
 
     fp32_flops: float
@@ -63,6 +78,9 @@ class Rates:
     network_bytes: float = math.inf
     peers: int = 8
     network_cards: int = 1
+    capability: tuple[int, int] | None = None
+    context_bytes: int | None = None
+    context_source: str = ""
 
     def __post_init__(self):
         for name in (
@@ -82,6 +100,14 @@ class Rates:
             number(name, getattr(self, name), 0, 1)
         if self.memory_bytes is not None:
             whole("memory_bytes", self.memory_bytes, 1, of="bytes")
+        if self.capability is not None:
+            Gpu(self.capability)
+            whole("context_bytes", self.context_bytes, 0, of="bytes")
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """GPU whose kernels of attention an estimate counts; None for another device."""
+        return None if self.capability is None else Gpu(self.capability)
 
     def parts(self, estimate: Estimate) -> dict[str, float]:
         """Return the seconds of each part of a step, as if each part ran alone.
@@ -203,6 +229,18 @@ _LINKS = {
     _PCIE4: (31.5e9, 24.8 / 31.5),
     _PCIE5: (63e9, 55.6 / 63),
 }
+# Measured on an H200 with PyTorch 2.11, CUDA 13.0 and driver 580.159, as what the device's memory
+# in use exceeds the reserved bytes by: 552,402,944 bytes when the context had been created,
+# 718,077,952 after a matrix product, and these after training steps in fp32 and bf16.
+_ON_H200 = 806_158_336, text("measured on an H200, PyTorch 2.11")
+# nvidia-smi showed this figure for a process with PyTorch 2.10 and CUDA 13.0 that had only created
+# its context, on an RTX 6000 Ada. Source: github.com/unslothai/unsloth-zoo, pull request 1053.
+# Kernels are loaded into the context when they are first used, so it grows. No other device was
+# measured.
+_ASSUMED = (
+    426 * MIB,
+    text("assumed as on an RTX 6000 Ada: nvidia-smi, PyTorch 2.10 (unsloth-zoo, #1053)"),
+)
 # Share of the peak FLOP/s that a step reaches. Llama 3 reached 38 to 43% on H100s.
 _FLOPS_SHARE = 0.4
 
@@ -218,6 +256,8 @@ def _gpu(
     network_bytes: float = 12.5e9,
     network_cards: int = 1,
     usable_bytes: int | None = None,
+    capability: tuple[int, int] | None,
+    context: tuple[int, str] = _ASSUMED,
 ) -> Rates:
     """Return the rates of a GPU.
 
@@ -234,6 +274,9 @@ def _gpu(
         network_cards: Number of network cards per machine.
         usable_bytes: Bytes that torch reports as the device's memory, where this was measured. The
             driver keeps the rest of `mebibytes`.
+        capability: Compute capability, from NVIDIA's table "CUDA GPU Compute Capability"; None for
+            another maker's GPU.
+        context: Bytes that CUDA keeps for a process, and their source.
     """
     link_bytes, link_share = _LINKS[link]
     dense = text(
@@ -252,6 +295,9 @@ def _gpu(
         peer_bytes=peer_bytes or link_bytes,
         network_bytes=network_bytes,
         network_cards=network_cards,
+        capability=capability,
+        context_bytes=None if capability is None else context[0],
+        context_source="" if capability is None else context[1],
     )
 
 
@@ -285,37 +331,53 @@ RATES = {
         15_360,
         link=_PCIE3,
         host=_EPYC,
+        capability=(7, 5),
     ),
-    "L4": _gpu((30.3, 121), text("NVIDIA L4 datasheet"), 23_034, **_ON_EPYC),
-    "A10": _gpu((31.2, 125), text("NVIDIA A10 datasheet"), 23_028, **_ON_EPYC),
-    "L40S": _gpu((91.6, 362), text("NVIDIA L40S datasheet"), 46_068, **_ON_EPYC),
+    "L4": _gpu((30.3, 121), text("NVIDIA L4 datasheet"), 23_034, **_ON_EPYC, capability=(8, 9)),
+    "A10": _gpu((31.2, 125), text("NVIDIA A10 datasheet"), 23_028, **_ON_EPYC, capability=(8, 6)),
+    "L40S": _gpu((91.6, 362), text("NVIDIA L40S datasheet"), 46_068, **_ON_EPYC, capability=(8, 9)),
     "RTX 3090": _gpu(
-        (35.6, 71), text("NVIDIA GA102 whitepaper, fp32 accumulate"), 24_576, **_ON_DESKTOP
+        (35.6, 71),
+        text("NVIDIA GA102 whitepaper, fp32 accumulate"),
+        24_576,
+        **_ON_DESKTOP,
+        capability=(8, 6),
     ),
-    "RTX 4080": _gpu((48.7, 97.5), _ADA, 16_376, **_ON_DESKTOP),
-    "RTX 4090": _gpu((82.6, 165.2), _ADA, 24_564, **_ON_DESKTOP),
+    "RTX 4080": _gpu((48.7, 97.5), _ADA, 16_376, **_ON_DESKTOP, capability=(8, 9)),
+    "RTX 4090": _gpu((82.6, 165.2), _ADA, 24_564, **_ON_DESKTOP, capability=(8, 9)),
     "RTX 5090": _gpu(
         (104.8, 209.5),
         text("NVIDIA RTX Blackwell whitepaper, fp32 accumulate"),
         32_607,
         link=_PCIE5,
         host=_DESKTOP,
+        capability=(12, 0),
     ),
-    "A100": _gpu((19.5, 312), _A100, 81_920, **_DGX_A100),
-    "A100 40GB": _gpu((19.5, 312), _A100, 40_960, **_DGX_A100),
-    "H100": _gpu((67, 989), text("NVIDIA H100 SXM datasheet"), 81_559, **_DGX_H100),
+    "A100": _gpu((19.5, 312), _A100, 81_920, **_DGX_A100, capability=(8, 0)),
+    "A100 40GB": _gpu((19.5, 312), _A100, 40_960, **_DGX_A100, capability=(8, 0)),
+    "H100": _gpu(
+        (67, 989),
+        text("NVIDIA H100 SXM datasheet"),
+        81_559,
+        **_DGX_H100,
+        capability=(9, 0),
+        context=_ON_H200,
+    ),
     "H200": _gpu(
         (67, 989),
         text("NVIDIA H200 SXM datasheet"),
         143_771,
         **_DGX_H100,
         usable_bytes=150_109_880_320,
+        capability=(9, 0),
+        context=_ON_H200,
     ),
     "MI300X": _gpu(
         (163.4, 1307.4),
         text("AMD MI300X data sheet"),
         196_592,
         **_MI300X,
+        capability=None,
     ),
 }
 #: Maps common spellings of device names to keys of `RATES`.
@@ -331,6 +393,20 @@ DEVICE_NAMES = {
     "5090": "RTX 5090",
     "cpu": "laptop",
 }
+
+
+def rates_of(device: str | Rates) -> Rates:
+    """Return the row of a device in `RATES` by its name, or the given rates themselves.
+
+    Raises:
+        ValueError: There is no device of this name. The message says which name is nearest.
+    """
+    if isinstance(device, Rates):
+        return device
+    try:
+        return RATES[parse_name(RATES, DEVICE_NAMES)(device)]
+    except ArgumentTypeError as error:
+        raise ValueError(f"device {error}; or pass the Rates of your own device") from None
 
 
 # ---- Rates of this machine
@@ -352,7 +428,7 @@ def this_machine(file: Path | str | None = None) -> Rates:
     try:
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("measured_on") == here:
-            return Rates(**{**kept, "source": _measured_on(here)})
+            return _with_this_gpu(Rates(**{**kept, "source": _measured_on(here)}))
     # There is no file yet, or it cannot be read.
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
@@ -365,7 +441,17 @@ def this_machine(file: Path | str | None = None) -> Rates:
     # The rates are returned even if they cannot be stored.
     except OSError:
         pass
-    return rates
+    return _with_this_gpu(rates)
+
+
+def _with_this_gpu(rates: Rates) -> Rates:
+    """Return measured rates with the facts of this machine's GPU, if it has one of NVIDIA's."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return rates
+    capability, (count, source) = torch.cuda.get_device_capability(), _ASSUMED
+    if capability == RATES["H200"].capability:
+        count, source = _ON_H200
+    return replace(rates, capability=capability, context_bytes=count, context_source=source)
 
 
 def measured_rates(seconds: float = 2.0) -> Rates:

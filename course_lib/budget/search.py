@@ -182,7 +182,8 @@ def fit(
         rates: Rates of the machine, or the name of an entry of `RATES`.
         tier: Lower tier, as in `estimate`. The default is "file" for the rates "laptop", and "host"
             for those of any other machine.
-        kind, gpu: Kind of device, and the GPU, as in `estimate`.
+        kind, gpu: Kind of device, and the GPU, as in `estimate`. If `rates` are those of a GPU, the
+            default is that GPU.
         count: Quantity that must fit. "tensors" counts the bytes of live tensors. "reserved", which
             requires the kind "cuda", counts what PyTorch's allocator reserves by its rules
             (`course_lib.budget.reservation`), and runs the step of each recipe again for this.
@@ -205,6 +206,7 @@ def fit(
     one_of("kind", kind, KINDS)
     check_count(one_of("count", count, COUNTS), kind)
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
+    gpu = rates.gpu if gpu is None else gpu
     base = of_kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
     if recipes is not None:
         recipes = list(of_kind("recipes", recipes, Iterable, "several recipes, as in a list"))
