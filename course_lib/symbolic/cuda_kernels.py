@@ -119,7 +119,7 @@ class Call:
         )
 
     def alignment(self) -> int:
-        """Return the number of elements of which the memory-efficient kernel reads a multiple."""
+        """Return the number that must divide the head sizes of the memory-efficient kernel."""
         whole = 16 // self.query.itemsize  # 16 bytes, which tensor cores read at once
         if self.gpu.capability >= (8, 0):
             return max(4, whole)
