@@ -2,15 +2,18 @@
 masks, and change nothing outside. `test_estimate_equals_run.py` compares steps of whole models."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from measured import assert_measured
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn import functional as F
 from training_steps import CountingBackend
 
+from course_lib.budget import Recipe
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import deep_mlp
 from course_lib.symbolic import mode
@@ -206,3 +209,84 @@ def test_real_floating_point_tensor_is_refused():
     real = torch.ones(2)
     with symbolic(), pytest.raises(AssertionError, match=r"Found in aten\.mul\.Tensor"):
         real * 2
+
+
+# ---- bytes that depend on lengths
+
+LENGTHS = (3, 5, 50, 20, 7, 1)
+
+
+class Recognizer(nn.Module):
+    """A linear layer with a loss of sequences that have other lengths in each sample."""
+
+    def __init__(self, criterion):
+        super().__init__()
+        self.layer, self.criterion = nn.Linear(8, 11), criterion
+
+    def loss_sum(self, batch):
+        samples, labels, lengths = batch
+        return self.criterion(self.layer(samples), labels, lengths), len(samples)
+
+
+def sequences(lengths, steps=101):
+    labels = torch.arange(len(lengths) * 50).view(-1, 50) % 10 + 1
+    return torch.randn(len(lengths), steps, 8), labels, torch.tensor(lengths)
+
+
+def ctc(scores, labels, lengths, *, listed=False, flat=False, dtype=torch.long, **options):
+    """Compute the CTC loss with labels and lengths as tensors of a dtype, or as lists."""
+    full = torch.full_like(lengths, scores.shape[1])
+    labels = [row[:length] for row, length in zip(labels, lengths, strict=True)] if flat else labels
+    labels = (torch.cat(labels) if flat else labels).to(dtype)
+    given = [each.tolist() if listed else each.to(dtype) for each in (full, lengths)]
+    return F.ctc_loss(scores.log_softmax(-1).transpose(0, 1), labels, *given, **options).sum()
+
+
+def unbatched_ctc(scores, labels, lengths):
+    [row], length = scores.log_softmax(-1), lengths[0]
+    return F.ctc_loss(row, labels[0, :length], torch.tensor(len(row)), length, reduction="sum")
+
+
+def selected(scores, labels, lengths):
+    return scores[:, :50][torch.arange(50) < lengths[:, None]].exp().sum()
+
+
+def cut(read):
+    """Return a loss of the first time steps of each sample, as many as `read` returns."""
+    return lambda scores, labels, lengths: sum(
+        row[:length].exp().sum() for row, length in zip(scores, read(lengths), strict=True)
+    )
+
+
+LOSSES = {
+    "tensors": partial(ctc, reduction="sum"),
+    "int32": partial(ctc, reduction="none", zero_infinity=True, dtype=torch.int32),
+    "mean": partial(ctc, zero_infinity=True),
+    "flat labels": partial(ctc, flat=True, reduction="sum"),
+    "lists": partial(ctc, listed=True, reduction="sum"),
+    "mean of lists": partial(ctc, listed=True, flat=True),
+    "selected by a mask": selected,
+    "tolist": cut(lambda lengths: lengths.tolist()),
+    "tolist of a view": cut(lambda lengths: lengths[:].tolist()),
+    "numpy": cut(lambda lengths: lengths.numpy()),
+    "item": cut(lambda lengths: [length.item() for length in lengths]),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("micro_batches", [1, 3, 6])
+def test_a_step_whose_bytes_depend_on_lengths_takes_what_is_estimated(loss, micro_batches):
+    make_model, recipe = partial(Recognizer, LOSSES[loss]), Recipe(micro_batches=micro_batches)
+    assert_measured(make_model, partial(sequences, LENGTHS), recipe)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES.values(), unbatched_ctc], ids=[*LOSSES, "unbatched"])
+@pytest.mark.parametrize("length", [1, 33])
+def test_one_sample_takes_what_is_estimated_for_its_length(loss, length):
+    assert_measured(partial(Recognizer, loss), partial(sequences, [length]), Recipe())
+
+
+def test_a_loss_is_the_same_where_its_mean_is_computed_by_operators():
+    scores, labels, lengths = sequences(LENGTHS)
+    given = scores.log_softmax(-1).transpose(0, 1), labels, [101] * 6, lengths.tolist()
+    assert torch.equal(mode._ctc_loss(*given, 0, 1), torch.ctc_loss(*given, 0, 1))

@@ -54,6 +54,8 @@ def as_for_real(
     """
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return _grouped_mm(dispatch, func, args, kwargs)
+    if func is _aten._ctc_loss.default:
+        return _ctc_loss(dispatch, _by_name(func, args, kwargs))
     result = symbolically(func, types, args, kwargs)
     if rule := RULES.get(func):
         return rule(dispatch, _by_name(func, args, kwargs), result)
@@ -98,6 +100,22 @@ def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Ma
     in_bf16 = [make_result(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
     result = dispatch(func, (), (*in_bf16, *args[2:]), kwargs)
     return make_result(dispatch, result.size(), None, args[0])
+
+
+def _ctc_loss(dispatch: Dispatch, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return a loss per sample, and a number per sample, time step and state of the alignment.
+
+    There are 2 l + 1 states, where l is the length of the longest target. PyTorch's symbolic kernel
+    refuses the operator, because l is a value and not a size.
+
+    Source: aten/src/ATen/native/LossCTC.cpp (`ctc_loss_allocate_outputs`).
+    """
+    log_probs = given["log_probs"]
+    steps, samples = log_probs.shape[:2]
+    states = 2 * max(given["target_lengths"], default=0) + 1
+    shapes = (samples,), (samples, steps, states)
+    loss, alignment = (make_result(dispatch, shape, None, log_probs) for shape in shapes)
+    return loss, alignment
 
 
 # ---- rules

@@ -9,7 +9,8 @@ an H200 and torch 2.11 (`tests/test_cuda_estimates.py`).
 of torch 2.11 and 2.13 (`tests/test_cuda_kernels.py`), and its rows say which of them an H200 has
 confirmed.
 
-Not included are workspaces that an operator allocates and frees, and what cuDNN and cuBLAS keep.
+Not included are workspaces that an operator allocates and frees, what cuDNN and cuBLAS keep, and
+cuDNN's CTC loss, which runs only for labels in one dimension and of dtype int32.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
@@ -224,6 +224,11 @@ class Symbolic(FakeTensorMode):
         # If the values of a mask are known, the number of elements that it selects is known too.
         if func.overloadpacket in _INDEXING:
             args = args[0], self._places(args[1]), *args[2:]
+        # The size of one result of the CTC loss depends on the lengths of the targets.
+        if func is _aten._ctc_loss.Tensor and self.knows(args[3]):
+            func = _aten._ctc_loss.default
+            args = *args[:2], [], args[3].flatten().tolist(), *args[4:]
+            self.looks += 1
         result = self._cached(func, types, *map_tensors(placeholder, (args, kwargs)))
         if not func._schema.is_mutable:
             return result
@@ -240,7 +245,9 @@ class Symbolic(FakeTensorMode):
         found = []
         for index in indices:
             mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            found += index.nonzero().unbind(1) if mask and self.knows(index) else [index]
+            known = mask and self.knows(index)
+            self.looks += known
+            found += index.nonzero().unbind(1) if known else [index]
         return found
 
 
@@ -309,16 +316,58 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
         without_values = patch.object(
             nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
         )
+        mode = mode or Symbolic()
         with (
             without_values,
             patch.object(nn.Module, "_apply", apply_to_module),
+            patch.object(torch, "ctc_loss", _ctc_loss),
             _compiled_code_set_aside(),
-            mode or Symbolic() as mode,
+            _counted_looks(mode),
+            mode,
             cuda_kernels.chosen_as_on_cuda(mode.gpu) if mode.kind == "cuda" else nullcontext(),
         ):
             yield mode
     finally:
         state.restore()
+
+
+@contextmanager
+def _counted_looks(mode: Symbolic) -> Iterator[None]:
+    """Count in `mode.looks`, inside the block, the calls that read a real tensor without an
+    operator."""
+
+    def counted(read: Callable) -> Callable:
+        @wraps(read)
+        def read_and_count(*args: Any, **kwargs: Any) -> Any:
+            mode.looks += 1
+            return read(*args, **kwargs)
+
+        return read_and_count
+
+    with ExitStack() as stack:
+        for name in ("numpy", "tolist"):
+            stack.enter_context(patch.object(Tensor, name, counted(getattr(Tensor, name))))
+        yield
+
+
+_torch_ctc_loss = torch.ctc_loss
+
+
+def _ctc_loss(
+    log_probs, targets, input_lengths, target_lengths, blank=0, reduction=0, zero_infinity=False
+) -> Tensor:
+    """Compute the mean of `torch.ctc_loss` for lengths in a list by operators.
+
+    PyTorch writes these lengths into a new tensor without an operator, which a symbolic tensor does
+    not allow. All other losses are left to PyTorch.
+
+    Source: aten/src/ATen/native/LossCTC.cpp (`get_clamped_target_length`).
+    """
+    lengths = log_probs, targets, input_lengths, target_lengths, blank
+    if isinstance(target_lengths, Tensor) or reduction != 1:
+        return _torch_ctc_loss(*lengths, reduction, zero_infinity)
+    losses = _torch_ctc_loss(*lengths, 0, zero_infinity)
+    return (losses / torch.tensor(target_lengths, dtype=losses.dtype).clamp_min(1)).mean()
 
 
 @contextmanager
