@@ -29,10 +29,31 @@ TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _fake = torch._subclasses.fake_tensor
 NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
 # messages of errors that Python code raises if it reads the values of a symbolic tensor
-_NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")
+_NEEDS_NUMBERS = re.compile(
+    r"\.numpy\(\) is not supported|FakeTensor\.__format__|data is not allocated yet"
+    r"|Not available for 'meta' device"
+)
+# PyTorch's error for an operator of the user's own without a symbolic kernel
+_NO_SYMBOLIC_KERNEL = re.compile(r"no fake impl registered for (?:<CustomOpDef\()?([\w.:]+)")
+_TOO_LARGE = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]*\])")
 # PyTorch's error for a tensor subclass that is created from a tensor without an operator, such as
 # the weights of bitsandbytes
 _NEW_SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is")
+#: Advice for a step that runs on real tensors but not on symbolic ones.
+MEASURE = "measure the step on real tensors with course_lib.budget.run()"
+_ROUTER = (
+    ". If a router chooses the tokens of each expert, give each expert a fixed number of them, as"
+    " tokens.chunk(experts) does (in a Hugging Face model, pass"
+    ' experts_implementation="grouped_mm")'
+)
+_CTC = {torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss.default}
+UNINITIALIZED = (
+    "make_model must return a model whose parameters are initialized, got those of a lazy module"
+)
+INITIALIZE = (
+    "Give the layer its sizes, as nn.Linear(8, 4) does instead of nn.LazyLinear(4); or call the"
+    f" model once inside make_model, and {MEASURE}"
+)
 _SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -195,24 +216,20 @@ def explain_symbolic_errors() -> Iterator[None]:
     """Replace an error of symbolic tensors by one that explains the cause, names the line of the
     user's code, and gives advice."""
     try:
-        with silence_operator_log(), add_user_line(), _subclasses_refused():
+        with silence_operator_log(), add_user_line(), _tensors_and_operators_refused():
             yield
     except (*NEEDS_DATA, RuntimeError, TypeError) as error:
         if not needs_values(error):
             raise
-        advice = "Change the model or the batch so that no values are read"
+        advice = f"Change the model or the batch so that no values are read, or {MEASURE}"
         if goes_through(error, torch.distributions):
             advice += ". Call torch.distributions.Distribution.set_default_validate_args(False)"
         # nn.Transformer reads a mask to find out whether it is causal
-        if goes_through(error, torch.nn.modules.transformer):
+        elif goes_through(error, torch.nn.modules.transformer):
             advice += ". Pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
-        # the shape depends on values, as in x[expert == i] of a router
-        if isinstance(error, _fake.DynamicOutputShapeException):
-            advice += (
-                ". If these are the tokens that a router sends to an expert, give each expert a"
-                " fixed number of them, as tokens.chunk(experts) does (in a Hugging Face model,"
-                ' pass experts_implementation="grouped_mm"), or measure the step with run()'
-            )
+        # a router selects tokens by a mask, and may ask first whether there are any
+        elif isinstance(error, NEEDS_DATA) and error.func not in _CTC:
+            advice += _ROUTER
         raise ValueError(
             "the step reads values of its data"
             f" ({str(error).splitlines()[0][:80]}){place_of(error)}, but an estimate runs on"
@@ -224,23 +241,48 @@ def explain_symbolic_errors() -> Iterator[None]:
         raise ValueError(
             "make_model and make_batch must create all their tensors with operators, because an"
             " estimate runs on symbolic tensors, got a tensor that was created earlier or without"
-            f" an operator (as by torch.frombuffer){place_of(error)}"
+            f" an operator (as by torch.frombuffer){place_of(error)}. Create it inside these functions,"
+            f" or {MEASURE}"
         ) from error
 
 
 @contextmanager
-def _subclasses_refused() -> Iterator[None]:
-    """Explain the error for parameters of tensor subclasses that need values, as quantized ones."""
+def _tensors_and_operators_refused() -> Iterator[None]:
+    """Explain errors for tensors and operators that have no symbolic form.
+
+    These are parameters of tensor subclasses that need values, such as quantized ones, parameters
+    of lazy modules, operators of the user's own, and tensors of more bytes than can be counted.
+    """
     try:
         yield
     except RuntimeError as error:
-        if (subclass := _NEW_SUBCLASS.search(str(error))) is None:
+        words = str(error)
+        if subclass := _NEW_SUBCLASS.search(words):
+            if subclass[1].startswith("Uninitialized"):
+                raise ValueError(f"{UNINITIALIZED}{place_of(error)}. {INITIALIZE}") from error
+            sentence = (
+                "make_model must make parameters of PyTorch's own classes for an estimate, got"
+                f" {subclass[1]}{place_of(error)}, which cannot be made of symbolic tensors;"
+                f" {MEASURE}"
+            )
+        elif operator := _NO_SYMBOLIC_KERNEL.search(words):
+            sentence = (
+                f"the step runs {operator[1]}{place_of(error)}, which has no symbolic kernel;"
+                f" register one with torch.library.register_fake, or {MEASURE}"
+            )
+        elif isinstance(error, _fake.UnsupportedOperatorException):
+            sentence = (
+                f"the step runs {error.func}{place_of(error)}, which has no symbolic kernel;"
+                f" {MEASURE}"
+            )
+        elif sizes := _TOO_LARGE.search(words):
+            sentence = (
+                f"a tensor must have fewer than 2**63 bytes, got one of shape {sizes[1]}"
+                f"{place_of(error)}; make the model, the batch or its samples smaller"
+            )
+        else:
             raise
-        raise ValueError(
-            "make_model must make parameters of PyTorch's own classes for an estimate, got"
-            f" {subclass[1]}{place_of(error)}, which cannot be made of symbolic tensors. Measure"
-            " the step with run() instead"
-        ) from error
+        raise ValueError(sentence) from error
 
 
 def place_of(error: Exception) -> str:

@@ -291,6 +291,15 @@ def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_gradients_enabled() -> None:
+    """Raise if gradients are switched off, because a training step needs them."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients must be enabled for a training step, got a call inside torch.no_grad(),"
+            " torch.inference_mode() or torch.set_grad_enabled(False)"
+        )
+
+
 def check_in_training(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer is in evaluation mode, as schedule-free ones are before `train()`."""
     if any(group.get("train_mode") is False for group in optimizer.param_groups):

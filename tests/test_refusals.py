@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import LBFGS
 
 from course_lib import _check, checkpoint
@@ -364,6 +365,9 @@ def fits(name, sentence):
 
 # ---- PyTorch's objects that a technique cannot use
 
+points = partial(torch.ones, 2, 3)
+BUILT = build(Points, Recipe())
+
 
 def accumulated(model, optimizer, batch):
     return AccumulatedStep(model, optimizer, Points.loss_sum)([batch])
@@ -448,6 +452,164 @@ def test_other_errors_inside_hooks_stay_as_they_are():
             call(fail, torch.ones(2, requires_grad=True))
 
 
+# ---- steps that run and cannot be estimated
+
+MEASURED = r"measure the step on real tensors with course_lib\.budget\.run\(\)"
+ROUTER = "as tokens.chunk(experts) does"
+KEPT = torch.ones(3)
+
+
+class Step(nn.Linear):
+    """A layer whose loss is a function of its output."""
+
+    def __init__(self, function):
+        super().__init__(3, 3)
+        self.function = function
+
+    def loss_sum(self, points):
+        return self.function(self(points)).sum(), len(points)
+
+
+class OfNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Indexed(nn.Embedding):
+    """An embedding with a sparse gradient."""
+
+    def loss_sum(self, points):
+        return self(points.long()).sum(), len(points)
+
+
+class Recurrent(nn.LSTM):
+    def loss_sum(self, points):
+        return self(points)[0].sum(), len(points)
+
+
+def routed(x, *, asks):
+    """Let two experts compute their own tokens."""
+    found = torch.zeros_like(x)
+    for mask in (x[:, 0] > 0, x[:, 0] <= 0):
+        if not asks or mask.any():
+            found[mask] = x[mask] * 2
+    return found
+
+
+def sampled(x):
+    return x + torch.distributions.Normal(x, torch.ones_like(x)).mean
+
+
+def ctc_of_scores(x):
+    """Compute a CTC loss whose lengths depend on the scores."""
+    lengths = x.detach().argmax(-1).clamp(1, 1)[:1]
+    scores = x.log_softmax(-1)[:, None]
+    return F.ctc_loss(scores, torch.ones(1, 1).long(), torch.tensor([2]), lengths)
+
+
+@torch.library.custom_op("course_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+# (function that makes a model, part of the refusal, whether a router is mentioned)
+UNKNOWN = [
+    (partial(Step, lambda x: x * x.mean().item()), "_local_scalar_dense", True),
+    (partial(Step, partial(routed, asks=True)), "_local_scalar_dense", True),
+    (partial(Step, partial(routed, asks=False)), "nonzero", True),
+    (partial(Step, ctc_of_scores), "_ctc_loss", False),
+    (partial(Step, OfNumPy.apply), "numpy", False),
+    (partial(Step, lambda x: (f"{x.mean():.2f}", x)[1]), "__format__", False),
+    (partial(Step, lambda x: x * x.detach().untyped_storage()[0]), "'meta' device", False),
+    (partial(Step, sampled), "set_default_validate_args", False),
+    (partial(Step, lambda x: x * KEPT), "created earlier .* Create it inside", False),
+    (partial(Step, doubled), "register_fake", False),
+    (partial(Step, lambda x: torch.sparse.mm(x.to_sparse(), x.t())), "keep the tensor", False),
+    (partial(Indexed, 3, 3, sparse=True), "sparse=False", False),
+    (partial(Recurrent, 3, 3), "mkldnn", False),
+]
+
+
+@pytest.mark.parametrize(("make_model", "told", "router"), UNKNOWN, ids=[row[1] for row in UNKNOWN])
+def test_an_estimate_of_a_step_that_runs_says_how_to_measure_it(make_model, told, router):
+    step = make_model, partial(torch.ones, 2, 3), Recipe(optimizer="sgd")
+    assert run(*step).result.stepped
+    with pytest.raises(ValueError, match=f"{told}.*{MEASURED}|{MEASURED}.*{told}") as raised:
+        estimate(*step)
+    assert (ROUTER in str(raised.value)) == router
+
+
+class Lazy(nn.Sequential):
+    loss_sum = Points.loss_sum
+    calls = 0
+
+
+def lazy():
+    return Lazy(nn.Linear(3, 3), nn.LazyLinear(4))
+
+
+def called_once():
+    model = lazy()
+    model(torch.ones(1, 3))
+    return model
+
+
+@pytest.mark.parametrize("act", [estimate, run, partial(fit, progress=False)])
+def test_the_advice_for_a_lazy_module_works(act):
+    make_batch = partial(torch.ones, 2, 3)
+    last = Recipe() if act in (estimate, run) else 10**6
+    with pytest.raises(ValueError, match=rf"^make_model must .* lazy .* nn\.Linear.*{MEASURED}"):
+        act(lazy, make_batch, last)
+    assert act(Points, make_batch, last)  # the layer has its sizes
+    assert run(called_once, make_batch, Recipe()).result.stepped
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: estimate(Points, points, Recipe()),
+        lambda: run(decoder, tokens, Recipe(checkpoint="layers")),
+        lambda: fit(Points, points, 10**6, progress=False),
+        lambda: by_recipe(*BUILT, points()),
+    ],
+    ids=["estimate", "run", "fit", "train_step"],
+)
+def test_a_step_without_gradients_is_refused_and_names_the_cause(act, off):
+    with off(), pytest.raises(RuntimeError, match=r"^gradients must be enabled .* torch\.no_grad"):
+        act()
+    act()
+
+
+def test_an_accumulated_step_without_gradients_names_the_cause():
+    with torch.no_grad(), pytest.raises(TypeError, match=r"gradients are switched off"):
+        accumulated(*BUILT, points())
+    assert accumulated(*BUILT, points()).stepped
+
+
+def test_a_tensor_of_too_many_bytes_is_refused_with_its_shape():
+    with pytest.raises(ValueError, match=r"^a tensor must have fewer than 2\*\*63 bytes, got one"):
+        estimate(partial(Step, lambda x: x.repeat(1, 2**60)), points, Recipe())
+
+
+@pytest.mark.parametrize("value", ["adamw", "AdamW", torch.optim.AdamW])
+def test_an_unknown_optimizer_is_told_which_one_is_adamw(value):
+    with pytest.raises(ValueError, match=r"^optimizer must be 'adam' \(AdamW\), .*, got .*[Ww]'?$"):
+        Recipe(optimizer=value)
+
+
+def test_one_sample_allows_one_micro_batch():
+    with pytest.raises(ValueError, match="must be 1 for a batch of 1 sample, got 2$"):
+        estimate(Points, partial(torch.ones, 1, 3), Recipe(micro_batches=2))
+
+
 class Quantized(Points):
     """A frozen layer with weights of bitsandbytes, and a layer that is trained."""
 
@@ -466,7 +628,7 @@ def test_an_estimate_refuses_quantized_weights_that_run_measures(layer, weight):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     make_model = partial(Quantized, getattr(bitsandbytes.nn, layer))
     make_batch, recipe = partial(torch.ones, 2, 3), Recipe()
-    refusal = rf"^make_model must .*, got {weight} at .*test_refusals\.py, line \d+, .* run\(\)"
+    refusal = rf"^make_model must .*, got {weight} at .*test_refusals\.py, line \d+, .* {MEASURED}"
     with pytest.raises(ValueError, match=refusal):
         estimate(make_model, make_batch, recipe)
     assert run(make_model, make_batch, recipe).result.stepped

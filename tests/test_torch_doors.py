@@ -107,7 +107,7 @@ DOORS = [
 NOT_ALWAYS = {"_cuda_clearCublasWorkspaces", "_get_graph_exec_group", "_host_emptyCache"}
 # Private names that others than torch give their objects.
 OTHERS = {
-    *("_exit", "_getframe"),  # Python
+    *("_exit", "_getframe", "_negative_number_matcher"),  # Python
     *("_attn_implementation", "_model_mapping"),  # transformers
     *("_fields", "_replace"),  # namedtuple
     *("_left_title", "_right_title", "_suptitle"),  # matplotlib

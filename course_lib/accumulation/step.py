@@ -534,9 +534,10 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | T
         or not loss.is_floating_point()
         or not loss.requires_grad
     ):
+        off = "" if torch.is_grad_enabled() else "; gradients are switched off where it is called"
         raise TypeError(
             f"{name}: the sum of losses must be a floating-point scalar tensor that"
-            f" requires a gradient, got {describe(loss)}"
+            f" requires a gradient, got {describe(loss)}{off}"
         )
     if not isinstance(weight, (Tensor, Real)) or (
         torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)

@@ -22,7 +22,7 @@ from course_lib._hugging_face_losses import (
     takes_arguments,
     wrapped_in,
 )
-from course_lib._torch import is_symbolic
+from course_lib._torch import check_gradients_enabled, is_symbolic
 
 from .stages import CHAINED, runs_stages, staged_loss
 
@@ -78,7 +78,9 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     Raises:
         TypeError: The model has no loss, or `loss_sum` is not a function of (model, batch).
         ValueError: Recipe and loss cannot be combined.
+        RuntimeError: Gradients are switched off.
     """
+    check_gradients_enabled()
     name = type(wrapped_in(model)).__name__
     count = recipe.micro_batches
     if loss_sum is not None:

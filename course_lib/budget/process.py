@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._batches import Split
+from course_lib._origin import MEASURE
 from course_lib._torch import counted_kind, look_of, not_collecting, tensors_in
 from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
@@ -215,13 +216,15 @@ class StepMeter(UnguardedMeter):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if found := INEXACT.get(func):
-            raise ValueError(f"the step runs {func}, which {found.reason}; {found.remedy}")
+            raise ValueError(
+                f"the step runs {func}, which {found.reason}; {found.remedy}, or {MEASURE}"
+            )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if getattr(result, "layout", None) is torch.sparse_coo:
             raise ValueError(
                 "the step makes a sparse gradient, whose bytes depend on its values, but an"
                 " estimate runs on symbolic tensors, which have shapes only; pass"
-                " sparse=False to the embedding"
+                f" sparse=False to the embedding, or {MEASURE}"
             )
         if func is _TILES:
             # This operator represents many others, and its argument names the largest of them.

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from course_lib._batches import Split, parts_of, samples_in
-from course_lib._check import describe, kind
+from course_lib._check import any_of, describe, kind
+from course_lib._origin import INITIALIZE, UNINITIALIZED
 from course_lib._torch import (
     check_in_training,
     check_no_closure,
@@ -381,8 +382,8 @@ def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None)
     )
     if split is None and samples is not None and micro_batches not in counts_allowed(samples):
         raise ValueError(
-            f"micro_batches must be one of {', '.join(map(str, counts_allowed(samples)))} for a"
-            f" batch of {samples} samples, got {micro_batches}"
+            f"micro_batches must be {any_of(counts_allowed(samples))} for a batch of {samples}"
+            f" sample{'s' * (samples > 1)}, got {micro_batches}"
         )
     return parts_of(batch, micro_batches, split)
 
@@ -404,6 +405,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
     """Raise TypeError or ValueError if the model does not support the recipe."""
     check_recipe(recipe)
     kind("model", model, nn.Module, "a torch.nn.Module")
+    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ValueError(f"{UNINITIALIZED}. {INITIALIZE}")
     if not trainable_parameters(model):
         raise ValueError(
             f"model must have parameters that require gradients, got {describe(model)} without any"

@@ -46,6 +46,8 @@ class Parser(argparse.ArgumentParser):
             super().__init__(
                 *args, description=_translate(description), epilog=_translate(epilog), **options
             )
+        # A value such as -5GB is refused by its own check, and not taken for an option.
+        self._negative_number_matcher = re.compile(r"-\d")
 
     def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
         self.__dict__.setdefault("options", []).extend(names)

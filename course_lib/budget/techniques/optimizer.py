@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from course_lib._check import any_of, must_be
+from course_lib._check import any_of, describe, must_be, one_of
 from course_lib.labels import text, verbatim
 from course_lib.offload.optimizer import PAGE_BYTES
 
@@ -15,10 +15,19 @@ from .technique import Recipe, Search, Technique, choice, count, fields_of, frac
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
+def _optimizer(name: str, value: Any) -> None:
+    """Check that a value is a key of `OPTIMIZERS`, and say in the error which one is AdamW."""
+    try:
+        one_of(name, value, OPTIMIZERS)
+    except ValueError:
+        names = any_of(map(repr, OPTIMIZERS)).replace("'adam'", "'adam' (AdamW)")
+        raise ValueError(must_be(name, names, describe(value))) from None
+
+
 class Optimizer(Technique):
     """Optimizer and variant of its update, as listed in `OPTIMIZERS`."""
 
-    fields = fields_of(optimizer=choice(*OPTIMIZERS), update=choice(*UPDATES))
+    fields = fields_of(optimizer=_optimizer, update=choice(*UPDATES))
     after = None
     composable = True
     computes = False
