@@ -7,7 +7,7 @@ ValueError for a value out of range.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -115,7 +115,13 @@ class InfeasibleBudget(ValueError):
         least: Solution that needs `least_bytes`, such as a `course_lib.budget.Estimate`; None if
             none was found.
         name: Name of the argument that sets the budget.
+        not_tried: Sentences on techniques that a search could not try for this model.
+        additions: Fields of `course_lib.budget.Recipe` that the search allows in addition to those
+            of `least`.
     """
+
+    not_tried: Sequence[str] = ()
+    additions: Sequence[str] = ()
 
     def __init__(
         self,
@@ -135,10 +141,5 @@ class InfeasibleBudget(ValueError):
         self.name = name
 
     def __reduce__(self):
-        return type(self), (
-            self.budget_bytes,
-            self.least_bytes,
-            self.reason,
-            self.least,
-            self.name,
-        )
+        given = self.budget_bytes, self.least_bytes, self.reason, self.least, self.name
+        return type(self), given, vars(self)

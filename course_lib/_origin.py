@@ -241,8 +241,8 @@ def explain_symbolic_errors() -> Iterator[None]:
         raise ValueError(
             "make_model and make_batch must create all their tensors with operators, because an"
             " estimate runs on symbolic tensors, got a tensor that was created earlier or without"
-            f" an operator (as by torch.frombuffer){place_of(error)}. Create it inside these functions,"
-            f" or {MEASURE}"
+            f" an operator (as by torch.frombuffer){place_of(error)}. Create it inside these"
+            f" functions, or {MEASURE}"
         ) from error
 
 

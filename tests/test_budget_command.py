@@ -3,13 +3,17 @@
 import importlib
 import json
 import math
+import os
 import pickle
 import re
+import signal
+import subprocess
 import sys
 import traceback
 import warnings
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,6 +310,7 @@ IN_BOTH_LANGUAGES = [
         ("--budget 80Gob", "got 'Gob' in '80Gob'"),
         ("--budget lots", "got 'lots'"),
         ("--budget 0MB", "got '0MB'"),
+        ("--budget -5GB", "got '-5GB'"),
         ("--budget 24", "24GB (10**9 bytes each) or 24GiB (2**30 bytes each)?"),
         ("--layers 0", "got '0'"),
         ("--parameters many", "got 'many'"),
@@ -335,7 +340,10 @@ OF_RANKS = (
 IN_ENGLISH = [
     (f"{SMALL} --budget 1GB --heads 3", "divisor of hidden"),
     (f"{SMALL} --budget 1GB --device laptop --count reserved", "no caching allocator"),
-    (f"{SMALL} --budget 1GB --batch 10000000 --sequence 10000000 --hidden 10000000", "overflow"),
+    (
+        f"{SMALL} --budget 1GB --batch 10000000 --sequence 10000000 --hidden 10000000",
+        "fewer than 2**63",
+    ),
     ("--sequence 8", "--parameters, or --hidden and --layers, got none"),
     ("--config a.json --hidden 3", "got --config and --hidden"),
     ("--hidden 64 --layers 1 --batch 2", "--sequence is missing"),
@@ -535,6 +543,23 @@ def routed(model, x):
 def asking(model, x):
     return flash_attention(model(x)[0], x, x)
 
+class Skipping(nn.Module):
+    # A chain of blocks with a skip connection and BatchNorm, and without a list of its blocks.
+    def __init__(self):
+        super().__init__()
+        for name in ("down", "middle", "up"):
+            block = nn.Sequential(nn.Linear(8, 99), nn.BatchNorm1d(99), nn.Tanh(), nn.Linear(99, 8))
+            self.add_module(name, block)
+
+    def loss_sum(self, x):
+        first = self.down(x)
+        return self.up(self.middle(first) + first).square().sum(), len(x)
+
+def skipping():
+    return Skipping()
+
+skipping.make_batch = lambda: torch.ones(600, 8)
+
 def without_loss():
     return nn.Linear(8, 8)
 
@@ -574,6 +599,44 @@ def test_a_function_of_the_users_says_what_the_model_is(users, which, capsys):
     assert command.main(asked) == 0
     printed = capsys.readouterr().out
     assert "72 parameters; 6 samples" in printed and "the cheapest: Recipe()" in printed
+
+
+SKIPPING = ["--model", "of_a_user:skipping", "--device", "laptop", "--precision", "fp32"]
+SKIPPING += ["--optimizer", "sgd"]
+
+
+def test_the_command_says_what_was_not_tried_and_takes_the_names_of_blocks(users, capsys):
+    assert command.main([*SKIPPING, "--budget", "1GB"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("no checkpoint was tried") == printed.count("only one micro-batch") == 1
+    assert command.main([*SKIPPING, "--budget", "1GB", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    no_checkpoint, one_micro_batch = told["not_tried"]
+    assert no_checkpoint.endswith("(--blocks in the command): 'down', 'middle', 'up'")
+    assert "BatchNorm" in one_micro_batch
+    budget = ["--budget", f"{told['recipes'][0]['peak_bytes'] * 2 // 3}B"]
+    named = [*SKIPPING, *budget, "--blocks", "down, m*,up"]
+    assert command.main(named) == 0
+    printed = capsys.readouterr().out
+    assert "no checkpoint" not in printed and "of down m* up" in printed
+    assert command.main([*named, "--json"]) == 0
+    assert "blocks" in json.loads(capsys.readouterr().out)["recipes"][0]["recipe"]
+
+
+def test_the_advice_at_the_end_is_what_the_model_allows(users, capsys):
+    """Checkpoints need names, there is no attention and no head, and BatchNorm mixes samples."""
+    assert command.main([*SKIPPING, "--budget", "100kB"]) == 1
+    printed = capsys.readouterr().err
+    assert "no checkpoint was tried" in printed and "is activation;" in printed
+    fields = printed.rpartition("as fields of Recipe: ")[2].strip().split(", ")
+    assert set(fields) <= {"precision", "offload_activations"} and "precision" in fields
+    assert command.main([*SKIPPING, "--budget", "100kB", "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["not_tried"]) == 2
+
+
+def test_names_of_blocks_that_match_nothing_are_refused(users, capfd):
+    status, [line] = refused(capfd, *SKIPPING, "--budget", "1GB", "--blocks", "down,left.*")
+    assert status == 2 and "got 'left.*'; the model has 'down'" in line
 
 
 def test_a_model_without_a_loss_is_refused_and_the_advice_can_be_followed(users, capfd):
@@ -720,6 +783,18 @@ def test_what_a_gpu_holds_apart_from_tensors_is_shown_and_in_none_of_the_figures
         assert f" {count / 1e6:,.1f} " in f"{row} "
 
 
+def test_the_column_of_what_is_left_counts_what_must_fit(capsys):
+    asked = [*ONE_LAYER, "--device", "H100", "--budget", "3MB", "--count", "tensors"]
+    assert command.main([*asked, "--json"]) == 0
+    peak = json.loads(capsys.readouterr().out)["recipes"][0]["peak_bytes"]
+    assert command.main(asked) == 0
+    printed = capsys.readouterr().out
+    [header, row] = printed.split("\n\n")[1].splitlines()[:2]
+    assert header.split("  ")[2].strip() == "left (MB)"
+    assert float(row.split()[2]) == round((3_000_000 - peak) / 1e6, 1)
+    assert "MB more than the available" not in printed
+
+
 def test_a_device_has_the_budget_and_a_search_goes_by_what_is_reserved(capsys):
     asked = [*ONE_LAYER, "--device", "RTX 4090", "--json"]
     assert command.main(asked) == 0
@@ -750,18 +825,46 @@ def test_where_the_cheapest_leaves_little_a_recipe_that_leaves_more_is_shown(cap
 
 
 @pytest.mark.parametrize(
-    ("recipe", "largest", "ends"),
+    ("recipe", "largest", "additions", "ends"),
     [
-        (Recipe(checkpoint="layers"), "activation", "head_chunk, micro_batches, ranks"),
-        (Recipe(in_backward=True), "activation", "offload_activations, head_chunk, ranks"),
-        (Recipe(**BF16), "optimizer", "is optimizer state; .*fields of Recipe: optimizer, ranks"),
-        (Recipe(ranks=4, precision="bf16"), "parameter", "or more ranks"),
+        (Recipe(checkpoint="layers"), "activation", "head_chunk ranks", "head_chunk, ranks"),
+        (Recipe(in_backward=True), "activation", "checkpoint in_backward", "Recipe: checkpoint"),
+        (Recipe(**BF16), "optimizer", "ranks optimizer", "optimizer state; .*: optimizer, ranks"),
+        (Recipe(precision="bf16"), "activation", "", "or more ranks"),
+        (Recipe(ranks=4, precision="bf16"), "parameter", "micro_batches", "or more ranks"),
     ],
 )
-def test_advice_names_the_techniques_that_act_on_the_largest_category(recipe, largest, ends):
+def test_advice_names_the_allowed_techniques_that_act_on_the_largest_category(
+    recipe, largest, additions, ends
+):
     at_peak = {"other": 2, largest: 3, "buffer": 1}
-    advice = command._advice(Estimate(recipe, 1, at_peak, {}, "", 1, 0, 0))
+    advice = command._advice(Estimate(recipe, 1, at_peak, {}, "", 1, 0, 0), additions.split())
     assert re.search(f"{ends}$", advice)
+
+
+OUTPUT = "from course_lib.labels.command import run_command; run_command(lambda: print('x' * {}))"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", OUTPUT.format(1)], ["-c", OUTPUT.format(10**6)], ["-m", command.__package__, "--help"]],
+    ids=["short", "long", "help"],
+)
+def test_a_command_ends_quietly_in_a_closed_pipe_and_in_one_line_on_a_full_disk(arguments):
+    def ended(output):
+        done = subprocess.run(
+            [sys.executable, *arguments], stdout=output, stderr=subprocess.PIPE, text=True
+        )
+        return done.returncode, done.stderr
+
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe, Path("/dev/full").open("w") as full:
+        assert ended(pipe) == (128 + signal.SIGPIPE, "")
+        assert ended(full) == (
+            1,
+            "error: the output cannot be written ([Errno 28] No space left on device)\n",
+        )
 
 
 def test_progress_is_a_line_at_times_where_there_is_no_terminal(monkeypatch, capsys):

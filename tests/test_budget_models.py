@@ -403,7 +403,7 @@ REFUSED = [
     (partial(Tiny, "causal"), TWO, "micro_batches must be 1 for a Tiny, got 2"),
     (Pictures, TWO, "micro_batches must be 1 .* BatchNorm .*, got 2"),
     (Decoder, replace(LAYERS, blocks="layers.*"), r"blocks must match .*, got 'layers.\*'"),
-    (Decoder, replace(LAYERS, blocks="*"), "blocks must match modules of one type .*Embedding"),
+    (Decoder, replace(LAYERS, blocks="*"), "blocks must match modules of one type, .*Embedding"),
     (Decoder, replace(LAYERS, first_blocks=4), "first_blocks must be between 1 and 3, .*, got 4"),
     (partial(nn.Linear, 2, 2), LAYERS, "blocks must"),
     (partial(Calling, without_gradients), LAYERS, UNSEEN_BLOCKS),

@@ -1,5 +1,6 @@
 """What `fit` composes is what whole symbolic steps take, and nothing is lost by it."""
 
+import pickle
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -223,6 +224,118 @@ def test_equal_blocks_are_the_longest_list_of_those_that_are_set_alike():
     assert composer_of(partial(InAChain, [64] * MANY), points).runs_them
     composer = composer_of(partial(Nested, MANY + 1), points)
     assert len(composer.blocks) == MANY + 1 and not composer.runs_them
+
+
+class Hybrid(Chain):
+    """Blocks of two types in one list."""
+
+    def __init__(self, count=6):
+        nn.Module.__init__(self)
+        kinds = [nn.GELU, nn.Tanh]
+        self.blocks = nn.ModuleList(
+            type(f"Of{kinds[i % 2].__name__}", (nn.Sequential,), {})(
+                nn.Linear(16, 99), kinds[i % 2](), nn.Linear(99, 16)
+            )
+            for i in range(count)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Skips(nn.Module):
+    """Blocks that have names of their own, and no list."""
+
+    def __init__(self, norm=nn.Identity):
+        super().__init__()
+        for name in ("down", "middle", "up"):
+            inside = nn.Linear(16, 99), nn.Tanh(), norm(99), nn.Linear(99, 16)
+            self.add_module(name, nn.Sequential(*inside))
+
+    def loss(self, x):
+        first = self.down(x)
+        return self.up(self.middle(first) + first).square().mean()
+
+
+def summed(model, x):
+    return model.loss(x) * len(x), len(x)
+
+
+def test_blocks_of_several_types_are_found_as_if_they_were_named():
+    of = partial(torch.randn, 1, 300, 16)
+    peak = estimate(Hybrid, of, SGD).peak_bytes
+    for share in (0.7, 0.5):
+        found, named = (
+            fit(Hybrid, of, int(peak * share), base=SGD, quick=True, **ASK, blocks=blocks)
+            for blocks in (None, "blocks.*")
+        )
+        assert [e.peak_bytes for e in found] == [e.peak_bytes for e in named]
+        assert found.not_tried == named.not_tried == [] and "not tried" not in str(found)
+        assert named[0].recipe.checkpoint == found[0].recipe.checkpoint == "layers"
+
+
+NO_BLOCKS = (
+    r"no checkpoint was tried, .*blocks= \(--blocks in the command\): 'down', 'middle', 'up'"
+)
+ONE_ALONE = "only one micro-batch was tried: micro_batches must be 1 for a Skips"
+
+
+@pytest.mark.parametrize(
+    ("norm", "options", "said"),
+    [
+        (nn.Identity, {}, [NO_BLOCKS, f"{ONE_ALONE}, got 2: its loss is a mean.*loss_sum"]),
+        (nn.Identity, {"loss_sum": summed}, [NO_BLOCKS]),
+        (nn.BatchNorm1d, {"loss_sum": summed}, [NO_BLOCKS, f"{ONE_ALONE} with BatchNorm .* eval"]),
+        (nn.Identity, {"blocks": ["down", "middle", "up"], "loss_sum": summed}, []),
+        (nn.Identity, {"base": replace(SGD, micro_batches=2), "loss_sum": summed}, [NO_BLOCKS]),
+    ],
+)
+@pytest.mark.parametrize("count", ["tensors", "reserved"])
+def test_a_search_says_what_it_could_not_try(norm, options, said, count):
+    options = {"base": SGD, "quick": True, "progress": False, **options}
+    options |= {"count": count, "kind": "cuda"} if count == "reserved" else {}
+    for budget in (10**9, 1000):
+        try:
+            found = fit(partial(Skips, norm), many_points, budget, **options)
+        except InfeasibleBudget as error:
+            assert budget == 1000
+            found = pickle.loads(pickle.dumps(error))
+        assert len(found.not_tried) == len(said)
+        for sentence, each in zip(found.not_tried, said, strict=True):
+            assert re.match(each, sentence) and sentence in str(found)
+
+
+def test_given_recipes_are_all_tried():
+    given = {"recipes": [SGD], "progress": False}
+    assert not fit(Skips, many_points, 10**9, **given).not_tried
+    with pytest.raises(InfeasibleBudget) as raised:
+        fit(Skips, many_points, 1, **given)
+    assert not raised.value.not_tried
+
+
+@pytest.mark.parametrize(
+    ("recipe", "allowed"),
+    [
+        (SGD, {"precision", "offload_activations", "in_backward"}),
+        (replace(SGD, in_backward=True), {"precision", "offload_activations"}),
+    ],
+)
+def test_additions_are_the_techniques_that_model_and_recipe_allow(recipe, allowed):
+    search = search_of(partial(Skips, nn.BatchNorm1d), many_points, SGD, loss_sum=summed)
+    assert set(search.additions(recipe)) == allowed
+    search = search_of(Skips, many_points, SGD, loss_sum=summed)
+    more = set() if recipe.in_backward else {"micro_batches"}
+    assert set(search.additions(recipe)) == allowed | more
+    adam = replace(recipe, optimizer="adam")
+    assert ("ranks" in search.additions(adam)) == (not recipe.in_backward)
+
+
+@pytest.mark.parametrize("blocks", ["left", ["down", "left.*"]])
+def test_names_of_blocks_that_match_nothing_are_an_error(blocks):
+    with pytest.raises(ValueError, match=r"blocks must match .*, got 'left"):
+        fit(Skips, many_points, 10**9, blocks=blocks, **ASK)
 
 
 def test_an_error_of_the_composer_itself_is_raised(monkeypatch):

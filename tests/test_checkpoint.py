@@ -39,6 +39,7 @@ from course_lib.checkpoint import (
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
+from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, DecoderLayer, deep_mlp, random_tokens
 
@@ -1083,6 +1084,38 @@ def test_every_list_of_like_modules_is_found_but_not_those_inside_their_modules(
     for names in (("one", "heads", "other"), ("heads", "other")):
         alone = checkpoint_blocks(nn.ModuleDict({name: parts[name] for name in names}), None)
         assert alone.names == tuple(f"{names[0]}.{i}" for i in range(len(parts[names[0]])))
+
+
+def test_lists_of_several_types_are_blocks_only_without_larger_modules_of_one_type():
+    def two(count, *more):
+        """Return a list of modules of two types, which have modules inside."""
+        kinds = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.TransformerEncoderLayer(2, 1, 2)
+        return nn.ModuleList([*(copy.deepcopy(kinds[i % 2]) for i in range(count)), *more])
+
+    single = nn.ModuleList([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh(), nn.Tanh()])
+    parts = {"a": two(2), "b": two(4), "c": single, "d": nn.Sequential(*two(3)), "e": two(1)}
+    heads = {"heads": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}
+    layers = {"layers": nn.ModuleList([nn.Sequential(nn.Tanh(), nn.ReLU()) for _ in range(2)])}
+    rest = nn.ModuleDict({name: parts[name] for name in "abcd"})
+    longest = [*(f"b.{i}" for i in range(4)), "a.0", "a.1"]
+    assert names_of(rest, None) == names_of(nn.ModuleDict({**rest, **heads}), None) == longest
+    assert names_of(nn.ModuleDict({**rest, **layers}), None) == ["layers.0", "layers.1"]
+    assert names_of(nn.ModuleDict(parts), None) == ["e.0"]  # a list of one type
+    assert len(names_of(nn.ModuleDict({"c": single}), None)) == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: nn.Sequential(nn.Tanh(), nn.Sequential(nn.Tanh()), deep_mlp(1, 2)), "'1', '2'"),
+        (lambda: nn.ModuleDict({"net": nn.Sequential(nn.Sequential(nn.Tanh()))}), "'net.0.0'"),
+        (lambda: nn.ModuleDict({"a": nn.ReLU(), "b": nn.Tanh()}), "'a', 'b'"),
+        (lambda: nn.Linear(3, 3), "contains no other modules"),
+    ],
+)
+def test_a_model_without_lists_is_refused_with_names_to_choose(make, names):
+    with pytest.raises(ValueError, match=rf"without a list of blocks .*, got None; .*{names}"):
+        checkpoint_blocks(make(), None)
 
 
 @pytest.mark.parametrize(("blocks", "shown"), [("foo.*", r"got 'foo"), (None, "got None")])

@@ -120,9 +120,11 @@ def test_every_field_of_a_recipe_is_in_the_table_of_the_trainer():
 
 def test_the_recipe_of_the_trainers_step_has_only_what_the_trainer_has():
     recipe = replace(
-        OFFLOADED, optimizer="sgd", update="fused", blocks="a", prefetch=3, min_bytes=1
+        OFFLOADED, optimizer="sgd", update="fused", first_blocks=2, prefetch=3, min_bytes=1
     )
     assert recipe.as_training_arguments(SAMPLES).recipe == replace(OFFLOADED, optimizer="sgd")
+    named = replace(LAYERS, blocks="a", first_blocks=1)  # a model's only blocks may have names
+    assert named.as_training_arguments(SAMPLES).recipe == replace(LAYERS, blocks="a")
 
 
 def test_all_ranks_together_take_the_samples_of_the_batch():

@@ -606,7 +606,7 @@ def test_an_unknown_optimizer_is_told_which_one_is_adamw(value):
 
 
 def test_one_sample_allows_one_micro_batch():
-    with pytest.raises(ValueError, match="must be 1 for a batch of 1 sample, got 2$"):
+    with pytest.raises(ValueError, match=r"must be 1 for a batch of 1 sample, got 2$"):
         estimate(Points, partial(torch.ones, 1, 3), Recipe(micro_batches=2))
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from course_lib._origin import is_refusal, message, silence_operator_log
 from course_lib.checkpoint.blocks import names_of
 from course_lib.distributed.formulas import ring_bytes
 from course_lib.labels import say, text, verbatim
-from course_lib.labels.command import Parser, translated_error
+from course_lib.labels.command import Parser, run_command, translated_error
 from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import Table, bytes_text
@@ -102,7 +102,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget",
         type=byte_count,
-        help="80GiB (2**30 bytes each) or 24GB (10**9 bytes each); default the device's memory",
+        help=(
+            "80GiB (2**30 bytes each) or 24GB (10**9 bytes each); default the memory of the"
+            " --device"
+        ),
     )
     parser.add_argument(
         "--precision",
@@ -126,7 +129,7 @@ def arguments() -> argparse.ArgumentParser:
         help=text(
             "machine whose rates are used, and whose memory where no budget is given: {names}; or"
             " this, which is measured; or PACKAGE:FUNCTION, which returns the Rates of your own"
-            " device (default H100)",
+            " device (default H100, for its rates alone)",
             names=verbatim(", ".join(RATES)),
         ),
     )
@@ -134,6 +137,15 @@ def arguments() -> argparse.ArgumentParser:
         "--ranks",
         type=whole_number,
         help="devices that share the batch; each way to shard is tried",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=_names,
+        metavar="NAMES",
+        help=(
+            "modules to checkpoint, separated by commas; * matches the text between two dots, as in"
+            " 'tower.*,decoder.layers.*'; default the model's lists of blocks"
+        ),
     )
     parser.add_argument("--shard", choices=SHARDS, help="with --ranks, this one alone")
     parser.add_argument(
@@ -201,16 +213,22 @@ def main(argv: list[str] | None = None) -> int:
         base = _base(given, model)
         options = {"loss_sum": model.loss_sum, "split": model.split, "tier": tier, "kind": kind}
         options |= {"gpu": rates.gpu, "count": count, "quick": given.quick}
+        options["blocks"] = given.blocks
         # If `main` is called from Python, as in a notebook, it prints no progress.
         options["progress"] = sys.stderr.isatty() or (argv is None and _lines_of_progress())
         found = fit(model.make_model, model.make_batch, room, base=base, rates=rates, **options)
         way = found.way()
         leaner = _with_spare_memory(found, memory, room, count)
         checked = check(model, found[0].recipe) if given.check else None
-        gpu = OnDevice.from_estimate(found[0], rates, memory) if kind == "cuda" else None
+        gpu = (
+            OnDevice.from_estimate(found[0], rates, memory if whole_memory else None)
+            if kind == "cuda"
+            else None
+        )
     except InfeasibleBudget as error:
         if given.json:
             report |= {"recipes": [], "error": str(error), "least_bytes": error.least_bytes}
+            report["not_tried"] = [*error.not_tried]
             print(json.dumps(report, indent=1))
         else:
             print(_nothing_fits(error, model, report), file=sys.stderr)
@@ -224,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
             "rates": _plain(rates),
             "recipes": [_as_json(e, rates, kind) for e in found],
             "leaner": [_as_json(e, rates, kind) for e in leaner],
+            "not_tried": [*found.not_tried],
         }
         report |= {"way": [_as_json(e, rates) for e in way], "check": checked and checked.as_dict()}
         report["on_device"] = gpu and asdict(gpu)
@@ -232,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(json.dumps(report, indent=1, allow_nan=False))
     else:
-        _print(given, model, rates, found, leaner, way, gpu, _set_aside(report))
+        _print(given, model, rates, found, leaner, way, gpu, report)
         if checked:
             print(f"\n{checked}")
     if given.plot:
@@ -318,7 +337,8 @@ def _nothing_fits(error: InfeasibleBudget, model: Workload, report: Mapping[str,
         *_set_aside(report),
         text("what is live at its peak, in {operator}:", operator=verbatim(least.operator)),
         least,
-        _advice(least),
+        *error.not_tried,
+        _advice(least, error.additions),
     ]
     return _paragraphs(parts)
 
@@ -337,8 +357,13 @@ def _paragraphs(parts: Iterable[str | Table]) -> str:
     return "\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts)
 
 
-def _advice(least: Estimate) -> str:
-    """Return a sentence with the techniques that make the largest category of the peak smaller."""
+def _advice(least: Estimate, additions: Collection[str]) -> str:
+    """Return a sentence with the techniques that make the largest category of the peak smaller.
+
+    Args:
+        least: Estimate of the recipe with the lowest peak.
+        additions: Fields of the techniques that model and batch allow in addition to this recipe.
+    """
     largest = max(least.at_peak, key=lambda name: least.at_peak[name])
     changed = least.recipe.changed_fields()
     unused = [
@@ -346,9 +371,7 @@ def _advice(least: Estimate) -> str:
         for technique in TECHNIQUES
         if largest in technique.acts_on and not changed.keys() & technique.fields.keys()
     ]
-    if least.recipe.in_backward and "micro_batches" in unused:
-        # Several micro-batches cannot be combined with steps in backward.
-        unused.remove("micro_batches")
+    unused = [field for field in unused if field in additions]
     category = text("optimizer state" if largest == "optimizer" else largest)
     if unused:
         return text(
@@ -450,7 +473,7 @@ def _print(
     leaner: Sequence[Estimate],
     way: Way,
     gpu: OnDevice | None,
-    set_aside: Sequence[str],
+    report: Mapping[str, Any],
 ) -> None:
     best = found[0]
     name = given.device or "H100"
@@ -460,17 +483,19 @@ def _print(
     elif name == THIS:
         device = text("this machine")
     machine = {"device": device, "source": rates.source}
+    room, count = report["room_bytes"], report["count"]
 
     def table(estimates: Sequence[Estimate], title: str) -> Table:
         if gpu is None:
             return Estimates(estimates, rates, title)
-        return EstimatesOnDevice(estimates, rates, gpu.memory_bytes, title)
+        return EstimatesOnDevice(estimates, rates, room, count, title)
 
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [
         _heading(model),
         table(found, found.title),
-        *set_aside,
+        *found.not_tried,
+        *_set_aside(report),
         text(
             "the seconds assume that a step reaches {flops:.0%} of the FLOPs per second of {device}"
             " and {link:.0%} of its link; sources:\n- {source}",
@@ -494,7 +519,7 @@ def _print(
         parts += [explanation, table(leaner, "")]
     if gpu:
         parts += [text("what one step of the cheapest holds on a GPU:"), gpu]
-    print(_paragraphs([*parts, *_to_paste(found, model)]))
+    print(_paragraphs([*parts, *_to_paste(found, model, given.blocks)]))
 
 
 def _between_machines(found: Estimate, rates: Rates) -> list[str]:
@@ -514,7 +539,7 @@ def _between_machines(found: Estimate, rates: Rates) -> list[str]:
     return [sentence]
 
 
-def _to_paste(found: Estimates, model: Workload) -> list[str]:
+def _to_paste(found: Estimates, model: Workload, blocks: Sequence[str] | None = None) -> list[str]:
     """Return the cheapest recipe as lines for other training code, each after a heading."""
     recipe = found[0].recipe
     lines = recipe.as_training_arguments(model.samples)
@@ -524,17 +549,17 @@ def _to_paste(found: Estimates, model: Workload) -> list[str]:
         peak = bytes_text(found.estimate(lines.recipe).peak_bytes)
         parts.append(text("with these arguments alone, a step takes about {peak}", peak=peak))
     if recipe.shard in ("zero2", "zero3"):
-        code = verbatim(recipe.as_fsdp2(_blocks_of(model)))
+        code = verbatim(recipe.as_fsdp2(_blocks_of(model, blocks)))
         parts += [text("and as lines for FSDP2, in each process that torchrun starts:"), code]
     return parts
 
 
-def _blocks_of(model: Workload) -> list[str]:
+def _blocks_of(model: Workload, blocks: Sequence[str] | None) -> list[str]:
     """Return the names of the blocks of the model that the user trains."""
-    if model.block_list is not None:
+    if model.block_list is not None and blocks is None:
         return [f"{model.block_list}.0"]
     with symbolic():
-        return names_of(model.make_model(), None)
+        return names_of(model.make_model(), blocks)
 
 
 def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: int) -> None:
@@ -554,6 +579,11 @@ def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: 
     if not given.json:
         file = verbatim(given.plot)
         print(f"\n{say(text('{file} shows the way from the plain step', file=file))}")
+
+
+def _names(text: str) -> list[str]:
+    """Convert names that are separated by commas to a list."""
+    return [name.strip() for name in text.split(",")]
 
 
 def _picture(text: str) -> str:
@@ -582,7 +612,4 @@ def _picture(text: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main)

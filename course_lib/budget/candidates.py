@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
-from course_lib._batches import mixes_samples
+from course_lib._batches import mixes_samples, samples_in
 
 from .bounds import exceeds
 from .estimate import Estimate
 from .knowledge import EstimateCache
 from .loss import has_loss_sum
+from .optimizers import OPTIMIZERS
 from .rates import Rates
 from .recipe import Recipe
-from .techniques import BY_FIELD, Technique
+from .techniques import BY_FIELD, TECHNIQUES, Technique
+from .techniques.precision import PRECISIONS
 
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
 
@@ -128,6 +131,36 @@ class Search:
             fixed = field in self.known.base.changed_fields()
             self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
         return self._candidates[field]
+
+    def listed(self, field: str) -> Sequence[Mapping[str, Any]]:
+        """Return the candidates of a technique if the search has needed them, and else nothing."""
+        return self._candidates.get(field, ())
+
+    def not_tried(self) -> list[str]:
+        """Return a sentence for each technique that could not be tried, with its reason."""
+        return list(filter(None, (technique.not_tried(self) for technique in TECHNIQUES)))
+
+    def additions(self, recipe: Recipe) -> list[str]:
+        """Return the fields of the techniques that can be added to those of a recipe.
+
+        Model and batch allow these techniques, and they can be combined with the recipe's own.
+        """
+        trials = {field: self.candidates(field) for field in BY_FIELD} | {
+            "precision": [{"precision": name} for name in PRECISIONS],
+            "optimizer": [{"optimizer": name} for name in OPTIMIZERS],
+            "micro_batches": [{"micro_batches": count} for count in self.counts],
+            "ranks": [{"ranks": 2, "shard": "zero3"}] * ((samples_in(self.known.batch) or 1) > 1),
+        }
+
+        def goes_with(field: str, values: Mapping[str, Any]) -> bool:
+            with suppress(ValueError):
+                return getattr(replace(recipe, **values), field) != getattr(recipe, field)
+            return False
+
+        unused = trials.keys() - recipe.changed_fields().keys()
+        return [
+            field for field in sorted(unused) if any(goes_with(field, v) for v in trials[field])
+        ]
 
     def values(self, field: str) -> list[Any]:
         """Return the values that the search tries for the field."""

@@ -168,21 +168,25 @@ class EstimatesOnDevice(Estimates):
 
     Args:
         found: The estimates.
-        rates: Rates of the device, for the column of seconds and what CUDA keeps.
-        memory_bytes: Budget, or the device's memory.
+        rates: Rates of the machine, for the column of seconds.
+        room_bytes: Budget for the step, without the memory that CUDA keeps.
+        count: Quantity that must fit, as in `fit`.
         title: Caption of the table.
     """
 
     columns = (Estimates.columns[0], "reserved (MB)", "left (MB)", *Estimates.columns[1:])
 
-    def __init__(self, found: Iterable[Estimate], rates: Rates, memory_bytes: int, title: str):
+    def __init__(
+        self, found: Iterable[Estimate], rates: Rates, room_bytes: int, count: str, title: str
+    ):
         super().__init__(found, rates, title)
-        self.room = memory_bytes - kept_bytes(rates)
+        self.room, self.count = room_bytes, count
 
     def rows(self) -> list[Sequence]:
         found = []
         for row, each in zip(super().rows(), self, strict=True):
             reserved = each.reserved_bytes()
-            megabytes = (f"{count / 1e6:,.1f}" for count in (reserved, self.room - reserved))
+            left = self.room - (each.peak_bytes if self.count == "tensors" else reserved)
+            megabytes = (f"{count / 1e6:,.1f}" for count in (reserved, left))
             found.append((row[0], *megabytes, *row[1:]))
         return found

@@ -109,7 +109,6 @@ def _without_missing(recipe: Recipe) -> Recipe:
         in_backward=False,
         head_chunk=None,
         checkpoint="layers" if layers else "none",
-        blocks=None,
         first_blocks=None,
         segments=None,
         schedule_bytes=None,

@@ -209,19 +209,24 @@ class EstimateCache:
         For example, checkpoints need blocks, and a chunked head needs a head that can run in
         chunks.
         """
+        return self.refusal(**technique) is None
+
+    def refusal(self, **technique: Any) -> str | None:
+        """Return the error that the base with a technique raises for the model, or None."""
         tried = partial(self.estimate, shown=False)
         if self.uses_own_stages and self.base.checkpoint == "none":
             if technique.get("checkpoint") == "optimal":
                 # A schedule needs only stages, which this model defines, so no trial is needed.
-                return True
+                return None
             # This recipe is not a candidate, so its estimate is not stored.
             tried = self._estimate
         if "checkpoint" in technique:
             technique["blocks"] = self.blocks
         try:
-            return bool(tried(replace(self.base, **technique)))
-        except (TypeError, ValueError, RuntimeError):
-            return False
+            tried(replace(self.base, **technique))
+        except (TypeError, ValueError, RuntimeError) as error:
+            return str(error).partition("\n")[0]
+        return None
 
 
 def _fields_of_flops(recipe: Recipe) -> tuple:

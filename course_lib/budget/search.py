@@ -20,6 +20,7 @@ from torch import nn
 from course_lib._batches import Split
 from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
+from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import join_labels, say
 from course_lib.memory.show import Table, bytes_text, decimal
 from course_lib.symbolic import Gpu, symbolic
@@ -52,9 +53,12 @@ class Estimates(Table, list):
         estimate: Function that returns the estimate of a recipe, and reuses those of the search.
         within: Function that returns the `Estimates` that fit another budget in bytes.
         known: Number of recipes that the search has estimated.
+        not_tried: Sentences on techniques that could not be tried for this model, with the reason
+            and what to do about it.
     """
 
     columns = ("peak (MB)", "TFLOPs", "GB moved", "seconds", "recipe")
+    not_tried: Sequence[str] = ()
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class Estimates(Table, list):
         ]
 
     def caption(self) -> str:
-        return self.title
+        return join_labels(filter(None, (self.title, *self.not_tried)), "; ")
 
     __repr__ = Table.__str__
 
@@ -128,6 +132,9 @@ def fit(
     - Optimizer: steps in backward, or any number of micro-batches. With offloaded activations, the
       numbers of micro-batches are 1, numbers at least twice the previous one, and the largest.
     - Optimizer state: 0 to 4 quarters of it offloaded, in pages of 16, 4 or 1 MiB.
+
+    A technique that cannot be tried for this model, such as checkpoints for a model without a list
+    of blocks, is named with the reason in `not_tried` of the result.
 
     A recipe is left out of the result if another recipe that fits uses a subset of its techniques
     and ranks ahead of it. Recipes of equal cost are ranked by fewer micro-batches, then by larger
@@ -196,7 +203,7 @@ def fit(
 
     Raises:
         InfeasibleBudget: No recipe that fits was found. The message names the lowest peak that was
-            found and its recipe.
+            found and its recipe, and techniques that could not be tried.
         TypeError, ValueError: An argument has the wrong type or is out of its range.
     """
     whole("budget_bytes", budget_bytes, 1, of="bytes")
@@ -218,26 +225,44 @@ def fit(
         for recipe in recipes:
             of_kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
-        # A recipe that offloads nothing is detected by the search, so users need no warning.
-        warnings.filterwarnings("ignore", "no activation was moved")
+        # The search detects recipes that offload or keep nothing, so users need no warning.
+        warnings.filterwarnings("ignore", "no activation was moved|policy keeps the outputs")
         options: dict[str, Any] = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
         options |= {"tier": tier, "kind": kind, "gpu": gpu}
         known = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
         # The base is estimated first, because this raises the errors of an invalid model or batch.
         known.estimate(known.base)
+        for name in (blocks,) if isinstance(blocks, str) else blocks or ():
+            # A name that matches nothing is an error, although only checkpoints need it.
+            names_of(known.model, name)
         search = Search(known, budget_bytes, rates, quick)
 
         def within(room: int) -> Estimates:
             return search_by_tensors(search.within(room), base, recipes)
 
+        def by_reserved(room: int) -> Estimates:
+            return search_by_reserved(room, within, quick)
+
         def search_room(room: int) -> Estimates:
-            found = within(room) if count == "tensors" else search_by_reserved(room, within, quick)
+            try:
+                found = within(room) if count == "tensors" else by_reserved(room)
+            except InfeasibleBudget as error:
+                raise (_explained(error, search) if recipes is None else error) from None
             found.within = search_room
-            if why_one := _why_one_micro_batch(known, recipes):
-                found.title = join_labels([found.title, why_one], "; ")
+            found.not_tried = search.not_tried() if recipes is None else ()
             return found
 
         return search_room(budget_bytes)
+
+
+def _explained(error: InfeasibleBudget, search: Search) -> InfeasibleBudget:
+    """Return an error that also names what could not be tried, and what could be tried as well."""
+    not_tried = search.not_tried()
+    reason = "; ".join((error.reason, *not_tried))
+    found = InfeasibleBudget(error.budget_bytes, error.least_bytes, reason, error.least)
+    found.not_tried = not_tried
+    found.additions = search.additions(error.least.recipe) if error.least else ()
+    return found
 
 
 def search_by_tensors(
@@ -261,20 +286,12 @@ def search_by_tensors(
         reason = "none was found"
         if least:
             reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
-        if why_one := _why_one_micro_batch(known, recipes):
-            reason = f"{reason}; {say(why_one)}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
     count = len(known.estimates)
     title = title_of(len(found), search.budget, count, search.quick)
     return Estimates(
         found, search.rates, title, known.estimate, whole=len(known.whole), known=count
     )
-
-
-def _why_one_micro_batch(known: EstimateCache, recipes: Sequence[Recipe] | None) -> str | None:
-    """Return the reason, as a label, why the batch allowed only one micro-batch, or None."""
-    is_free = recipes is None and known.base.micro_batches == 1
-    return known.counts_of_batch[1] if is_free else None
 
 
 # ---- Which recipes are tried

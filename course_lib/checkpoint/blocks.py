@@ -62,7 +62,8 @@ def checkpoint_blocks(
             of an encoder and a decoder, of any lengths. A module that is never called, such as an
             `nn.ModuleList`, is not a block. Lists of one module are used only if the model has no
             longer list, and lists of single layers, such as `nn.Linear`, only if it has no list of
-            larger modules.
+            larger modules. If there is no list of one type, the modules of each `nn.ModuleList` are
+            the blocks, whatever their types, beginning with the longest list.
         every: Checkpoint only every n-th block: with 2, the second, the fourth, and so on.
         first: Number of blocks to consider, from the beginning of the model and across all lists;
             None considers all. The last block may be left out without raising the peak, because
@@ -353,23 +354,58 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
 def lists_of(model: nn.Module) -> list[list[str]]:
     """Return the names of the blocks in each list of modules of one type, in the model's order.
 
+    If the model has no such list, return those of each `nn.ModuleList`, the longest first.
+
     Raises:
-        ValueError: The model has no such list.
+        ValueError: The model has no list of modules that are called.
     """
-    lists_of_several, lists_of_any_length = list(_lists(model)), list(_lists(model, min_length=1))
+    lists_of_several, lists_of_any_length = (
+        list(_lists(model, kind)) for kind in (_is_list_of_several, _is_list_of_one_type)
+    )
+    lists_of_any_type = sorted(_lists(model, _is_list), key=len, reverse=True)
     # Lists of single layers, such as the heads of a model for several tasks, come last, because a
     # single layer saves only its input anyway.
     larger = [
         [names for names in lists if any(model.get_submodule(names[0]).children())]
         for lists in (lists_of_several, lists_of_any_length)
     ]
-    block_lists = next(filter(None, (*larger, lists_of_several, lists_of_any_length)), None)
+    larger_of_any_type = [
+        names
+        for names in lists_of_any_type
+        if any(True for name in names for _ in model.get_submodule(name).children())
+    ]
+    choices = *larger, larger_of_any_type, lists_of_several, lists_of_any_length, lists_of_any_type
+    block_lists = next(filter(None, choices), None)
     if block_lists is None:
         raise ValueError(
-            "blocks must be a name or a list of names, with wildcards, for a model without a list"
-            " of modules of one type, got None"
+            "blocks must be one or several names, with wildcards, for a model without a list of"
+            f" blocks (nn.ModuleList), got None; {_names_shown(model, names_to_choose(model))}"
         )
     return block_lists
+
+
+def names_to_choose(model: nn.Module) -> list[str]:
+    """Return the names of the outermost modules that a user may choose as blocks.
+
+    These are the larger ones, which have modules inside. If there is one alone, those inside it are
+    returned.
+    """
+    outer = dict(_called_modules(model))
+    larger = {name: module for name, module in outer.items() if any(module.children())}
+    if len(larger) == 1:
+        [(name, module)] = larger.items()
+        inner = names_to_choose(module)
+        return [f"{name}.{each}" for each in inner]
+    return list(larger or outer)
+
+
+def _called_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules inside a module that are called, with their names."""
+    for name, child in module.named_children():
+        if _is_called(child):
+            yield name, child
+        else:
+            yield from ((f"{name}.{inner}", each) for inner, each in _called_modules(child))
 
 
 def _matching_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
@@ -385,12 +421,17 @@ def _matching_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
         if name and any(_matches(name, pattern) for pattern in patterns)
     ]
     if not matching:
-        some = ", ".join(map(repr, filter(None, callable_names[:6])))
         raise ValueError(
-            f"blocks must match the name of a module that is called, got {blocks!r}; "
-            + (f"the model has {some}" if some else f"{describe(model)} contains no other modules")
+            f"blocks must match the name of a module that is called, got {blocks!r};"
+            f" {_names_shown(model, callable_names[:6])}"
         )
     return matching
+
+
+def _names_shown(model: nn.Module, names: Sequence[str]) -> str:
+    """Return a clause with names of modules in the model."""
+    some = ", ".join(map(repr, filter(None, names[:12])))
+    return f"the model has {some}" if some else f"{describe(model)} contains no other modules"
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -405,17 +446,19 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _lists(
-    module: nn.Module, prefix: str = "", min_length: int = 2, seen: set | None = None
+    module: nn.Module,
+    accept: Callable[[nn.Module], bool],
+    prefix: str = "",
+    seen: set | None = None,
 ) -> Iterator[list[str]]:
-    """Yield the names in each list of at least `min_length` modules of one type.
+    """Yield the names of the modules in each list that `accept` accepts.
 
-    These modules are not searched for further lists. With `min_length=1`, only an `nn.ModuleList`
-    counts as a list, so that a model with one layer has one.
+    These modules are not searched for further lists.
 
     Args:
         module: Module to search.
+        accept: Function of a module that returns whether its children are blocks.
         prefix: Name of the module in the model, with a dot, or "".
-        min_length: 1 or 2.
         seen: Modules that were searched already.
     """
     seen = set() if seen is None else seen
@@ -423,12 +466,30 @@ def _lists(
         return
     seen.add(module)
     children = {f"{prefix}{name}": child for name, child in module.named_children()}
-    kinds = (nn.ModuleList, nn.Sequential) if min_length > 1 else nn.ModuleList
-    same_type = len({*map(type, children.values())}) == 1 and all(
-        map(_is_called, children.values())
-    )
-    if isinstance(module, kinds) and len(children) >= min_length and same_type:
+    if accept(module):
         yield list(children)
     else:
         for name, child in children.items():
-            yield from _lists(child, f"{name}.", min_length, seen)
+            yield from _lists(child, accept, f"{name}.", seen)
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return whether a module is an `nn.ModuleList` of modules that are called."""
+    children = list(module.children())
+    return isinstance(module, nn.ModuleList) and bool(children) and all(map(_is_called, children))
+
+
+def _is_list_of_one_type(module: nn.Module) -> bool:
+    """Return whether a module is an `nn.ModuleList` of modules of one type that are called."""
+    return _is_list(module) and len({*map(type, module.children())}) == 1
+
+
+def _is_list_of_several(module: nn.Module) -> bool:
+    """Return whether a module is a list or sequence of several modules of one type."""
+    children = list(module.children())
+    return (
+        isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(children) > 1
+        and len({*map(type, children)}) == 1
+        and all(map(_is_called, children))
+    )

@@ -1,9 +1,10 @@
 """Command lines in the reader's language: `Parser` translates help, usage and errors."""
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
@@ -23,6 +24,10 @@ _ARGPARSE_TEXTS = (
     "invalid choice: %(value)r (choose from %(choices)s)",
     "the following arguments are required: %s",
 )
+
+
+# Exit status that a shell shows for a process that the signal SIGPIPE has ended.
+CLOSED_PIPE = 128 + 13
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,10 +84,48 @@ class Parser(argparse.ArgumentParser):
         with _translated_argparse():
             return super().format_usage()
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, and raise an error if it cannot be written; argparse would ignore it."""
+        (file or sys.stdout).write(self.format_help())
+
     def error(self, message: str) -> NoReturn:
         """Print the error in one line; argparse would print all options first."""
         sentence = text("error: {sentence} (see --help)", sentence=translated_error(message))
         self.exit(2, f"{_translate(sentence)}\n")
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command and end the process with its exit status.
+
+    If the reader of its output has closed the pipe, the command ends without a message, as other
+    commands do. If the output cannot be written, it prints one line.
+    """
+    status: Any = 1
+    try:
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        status = CLOSED_PIPE
+        _discard_output()
+    except OSError as error:
+        # An error that names a file is not about the output.
+        if error.filename is not None:
+            raise
+        sentence = text("error: the output cannot be written ({reason})", reason=verbatim(error))
+        sys.stderr.write(f"{_translate(sentence)}\n")
+        status = 1
+        _discard_output()
+    sys.exit(status)
+
+
+def _discard_output() -> None:
+    """Discard the output that is not written yet; Python would try to write it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def translated_error(message: str) -> str:

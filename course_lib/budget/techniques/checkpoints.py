@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from course_lib._check import any_of, kind, must_be
 from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
-from course_lib.checkpoint.blocks import names_of
+from course_lib.checkpoint.blocks import names_of, names_to_choose
 from course_lib.checkpoint.repeatable import is_instance_norm, statistics_of
 from course_lib.labels import text, verbatim
 from course_lib.schedule import Chain, ScheduledBlocks, segments
@@ -121,6 +121,24 @@ class Checkpoint(Technique):
             if known.segments > 1:
                 found += [{"checkpoint": "segments", "blocks": known.blocks, "segments": 2}]
         return found
+
+    def not_tried(self, search: Search) -> str | None:
+        known = search.known
+        if known.base.checkpoint != "none" or known.uses_own_stages:
+            return None
+        if not known.layers:
+            names = ", ".join(map(repr, names_to_choose(known.model)[:12]))
+            return names and text(
+                "no checkpoint was tried, because the model has no list of blocks (nn.ModuleList);"
+                " name some of its modules with blocks= (--blocks in the command): {names}",
+                names=verbatim(names),
+            )
+        if len(search.listed(self.field)) == 1:
+            reason = verbatim(known.refusal(checkpoint="layers"))
+            return text(
+                "no checkpoint was tried, because the step refuses it: {reason}", reason=reason
+            )
+        return None
 
 
 @contextmanager
@@ -258,11 +276,13 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
         with checkpoint_blocks(model, name) as handle:
             kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
             count += len(handle.names)
+            lists = {found.rpartition(".")[0] for found in handle.names}
         # With None, several lists of blocks may be found, whose types may differ.
-        if name is not None and len(kinds) > 1:
+        in_lists = all(isinstance(model.get_submodule(each), nn.ModuleList) for each in lists)
+        if name is not None and len(kinds) > 1 and not in_lists:
             raise ValueError(
-                f"blocks must match modules of one type per name, got {name!r}, which matches"
-                f" {', '.join(kinds)}; pass several names"
+                "blocks must match modules of one type, or of lists (nn.ModuleList), per name, got"
+                f" {name!r}, which matches {', '.join(kinds)}; pass several names"
             )
     if recipe.first_blocks is not None and recipe.first_blocks > count:
         raise ValueError(

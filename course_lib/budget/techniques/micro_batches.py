@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-from course_lib._batches import Split, has_samples, parts_of, samples_to_split
+from course_lib._batches import Split, has_samples, parts_of, samples_in, samples_to_split
 from course_lib._torch import tensors_in
-from course_lib.labels import text
+from course_lib.labels import text, verbatim
 from course_lib.labels.command import translated_error
 
-from .technique import Recipe, Technique, choice, count, fields_of
+from ..loss import check_loss
+from .technique import Recipe, Search, Technique, choice, count, fields_of
 
 
 class MicroBatches(Technique):
@@ -35,6 +37,16 @@ class MicroBatches(Technique):
         if recipe.micro_batches > 1:
             words.append(text("{count} micro-batches", count=recipe.micro_batches))
         return words
+
+    def not_tried(self, search: Search) -> str | None:
+        known = search.known
+        if search.counts != (1,) or known.base.in_backward or samples_in(known.batch) == 1:
+            return None
+        try:
+            check_loss(known.model, replace(known.base, micro_batches=2), known.composer.loss_sum)
+        except ValueError as error:
+            return text("only one micro-batch was tried: {reason}", reason=verbatim(error))
+        return known.counts_of_batch[1]
 
 
 def counts_allowed(samples: int) -> list[int]:

@@ -116,6 +116,10 @@ class Technique:
         """
         return ({},)
 
+    def not_tried(self, search: Search) -> str | None:
+        """Return a sentence on why `fit` could not try the technique, with a remedy, or None."""
+        return None
+
 
 def all_of(checks: Iterable[Check | None]) -> Check:
     """Return one check that runs all given checks, ignoring None."""
