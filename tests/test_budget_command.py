@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import foreign_models
 import pytest
 import torch
 
@@ -396,6 +397,20 @@ def test_every_sentence_of_an_error_in_the_catalog_is_said_in_chinese_by_a_comma
     english = re.compile(r"\b[a-z]{2,} [a-z]{2,} [a-z]{2,}\b")
     assert [each for each in said if not each.startswith("错误：") or english.search(each)] == []
     said += refused(capfd, "--model", "of_a_user:without_loss", "--budget", "1GB")[1]
+    monkeypatch.setattr(sys, "argv", ["command", "--ranks", "2", "--model", "of_a_user:model"])
+    model = importlib.import_module("of_a_user").model = partial(foreign_models.Pictures)
+    model.loss_sum = lambda model, batch: (model(batch).sum(), len(batch))
+    rows = partial(torch.ones, 4, 8)
+    for make_batch, split in (
+        (lambda: (rows(), rows()[:3]), None),
+        (lambda: (rows(), [1, 2, 3, 4]), None),
+        (lambda: "tokens", None),
+        (rows, lambda batch, parts: [batch]),
+    ):
+        model.make_batch, model.split = make_batch, split
+        with pytest.raises(SystemExit, match="2"):
+            ranks_command.main.__wrapped__()
+        said.append(capfd.readouterr().err.strip())
     sentences = [re.sub(r"\\\{\w+\\\}", ".+", re.escape(zh)) for zh in labels.sentences().values()]
     assert [each for each in sentences if not re.search(each, "\n".join(said))] == []
 
