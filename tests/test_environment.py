@@ -69,7 +69,7 @@ def test_every_installed_pin_supports_the_oldest_python_that_is_promised():
             installed = importlib.metadata.distribution(pin.name)
             version = Version(installed.version).public
             assert f"=={version}" == str(pin.specifier), f"{pin.name} {version}: make install"
-            needed = installed.metadata["Requires-Python"] or ""
+            needed = installed.metadata.get("Requires-Python", "")
             if not SpecifierSet(needed).contains(oldest):
                 too_new.append(f"{pin} needs Python {needed}, but {oldest} is promised")
     assert too_new == []
