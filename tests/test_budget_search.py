@@ -14,7 +14,7 @@ from torch import nn
 
 from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
 from course_lib.budget.blocks import equal_blocks
-from course_lib.budget.candidates import Search
+from course_lib.budget.candidates import Search, additions
 from course_lib.budget.extrapolate import MANY, BlockExtrapolator
 from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.optimizers import OPTIMIZERS
@@ -324,12 +324,12 @@ def test_given_recipes_are_all_tried():
 )
 def test_additions_are_the_techniques_that_model_and_recipe_allow(recipe, allowed):
     search = search_of(partial(Skips, nn.BatchNorm1d), many_points, SGD, loss_sum=summed)
-    assert set(search.additions(recipe)) == allowed
+    assert set(additions(search, recipe)) == allowed
     search = search_of(Skips, many_points, SGD, loss_sum=summed)
     more = set() if recipe.in_backward else {"micro_batches"}
-    assert set(search.additions(recipe)) == allowed | more
+    assert set(additions(search, recipe)) == allowed | more
     adam = replace(recipe, optimizer="adam")
-    assert ("ranks" in search.additions(adam)) == (not recipe.in_backward)
+    assert ("ranks" in additions(search, adam)) == (not recipe.in_backward)
 
 
 @pytest.mark.parametrize("blocks", ["left", ["down", "left.*"]])

@@ -86,7 +86,7 @@ DOORS = [
         "_sync_module_states _verify_param_shape_across_processes",
     ),
     ("torch.ops.aten", "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention"),
-    ("torch.ops.aten", "_scaled_dot_product_cudnn_attention_backward"),
+    ("torch.ops.aten", "_scaled_dot_product_cudnn_attention_backward _ctc_loss"),
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
     ("torch.ops.aten", "_scaled_dot_product_efficient_attention"),
     ("torch.ops.aten", "_scaled_dot_product_efficient_attention_backward"),

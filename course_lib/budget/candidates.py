@@ -132,35 +132,9 @@ class Search:
             self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
         return self._candidates[field]
 
-    def listed(self, field: str) -> Sequence[Mapping[str, Any]]:
-        """Return the candidates of a technique if the search has needed them, and else nothing."""
-        return self._candidates.get(field, ())
-
-    def not_tried(self) -> list[str]:
-        """Return a sentence for each technique that could not be tried, with its reason."""
-        return list(filter(None, (technique.not_tried(self) for technique in TECHNIQUES)))
-
-    def additions(self, recipe: Recipe) -> list[str]:
-        """Return the fields of the techniques that can be added to those of a recipe.
-
-        Model and batch allow these techniques, and they can be combined with the recipe's own.
-        """
-        trials = {field: self.candidates(field) for field in BY_FIELD} | {
-            "precision": [{"precision": name} for name in PRECISIONS],
-            "optimizer": [{"optimizer": name} for name in OPTIMIZERS],
-            "micro_batches": [{"micro_batches": count} for count in self.counts],
-            "ranks": [{"ranks": 2, "shard": "zero3"}] * ((samples_in(self.known.batch) or 1) > 1),
-        }
-
-        def goes_with(field: str, values: Mapping[str, Any]) -> bool:
-            with suppress(ValueError):
-                return getattr(replace(recipe, **values), field) != getattr(recipe, field)
-            return False
-
-        unused = trials.keys() - recipe.changed_fields().keys()
-        return [
-            field for field in sorted(unused) if any(goes_with(field, v) for v in trials[field])
-        ]
+    def has_listed(self, field: str) -> bool:
+        """Return whether the search has needed the candidates of a technique."""
+        return field in self._candidates
 
     def values(self, field: str) -> list[Any]:
         """Return the values that the search tries for the field."""
@@ -269,3 +243,29 @@ class Search:
             [(ahead[0], down[0]), (ahead[-1], down[-1])] if self.quick else product(ahead, down)
         )
         return [{"prefetch": ahead, "in_flight": down} for ahead, down in dict.fromkeys(counts)]
+
+
+def not_tried(search: Search) -> list[str]:
+    """Return a sentence for each technique that could not be tried, with its reason."""
+    return list(filter(None, (technique.not_tried(search) for technique in TECHNIQUES)))
+
+
+def additions(search: Search, recipe: Recipe) -> list[str]:
+    """Return the fields of the techniques that can be added to those of a recipe.
+
+    Model and batch allow these techniques, and they can be combined with the recipe's own.
+    """
+    trials = {field: search.candidates(field) for field in BY_FIELD} | {
+        "precision": [{"precision": name} for name in PRECISIONS],
+        "optimizer": [{"optimizer": name} for name in OPTIMIZERS],
+        "micro_batches": [{"micro_batches": count} for count in search.counts],
+        "ranks": [{"ranks": 2, "shard": "zero3"}] * ((samples_in(search.known.batch) or 1) > 1),
+    }
+
+    def goes_with(field: str, values: Mapping[str, Any]) -> bool:
+        with suppress(ValueError):
+            return getattr(replace(recipe, **values), field) != getattr(recipe, field)
+        return False
+
+    unused = trials.keys() - recipe.changed_fields().keys()
+    return [field for field in sorted(unused) if any(goes_with(field, v) for v in trials[field])]

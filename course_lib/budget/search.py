@@ -27,7 +27,7 @@ from course_lib.symbolic import Gpu, symbolic
 
 from . import rank
 from .bounds import exceeds, floor_bytes, least_seconds, moves_nothing, recomputed_flops
-from .candidates import Search
+from .candidates import Search, additions, not_tried
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
 from .knowledge import EstimateCache
@@ -247,21 +247,21 @@ def fit(
             try:
                 found = within(room) if count == "tensors" else by_reserved(room)
             except InfeasibleBudget as error:
-                raise (_explained(error, search) if recipes is None else error) from None
+                raise (_with_reasons(error, search) if recipes is None else error) from None
             found.within = search_room
-            found.not_tried = search.not_tried() if recipes is None else ()
+            found.not_tried = not_tried(search) if recipes is None else ()
             return found
 
         return search_room(budget_bytes)
 
 
-def _explained(error: InfeasibleBudget, search: Search) -> InfeasibleBudget:
+def _with_reasons(error: InfeasibleBudget, search: Search) -> InfeasibleBudget:
     """Return an error that also names what could not be tried, and what could be tried as well."""
-    not_tried = search.not_tried()
-    reason = "; ".join((error.reason, *not_tried))
+    left_out = not_tried(search)
+    reason = "; ".join((error.reason, *left_out))
     found = InfeasibleBudget(error.budget_bytes, error.least_bytes, reason, error.least)
-    found.not_tried = not_tried
-    found.additions = search.additions(error.least.recipe) if error.least else ()
+    found.not_tried = left_out
+    found.additions = additions(search, error.least.recipe) if error.least else ()
     return found
 
 

@@ -223,11 +223,10 @@ class Symbolic(FakeTensorMode):
 
         # If the values of a mask are known, the number of elements that it selects is known too.
         if func.overloadpacket in _INDEXING:
-            args = args[0], self._places(args[1]), *args[2:]
+            args = args[0], _known_places(self, args[1]), *args[2:]
         # The size of one result of the CTC loss depends on the lengths of the targets.
         if func is _aten._ctc_loss.Tensor and self.knows(args[3]):
-            func = _aten._ctc_loss.default
-            args = *args[:2], [], args[3].flatten().tolist(), *args[4:]
+            func, args = _aten._ctc_loss.default, _with_lengths(args)
             self.looks += 1
         result = self._cached(func, types, *map_tensors(placeholder, (args, kwargs)))
         if not func._schema.is_mutable:
@@ -239,16 +238,22 @@ class Symbolic(FakeTensorMode):
         self._unknown.update(tensor.untyped_storage() for tensor in back.values())
         return map_tensors(lambda tensor: back.get(tensor, tensor), result)
 
-    def _places(self, indices) -> list[Tensor | None]:
-        """Return the indices, with each mask of known values replaced by the indices that it
-        selects."""
-        found = []
-        for index in indices:
-            mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            known = mask and self.knows(index)
-            self.looks += known
-            found += index.nonzero().unbind(1) if known else [index]
-        return found
+
+def _known_places(mode: Symbolic, indices) -> list[Tensor | None]:
+    """Return the indices, with each mask of known values replaced by the indices that it
+    selects."""
+    found = []
+    for index in indices:
+        mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        known = mask and mode.knows(index)
+        mode.looks += known
+        found += index.nonzero().unbind(1) if known else [index]
+    return found
+
+
+def _with_lengths(args) -> tuple:
+    """Return the arguments of a CTC loss, with the lengths of its targets as a list of numbers."""
+    return *args[:2], [], args[3].flatten().tolist(), *args[4:]
 
 
 def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:
@@ -322,7 +327,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
             patch.object(nn.Module, "_apply", apply_to_module),
             patch.object(torch, "ctc_loss", _ctc_loss),
             _compiled_code_set_aside(),
-            _counted_looks(mode),
+            _count_looks(mode),
             mode,
             cuda_kernels.chosen_as_on_cuda(mode.gpu) if mode.kind == "cuda" else nullcontext(),
         ):
@@ -332,11 +337,11 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
 
 @contextmanager
-def _counted_looks(mode: Symbolic) -> Iterator[None]:
+def _count_looks(mode: Symbolic) -> Iterator[None]:
     """Count in `mode.looks`, inside the block, the calls that read a real tensor without an
     operator."""
 
-    def counted(read: Callable) -> Callable:
+    def with_count(read: Callable) -> Callable:
         @wraps(read)
         def read_and_count(*args: Any, **kwargs: Any) -> Any:
             mode.looks += 1
@@ -346,7 +351,7 @@ def _counted_looks(mode: Symbolic) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in ("numpy", "tolist"):
-            stack.enter_context(patch.object(Tensor, name, counted(getattr(Tensor, name))))
+            stack.enter_context(patch.object(Tensor, name, with_count(getattr(Tensor, name))))
         yield
 
 

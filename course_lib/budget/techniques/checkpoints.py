@@ -133,7 +133,7 @@ class Checkpoint(Technique):
                 " name some of its modules with blocks= (--blocks in the command): {names}",
                 names=verbatim(names),
             )
-        if len(search.listed(self.field)) == 1:
+        if search.has_listed(self.field) and len(search.candidates(self.field)) == 1:
             reason = verbatim(known.refusal(checkpoint="layers"))
             return text(
                 "no checkpoint was tried, because the step refuses it: {reason}", reason=reason
