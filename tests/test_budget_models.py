@@ -374,7 +374,7 @@ UNSEEN_BLOCKS = r"none of the checkpointed blocks \(body.blocks.0"
 REFUSED = [
     # stages that do not compute the loss of the model, or that do not form a chain
     *(
-        (make, SEGMENTS, "blocks must be a name .*, got None")
+        (make, SEGMENTS, "blocks must be one or several names, .*, got None")
         for make in (Doubled, hooked, partial(tower, loss_sum=print), partial(tower, stages=4))
     ),
     (partial(tower, stages=lambda: 0), SEGMENTS, r"Tower.stages must be callable with \(batch\)"),

@@ -107,7 +107,7 @@ class BlockExtrapolator:
         self.trained, self.blocks = trainable_parameters(self.model), equal_blocks(self.model)
         # Whether the equal blocks are also the blocks that make up segments.
         self.runs_them = False
-        # ValueError means that the model has no list of modules of one kind.
+        # ValueError means that the model has no list of blocks.
         with suppress(ValueError):
             self.runs_them = list(
                 map(self.model.get_submodule, names_of(self.model, None))

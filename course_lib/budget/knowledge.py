@@ -39,7 +39,7 @@ class EstimateCache:
     Attributes:
         base: Base of the search, for a single rank. The fields in which it differs from the
             baseline are the same in every recipe.
-        blocks: Names of the blocks to checkpoint; None for the longest list of modules of one kind.
+        blocks: Names of the blocks to checkpoint; None for all lists of blocks.
         given: The functions that make the model and the batch.
         options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind`
             and `gpu`.
@@ -180,7 +180,7 @@ class EstimateCache:
     def layers(self) -> int:
         """Number of blocks that can be checkpointed."""
         names = list(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
-        # ValueError means that the model has no list of modules of one kind.
+        # ValueError means that the model has no list of blocks.
         with suppress(ValueError):
             return len(names_of(self.composer.model, names))
         return 0

@@ -53,7 +53,7 @@ class Recipe:
             `course_lib.models.Decoder.stages`). Otherwise its blocks must form a chain, in which
             the input of each block is the output of the previous one.
         blocks: Names of the blocks to checkpoint: one name with wildcards, such as
-            "model.layers.*", or several. None selects all lists of modules of one kind (see
+            "model.layers.*", or several. None selects all lists of blocks (see
             `course_lib.checkpoint.checkpoint_blocks`), for example both an encoder and a decoder.
             If these do not form one chain, "segments" and "optimal" need a name.
         first_blocks: Number of blocks to checkpoint, counted from the first block. Several lists of
