@@ -309,7 +309,7 @@ class _ReplacementForward:
 
     def original_forward(self) -> Callable:
         block = self.block()
-        return self.replaced or type(block).forward.__get__(block)
+        return self.replaced or partial(type(block).forward, block)
 
     def __call__(self, *args, **kwargs):
         return (
