@@ -3,6 +3,7 @@
     python tests/sweep_operators.py                          # all samples in float32 and bfloat16
     python tests/sweep_operators.py --dtype float32 --names mse,unfold --verbose
     python tests/sweep_operators.py --most 2                 # two samples of each operator
+    python tests/sweep_operators.py --ones                   # each dimension of them set to 1
 
 The database, `torch.testing._internal.common_methods_invocations.op_db`, has for each operator the
 calls by which PyTorch tests it. Each call runs forward and backward.
@@ -25,7 +26,8 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from functools import partial
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -36,12 +38,21 @@ from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo import core as opinfo_core
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import map_tensors, tensors_in
 from course_lib.memory import MemoryMeter, symbolic
 
 DTYPES = (torch.float32, torch.bfloat16)
 SEED = 0
+# Calls whose arguments no longer fit each other when dimensions of samples are set to 1. Their
+# kernels do not check that, and read memory of others.
+UNCHECKED = {
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "nn.functional.ctc_loss",
+}
 AMONG = 4  # samples of an operator, among which the largest are taken
 VERDICTS = ("equal", "different", "refused", "fails")
 
@@ -147,37 +158,89 @@ def run_sample(operator: OpInfo, sample: SampleInput, args: list, kwargs: dict) 
     return [tensor.grad for tensor in inputs if tensor.grad is not None]
 
 
+def with_ones(sample: SampleInput) -> Iterator[SampleInput]:
+    """The sample with one dimension of all its tensors set to 1, for each of its dimensions.
+
+    Each comes twice: with the strides that PyTorch gives to a new tensor, and with other strides
+    along the dimensions of size 1. Those are valid, and operators treat them in different ways.
+    """
+    tensors = tensors_in((sample.input, sample.args, sample.kwargs))
+    for dimension in range(max((tensor.dim() for tensor in tensors), default=0)):
+        for stride in (None, 3):
+            leaf = partial(_with_one, dimension=dimension, stride=stride)
+            yield sample.transform(lambda x, leaf=leaf: leaf(x) if torch.is_tensor(x) else x)
+
+
+def _with_one(tensor: Tensor, dimension: int, stride: int | None) -> Tensor:
+    """A tensor with one dimension set to 1, and with this stride along dimensions of size 1."""
+    if tensor.layout is not torch.strided or tensor.dim() <= dimension:
+        return tensor
+    made = torch.empty_like(tensor.detach().narrow(dimension, 0, min(tensor.size(dimension), 1)))
+    made.copy_(tensor.detach().narrow(dimension, 0, made.size(dimension)))
+    if stride:
+        steps = zip(made.size(), made.stride(), strict=True)
+        made = made.as_strided(made.size(), [stride if n == 1 else step for n, step in steps])
+    return made.requires_grad_(tensor.requires_grad)
+
+
 # ---- the check
 
 
-def check_peak(operator: OpInfo, sample: SampleInput) -> Finding:
+_NOT_COUNTED = {torch.ops.aten.as_strided.default, torch.ops.prim.device.default}
+
+
+class Outlines(TorchDispatchMode):
+    """Mode that counts the operators that run, with the shapes and strides of their results.
+
+    Not counted is `as_strided`, whose strides are arguments. PyTorch makes some views of real
+    tensors with it, and the same views of symbolic tensors with other operators.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found: Counter[tuple] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in tensors_in(result) if x.layout is torch.strided]
+        if made and func not in _NOT_COUNTED:
+            self.found[str(func), *((tuple(x.shape), x.stride()) for x in made)] += 1
+        return result
+
+
+def check_results(operator: OpInfo, sample: SampleInput) -> Finding:
     """Whether the call takes as many bytes with symbolic tensors as it takes for real, at the peak
-    and after each operator."""
+    and after each operator, and whether the results of all operators have the same strides."""
     try:
-        real = _live_bytes(operator, sample, lambda tensor: tensor.detach())
+        real, outlines = _live_bytes(operator, sample, lambda tensor: tensor.detach())
     except Exception as error:
         return Finding("fails", kind_of(error))
     try:
         with symbolic():
-            predicted = _live_bytes(operator, sample, _symbolic_like)
+            predicted, symbolic_outlines = _live_bytes(operator, sample, _symbolic_like)
     except Exception as error:
         return Finding("refused", kind_of(error))
-    if real == predicted:
-        return Finding("equal")
-    return Finding(
-        "different", f"a peak of {max(real, default=0)}, not of {max(predicted, default=0)}"
-    )
+    if real != predicted:
+        peaks = max(real, default=0), max(predicted, default=0)
+        return Finding("different", "a peak of {}, not of {}".format(*peaks))
+    for name, *_ in outlines - symbolic_outlines:
+        return Finding("different", f"strides of {name}")
+    return Finding("equal")
 
 
 def _live_bytes(
     operator: OpInfo, sample: SampleInput, leaf: Callable[[Tensor], Tensor]
-) -> list[int]:
-    """Live bytes over time; moments at which nothing changes are left out, since PyTorch makes
-    some views of symbolic tensors by other operators."""
+) -> tuple[list[int], Counter[tuple]]:
+    """Live bytes over time, and the outlines of all results.
+
+    Moments at which nothing changes are left out, since PyTorch makes some views of symbolic
+    tensors by other operators.
+    """
     args, kwargs = inputs_of(sample, leaf)
-    with MemoryMeter() as meter:
+    with MemoryMeter() as meter, Outlines() as outlines:
         run_sample(operator, sample, args, kwargs)
-    return [int(live) for live, _ in groupby(meter.trace(events=False).live_bytes)]
+    live = meter.trace(events=False).live_bytes
+    return [int(live) for live, _ in groupby(live)], outlines.found
 
 
 def _symbolic_like(tensor: Tensor) -> Tensor:
@@ -207,15 +270,17 @@ def findings(
     most: int | None = None,
     names: Sequence[str] = (),
     layout: str = "as_given",
+    ones: bool = False,
 ) -> Iterator[tuple[str, int, Any]]:
     """(operator, number of the sample, what the check returns) of each sample.
 
     Args:
-        check: function of an operator and a sample, such as `check_peak`.
+        check: function of an operator and a sample, such as `check_results`.
         dtype: dtype of the samples.
         most: samples of each operator; all if left out.
         names: parts of operators' names; all operators if left out.
         layout: memory layout of the samples' tensors, one of `LAYOUTS`.
+        ones: whether each dimension of the samples is set to 1, as `with_ones` does.
     """
     for operator in op_db:
         name = operator.name + (
@@ -223,9 +288,14 @@ def findings(
         )
         if names and not any(part in name for part in names):
             continue
+        if ones and name in UNCHECKED:
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is deprecated, or experimental
-            for number, sample in enumerate(samples_of(operator, dtype, most, layout)):
+            samples: Iterable = samples_of(operator, dtype, most, layout)
+            if ones:
+                samples = chain.from_iterable(map(with_ones, samples))
+            for number, sample in enumerate(samples):
                 yield name, number, check(operator, sample)
 
 
@@ -255,16 +325,18 @@ def sweep(
     parser.add_argument("--layout", choices=LAYOUTS, default="as_given", help="of the tensors")
     parser.add_argument("--most", type=int, help="samples of each operator")
     parser.add_argument("--names", default="", help="parts of operators' names, with commas")
+    parser.add_argument("--ones", action="store_true", help="set each dimension to 1")
     parser.add_argument("--verbose", action="store_true", help="list all that is not equal")
     given = parser.parse_args()
     torch.set_num_threads(1)
     names = list(filter(None, given.names.split(",")))
     for dtype in [getattr(torch, name) for name in given.dtype or ()] or DTYPES:
-        yield dtype, findings(check, dtype, given.most, names, given.layout), given.verbose
+        found = findings(check, dtype, given.most, names, given.layout, given.ones)
+        yield dtype, found, given.verbose
 
 
 def main() -> None:
-    for dtype, found, verbose in sweep(__doc__, check_peak):
+    for dtype, found, verbose in sweep(__doc__, check_results):
         report(str(dtype), found, verbose)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("expecttest", reason="PyTorch's operator database needs expecttest")
-from sweep_operators import LAYOUTS, Finding, check_peak, findings
+from sweep_operators import LAYOUTS, Finding, check_results, findings
 from torch import nn
 
 from course_lib._torch import tensors_in
@@ -55,10 +55,10 @@ WITH_RULES = (
 LOSSES = ("_loss", "cross_entropy", "kl_div")
 
 
-def verdicts(dtype, *options, check=check_peak, layout="as_given"):
+def verdicts(dtype, *options, check=check_results, **more):
     """(operator, number, reason) of the samples, by their verdict."""
     found = defaultdict(list)
-    for name, number, finding in findings(check, dtype, *options, layout=layout):
+    for name, number, finding in findings(check, dtype, *options, **more):
         found[finding.verdict].append((name, number, finding.reason))
     assert found["equal"]
     return found
@@ -77,7 +77,7 @@ def test_losses_take_the_bytes_of_real_ones_with_every_reduction():
         """Check the first two samples of a reduction."""
         kind = operator.formatted_name, sample.kwargs.get("reduction")
         seen[kind] += 1
-        return check_peak(operator, sample) if seen[kind] <= 2 else Finding("left out")
+        return check_results(operator, sample) if seen[kind] <= 2 else Finding("left out")
 
     found = verdicts(torch.float32, None, LOSSES, check=check_two)
     assert not found["different"]
@@ -112,9 +112,8 @@ def test_sparse_bytes_are_an_upper_bound_and_symbolic_says_so(options):
 
 
 def look(tensor):
-    """Shape, strides that matter, dtype, and bytes of the storage."""
-    strides = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    return tensor.shape, strides, tensor.dtype, tensor.untyped_storage().nbytes()
+    """Shape, strides, dtype, and bytes of the storage."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
 
 
 def assert_same_look(make, *case):

@@ -25,7 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._prims_common import (
+    is_non_overlapping_and_dense_or_false,
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
 
 from .._torch import tensors_in
 
@@ -43,6 +48,8 @@ def as_for_real(
     types: Sequence[type],
     args: Sequence,
     kwargs: Mapping,
+    *,
+    kind: str = "cpu",
 ) -> Any:
     """Return the result of an operator on symbolic tensors, with the storages and the strides that
     the CPU kernel gives its result.
@@ -51,17 +58,18 @@ def as_for_real(
         symbolically: Function that runs the operator as PyTorch does.
         dispatch: Function that runs the operators that make another result.
         func, types, args, kwargs: The call, as a dispatch mode receives it.
+        kind: Kind of device. `CPU_RULES` apply to "cpu" only.
     """
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return _grouped_mm(dispatch, func, args, kwargs)
     if func is _aten._ctc_loss.default:
         return _ctc_loss(dispatch, _by_name(func, args, kwargs))
     result = symbolically(func, types, args, kwargs)
-    if rule := RULES.get(func):
+    if rule := RULES.get(func) or (CPU_RULES.get(func) if kind == "cpu" else None):
         return rule(dispatch, _by_name(func, args, kwargs), result)
     if _is_elementwise(func):
-        operands = list(tensors_in((args, kwargs)))
-        return _elementwise(dispatch, operands[:: -1 if func in _REVERSED else 1], result)
+        operands = list(tensors_in((args, kwargs)))[:: -1 if func in _REVERSED else 1]
+        return _elementwise(dispatch, operands, result, one_shape=not _reads_numbers(func, args))
     return result
 
 
@@ -121,6 +129,59 @@ def _ctc_loss(dispatch: Dispatch, given: dict[str, Any]) -> tuple[Tensor, Tensor
 # ---- rules
 
 
+def _view(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a view with the strides of the real one, also along dimensions of size 1.
+
+    They decide whether a tensor counts as channels_last, which is the memory format of the results
+    of later operators.
+
+    Source: aten/src/ATen/TensorUtils.cpp (`computeStride`).
+    """
+    viewed = given["self"]
+    strides = _view_strides(viewed.shape, viewed.stride(), result.shape)
+    if result.stride() == strides:
+        return result
+    arguments = (viewed, result.size(), strides, viewed.storage_offset())
+    return dispatch(_aten.as_strided.default, (), arguments, {})
+
+
+def _view_strides(
+    sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the strides that a tensor's elements have in a view of another shape.
+
+    Neighboring dimensions whose elements have even distances in memory form one run. Each dimension
+    of the view is a part of one run, and one of size 1 belongs to the innermost run that it can be
+    part of.
+    """
+    if 0 in sizes:
+        return tuple(strides) if sizes == wanted else make_contiguous_strides_for(wanted)
+    runs: list[list[int]] = []  # elements and the distance of neighbors, from the innermost run
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if runs and (size == 1 or stride == math.prod(runs[-1])):
+            runs[-1][0] *= size
+        else:
+            runs.append([size, stride])
+    left, made = list(wanted), []
+    for elements, distance in runs or [[1, 1]]:
+        taken = 1
+        while left and (taken < elements or left[-1] == 1):
+            made.append(taken * distance)
+            taken *= left.pop()
+    return tuple(reversed(made))
+
+
+def _like(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a tensor with the strides of a dense input, unless a memory format is chosen.
+
+    Source: aten/src/ATen/native/TensorFactories.cpp (`empty_like`).
+    """
+    preserved = given["memory_format"] in (None, torch.preserve_format)
+    if not preserved or {result.layout, given["self"].layout} != {torch.strided}:
+        return result
+    return _like_dense(dispatch, given, result)
+
+
 def _loss(
     dispatch: Dispatch, given: dict[str, Any], result: Tensor, *, unreduced: Rule | None = None
 ) -> Tensor:
@@ -153,6 +214,16 @@ def _huber_loss(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Te
     return result if given["reduction"] else _like_input(dispatch, given, result)
 
 
+def _bce_with_logits(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """Return an unreduced loss with the strides of one minus the target.
+
+    Source: aten/src/ATen/native/Loss.cpp (`binary_cross_entropy_with_logits`).
+    """
+    if given["reduction"]:
+        return result
+    return _elementwise(dispatch, (given["target"],), result, one_shape=False)
+
+
 def _soft_margin_backward(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
     """Return a result with the strides of the target times the product of input and negated target.
 
@@ -165,6 +236,24 @@ def _soft_margin_backward(dispatch: Dispatch, given: dict[str, Any], result: Ten
 
 # Kernels that consider the strides of their operands in the reverse of the schema's order.
 _REVERSED = {_aten.threshold_backward.default}
+# Elementwise kernels without PyTorch's tag.
+_ELEMENTWISE = {
+    _aten._prelu_kernel_backward.default,
+    _aten.complex.default,
+    _aten.elu_backward.default,
+    _aten.floor_divide.default,
+    _aten.hardsigmoid_backward.default,
+    _aten.hardswish.default,
+    _aten.hardswish_backward.default,
+    _aten.hardtanh_backward.default,
+    _aten.leaky_relu_backward.default,
+    _aten.mish_backward.default,
+    _aten.softplus_backward.default,
+    _aten.softshrink_backward.default,
+}
+# Kernels that take a number as it is. Other overloads for a number make a 0-dimensional tensor of
+# it, and their result then depends on the strides of dimensions of size 1, too.
+_TAKE_NUMBERS = {_aten.pow.Tensor_Scalar, _aten.lerp.Scalar}
 
 
 @cache
@@ -173,34 +262,113 @@ def _is_elementwise(func: OpOverload) -> bool:
     itself."""
     tagged = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
     # The caller of `clone` chooses the strides.
-    return tagged and func is not _aten.clone.default
+    return (tagged and func is not _aten.clone.default) or func in _ELEMENTWISE
 
 
-def _elementwise(dispatch: Dispatch, operands: Iterable[Tensor], result: Any) -> Any:
-    """Return a result with the strides on which the operands agree, if they have one dtype.
+def _reads_numbers(func: OpOverload, args: Sequence) -> bool:
+    """Return whether a kernel makes a tensor of a number that is one of its operands."""
+    if "calar" in func._overloadname:
+        return func not in _TAKE_NUMBERS
+    return any(
+        isinstance(argument.type, torch.TensorType) and isinstance(value, (bool, int, float))
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+    )
+
+
+def _elementwise(
+    dispatch: Dispatch, operands: Iterable[Tensor], result: Any, *, one_shape: bool = True
+) -> Any:
+    """Return a result with the strides on which the operands agree.
 
     The symbolic kernel computes the operator in several steps, and converts 16-bit operands to fp32
     first. The strides of the symbolic result then come from the last of these steps. Its operands
-    may be dense although the operator's own operands are expanded. The real kernel converts
-    operands only if their dtypes differ. In that case the symbolic result is left unchanged.
+    may be dense although the operator's own operands are expanded.
 
-    Source: `torch._prims_common.compute_elementwise_output_strides`, which is PyTorch's own account
-    of aten/src/ATen/TensorIterator.cpp.
+    The real kernel converts an operand of another dtype than the others. Where that changes
+    strides, because the operand is not dense, the symbolic result is left unchanged.
+
+    Args:
+        dispatch: Function that runs the operators that make another result.
+        operands: The operator's tensors, in the order in which the kernel considers them.
+        result: The symbolic result.
+        one_shape: False if there is an operand of another shape that is not in `operands`.
     """
-    operands = [each for each in operands if each.dim()]
+    operands = list(operands)
+    if isinstance(result, tuple):
+        alike = (_elementwise(dispatch, operands, x, one_shape=one_shape) for x in result)
+        return tuple(alike)
     if (
         not isinstance(result, Tensor)
         or {each.layout for each in (result, *operands)} != {torch.strided}
-        or all(each.is_contiguous() for each in operands)
-        or len({each.dtype for each in operands}) > 1
+        or (len({x.dtype for x in operands if x.dim()}) > 1 and not all(map(_is_dense, operands)))
     ):
         return result
-    strides = compute_elementwise_output_strides(*(each.expand(result.shape) for each in operands))
+    strides = _iterated_strides(operands, result.shape, one_shape)
     return (
         result
         if result.stride() == strides
         else make_result(dispatch, result.size(), strides, result)
     )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor)
+
+
+def _iterated_strides(
+    operands: Sequence[Tensor], shape: torch.Size, one_shape: bool
+) -> tuple[int, ...]:
+    """Return the strides of a new tensor that is computed element by element from strided ones.
+
+    PyTorch's own function in Python, `compute_elementwise_output_strides`, gives other strides to
+    dimensions of size 1, on which the memory format of later results depends.
+
+    Source: aten/src/ATen/TensorIterator.cpp (`fast_set_up`, `reorder_dimensions`).
+    """
+    if one_shape and all(each.shape == shape for each in operands):
+        if all(each.is_contiguous() for each in operands):
+            return make_contiguous_strides_for(shape)
+        if all(each.is_contiguous(memory_format=torch.channels_last) for each in operands):
+            return make_channels_last_strides_for(shape)
+        if len({each.stride() for each in operands}) == 1 and _is_dense(operands[0]):
+            return operands[0].stride()
+    steps = [_broadcast_strides(each, shape) for each in operands if each.dim()]
+    from_last = list(reversed(range(len(shape))))
+    order = from_last.copy()  # becomes: dimensions from the innermost to the outermost one
+    for place in range(1, len(order)):
+        for before in reversed(range(place)):
+            outer = _is_outer(order[before], order[place], steps, shape)
+            if outer:
+                order[before], order[place] = order[place], order[before]
+                place = before
+            elif outer is False:
+                break
+    if order == from_last:
+        return make_contiguous_strides_for(shape)
+    strides = {x: math.prod(shape[y] for y in order[:i]) for i, x in enumerate(order)}
+    return tuple(strides[dimension] for dimension in range(len(shape)))
+
+
+def _broadcast_strides(tensor: Tensor, shape: torch.Size) -> list[int]:
+    """Return the strides of a tensor that is broadcast to a shape."""
+    missing = len(shape) - tensor.dim()
+    sizes = zip(tensor.shape, tensor.stride(), shape[missing:], strict=True)
+    return [0] * missing + [0 if own == 1 != size else step for own, step, size in sizes]
+
+
+def _is_outer(
+    one: int, other: int, steps: Sequence[Sequence[int]], shape: torch.Size
+) -> bool | None:
+    """Return whether dimension `one` lies outside `other` in memory, or None if no operand
+    decides."""
+    for each in steps:
+        if not each[one] or not each[other]:
+            continue
+        if each[one] != each[other]:
+            return each[one] > each[other]
+        if shape[one] > shape[other]:
+            return True
+    return None
 
 
 def _columns(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
@@ -213,17 +381,33 @@ def _columns(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tenso
     return _part_of(dispatch, max(given["self"].numel(), result.numel()), result)
 
 
-def _layer_norm_backward(dispatch: Dispatch, given: dict[str, Any], result: tuple) -> tuple:
-    """Return results with a contiguous gradient of the input, if there is one, whatever the strides
-    of the input are."""
-    if result[0] is None:
-        return result
-    return make_result(dispatch, result[0].size(), None, result[0]), *result[1:]
-
-
 def _contiguous(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
     """Return a contiguous result, whatever the strides of the arguments are."""
     return make_result(dispatch, result.size(), None, result)
+
+
+def _like_dense(
+    dispatch: Dispatch, given: dict[str, Any], result: Tensor, *, name: str = "self"
+) -> Tensor:
+    """Return a result with the strides of an input of its shape, if that input is dense."""
+    like = given[name]
+    if like.stride() == result.stride() or like.shape != result.shape or not _is_dense(like):
+        return result
+    return make_result(dispatch, result.size(), like.stride(), result)
+
+
+def _first(
+    dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule = _contiguous
+) -> tuple:
+    """Return results of which the first one follows a rule, unless it is None."""
+    if result[0] is None:
+        return result
+    return rule(dispatch, given, result[0]), *result[1:]
+
+
+def _each(dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule) -> tuple:
+    """Return results each of which follows a rule."""
+    return tuple(rule(dispatch, given, each) for each in result)
 
 
 def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
@@ -237,9 +421,21 @@ def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor)
     options = {
         "dtype": result.dtype,
         "device": result.device,
-        "memory_format": suggest_memory_format(given["self"]),
+        "memory_format": suggest_memory_format(given["self" if "self" in given else "input"]),
     }
     return dispatch(_aten.empty.memory_format, (), (result.size(),), options)
+
+
+def _normalized(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a result that is channels_last if the input is, and contiguous otherwise."""
+    x = given["input"]
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return make_result(
+        dispatch,
+        result.size(),
+        make_channels_last_strides_for(result.shape) if last else None,
+        result,
+    )
 
 
 def _embedding_bag(
@@ -309,7 +505,16 @@ def _sparse(dispatch: Dispatch, dense: Tensor, dimensions: int, count: int) -> T
     return dispatch(make, (), arguments, options | {"is_coalesced": True})
 
 
+_LIKE = ("empty_like", "full_like", "ones_like", "zeros_like")
+_LIKE += ("rand_like", "randn_like", "randint_like")
 RULES: dict[OpOverload, Rule] = {
+    **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default), _view),
+    **{
+        getattr(packet, overload): _like
+        for packet in (getattr(_aten, name) for name in _LIKE)
+        for overload in packet.overloads()
+        if "out" not in overload
+    },
     _aten.mse_loss.default: partial(_loss, unreduced=_with_elementwise_strides),
     _aten.smooth_l1_loss.default: partial(_loss, unreduced=_with_elementwise_strides),
     _aten.binary_cross_entropy.default: partial(_loss, unreduced=_like_input),
@@ -322,8 +527,31 @@ RULES: dict[OpOverload, Rule] = {
     _aten.soft_margin_loss_backward.default: _soft_margin_backward,
     _aten.im2col.default: _columns,
     _aten.col2im.default: _columns,
-    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten.native_layer_norm_backward.default: _first,
     _aten.glu_backward.default: _contiguous,
+    _aten.masked_fill.Scalar: _contiguous,
+    _aten.masked_fill.Tensor: _contiguous,
+    _aten.pow.Scalar: _contiguous,
+    _aten.tril.default: _contiguous,
+    _aten.triu.default: _contiguous,
+    _aten.index_add.default: _contiguous,
+    _aten.rrelu_with_noise.default: _contiguous,
+    _aten._log_softmax.default: _contiguous,
+    _aten._prelu_kernel.default: _like_input,
+    _aten.nan_to_num.default: _like_input,
+    _aten.flip.default: _like_input,
+    _aten.index_put.default: _like_input,
+    _aten.native_layer_norm.default: _first,
+    _aten._weight_norm_interface.default: _first,
+    _aten._weight_norm_interface_backward.default: _first,
+    _aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
+    _aten.hardtanh.default: _like_input,
+    _aten.renorm.default: _contiguous,
+    _aten.frexp.Tensor: partial(_each, rule=_like_dense),
+    _aten._conj_physical.default: _like_input,
+    _aten.log_sigmoid_backward.default: partial(_like_dense, name="grad_output"),
+    _aten.sort.default: partial(_each, rule=_like_dense),
+    _aten.sort.stable: partial(_each, rule=_like_dense),
     _aten._log_softmax_backward_data.default: _contiguous,
     _aten.max_unpool2d.default: _in_memory_format,
     _aten.channel_shuffle.default: _in_memory_format,
@@ -338,6 +566,34 @@ RULES: dict[OpOverload, Rule] = {
     _aten._to_sparse.default: _to_sparse,
     _aten._to_sparse.sparse_dim: _to_sparse,
     _aten.sparse_mask.default: _sparse_mask,
+}
+
+
+# Rows for kernels that exist only on a CPU, or that differ from those on CUDA.
+CPU_RULES: dict[OpOverload, Rule] = {
+    **dict.fromkeys(
+        (
+            _aten.native_batch_norm.default,
+            _aten._native_batch_norm_legit.default,
+            _aten._native_batch_norm_legit.no_stats,
+            _aten._batch_norm_with_update.default,
+        ),
+        partial(_first, rule=_normalized),
+    ),
+    **dict.fromkeys(
+        (
+            _aten.native_batch_norm_backward.default,
+            _aten.batch_norm_backward.default,
+            _aten.native_group_norm.default,
+            _aten.native_group_norm_backward.default,
+        ),
+        partial(_first, rule=_in_memory_format),
+    ),
+    _aten.roll.default: _in_memory_format,
+    _aten.log_sigmoid_forward.default: partial(_each, rule=_contiguous),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
+        _first, rule=partial(_like_dense, name="query")
+    ),
 }
 
 

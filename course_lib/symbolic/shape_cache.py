@@ -74,7 +74,7 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
             return args[0]
     given: list[Tensor] = []
     cacheable = _is_cacheable(func) and not torch.is_inference_mode_enabled()
-    key = _key(func, args, kwargs, given) if cacheable else None
+    key = _key(mode.kind, func, args, kwargs, given) if cacheable else None
     if key is None:
         if func.is_view and getattr(args[0], "constant", None) is not None:
             return _part_of_known(mode, func, types, args, kwargs)
@@ -100,7 +100,8 @@ def _is_cacheable(func) -> bool:
 def _made_now(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """Return the result of an operator without looking in the cache."""
     dispatch = partial(dispatch_cached, mode)
-    return cpu_kernels.as_for_real(partial(fake, mode), dispatch, func, types, args, kwargs)
+    symbolically, kind = partial(fake, mode), mode.kind
+    return cpu_kernels.as_for_real(symbolically, dispatch, func, types, args, kwargs, kind=kind)
 
 
 def _constant(mode: FakeTensorMode, number: Tensor) -> FakeTensor:
@@ -135,7 +136,7 @@ def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     return result
 
 
-def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
+def _key(kind: str, func, args, kwargs, given: list[Tensor]) -> tuple | None:
     """Return everything that determines the result of an operator, or None if the call cannot be
     cached.
 
@@ -143,7 +144,13 @@ def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
     """
     try:
         named = [(name, _look(kwargs[name], given)) for name in sorted(kwargs)] if kwargs else ()
-        return func, torch.get_default_dtype(), *[_look(value, given) for value in args], *named
+        return (
+            kind,
+            func,
+            torch.get_default_dtype(),
+            *[_look(value, given) for value in args],
+            *named,
+        )
     except TypeError:
         return None
 
