@@ -236,10 +236,18 @@ ROWS = {
     "own checkpoints": (partial(checkpointing, False), text, FLASH),
     "own reentrant checkpoints": (partial(checkpointing, True), text, FLASH),
 }
+CASES = [(name, *MODELS[name], recipe) for name, recipe in TABLE]
+CASES += [
+    (name, make_model, make_batch, recipe)
+    for name, (make_model, make_batch, recipes) in ROWS.items()
+    for recipe in recipes
+]
+
 # The strides of dimensions of size 1 decide the memory format of what follows.
+IMAGES: dict[str, tuple] = {}
 for name, make_body in BODIES.items():
     body = partial(Image, make_body)
-    ROWS |= {
+    IMAGES |= {
         name: (body, partial(images, 1), [Recipe()]),
         f"{name}, channels last": (body, partial(images, 1, channels_last=True), [BF16]),
         f"{name}, frozen": (
@@ -247,7 +255,7 @@ for name, make_body in BODIES.items():
             [Recipe(micro_batches=3)],
         ),
     }
-ROWS["one pixel"] = partial(Image, BODIES["attention"]), partial(images, 1, 1), [Recipe(), BF16]
+IMAGES["one pixel"] = partial(Image, BODIES["attention"]), partial(images, 1, 1), [Recipe(), BF16]
 # Speech changes a view of a result in place. Autograd then makes a view of its own in the backward
 # pass, as a copy for real tensors and as a view for symbolic ones, and with one sample this copy is
 # in the peak.
@@ -263,16 +271,16 @@ def count_samples(make_batch):
     return len(next(tensors_in(make_batch())))
 
 
-CASES = [(name, *MODELS[name], recipe) for name, recipe in TABLE]
-for name, (make_model, make_batch) in DIVIDED.items():
-    alone, each = partial(first_sample, make_batch), Recipe(micro_batches=count_samples(make_batch))
-    CASES += [(f"{name}, one sample", make_model, alone, Recipe())]
-    CASES += [(f"{name}, one each", make_model, make_batch, each)]
-CASES += [
+# Cases that were not measured on a GPU.
+ON_A_CPU = [
     (name, make_model, make_batch, recipe)
-    for name, (make_model, make_batch, recipes) in ROWS.items()
+    for name, (make_model, make_batch, recipes) in IMAGES.items()
     for recipe in recipes
 ]
+for name, (make_model, make_batch) in DIVIDED.items():
+    alone, each = partial(first_sample, make_batch), Recipe(micro_batches=count_samples(make_batch))
+    ON_A_CPU += [(f"{name}, one sample", make_model, alone, Recipe())]
+    ON_A_CPU += [(f"{name}, one each", make_model, make_batch, each)]
 
 
 def options_of(make_batch):
@@ -282,8 +290,8 @@ def options_of(make_batch):
 @pytest.mark.filterwarnings("ignore:no activation was moved")
 @pytest.mark.parametrize(
     ("make_model", "make_batch", "recipe"),
-    [case[1:] for case in CASES],
-    ids=[f"{name}: {recipe!r}" for name, _, _, recipe in CASES],
+    [case[1:] for case in CASES + ON_A_CPU],
+    ids=[f"{name}: {recipe!r}" for name, _, _, recipe in CASES + ON_A_CPU],
 )
 def test_a_step_takes_what_is_estimated(make_model, make_batch, recipe):
     recipe = feasible(make_model, make_batch, recipe)
