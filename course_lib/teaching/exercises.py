@@ -273,7 +273,7 @@ def largest_that_fits(
     """
     number = _number(answer)
     if number not in sizes:
-        raise WrongAnswer(not_a_size)
+        raise WrongAnswer(not_a_size, exact=True)
     place = sizes.index(number)
     size, here = sizes[place], peak(sizes[place])
     if here > budget_bytes:

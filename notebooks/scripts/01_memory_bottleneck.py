@@ -289,12 +289,12 @@ table(["elements", "bytes of storage"], [(error.numel(), error.untyped_storage()
 # %% [markdown]
 # <div lang="en">
 #
-# This number keeps as many bytes as its input, because PyTorch writes all squared differences into the storage of the result before it takes their mean. If a training loop collects such losses in a list, each step adds 4.2 MB here. Collect `loss.item()` instead. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` behave in the same way, and `cross_entropy` does not.
+# This number keeps as many bytes as its input, because PyTorch writes all squared differences into the storage of the result before it takes their mean. If a training loop collects such losses in a list, each step adds 4.2 MB here. Collect `loss.item()` instead, because `loss.detach()` shares the storage and still holds all of it. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` behave in the same way, and `cross_entropy` does not.
 #
 # </div>
 # <div lang="zh">
 #
-# 这一个数占的字节与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求它们的平均。如果训练循环把这样的损失收进一个列表，这里每一步都要多占 4.2 MB，应当改为收集 `loss.item()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也是这样，`cross_entropy` 则不是。
+# 这一个数占的字节与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求它们的平均。如果训练循环把这样的损失收进一个列表，这里每一步都要多占 4.2 MB，应当改为收集 `loss.item()`。`loss.detach()` 不行，它共用同一个存储区，仍占着全部字节。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也是这样，`cross_entropy` 则不是。
 #
 # </div>
 
@@ -1052,12 +1052,12 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 #
 # <div lang="en">
 #
-# A loop over the parameters needs two temporaries as large as the current parameter. `foreach=True`, the default of `torch.optim.Adam` on CUDA, needs one as large as all parameters together: 28 GB for 7 billion in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs none.
+# A loop over the parameters has at most three temporaries at a time, each as large as one parameter. `foreach=True`, the default of `torch.optim.Adam` on CUDA, makes a list of temporaries, one per parameter. They are live together and take as much as all parameters: 28 GB for 7 billion in fp32, although no single one is large. `fused=True`, the default of Hugging Face's `Trainer`, needs none.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐个参数循环更新时，需要两个临时张量，各与当前的参数一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它要有一个与全部参数合起来一样大的临时张量，70 亿个 fp32 参数就是 28 GB。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
+# 逐个参数循环更新时，同时最多有三个临时张量，每个与一个参数一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它建立一列临时张量，每个参数一个，同时存活，合起来与全部参数一样大。70 亿个 fp32 参数就要 28 GB，但其中没有哪一个特别大。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
 #
 # </div>
 
@@ -1488,12 +1488,12 @@ lesson_01.activation_playground()
 #
 # <div lang="en">
 #
-# **Exercise 8.** The decoder is trained with Adam and may use 500 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: the number of sequences.)
+# **Exercise 8.** The decoder is trained with Adam and may use 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: the number of sequences.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 8。** 这个解码器用 Adam 训练，限用 500 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值在训练步的同一个地方（1.3 节）。（`answer`：序列条数。）
+# **练习 8。** 这个解码器用 Adam 训练，限用 1,300 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值在训练步的同一个地方（1.3 节）。（`answer`：序列条数。）
 #
 # </div>
 
@@ -1511,7 +1511,7 @@ if not lesson_01.check_largest_batch.accepted:
             found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
         peaks.append(found.peak_bytes)
     each = (peaks[1] - peaks[0]) // 4
-    answer = 4 + (500_000_000 - peaks[0]) // each
+    answer = 4 + (1_300_000_000 - peaks[0]) // each
 
 lesson_01.check_largest_batch(answer)
 ### END SOLUTION

@@ -107,7 +107,7 @@ def _verdict(
     given, of_the_list = answer(**other), answer(**shown)
     if not isinstance(given, Mapping) or set(given) != set(rows):
         names = join_labels(f"`{name}`" for name in rows)
-        return wrong(text("Return a dictionary with the keys {names}.", names=names))
+        return wrong(text("Return a dictionary with the keys {names}.", names=names), exact=True)
     if all(expect_number(given[name], formula(**other) // 2) for name, formula in rows.items()):
         return wrong(_HALF, exact=True)
     for name, formula in rows.items():

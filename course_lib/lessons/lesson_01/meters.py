@@ -80,6 +80,10 @@ _RELEASED = (
 _SEVERAL = (
     "You counted one result of an operator that returns several tensors. Count the storage of each."
 )
+_TENSOR_GONE = (
+    "You stopped counting a storage that is still alive. A tensor can be released before its"
+    " storage, which a view still uses, so attach the finalizer to the storage."
+)
 _OWN = (
     "You counted the bytes of the tensor's own numbers. Its storage can be larger, so count"
     " `storage.nbytes()`."
@@ -133,6 +137,8 @@ def _verdict(answer: Any, cases: tuple[tuple[_Case, str], ...], praise: str) -> 
     for case, reason in cases:
         live, peak = _counts(answer(), case)
         if (live, peak) != (case.live, case.peak):
+            if case is _A_VIEW and live < case.live:
+                reason = _TENSOR_GONE
             return _differs(case, live, peak, reason)
     return right(praise)
 
@@ -154,7 +160,8 @@ def _differs(case: _Case, live: int, peak: int, reason: str) -> Verdict:
 @exercise(
     hint=(
         "`given` has the storages of the arguments, by address. Which addresses are new?",
-        "A storage is new if its `address` is not in `given`.",
+        "A view and a result in place use a storage of an argument. Look up the `address` of the"
+        " result.",
     )
 )
 def check_new_storages(answer: Any) -> Verdict:
@@ -176,10 +183,8 @@ def check_new_storages(answer: Any) -> Verdict:
     hint=(
         "A storage of the result is new if it is not among those of the arguments. What must"
         " happen to each new one?",
-        "Collect the `_cdata` of the storages in `args` and `kwargs`. For each other storage of the"
-        " result, once, call `self.count(storage.nbytes())` and"
-        " `weakref.finalize(storage, self.count, -storage.nbytes())`, where `count` adds to `live`"
-        " and raises `peak`.",
+        "Look at every result, and at each of its storages once. Which change of `live` belongs to"
+        " the moment when a storage is released, and who calls you then?",
     )
 )
 def check_meter(answer: Any) -> Verdict:
