@@ -72,14 +72,14 @@ about_this_machine()
 #
 # You don't need a GPU. This course counts two quantities: the bytes of **live** tensors (tensors that are still in use), and the floating-point operations (FLOPs). With the same version of PyTorch, both are the same on every CPU. Some cells also show seconds, which depend on the machine that ran the cell.
 #
-# A GPU differs in two ways. Some of its operators keep other tensors for backward, and its default Adam makes one more temporary tensor, as large as all the weights together. The lessons say where this matters, and measure it on your GPU if you have one.
+# A GPU differs in two ways. Some of its operators keep other tensors for backward, and its default Adam makes one temporary tensor per weight, all at once, which together are as large as the weights. The lessons say where this matters, and measure it on your GPU if you have one.
 #
 # </div>
 # <div lang="zh">
 #
 # 没有 GPU 也能学。本课程统计两个量：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。只要 PyTorch 版本相同，它们在任何 CPU 上都一样。有些单元格也给出运行时间，那只说明运行它的那台机器。本课程在 CPU 上测量，所以统称“内存”，换到 GPU 上，指的就是显存。
 #
-# GPU 有两点不同。有些算子在 GPU 上为反向保存的张量与 CPU 上不同。另外，默认的 Adam 会多用一个临时张量，大小等于全部权重之和。遇到有影响的地方，课里会说明。如果你有 GPU，还会现场测给你看。
+# GPU 有两点不同。有些算子在 GPU 上为反向保存的张量与 CPU 上不同。另外，默认的 Adam 更新时，会给每个权重同时各建一个临时张量，合起来与全部权重一样大。遇到有影响的地方，课里会说明。如果你有 GPU，还会现场测给你看。
 #
 # </div>
 
