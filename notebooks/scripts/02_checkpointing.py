@@ -403,14 +403,14 @@ table(["saved around the last of the layers alone (bytes)"], [[alone[None] - alo
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
 #
-# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. So does a checkpoint around the only layer of a network. Around layers 0 to 5, it saves the layer except its input. Around layer 6 it saves 2 MB less, because the gradients of layer 7 already exist then.
+# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. So does a checkpoint around the only layer of a network. Around layers 0 to 5, it saves the layer except its input. Around layer 6, the peak is at its recomputation. By then the activations of layer 7 are gone and its gradients exist, 3.2 MB. So it saves a layer less 3.2 MB, instead of a layer less its input of 1.0 MB.
 #
 # In the decoder, even the last layer's checkpoint saves memory, because the peak comes earlier, during the backward pass of the loss. Three tensors as large as the logits (25 MB) are in memory then. First ask when the peak occurs, then what is in memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 检查点省下的，是**峰值那一刻**不在内存里的东西。反向从最后一层开始，所以这一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给它加检查点什么也省不了，还要多占 5,056 字节来保存随机数发生器的状态。只有一层的网络也是如此。给第 0 到第 5 层中的一层加，省下的是这一层的激活值减去它的输入。给第 6 层加检查点，会少省 2 MB，因为它重新算出来时，第 7 层的梯度已经产生。
+# 检查点省下的，是**峰值那一刻**不在内存里的东西。反向从最后一层开始，所以这一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给它加检查点什么也省不了，还要多占 5,056 字节来保存随机数发生器的状态。只有一层的网络也是如此。给第 0 到第 5 层中的一层加，省下的是这一层的激活值减去它的输入。给第 6 层加检查点，峰值就移到它重新算出来的时候。这时第 7 层的激活值已经释放，它的梯度（3.2 MB）却已产生。所以省下的是一层减去 3.2 MB，而不是一层减去 1.0 MB 的输入。
 #
 # 在解码器里，给最后一层加检查点也能省内存，因为峰值出现得更早，在损失的反向那里。那一刻有三个 logits 大小的张量，共 25 MB。所以要先问峰值在什么时候，再问那一刻内存里有什么。
 #
@@ -452,7 +452,7 @@ lesson_02.draw_policies(arms)
 # %% [markdown] slide={"en": "One forward more, all weights trained: about a third. Here: 1.21.\n\nProducts kept: 84 MB saved, for almost no FLOPs.", "zh": "全部权重都训练，多一次前向约增加三分之一；这里是 1.21 倍。\n\n保留乘积：省 84 MB，几乎不花 FLOPs。"}
 # <div lang="en">
 #
-# If all weights are trained, one more forward pass adds about a third. Here, checkpoints around each layer cost 1.21 times the FLOPs, for two reasons. The head is not recomputed, and recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last product. With frozen weights backward does less, and the additional pass can be half of the step.
+# If all weights are trained, one more forward pass adds about a third. Here, checkpoints around each layer cost 1.21 times the FLOPs, for two reasons. The head is not recomputed, and recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last product. With frozen weights backward does less, and the additional pass can add up to about half of the step's FLOPs.
 #
 # Keeping the products saves 84 MB and costs almost no FLOPs. One checkpoint around all eight layers recomputes all of them at once, so it costs the most FLOPs and saves only 19 MB. Leaving out the last layer's checkpoint needs 4 MB more, and saves an eighth of the additional FLOPs.
 #
@@ -461,7 +461,7 @@ lesson_02.draw_policies(arms)
 # </div>
 # <div lang="zh">
 #
-# 如果全部权重都训练，多一次前向约增加三分之一。这里每层一个检查点，FLOPs 却只是 1.21 倍，原因有两个：输出头不用重新计算；最后一个要保存的张量一算出来，重计算就停止（**提前终止**），所以每个检查点都省去最后一次乘法。如果冻结了部分权重，反向的计算变少，多出的这次前向最多能占到一半。
+# 如果全部权重都训练，多一次前向约增加三分之一。这里每层一个检查点，FLOPs 却只是 1.21 倍，原因有两个：输出头不用重新计算；最后一个要保存的张量一算出来，重计算就停止（**提前终止**），所以每个检查点都省去最后一次乘法。如果冻结了部分权重，反向的计算变少，多做的这次前向最多会让 FLOPs 增加约一半。
 #
 # 保留乘积省下 84 MB，几乎不增加 FLOPs。八层合用一个检查点时，八层要一起重新计算，FLOPs 增加得最多，却只省 19 MB。实际使用时，最后一层可以不加检查点，内存只多 4 MB，增加的 FLOPs 少八分之一。
 #
@@ -491,12 +491,12 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Pairs of layers need more memory with 8 layers and less with 48. Both peaks are linear in the depth, and the lines cross at 40 layers. In our usual step, pairs need more at any depth here: the gradients that arrive take more memory than the inputs that are released.
+# Pairs of layers need more memory with 8 layers and less with 48. Both peaks are linear in the depth, and the lines cross at 40 layers. (These checkpoints keep no random state, `preserve_rng_state=False`. With it, pairs need less from 37 layers on.) In our usual step, pairs need more at any depth here: the gradients that arrive take more memory than the inputs that are released.
 #
 # </div>
 # <div lang="zh">
 #
-# 8 层时，两层合用更费内存；48 层时更省。两个峰值都随层数线性增长，两条直线在 40 层处相交。而在通常的训练步里，梯度在反向中陆续产生，新产生的梯度比释放的输入占得更多，所以在这里无论多少层，两层合用都更费。
+# 8 层时，两层合用更费内存；48 层时更省。两个峰值都随层数线性增长，两条直线在 40 层处相交。（这里的检查点不保存随机数状态，即 `preserve_rng_state=False`。如果保存，从 37 层起两层合用就更省。）而在通常的训练步里，梯度在反向中陆续产生，新产生的梯度比释放的输入占得更多，所以在这里无论多少层，两层合用都更费。
 #
 # </div>
 
@@ -546,12 +546,12 @@ lesson_02.check_loss_in_pieces(loss_in_pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# If one backward pass goes through all chunks, the gradient of the vocabulary's matrix (33 MB) exists three times: the sum so far, the gradient of the next chunk, and their new sum. PyTorch cannot add the gradient of a transposed matrix in place. If you call backward after each chunk instead, the gradient is added in place, and no checkpoint is needed. Backward through the layers continues from `hidden.grad`.
+# If one backward pass goes through all chunks, the gradient of the vocabulary's matrix (33 MB) exists three times: the sum so far, the gradient of the next chunk, and their new sum. PyTorch cannot add the gradient of a transposed matrix in place. Write the logits as `(weight @ rows.T).T`, and the gradient is not transposed. Or call backward after each chunk: the gradient is added in place, too, and no checkpoint is needed. Backward through the layers continues from `hidden.grad`.
 #
 # </div>
 # <div lang="zh">
 #
-# 如果所有小段合在一次反向里，词表矩阵的梯度（33 MB）会同时有三份，即目前的累加和、下一小段的梯度，以及两者相加的结果，因为 PyTorch 不能原地累加转置矩阵的梯度。另一种做法是每个小段算完就做反向，这样梯度可以原地累加，也不再需要检查点。前面各层的反向再从 `hidden.grad` 继续。
+# 如果所有小段合在一次反向里，词表矩阵的梯度（33 MB）会同时有三份，即目前的累加和、下一小段的梯度，以及两者相加的结果，因为 PyTorch 不能原地累加转置矩阵的梯度。如果把 logits 写成 `(weight @ rows.T).T`，这个梯度就不是转置的。另一种做法是每个小段算完就做反向，这样梯度也能原地累加，而且不再需要检查点。前面各层的反向再从 `hidden.grad` 继续。
 #
 # </div>
 
@@ -571,21 +571,32 @@ def backward_by_chunk(hidden, weight, targets, chunk):
         hidden.grad[part] = rows.grad
 
 
+def one_backward_turned(hidden, weight, targets, chunk):
+    def loss(rows, answers):
+        return F.cross_entropy((weight @ rows.T).T, answers, reduction="sum")
+
+    chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    total = sum(checkpoint(loss, *each, use_reentrant=False) for each in chunks)
+    (total / (targets != -100).sum()).backward()
+
+
 # %% slide="result"
-ways, peak = (one_backward, backward_by_chunk), lesson_02.head_peak  # in sizes of the matrix
+ways = one_backward, one_backward_turned, backward_by_chunk
+peak = lesson_02.head_peak  # in sizes of the matrix
 sizes = (1024, 256, 128, 32) if lesson_02.check_loss_in_pieces.accepted else ()
 rows = [(n, *(peak(way, n) for way in ways)) for n in sizes]
-table(["tokens in a chunk", "one backward for the whole loss", "a backward per chunk"], rows)
+headings = ["one backward for the whole loss", "with `(weight @ rows.T).T`"]
+table(["tokens in a chunk", *headings, "a backward per chunk"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column reaches its floor, 3. The second column approaches 2 (the accumulated gradient and the next chunk's), and nothing is recomputed. Fused losses such as Liger's do this already in forward.
+# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column stays at 3. The other two approach 2 (the accumulated gradient and the next chunk's), and in the last one nothing is recomputed. Fused losses such as Liger's do this already in forward.
 #
 # </div>
 # <div lang="zh">
 #
-# 表中峰值以词表矩阵的大小（33 MB）为单位。如果一个小段有 1024 个 token，就等于不分段，峰值是矩阵的 12 倍，即 393 MB。小段变小时，第一列降到下限 3 就不再降；第二列继续降向 2，也就是目前的梯度和下一小段的梯度，而且没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
+# 表中峰值以词表矩阵的大小（33 MB）为单位。如果一个小段有 1024 个 token，就等于不分段，峰值是矩阵的 12 倍，即 393 MB。小段变小时，第一列停在 3；另外两列继续降向 2，也就是目前的梯度和下一小段的梯度。最后一列的做法没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
 #
 # </div>
 
@@ -794,12 +805,12 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # <div lang="en">
 #
-# **Exercise 6.** Write the newer mode of section 2.3. `forget` returns the next number: with `numbers = count()`, `next(numbers)` is 0, 1, 2 and so on. `bring_back` runs the block again when it is called for the first time. That run needs `torch.enable_grad()`, hooks of its own (`saved_tensors_hooks(collect, bring_back)`), and an input of its own, `x.detach()`. This input must require a gradient if `x` does.
+# **Exercise 6.** Write the newer mode of section 2.3. `forget` returns the next number: with `numbers = count()`, `next(numbers)` is 0, 1, 2 and so on. `bring_back` runs the block again when it is called for the first time. That run needs `torch.enable_grad()`, hooks of its own (`saved_tensors_hooks(collect, bring_back)`), and an input that requires a gradient if `x` does: `x.detach()` with a graph of its own, or `x` itself, because nothing goes backward through the second run's graph.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 写出 2.3 节的新模式。`forget` 返回下一个编号：`numbers = count()` 之后，`next(numbers)` 依次是 0、1、2 等等。`bring_back` 第一次被调用时，把块再跑一遍。这一遍要有 `torch.enable_grad()`，要有自己的钩子（`saved_tensors_hooks(collect, bring_back)`），还要有自己的输入 `x.detach()`。`x` 需要梯度时，这个输入也要需要梯度。
+# **练习 6。** 写出 2.3 节的新模式。`forget` 返回下一个编号：`numbers = count()` 之后，`next(numbers)` 依次是 0、1、2 等等。`bring_back` 第一次被调用时，把块再跑一遍。这一遍要有 `torch.enable_grad()`，要有自己的钩子（`saved_tensors_hooks(collect, bring_back)`），还要有一个输入，`x` 需要梯度时，它也要需要梯度。可以用另起一张图的 `x.detach()`，也可以直接用 `x`，因为不会有反向沿第二遍的图走。
 #
 # </div>
 
@@ -1131,12 +1142,12 @@ lesson_02.check_dropout_checkpoint(Careful.apply)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Forward and backward of the decoder may need at most 110 MB and 1.2 times the FLOPs. Which operators must a selective policy keep? With nothing kept, 63.2 MB are in memory when the loss peaks, and each kept result adds its bytes eight times. `operators` is a list such as `[torch.ops.aten.gelu.default]`.
+# **Exercise 8.** Forward and backward of the decoder may need at most 110 MB and 1.2 times the FLOPs. Which operators must a selective policy keep? With nothing kept, 63.2 MB are in memory during the backward pass of the loss. There each kept result adds its bytes eight times. `operators` is a list such as `[torch.ops.aten.gelu.default]`.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 8。** 解码器的前向加反向，峰值不得超过 110 MB，FLOPs 不得超过 1.2 倍。选择性策略必须保留哪些算子？什么都不保留时，损失达到峰值的那一刻有 63.2 MB。每保留一种结果，就要加上它的字节数的八倍。`operators` 是一个列表，例如 `[torch.ops.aten.gelu.default]`。
+# **练习 8。** 解码器的前向加反向，峰值不得超过 110 MB，FLOPs 不得超过 1.2 倍。选择性策略必须保留哪些算子？什么都不保留时，损失做反向的那一刻，内存里有 63.2 MB。每保留一种结果，这一刻就要加上它的字节数的八倍。`operators` 是一个列表，例如 `[torch.ops.aten.gelu.default]`。
 #
 # </div>
 

@@ -326,6 +326,15 @@ def of_the_last_chunk(hidden, weight, targets, chunk):
     return total / len(targets)
 
 
+def all_of_the_last_chunk(hidden, weight, targets, chunk):
+    """Each function looks up its rows as well."""
+    total = 0.0
+    for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        of_chunk = lambda: whole_loss(rows, weight, answers, "sum")  # noqa: B023, E731
+        total = total + checkpoint(of_chunk, use_reentrant=False)
+    return total / len(targets)
+
+
 def a_slice_for_each(hidden, weight, targets, chunk):
     """Right too: slices, and the mean by the number of targets that count, chunk by chunk."""
     total, counted = 0.0, 0
@@ -483,6 +492,8 @@ ANSWERS = {
                 "k = 2: Not yet. You counted the generator's state only once",
             ),
             (lambda k: 118_208_408, "k = 0: Not yet. You counted a checkpoint around all eight"),
+            (lambda k: PEAK, "the same for every k"),
+            (lambda k: None if k else PEAK, "returns None for k = 1"),
             (lambda k: PEAK + k * (LAYER - INPUT - RNG), "grows with k"),
             (
                 lambda k: PEAK - k * (LAYER - INPUT - RNG) + LAYER * (k > 0),
@@ -517,6 +528,7 @@ ANSWERS = {
             (lambda model, tokens, labels: None, "Not answered"),
             (partial(llama_row, every=0), "layers are not recomputed"),
             (partial(llama_row, every=2), "layers are not recomputed"),
+            (lambda model, *given: llama_row(model.eval(), *given), "only in training mode"),
             (partial(llama_row, chunk=1024), "too many logits"),
             (partial(llama_row, shift=0), "predicts the next token"),
             (partial(llama_row, shift=-1), "wrong direction"),
@@ -547,7 +559,8 @@ ANSWERS = {
             ),
             (lambda *given: in_pieces(*given[:3], 64), "Does your code use `chunk`"),
             (in_so_many_pieces, "for the number of chunks"),
-            (of_the_last_chunk, "Pass the chunk's targets"),
+            (of_the_last_chunk, "Pass the chunk's rows and targets"),
+            (all_of_the_last_chunk, "Pass the chunk's rows and targets"),
             (lambda *given: in_pieces(*given) * 240 / 64, "targets that count"),
             (lambda *given: in_pieces(*given) * 240 / 4, "targets that count"),
             (lambda *given: backward_first(in_pieces(*given)), "with a graph"),
@@ -592,7 +605,7 @@ ANSWERS = {
             ([aten.addmm.default], "keep too much"),
             (["bmm"], "as in the example"),
             ([aten.bmm], "as in the example"),
-            ([aten.mm.default], "these layers never call"),
+            ([aten.mm.default], "calls `addmm`, not `mm`. Section 1.4"),
         ],
     ),
     "head_chunk": (

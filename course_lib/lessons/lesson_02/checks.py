@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointError
 
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
@@ -19,6 +20,7 @@ from course_lib.teaching.exercises import (
     exercise,
     largest_that_fits,
     not_answered,
+    returns_none,
     right,
     wrong,
 )
@@ -36,9 +38,8 @@ KEPT = INPUT + RNG  # bytes that a checkpoint keeps
             " and run it again with a graph."
         ),
         (
-            "Let `again = x.detach().requires_grad_()`. Run the block on it under"
-            " `torch.enable_grad()`, and call `torch.autograd.backward(output, gradient)`."
-            " The gradient of x is then `again.grad`."
+            "The second run needs a graph, and an input that begins it. Where is the gradient of"
+            " this input after `torch.autograd.backward`?"
         ),
     )
 )
@@ -58,14 +59,12 @@ def check_checkpoint(function: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "`forget` returns the next number. `bring_back` runs the block if `found` is"
-            " empty, and then returns the tensor with that number."
+            "`forget` keeps only a number. What must have happened before `bring_back` can find a"
+            " tensor by its number?"
         ),
         (
-            "Write `numbers = count()` outside, and let `forget` return `next(numbers)`. In"
-            " `bring_back`, under `with torch.enable_grad(), saved_tensors_hooks(collect,"
-            " bring_back)`, run the block on `x.detach().requires_grad_(x.requires_grad)`."
-            " Then return `found[number]`."
+            "If `found` is empty, run the block with a graph, and with `collect` as the first hook."
+            " Which input makes this run save the same tensors as the first one?"
         ),
     )
 )
@@ -308,17 +307,24 @@ _RECOMPUTED = (
             " and what does it still keep?"
         ),
         (
-            "Each checkpoint removes the bytes of a layer. In their place it keeps b · s · h"
-            " numbers and the state of the random number generator."
+            "Two things stay for each checkpoint. How many numbers has the layer's input, and how"
+            " many bytes has each?"
         ),
     )
 )
 def check_peak_formula(answer: Any) -> Verdict:
     """Check a function of k: the step's peak with checkpoints around the first k layers, k < 8."""
-    for k in range(8):
-        given = answer(k)
+    all_given = [answer(k) for k in range(8)]
+    if all(given is None or given is ... for given in all_given):
+        return not_answered()
+    if all(expect_number(given, _peak(0, KEPT)) for given in all_given):
+        return wrong(
+            "Your peak is the same for every k. Each checkpoint reduces it, so use `k`.",
+            exact=True,
+        )
+    for k, given in enumerate(all_given):
         if given is None or given is ...:
-            return not_answered()
+            return returns_none(f"k = {k}")
         verdict = expect_number(
             given,
             _peak(k, KEPT),
@@ -363,8 +369,7 @@ def check_peak_formula(answer: Any) -> Verdict:
     hint=(
         "Backward begins with the last layer. When a layer is recomputed, which layers still have"
         " their activations in memory?",
-        "A checkpoint saves what is not in memory at the peak. Find the moment of the peak in each"
-        " network first.",
+        "Where is the peak of each network without a checkpoint, and what is recomputed before it?",
     )
 )
 def check_which_block(answer: Any) -> Verdict:
@@ -416,12 +421,12 @@ def check_which_block(answer: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "Write a function that returns the summed loss of a chunk, and put a checkpoint"
-            " around each call. Add the results up, and divide once, at the end."
+            "A chunk's logits must be released after its forward. Which sums of the chunks give the"
+            " mean of all tokens?"
         ),
         (
-            'Use `hidden.split(chunk)`, `targets.split(chunk)` and `reduction="sum"`. Divide'
-            " by `(targets != -100).sum()`."
+            "Put the product and the loss of one chunk into a function, and a checkpoint around"
+            " each call. `split` cuts a tensor into chunks, of which the last may be shorter."
         ),
     )
 )
@@ -443,18 +448,19 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         if loss is None or loss is ...:
             return not_answered()
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return wrong("Return a tensor with a graph.")
+            return wrong("Return a tensor with a graph.", exact=True)
         kept = meter.live_bytes
         if not torch.allclose(loss, losses.mean(), rtol=1e-4):
             return _another_loss(float(loss.detach()), losses.detach())
         try:
             (3 * loss).backward()  # as if the loss were scaled, or one of several
-        except ValueError as error:  # cross_entropy got rows of one chunk and targets of another
-            if "batch_size" not in f"{error}":
+        # cross_entropy got rows of one chunk and targets of another, or both of the last chunk
+        except (ValueError, CheckpointError) as error:
+            if not any(part in f"{error}" for part in ("batch_size", "different metadata")):
                 raise
             verdict = (
                 "Backward calls the function of each chunk again, after the loop has ended."
-                " Pass the chunk's targets to it as an argument."
+                " Pass the chunk's rows and targets to it as arguments."
             )
             return wrong(verdict, exact=True)
     for name, tensor, gradient in zip(
@@ -576,7 +582,7 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
     }
     for mistaken, reason in reasons.items():
         if abs(loss - mistaken) < 1e-4 * abs(mistaken):
-            return wrong(text("Your loss is wrong. {reason}", reason=text(reason)))
+            return wrong(text("Your loss is wrong. {reason}", reason=text(reason)), exact=True)
     return wrong(
         text(
             "Your loss is {found}, but it must be {wanted}.",
@@ -590,8 +596,8 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
     hint=(
         "See `torch.get_rng_state` and `torch.random.fork_rng`.",
         (
-            "In forward, keep `torch.get_rng_state()`. In backward, set this state inside"
-            " `torch.random.fork_rng()`, before the second run."
+            "Which state of the generator must the second run begin with, and which state must be"
+            " there when it is over?"
         ),
     )
 )
@@ -679,7 +685,7 @@ def check_policy(operators: Any) -> Verdict:
     The limits are 110 MB for forward and backward, and 1.2 times the FLOPs.
     """
     if not isinstance(operators, list | tuple | set | frozenset):
-        return wrong("Return a list of operators.")
+        return wrong("Return a list of operators.", exact=True)
     if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
         return wrong(
             "Write each operator as in the example, `torch.ops.aten.gelu.default`.", exact=True
@@ -698,8 +704,8 @@ def check_policy(operators: Any) -> Verdict:
     if any("policy keeps" in f"{each.message}" for each in heard):
         return wrong(
             "You keep an operator that these layers never call, so everything is recomputed."
-            " `nn.Linear` calls `addmm` if it has a bias, and the products of attention are"
-            " `bmm`.",
+            " Here `nn.Linear` has a bias and calls `addmm`, not `mm`. Section 1.4 lists the other"
+            " operators.",
             exact=True,
         )
     peak, flops = meter.peak_bytes, meter.flops

@@ -40,9 +40,8 @@ def _expected_cost() -> Cost:
             " `model.model(tokens)`, and give them to your loss of section 2.8."
         ),
         (
-            "The hidden states are `model.model(tokens).last_hidden_state[:, :-1].flatten(0, 1)`,"
-            " the matrix is `model.lm_head.weight`, and the targets are"
-            " `labels[:, 1:].flatten()`."
+            "Position t predicts the label of position t + 1. Which position of a sequence has no"
+            " label, and which label has no position? Leave both out before you flatten."
         ),
     )
 )
@@ -79,6 +78,12 @@ def check_in_chunks(function: Any) -> Verdict:
             exact=True,
         )
     sizes = {"peak": f"{cost.peak_bytes / 1e6:.1f}"}
+    if cost.peak_bytes > _LIMIT and not model.training:
+        message = (
+            "The layers are not recomputed, because `transformers` uses checkpoints only in"
+            " training mode. Do not call `model.eval()`."
+        )
+        raise WrongAnswer(message, exact=True)
     if cost.peak_bytes > _LIMIT and len(runs) < 2 * len(layers):
         message = (
             "The peak is {peak} MB, because layers are not recomputed. Checkpoint all of them."
