@@ -166,7 +166,7 @@ lesson_03.decision_table({8: eight, 48: deep})
 #
 # Why does the order change? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the inputs of $L / g$ groups are kept, and one group is recomputed as a whole: $\frac{L}{g} B + g A$. Pairs save $\frac{L}{2} B$ of inputs and add one more $A$. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, so that is 40 layers.
 #
-# And in a model that people train? Here is one layer of Llama 3 8B in bf16, for a sequence of 4096 tokens:
+# And in models that people train? Here is one layer of two of them, in bf16, for a sequence of 4096 tokens:
 #
 # </div>
 # <div lang="zh">
@@ -175,37 +175,46 @@ lesson_03.decision_table({8: eight, 48: deep})
 #
 # 为什么名次变了？设一层为自己的反向保存 $A$ 字节，它的输入占 $B$ 字节。$L$ 层按每组 $g$ 层划分，要保留 $L / g$ 组的输入，并一次重计算一整组，内存共 $\frac{L}{g} B + g A$。两层一组时，输入少留 $\frac{L}{2} B$，重计算的那一组却多出一个 $A$。所以**从 $L = 2 A / B$ 层起**，两层一组才划算。在这个解码器里，$A$ 是 $B$ 的 20 倍，因此是从 40 层起。
 #
-# 那么大家真正训练的模型呢？下面是 Llama 3 8B 的一层，用 bf16，输入一条 4096 个 token 的序列：
+# 那么大家真正训练的模型呢？下面是其中两个模型的各一层，用 bf16，输入一条 4096 个 token 的序列：
 #
 # </div>
 
 # %% slide="both"
-kept, its_input = lesson_03.llama_layer_bytes(tokens=4096)
-print(f"A = {kept / 1e6:.1f} MB, B = {its_input / 1e6:.1f} MB, 2A/B = {2 * kept / its_input:.0f}")
+rows = []
+models = {"Llama 3 8B": (32, 4096, 14336, 32), "Llama 3 70B": (80, 8192, 28672, 64)}
+for name, (depth, *sizes) in models.items():
+    kept, its_input, gradients = lesson_03.llama_layer_bytes(*sizes, tokens=4096)
+    in_mb = (round(size / 1e6, 1) for size in (kept, its_input, gradients))
+    rows.append((name, depth, *in_mb, round(2 * kept / its_input)))
+table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Pairs would pay from about 49 layers on, and this model has 32. Measure a layer of your own model, and this table decides:
+# Pairs would pay from about 49 layers on in both models. The 8B model has 32. The 70B model has 80, so pairs pay for it, if its gradients exist before backward, as on this page, or are sharded (lesson 08).
+#
+# In other steps the gradients arrive during backward. Here a layer's gradients take far more than its input, so the peak is at the end of backward. By then the inputs are released, and no groups have a lower peak than a checkpoint around each layer, however deep the model is. Measure a layer of your own model, and this table decides:
 #
 # | your model | what to do |
 # |---|---|
-# | a transformer with fewer than $2 A / B$ layers | a checkpoint around each layer |
+# | a transformer with fewer than $2 A / B$ layers, or with gradients that arrive during backward and take more than $B$ per layer | a checkpoint around each layer |
 # | the same, and FLOPs are scarce | keep the products, or give the compiler a budget (section 3.5) |
-# | more layers, or layers that keep little | groups of layers: sections 3.2 to 3.4 find the best ones |
+# | more layers, with gradients that exist before backward, are sharded, or take much less than $B$ per layer | groups of layers: sections 3.2 to 3.4 find the best ones |
 # | a large vocabulary | the loss in chunks, in addition |
 # | layers that differ, and a number of bytes to stay within | a search: sections 3.6 and 3.7 |
 #
 # </div>
 # <div lang="zh">
 #
-# 两层一组要从大约 49 层起才划算，而这个模型只有 32 层。对你自己的模型，也测一层，再按下表决定：
+# 在这两个模型里，两层一组都要从大约 49 层起才划算。8B 只有 32 层。70B 有 80 层，所以两层一组划算，但前提是梯度在反向之前就已存在（本页就是这样），或者梯度是分片的（第 08 课）。
+#
+# 在其他训练步里，梯度在反向中陆续产生。这里一层的梯度远大于它的输入，所以峰值在反向快结束时，那时各组的输入都已释放。因此无论多少层，任何分组的峰值都不会低于每层一个检查点。对你自己的模型，也测一层，再按下表决定：
 #
 # | 你的模型 | 怎么做 |
 # |---|---|
-# | Transformer，少于 $2 A / B$ 层 | 每层一个检查点 |
+# | Transformer，少于 $2 A / B$ 层；或者梯度在反向中产生，而且每层的梯度大于 $B$ | 每层一个检查点 |
 # | 同上，但不想多花 FLOPs | 保留乘积，或者给编译器一个预算（3.5 节） |
-# | 层数更多，或者每层保存得很少 | 几层合成一组，3.2 至 3.4 节找出最好的分法 |
+# | 层数更多，而且梯度在反向之前就已存在，或是分片的，或每层的梯度远小于 $B$ | 几层合成一组，3.2 至 3.4 节找出最好的分法 |
 # | 词表很大 | 再加上损失分小段 |
 # | 各层不一样，又必须不超过某个字节数 | 搜索，见 3.6 和 3.7 节 |
 #
@@ -369,7 +378,7 @@ lesson_03.check_best_count(best_count)
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
-# instead of $2 \sqrt{L A B}$, which is smaller by a factor of $1 / \sqrt 2$.
+# This is $1 / \sqrt 2$ of the $2 \sqrt{L A B}$ of equal segments.
 #
 # **Exercise 3.** Sizes are whole numbers, so the formula is not yet a cut. Write `tapered(depth)`, which returns the cuts, such as `[0, 4, 6, 7]` for 7 layers. No other cut may have a lower peak. The check compares yours with all cuts, at many depths.
 #
@@ -382,7 +391,7 @@ lesson_03.check_best_count(best_count)
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
-# 与 $2 \sqrt{L A B}$ 相比，差一个因子 $1 / \sqrt 2$。
+# 只有等分时 $2 \sqrt{L A B}$ 的 $1 / \sqrt 2$。
 #
 # **练习 3。** 段长必须是整数，所以公式还不能直接用作切法。写出 `tapered(depth)`，返回切口，例如 7 层时是 `[0, 4, 6, 7]`，要求没有别的切法峰值更低。检查会在许多深度上，把你的切法与所有切法比较。
 #
@@ -433,14 +442,14 @@ lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapere
 #
 # The peak falls from 31 to 22, for 2% more FLOPs, because the last segment, which does not run again, is shorter. In the picture, the layers of the tapered cut form the triangle. This cut is derived here; we have found it in no paper in this form.
 #
-# For these layers and one extra forward pass, no other schedule is better (section 3.12).
+# For these layers and one extra forward pass, no other schedule of whole layers that discards nothing early is better. A schedule that looks inside the layers is (section 3.12).
 #
 # </div>
 # <div lang="zh">
 #
 # 峰值从 31 降到 22，FLOPs 只多 2%，因为不必重跑的最后一段变短了。图上，渐短的切法里各层正好排成那个三角形。这个切法是在这里推出来的，我们没有在论文里见过这种形式。
 #
-# 对这些层，只多做一次前向时，不限于切分的调度里也没有更好的（3.12 节）。
+# 对这些层，只多做一次前向时，在以整层为单位、不提前丢掉的调度里，没有更好的。深入到层内的调度，则可以更好（3.12 节）。
 #
 # </div>
 
@@ -449,7 +458,7 @@ lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapere
 #
 # <div lang="en">
 #
-# `torch.compile` traces forward and backward as one graph and cuts it in two. The results that cross the cut are saved, and backward computes the others again. `activation_memory_budget` limits what is saved. Its default, 1, minimizes the run time. With 0, only the inputs are saved, as with one checkpoint around everything. A number between them is a share of what 1 saves.
+# `torch.compile` traces forward and backward as one graph and cuts it in two. The results that cross the cut are saved, and backward computes the others again. `activation_memory_budget` limits what is saved. Its default, 1, minimizes the run time. With 0, only the inputs are saved, as with one checkpoint around everything. A number between them allows the inputs, and this share of what 1 saves in addition to them.
 #
 # `compiled`, in section 3.1, has the lines to paste. Its backend runs the two graphs with PyTorch's usual kernels. On a GPU you leave `backend` out: the default one generates kernels, needs a C++ compiler, and reorders operators to lower the peak. That is not run here.
 #
@@ -458,7 +467,7 @@ lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapere
 # </div>
 # <div lang="zh">
 #
-# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的在反向里重新计算。`activation_memory_budget` 限制保存多少。默认值 1 使运行时间最短。0 只保存输入，相当于整体只用一个检查点。两者之间的数，是 1 所保存字节数的一个比例。
+# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的在反向里重新计算。`activation_memory_budget` 限制保存多少。默认值 1 使运行时间最短。0 只保存输入，相当于整体只用一个检查点。取两者之间的数时，可以保存输入，再加上 1 在输入之外所保存字节的这个比例。
 #
 # 3.1 节的 `compiled` 就是可以直接抄的写法。其中的后端用 PyTorch 平常的核函数来运行这两张图。在 GPU 上不必写 `backend`；默认的后端会生成核函数，需要 C++ 编译器，还会调整算子的顺序以降低峰值，这里没有运行。
 #
@@ -515,7 +524,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # The second list runs stages 0 and 1 twice, for a lower peak.
 #
-# Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, within $R$ bytes, not counting the input of stage $i$. Only schedules that never discard early what they keep are considered. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. There are two ways to begin:
+# Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, within $R$ bytes, not counting the input of stage $i$. Only schedules that never discard early what they keep are considered, and no output may be larger than the one before it. (Then each forward has room wherever the backward of its stage has, and we need not ask for it.) Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. There are two ways to begin:
 #
 # - **Keep all** of stage $i$. This needs $A_i + B_i \le R$, with the gradient that comes in. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
 # - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. Which forwards does that take, which two parts remain, and how many bytes does each of them have?
@@ -527,7 +536,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # 第二张清单让第 0、1 级运行两遍，换来更低的峰值。
 #
-# 设 $T_{i..n}(R)$ 是第 $i$ 到第 $n$ 级的最短时间：第 $i$ 级的输入已经有了（算在别处），除它之外还有 $R$ 字节可用，而且只考虑留下的东西不提前丢掉的调度。第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。开头有两种做法：
+# 设 $T_{i..n}(R)$ 是第 $i$ 到第 $n$ 级的最短时间：第 $i$ 级的输入已经有了（算在别处），除它之外还有 $R$ 字节可用，而且只考虑留下的东西不提前丢掉的调度。我们还假设每一级的输出都不大于前一级的输出（这样，一级的反向放得下，它的前向就放得下，不必另外检查）。第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。开头有两种做法：
 #
 # - **全部保留**第 $i$ 级。连同传进来的梯度，要求 $A_i + B_i \le R$。时间是 $f_i + T_{i+1..n}(R - A_i) + g_i$。
 # - **往前跑**到后面的某一级 $e$，留住它的输入；第 $e$ 到第 $n$ 级做完之后，再回到第 $i$ 级。这要做哪些前向？剩下哪两部分，各有多少字节可用？
@@ -539,12 +548,12 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** The first way and the minimum are written. Write the second way, the time of running on to stage `e`. `stages` is a tuple that begins with stage $i$: `stages[:e]` are passed, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). Its output is the input of the next one. The check tries all schedules of this kind on four chains.
+# **Exercise 4.** The first way and the minimum are written. Write the second way, the time of running on to stage `e`. `stages` is a tuple that begins with stage $i$: `stages[:e]` are passed, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). Its output is the input of the next one. The check tries all schedules of this kind on four such chains.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 第一种做法和取最小值的代码已经写好，请写第二种做法，也就是往前跑到第 `e` 级所用的时间。`stages` 是元组，第一级就是 $i$，所以 `stages[:e]` 是跑过的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会在四条链上试遍所有这类调度，与你的时间比较。
+# **练习 4。** 第一种做法和取最小值的代码已经写好，请写第二种做法，也就是往前跑到第 `e` 级所用的时间。`stages` 是元组，第一级就是 $i$，所以 `stages[:e]` 是跑过的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会在四条这样的链上试遍所有这类调度，与你的时间比较。
 #
 # </div>
 
@@ -599,7 +608,7 @@ lesson_03.check_recurrence(fastest)
 #
 # Running on takes the forwards $f_i + \dots + f_{e-1}$. Then stages $e$ to $n$ have $R - B_{e-1}$ bytes, because the kept input takes the rest. After that the input is released, so stages $i$ to $e - 1$ have all of $R$ again.
 #
-# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. `frontier` gives all budgets at once, the **Pareto frontier**: no schedule of this kind equals or beats one of its points in both bytes and time.
+# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. It also checks that each forward has room, so outputs may grow. `frontier` gives all budgets at once, the **Pareto frontier**: no schedule of this kind equals or beats one of its points in both bytes and time.
 #
 # Two chains are tried: our decoder, 18 stages that `Chain.profile` measures, and a pyramid of 12 stages whose outputs shrink from 32 MB to 1, as in a convolutional network. **Guess first:** how far above the frontier are the best cuts?
 #
@@ -608,7 +617,7 @@ lesson_03.check_recurrence(fastest)
 #
 # 往前跑的这段前向总用时 $f_i + \dots + f_{e-1}$。然后第 $e$ 到第 $n$ 级有 $R - B_{e-1}$ 字节可用，因为留住的那份输入要占一部分。做完之后这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
 #
-# 库里的 `optimal` 就是你的递推式，只是能用于长链，并且给出调度本身。`frontier` 一次算出所有预算，也就是**帕累托前沿**：前沿上的每一点都不被支配，这类调度里找不到另一个，字节和时间都不比它差。
+# 库里的 `optimal` 就是你的递推式，只是能用于长链，并且给出调度本身。它还检查每次前向是否放得下，所以输出可以变大。`frontier` 一次算出所有预算，也就是**帕累托前沿**：前沿上的每一点都不被支配，这类调度里找不到另一个，字节和时间都不比它差。
 #
 # 这里有两条链：一条是本课程的解码器，18 级，字节和 FLOPs 由 `Chain.profile` 测出；另一条是 12 级的金字塔，像卷积网络那样，输出从 32 MB 缩小到 1 MB。**先猜**：最好的切法比前沿高出多少？
 #
@@ -806,15 +815,15 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 #
 # </div>
 
-# %% [markdown] slide={"en": "Fewer than $2 A / B$ equal layers: a checkpoint around each.\n\nMore: $k^* = \\sqrt{L \\cdot A / B}$, tapered. Different: search.", "zh": "相同的层少于 $2 A / B$ 个，就每层一个检查点。\n\n更多就分成 $k^* = \\sqrt{L \\cdot A / B}$ 段，越往后越短。各不相同就搜索。"}
+# %% [markdown] slide={"en": "Fewer than $2 A / B$ equal layers: a checkpoint around each.\n\nMore, and gradients exist: $k^* = \\sqrt{L \\cdot A / B}$, tapered. Different: search.", "zh": "相同的层少于 $2 A / B$ 个，就每层一个检查点。\n\n更多，而且梯度已经存在，就分成 $k^* = \\sqrt{L \\cdot A / B}$ 段，越往后越短。各不相同就搜索。"}
 # ## 3.11 Summary / 小结
 #
 # <div lang="en">
 #
-# - Measure $A$, what a layer keeps, and $B$, what its input takes. Up to $2 A / B$ equal layers, a checkpoint around each layer has the lowest peak of equal groups. Llama 3 8B is of this kind.
+# - Measure $A$, what a layer keeps, and $B$, what its input takes. Up to $2 A / B$ equal layers, a checkpoint around each layer has the lowest peak of equal groups, as in Llama 3 8B. If gradients arrive during backward and take more than $B$ per layer, this holds at any depth.
 # - If FLOPs are scarce, keep products or give the compiler a budget. Here both save nearly half for 2%. Measure the peak, not the saved bytes.
 # - For many layers that keep little, $k^* = \sqrt{L \cdot A / B}$ equal segments are best. If they get shorter towards the end, the peak approaches $1 / \sqrt 2$ of that.
-# - Where stages differ, a recurrence finds the fastest schedule among those that never discard early what they keep. Others can be faster (section 3.13).
+# - Where stages differ, a recurrence finds the fastest schedule of whole stages among those that never discard early what they keep. Others can be faster (section 3.13).
 # - A proof of optimality is a proof about a model. Here, recomputing single operators gets below the frontier.
 #
 # **Next:** [lesson 04](04_offload.ipynb) moves bytes elsewhere instead of forgetting them.
@@ -822,10 +831,10 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 # <div lang="zh">
 #
-# - 先测 $A$（一层保存多少）和 $B$（它的输入占多少）。相同的层不超过 $2 A / B$ 个时，在等长的分组里，每层一个检查点峰值最低。Llama 3 8B 就属于这种情形。
+# - 先测 $A$（一层保存多少）和 $B$（它的输入占多少）。相同的层不超过 $2 A / B$ 个时，在等长的分组里，每层一个检查点峰值最低，Llama 3 8B 就是这样。如果梯度在反向中产生，而且每层的梯度大于 $B$，那么无论多少层都是如此。
 # - 不想多花 FLOPs，就保留乘积，或者给编译器一个预算。在这里，两者都只多花 2% 的 FLOPs，省下将近一半。要测的是峰值，不是保存的字节。
 # - 层很多、每层保存得很少时，等分成 $k^* = \sqrt{L \cdot A / B}$ 段。若让各段越往后越短，峰值会趋近等分时的 $1 / \sqrt 2$。
-# - 各级不一样时，递推式能在“留下的东西不提前丢掉”的调度里找出最快的。别的调度有可能更快（3.13 节）。
+# - 各级不一样时，递推式能在以整级为单位、“留下的东西不提前丢掉”的调度里找出最快的。别的调度有可能更快（3.13 节）。
 # - 证明了最优，只是证明了在某个模型之下最优。在这里，以单个算子为单位来重计算的做法落在前沿下方。
 #
 # **下一步**：[第 04 课](04_offload.ipynb)不忘掉字节，而是把它们搬到别处。
@@ -904,12 +913,44 @@ min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
 # %% [markdown]
 # <div lang="en">
 #
-# None does. To go below 22, layers must run more than twice (section 3.15).
+# None does. To go below 22 with whole layers, some of them must run more than twice (section 3.15). But a layer has two operators. Keep only what each Linear returns, and let each GELU run once more, together with the next Linear, which early stop skips. Then a layer keeps $A = B$, and the segments are tapered for that:
 #
 # </div>
 # <div lang="zh">
 #
-# 没有。要降到 22 以下，就得让有些层运行不止两次（3.15 节）。
+# 没有。以整层为单位，要降到 22 以下，就得让有些层运行不止两次（3.15 节）。但一层里有两个算子。只保留每个 Linear 的输出，让每个 GELU 与下一个 Linear 一起再运行一次，而提前终止会省去这个 Linear。这样一层只保存 $A = B$，各段再按这个比例越往后越短：
+#
+# </div>
+
+
+# %%
+class KeptLinears(nn.Sequential):
+    def forward(self, x):
+        first, *others, last = [module for layer in self for module in layer]
+        x = first(x)
+        for pair in zip(others[::2], others[1::2], strict=True):  # a GELU and the next Linear
+            x = checkpoint(nn.Sequential(*pair), x, use_reentrant=False, preserve_rng_state=False)
+        return last(x)
+
+
+inside, shorter = KeptLinears(*hundred), accumulate(range(14, 0, -1), initial=0)
+ways, rows = {"tapered": (hundred, tapered(100))}, []
+ways["tapered, inside the layers"] = inside, sorted({min(100, cut) for cut in shorter})
+for name, (layers, cuts) in ways.items():
+    equal = lesson_03.equal_gradients(layers, x, (in_segments, [0, 100]), (in_segments, cuts))
+    peak, flops = lesson_03.peak_and_flops(in_segments, layers, cuts)
+    rows.append((name, equal, round(peak / B, 1), round(flops / once, 3)))
+table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The peak falls to 17, for the same FLOPs and equal gradients. The FLOPs count only matrix products, and each of them runs as often as before. So 22 is the best of a model of whole layers.
+#
+# </div>
+# <div lang="zh">
+#
+# 峰值降到 17，FLOPs 相同，梯度相等。FLOPs 只计矩阵乘法，而每次乘法运行的次数都没有变。所以 22 只是以整层为单位的模型里最好的。
 #
 # </div>
 

@@ -71,6 +71,13 @@ def peak_of_the_ends(cuts):
     return segment_peak(cuts, lambda sizes: parts_of(sizes)[:: max(1, len(sizes) - 1)])
 
 
+def peak_of_the_largest_or_last(cuts, latest):
+    sizes = sizes_of(cuts)
+    places = [j for j, size in enumerate(sizes) if size == max(sizes)]
+    place = places[-1] if latest else places[0]
+    return segment_peak(cuts, lambda sizes: [parts_of(sizes)[j] for j in (place, -1)])
+
+
 def peak_with_a_loop(cuts):
     most = inputs = 0
     for start, end in itertools.pairwise(cuts):
@@ -121,43 +128,46 @@ def recurrence(stages, room, slip=None):
     """Over numbers of stages, not slices; with a slip, what somebody writes who makes it."""
 
     def least(i, n, m):  # of stages i to n - 1
-        if i == n:
+        if i >= n:
             return 0
         stage, ways = stages[i], [math.inf]
         taken = stage.saved_bytes + (slip != "no gradient") * stage.output_bytes
-        fits = slip == "all fits" or taken < m or (taken == m and slip != "to the byte")
-        if fits and (slip != "one alone" or n == i + 1):
-            kept = {"gradient stays": taken, "all is free": 0}.get(slip, stage.saved_bytes)
-            forward = 0 if slip == "never forward" else stage.forward_time
-            backward = 0 if slip == "never back" else stage.backward_time
-            ways.append(forward + least(i + 1, n, m - kept) + backward)
-        if slip == "greedy" and min(ways) < math.inf:
-            return min(ways)
+        if taken <= m or slip == "all fits":
+            rest = least(i + 1, n, m - stage.saved_bytes)
+            ways.append(stage.forward_time + rest + stage.backward_time)
         ends = {
             "keeps only": (),
-            "a step": range(i + 1, min(i + 2, n)),
             "halves": [i + (n - i) // 2] if n > i + 1 else (),
             "from itself": range(i, n),
         }
         for e in ends.get(slip, range(i + 1, n)):
+            output = stages[e - 1].output_bytes
             kept = {
                 "of one": 1,
                 "its own": stages[e].output_bytes,
+                "of the first": stages[i].output_bytes,
+                "of all": sum(each.output_bytes for each in stages[i:e]),
                 "all of it": stages[e - 1].saved_bytes,
-            }.get(slip, stages[e - 1].output_bytes)
+                "input is free": 0,
+                "other way round": 0,
+            }.get(slip, output)
             passed = {
                 "no time": (),
                 "past e": stages[i : e + 1],
                 "from the next": stages[i + 1 : e],
                 "to the next": stages[i : i + 1],
+                "of e": stages[e : e + 1],
+                "twice": stages[i:e] * 2,
             }.get(slip, stages[i:e])
             ahead = e - i if slip == "a unit each" else sum(each.forward_time for each in passed)
+            if slip == "and back":
+                ahead += sum(each.backward_time for each in passed)
             later = kept_whole if slip == "later kept" else least
             earlier = kept_whole if slip == "earlier kept" else least
-            right = later(e, n, m - (slip != "input is free") * kept)
-            left = 0 if slip == "left out" else earlier(i, e, m - (slip == "stays") * kept)
-            ways.append(ahead + right + left)
-            ways = ways[-1:] if slip == "the last way" else ways
+            right = later(e + (slip == "without e"), n, m - kept)
+            left = earlier(i, e, m - (slip in ("stays", "other way round")) * output)
+            both = max(right, left) if slip == "at once" else right + left
+            ways.append(ahead + (right if slip == "left out" else both))
         return min(ways)
 
     def kept_whole(i, n, m):
@@ -210,32 +220,51 @@ def plan(first, stages, room, slip=None):
 
 
 RECURRENCE_SLIPS = {
-    "never back": "left out the `backward_time`",
-    "greedy": "compare both ways",
-    "a step": "one stage only",
     "of one": "1 byte",
     "its own": "the output of the stage before it",
+    "of the first": "the output of `stages[0]`",
+    "of all": "Only one is kept",
     "all of it": "took `saved_bytes`",
-    "no gradient": "gradient that comes in",
-    "all fits": "never compares bytes",
-    "all is free": "the other stages all of `room`",
     "input is free": "the later stages all of `room`",
+    "other way round": "exchanged the bytes",
     "stays": "the earlier stages too little",
     "no time": "time of running on",
-    **dict.fromkeys(("past e", "from the next", "to the next"), "exactly `stages[:e]`"),
-    "to the byte": "You wrote `<`",
-    "gradient stays": "subtracted the gradient",
-    "never forward": "left out the `forward_time`",
-    "the last way": "the last way that you tried",
+    **dict.fromkeys(("past e", "from the next", "to the next", "of e"), "exactly `stages[:e]`"),
+    "twice": "has their second run",
+    "and back": "runs forwards only",
     "left out": "These stages still have",
+    "without e": "left out stage `e` itself",
+    "at once": "so add them",
     "keeps only": "Not answered",
-    "one alone": "last one left",
-    "halves": "for 4 stages",
-    "later kept": "for 4 stages",
-    "earlier kept": "for 4 stages",
+    **dict.fromkeys(
+        ("halves", "later kept", "earlier kept", "all fits", "no gradient"),
+        "for 4 stages",
+    ),
     "a unit each": "5 stages",
     "from itself": "e must begin at 1",
 }
+
+
+def with_room_of_forwards(stages, room):
+    """Right too: also asks whether each forward that is passed has room, as the library does."""
+
+    @cache
+    def least(i, n, m):
+        if i == n:
+            return 0
+        stage, waits = stages[i], stages[n - 1].output_bytes * (n < len(stages))
+        ways = [math.inf]
+        if stage.saved_bytes + max(stage.output_bytes, waits) <= m:
+            rest = least(i + 1, n, m - stage.saved_bytes)
+            ways.append(stage.forward_time + rest + stage.backward_time)
+        for e in range(i + 1, n):
+            outputs = [0, *(each.output_bytes for each in stages[i:e])]
+            if max(map(sum, itertools.pairwise(outputs))) + waits <= m:
+                ahead = sum(each.forward_time for each in stages[i:e])
+                ways.append(ahead + least(e, n, m - outputs[-1]) + least(i, e, m))
+        return min(ways)
+
+    return least(0, len(stages), room)
 
 
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
@@ -274,6 +303,10 @@ ANSWERS = {
             (lambda cuts: segment_peak(cuts) + 8, "the 8 bytes"),
             (peak_of_the_largest, "the largest segment only"),
             (peak_of_the_ends, "the first segment and the last"),
+            *(
+                (partial(peak_of_the_largest_or_last, latest=latest), "the largest segment and the")
+                for latest in (False, True)
+            ),
             (lambda cuts: [3_100_000], "got a `list`"),
             (lambda cuts: None, "Not answered"),
             31,
@@ -294,6 +327,7 @@ ANSWERS = {
             (lambda L, A, B: L * A / B, "square root"),
             (lambda L, A, B: round(L**0.5), "√L"),
             (lambda L, A, B: (L * A) ** 0.5, "left out B"),
+            (lambda L, A, B: L**0.5 * A / B, "outside of the root"),
             (lambda L, A, B: (A / B) ** 0.5, "left out L"),
             (lambda L, A, B: (L * A / (A + B)) ** 0.5, "added A and B"),
             (lambda L, A, B: (L * B / A) ** 0.5, "swapped A and B"),
@@ -347,6 +381,7 @@ ANSWERS = {
             (lambda depth: [0, depth - 1, depth], "layers with the cuts"),
             (lambda depth: 22, "got a `int`"),
             (lambda depth: [0, depth], "Not answered"),
+            (lambda depth: taper(depth) if depth < 9 else None, "returns None for depth = 9"),
             (lambda depth: None, "Not answered"),
             [0, 100],
         ],
@@ -356,6 +391,7 @@ ANSWERS = {
             recurrence,
             lambda stages, room: float(recurrence(stages, room)),
             lambda stages, room: ways_of(stages, room)[0],
+            with_room_of_forwards,
         ],
         [
             *(
@@ -365,7 +401,7 @@ ANSWERS = {
             (lambda stages, room: None, "Not answered"),
             (
                 lambda stages, room: sum(s.forward_time + s.backward_time for s in stages),
-                "never compares bytes",
+                "4 stages and room = 1",
             ),
             (lambda stages, room: 12, "4 stages and room = 1"),
             (lambda stages, room: f"{recurrence(stages, room)}", "got a `str`"),

@@ -173,7 +173,8 @@ def check_whole_peak(answer: Any) -> Verdict:
         "layers": {
             layer: "You counted one layer. The decoder has eight.",
             8 * layer + 2 * width + statistics + logits + 16_452: (
-                "That is what the whole decoder keeps. Norm, head and logits have rows of their own."
+                "That is what the whole decoder keeps. Norm, head and logits have rows of their"
+                " own."
             ),
             8 * (layer - 4 * 8 * 8 * 128**2): (
                 "You left out P. This decoder's attention keeps it, as in exercise 3."

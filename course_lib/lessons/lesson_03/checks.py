@@ -46,15 +46,14 @@ def _uneven_chain(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -
     return Chain(tuple(Stage(*each) for each in sizes), input_bytes)
 
 
-# Chains with boundaries of one byte, and others. In each chain, running on fits whenever the
-# backward that follows fits, as the lesson says. Otherwise the recurrence would need one more
-# check.
+# In each chain no output is larger than the one before it, as the lesson assumes. Otherwise the
+# recurrence would also need the room of the forwards that are passed.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
     _uneven_chain((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
     _uneven_chain((3, 6, 1, 2), (1, 2, 1, 5), (6, 12, 1, 1), (2, 4, 1, 4), (1, 2, 1, 3)),
     _uneven_chain(
-        (1, 2, 2, 3), (3, 6, 1, 1), (3, 6, 2, 6), (4, 8, 3, 7), (2, 4, 3, 5), input_bytes=2
+        (1, 2, 4, 5), (3, 6, 3, 3), (3, 6, 3, 7), (4, 8, 2, 6), (2, 4, 1, 3), input_bytes=2
     ),
 )
 
@@ -80,75 +79,62 @@ def _least_times() -> list[list[float]]:
 
 
 def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
-    """Return the least time of the stages by the recurrence, with one mistake in it.
+    """Return the least time of the stages by the recurrence, with one mistake in running on.
 
     Args:
         stages: The stages that are left to do.
         room: Bytes besides the input of the first stage.
-        mistake: A key of `_MISTAKES`, which says what the mistake is.
+        mistake: A key of `_MISTAKES`, which says what the mistake is, or "never runs on".
     """
     if not stages:
         return 0
-    first, best = stages[0], math.inf
-    taken = (
-        first.saved_bytes
-        + (0 if mistake == "gradient" else first.output_bytes)
-        + (mistake == "strictly")
-    )
-    if (taken <= room or mistake == "fits") and (mistake != "one at a time" or len(stages) == 1):
-        left = room - {"kept": 0, "gradient kept": taken}.get(mistake, first.saved_bytes)
-        backward = 0 if mistake == "backward" else first.backward_time
-        forward = 0 if mistake == "forward" else first.forward_time
-        best = forward + _fastest(stages[1:], left, mistake) + backward
-    ends = {"never runs on": (), "one step": range(1, min(2, len(stages)))}.get(
-        mistake, range(1, len(stages))
-    )
-    for end in () if mistake == "greedy" and best < math.inf else ends:
-        before, behind = stages[end - 1], stages[end]
-        boundary = {
-            "saved": before.saved_bytes,
-            "next": behind.output_bytes,
-            "one byte": 1,
-            "input": 0,
-        }
-        kept = boundary.get(mistake, before.output_bytes)
-        passed = {
-            "time": (),
-            "too far": stages[: end + 1],
-            "not the first": stages[1:end],
-            "only the first": stages[:1],
-        }
-        ahead = sum(stage.forward_time for stage in passed.get(mistake, stages[:end]))
-        earlier = room - kept if mistake == "gone" else room
-        again = 0 if mistake == "earlier" else _fastest(stages[:end], earlier, mistake)
-        way = ahead + _fastest(stages[end:], room - kept, mistake) + again
-        best = way if mistake == "last way" else min(best, way)
-    return best
+    first, ends = stages[0], range(1, len(stages))
+    times = [_run_on(stages, e, room, mistake) for e in ends if mistake != "never runs on"]
+    if first.saved_bytes + first.output_bytes <= room:
+        later = _fastest(stages[1:], room - first.saved_bytes, mistake)
+        times.append(first.forward_time + later + first.backward_time)
+    return min(times, default=math.inf)
 
 
-#: One message for three mistakes.
+def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float:
+    """Return the time of running on to stage e, with the mistake in it."""
+    output = stages[e - 1].output_bytes
+    kept = {
+        "saved": stages[e - 1].saved_bytes,
+        "next": stages[e].output_bytes,
+        "first": stages[0].output_bytes,
+        "all outputs": sum(stage.output_bytes for stage in stages[:e]),
+        "one byte": 1,
+        "input": 0,
+        "exchanged": 0,
+    }.get(mistake, output)
+    passed = {
+        "time": (),
+        "too far": stages[: e + 1],
+        "not the first": stages[1:e],
+        "only the first": stages[:1],
+        "of e": stages[e : e + 1],
+        "twice": stages[:e] * 2,
+    }.get(mistake, stages[:e])
+    ahead = sum(stage.forward_time for stage in passed)
+    if mistake == "backward":
+        ahead += sum(stage.backward_time for stage in passed)
+    behind = stages[e + 1 :] if mistake == "after e" else stages[e:]
+    later = _fastest(behind, room - kept, mistake)
+    if mistake == "earlier":
+        return ahead + later
+    earlier_room = room - output if mistake in ("gone", "exchanged") else room
+    earlier = _fastest(stages[:e], earlier_room, mistake)
+    return ahead + (max(later, earlier) if mistake == "longer" else later + earlier)
+
+
+#: One message for four mistakes.
 _PASSED = (
     "You added the forward times of the wrong stages. On the way to `e`, exactly `stages[:e]`"
     " are passed."
 )
-#: Mistake in the recurrence -> verdict.
+#: Mistake in running on -> verdict.
 _MISTAKES = {
-    "gradient": (
-        "You left out the gradient that comes in. Backward needs `saved_bytes + output_bytes`."
-    ),
-    "fits": "Your function never compares bytes with `room`. Check whether what the first stage"
-    " keeps fits.",
-    "strictly": "You wrote `<`. Use `<=`, because bytes that fill `room` exactly fit.",
-    "kept": (
-        "You gave the other stages all of `room`. What the first stage keeps stays in memory,"
-        " so they have `saved_bytes` less."
-    ),
-    "gradient kept": (
-        "You subtracted the gradient for the other stages, too. It is in memory only during"
-        " the first stage's backward, so they have only `saved_bytes` less."
-    ),
-    "backward": "You left out the `backward_time` of the stage that is kept whole.",
-    "forward": "You left out the `forward_time` of the stage that is kept whole.",
     "input": "You gave the later stages all of `room`. The input that is kept takes some of it.",
     "one byte": (
         "You took 1 byte for the input that is kept. It takes the `output_bytes` of the stage"
@@ -156,31 +142,41 @@ _MISTAKES = {
     ),
     "next": "You took the output of `stages[e]`. Its input is the output of the stage before it,"
     " `stages[e - 1]`.",
+    "first": "You took the output of `stages[0]`. The input that is kept is that of stage `e`, the"
+    " output of `stages[e - 1]`.",
     "saved": (
         "You took `saved_bytes` for the input that is kept. An input takes the `output_bytes`"
         " of the stage before it."
     ),
+    "all outputs": (
+        "You subtracted the outputs of all stages that are passed. Only one is kept, the input of"
+        " stage `e`."
+    ),
     "gone": (
         "You gave the earlier stages too little. By then the input that was kept has been"
         " released, so they have all of `room`."
+    ),
+    "exchanged": (
+        "You exchanged the bytes of the two parts. The kept input takes some of `room` while the"
+        " later stages run, and is released before the earlier ones."
     ),
     "time": "You left out the time of running on, which is the forward times of the stages that"
     " are passed.",
     "too far": _PASSED,
     "not the first": _PASSED,
     "only the first": _PASSED,
-    "last way": "You returned the time of the last way that you tried. Return the least of all of"
-    " them.",
+    "of e": _PASSED,
+    "twice": (
+        "You counted the forwards of `stages[:e]` twice. `fastest` of these stages has their second"
+        " run."
+    ),
+    "backward": (
+        "You added backward times on the way. Running on runs forwards only, and `fastest` of"
+        " `stages[:e]` has the backwards."
+    ),
     "earlier": "You left out `stages[:e]`. These stages still have to be done.",
-    "greedy": (
-        "You run on only if keeping all does not fit. Running on may still be faster, so"
-        " compare both ways."
-    ),
-    "one step": "You run on by one stage only. Try every later stage.",
-    "one at a time": (
-        "You keep all of a stage only if it is the last one left. Keeping several stages"
-        " whole at once may be faster."
-    ),
+    "after e": "You left out stage `e` itself. It is the first of the later stages, `stages[e:]`.",
+    "longer": "You took the longer of the two parts. They run one after the other, so add them.",
 }
 
 
@@ -191,8 +187,8 @@ _MISTAKES = {
             " on are done, and then the stages before e."
         ),
         (
-            "Add the forward times of `stages[:e]`, then `fastest` of `stages[e:]` with the kept"
-            " input's bytes less, then `fastest` of `stages[:e]` with all of `room`."
+            "One input is kept meanwhile. Which stage made it, and while which of the two parts is"
+            " it in memory?"
         ),
     )
 )
@@ -285,8 +281,8 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
             " the last segment to the first."
         ),
         (
-            'Use four segments of 2, 2, 1 and 1 stages. Begin with `Forward(0, "input")` and'
-            ' `Forward(1, "nothing")`.'
+            "With 11 forwards, five of six stages run twice, so the last segment has one stage. How"
+            " many stages fit into the one before it, and into the earlier ones?"
         ),
     )
 )
@@ -324,8 +320,8 @@ def five_stages() -> Chain:
             " forward only once more?"
         ),
         (
-            'After the backward of stage 4, go from x_1 to x_2 with `Forward(1, "nothing")`.'
-            " This releases x_1, so all of stages 2 and 3 fit."
+            "After the backward of stage 4, from which input do you reach stages 2 and 3 with the"
+            " fewest forwards? What must be released so that all of both fits?"
         ),
     )
 )
@@ -365,9 +361,8 @@ def pyramid() -> Chain:
             " is one of the fastest."
         ),
         (
-            'Running on is `Forward(first, "input")`, then `Forward(..., "nothing")` up to stage'
-            " e - 1, then the plan from e on, which begins at first + e, then the plan of"
-            " `stages[:e]`, which begins at first."
+            "Running on is a list of forwards, of which one keeps its input, and then two plans. In"
+            " which order do they come, and with which number does each begin?"
         ),
     )
 )

@@ -7,7 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    WrongAnswer,
+    exercise,
+    not_answered,
+    returns_none,
+    right,
+    wrong,
+)
 
 B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.2 to 3.4
 
@@ -36,6 +43,10 @@ def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
         inputs, sizes = [inputs[largest]], [sizes[largest]]
     if mistake == "ends":
         inputs, sizes = [inputs[0], inputs[-1]], [sizes[0], sizes[-1]]
+    if mistake in ("largest or last", "first largest or last"):
+        latest = mistake == "largest or last"
+        largest = max(range(len(sizes)), key=lambda j: (sizes[j], j if latest else -j))
+        inputs, sizes = [inputs[largest], inputs[-1]], [sizes[largest], sizes[-1]]
     kept_by_layer = A + B if mistake == "output twice" else A
     parts = [kept * B + size * kept_by_layer for kept, size in zip(inputs, sizes, strict=True)]
     peak = (sum(parts) if mistake == "sum" else max(parts)) + (0 if mistake == "gradient" else B)
@@ -61,6 +72,11 @@ _PEAK_MISTAKES = {
         "You looked at the first segment and the last. One between them may be the highest."
         " Take the largest sum of all segments."
     ),
+    **dict.fromkeys(
+        ("largest or last", "first largest or last"),
+        "You looked at the largest segment and the last. Another one may be the highest. Take the"
+        " largest sum of all segments.",
+    ),
     "mean": "You took the mean number of layers for every segment. Take each segment's own number.",
     "sum": "You added up the segments. Only one of them runs backward at a time, so take the"
     " largest.",
@@ -82,8 +98,8 @@ _PEAK_MISTAKES = {
             " kept, including its own? How many layers does it have?"
         ),
         (
-            "For segment j, add (j + 1)·B for the inputs, A for each of its layers, and B for"
-            " one gradient. The peak is the largest of these sums."
+            "Add up the inputs, the layers and one gradient for each segment. Which segment"
+            " determines the peak?"
         ),
     )
 )
@@ -95,6 +111,8 @@ def check_predicted_peak(answer: Any) -> Verdict:
     tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
     # The last segment has the peak though the first is the largest; then one in the middle has it.
     tried += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
+    # Here it is neither the largest segment, nor the first, nor the last.
+    tried += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
     given = [answer(cuts) for cuts in tried]
     if not any(given):
         return not_answered()
@@ -152,6 +170,10 @@ _COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
         lambda n, a, b: math.sqrt(n),
     ),
     ("You returned L·A/B. Take its square root.", lambda n, a, b: n * a / b),
+    (
+        "You left A/B outside of the root. Take the square root of L·A/B.",
+        lambda n, a, b: math.sqrt(n) * a / b,
+    ),
     ("You left out B. Divide L·A by B.", lambda n, a, b: math.sqrt(n * a)),
     ("You left out L. The more layers, the more segments.", lambda n, a, b: math.sqrt(a / b)),
     (
@@ -195,9 +217,9 @@ _COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
 
 @exercise(
     hint=(
-        "The peak is k·B + (L/k)·A + B. One term grows with k and one falls. For which k are"
-        " they equal?",
-        "Solve k·B = L·A/k for k.",
+        "The peak is k·B + (L/k)·A + B. Which of these terms depend on k?",
+        "One term grows with k and one falls. Their product is the same for every k, so their sum"
+        " is smallest where they are equal.",
     )
 )
 def check_best_count(answer: Any) -> Verdict:
@@ -268,7 +290,8 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
             text(
                 "Expected a list of cuts, such as `[0, 40, 70, 100]`, got a `{kind}`.",
                 kind=kind,
-            )
+            ),
+            exact=True,
         )
     if isinstance(given, set | frozenset):
         raise WrongAnswer(text("A set has no order. Return a list of cuts."), exact=True)
@@ -312,8 +335,8 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
             " are kept. How many layers fit next to them?"
         ),
         (
-            "Start with R = A + B, and add B until all layers fit. Segment j, counted from 0,"
-            " has (R - (j + 1)·B) // A layers."
+            "For a given R, how many layers do all segments hold together? Which is the smallest R"
+            " that is enough?"
         ),
     )
 )
@@ -324,11 +347,14 @@ def check_tapered(answer: Any) -> Verdict:
     """
     depths = [*range(2, 20), 25, 50, 64, 100]
     raw = [answer(depth) for depth in depths]
-    if any(given is None for given in raw) or all(
+    if all(given is None for given in raw) or all(
         hasattr(given, "__len__") and [*given] == [0, depth]
         for given, depth in zip(raw, depths, strict=True)
     ):
         return not_answered()
+    for given, depth in zip(raw, depths, strict=True):
+        if given is None:
+            return returns_none(f"depth = {depth}")
     given = [_cuts_of(one, depth) for one, depth in zip(raw, depths, strict=True)]
     peaks, least = [*map(_peak, given)], [*map(least_peak, depths)]
     if peaks == least:

@@ -33,30 +33,35 @@ def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
     return nn.Sequential(*stages[:-1], _ChunkedLoss(stages[-1], chunk))(x)
 
 
-def llama_layer_bytes(tokens: int = 4096) -> tuple[int, int]:
-    """Return what one layer of Llama 3 8B keeps for backward (A), and what its input takes (B).
+def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple[int, int, int]:
+    """Return the bytes that a layer of a Llama keeps (A), of its input (B) and of its gradients.
 
-    The layer is built from its configuration, in bf16, and runs on symbolic tensors.
+    The layer is built from its configuration, in bf16, and runs on symbolic tensors. It has 8
+    key-value heads.
 
     Args:
+        hidden: Hidden size.
+        inner: Inner width of the feed-forward network.
+        heads: Number of query heads.
         tokens: Length of the one sequence.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         num_hidden_layers=1,
         vocab_size=256,
     )
     with symbolic():
         model = LlamaForCausalLM(config).to(torch.bfloat16).model
-        x = torch.randn(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         angles = model.rotary_emb(x, torch.arange(tokens)[None])
         kept = saved_tensors(lambda x: model.layers[0](x, position_embeddings=angles), x)
-    return kept.total_bytes, x.nbytes
+        gradients = sum(parameter.nbytes for parameter in model.layers[0].parameters())
+    return kept.total_bytes, x.nbytes, gradients
 
 
 def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
