@@ -629,6 +629,16 @@ def test_the_largest_size_that_fits_may_fill_the_budget_and_be_the_last():
         assert found == (size, 10 * size, above)
 
 
+def test_an_answer_that_is_not_a_size_gets_no_hint():
+    @exercise(hint="The hint.")
+    def check(answer):
+        return right(f"{largest_that_fits(answer, [2, 4, 8], lambda n: n, 4, 'Give a size.')}")
+
+    assert check(4) and check(2).hint == "The hint."
+    verdict = check(3)
+    assert verdict.message == "Give a size." and verdict.hint is None
+
+
 # Without the notebook's packages
 # --------------------------------------------------------------------------------------
 

@@ -585,7 +585,7 @@ ways = one_backward, one_backward_turned, backward_by_chunk
 peak = lesson_02.head_peak  # in sizes of the matrix
 sizes = (1024, 256, 128, 32) if lesson_02.check_loss_in_pieces.accepted else ()
 rows = [(n, *(peak(way, n) for way in ways)) for n in sizes]
-headings = ["one backward for the whole loss", "with `(weight @ rows.T).T`"]
+headings = ["one backward for the whole loss", "`(weight @ rows.T).T`"]
 table(["tokens in a chunk", *headings, "a backward per chunk"], rows)
 
 # %% [markdown]
@@ -596,7 +596,7 @@ table(["tokens in a chunk", *headings, "a backward per chunk"], rows)
 # </div>
 # <div lang="zh">
 #
-# 表中峰值以词表矩阵的大小（33 MB）为单位。如果一个小段有 1024 个 token，就等于不分段，峰值是矩阵的 12 倍，即 393 MB。小段变小时，第一列停在 3；另外两列继续降向 2，也就是目前的梯度和下一小段的梯度。最后一列的做法没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
+# 表中峰值以词表矩阵的大小（33 MB）为单位。如果一个小段有 1024 个 token，就等于不分段，峰值是矩阵的 12 倍，即 393 MB。小段变小时，第一列停在 3，另外两列继续降向 2，也就是目前的梯度和下一小段的梯度。最后一列的做法没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
 #
 # </div>
 

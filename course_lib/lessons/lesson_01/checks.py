@@ -106,10 +106,10 @@ def _counts_of_weights() -> dict[int, str]:
         ),
         8 * 4 * h: "You left out the layers' LayerNorms. Each layer has two, with 2h numbers each.",
         8 * 13 * h: "You left out the biases and LayerNorms of the layers, 13h numbers per layer.",
-        # 2048 words are as many as 8h, so one h × h matrix per layer has as many weights.
+        # The vocabulary is 8h, so the embedding has 8h² weights, like one h × h matrix per layer.
         2048 * h: (
-            "524,288 weights are missing, as many as the embedding of the words has, and as many as"
-            " one h × h matrix in each of the eight layers."
+            "524,288 weights are missing. Either you left out the embedding of the words, or one"
+            " h × h matrix in each of the eight layers."
         ),
         128 * h: "You left out the embedding of the positions.",
         2 * h: "You left out the last LayerNorm, 2h numbers.",

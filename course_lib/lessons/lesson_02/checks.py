@@ -596,8 +596,8 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
     hint=(
         "See `torch.get_rng_state` and `torch.random.fork_rng`.",
         (
-            "Which state of the generator must the second run begin with, and which state must be"
-            " there when it is over?"
+            "Which state of the generator must the second run begin with, and which state must the"
+            " generator have afterwards?"
         ),
     )
 )
