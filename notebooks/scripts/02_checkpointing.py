@@ -403,14 +403,14 @@ table(["saved around the last of the layers alone (bytes)"], [[alone[None] - alo
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
 #
-# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. So does a checkpoint around the only layer of a network. Around layers 0 to 5, it saves the layer except its input. Around layer 6, the peak is at its recomputation. By then the activations of layer 7 are gone and its gradients exist, 3.2 MB. So it saves a layer less 3.2 MB, instead of a layer less its input of 1.0 MB.
+# A checkpoint saves what is not in memory **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint saves nothing, and costs 5,056 bytes for the generator's state. Around layers 0 to 5, it saves the layer except its input. Around layer 6 the peak is later: layer 7's activations are gone, and its gradients exist. So it saves 2.1 MB less (3.2 MB of gradients instead of a 1.0 MB input).
 #
 # In the decoder, even the last layer's checkpoint saves memory, because the peak comes earlier, during the backward pass of the loss. Three tensors as large as the logits (25 MB) are in memory then. First ask when the peak occurs, then what is in memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 检查点省下的，是**峰值那一刻**不在内存里的东西。反向从最后一层开始，所以这一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给它加检查点什么也省不了，还要多占 5,056 字节来保存随机数发生器的状态。只有一层的网络也是如此。给第 0 到第 5 层中的一层加，省下的是这一层的激活值减去它的输入。给第 6 层加检查点，峰值就移到它重新算出来的时候。这时第 7 层的激活值已经释放，它的梯度（3.2 MB）却已产生。所以省下的是一层减去 3.2 MB，而不是一层减去 1.0 MB 的输入。
+# 检查点省下的，是**峰值那一刻**不在内存里的东西。反向从最后一层开始，所以这一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给它加检查点什么也省不了，还要多占 5,056 字节来保存随机数发生器的状态。给第 0 到第 5 层中的一层加，省下的是这一层的激活值减去它的输入。给第 6 层加检查点，峰值来得更晚，那时第 7 层的激活值已经释放，梯度却已产生。所以少省 2.1 MB（要减去的是 3.2 MB 的梯度，而不是 1.0 MB 的输入）。
 #
 # 在解码器里，给最后一层加检查点也能省内存，因为峰值出现得更早，在损失的反向那里。那一刻有三个 logits 大小的张量，共 25 MB。所以要先问峰值在什么时候，再问那一刻内存里有什么。
 #
@@ -484,14 +484,13 @@ lesson_02.draw_policies(arms)
 # </div>
 
 # %% slide="result"
-peak_of = lesson_02.peak_of_groups  # (layers, layers per checkpoint) -> MB
-rows = [(layers, peak_of(layers, 1), peak_of(layers, 2)) for layers in (8, 48)]
+rows = [(n, *(lesson_02.peak_of_groups(n, size) for size in (1, 2))) for n in (8, 48)]
 table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Pairs of layers need more memory with 8 layers and less with 48. Both peaks are linear in the depth, and the lines cross at 40 layers. (These checkpoints keep no random state, `preserve_rng_state=False`. With it, pairs need less from 37 layers on.) In our usual step, pairs need more at any depth here: the gradients that arrive take more memory than the inputs that are released.
+# Pairs of layers need more memory with 8 layers and less with 48. Both peaks are linear in the depth, and the lines cross at 40 layers. (Here `preserve_rng_state=False`. With the random state, pairs win from 37 layers on.) In our usual step, pairs need more at any depth here: the gradients that arrive take more memory than the inputs that are released.
 #
 # </div>
 # <div lang="zh">
@@ -571,32 +570,21 @@ def backward_by_chunk(hidden, weight, targets, chunk):
         hidden.grad[part] = rows.grad
 
 
-def one_backward_turned(hidden, weight, targets, chunk):
-    def loss(rows, answers):
-        return F.cross_entropy((weight @ rows.T).T, answers, reduction="sum")
-
-    chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    total = sum(checkpoint(loss, *each, use_reentrant=False) for each in chunks)
-    (total / (targets != -100).sum()).backward()
-
-
 # %% slide="result"
-ways = one_backward, one_backward_turned, backward_by_chunk
-peak = lesson_02.head_peak  # in sizes of the matrix
+ways = one_backward, lesson_02.one_backward_transposed, backward_by_chunk
 sizes = (1024, 256, 128, 32) if lesson_02.check_loss_in_pieces.accepted else ()
-rows = [(n, *(peak(way, n) for way in ways)) for n in sizes]
-headings = ["one backward for the whole loss", "`(weight @ rows.T).T`"]
-table(["tokens in a chunk", *headings, "a backward per chunk"], rows)
+rows = [(n, *(lesson_02.head_peak(way, n) for way in ways)) for n in sizes]
+table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward per chunk"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head, 12 times the matrix or 393 MB. With smaller chunks the first column stays at 3. The other two approach 2 (the accumulated gradient and the next chunk's), and in the last one nothing is recomputed. Fused losses such as Liger's do this already in forward.
+# Peaks are in units of the matrix, 33 MB. A chunk of 1024 tokens is the whole head. With smaller chunks the first column stays at 3. The other two approach their floor, 2 (the accumulated gradient and the next chunk's), and in the last one nothing is recomputed. Fused losses such as Liger's do this already in forward.
 #
 # </div>
 # <div lang="zh">
 #
-# 表中峰值以词表矩阵的大小（33 MB）为单位。如果一个小段有 1024 个 token，就等于不分段，峰值是矩阵的 12 倍，即 393 MB。小段变小时，第一列停在 3，另外两列继续降向 2，也就是目前的梯度和下一小段的梯度。最后一列的做法没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
+# 表中峰值以词表矩阵的大小（33 MB）为单位。一个小段有 1024 个 token，就等于不分段。小段变小时，第一列停在 3，另外两列继续降向下限 2，也就是目前的梯度和下一小段的梯度。最后一列的做法没有任何计算要做两遍。Liger 等融合损失就是这样做的，而且在前向里就算好了梯度。
 #
 # </div>
 

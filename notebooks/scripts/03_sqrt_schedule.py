@@ -524,7 +524,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # The second list runs stages 0 and 1 twice, for a lower peak.
 #
-# Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, within $R$ bytes, not counting the input of stage $i$. Only schedules that never discard early what they keep are considered, and no output may be larger than the one before it. (Then each forward has room wherever the backward of its stage has, and we need not ask for it.) Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. There are two ways to begin:
+# Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, within $R$ bytes, not counting the input of stage $i$. Only schedules that never discard early what they keep count, and no output may be larger than the one before it. (Then a forward has room wherever its backward has.) Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. There are two ways to begin:
 #
 # - **Keep all** of stage $i$. This needs $A_i + B_i \le R$, with the gradient that comes in. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
 # - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. Which forwards does that take, which two parts remain, and how many bytes does each of them have?
@@ -939,8 +939,8 @@ ways["tapered, inside the layers"] = inside, sorted({min(100, cut) for cut in sh
 for name, (layers, cuts) in ways.items():
     equal = lesson_03.equal_gradients(layers, x, (in_segments, [0, 100]), (in_segments, cuts))
     peak, flops = lesson_03.peak_and_flops(in_segments, layers, cuts)
-    rows.append((name, equal, round(peak / B, 1), round(flops / once, 3)))
-table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"], rows)
+    rows.append((name, equal, round(peak / B, 1), flops))
+table(["cut", "gradients equal", "measured (units of B)", "FLOPs"], rows)
 
 # %% [markdown]
 # <div lang="en">

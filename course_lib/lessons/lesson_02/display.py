@@ -6,6 +6,9 @@ from time import process_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.labels import join_labels
@@ -90,6 +93,20 @@ def peak_with_checkpoint(layer: int | None, *, layers: int = 8, head: bool = Tru
             loss = decoder.loss(random_tokens(8, 128, 2048)) if head else alone(x).square().mean()
             loss.backward()
     return meter.peak_bytes
+
+
+def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
+    """Run one backward through the loss in chunks, with logits that are written transposed.
+
+    The gradient of the weight is then not a transposed view, so autograd adds it in place.
+    """
+
+    def loss(rows: Tensor, answers: Tensor) -> Tensor:
+        return cross_entropy((weight @ rows.T).T, answers, reduction="sum")
+
+    chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    total = sum(checkpoint(loss, *each, use_reentrant=False) for each in chunks)
+    (total / (targets != -100).sum()).backward()
 
 
 def peak_of_groups(layers: int, group: int) -> float:
