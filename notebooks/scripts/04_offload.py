@@ -197,16 +197,16 @@ lesson_04.draw_step(2, runs[2], plain)
 # %% [markdown]
 # <div lang="en">
 #
-# With $p = 2$ every copy is still made, but the copies add only 1% to the time.
+# With $p = 2$ the copies add only 1% to the time. The last $p + 1$ storages stay on the device, because backward needs them first. So of the 32 storages, 31, 30 and 29 are copied with $p$ = 0, 1 and 2.
 #
-# **Exercise 1.** Type the seconds of forward and backward for $L$ layers and $p$ = 0, 1, 2. The link may now be faster or slower, so any of $f$, $g$ and $c$ may be the longest. In backward, a layer first needs GELU's storage, which takes no time, then the Linear's, for its products ($g$). Copies on one lane take turns. (Errors up to 8% are allowed, because a step's ends differ from its middle.)
+# **Exercise 1.** Type the seconds of forward and backward for $L$ layers and $p$ = 0, 1, 2. The link may now be faster or slower, so any of $f$, $g$ and $c$ may be the longest. In backward, a layer first needs GELU's storage, which takes no time, then the Linear's, for its products ($g$). Copies in one direction take turns. (Errors up to 9% are allowed, because a step's ends differ from its middle.)
 #
 # </div>
 # <div lang="zh">
 #
-# $p = 2$ 时，拷贝一次也没有少，却只多花 1% 的时间。
+# $p = 2$ 时，拷贝只多花 1% 的时间。最后 $p + 1$ 份存储区不搬，留在设备上，因为反向最先用到它们。所以 $p$ = 0、1、2 时，32 份里分别拷贝 31、30、29 份。
 #
-# **练习 1。** 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对。现在链路可快可慢，所以 $f$、$g$、$c$ 之中谁最长都有可能。反向时，一层先要 GELU 的存储区（GELU 不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。同一条泳道上的拷贝一个接一个。（容许 8% 的误差，因为一步的首尾与中间略有不同。）
+# **练习 1。** 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对。现在链路可快可慢，所以 $f$、$g$、$c$ 之中谁最长都有可能。反向时，一层先要 GELU 的存储区（GELU 不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为一步的首尾与中间略有不同。）
 #
 # </div>
 
@@ -271,14 +271,14 @@ table([*columns, "peak above the start (in units of B)"], rows)
 #
 # With one copy in flight, forward takes 1.5 times as long. A layer saves its two storages one directly after the other, so in each layer compute waits for the first copy, $c = f/2$. So both settings are needed: two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host.
 #
-# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two copies in flight the peak here is $(p + 4)\,B$, for three layers and for sixteen.
+# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two copies in flight the peak here is $(p + 4)\,B$: the last $p + 1$ storages, two whose copies are unfinished, and one that is being computed.
 #
 # </div>
 # <div lang="zh">
 #
 # 只许一次换出在途时，前向要 1.5 倍的时间。这是因为每层的两份存储区紧挨着保存，计算在每一层都要停下来，等第一次拷贝完成，也就是等 $c = f/2$ 那么久。所以两项设置缺一不可：提前取回两份，可以掩盖换入；允许两次换出同时在途，可以掩盖换出。
 #
-# 代价是内存：每多提前取回一份，或者每多一次在途的换出，都要多占大约一个 $B$。两次换出同时在途时，三层和十六层一样，峰值都是 $(p + 4)\,B$。
+# 代价是内存：每多提前取回一份，或者每多一次在途的换出，都要多占大约一个 $B$。两次换出同时在途时，这里的峰值是 $(p + 4)\,B$，包括最后的 $p + 1$ 份、换出还没有完成的两份，以及正在计算的一份。
 #
 # </div>
 
@@ -383,12 +383,12 @@ lesson_04.check_offloading(offloading)
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients of the course's decoder equal, bit by bit? On a CPU the lower tier is a file. The cell compares your hooks and the library's `offload_activations`. The library keeps the last $p + 1$ storages, because backward needs them first, and does not move small storages (section 4.17).
+# Before any claim of saving: are the gradients of the course's decoder equal, bit by bit? On a CPU the lower tier is a file. The cell compares your hooks and the library's `offload_activations`. The library keeps the last $p + 1$ storages on the device, and does not move small storages (section 4.17).
 #
 # </div>
 # <div lang="zh">
 #
-# 看省了多少内存之前，先检查课程解码器的梯度是否逐比特相等。在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。课程库会留下最后 $p + 1$ 份存储区，因为反向最先用到它们；太小的存储区它也不搬（4.17 节）。
+# 看省了多少内存之前，先检查课程解码器的梯度是否逐比特相等。在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。课程库把最后 $p + 1$ 份存储区留在设备上，太小的存储区它也不搬（4.17 节）。
 #
 # </div>
 
@@ -450,7 +450,7 @@ lesson_04.draw_order()
 #
 # 每一处等待都有原因：
 #
-# - 先**算好**，再换出：一份存储区还没有算好，拷贝就不能去读它。
+# - 先**算好**，再换出：数据还没有算好，拷贝就不能去读它。
 # - 先换出，再**释放**：拷贝还没有读完，这份存储区的内存就不能释放，因为分配器会立刻把它分给下一个张量。
 # - 先换出，再由**主机**读，或者再换入：数要先到齐。
 # - 先换入，再**使用**：拷贝还没有完成，任何算子都不能使用这份存储区。
@@ -640,14 +640,14 @@ timelines(two, title=title, panel_height=1.9)
 #
 # 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. The activations of the **first** layer are still live. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. A saving counts only at the moment of the peak (section 2.5).
 #
-# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more layers or longer sequences, the inputs are a large part of the peak, so moving them lowers it.
+# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. With many tokens per step they also lower the peak. Per layer, the input has $h$ numbers for each token, and the gradients that backward creates have about $12 h^2$. So with more than about $12 h$ tokens, the peak is near the start of backward, when all inputs are still needed. This step has only $4 h$ tokens. More layers change nothing, because they add inputs and gradients in the same proportion.
 #
 # </div>
 # <div lang="zh">
 #
 # 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。内存要在峰值那一刻省下来，才算数（2.5 节）。
 #
-# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。而层数更多或序列更长时，峰值里有很大一部分是各层的输入，把它们搬走就能降低峰值。
+# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。一步里的 token 很多时，合用还能降低峰值。每层的输入是每个 token $h$ 个数，反向产生的梯度约为 $12 h^2$ 个数。所以 token 数超过约 $12 h$ 时，峰值出现在反向开始前后，那时所有输入都还要用。这一步只有 $4 h$ 个 token。增加层数不起作用，因为输入和梯度会按同样的比例增加。
 #
 # </div>
 
@@ -673,12 +673,12 @@ lesson_04.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and attention does fewer FLOPs per saved byte. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte, and 0.85 GB/s is fast enough.
+# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and attention does fewer FLOPs per saved byte. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte. The rule asks for 0.56 GB/s, and from 0.85 GB/s on the copies add at most 5%.
 #
 # </div>
 # <div lang="zh">
 #
-# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力每保存一个字节所做的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs，0.85 GB/s 的链路就够快。
+# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力每保存一个字节所做的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs。按规则 0.56 GB/s 就够，从 0.85 GB/s 起，拷贝最多多花 5% 的时间。
 #
 # </div>
 
@@ -1289,16 +1289,20 @@ lesson_04.older_claims(ratio, kept)
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows the figures recorded on an H100 and an H200. On the H200, offloading the activations lowers the peak from 11.2 GB to 4.2 GB and takes 33% longer; `save_on_cpu` takes 95% longer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
+# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows the figures recorded on an H100 and an H200. On the H200, offloading the activations lowers the peak from 11.2 GB to 4.18 GB and takes 33% longer. `save_on_cpu` takes 95% longer. Its peak is one storage lower, 4.11 GB, because it fetches nothing ahead and waits for each copy. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
-# The simulated device was right. For nine settings of `prefetch` and `in_flight` in another network, it had predicted 1.01 to 1.14 times the step without offload, and the H200 took 1.01 to 1.13 (`docs/gpus.md`).
+# Why 33%? The step moves 8.7 GB to the host. At the link's 55 GB/s this takes 0.16 s, as long as forward, which is a third of the 0.47 s. So the link is at the threshold, and as in section 4.7 that is not enough for a decoder, because attention does fewer FLOPs per saved byte. At a sixteenth of all sizes and of the FLOP/s, the simulated step takes 37% longer.
+#
+# In eight Linear layers of 8,192 units, the link is twice as fast as the threshold asks. There the simulated device had predicted 1.01 to 1.14 times the step without offload, for nine settings of `prefetch` and `in_flight`. The H200 differed by at most 0.011 (`docs/gpus.md`).
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在 H100 和 H200 上记录的数据。在 H200 上，卸载激活值把峰值从 11.2 GB 降到 4.2 GB，时间多 33%，而 `save_on_cpu` 多 95%。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可换页内存拷贝，要 28.6 ms 才返回。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在 H100 和 H200 上记录的数据。在 H200 上，卸载激活值把峰值从 11.2 GB 降到 4.18 GB，时间多 33%。`save_on_cpu` 的时间多 95%，峰值低一份存储区，是 4.11 GB，因为它不提前取回，每次拷贝都等到完成。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可换页内存拷贝，要 28.6 ms 才返回。
 #
-# 模拟的设备说对了。对另一个网络，`prefetch` 和 `in_flight` 取九种设置，它预测的时间是不卸载的 1.01 到 1.14 倍，H200 实测是 1.01 到 1.13 倍（`docs/gpus.md`）。
+# 为什么会多 33%？这一步要换出 8.7 GB。链路每秒 55 GB，所以换出要 0.16 秒，与前向一样久，因为前向是 0.47 秒的三分之一。也就是说，链路正好在阈值上；而 4.7 节说过，对解码器这还不够，因为注意力每保存一个字节所做的 FLOPs 要少一些。各种大小和算力都缩到十六分之一，在模拟设备上，这一步也要多花 37% 的时间。
+#
+# 八层 Linear、每层 8,192 个单元的网络里，链路比阈值所要求的快一倍。对这个网络，`prefetch` 和 `in_flight` 取九种设置，模拟设备曾预测时间是不卸载的 1.01 到 1.14 倍。H200 的实测值与预测最多相差 0.011（`docs/gpus.zh.md`）。
 #
 # </div>
 

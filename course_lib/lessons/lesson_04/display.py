@@ -89,12 +89,12 @@ def draw_step(p: int, run: tuple[SimulatedDevice, float, int], plain: float) -> 
     return shown_once(drawn)
 
 
-def draw_forward(run: tuple[SimulatedDevice, float, int], layers: float) -> "Figure":
+def draw_forward(run: tuple[SimulatedDevice, float, int], shown: float) -> "Figure":
     """Draw the lanes of compute and of copies to the host during the first layers of forward.
 
     Args:
         run: The device after its block, when the step began, and live bytes at that time.
-        layers: Seconds that are drawn.
+        shown: Seconds from the start of the step that are drawn.
     """
     device, began, _ = run
     alt = text(
@@ -104,7 +104,7 @@ def draw_forward(run: tuple[SimulatedDevice, float, int], layers: float) -> "Fig
     title = "One copy in flight: compute waits for the first copy of every layer"
     drawn, ax = figure(title, height=1.7, alt=alt)
     device.plot(ax, since=began)
-    ax.set(xlim=(0, layers), ylim=(1.5, -0.5))
+    ax.set(xlim=(0, shown), ylim=(1.5, -0.5))
     return shown_once(drawn)
 
 
