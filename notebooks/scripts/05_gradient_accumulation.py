@@ -103,7 +103,8 @@ def metered_step(m):
         with MemoryMeter(decoder, adam) as meter:
             total = sum(add_gradient(decoder, micro_batch) for micro_batch in tokens.split(m))
             for parameter in decoder.parameters():
-                parameter.grad /= total
+                if parameter.grad is not None:
+                    parameter.grad /= total
             adam.step()
     return meter
 
@@ -115,12 +116,12 @@ table(columns, [(m, metered_step(m).peak_bytes) for m in (4, 2)])
 # %% [markdown] slide={"en": "$m = 4$: 207,597,976 bytes. $m = 2$: 158,804,376 bytes.\n\n**Guess first.** The peak for $m = 1$? For $m = 8$, a single micro-batch?", "zh": "$m = 4$：207,597,976 字节。$m = 2$：158,804,376 字节。\n\n**先猜**：$m = 1$ 时的峰值是多少？$m = 8$，只有一个微批次时呢？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single micro-batch. Its peak is at the start of backward, before any gradient exists. Then gradients are created while activations are released. One set of gradients is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Predict the peak in bytes for $m = 1, 2, 4, 8$. Use the line for $m = 1, 2, 4$. At $m = 8$ there is a single micro-batch, so its peak is not on the line. It is at the start of backward, before any gradient exists. Then gradients are created while activations are released. One set of gradients is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 两点确定一条直线，也就是每条序列的字节数乘以 $m$，再加一个常数。写出这条直线在 $m = 1, 2, 4, 8$ 时预测的峰值（字节）。$m = 8$ 时只有一个微批次，梯度陆续产生，激活值陆续释放。峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
+# **练习 1。** 两点确定一条直线，也就是每条序列的字节数乘以 $m$，再加一个常数。预测 $m = 1, 2, 4, 8$ 时的峰值（字节），其中 $m = 1, 2, 4$ 用这条直线。$m = 8$ 时只有一个微批次，峰值不在这条直线上：梯度陆续产生，激活值陆续释放，峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
 #
 # </div>
 
@@ -153,14 +154,14 @@ predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in mete
 # %% [markdown]
 # <div lang="en">
 #
-# The line predicts the peak of lesson 00 exactly, from two other runs. Its constant, 110,010,776 bytes, is the **floor**. It consists of **16 bytes per parameter** (weights, gradients, two moments) and 408 bytes: Adam's 100 step counts, a loss and its gradient. The floor does not depend on the split.
+# The line predicts the peak of lesson 00 exactly, from two other runs. Its constant, 110,010,776 bytes, is the **floor**. With Adam in fp32 it consists of **16 bytes per parameter** (weights, gradients, two moments) and 408 bytes: Adam's 100 step counts, a loss and its gradient. The floor does not depend on the split.
 #
 # For $m = 1$ the line is 393,216 bytes too low. At which moment does each of these two peaks occur?
 #
 # </div>
 # <div lang="zh">
 #
-# 用另外两次运行，就把第 00 课的峰值算到一字节不差。直线的常数项 110,010,776 字节就是**下限**。其中绝大部分是**每个参数 16 字节**（权重、梯度、两个矩），另外 408 字节是 Adam 的 100 个步数计数，以及损失和它的梯度。批次怎样拆，下限都不变。
+# 只凭另外两次运行，就把第 00 课的峰值算得一字节不差。直线的常数项 110,010,776 字节就是**下限**。用 fp32 的 Adam，其中绝大部分是**每个参数 16 字节**（权重、梯度、两个矩），另外 408 字节是 Adam 的 100 个步数计数，以及损失和它的梯度。批次怎样拆，下限都不变。
 #
 # 而 $m = 1$ 时，直线少算了 393,216 字节。下表中的两个峰值各出现在什么时刻？
 #
@@ -394,7 +395,8 @@ if not lesson_05.check_loop.accepted:
                 total += count
             scaler.unscale_(optimizer)
             for parameter in model.parameters():
-                parameter.grad /= total
+                if parameter.grad is not None:  # it is None for a frozen parameter
+                    parameter.grad /= total
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             scaler.step(optimizer)
             scaler.update()
@@ -414,14 +416,14 @@ lesson_05.five_bugs()
 # %% [markdown]
 # <div lang="en">
 #
-# In each row the loop has one bug, and only the check for it fails. So each bug passes four good tests. If each micro-batch is clipped alone, the direction is wrong. If the gradients are not unscaled, they are 1024 times too long when they are clipped, and almost nothing is left of them.
+# In each row the loop has one bug, and only the check for it fails. So each bug passes the four other checks. If each micro-batch is clipped alone, the direction of the gradient is wrong. If the gradients are not unscaled, they are 1024 times too long when they are clipped, and almost nothing is left of them.
 #
 # The library's `AccumulatedStep` avoids all five bugs. It also supports autocast and several processes, and its sums do not overflow in fp16. It leaves the same weights as your loop:
 #
 # </div>
 # <div lang="zh">
 #
-# 表中每一行的循环只有一处错误，只有对应的那项检查报错。也就是说，每种错误都能通过四项很好的测试。如果每个微批次各自裁剪，方向就错了。如果忘了还原缩放，裁剪时梯度就是原来的 1024 倍，裁完几乎什么也不剩。
+# 表中每一行的循环只有一处错误，只有对应的那项检查报错。也就是说，每种错误都能骗过另外四项检查。如果每个微批次各自裁剪，梯度的方向就错了。如果忘了还原缩放，裁剪时梯度就是原来的 1024 倍，裁完几乎什么也不剩。
 #
 # 库里的 `AccumulatedStep` 没有这五处错误。它还支持 autocast 和多个进程，总和在 fp16 里不会溢出。它得到的权重与你的循环一样：
 #
@@ -556,7 +558,8 @@ def step_on_a_rank(model, loss_sum, micro_batches, each):
     tokens = torch.tensor(float(total))
     dist.all_reduce(tokens)  # the sum over all ranks
     for parameter in model.parameters():
-        parameter.grad *= dist.get_world_size() / tokens  # DDP has taken a mean over ranks
+        if parameter.grad is not None:
+            parameter.grad *= dist.get_world_size() / tokens  # DDP has taken a mean over ranks
 
 
 # %% slide="result"
@@ -589,7 +592,8 @@ lesson_05.bytes_reduced(ranks, micro_batches=8)
 # |---|---|
 # | Hugging Face | `TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=8)`; a loss of your own divides by `num_items_in_batch` |
 # | Accelerate | `with accelerator.accumulate(model):`; the loss is divided by the number of micro-batches |
-# | PyTorch DDP, FSDP2 | `model.no_sync()`; `model.set_requires_gradient_sync(last)` |
+# | PyTorch DDP | `with model.no_sync():` for all micro-batches except the last |
+# | FSDP2 | nothing, to save memory; `model.set_requires_gradient_sync(last)`, to send less (all gradients then stay on each rank) |
 # | Megatron-LM | `--micro-batch-size 1 --global-batch-size 8 --accumulate-allreduce-grads-in-fp32` |
 # | DeepSpeed | `"gradient_accumulation_steps": 8`, `"data_types": {"grad_accum_dtype": "fp32"}` |
 # | TRL | `SFTConfig(gradient_accumulation_steps=8)` |
@@ -603,7 +607,8 @@ lesson_05.bytes_reduced(ranks, micro_batches=8)
 # |---|---|
 # | Hugging Face | `TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=8)`；自己写的损失函数要除以 `num_items_in_batch` |
 # | Accelerate | `with accelerator.accumulate(model):`；损失会除以微批次数 |
-# | PyTorch DDP、FSDP2 | `model.no_sync()`；`model.set_requires_gradient_sync(last)` |
+# | PyTorch DDP | 除最后一个微批次外，都用 `with model.no_sync():` |
+# | FSDP2 | 要省内存，什么也不用写；要少通信，写 `model.set_requires_gradient_sync(last)`（每个进程就留着全部梯度） |
 # | Megatron-LM | `--micro-batch-size 1 --global-batch-size 8 --accumulate-allreduce-grads-in-fp32` |
 # | DeepSpeed | `"gradient_accumulation_steps": 8`、`"data_types": {"grad_accum_dtype": "fp32"}` |
 # | TRL | `SFTConfig(gradient_accumulation_steps=8)` |
@@ -654,7 +659,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# - The peak is a floor of 16 bytes per parameter, plus a fixed number of bytes per sequence of the micro-batch. Only the second part shrinks.
+# - The peak is a floor, plus a fixed number of bytes per sequence of the micro-batch. Only the second part shrinks. In fp32 the floor is 16 bytes per parameter with Adam, and 8 with SGD without momentum. A single micro-batch peaks lower by one set of gradients, unless `zero_grad(set_to_none=False)` keeps them. With very small micro-batches the peak is at another moment, such as in the optimizer's step with `foreach=True` (the default on CUDA).
 # - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means weighs tokens unequally, depending on the split.
 # - Once per step: unscale, clip, step, update the scaler, step the scheduler, clear. Use a smaller last group, too.
 # - The error of bf16 sums grows with the number of micro-batches. That of fp32 sums does not, and they take 4 bytes per parameter.
@@ -665,7 +670,7 @@ ledger("05", "eight micro-batches", row)
 # </div>
 # <div lang="zh">
 #
-# - 峰值等于每个参数 16 字节的下限，再加上微批次里每条序列固定的字节数。能缩小的只有后一部分。
+# - 峰值等于下限，再加上微批次里每条序列固定的字节数。能缩小的只有后一部分。fp32 下，用 Adam 时下限是每个参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值要低一整套梯度，除非 `zero_grad(set_to_none=False)` 保留了梯度。微批次很小时，峰值会换到别的时刻，例如用 `foreach=True`（CUDA 上的默认值）时在优化器更新当中。
 # - 损失求总和，只除一次，除以这一步在所有进程上的全部 token 数。平均的平均给各 token 的权重不相等，还取决于怎样拆。
 # - 每步各做一次：还原缩放、裁剪、优化器更新、缩放器更新、调度、清零。最后不满一组的微批次也要用上。
 # - 用 bf16 求和，误差随微批次数增长。用 fp32 求和则不会，代价是每个参数 4 字节。
