@@ -5,7 +5,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from course_lib.lessons.lesson_04 import clock
+from course_lib.offload import offload_activations
 
 # The time of a step
 # --------------------------------------------------------------------------------------------------
@@ -34,6 +37,29 @@ def with_the_ends(L, f, g, c, p):
         up = 2 * c if layer else max(2 - p - 1, 0) * c
         seconds += max(g, up) if p == 2 else g + up if p == 0 else max(g, up / 2) + up / 2
     return numpy.float64(seconds - f)
+
+
+def event_simulation(L, f, g, c, p, stay=None):
+    """Run every copy and product in turn; the last `stay` storages (default: p + 1) never move."""
+    stay, now, lane, down = p + 1 if stay is None else stay, 0.0, 0.0, []
+    for storage in range(2 * L):  # the input of Linear, the product, then the input of GELU
+        now += f * (storage % 2)
+        if storage >= stay:
+            lane = max(lane, now) + c
+            down.append(lane)
+            now = max([now, *down[:-2]])
+    now = lane = max([now, *down])
+    arrives = dict.fromkeys(range(stay), 0.0)
+    for storage in range(2 * L):
+        for ahead in range(storage, min(storage + p + 1, 2 * L)):
+            if ahead not in arrives:
+                lane = arrives[ahead] = max(lane, now) + c
+        now = max(now, arrives[storage]) + g * (storage % 2)
+    return now - f
+
+
+def runs_the_clock(L, f, g, c, p):
+    return clock(L, c / f, p) * f
 
 
 # Hooks
@@ -109,6 +135,10 @@ def moves_what_needs_a_gradient(store, stay):
     )
 
 
+def library(prefetch):
+    return lambda store, stay: offload_activations(store, min_bytes=1, prefetch=prefetch)
+
+
 def elsewhere(store, stay):
     """Moves everything into a list of its own."""
     kept = []
@@ -166,6 +196,13 @@ def let_go(device, x, waits=("wait",), keeps=False, again=True, at_the_end=("fin
     return host.tolist()
 
 
+def reads_the_source(device, x):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    device.copy(host, y, "down")
+    return y.tolist()
+
+
 def three(*, first=read, second=use, third=let_go):
     return first, second, third
 
@@ -188,6 +225,8 @@ ANSWERS = {
             lambda *case: step_time(*case) + case[1],
             lambda *case: torch.tensor(step_time(*case)),
             with_the_ends,
+            event_simulation,
+            partial(event_simulation, stay=0),  # as if all storages were copied
         ],
         [
             (lambda L, f, g, c, p: L * (f + g), "left out the copies"),
@@ -229,15 +268,18 @@ ANSWERS = {
             (lambda *case: step_time(*case) / case[0], "one layer"),
             (lambda *case: 1000 * step_time(*case), "milliseconds"),
             (lambda *case: 1.5 * step_time(*case), "L = 16"),
+            (runs_the_clock, "operators. Type a formula"),
             (lambda *case: "soon", "Expected one number"),
         ],
     ),
     "offloading": (
-        [hooks(), with_closures],
+        [hooks(), with_closures, library(0), library(1)],
         [
             (elsewhere, "moved nothing into the store"),
             (copies_back_at_once, "copied back during forward"),
             (lambda store, stay: (store, stay), "got a `tuple`"),
+            (lambda store, stay: None, "got a `NoneType`"),
+            (lambda store, stay: save_on_cpu(), "moved nothing into the store"),
             (hooks(moves=lambda storage, stay: True), "moved a parameter"),
             (hooks(known=lambda: None), "even if it is saved twice"),
             (hooks(key=lambda storage: storage.data_ptr(), known=WeakValueDictionary), _ADDRESS),
@@ -271,6 +313,7 @@ ANSWERS = {
             (three(first=partial(read, waits=["wait", "finish"])), "compute stream waits as well"),
             (three(first=partial(read, result=torch.Tensor.clone)), "a list of numbers"),
             (three(first=lambda device, x: print(end="")), "`read`: it returns nothing"),
+            (three(first=reads_the_source), "Read the copy, `host`"),
             (
                 three(third=partial(let_go, waits=["finish"], at_the_end=())),
                 "the host waits",

@@ -11,11 +11,14 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib.lessons.ledger import PARAMETERS
+from course_lib.lessons.work import WorkLimit
 from course_lib.offload import Store
 from course_lib.simulated import SimulatedDevice
+from course_lib.simulated.operators import HOST_READS
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
 
@@ -189,16 +192,16 @@ def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
             " and what must wait?"
         ),
         (
-            "A layer's forward takes `max(f, 2 * c)`. In backward with p = 0, the product"
-            " starts after both copies. With p = 1 one of the two copies runs next to the"
-            " product, and with p = 2 both do."
+            "Write down the time of one layer for each p. In backward, how many of the layer's"
+            " two copies run next to its product, and how many come before it?"
         ),
     )
 )
 def check_step_time(function: Any) -> Verdict:
     """Check `step_time(L, f, g, c, p)`, the seconds of forward and backward.
 
-    It must be within 8% of the simulated clock for p = 0, 1, 2.
+    It must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that copies
+    all storages, and not all but the last p + 1, differs by 8.4%.
     """
     on_the_clock = {
         (16, 1.0, 2.0, c, p): clock(16, c, p) for c in (0.25, 0.5, 1.0, 2.0) for p in (0, 1, 2)
@@ -207,9 +210,11 @@ def check_step_time(function: Any) -> Verdict:
     # three in one case, and backward does not take twice as long as forward.
     lengths = ((2.0, 7.0, 0.5), (2.0, 7.0, 2.5), (2.0, 7.0, 6.0), (2.0, 7.0, 9.0), (9.0, 4.0, 1.5))
     long = {(999, *times, p): _step_time(999, *times, p) for times in lengths for p in (0, 1, 2)}
-    wanted = {case: (seconds, 0.08) for case, seconds in on_the_clock.items()}
+    wanted = {case: (seconds, 0.09) for case, seconds in on_the_clock.items()}
     wanted |= {case: (seconds, 0.01) for case, seconds in long.items()}
-    problem, given = _differs(function, wanted, _TIMES, 0.04, _time_case)
+    slow = text("Your function ran more than {limit:,} operators. Type a formula.", limit=10_000)
+    with WorkLimit(10_000, slow):
+        problem, given = _differs(function, wanted, _TIMES, 0.04, _time_case)
     if problem is not None:
         return problem
     worst = max(abs(float(given[case]) / seconds - 1) for case, seconds in on_the_clock.items())
@@ -251,10 +256,9 @@ class _Below(Store):
             " copies the storage back and restores that view of it."
         ),
         (
-            "If `rooms` does not have this version of `storage` yet, set `rooms[storage] ="
-            " tensor._version, store.put(whole(tensor))`. Return the room with the shape, the"
-            " stride and the offset. `unpack` then returns `room.get()().as_strided(shape,"
-            " stride, offset)`."
+            "In `pack`, ask two questions: is this storage in `stay`, and does `rooms` already"
+            " have this version of it? In `unpack`, how does a tensor that stayed differ from a"
+            " room with a view?"
         ),
     )
 )
@@ -274,7 +278,7 @@ def check_offloading(function: Any) -> Verdict:
     wanted = torch.autograd.grad(run(torch.enable_grad()), (x, *linear.parameters()), uneven)
     store, stay = _Below(), {each.untyped_storage() for each in linear.parameters()}
     context = function(store, stay)
-    if context is None or context is ...:
+    if context is ...:
         return not_answered()
     if not hasattr(context, "__enter__"):
         return wrong(
@@ -289,7 +293,7 @@ def check_offloading(function: Any) -> Verdict:
         gc.collect()  # the answer's own objects may refer to each other
     held = sum(each() is not None for each in seen)
     moved = len(store.addresses)
-    if not moved and held == len(seen):  # the cell is unchanged
+    if not moved and getattr(context, "pack_hook", lambda tensor: None)(x) is x:  # unchanged
         return not_answered()
     if not moved:
         return wrong("Your hooks moved nothing into the store.")
@@ -405,15 +409,20 @@ def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[in
 
 
 def _at_one_address() -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a tensor to a new storage, always at the same address.
+    """Return a function that copies a tensor to a new storage, at the previous one's address.
 
-    An allocator does the same once the previous storage has been freed.
+    Like an allocator, it takes another address if the previous storage has not been freed.
     """
-    memory = numpy.empty((128, 128), dtype=numpy.float32)
+    memory, previous = numpy.empty((128, 128), dtype=numpy.float32), lambda: None
 
     def move(tensor: Tensor) -> Tensor:
+        nonlocal memory, previous
+        if previous() is not None:
+            memory = numpy.empty_like(memory)
         memory[:] = tensor.numpy()
-        return torch.from_numpy(memory)
+        moved = torch.from_numpy(memory)
+        previous = weakref.ref(moved.untyped_storage())
+        return moved
 
     return move
 
@@ -508,7 +517,7 @@ def check_waits(functions: Any) -> Verdict:
     for name, problem in found.items():
         if problem is not None:
             message = text("{name}: {problem}", name=f"`{name}`", problem=problem)
-            return wrong(message, exact=problem in (_HOST_WAITS, _STREAM_WAITS, _NOTHING, _NO_LIST))
+            return wrong(message, exact=problem in _EXACT)
     return right(
         "Right: in every mode there is no race and the numbers are right, and the host waits"
         " only before it reads."
@@ -530,6 +539,20 @@ _STREAM_WAITS = (
 )
 _NOTHING = "it returns nothing."
 _NO_LIST = "it must return a list of numbers, `host.tolist()`."
+_READS_DEVICE = "it reads the tensor on the GPU. Read the copy, `host`."
+_EXACT = (_HOST_WAITS, _STREAM_WAITS, _NOTHING, _NO_LIST, _READS_DEVICE)
+
+
+class _DeviceReads(TorchFunctionMode):
+    """A mode that counts how often the host reads device memory, as `tolist` does."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self.device, self.count = device, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in HOST_READS and self.device.holds(args[0])
+        return function(*args, **(kwargs or {}))
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
@@ -544,7 +567,8 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
         device.finished = device.waited = device.copied = 0
         before, made = device.live_bytes, len(device.samples)
         try:
-            found = function(device, given)
+            with _DeviceReads(device) as reads:
+                found = function(device, given)
             finished, waited, copied = device.finished, device.waited, device.copied
             too_early = finished > 0 and device.made_before != len(device.samples)
             made = len(device.samples) - made
@@ -560,6 +584,8 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
         return _NOTHING
     if not copied:
         return "nothing is copied."
+    if reads.count:
+        return _READS_DEVICE
     if name == "let_go" and (made < 2 or above >= 2 * numbers.nbytes):
         return (
             "keep the order of the original: first `y` is freed, then the next tensor reuses"
@@ -616,9 +642,8 @@ _PAGES: Mistakes = {
             " memory at once, if the step reads ahead and writes back?"
         ),
         (
-            "Each parameter has 4 bytes of weight and 4 bytes of gradient. Add three pages:"
-            " one is read, one is updated, one is written. All pages together hold at most 8"
-            " bytes per parameter."
+            "Add up weights, gradients and pages. Which bound do the pages have together, if one"
+            " page is larger than the whole state?"
         ),
     )
 )

@@ -1,0 +1,29 @@
+"""A limit on the work of a learner's answer, so that a check ends on slow answers too.
+
+Work is counted in operators of PyTorch, not in seconds, so the verdict is the same on every machine.
+"""
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_lib.teaching.exercises import WrongAnswer
+
+
+class WorkLimit(TorchDispatchMode):
+    """A mode that raises `WrongAnswer` when more operators have run than allowed.
+
+    Args:
+        limit: Number of operators that may run inside the block.
+        message: Label that is shown then, as an exact message.
+    """
+
+    def __init__(self, limit: int, message: str) -> None:
+        super().__init__()
+        self.limit, self.message, self.count = limit, message, 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.count += 1
+        if self.count > self.limit:
+            raise WrongAnswer(self.message, exact=True)
+        return operator(*args, **(kwargs or {}))
