@@ -27,6 +27,8 @@ from course_lib.teaching.exercises import (
 #: Bytes of the course's decoder: weights, bytes per sequence, and the part that does not depend on
 #: the micro-batch.
 WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
+#: Measured peak for micro-batches of one sequence, which is not on the line.
+MEASURED_ALONE = 134_800_792
 
 
 @exercise(
@@ -34,15 +36,15 @@ WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
         "Two points define a line. How many bytes does each sequence add, and how many remain"
         " at zero sequences?",
         (
-            "Each sequence takes (207,597,976 − 158,804,376) / 2 bytes. With a single"
-            " micro-batch, no gradient exists yet at the peak."
+            "The two runs differ by two sequences. Which of weights, gradients and moments does"
+            " the peak for m = 8 lack?"
         ),
     )
 )
 def check_peaks(answer: Any) -> Verdict:
     """Check a function of m, the sequences in a micro-batch: the peak of a step over eight.
 
-    It is checked for m = 1, 2, 4 and 8.
+    It is checked for m = 1, 2, 4 and 8. For m = 1 the line and the measured peak are both right.
     """
     for m in (4, 2, 1, 8):
         given = answer(m)
@@ -81,9 +83,6 @@ def check_peaks(answer: Any) -> Verdict:
                 "You drew the line through m = 8. That is a single micro-batch, whose peak has"
                 " no gradients, so it is not on the line."
             ),
-            134_800_792: (
-                "That is the measured peak. The line through the two runs predicts another number."
-            ),
         }
         if m == 8:
             mistakes = {
@@ -97,9 +96,12 @@ def check_peaks(answer: Any) -> Verdict:
                     "Your peak lacks two sets of gradients. The real one lacks a single set."
                 )
             }
+        if m == 1 and expect_number(given, MEASURED_ALONE, tolerance=1e-9):
+            continue
         verdict = expect_number(
             given,
             FLOOR + m * SLOPE - (WEIGHTS if m == 8 else 0),
+            tolerance=1e-9,  # a fitted line, such as `numpy.polyfit`'s, is not exact
             wrong_answers=mistakes,
             in_bytes=True,
         )
@@ -280,19 +282,23 @@ def divisor(loop: Callable) -> str | None:
 def clipping(loop: Callable) -> str | None:
     """Test micro-batches of equal counts whose gradients point in different directions.
 
-    The loss scale is 1. Only the direction of the update is compared.
+    The loss scale is 1. The direction of the update is compared, then its length.
     """
     micro_batches = _micro_batches(4, 4, 4, 4, seed=1)
     found, wanted = _epoch(loop, micro_batches, 4, max_norm=0.01).gradients[0], _mean(micro_batches)
     off = _relative_error(found / found.norm(), wanted / wanted.norm())
-    return (
-        text(
+    if off > 1e-3:
+        return text(
             "clipping: the first update points in another direction (off by {off})",
             off=f"{off:.0%}",
         )
-        if off > 1e-3
-        else None
-    )
+    times = float(found.norm()) / 0.01
+    if not 0.99 < times < 1.01:
+        return text(
+            "clipping: the update is {times} times as long as the bound `max_norm`",
+            times=f"{times:.2g}",
+        )
+    return None
 
 
 def schedule(loop: Callable) -> str | None:
@@ -323,20 +329,18 @@ def remainder(loop: Callable) -> str | None:
 
 
 def unscaling(loop: Callable) -> str | None:
-    """Test the length of the update by two micro-batches, scaled by 1024 and clipped."""
-    record = _epoch(loop, _micro_batches(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
-    if min(record.arriving, default=0.0) < 2:
+    """Test the length of a clipped update with a loss scale of 1024 against that with 1."""
+    records = [
+        _epoch(loop, _micro_batches(4, 4, seed=2), 2, max_norm=0.01, scale=scale)
+        for scale in (1024.0, 1.0)
+    ]
+    if min(records[0].arriving, default=0.0) < 2:
         return "scale: the loss does not always go through the scaler"
-    times = float(record.gradients[0].norm()) / 0.01
-    if times > 1.01:
+    scaled, plain = (float(record.gradients[0].norm()) for record in records)
+    if not 0.99 < scaled / plain < 1.01:
         return text(
-            "scale: the update is {times} times as long as the bound `max_norm`",
-            times=f"{times:,.0f}",
-        )
-    if times < 0.99:
-        return text(
-            "scale: the length of the update is only {times} of what it should be",
-            times=f"{times:.3f}",
+            "scale: with a loss scale of 1024 the update is {times} times as long as with 1",
+            times=f"{scaled / plain:.2g}",
         )
     return None
 
@@ -360,9 +364,13 @@ def _grows_by(loop: Callable) -> int:
 
 
 def _updates_with_infinity(loop: Callable) -> bool:
-    """Return whether the optimizer steps although the gradient is infinite."""
+    """Return whether the optimizer steps although the scaled gradient is infinite.
+
+    The loss is 0, because features of both signs cancel, so a loop may check that it is finite.
+    """
+    features = torch.tensor([1e38, -1e38] * 4).expand(2, 4, 8)
     try:
-        _epoch(loop, [torch.full((2, 4, 8), math.inf)], 1, scale=2.0)
+        _epoch(loop, [features.contiguous()], 1, scale=2.0**20)
     except (WrongAnswer, RuntimeError):  # no step, or clipping with `error_if_nonfinite` raised
         return False
     return True
@@ -388,10 +396,8 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
             " is a group of micro-batches complete?"
         ),
         (
-            "You can count the tokens during the loop and divide the gradients by the total at"
-            " the end. Clipping must see this mean gradient, without the loss scale. The slice"
-            " `micro_batches[start : start + every]` may be shorter than `every`, but it is a"
-            " group, too."
+            "Write down the order of the lines that run once per step. Which gradient must"
+            " clipping see, and which learning rate must the optimizer see?"
         ),
     )
 )
@@ -447,10 +453,8 @@ def check_loop(function: Any) -> Verdict:
             " the gradient out of `.grad` and add it in fp32."
         ),
         (
-            "In the hook, write `gradient, parameter.grad = parameter.grad, None`. Start the"
-            " sum with `gradient.float()` and add later gradients with `+=`. Call"
-            " `parameter.register_post_accumulate_grad_hook(add)` for each parameter, and"
-            " return the dict."
+            "What must `.grad` be when the hook returns? What does the hook do the first time,"
+            " when the dict has no sum for this parameter? Who registers it?"
         ),
     )
 )
@@ -506,8 +510,9 @@ def check_fp32_sums(function: Any) -> Verdict:
         )
     if not any(one.any() for one in found):
         return wrong(
-            "Your sums stay zero, because no hook was called. `parameters` is an iterator, so"
-            " make a list of it if you go through it twice.",
+            "Your sums stay zero, because no hook was called. Register your function for each"
+            " parameter. If you go through `parameters` twice, make a list of it first, because"
+            " it is an iterator.",
             exact=True,
         )
     if _all_close(found, [g.float() for g in narrow]):
@@ -568,8 +573,8 @@ def _all_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 @exercise(
     hint=(
-        "The peak is 110,010,776 bytes plus 24,396,800 bytes per sequence. How many sequences fit"
-        " below 10^9 bytes?"
+        "Which bytes does the line of exercise 1 have at m = 0, and how many bytes remain for the"
+        " sequences?"
     )
 )
 def check_largest_micro_batch(answer: Any) -> Verdict:
@@ -593,7 +598,7 @@ def check_largest_micro_batch(answer: Any) -> Verdict:
     )
 
 
-@exercise(hint="The rate is m / (5 + m) samples per millisecond.")
+@exercise(hint="How many samples per millisecond does a micro-batch of m samples reach?")
 def check_fast_micro_batch(answer: Any) -> Verdict:
     """Check the smallest m = 2**k with 80% of the rate of m = 64; m samples take 5 + m ms."""
     return expect_number(
