@@ -1,6 +1,7 @@
 """A limit on the work of a learner's answer, so that a check ends on slow answers too.
 
-Work is counted in operators of PyTorch, not in seconds, so the verdict is the same on every machine.
+Work is counted in operators of PyTorch, not in seconds, so the verdict is the same on every
+machine.
 """
 
 from typing import Any

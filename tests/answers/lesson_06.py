@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy
 import torch
 
 from course_lib.lessons.lesson_06.tiles import reference_backward, reference_forward
@@ -74,6 +75,11 @@ def two_passes(scores, block):
     return shifted(scores, block, largest)
 
 
+def through_numpy(scores, block):
+    """Whole rows at once, which no mode for operators sees."""
+    return torch.from_numpy(numpy.logaddexp.reduce(scores.numpy(), axis=1))
+
+
 def keys_outside(q, k, v, block_q, block_k):
     """The other order: one key block at a time, all blocks of queries inside."""
     o, total = torch.zeros_like(q), q.new_zeros(len(q))
@@ -120,6 +126,58 @@ def times(function, place, factor):
         return tuple(found)
 
     return answer
+
+
+def padded_queries(q, k, v, block_q, block_k):
+    """Computes whole blocks of queries, as a kernel does."""
+    whole = torch.nn.functional.pad(q, (0, 0, 0, -len(q) % block_q))
+    return tuple(x[: len(q)] for x in reference_forward(whole, k, v, block_q, block_k))
+
+
+def forward_by_numpy(q, k, v, block_q, block_k):
+    """Right numbers, with products that PyTorch does not see."""
+    outputs, log_sums = [], []
+    for rows in q.numpy():
+        scores = k.numpy() @ rows * q.shape[1] ** -0.5
+        lse = numpy.logaddexp.reduce(scores)
+        outputs.append(numpy.exp(scores - lse) @ v.numpy())
+        log_sums.append(lse)
+    return torch.tensor(numpy.array(outputs)), torch.tensor(numpy.array(log_sums))
+
+
+def last_queries_left_out(function):
+    """Zeros for the queries of an incomplete block."""
+
+    def answer(q, *case):
+        found = [x.clone() for x in function(q, *case)]
+        for each in found:
+            each[len(q) // case[2] * case[2] :] = 0
+        return tuple(found)
+
+    return answer
+
+
+def in_two_passes(q, k, v, o, lse, grad_o, block_q, block_k):
+    """One pass for dQ and one for dK and dV, as the library's kernels do."""
+    scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
+
+    def tile(rows, keys):
+        p = (q[rows] @ k[keys].T * scale - lse[rows, None]).exp()
+        return p, p * (grad_o[rows] @ v[keys].T - dots[rows]) * scale
+
+    def blocks(length, size):
+        return [slice(start, start + size) for start in range(0, length, size)]
+
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows in blocks(len(q), block_q):
+        for keys in blocks(len(k), block_k):
+            dq[rows] += tile(rows, keys)[1] @ k[keys]
+    for keys in blocks(len(k), block_k):
+        for rows in blocks(len(q), block_q):
+            p, ds = tile(rows, keys)
+            dv[keys] += p.T @ grad_o[rows]
+            dk[keys] += ds.T @ q[rows]
+    return dq, dk, dv
 
 
 def by_autograd(q, k, v, o, lse, grad_o, block_q, block_k):
@@ -205,6 +263,11 @@ def causal_tiles(
     return sum(rounded(seen(each, queries, keys), block_k) for each in lasts)
 
 
+def over_the_row(q, k, lse):
+    weights = (q @ k.T / q.shape[1] ** 0.5).exp()
+    return weights / weights.sum(1, keepdim=True)
+
+
 def probabilities(q, k, lse):
     return (q @ k.T / q.shape[1] ** 0.5 - lse[:, None]).exp()
 
@@ -236,12 +299,17 @@ ANSWERS = {
             (partial(in_blocks, factor=lambda old, new: 0), "loses the sum of the earlier blocks"),
             (partial(in_blocks, of_rows=torch.max), "one maximum for all rows"),
             (lambda scores, block: in_python(scores, 23), "`tolist` read more than one block"),
+            (through_numpy, "`numpy` read more than one block"),
+            (
+                lambda scores, block: through_numpy(torch.tensor(numpy.asarray(scores)), block),
+                "`__array__` read more than one block",
+            ),
             (clamped, "Your numbers are not"),
             (lambda scores, block: 3, "one number per row"),
         ],
     ),
     "forward": (
-        [reference_forward, keys_outside],
+        [reference_forward, keys_outside, padded_queries],
         [
             (partial(reference_forward, mistake="no maximum"), "You keep no maximum"),
             (partial(reference_forward, mistake="starts at 0"), "starts at 0"),
@@ -262,12 +330,23 @@ ANSWERS = {
             (one_loop, "`(256, 32)` has more scores than a tile"),
             (whole_forward, "N × N"),
             (twice(reference_forward), "4.0 products"),
+            (
+                lambda q, k, v, block_q, block_k: reference_forward(q, k, v, block_k, block_q),
+                "Did you exchange block_q and block_k?",
+            ),
+            (lambda *case: reference_forward(*case[:3], 1, 1), "operators for 128 tiles"),
+            (forward_by_numpy, "Use `@` on tensors"),
+            (last_queries_left_out(reference_forward), "those of the last queries"),
+            (
+                lambda q, k, v, *blocks: reference_forward(q * (16 / len(k)) ** 0.5, k, v, *blocks),
+                "root of the number of keys",
+            ),
             (times(reference_forward, 0, 1.5), "the output is not"),
             (times(reference_forward, 1, 1.5), "the log-sum-exp is not"),
         ],
     ),
     "backward": (
-        [reference_backward, queries_outside],
+        [reference_backward, queries_outside, in_two_passes],
         [
             (partial(reference_backward, mistake="no D"), "subtracts D"),
             (partial(reference_backward, mistake="D of the tile"), "over one key block"),
@@ -277,6 +356,16 @@ ANSWERS = {
             (partial(reference_backward, mistake="dQ overwritten"), "only the last key block"),
             (partial(reference_backward, mistake="dK and dV overwritten"), "last block of queries"),
             (partial(reference_backward, mistake="all overwritten"), "only the last tile"),
+            (partial(reference_backward, mistake="dV overwritten"), "your dV has only"),
+            (partial(reference_backward, mistake="dK overwritten"), "your dK has only"),
+            (partial(reference_backward, mistake="D outside"), "Subtract it from dP"),
+            (partial(reference_backward, mistake="D added"), "You add D"),
+            (partial(reference_backward, mistake="diagonal"), "the diagonal"),
+            (
+                lambda *case: reference_backward(*case[:6], *case[:5:-1]),
+                "Did you exchange block_q and block_k?",
+            ),
+            (lambda *case: reference_backward(*case[:6], 1, 1), "operators for 128 tiles"),
             (partial(reference_backward, mistake="divided"), "Subtract first"),
             (times(reference_backward, 0, 1.5), "dQ"),
             (times(reference_backward, 2, 1.5), "dV"),
@@ -379,7 +468,8 @@ ANSWERS = {
             (lambda q, k, lse: (q @ k.T / 4 - lse).exp(), "wrong axis"),
             (lambda q, k, lse: q @ k.T / 4 - lse[:, None], "logarithms"),
             (lambda q, k, lse: (q @ k.T / 4).softmax(1), "did not compute them from `lse`"),
-            (lambda q, k, lse: (q @ k.T / 4).exp() / lse[:, None].exp(), "both overflow"),
+            (lambda q, k, lse: (q @ k.T / 4).exp() / lse[:, None].exp(), "∞ / ∞ is nan"),
+            (over_the_row, "∞ / ∞ is nan"),
         ],
     ),
     "grouped_bytes": (

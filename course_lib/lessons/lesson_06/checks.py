@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from course_lib._torch import tensors_in
 from course_lib.labels import say
 from course_lib.memory.measurement import flop_counter
+from course_lib.simulated.operators import HOST_READS
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import exercise, not_answered, returns_none, right, wrong
 
@@ -66,16 +67,19 @@ class _ReadRecorder(TorchDispatchMode):
                 self.blocks_read.append(tensor.storage_offset())
 
 
-class _TolistRecorder(TorchFunctionMode):
-    """A mode that reports `tolist` to a `_ReadRecorder`, since no dispatch mode sees it."""
+class _HostReadRecorder(TorchFunctionMode):
+    """A mode that reports `tolist`, `numpy` and the like to a `_ReadRecorder`.
+
+    No dispatch mode sees them.
+    """
 
     def __init__(self, recorder: _ReadRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is Tensor.tolist:
-            self.recorder.look("tolist", args[0])
+        if function in HOST_READS:
+            self.recorder.look(function.__name__, args[0])
         return function(*args, **(kwargs or {}))
 
 
@@ -138,7 +142,8 @@ _LOG_SUM_EXP_MISTAKES: dict[str, dict[str, Any]] = {
 @exercise(
     hint=(
         "Keep a running maximum and a running sum. Rescale the sum when the maximum rises.",
-        "Write `total = total * (old - new).exp() + (part - new[:, None]).exp().sum(1)`.",
+        "The old sum is relative to the old maximum. Which factor makes it relative to the new"
+        " one?",
     )
 )
 def check_log_sum_exp(function: Any) -> Verdict:
@@ -155,12 +160,12 @@ def check_log_sum_exp(function: Any) -> Verdict:
         ]
     )
     given = scores.clone()
-    with _ReadRecorder(given, block) as recorder, _TolistRecorder(recorder):
+    with _ReadRecorder(given, block) as recorder, _HostReadRecorder(recorder):
         found = function(given, block)
     if found is None:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.numel() != rows:
-        return wrong("Return a tensor with one number per row.")
+        return wrong("Return a tensor with one number per row.", exact=True)
     found = found.flatten().float()
     if not torch.allclose(found, torch.logsumexp(scores, 1), atol=1e-4):
         for message, mistake in _LOG_SUM_EXP_MISTAKES.items():
@@ -190,12 +195,16 @@ def check_log_sum_exp(function: Any) -> Verdict:
     if recorder.too_wide:
         name = recorder.too_wide[0]
         return wrong(
-            text("The numbers are right, but `{name}` read more than one block at once.", name=name)
+            text(
+                "The numbers are right, but `{name}` read more than one block at once.", name=name
+            ),
+            exact=True,
         )
     if len(set(recorder.blocks_read)) < len(recorder.blocks_read):
         return wrong(
             "The numbers are right, but your code reads a block again after it has left it. One"
-            " pass is enough."
+            " pass is enough.",
+            exact=True,
         )
     return right("Right: computed in blocks, and without overflow.")
 
@@ -238,7 +247,8 @@ _PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
     hint=(
         "A product of (N, d) and (d, N) takes 2 N² d FLOPs. Which products does each of the"
         " three compute?",
-        "They compute two, five and seven products.",
+        "Backward computes S again before anything else. In two passes, which products occur in"
+        " both?",
     )
 )
 def check_flops(answer: Any) -> Verdict:
@@ -268,8 +278,8 @@ def check_flops(answer: Any) -> Verdict:
             " sum, and the output."
         ),
         (
-            "Write `new = tl.maximum(largest, tl.max(scores, 1))`, `shrink = tl.exp(largest -"
-            " new)` and `o = o * shrink[:, None] + tl.dot(weights, value)`."
+            "`scores` has one row per query, so `new` and `shrink` have one number per row. What"
+            " must `shrink` be multiplied with, and what is added to it?"
         ),
     )
 )
@@ -318,7 +328,8 @@ def check_kernel(run: Any) -> Verdict:
     if right_lse:
         return wrong(
             "The log-sum-exp is right, but the output is not. Multiply the old output by the same"
-            " factor as the old sum, and add the product of the weights and V."
+            " factor as the old sum, and add the product of the weights and V.",
+            exact=True,
         )
     if not all(x.isfinite().all() for x in found):
         return wrong(
@@ -391,7 +402,8 @@ _KERNEL_MISTAKES: dict[str, dict[str, Any]] = {
     },
     (
         "Your `new` is the maximum of this key block alone. If an earlier key block has a larger"
-        " one, the factor overflows. Take the larger of `largest` and this maximum."
+        " one, the factor overflows. Compare it with `largest` row by row, which Python's `max`"
+        " does not do."
     ): {"new_maximum": lambda largest, scores: scores.amax(1)},
     (
         "Your `new` is one number for all rows, so the sum of a row far below it becomes 0. Take"
@@ -440,7 +452,8 @@ def _is_untouched(run: Any) -> bool:
     hint=(
         "softmax divides by the sum of the exponentials, and the log-sum-exp is the logarithm"
         " of this sum.",
-        "Compute p = exp(s − lse), with s = q·k / √d.",
+        "A division by exp(lse) is a subtraction in the exponent. To which axis of the scores does"
+        " `lse` belong?",
     )
 )
 def check_probabilities(function: Any) -> Verdict:
@@ -462,7 +475,7 @@ def check_probabilities(function: Any) -> Verdict:
     large = result(50 * q, 50 * k, torch.logsumexp(2500 * scores, 1))
     if isinstance(large, torch.Tensor) and large.isnan().any() and not found.isnan().any():
         return wrong(
-            "You divide exp(s) by exp(lse), and both overflow for large scores. Subtract first:"
+            "For large scores your `exp` overflows, and ∞ / ∞ is nan. Subtract first:"
             " p = exp(s − lse).",
             exact=True,
         )
@@ -533,8 +546,8 @@ def check_grouped_bytes(answer: Any) -> Verdict:
     hint=(
         "Count the tiles that the diagonal crosses and the tiles below them.",
         (
-            "With n blocks of queries and n equal blocks of keys, n (n + 1) / 2 of the n² tiles are"
-            " computed."
+            "How many keys does the last query of a block see? How many key blocks begin before"
+            " the last of them?"
         ),
     )
 )

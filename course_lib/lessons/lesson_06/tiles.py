@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import tensors_in
+from course_lib.lessons.work import WorkLimit
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
 
 #: Blocks of the checks' small case, which divide neither its 40 queries nor its 56 keys.
 _BLOCKS = 16, 24
@@ -37,26 +38,40 @@ class _TileRecorder(TorchDispatchMode):
         return result
 
 
-def _wrong_cost(
-    function: Callable, case: tuple[Tensor, ...], products: int, message: str
-) -> Verdict | None:
-    """Refuse a function that holds more scores than a tile has at once, or computes products twice.
+#: Operators that an answer may run on the 128 tiles of the case of `_products`.
+_OPERATORS = 50_000
 
-    The case has 256 queries and keys with 8 features, and is computed in tiles of 16 x 32.
+
+def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
+    """Return how many products of 2 N² d FLOPs a function with right results computes.
+
+    Args:
+        function: The reader's function.
+        case: Its arguments except the block sizes, with 256 queries and keys of 8 features. They
+            are computed in tiles of 16 x 32.
+
+    Raises:
+        WrongAnswer: More scores than a tile has are live at once, the block sizes are exchanged,
+            the tiles are much smaller than asked, or the products are not PyTorch's.
     """
     (n, d), blocks = case[0].shape, (16, 32)
-    with MemoryMeter() as meter:
+    slow = text(
+        "The numbers are right, but your code runs more than {limit:,} operators for 128 tiles."
+        " Compute all scores of a tile with one product.",
+        limit=_OPERATORS,
+    )
+    with MemoryMeter() as meter, WorkLimit(_OPERATORS, slow):
         function(*case, *blocks)
     with _TileRecorder(*blocks, d) as recorder:
         function(*case, *blocks)
     if meter.peak_bytes >= n * n * 4:
-        return wrong(
+        raise WrongAnswer(
             "The numbers are right, but N × N numbers are live at once. Compute the scores of"
             " one tile, use them, and release them before the next tile.",
             exact=True,
         )
     if recorder.too_large:
-        return wrong(
+        raise WrongAnswer(
             text(
                 "The numbers are right, but a tensor of shape {shape} has more scores than a tile"
                 " of (block_q, block_k). Write two loops, one over blocks of queries and one over"
@@ -65,10 +80,39 @@ def _wrong_cost(
             ),
             exact=True,
         )
-    found = meter.flops / (2 * n * n * d)
-    if round(found, 2) != products:
-        return wrong(text(message, products=found))
-    return None
+    if not meter.flops:
+        raise WrongAnswer(
+            "The numbers are right, but no product was computed by PyTorch. Use `@` on tensors, so"
+            " that the products can be counted.",
+            exact=True,
+        )
+    _check_block_order(function, case, meter.flops / n)
+    return meter.flops / (2 * n * n * d)
+
+
+def _check_block_order(
+    function: Callable, case: tuple[Tensor, ...], flops_per_query: float
+) -> None:
+    """Raise `WrongAnswer` if a function exchanges its block sizes.
+
+    With 48 queries and blocks of 64 queries and 32 keys, a tile has 48 x 32 scores. If the blocks
+    are exchanged, it has 32 x 64. An answer that pads the queries to 64 is not judged, since its
+    tiles are as large.
+    """
+    (q, k, v, *rest), queries, blocks = case, 48, (64, 32)
+    few = (q[:queries], k, v, *(x[:queries] for x in rest))
+    with MemoryMeter() as meter, _TileRecorder(queries, blocks[1], q.shape[1]) as recorder:
+        function(*few, *blocks)
+    if recorder.too_large and meter.flops <= queries * flops_per_query:
+        raise WrongAnswer(
+            text(
+                "The numbers are right, but with block_q = 64, block_k = 32 and 48 queries, a"
+                " tensor of shape {shape} has more scores than a tile. Did you exchange block_q"
+                " and block_k?",
+                shape=f"`{recorder.too_large[0]}`",
+            ),
+            exact=True,
+        )
 
 
 # Exercise 2: forward in tiles
@@ -179,8 +223,8 @@ def reference_forward(
             " inner loop passes over the key blocks and updates all three, as in exercise 1."
         ),
         (
-            "In the inner loop, write `o = o * shrink + weights @ v[keys]`, where `shrink` is"
-            " exp(old m − new m), one number per row. After it, divide `o` by ℓ."
+            "Which of m, ℓ and O were computed relative to the old maximum, and so need a factor"
+            " when it rises? What remains to be done with O after the last key block?"
         ),
     )
 )
@@ -207,13 +251,16 @@ def check_forward(function: Any) -> Verdict:
     expected = reference_forward(*case, *_BLOCKS)
     if not all(map(_equal, found, expected)):
         return _wrong_forward(found, expected, case)
-    message = (
-        "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs. Two are"
-        " enough."
-    )
-    problem = _wrong_cost(function, _one_head(256, 256, 8, torch.float32)[:3], 2, message)
-    if problem is not None:
-        return problem
+    products = _products(function, _one_head(256, 256, 8, torch.float32)[:3])
+    if round(products, 2) != 2:
+        return wrong(
+            text(
+                "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs."
+                " Two are enough.",
+                products=products,
+            ),
+            exact=True,
+        )
     return right("Right: two products per tile, and never more scores at once than a tile has.")
 
 
@@ -231,10 +278,25 @@ def _wrong_forward(
                 " block may be shorter.",
                 exact=True,
             )
+    whole = len(q) // _BLOCKS[0] * _BLOCKS[0]
+    if all(_equal(x[:whole], y[:whole]) for x, y in zip(found, expected, strict=True)):
+        return wrong(
+            "All rows are right, except those of the last queries. The last block of queries may be"
+            " shorter.",
+            exact=True,
+        )
+    scaled = q * (q.shape[1] / len(k)) ** 0.5
+    if all(map(_equal, found, reference_forward(scaled, k, v, *_BLOCKS))):
+        return wrong(
+            "You divided the scores by the root of the number of keys. Divide them by √d, where d"
+            " is the number of features.",
+            exact=True,
+        )
     if _equal(found[1], expected[1]):
         return wrong(
             "The log-sum-exp is right, but the output is not. Multiply the old output by the same"
-            " factor as the old sum, and add the product of the weights and V."
+            " factor as the old sum, and add the product of the weights and V.",
+            exact=True,
         )
     if not all(x.isfinite().all() for x in found):
         return wrong(
@@ -276,6 +338,23 @@ _GRADIENT_MISTAKES = {
         "dQ is right, but your dK and dV have only the last block of queries. Every block of"
         " queries adds to them."
     ),
+    "dV overwritten": (
+        "dQ and dK are right, but your dV has only the last block of queries. Every block of"
+        " queries adds to it."
+    ),
+    "dK overwritten": (
+        "dQ and dV are right, but your dK has only the last block of queries. Every block of"
+        " queries adds to it."
+    ),
+    "D outside": (
+        "dV is right, but dQ and dK are not. You subtract D from P ∘ dP. Subtract it from dP, and"
+        " multiply the difference by P."
+    ),
+    "D added": "dV is right, but dQ and dK are not. You add D to dP. Subtract it.",
+    "diagonal": (
+        "dV is right, but dQ and dK are not. You used only the diagonal of softmax's Jacobian. A"
+        " score changes all probabilities of its row."
+    ),
     "all overwritten": (
         "All three have only the last tile of their row or column. Every tile adds to dQ, dK and"
         " dV."
@@ -305,7 +384,10 @@ def reference_backward(
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     keep_q = mistake not in ("dQ overwritten", "all overwritten")
-    keep_k = mistake not in ("dK and dV overwritten", "all overwritten")
+    keep_k, keep_v = (
+        mistake not in ("dK and dV overwritten", "all overwritten", f"{name} overwritten")
+        for name in ("dK", "dV")
+    )
     for start in range(0, len(k), block_k):
         keys = slice(start, start + block_k)
         for first in range(0, len(q), block_q):
@@ -317,33 +399,41 @@ def reference_backward(
             if mistake == "divided":
                 p = scores.exp() / lse[rows, None].exp()
             dp = grad_o[rows] @ v[keys].T
-            sums = {"no D": 0.0, "D of the tile": (p * dp).sum(1, keepdim=True)}
-            ds = p * (dp - sums.get(mistake, dots[rows]))
+            ds = _gradient_of_softmax(p, dp, dots[rows], mistake)
             ds = ds * (1 if mistake == "scale forgotten" else scale)
-            dv[keys] = dv[keys] * keep_k + p.T @ grad_o[rows]
+            dv[keys] = dv[keys] * keep_v + p.T @ grad_o[rows]
             dk[keys] = dk[keys] * keep_k + ds.T @ q[rows]
             dq[rows] = dq[rows] * keep_q + ds @ k[keys]
     return dq, dk, dv
 
 
+def _gradient_of_softmax(p: Tensor, dp: Tensor, dots: Tensor, mistake: str) -> Tensor:
+    if mistake == "D outside":
+        return p * dp - dots
+    if mistake == "diagonal":
+        return p * (1 - p) * dp
+    if mistake == "D of the tile":
+        dots = (p * dp).sum(1, keepdim=True)
+    return p * (dp - dots * {"no D": 0, "D added": -1}.get(mistake, 1))
+
+
 @exercise(
     hint=(
         (
-            "For each tile, compute P from S and lse, then dP = dO Vᵀ and dS = P ∘ (dP − D)"
-            " · scale. Each tile adds Pᵀ dO to dV, dSᵀ Q to dK and dS K to dQ."
+            "For each tile, compute P from S and lse, then dP and dS. Which quantity belongs to a"
+            " whole row, so that it must be computed before the loops?"
         ),
         (
-            "Before the loops, compute D = `(grad_o * o).sum(1, keepdim=True)`. In the inner loop,"
-            " with slices `rows` and `keys`, write `dq[rows] += ds @ k[keys]`, `dk[keys] +="
-            " ds.T @ q[rows]` and `dv[keys] += p.T @ grad_o[rows]`."
+            "Each tile adds to some rows of dQ, and to some rows of dK and dV. Which rows are"
+            " these, and into which of the products does the scale enter?"
         ),
     )
 )
 def check_backward(function: Any) -> Verdict:
     """Check `function(q, k, v, o, lse, grad_o, block_q, block_k)`.
 
-    The gradients must be right in float64, with five products per tile and no more scores at once
-    than a tile has.
+    The gradients must be right in float64, with no more scores at once than a tile has. Five
+    products per tile are enough in one pass; two passes need seven.
     """
     case = _one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), *_BLOCKS)
@@ -352,16 +442,24 @@ def check_backward(function: Any) -> Verdict:
     ):
         return not_answered()
     expected = reference_backward(*case, *_BLOCKS)
-    # A verdict on a wrong answer is false, so `or` cannot be used: None means no problem.
     problem = _wrong_gradients(found, expected, case)
-    if problem is None:
-        message = (
-            "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs. Five"
-            " are enough."
-        )
-        problem = _wrong_cost(function, _one_head(256, 256, 8, torch.float32), 5, message)
     if problem is not None:
         return problem
+    products = round(_products(function, _one_head(256, 256, 8, torch.float32)), 2)
+    if products == 7:
+        return right(
+            "Right: equal to the exact gradients in float64, in two passes with seven products per"
+            " tile. One pass needs five (section 6.5)."
+        )
+    if products != 5:
+        return wrong(
+            text(
+                "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs."
+                " Five are enough.",
+                products=products,
+            ),
+            exact=True,
+        )
     return right(
         "Right: equal to the exact gradients in float64, with five products per tile and never"
         " more scores at once than a tile has."
