@@ -24,6 +24,7 @@ from course_lib import lessons
 from course_lib._torch import is_symbolic
 from course_lib.attention import kernels
 from course_lib.budget import Recipe, estimate
+from course_lib.checkpoint import checkpoint_blocks
 from course_lib.distributed import sent_bytes, shapes_of, task_of
 from course_lib.labels import chinese
 from course_lib.lessons import (
@@ -45,9 +46,9 @@ from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
 from course_lib.lessons.lesson_07.checks import make_batch, make_model
 from course_lib.lessons.lesson_08 import loopback
 from course_lib.lessons.lesson_09.checks import parameters_of
-from course_lib.memory import MemoryBudgetExceeded, Trace, symbolic
+from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, Trace, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import HostStore, offload_activations
+from course_lib.offload import DiskStore, HostStore, offload_activations
 from course_lib.schedule import (
     Chain,
     Stage,
@@ -61,6 +62,7 @@ from course_lib.schedule import (
 from course_lib.schedule.rules import segment_schedule
 from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import claims
+from course_lib.teaching.recordings import FOLDER
 
 ROOT = Path(__file__).parents[1]
 
@@ -296,6 +298,60 @@ def test_the_clock_is_that_of_a_larger_chain_with_the_same_ratios(copy, p):
             loss = network(x).sum()
         loss.backward()
     assert (device.seconds - began) / forward == pytest.approx(lesson_04.clock(16, copy, p))
+
+
+def test_offload_copies_all_storages_except_the_last_ones():
+    """Section 4.2: 31, 30 and 29 of 32 storages for p = 0, 1 and 2."""
+    x, copied = torch.ones(64, 16), []
+    for p in (0, 1, 2):
+        with offload_activations(store := HostStore(), min_bytes=1, prefetch=p):
+            deep_mlp(16, 16)(x.clone()).sum().backward()
+        copied.append(store.stats.bytes_down // x.nbytes)
+    assert copied == [31, 30, 29]
+
+
+@pytest.mark.parametrize(("layers", "batch"), [(8, 8), (16, 8), (8, 64)])
+def test_offloaded_inputs_of_checkpoints_lower_the_peak_of_many_tokens_only(layers, batch):
+    """Section 4.7, with 4 and with 32 tokens per hidden unit; the limit is about 12."""
+    peaks = []
+    for context in (nullcontext(), offload_activations(DiskStore(), min_bytes=1024, prefetch=1)):
+        decoder = Decoder(vocabulary=256, hidden=64, heads=4, layers=layers, sequence=32)
+        checkpoint_blocks(decoder, "layers.*")
+        with MemoryMeter(decoder) as meter:
+            with context:
+                loss = decoder.loss(random_tokens(batch, 32, 256))
+            loss.backward()
+        peaks.append(meter.peak_bytes)
+    assert peaks[0] == peaks[1] if batch == 8 else peaks[1] < 0.93 * peaks[0]
+
+
+def test_the_recorded_gpu_step_is_at_the_threshold_of_its_link():
+    """Section 4.21: a step of a sixteenth of all sizes, at the recorded link and rate."""
+    recorded = json.loads((FOLDER / "nvidia-h200.json").read_text())
+    recorded = recorded["experiments"]["04"]["offloaded_activations"]
+    seconds = {key: value for key, value in recorded["figures"].items() if "seconds" in key}
+    plain = seconds["plain_seconds"]
+    assert round(seconds["offloaded_seconds"] / plain, 2) == 1.33
+    assert round(seconds["save_on_cpu_seconds"] / plain, 2) == 1.95
+    link, found = recorded["link_bytes_per_second"]["down"], []
+    assert link == 55.2e9
+    for context in (nullcontext(), offload_activations(store := HostStore(), min_bytes=1024)):
+        rates = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), link)
+        with SimulatedDevice(flops_per_second=43.66e12 / 16, **rates) as device:
+            decoder = Decoder(
+                vocabulary=512, hidden=128, heads=16, layers=8, sequence=128, fused=True
+            )
+            decoder, tokens = device.move(decoder), device.move(random_tokens(4, 128, 512))
+            began = device.seconds
+            with context:
+                loss = decoder.loss(tokens)
+            forward = device.seconds - began
+            loss.backward()
+        found.append((256 * (device.seconds - began), 256 * forward))
+    assert found[0] == pytest.approx((plain, plain / 3), rel=0.01)
+    assert round(found[1][0] / found[0][0], 2) == 1.37
+    assert round(256 * store.stats.bytes_down / 1e9, 1) == 8.7
+    assert 8.7e9 / link == pytest.approx(plain / 3, rel=0.01)
 
 
 # Lesson 05
