@@ -197,7 +197,7 @@ lesson_04.draw_step(2, runs[2], plain)
 # %% [markdown]
 # <div lang="en">
 #
-# With $p = 2$ the copies add only 1% to the time. The last $p + 1$ storages stay on the device, because backward needs them first. So of the 32 storages, 31, 30 and 29 are copied with $p$ = 0, 1 and 2.
+# With $p = 2$ the copies add only 1% to the time. The last $p + 1$ storages stay on the device, because backward needs them first, so 31, 30 and 29 of 32 are copied.
 #
 # **Exercise 1.** Type the seconds of forward and backward for $L$ layers and $p$ = 0, 1, 2. The link may now be faster or slower, so any of $f$, $g$ and $c$ may be the longest. In backward, a layer first needs GELU's storage, which takes no time, then the Linear's, for its products ($g$). Copies in one direction take turns. (Errors up to 9% are allowed, because a step's ends differ from its middle.)
 #
@@ -271,7 +271,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 #
 # With one copy in flight, forward takes 1.5 times as long. A layer saves its two storages one directly after the other, so in each layer compute waits for the first copy, $c = f/2$. So both settings are needed: two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host.
 #
-# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two copies in flight the peak here is $(p + 4)\,B$: the last $p + 1$ storages, two whose copies are unfinished, and one that is being computed.
+# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two copies in flight the peak here is $(p + 4)\,B$: the last $p + 1$ storages, two in flight, and one that is being computed.
 #
 # </div>
 # <div lang="zh">
@@ -640,14 +640,14 @@ timelines(two, title=title, panel_height=1.9)
 #
 # 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. The activations of the **first** layer are still live. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. A saving counts only at the moment of the peak (section 2.5).
 #
-# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. With many tokens per step they also lower the peak. Per layer, the input has $h$ numbers for each token, and the gradients that backward creates have about $12 h^2$. So with more than about $12 h$ tokens, the peak is near the start of backward, when all inputs are still needed. This step has only $4 h$ tokens. More layers change nothing, because they add inputs and gradients in the same proportion.
+# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more than about $12 h$ tokens per step (here $4 h$), moving the inputs lowers the peak. A layer's input is then larger than its gradients, about $12 h^2$ numbers, which backward creates while it frees inputs. More layers add both in proportion.
 #
 # </div>
 # <div lang="zh">
 #
 # 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。内存要在峰值那一刻省下来，才算数（2.5 节）。
 #
-# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。一步里的 token 很多时，合用还能降低峰值。每层的输入是每个 token $h$ 个数，反向产生的梯度约为 $12 h^2$ 个数。所以 token 数超过约 $12 h$ 时，峰值出现在反向开始前后，那时所有输入都还要用。这一步只有 $4 h$ 个 token。增加层数不起作用，因为输入和梯度会按同样的比例增加。
+# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。一步里的 token 超过约 $12 h$ 个时（这里是 $4 h$ 个），把输入搬走还能降低峰值。这时一层的输入比它的梯度（约 $12 h^2$ 个数）大，而反向一边产生梯度，一边释放输入。增加层数时，两者按同样的比例增加。
 #
 # </div>
 
@@ -673,7 +673,7 @@ lesson_04.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and attention does fewer FLOPs per saved byte. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte. The rule asks for 0.56 GB/s, and from 0.85 GB/s on the copies add at most 5%.
+# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and attention does fewer FLOPs per saved byte. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte. By the rule 0.56 GB/s is enough, and for 5% it takes 0.85 GB/s.
 #
 # </div>
 # <div lang="zh">
@@ -1291,16 +1291,24 @@ lesson_04.older_claims(ratio, kept)
 #
 # On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows the figures recorded on an H100 and an H200. On the H200, offloading the activations lowers the peak from 11.2 GB to 4.18 GB and takes 33% longer. `save_on_cpu` takes 95% longer. Its peak is one storage lower, 4.11 GB, because it fetches nothing ahead and waits for each copy. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
-# Why 33%? The step moves 8.7 GB to the host. At the link's 55 GB/s this takes 0.16 s, as long as forward, which is a third of the 0.47 s. So the link is at the threshold, and as in section 4.7 that is not enough for a decoder, because attention does fewer FLOPs per saved byte. At a sixteenth of all sizes and of the FLOP/s, the simulated step takes 37% longer.
-#
-# In eight Linear layers of 8,192 units, the link is twice as fast as the threshold asks. There the simulated device had predicted 1.01 to 1.14 times the step without offload, for nine settings of `prefetch` and `in_flight`. The H200 differed by at most 0.011 (`docs/gpus.md`).
-#
 # </div>
 # <div lang="zh">
 #
 # 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在 H100 和 H200 上记录的数据。在 H200 上，卸载激活值把峰值从 11.2 GB 降到 4.18 GB，时间多 33%。`save_on_cpu` 的时间多 95%，峰值低一份存储区，是 4.11 GB，因为它不提前取回，每次拷贝都等到完成。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可换页内存拷贝，要 28.6 ms 才返回。
 #
-# 为什么会多 33%？这一步要换出 8.7 GB。链路每秒 55 GB，所以换出要 0.16 秒，与前向一样久，因为前向是 0.47 秒的三分之一。也就是说，链路正好在阈值上；而 4.7 节说过，对解码器这还不够，因为注意力每保存一个字节所做的 FLOPs 要少一些。各种大小和算力都缩到十六分之一，在模拟设备上，这一步也要多花 37% 的时间。
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# Why 33%? The step moves 8.7 GB to the host. At 55 GB/s this takes 0.16 s, as long as forward, a third of 0.47 s. So the link is at the threshold, which is not enough for a decoder (section 4.7). A sixteenth of the step's sizes and FLOP/s takes 37% longer on the simulated device.
+#
+# For eight Linear layers of 8,192 units, the link is twice as fast as the threshold. For nine settings of `prefetch` and `in_flight`, the device had predicted 1.01 to 1.14 times the step without offload. The H200 differed by at most 0.011 (`docs/gpus.md`).
+#
+# </div>
+# <div lang="zh">
+#
+# 为什么会多 33%？这一步要换出 8.7 GB。链路每秒 55 GB，所以换出要 0.16 秒，与前向一样久，因为前向是 0.47 秒的三分之一。也就是说，链路正好在阈值上，而对解码器这还不够（4.7 节）。各种大小和算力都缩到十六分之一，在模拟设备上，这一步也要多花 37% 的时间。
 #
 # 八层 Linear、每层 8,192 个单元的网络里，链路比阈值所要求的快一倍。对这个网络，`prefetch` 和 `in_flight` 取九种设置，模拟设备曾预测时间是不卸载的 1.01 到 1.14 倍。H200 的实测值与预测最多相差 0.011（`docs/gpus.zh.md`）。
 #
