@@ -173,7 +173,7 @@ lesson_04.draw_step(0, runs[0], plain)
 #
 # In forward, copies to the host run next to the products. In backward, compute waits for every copy to the GPU.
 #
-# So let these copies start earlier. Number the storages in the order in which backward uses them. With `prefetch=2`, two storages are fetched ahead: when backward begins to use storage 5, the fetch of storage 7 starts. In general, when backward begins to use storage $i$, the fetch of storage $i + p$ starts. The figure above has $p = 0$.
+# So let these copies start earlier. Number the storages in the order in which backward uses them. With `prefetch=2`, when backward begins to use storage 5, the fetch of storage 7 starts. In general, when backward begins to use storage $i$, the fetch of storage $i + p$ starts.
 #
 # **Guess first:** how long does the step take with $p = 1$, and with $p = 2$?
 #
@@ -182,7 +182,7 @@ lesson_04.draw_step(0, runs[0], plain)
 #
 # 前向时，换出与矩阵乘法同时进行。反向时，每一次换入，计算都要停下来等。
 #
-# 那就早一点开始换入。把存储区按反向使用的顺序编号。如果 `prefetch=2`，就提前取回两份：反向开始使用第 5 份时，启动第 7 份的取回。一般地，反向开始使用第 $i$ 份时，启动第 $i + p$ 份的取回。上图中 $p = 0$。
+# 那就早一点开始换入。把存储区按反向使用的顺序编号。`prefetch=2` 时，反向开始使用第 5 份时，启动第 7 份的取回。一般地，反向开始使用第 $i$ 份时，启动第 $i + p$ 份的取回。
 #
 # **先猜**：$p = 1$ 时这一步要多久？$p = 2$ 呢？
 #
@@ -271,14 +271,14 @@ table([*columns, "peak above the start (in units of B)"], rows)
 #
 # With one copy in flight, forward takes 1.5 times as long. A layer saves its two storages one directly after the other, so in each layer compute waits for the first copy, $c = f/2$. So both settings are needed: two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host.
 #
-# The price is memory, about one $B$ for each storage fetched ahead and each copy in flight. With two copies in flight the peak here is $(p + 4)\,B$: the last $p + 1$ storages, two in flight, and one that is being computed.
+# The price is memory. With two copies in flight the peak here is $(p + 4)\,B$: the last $p + 1$ storages, two in flight, and one that is being computed.
 #
 # </div>
 # <div lang="zh">
 #
 # 只许一次换出在途时，前向要 1.5 倍的时间。这是因为每层的两份存储区紧挨着保存，计算在每一层都要停下来，等第一次拷贝完成，也就是等 $c = f/2$ 那么久。所以两项设置缺一不可：提前取回两份，可以掩盖换入；允许两次换出同时在途，可以掩盖换出。
 #
-# 代价是内存：每多提前取回一份，或者每多一次在途的换出，都要多占大约一个 $B$。两次换出同时在途时，这里的峰值是 $(p + 4)\,B$，包括最后的 $p + 1$ 份、换出还没有完成的两份，以及正在计算的一份。
+# 代价是内存。两次换出同时在途时，这里的峰值是 $(p + 4)\,B$，包括最后的 $p + 1$ 份、换出还没有完成的两份，以及正在计算的一份。
 #
 # </div>
 
@@ -383,12 +383,12 @@ lesson_04.check_offloading(offloading)
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients of the course's decoder equal, bit by bit? On a CPU the lower tier is a file. The cell compares your hooks and the library's `offload_activations`. The library keeps the last $p + 1$ storages on the device, and does not move small storages (section 4.17).
+# Before any claim of saving: are the gradients of the course's decoder equal, bit by bit? On a CPU the lower tier is a file. The cell compares your hooks and the library's `offload_activations`. The library does not move small storages (section 4.17).
 #
 # </div>
 # <div lang="zh">
 #
-# 看省了多少内存之前，先检查课程解码器的梯度是否逐比特相等。在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。课程库把最后 $p + 1$ 份存储区留在设备上，太小的存储区它也不搬（4.17 节）。
+# 看省了多少内存之前，先检查课程解码器的梯度是否逐比特相等。在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。太小的存储区，课程库不搬（4.17 节）。
 #
 # </div>
 
@@ -640,14 +640,14 @@ timelines(two, title=title, panel_height=1.9)
 #
 # 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. The activations of the **first** layer are still live. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. A saving counts only at the moment of the peak (section 2.5).
 #
-# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more than about $12 h$ tokens per step (here $4 h$), moving the inputs lowers the peak. A layer's input is then larger than its gradients, about $12 h^2$ numbers, which backward creates while it frees inputs. More layers add both in proportion.
+# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more than about $12 h$ tokens per step (here $4 h$), moving the inputs lowers the peak. A layer's input is then larger than its gradients, which backward creates while it frees inputs. More layers add both in proportion.
 #
 # </div>
 # <div lang="zh">
 #
 # 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。内存要在峰值那一刻省下来，才算数（2.5 节）。
 #
-# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。一步里的 token 超过约 $12 h$ 个时（这里是 $4 h$ 个），把输入搬走还能降低峰值。这时一层的输入比它的梯度（约 $12 h^2$ 个数）大，而反向一边产生梯度，一边释放输入。增加层数时，两者按同样的比例增加。
+# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。一步里的 token 超过约 $12 h$ 个时（这里是 $4 h$ 个），把输入搬走还能降低峰值。这时一层的输入比它的梯度大，而反向一边产生梯度，一边释放输入。增加层数时，两者按同样的比例增加。
 #
 # </div>
 
@@ -753,7 +753,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 #
 # `save_on_cpu` would move 247.7 MB instead of 178.4 MB. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages moved again.
 #
-# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. On a machine without a GPU there is no pinned memory (section 4.15 offloads such a model with the library instead):
+# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. On a machine without a GPU there is no pinned memory (section 4.15 uses the library):
 #
 # </div>
 # <div lang="zh">
@@ -1310,7 +1310,7 @@ lesson_04.older_claims(ratio, kept)
 #
 # 为什么会多 33%？这一步要换出 8.7 GB。链路每秒 55 GB，所以换出要 0.16 秒，与前向一样久，因为前向是 0.47 秒的三分之一。也就是说，链路正好在阈值上，而对解码器这还不够（4.7 节）。各种大小和算力都缩到十六分之一，在模拟设备上，这一步也要多花 37% 的时间。
 #
-# 八层 Linear、每层 8,192 个单元的网络里，链路比阈值所要求的快一倍。对这个网络，`prefetch` 和 `in_flight` 取九种设置，模拟设备曾预测时间是不卸载的 1.01 到 1.14 倍。H200 的实测值与预测最多相差 0.011（`docs/gpus.zh.md`）。
+# 八层 Linear、每层 8,192 个单元的网络里，链路比阈值所要求的快一倍。对这个网络，`prefetch` 和 `in_flight` 取九种设置，模拟设备曾预测时间是不卸载的 1.01 到 1.14 倍。H200 的实测值与预测最多相差 0.011（`docs/gpus.md`）。
 #
 # </div>
 

@@ -102,9 +102,8 @@ def metered_step(m):
         decoder.zero_grad()
         with MemoryMeter(decoder, adam) as meter:
             total = sum(add_gradient(decoder, micro_batch) for micro_batch in tokens.split(m))
-            for parameter in decoder.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= total
+            for parameter in (p for p in decoder.parameters() if p.grad is not None):
+                parameter.grad /= total
             adam.step()
     return meter
 
@@ -116,12 +115,12 @@ table(columns, [(m, metered_step(m).peak_bytes) for m in (4, 2)])
 # %% [markdown] slide={"en": "$m = 4$: 207,597,976 bytes. $m = 2$: 158,804,376 bytes.\n\n**Guess first.** The peak for $m = 1$? For $m = 8$, a single micro-batch?", "zh": "$m = 4$：207,597,976 字节。$m = 2$：158,804,376 字节。\n\n**先猜**：$m = 1$ 时的峰值是多少？$m = 8$，只有一个微批次时呢？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Predict the peak in bytes for $m = 1, 2, 4, 8$. Use the line for $m = 1, 2, 4$. At $m = 8$ there is a single micro-batch, so its peak is not on the line. It is at the start of backward, before any gradient exists. Then gradients are created while activations are released. One set of gradients is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points define a line: the bytes per sequence times $m$, plus a constant. Predict the peak in bytes for $m = 1, 2, 4, 8$. Use the line for $m = 1, 2, 4$. At $m = 8$ there is a single micro-batch, whose peak is at the start of backward, before any gradient exists. Then gradients are created while activations are released. One set of gradients is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 两点确定一条直线，也就是每条序列的字节数乘以 $m$，再加一个常数。预测 $m = 1, 2, 4, 8$ 时的峰值（字节），其中 $m = 1, 2, 4$ 用这条直线。$m = 8$ 时只有一个微批次，峰值不在这条直线上：梯度陆续产生，激活值陆续释放，峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
+# **练习 1。** 两点确定一条直线，也就是每条序列的字节数乘以 $m$，再加一个常数。预测 $m = 1, 2, 4, 8$ 时的峰值（字节），其中 $m = 1, 2, 4$ 用这条直线。$m = 8$ 时只有一个微批次，梯度陆续产生，激活值陆续释放，峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
 #
 # </div>
 
@@ -342,7 +341,7 @@ lesson_05.draw_training()
 #
 # <div lang="en">
 #
-# The divisor is one of five common bugs in such loops. The loop below has all five. It has these parts:
+# The divisor is one of five common bugs in such loops. The loop below has all five. Its parts:
 #
 # - A **scaler** multiplies the loss before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients again, once per step. If you do not call it, `scaler.step` does so.
 # - **Clipping** shortens the gradient of the whole batch to `max_norm`.
@@ -394,9 +393,8 @@ if not lesson_05.check_loop.accepted:
                 scaler.scale(loss).backward()
                 total += count
             scaler.unscale_(optimizer)
-            for parameter in model.parameters():
-                if parameter.grad is not None:  # it is None for a frozen parameter
-                    parameter.grad /= total
+            for parameter in (p for p in model.parameters() if p.grad is not None):
+                parameter.grad /= total
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             scaler.step(optimizer)
             scaler.update()
@@ -557,9 +555,8 @@ def step_on_a_rank(model, loss_sum, micro_batches, each):
         total += count
     tokens = torch.tensor(float(total))
     dist.all_reduce(tokens)  # the sum over all ranks
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= dist.get_world_size() / tokens  # DDP has taken a mean over ranks
+    for parameter in (p for p in model.parameters() if p.grad is not None):
+        parameter.grad *= dist.get_world_size() / tokens  # DDP has taken a mean over ranks
 
 
 # %% slide="result"
@@ -593,7 +590,7 @@ lesson_05.bytes_reduced(ranks, micro_batches=8)
 # | Hugging Face | `TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=8)`; a loss of your own divides by `num_items_in_batch` |
 # | Accelerate | `with accelerator.accumulate(model):`; the loss is divided by the number of micro-batches |
 # | PyTorch DDP | `with model.no_sync():` for all micro-batches except the last |
-# | FSDP2 | nothing, to save memory; `model.set_requires_gradient_sync(last)`, to send less (all gradients then stay on each rank) |
+# | FSDP2 | `model.set_requires_gradient_sync(last)` sends less, but keeps all gradients on each rank |
 # | Megatron-LM | `--micro-batch-size 1 --global-batch-size 8 --accumulate-allreduce-grads-in-fp32` |
 # | DeepSpeed | `"gradient_accumulation_steps": 8`, `"data_types": {"grad_accum_dtype": "fp32"}` |
 # | TRL | `SFTConfig(gradient_accumulation_steps=8)` |
@@ -608,7 +605,7 @@ lesson_05.bytes_reduced(ranks, micro_batches=8)
 # | Hugging Face | `TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=8)`；自己写的损失函数要除以 `num_items_in_batch` |
 # | Accelerate | `with accelerator.accumulate(model):`；损失会除以微批次数 |
 # | PyTorch DDP | 除最后一个微批次外，都用 `with model.no_sync():` |
-# | FSDP2 | 要省内存，什么也不用写；要少通信，写 `model.set_requires_gradient_sync(last)`（每个进程就留着全部梯度） |
+# | FSDP2 | `model.set_requires_gradient_sync(last)`：通信少，但每个进程留着全部梯度 |
 # | Megatron-LM | `--micro-batch-size 1 --global-batch-size 8 --accumulate-allreduce-grads-in-fp32` |
 # | DeepSpeed | `"gradient_accumulation_steps": 8`、`"data_types": {"grad_accum_dtype": "fp32"}` |
 # | TRL | `SFTConfig(gradient_accumulation_steps=8)` |
@@ -659,7 +656,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# - The peak is a floor, plus a fixed number of bytes per sequence of the micro-batch. Only the second part shrinks. In fp32 the floor is 16 bytes per parameter with Adam, and 8 with SGD without momentum. A single micro-batch peaks lower by one set of gradients, unless `zero_grad(set_to_none=False)` keeps them. With very small micro-batches the peak is at another moment, such as in the optimizer's step with `foreach=True` (the default on CUDA).
+# - The peak is a floor plus a fixed number of bytes per sequence. In fp32 the floor is 16 bytes per parameter with Adam, and 8 with SGD without momentum. A single micro-batch lacks one set of gradients, unless `set_to_none=False` keeps them. Very small ones may peak elsewhere, such as in the optimizer with `foreach=True`.
 # - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means weighs tokens unequally, depending on the split.
 # - Once per step: unscale, clip, step, update the scaler, step the scheduler, clear. Use a smaller last group, too.
 # - The error of bf16 sums grows with the number of micro-batches. That of fp32 sums does not, and they take 4 bytes per parameter.
@@ -670,7 +667,7 @@ ledger("05", "eight micro-batches", row)
 # </div>
 # <div lang="zh">
 #
-# - 峰值等于下限，再加上微批次里每条序列固定的字节数。能缩小的只有后一部分。fp32 下，用 Adam 时下限是每个参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值要低一整套梯度，除非 `zero_grad(set_to_none=False)` 保留了梯度。微批次很小时，峰值会换到别的时刻，例如用 `foreach=True`（CUDA 上的默认值）时在优化器更新当中。
+# - 峰值等于下限，再加上每条序列固定的字节数。fp32 下，用 Adam 时下限是每个参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值里少一整套梯度，除非用 `set_to_none=False` 保留。微批次很小时，峰值可能在别的时刻，例如用 `foreach=True` 时在优化器更新当中。
 # - 损失求总和，只除一次，除以这一步在所有进程上的全部 token 数。平均的平均给各 token 的权重不相等，还取决于怎样拆。
 # - 每步各做一次：还原缩放、裁剪、优化器更新、缩放器更新、调度、清零。最后不满一组的微批次也要用上。
 # - 用 bf16 求和，误差随微批次数增长。用 fp32 求和则不会，代价是每个参数 4 字节。

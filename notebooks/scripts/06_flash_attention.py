@@ -406,16 +406,16 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Two passes cost 40% more FLOPs in backward. In exchange, no two instances of a kernel write to the same place, so the result is **deterministic**. With one pass, many instances add to the same dQ by atomic adds, in an order that changes from run to run ("not deterministic because we use atomic adds", FlashAttention's issue 414). In FlashAttention-2 only dQ is affected (issue 988); kernels that add the gradients of grouped query heads to one dK and dV this way affect those, too. In PyTorch, `torch.use_deterministic_algorithms(True)` selects a deterministic backward.
+# Two passes cost 40% more FLOPs in backward. In exchange, no two instances of a kernel write to the same place, so the result is **deterministic**. With one pass, many instances add to the same dQ by atomic adds, in an order that changes from run to run (FlashAttention's issue 414). In FlashAttention-2 only dQ is affected (issue 988), and elsewhere possibly the dK and dV of grouped queries. `torch.use_deterministic_algorithms(True)` avoids this.
 #
-# One pass can be deterministic too, if the instances add in a fixed order and wait for each other. This is FlashAttention's `deterministic=True`. Its pull request 1893 measured an H100 with head size 128, 8192 tokens and a causal mask. With this option backward takes 21% longer; before the pull request, 59%. The kernels of this library use two passes.
+# One pass can be deterministic too, if the instances add in a fixed order and wait for each other. This is FlashAttention's `deterministic=True`. With it, backward takes 21% longer on an H100 with head size 128, 8192 tokens and a causal mask (pull request 1893). The kernels of this library use two passes.
 #
 # </div>
 # <div lang="zh">
 #
-# 遍历两次，反向要多 40% 的 FLOPs，换来的是任何两个核函数实例都不会写同一个地方，因此结果是**确定性的**（deterministic）。只遍历一次时，许多实例同时用原子加往同一个 dQ 上累加，每次运行的顺序都不同（“反向传播不是确定性的，因为我们用了原子加”，FlashAttention 的 issue 414）。在 FlashAttention-2 里，受影响的只有 dQ（issue 988）；有些核函数也这样把同组各查询头的梯度累加到一个 dK 和 dV 上，它们就同样受影响。在 PyTorch 里，`torch.use_deterministic_algorithms(True)` 会选用确定性的反向。
+# 遍历两次，反向要多 40% 的 FLOPs，换来的是任何两个核函数实例都不会写同一个地方，因此结果是**确定性的**（deterministic）。只遍历一次时，许多实例同时用原子加往同一个 dQ 上累加，每次运行的顺序都不同（FlashAttention 的 issue 414）。在 FlashAttention-2 里，受影响的只有 dQ（issue 988）；在别的实现里，分组查询的 dK 和 dV 也可能受影响。用 `torch.use_deterministic_algorithms(True)` 可以避免。
 #
-# 只遍历一次也可以是确定性的，只要各个实例按固定的顺序累加，并互相等待。FlashAttention 的 `deterministic=True` 就是这样做的。它的合并请求 1893 在 H100 上测过，头维度 128，8192 个 token，因果掩码：打开这个选项，反向要多花 21% 的时间，而在这个合并请求之前要多花 59%。本库的核函数遍历两次。
+# 只遍历一次也可以是确定性的，只要各个实例按固定的顺序累加，并互相等待。FlashAttention 的 `deterministic=True` 就是这样做的。在 H100 上，头维度 128，8192 个 token，因果掩码，打开这个选项，反向要多花 21% 的时间（合并请求 1893）。本库的核函数遍历两次。
 #
 # </div>
 
