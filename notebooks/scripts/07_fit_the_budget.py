@@ -282,8 +282,8 @@ lesson_07.what_fills(found, found.values())
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
 # - **Eight micro-batches** save another 17 MB. What remains is mostly weights, gradients and optimizer state, 16 bytes per parameter or 110 MB, which micro-batches do not reduce.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages of 16 MiB: one is being read, one updated, and one written back.
-# - **Small pages** save 40 MB. Now the state of only one parameter is in memory at a time. The largest parameter has 2.1 MB.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page is at most 16 MiB (16.8 MB) and holds whole parameters, so three pages hold less than 50.3 MB here.
+# - **Small pages** save 40 MB. At the peak only the state of two parameters is now in memory: 4.2 MB for the embedding, the largest parameter, and 0.3 MB for the positions.
 #
 # That leaves 63.7 MB, which is 3.7 MB too much.
 #
@@ -294,8 +294,8 @@ lesson_07.what_fills(found, found.values())
 #
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
-# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页（每页 16 MiB）：一页正在读入，一页正在更新，一页正在写出。
-# - **小页**省下 40 MB。现在同一时刻只有一个参数的状态在内存里，最大的参数是 2.1 MB。
+# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页：一页正在读入，一页正在更新，一页正在写出。一页至多 16 MiB（16.8 MB），而且只装完整的参数，所以这里的三页不到 50.3 MB。
+# - **小页**省下 40 MB。现在到峰值时，内存里只有两个参数的状态：最大的参数是嵌入，它的状态占 4.2 MB，位置表的占 0.3 MB。
 #
 # 峰值还有 63.7 MB，比预算多 3.7 MB。
 #
@@ -376,7 +376,7 @@ lesson_07.both_timelines(stepped.meter, without.meter)
 # %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
 #
-# The peak is 53.9 MB, which is 4 MB lower. A checkpoint restores the activations of its whole layer, 20 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (The peak is now at the start of backward, at the logits.)
+# The peak is 53.9 MB, which is 4 MB lower. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (The peak is now at the start of backward, at the logits.)
 #
 # What is the price? Without checkpoints nothing is recomputed, but 447.7 MB move instead of 128.9 MB. Which recipe is faster?
 #
@@ -385,7 +385,7 @@ lesson_07.both_timelines(stepped.meter, without.meter)
 # </div>
 # <div lang="zh">
 #
-# 峰值是 53.9 MB，低了 4 MB。检查点会在求出某一层的第一个梯度之前，把这一整层的激活值都恢复出来，共 20 MB。只用卸载时，反向需要哪个张量，才取回哪个张量。因此在这里，卸载之上再加检查点，峰值反而**升高**。（现在峰值出现在反向刚开始、处理 logits 的时候。）
+# 峰值是 53.9 MB，低了 4 MB。检查点会在求出某一层的第一个梯度之前，把这一整层的激活值都恢复出来，共 21 MB。只用卸载时，反向需要哪个张量，才取回哪个张量。因此在这里，卸载之上再加检查点，峰值反而**升高**。（现在峰值出现在反向刚开始、处理 logits 的时候。）
 #
 # 代价是什么？去掉检查点就没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。哪个配方更快？
 #
@@ -504,7 +504,7 @@ searched
 # The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes. It skips the others by three rules:
 #
 # - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget. Fewer activations would not help then.
-# - If a recipe fits, skip those that add another technique to it, because they cost more. The exception is offloaded activations: there, a checkpoint can save time because fewer bytes move.
+# - If a recipe fits, skip those that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes move. Flash attention can need fewer FLOPs, as for 4096 tokens in 7.17, so it is tried in any case.
 # - For checkpoints around the first $k$ layers: if $k=1$ already costs more than the best recipe so far, skip every larger $k$.
 #
 # </div>
@@ -513,7 +513,7 @@ searched
 # 第一行就是 7.4 节的配方，按这些速率是 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的按三条规则跳过：
 #
 # - 第一个算子运行之前的张量，或者单是优化器更新时的张量，如果已经超出预算，就跳过这个配方，因为减少激活值已经无济于事。
-# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价只会更大。激活值已卸载的配方是例外，再加检查点可以少搬运一些字节，反而可能更快。
+# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价会更大。例外有两个：激活值已卸载时，再加检查点可以少搬运一些字节，反而可能更快；flash 注意力的 FLOPs 可能更少（如 7.17 节的 4096 个 token），所以总要试一试。
 # - 对只给前 $k$ 层加检查点的配方，如果 $k=1$ 时就已经比目前最好的配方慢，就跳过更大的 $k$。
 #
 # </div>
@@ -634,7 +634,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16 bytes, as in fp32.
 # - **8-bit Adam**: each moment is the index of one of 256 levels, 1 byte, and 256 elements share an fp32 scale. **Paged** moments may also move to the host while GPU memory is short.
-# - **LoRA** (lesson 01): the weights are frozen, so they have no gradients and no optimizer state. Only two thin matrices per layer are trained.
+# - **LoRA** (lesson 01): the weights are frozen, so they have no gradients and no optimizer state. Only the adapters are trained: two thin matrices for each of the two matrices of attention, four per layer.
 # - **QLoRA**: a frozen weight is the index of one of 16 levels, 4 bits, and 64 weights share an fp32 scale. Each layer rebuilds its weight when it needs it.
 #
 # </div>
@@ -644,7 +644,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，就是 16 字节，与 fp32 相同。
 # - **8 位 Adam**：两个矩里的每个数只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放因子。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
-# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态，每层只训练两个很窄的矩阵。
+# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态。训练的只有适配器：注意力的两个矩阵各配两个很窄的矩阵，每层四个。
 # - **QLoRA**：冻结的权重只存 16 个数值级别中的一个编号，占 4 位，每 64 个权重共用一个 fp32 的缩放因子。哪一层要用权重，就临时还原哪一层的。
 #
 # </div>
@@ -662,6 +662,8 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 # </div>
 
 # %%
+from dataclasses import replace
+
 from course_lib.lessons.lesson_01 import with_adapters
 
 as_made = Recipe(precision=None, **checkpoints)  # keeps the dtypes of the model
@@ -680,7 +682,7 @@ lesson_07.compare_smaller(smaller, make_batch)
 # %% [markdown]
 # <div lang="en">
 #
-# Every prediction equals the run. Only QLoRA fits: it needs 41.7 MB and moves no data. It stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each. For 7 billion weights that is 3.9 GB instead of 28 GB in fp32.
+# Every prediction equals the run. In this table only QLoRA fits. It needs 41.7 MB and moves no data. It stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each. For 7 billion weights that is 3.9 GB instead of 28 GB in fp32.
 #
 # The row *paged* is an estimate for a GPU that moves all moments away. On a CPU bitsandbytes warns "Paged optimizers are not supported on CPU" and does not move them.
 #
@@ -689,7 +691,7 @@ lesson_07.compare_smaller(smaller, make_batch)
 # </div>
 # <div lang="zh">
 #
-# 预测与实际运行全都相等。只有 QLoRA 装得下，峰值 41.7 MB，而且不搬运任何数据。各层的权重每个只占 0.5 + 4/64 = 0.5625 字节，70 亿个权重就是 3.9 GB，而用 fp32 要 28 GB。
+# 预测与实际运行全都相等。这张表里只有 QLoRA 装得下，峰值 41.7 MB，而且不搬运任何数据。各层的权重每个只占 0.5 + 4/64 = 0.5625 字节，70 亿个权重就是 3.9 GB，而用 fp32 要 28 GB。
 #
 # “分页”一行没有运行，是对 GPU 的估计，假定两个矩全部移走了。在 CPU 上，bitsandbytes 会警告“Paged optimizers are not supported on CPU”，两个矩并不会移走。
 #
@@ -708,22 +710,46 @@ lesson_07.what_stays_right(two_layers, make_batch)
 # %% [markdown]
 # <div lang="en">
 #
-# - **bf16 without master weights** loses most of a small update. A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away.
+# - **bf16 without master weights** loses most of the update at a learning rate of 0.00001. At 0.0001, 28% of the weights stay unchanged. A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away.
 # - **8-bit Adam** changes the update by about 1%.
 # - **LoRA** trains 98,304 of 6.9 million numbers. Their gradients follow from the full gradient by the chain rule.
 # - **QLoRA** rounds the frozen weights by 9%. Its adapters then get exactly the gradients that LoRA computes on the rounded weights.
 #
-# In practice they are combined with this lesson's techniques, because none of them reduces the activations by much.
+# What do they do to activations? The first of the next tables has no checkpoints. The second adds a technique of this lesson, micro-batches, to LoRA.
 #
 # </div>
 # <div lang="zh">
 #
-# - **不用主权重的 bf16** 会丢掉大部分较小的更新。bf16 只有 8 位有效二进制数字，变化不到权重的 0.2% 左右，就会被舍入掉。
+# - **不用主权重的 bf16**，学习率为 0.00001 时会丢掉大部分更新，为 0.0001 时有 28% 的权重不变。bf16 只有 8 位有效二进制数字，变化不到权重的 0.2% 左右，就会被舍入掉。
 # - **8 位 Adam** 使更新量改变约 1%。
 # - **LoRA** 在 690 万个数中只训练 98,304 个，它们的梯度可以用链式法则由完整的梯度求出。
 # - **QLoRA** 把冻结的权重舍入，误差为 9%。在舍入后的权重上，适配器得到的梯度与 LoRA 算出的完全相同。
 #
-# 实践中，它们要与本课的技术合用，因为它们都减少不了多少激活值。
+# 它们能减少激活值吗？下面第一张表不用检查点，第二张表给 LoRA 加上本课的一种技术，微批次。
+#
+# </div>
+
+# %% slide="result"
+rows = []
+for name, (make, way) in smaller.items():
+    held = estimate(make, make_batch, replace(way, checkpoint="none")).at_peak
+    rows.append((name, f"{held['activation'] / 1e6:.1f}"))
+table(["variant", "activations without checkpoints (MB)"], rows)
+
+# %% slide="result"
+halved = smaller["LoRA"][0], make_batch, replace(as_made, micro_batches=2)
+lora = estimate(*halved).peak_bytes, run(*halved).meter.peak_bytes
+predictions([("LoRA, 2 micro-batches", *lora)], unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Activations take half as many bytes in bf16. With LoRA and QLoRA they take 24% fewer bytes here, because the gradient of a frozen matrix is not computed and its input need not be kept. 8-bit Adam leaves them as they are. With checkpoints and two micro-batches, LoRA needs 46.4 MB and fits, too.
+#
+# </div>
+# <div lang="zh">
+#
+# 用 bf16 时，激活值的字节数减半。用 LoRA 和 QLoRA 时，这里减少 24%，因为冻结的矩阵不求梯度，不必保存它的输入。8 位 Adam 不改变激活值。加上检查点和两个微批次，LoRA 的峰值是 46.4 MB，也装得下。
 #
 # </div>
 
@@ -742,14 +768,14 @@ lesson_07.what_stays_right(two_layers, make_batch)
 #
 # | technique | not run here |
 # |---|---|
-# | checkpoints, micro-batches | Hugging Face: `TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | checkpoints, micro-batches | Hugging Face: `TrainingArguments(activation_checkpointing=True, per_device_train_batch_size=1, gradient_accumulation_steps=8)` |
 # | updates in backward | torchtune: `optimizer_in_bwd=True`; PyTorch: `parameter.register_post_accumulate_grad_hook(step)` |
 # | offloaded state | DeepSpeed: `"offload_optimizer": {"device": "cpu"}`; torchao: `CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
 # | offloaded activations | torchtune: `enable_activation_offloading=True`; PyTorch: `torch.autograd.graph.save_on_cpu()` |
 # | loss in chunks | Liger: `LigerFusedLinearCrossEntropyLoss()` |
 # | 8-bit Adam, paged | bitsandbytes: `AdamW8bit(parameters)`, `PagedAdamW8bit(parameters)` |
-# | LoRA | peft: `get_peft_model(model, LoraConfig(r=8))` |
-# | QLoRA | Hugging Face: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`, then LoRA |
+# | LoRA | peft: `get_peft_model(model, LoraConfig(r=8, target_modules=["qkv", "out"]))`; for a language model of transformers `target_modules="all-linear"` |
+# | QLoRA | Hugging Face: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)`, then LoRA |
 #
 # </div>
 # <div lang="zh">
@@ -764,14 +790,14 @@ lesson_07.what_stays_right(two_layers, make_batch)
 #
 # | 技术 | 写法（此处未运行） |
 # |---|---|
-# | 检查点、微批次 | Hugging Face：`TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | 检查点、微批次 | Hugging Face：`TrainingArguments(activation_checkpointing=True, per_device_train_batch_size=1, gradient_accumulation_steps=8)` |
 # | 在反向之中更新 | torchtune：`optimizer_in_bwd=True`；PyTorch：`parameter.register_post_accumulate_grad_hook(step)` |
 # | 卸载优化器状态 | DeepSpeed：`"offload_optimizer": {"device": "cpu"}`；torchao：`CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
 # | 卸载激活值 | torchtune：`enable_activation_offloading=True`；PyTorch：`torch.autograd.graph.save_on_cpu()` |
 # | 损失分成小段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
 # | 8 位 Adam、分页 | bitsandbytes：`AdamW8bit(parameters)`、`PagedAdamW8bit(parameters)` |
-# | LoRA | peft：`get_peft_model(model, LoraConfig(r=8))` |
-# | QLoRA | Hugging Face：`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`，再加 LoRA |
+# | LoRA | peft：`get_peft_model(model, LoraConfig(r=8, target_modules=["qkv", "out"]))`；transformers 的语言模型可以写 `target_modules="all-linear"` |
+# | QLoRA | Hugging Face：`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)`，再加 LoRA |
 #
 # </div>
 
@@ -848,12 +874,12 @@ ledger(
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Lessons 01 to 06 give the sources of their techniques. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%, because Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (updates in backward); Dettmers et al. 2022, arXiv:2110.02861 (8-bit Adam); Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314 (4-bit weights, paged optimizers).
+# **Sources.** Lessons 01 to 06 give the sources of their techniques. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%, because Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it, and that of the H200 as PyTorch reports it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (updates in backward); Dettmers et al. 2022, arXiv:2110.02861 (8-bit Adam); Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314 (4-bit weights, paged optimizers).
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，取稠密算力的 40%，因为 Grattafiori et al. 2024，*The Llama 3 Herd of Models*，arXiv:2407.21783，在 H100 上达到 38% 到 43%；PCIe 4.0 和 5.0，16 通道，单向，取 nvbandwidth 测得的值；主机内存分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C；设备内存取 nvidia-smi 显示的值。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）；Dettmers et al. 2022，arXiv:2110.02861（8 位 Adam）；Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314（4 位权重，分页优化器）。
+# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，取稠密算力的 40%，因为 Grattafiori et al. 2024，*The Llama 3 Herd of Models*，arXiv:2407.21783，在 H100 上达到 38% 到 43%；PCIe 4.0 和 5.0，16 通道，单向，取 nvbandwidth 测得的值；主机内存分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C；设备内存取 nvidia-smi 显示的值，H200 的取 PyTorch 报告的值。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）；Dettmers et al. 2022，arXiv:2110.02861（8 位 Adam）；Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314（4 位权重，分页优化器）。
 #
 # </div>
 
@@ -1014,14 +1040,14 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 #
 # The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, with 777 GB of state on the host.
 #
-# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.8 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
+# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.1 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">
 #
 # 小模型能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 141 GB 的设备上训练，峰值 137 GB，另有 777 GB 的状态放在主机内存里。
 #
-# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.8 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。
+# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.1 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。
 #
 # </div>
 

@@ -37,7 +37,7 @@ def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure
         found: Label -> estimate.
         budget_bytes: The budget.
     """
-    title = "Each technique reduces one part, and only all three together fit"
+    title = "Alone, no technique fits the budget, but the three together do"
     return _draw_peaks(found, budget_bytes, title)
 
 
