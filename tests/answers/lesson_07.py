@@ -18,18 +18,19 @@ def peak(
     batch_before=False,
     keep_batch=False,
     keep_loss=False,
-    watch_state=True,
+    watched=2,
+    adam_class=torch.optim.Adam,
     **settings,
 ):
     """The peak of a step, with one mistake where an option asks for it."""
     with symbolic():
         model = make_model()
-        adam = torch.optim.Adam(model.parameters(), **{"foreach": False, **settings})
+        adam = adam_class(model.parameters(), **{"foreach": False, **settings})
         for _ in range(steps):
             if zero:
                 adam.zero_grad(set_to_none=set_to_none)
             early = make_batch() if batch_before else None
-            with MemoryMeter(model, *[adam] * watch_state) as meter:
+            with MemoryMeter(*[model, adam][:watched]) as meter:
                 batch = make_batch() if early is None else early
                 loss = model.loss(batch)
                 if not keep_batch:
@@ -74,7 +75,9 @@ ANSWERS = {
         ],
         [
             (slip(steps=1), "Adam's state is missing"),
-            (slip(watch_state=False), "`MemoryMeter(model, adam)`"),
+            (slip(watched=1), "`MemoryMeter(model, adam)`"),
+            (slip(watched=0), "Your meter counts neither"),
+            (slip(adam_class=torch.optim.SGD), "the second step of Adam"),
             (slip(zero=False), "still live"),
             (slip(set_to_none=False), "`set_to_none=False` they keep their memory"),
             (slip(update=False), "the temporaries of Adam's update"),
@@ -145,7 +148,7 @@ NO_RECIPES = [
     (Recipe, "got a `type`"),
     (Recipe(optimizer="sgd"), "Keep the precision"),
     (Recipe(precision="bf16"), "Keep the precision"),
-    (Recipe(micro_batches=9), "cannot be estimated: micro_batches must be one of 1, 2"),
+    (Recipe(micro_batches=9), "cannot be estimated: micro_batches must be 1, 2"),
 ]
 
 #: check -> mutants of its solution that are right as well, and why.

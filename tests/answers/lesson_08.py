@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
@@ -43,6 +44,8 @@ def sharded(weights, gradients, adams, wire, slip=None):
         sums = list(sum(gradients).chunk(n))
     else:
         sums = wire.reduce_scatter(gradients)
+    if slip == "another rank's weights":
+        weights = [weights[0]] * n
     shards = [w.chunk(n)[0 if slip == "first shard" else rank] for rank, w in enumerate(weights)]
     size = {"sum": 1, "scale": n**-1}.get(slip, n)
     updated = [adam(s, total / size) for adam, s, total in zip(adams, shards, sums, strict=True)]
@@ -131,6 +134,11 @@ class SavesSeparately(Gathered):
     def backward(context, gradient):
         own = context.wire.reduce_scatter(torch.einsum("bo,bi->oi", gradient, context.x))
         return torch.matmul(gradient, context.wire.all_gather(context.shard)), own, None
+
+
+def checkpointed(x, shard, wire):
+    """What saved memory in lesson 02; but no gradient passes through a collective."""
+    return checkpoint(lambda x, shard: x @ wire.all_gather(shard).mT, x, shard, use_reentrant=False)
 
 
 def divides_first(weights, gradients, adams, wire):
@@ -231,6 +239,7 @@ ANSWERS = {
             (partial(sharded, slip="no wire"), "fewer bytes than a step needs"),
             (partial(sharded, slip="scale"), "does not depend on the scale of the gradient"),
             (partial(sharded, slip="first shard"), "its own shard"),
+            (partial(sharded, slip="another rank's weights"), "only `weights[r]`"),
             (partial(sharded, slip="sum"), "sum of the gradients"),
             (partial(sharded, slip="whole state"), "of Adam's state"),
             (partial(sharded, slip="no gather"), "only one shard of the new weights"),
@@ -253,6 +262,7 @@ ANSWERS = {
             (lambda x, shard, wire: (x @ wire.all_gather(shard).mT,), "as one tensor"),
             (KeepsACopy, "not a copy"),
             (lambda x, shard, wire: x @ wire.all_gather(shard).mT, "Save `shard` itself"),
+            (checkpointed, "autograd records no collective"),
             (AllReduces, "You send 5 numbers"),
             (AloneInTheWorld, "only this rank's gradient"),
             (Averages, "averaging belongs in the loss"),

@@ -1,6 +1,7 @@
 """Answers to the exercises of lesson 09: right ones, and wrong ones with what they are told."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
@@ -40,6 +41,22 @@ def predicts_padding(model, batch):
     return loss_sum(model, batch)
 
 
+def applies_softmax(model, batch):
+    return loss_sum(lambda tokens: SimpleNamespace(logits=model(tokens).logits.softmax(-1)), batch)
+
+
+def shifts_the_samples(model, batch):
+    logits, labels = model(batch["input_ids"]).logits[:-1], batch["labels"][1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return losses, (labels != -100).sum()
+
+
+def adds_up_means(model, batch):
+    rows = zip(model(batch["input_ids"]).logits, batch["labels"], strict=True)
+    means = [F.cross_entropy(logits[:-1], labels[1:]) for logits, labels in rows]
+    return sum(means), (batch["labels"][:, 1:] != -100).sum()
+
+
 def ten_tokens(model, batch):
     return loss_sum(model, batch)[0], 10
 
@@ -77,6 +94,14 @@ def slip(*names):
     return lambda config: parameters_of(config, *names)
 
 
+def heads_of_128(config):
+    """As in Llama 3 8B, but not here."""
+    keys = 2 * config["hidden_size"] * 128 * config["num_key_value_heads"]
+    return parameters_of(config, "keys") + config["num_hidden_layers"] * (
+        keys - 2 * config["hidden_size"] ** 2
+    )
+
+
 def counted_on_meta(config):
     """Right as well, and independent: the parameters of transformers' own model."""
     with torch.device("meta"):
@@ -106,6 +131,9 @@ ANSWERS = {
             (partial(loss_sum, shift=-1), "in the wrong direction"),
             (predicts_the_inputs, "You used `input_ids`"),
             (predicts_padding, "changes the batch"),
+            (applies_softmax, "You applied softmax"),
+            (shifts_the_samples, "the second dimension"),
+            (adds_up_means, "one mean per sample"),
             (ten_tokens, "The sum is right"),
             (subtracts_the_first, "The sum is right"),
             (partial(loss_sum, reduction="none"), "one number each"),
@@ -140,6 +168,11 @@ ANSWERS = {
             (lambda config: 4 * parameters_of(config), "bytes in fp32"),
             (with_positions, "a table of positions"),
             (slip("gate", "one norm"), "gate, up and down. You left out norms"),
+            (slip("keys", "gate"), "as many heads as queries. They have fewer"),
+            (slip("keys", "gate"), "You counted two matrices"),
+            (slip("output"), "Not yet. You left out the output matrix"),
+            (heads_of_128, None),
+            (slip("keys", "output"), None),  # as large as with the mistakes "keys" and "values"
             (lambda config: 31_141_376, "for the small Llama"),
             (lambda config: 2 * parameters_of(config), "bytes in bf16"),
             (lambda config: 16 * parameters_of(config), "bytes of Adam's step"),
@@ -149,6 +182,8 @@ ANSWERS = {
         [
             Recipe(**UPDATES, offload_activations=True),
             Recipe(**UPDATES, checkpoint="layers", offload_activations=True),
+            Recipe(**UPDATES, checkpoint="segments", segments=11),
+            Recipe(**UPDATES, checkpoint="optimal", schedule_bytes=74_200_000),
         ],
         [
             (Recipe(**UPDATES, checkpoint="layers"), "exactly the three techniques"),
@@ -160,6 +195,7 @@ ANSWERS = {
             (Recipe(**UPDATES, checkpoint="layers", head_chunk=64), "saves nothing"),
             (Recipe(checkpoint="layers", micro_batches=4), "optimizer state"),
             (Recipe(**UPDATES), "activation"),
+            (Recipe(**UPDATES, checkpoint="selective"), "activation"),
             (Recipe("bf16"), "Keep fp32 and Adam"),
             (Recipe(optimizer="sgd", in_backward=True), "Keep fp32 and Adam"),
             (Recipe(ranks=2, shard="zero3"), "several devices"),

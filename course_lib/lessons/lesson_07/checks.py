@@ -41,13 +41,12 @@ def make_batch() -> torch.Tensor:
 @exercise(
     hint=(
         (
-            "Write everything inside `with symbolic():`, and run two steps, because Adam"
-            " creates its state in the first one."
+            "The peak of a step has parameters, Adam's state, gradients and activations. Which of"
+            " them does your meter count?"
         ),
         (
-            "Call `adam.zero_grad()` after the first step. In the second step, put backward and"
-            " `adam.step()` inside `with MemoryMeter(model, adam) as meter:`. Then return"
-            " `meter.peak_bytes`."
+            "Adam has no state before its first step. A meter counts tensors that are older than"
+            " itself only if you pass it their model and optimizer."
         ),
     )
 )
@@ -123,8 +122,12 @@ def _peaks(shape: dict[str, int], batch: int) -> tuple[list[int], dict[float, st
             " with `adam.zero_grad()`. With `set_to_none=False` they keep their memory."
         ),
         _step_peak(shape, batch, steps=1): (
-            "Adam's state is missing. The first step creates it, so measure the second step, with"
-            " `MemoryMeter(model, adam)`."
+            "Adam's state is missing. The first step of Adam creates it, so measure the second step"
+            " of Adam, with `MemoryMeter(model, adam)`."
+        ),
+        _step_peak(shape, batch, watched=False): (
+            "Your meter counts neither parameters nor Adam's state, because they are older than the"
+            " meter. Create it with `MemoryMeter(model, adam)`."
         ),
     }
     inputs = _inputs(shape, batch)
@@ -142,13 +145,15 @@ _LOSS_BYTES = 4  # one fp32 number
 
 
 @cache
-def _measure_peak(items: tuple, batch: int, steps: int, update: bool, zero: bool) -> int:
+def _measure_peak(
+    items: tuple, batch: int, steps: int, update: bool, zero: bool, watched: bool
+) -> int:
     shape = dict(items)
     with symbolic():
         model = Decoder(**shape)
         adam = torch.optim.Adam(model.parameters(), foreach=False)
         for _ in range(steps):
-            with MemoryMeter(model, adam) as meter:
+            with MemoryMeter(*[model, adam] * watched) as meter:
                 model.loss(random_tokens(batch, shape["sequence"], shape["vocabulary"])).backward()
                 if update:
                     adam.step()
@@ -160,9 +165,15 @@ def _measure_peak(items: tuple, batch: int, steps: int, update: bool, zero: bool
 
 
 def _step_peak(
-    shape: dict[str, int], batch: int, *, steps: int = 2, update: bool = True, zero: bool = True
+    shape: dict[str, int],
+    batch: int,
+    *,
+    steps: int = 2,
+    update: bool = True,
+    zero: bool = True,
+    watched: bool = True,
 ) -> int:
-    return _measure_peak(tuple(shape.items()), batch, steps, update, zero)
+    return _measure_peak(tuple(shape.items()), batch, steps, update, zero, watched)
 
 
 # Exercise 2: which of two is cheaper
@@ -182,8 +193,8 @@ _PAIRS = (  # (FLOPs, bytes moved) of one step by two recipes
             " FLOPs does it take to move one byte less?"
         ),
         (
-            "Both recipes take the same time if F₁/rate + B₁/link = F₂/rate + B₂/link. Solve this"
-            " for rate/link."
+            "The time of a recipe is its FLOPs divided by the rate, plus its moved bytes divided by"
+            " the link. Write this down for both recipes, and set the two equal."
         ),
     )
 )
@@ -240,7 +251,8 @@ def check_break_even(function: Any) -> Verdict:
     hint=(
         "FLOPs may not grow, so nothing may be computed twice. What else makes activations"
         " smaller?",
-        "Split the batch into micro-batches. How many samples may each one have?",
+        "Activations grow with the number of samples that are computed at a time. How many samples"
+        " are few enough?",
     )
 )
 def check_same_flops(recipe: Any) -> Verdict:
@@ -259,11 +271,11 @@ def check_same_flops(recipe: Any) -> Verdict:
     hint=(
         (
             "Parameters, gradients and optimizer state take 110 of the 120 MB. What makes the"
-            " rest small enough? Which layer does not need a checkpoint?"
+            " rest small enough?"
         ),
         (
-            "Use micro-batches of one sequence. Checkpoint all layers except the last one, with"
-            " `first_blocks`."
+            "With a checkpoint for each layer, a step takes 1.214 times the baseline's FLOPs."
+            " Around which layer does a checkpoint free nothing?"
         ),
     )
 )
@@ -303,8 +315,7 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
         ),
         (
             "Together with most of the activations, they are three tensors of the logits' size."
-            " Compute the loss in chunks (lesson 02), and do not use checkpoints, which bring"
-            " back whole layers."
+            " Lesson 02 made these tensors smaller."
         ),
     )
 )
@@ -390,7 +401,8 @@ def _refuse_moves(found: Estimate) -> None:
                 "Your recipe fits, but it moves {mb} to and from the lower tier. Nothing may be"
                 " moved here.",
                 mb=_mb(found.moved_bytes),
-            )
+            ),
+            exact=True,
         )
 
 

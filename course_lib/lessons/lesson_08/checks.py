@@ -38,8 +38,8 @@ def _blank(value: Any) -> bool:
         "Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for Adam's"
         " state. Which of the three does the stage cut into n shards?",
         (
-            "Divide by n only the parts that are sharded. ZeRO 1, for example, takes `8 * psi +"
-            " 8 * psi / n`."
+            "Add up the bytes of the parts that stay whole, and the bytes of the sharded parts"
+            " divided by n."
         ),
     )
 )
@@ -110,8 +110,8 @@ def check_held(answer: Any) -> Verdict:
             " optimizer state. Which of the three does the stage shard?"
         ),
         (
-            "ZeRO 1 takes 4ψ + 12ψ/n bytes. ZeRO 2 shards the gradients, too, and ZeRO 3 shards"
-            " everything."
+            "ZeRO 1 shards only the optimizer state. Which part does each further stage shard in"
+            " addition?"
         ),
     )
 )
@@ -222,7 +222,7 @@ class _WireWithHiddenRank(Wire):
 
 
 class _RecordingAdam(Adam):
-    """An Adam that remembers its arguments."""
+    """An Adam that remembers its last arguments."""
 
     def __call__(self, shard: Tensor, gradient: Tensor) -> Tensor:
         if shard.shape != gradient.shape:
@@ -232,19 +232,19 @@ class _RecordingAdam(Adam):
             )
             counts = {"weights": shard.numel(), "gradients": gradient.numel()}
             raise WrongAnswer(text(message, **counts), exact=True)
-        self.given = gradient.clone()
+        self.shard, self.given = shard.clone(), gradient.clone()
         return super().__call__(shard, gradient)
 
 
 @exercise(
     hint=(
         (
-            "You need four lines: reduce-scatter the gradients, cut the weights into shards,"
-            " let each Adam update its shard, and all-gather the shards."
+            "Each rank has the gradient of its own samples. What must it get from the others before"
+            " it can update its shard, and what before the next step?"
         ),
         (
-            "The shard of rank r is `weights[r].chunk(n)[r]`, and the gradient of this shard is"
-            " `sums[r] / n`."
+            "For its shard, a rank needs only a shard of the gradients' sum, which a reduce-scatter"
+            " returns. Which collective gives each rank all weights again?"
         ),
     )
 )
@@ -264,13 +264,16 @@ def check_sharded_step(answer: Any) -> Verdict:
         for step in range(3):
             gradients = [torch.linspace(rank, step + 2, 64).sin() for rank in range(n)]
             mean = (sum(gradients) + wire.HIDDEN_GRADIENT) / n
+            held = _as_held(weights)
             # an answer may change its arguments in place
-            weights = answer(weights, [each.clone() for each in gradients], adams, wire)
+            copies = [[each.clone() for each in tensors] for tensors in (held, gradients)]
+            weights = answer(*copies, adams, wire)
             if weights is None:
                 return not_answered()
             if _close(divided := sum(gradients) / n + wire.HIDDEN_GRADIENT, adams):
                 mean = divided  # each rank divided its gradient, and the additional one did not
             _check_shards(weights, adams, mean, n)
+            _check_sources(held, adams)
             _check_bytes(adams, wire, step + 1, n)
             whole = alone(whole, mean)
             _check_values(weights, adams, (whole, mean, sum(gradients) / n), wire)
@@ -279,6 +282,31 @@ def check_sharded_step(answer: Any) -> Verdict:
         "Right: each rank keeps 1/n of Adam's state, and two numbers are sent per weight, which"
         " is as many as DDP sends."
     )
+
+
+def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the weights of each rank, which differ in the last bit outside its own shard.
+
+    So the check can tell whether rank r used its own shard or the same shard of another rank.
+    """
+    held = []
+    for rank, whole in enumerate(weights):
+        shards = list(whole.nextafter(torch.tensor(torch.inf)).chunk(len(weights)))
+        shards[rank] = whole.chunk(len(weights))[rank]
+        held.append(torch.cat(shards))
+    return held
+
+
+def _check_sources(held: Sequence[Tensor], adams: list[_RecordingAdam]) -> None:
+    """Refuse an answer in which a rank reads its shard from another rank's weights."""
+    n = len(held)
+    for rank, adam in enumerate(adams):
+        elsewhere = held[(rank + 1) % n].chunk(n)[rank]
+        if adam.steps and torch.equal(adam.shard, elsewhere):
+            raise WrongAnswer(
+                "You took a shard from another rank's weights. Rank r can read only `weights[r]`.",
+                exact=True,
+            )
 
 
 def _close(gradient: Tensor, adams: list[_RecordingAdam]) -> bool:
@@ -295,17 +323,19 @@ def _check_shards(weights: Any, adams: list[_RecordingAdam], mean: Tensor, n: in
     if not all(isinstance(each, Tensor) for each in weights):
         raise WrongAnswer("Return a list with one tensor per rank.", exact=True)
     if not any(adam.steps for adam in adams):
-        raise WrongAnswer("You did not call any of the `adams`.")
+        raise WrongAnswer("You did not call any of the `adams`.", exact=True)
     if any(len(each) < len(mean) for each in weights):
         raise WrongAnswer(
             "You returned only one shard of the new weights for each rank. Each rank needs all"
-            " weights for the next step."
+            " weights for the next step.",
+            exact=True,
         )
     given = torch.cat([adam.given for adam in adams if adam.steps])
     if len(given) == len(mean) and torch.allclose(given, n * mean, atol=1e-6):
         raise WrongAnswer(
             "You gave Adam the sum of the gradients. The gradient of the batch is their mean"
-            " over the ranks."
+            " over the ranks.",
+            exact=True,
         )
 
 
@@ -343,7 +373,8 @@ def _check_values(
     if not torch.allclose(given, mean, atol=1e-6):
         raise WrongAnswer(
             "The weights are right only because Adam does not depend on the scale of the"
-            " gradient. Give it the mean over the ranks."
+            " gradient. Give it the mean over the ranks.",
+            exact=True,
         )
 
 
@@ -369,7 +400,8 @@ def _check_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) ->
                 "The weights are right, but you send {sent} numbers per weight. Two are enough,"
                 " because no rank needs the whole sum.",
                 sent=wire.sent_bytes // (steps * 4 * 64),
-            )
+            ),
+            exact=True,
         )
 
 
@@ -395,13 +427,10 @@ _BACKWARD_ERRORS = {
 
 @exercise(
     hint=(
+        ("The whole weight may not be kept until backward. What may be kept instead?"),
         (
-            "Save `x` and `shard`, not the whole weight. In backward, gather the weight again"
-            " and scatter its gradient."
-        ),
-        (
-            "Backward returns three values: `gradient @ whole` for `x`,"
-            " `wire.reduce_scatter(gradient.mT @ x)` for `shard`, and `None` for the wire."
+            "Backward needs the whole weight for the gradient of `x`, so gather it again. Which"
+            " collective adds up the weight's gradients of all ranks and returns only a shard?"
         ),
     )
 )
@@ -484,6 +513,12 @@ def _check_forward(
 def _check_backward(
     found: Tensor | None, expected: Tensor, name: str, mistakes: Mapping[str, Tensor] | None = None
 ) -> None:
+    if found is None and name == "shard":
+        raise WrongAnswer(
+            "`shard` has no gradient, because autograd records no collective. Write a"
+            " `torch.autograd.Function` whose backward returns this gradient.",
+            exact=True,
+        )
     name = f"`{name}`"
     if found is None:
         raise WrongAnswer(text("{name} has no gradient.", name=name), exact=True)
@@ -525,8 +560,8 @@ def _check_traffic(sent: int, whole: int) -> None:
             " often is its gradient scattered?"
         ),
         (
-            "A block is gathered twice and its gradient is scattered once, at 4 bytes per"
-            " number each time. The root is gathered once and its gradient is scattered once."
+            "A block's weight is used in forward and in backward, and released in between. The"
+            " root's weight is kept from forward to backward."
         ),
     )
 )
@@ -584,10 +619,13 @@ def check_sent(answer: Any) -> Verdict:
 @exercise(
     hint=(
         (
-            "Communication takes 12ψ bytes divided by the link, and compute takes 6ψ FLOPs per"
-            " token divided by the rate, both in seconds."
+            "How many seconds does a rank communicate per step, and how many seconds does it"
+            " compute per token?"
         ),
-        "Solve 12ψ / link = 6ψ · tokens / rate for the tokens. What happens to ψ?",
+        (
+            "FSDP2 communicates 12 bytes per weight. A step computes 6 FLOPs per weight and token."
+            " Convert both to seconds, and set them equal."
+        ),
     )
 )
 def check_tokens_to_hide(answer: Any) -> Verdict:

@@ -1,6 +1,7 @@
 """The exercises of lesson 09, and the model that is given for the fill-ins."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import combinations
@@ -93,11 +94,10 @@ def _prompted_batch() -> dict[str, Tensor]:
 
 @exercise(
     hint=(
-        "The logits at a position predict the next token, so use `logits[:, :-1]` and"
-        " `labels[:, 1:]`.",
+        "Which label does the first position predict, and which labels are not predicted?",
         (
-            "Return `F.cross_entropy(…, ignore_index=-100, reduction='sum')` and `(labels[:, 1:] !="
-            " -100).sum()`."
+            "Drop the last logits and the first labels, so that both have the same length."
+            " `cross_entropy` can skip a label and add up the losses of the others."
         ),
     )
 )
@@ -151,7 +151,13 @@ def _loss_verdict(function: Any, make_batch: Callable[[], dict[str, Tensor]]) ->
     inputs = F.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum"
     )
-    count, total = int((labels[:, 1:] != IGNORED).sum()), each.sum().item()
+    softmax = F.cross_entropy(
+        logits[:, :-1].softmax(-1).flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    samples = F.cross_entropy(logits[:-1].flatten(0, 1), labels[1:].flatten(), reduction="sum")
+    predicted = labels[:, 1:] != IGNORED
+    means = (each.view_as(predicted).sum(1) / predicted.sum(1)).sum()
+    count, total = int(predicted.sum()), each.sum().item()
     mistakes = {
         total / count: (
             "You returned a mean. It cannot be added to the mean of another micro-batch, so"
@@ -172,6 +178,15 @@ def _loss_verdict(function: Any, make_batch: Callable[[], dict[str, Tensor]]) ->
         inputs.item(): (
             "You used `input_ids` as labels, so padding is predicted, too. Use"
             " `batch['labels']`, where padding is −100."
+        ),
+        softmax.item(): (
+            "You applied softmax before `cross_entropy`, which applies it itself. Pass the logits."
+        ),
+        samples.item(): (
+            "You shifted along the samples. Shift along the tokens, the second dimension."
+        ),
+        means.item(): (
+            "You added up one mean per sample. Add up the losses of all predicted tokens."
         ),
     }
     verdict = expect_number(loss.detach(), total, wrong_answers=mistakes, tolerance=1e-4)
@@ -248,6 +263,20 @@ _PARAMETER_MISTAKES = {
 }
 
 
+#: A Llama for which no two mistakes give the same count, and pairs only where they do for any
+#: sizes. In `LLAMA` a table of positions is as large as the embedding, for example.
+UNTIED = {
+    **LLAMA,
+    "vocab_size": 1000,
+    "hidden_size": 480,
+    "intermediate_size": 1400,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": False,
+}
+
+
 def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
     """Return the number of a Llama's parameters, or the result of the named mistakes."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
@@ -270,16 +299,20 @@ def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
 
 
 def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
-    """Return wrong count -> what went wrong, for one mistake and for two at once."""
+    """Return wrong count -> what went wrong, for one mistake and for two at once.
+
+    A count that different mistakes give is left out, because the check cannot tell which it was.
+    """
     count = parameters_of(config)
-    found: dict[float, str] = {
-        parameters_of(config, one, other): text("{first} {second}", first=a, second=b)
-        for (one, a), (other, b) in combinations(_PARAMETER_MISTAKES.items(), 2)
-        if a != b
-    }
-    found |= {
-        parameters_of(config, mistake): reason for mistake, reason in _PARAMETER_MISTAKES.items()
-    }
+    single = {mistake: parameters_of(config, mistake) for mistake in _PARAMETER_MISTAKES}
+    reasons: defaultdict[float, set[str]] = defaultdict(set)
+    for mistake, reason in _PARAMETER_MISTAKES.items():
+        reasons[single[mistake]].add(reason)
+    for (one, a), (other, b) in combinations(_PARAMETER_MISTAKES.items(), 2):
+        both = parameters_of(config, one, other)
+        if a != b and both not in (single[one], single[other]):  # each of them changes the count
+            reasons[both].add(text("{first} {second}", first=a, second=b))
+    found = {number: min(named) for number, named in reasons.items() if len(named) == 1}
     found |= {
         parameters_of(LLAMA): (
             "You gave the number for the small Llama. Compute it from `config`, which also has"
@@ -295,25 +328,21 @@ def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
 
 @exercise(
     hint=(
-        "In each layer, queries and output have h × h numbers each, keys and values have h × (h"
-        " / heads × their heads) each, gate, up and down have h × f each, and the two norms"
-        " have h each.",
+        "Write down the shape of each matrix of one layer. Keys and values have fewer heads than"
+        " queries.",
         (
-            "Multiply this by the number of layers, and add h for the last norm and v × h once or"
-            " twice."
+            "A head has `hidden_size / num_attention_heads` numbers. Which parameters does the"
+            " model have only once, outside its layers?"
         ),
     )
 )
 def check_parameters(function: Any) -> Verdict:
-    """Check `function(config)`, the number of a Llama's parameters, for three configurations."""
-    # `other` comes first because no two mistakes give the same count for it. In `LLAMA` the
-    # vocabulary has as many entries as the longest sequence, so a table of positions would look
-    # like an untied head.
-    other = {**LLAMA, "num_attention_heads": 16, "tie_word_embeddings": False, "vocab_size": 1000}
-    for config in (other, LLAMA, json.loads(Path(LLAMA_3_8B).read_text("utf-8"))):
+    """Check `function(config)`, the number of a Llama's parameters, for four configurations."""
+    tied = {**UNTIED, "tie_word_embeddings": True}
+    for config in (UNTIED, tied, LLAMA, json.loads(Path(LLAMA_3_8B).read_text("utf-8"))):
         answer = function({**config})  # a copy, because a function may change its argument
         if answer is None:
-            if config is other and function({**LLAMA}) is None:
+            if config is UNTIED and function({**LLAMA}) is None:
                 return not_answered()
             return returns_none(f"`tie_word_embeddings = {config['tie_word_embeddings']}`")
         verdict = expect_number(
@@ -341,9 +370,14 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 
 
 def _techniques_of(recipe: Recipe) -> set[str]:
-    """Return the recipe's fields that save memory, without those that only give sizes."""
+    """Return the recipe's fields that save memory, without those that only give sizes.
+
+    Each kind of checkpoint is a technique of its own.
+    """
     sizes = {"first_blocks", "blocks", "segments", "schedule_bytes", "min_bytes", "page_bytes"}
     found = set(recipe.changed_fields()) - sizes - {"precision", "prefetch", "in_flight", "update"}
+    if "checkpoint" in found:
+        found = found - {"checkpoint"} | {f"checkpoint {recipe.checkpoint}"}
     # The model calls PyTorch's attention without being asked to.
     return found - {"attention"} if recipe.attention in (None, "sdpa") else found
 
@@ -376,8 +410,7 @@ def check_recipe(recipe: Any) -> Verdict:
         return wrong("Your recipe uses several devices. Only one is available.", exact=True)
     if _techniques_of(recipe) == _techniques_of(THREE):
         return wrong(
-            "You used exactly the three techniques of section 9.3. Find a recipe with another"
-            " set. What else reduces the activations?",
+            "You used exactly the three techniques of section 9.3. Find a recipe with another set.",
             exact=True,
         )
     found = estimate_recipe(recipe)

@@ -46,9 +46,8 @@ def own_model(
 
 @exercise(
     hint=(
-        "`make_model()` must return a new model each time, and `make_batch(step)` must return"
-        " the batch of that step.",
-        "`loss_sum(model, batch)` must return the sum of the losses and their number.",
+        "The check calls `make_model()`, `make_batch(0)` and `loss_sum(model, batch)` in this"
+        " order. Then it does one step with symbolic tensors and one with real ones."
     )
 )
 def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
@@ -92,7 +91,9 @@ def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
             return problem
     if loss_sum is None and not has_loss_sum(model):
         return wrong(
-            "The check cannot tell what the model's own loss is averaged over, so write `loss_sum`."
+            "The check cannot tell what the model's own loss is averaged over, so write"
+            " `loss_sum`.",
+            exact=True,
         )
     problem = _loss_problem(model, batches[0], loss_sum)
     return _check_step(make_model, make_batch, loss_sum) if problem is None else problem
@@ -102,7 +103,8 @@ def _batch_problem(batches: list[Any]) -> Verdict | None:
     first, second = (list(tensors_in(batch)) for batch in batches)
     if not first:
         return wrong(
-            "`make_batch(step)` must return one tensor, or a tuple or dictionary of tensors."
+            "`make_batch(step)` must return one tensor, or a tuple or dictionary of tensors.",
+            exact=True,
         )
     if len({len(tensor) for tensor in first}) > 1:
         return wrong(
@@ -143,7 +145,8 @@ def _loss_problem(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdic
     if not all(map(_is_pair, (whole, *singles))):
         return wrong(
             "`loss_sum` must return a pair: the sum, which is one number with a gradient, and"
-            " its weight."
+            " its weight.",
+            exact=True,
         )
     names = (
         "The sums that `loss_sum` returns do not add up",
