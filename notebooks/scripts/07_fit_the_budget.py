@@ -295,7 +295,7 @@ lesson_07.what_fills(found, found.values())
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
 # - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页：一页正在读入，一页正在更新，一页正在写出。一页至多 16 MiB（16.8 MB），而且只装完整的参数，所以这里的三页不到 50.3 MB。
-# - **小页**省下 40 MB。现在到峰值时，内存里只有两个参数的状态：最大的参数是嵌入，它的状态占 4.2 MB，位置表的占 0.3 MB。
+# - **小页**省下 40 MB。现在到峰值时，内存里只有两个参数的状态，嵌入的占 4.2 MB（它是最大的参数），位置表的占 0.3 MB。
 #
 # 峰值还有 63.7 MB，比预算多 3.7 MB。
 #
@@ -513,7 +513,7 @@ searched
 # 第一行就是 7.4 节的配方，按这些速率是 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的按三条规则跳过：
 #
 # - 第一个算子运行之前的张量，或者单是优化器更新时的张量，如果已经超出预算，就跳过这个配方，因为减少激活值已经无济于事。
-# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价会更大。例外有两个：激活值已卸载时，再加检查点可以少搬运一些字节，反而可能更快；flash 注意力的 FLOPs 可能更少（如 7.17 节的 4096 个 token），所以总要试一试。
+# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价会更大。例外有两个。激活值已卸载时，再加检查点可以少搬运一些字节，反而可能更快。flash 注意力的 FLOPs 可能更少（如 7.17 节的 4096 个 token），所以总要试一试。
 # - 对只给前 $k$ 层加检查点的配方，如果 $k=1$ 时就已经比目前最好的配方慢，就跳过更大的 $k$。
 #
 # </div>
@@ -644,7 +644,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，就是 16 字节，与 fp32 相同。
 # - **8 位 Adam**：两个矩里的每个数只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放因子。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
-# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态。训练的只有适配器：注意力的两个矩阵各配两个很窄的矩阵，每层四个。
+# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态。训练的只有适配器，注意力的两个矩阵各配两个很窄的矩阵，每层四个。
 # - **QLoRA**：冻结的权重只存 16 个数值级别中的一个编号，占 4 位，每 64 个权重共用一个 fp32 的缩放因子。哪一层要用权重，就临时还原哪一层的。
 #
 # </div>
@@ -744,12 +744,12 @@ predictions([("LoRA, 2 micro-batches", *lora)], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Activations take half as many bytes in bf16. With LoRA and QLoRA they take 24% fewer bytes here, because the gradient of a frozen matrix is not computed and its input need not be kept. 8-bit Adam leaves them as they are. With checkpoints and two micro-batches, LoRA needs 46.4 MB and fits, too.
+# In bf16 activations take half the bytes. With LoRA and QLoRA they take 24% fewer bytes here, because the inputs of the frozen matrices that have no adapter need not be kept. 8-bit Adam leaves them as they are. With checkpoints and two micro-batches, LoRA needs 46.4 MB and fits, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 bf16 时，激活值的字节数减半。用 LoRA 和 QLoRA 时，这里减少 24%，因为冻结的矩阵不求梯度，不必保存它的输入。8 位 Adam 不改变激活值。加上检查点和两个微批次，LoRA 的峰值是 46.4 MB，也装得下。
+# 用 bf16 时，激活值的字节数减半。用 LoRA 和 QLoRA 时，这里减少 24%，因为没有适配器的冻结矩阵，不必保存它们的输入。8 位 Adam 不改变激活值。加上检查点和两个微批次，LoRA 的峰值是 46.4 MB，也装得下。
 #
 # </div>
 
