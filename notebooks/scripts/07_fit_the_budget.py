@@ -282,8 +282,8 @@ lesson_07.what_fills(found, found.values())
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
 # - **Eight micro-batches** save another 17 MB. What remains is mostly weights, gradients and optimizer state, 16 bytes per parameter or 110 MB, which micro-batches do not reduce.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page is at most 16 MiB (16.8 MB) and holds whole parameters, so three pages hold less than 50.3 MB here.
-# - **Small pages** save 40 MB. At the peak only the state of two parameters is now in memory: 4.2 MB for the embedding, the largest parameter, and 0.3 MB for the positions.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page of at most 16 MiB (16.8 MB) holds whole parameters, so three hold less than 50.3 MB.
+# - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak, 4.5 MB.
 #
 # That leaves 63.7 MB, which is 3.7 MB too much.
 #
@@ -295,7 +295,7 @@ lesson_07.what_fills(found, found.values())
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
 # - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页：一页正在读入，一页正在更新，一页正在写出。一页至多 16 MiB（16.8 MB），而且只装完整的参数，所以这里的三页不到 50.3 MB。
-# - **小页**省下 40 MB。现在到峰值时，内存里只有两个参数的状态，嵌入的占 4.2 MB（它是最大的参数），位置表的占 0.3 MB。
+# - **小页**省下 40 MB。现在到峰值时，内存里只有嵌入和位置表这两个参数的状态，共 4.5 MB。
 #
 # 峰值还有 63.7 MB，比预算多 3.7 MB。
 #
@@ -504,7 +504,7 @@ searched
 # The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes. It skips the others by three rules:
 #
 # - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget. Fewer activations would not help then.
-# - If a recipe fits, skip those that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes move. Flash attention can need fewer FLOPs, as for 4096 tokens in 7.17, so it is tried in any case.
+# - If a recipe fits, skip those that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes move. Flash attention can need fewer FLOPs (7.17).
 # - For checkpoints around the first $k$ layers: if $k=1$ already costs more than the best recipe so far, skip every larger $k$.
 #
 # </div>
@@ -513,7 +513,7 @@ searched
 # 第一行就是 7.4 节的配方，按这些速率是 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的按三条规则跳过：
 #
 # - 第一个算子运行之前的张量，或者单是优化器更新时的张量，如果已经超出预算，就跳过这个配方，因为减少激活值已经无济于事。
-# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价会更大。例外有两个。激活值已卸载时，再加检查点可以少搬运一些字节，反而可能更快。flash 注意力的 FLOPs 可能更少（如 7.17 节的 4096 个 token），所以总要试一试。
+# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价会更大。例外有两个。激活值已卸载时，再加检查点可以少搬运一些字节，反而可能更快。flash 注意力的 FLOPs 可能更少（7.17 节）。
 # - 对只给前 $k$ 层加检查点的配方，如果 $k=1$ 时就已经比目前最好的配方慢，就跳过更大的 $k$。
 #
 # </div>
@@ -634,7 +634,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16 bytes, as in fp32.
 # - **8-bit Adam**: each moment is the index of one of 256 levels, 1 byte, and 256 elements share an fp32 scale. **Paged** moments may also move to the host while GPU memory is short.
-# - **LoRA** (lesson 01): the weights are frozen, so they have no gradients and no optimizer state. Only the adapters are trained: two thin matrices for each of the two matrices of attention, four per layer.
+# - **LoRA** (lesson 01): the weights are frozen, so they have no gradients and no optimizer state. Only four thin matrices per layer are trained.
 # - **QLoRA**: a frozen weight is the index of one of 16 levels, 4 bits, and 64 weights share an fp32 scale. Each layer rebuilds its weight when it needs it.
 #
 # </div>
@@ -644,7 +644,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，就是 16 字节，与 fp32 相同。
 # - **8 位 Adam**：两个矩里的每个数只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放因子。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
-# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态。训练的只有适配器，注意力的两个矩阵各配两个很窄的矩阵，每层四个。
+# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态。训练的只是每层四个很窄的矩阵。
 # - **QLoRA**：冻结的权重只存 16 个数值级别中的一个编号，占 4 位，每 64 个权重共用一个 fp32 的缩放因子。哪一层要用权重，就临时还原哪一层的。
 #
 # </div>
@@ -715,7 +715,7 @@ lesson_07.what_stays_right(two_layers, make_batch)
 # - **LoRA** trains 98,304 of 6.9 million numbers. Their gradients follow from the full gradient by the chain rule.
 # - **QLoRA** rounds the frozen weights by 9%. Its adapters then get exactly the gradients that LoRA computes on the rounded weights.
 #
-# What do they do to activations? The first of the next tables has no checkpoints. The second adds a technique of this lesson, micro-batches, to LoRA.
+# The first of the next tables has no checkpoints. The second adds this lesson's micro-batches to LoRA.
 #
 # </div>
 # <div lang="zh">
@@ -725,18 +725,18 @@ lesson_07.what_stays_right(two_layers, make_batch)
 # - **LoRA** 在 690 万个数中只训练 98,304 个，它们的梯度可以用链式法则由完整的梯度求出。
 # - **QLoRA** 把冻结的权重舍入，误差为 9%。在舍入后的权重上，适配器得到的梯度与 LoRA 算出的完全相同。
 #
-# 它们能减少激活值吗？下面第一张表不用检查点，第二张表给 LoRA 加上本课的一种技术，微批次。
+# 下面第一张表不用检查点，第二张表给 LoRA 加上本课的微批次。
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 rows = []
 for name, (make, way) in smaller.items():
     held = estimate(make, make_batch, replace(way, checkpoint="none")).at_peak
     rows.append((name, f"{held['activation'] / 1e6:.1f}"))
 table(["variant", "activations without checkpoints (MB)"], rows)
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 halved = smaller["LoRA"][0], make_batch, replace(as_made, micro_batches=2)
 lora = estimate(*halved).peak_bytes, run(*halved).meter.peak_bytes
 predictions([("LoRA, 2 micro-batches", *lora)], unit="bytes")
