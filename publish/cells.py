@@ -200,7 +200,7 @@ def _checks(source: str) -> set[str]:
     return set(re.findall(r"\bcheck_\w+", source))
 
 
-def _names(source: str) -> tuple[set[str], set[str]]:
+def names_in(source: str) -> tuple[set[str], set[str]]:
     """Return (names that the code binds, names that it reads)."""
     bound, read = set(), set()
     for node in ast.walk(parse(source)):
@@ -219,10 +219,10 @@ def _check_names(
     number: int, source: str, before: list[str], solutions: list[tuple[int, str]]
 ) -> None:
     """Check that a cell reads no name that only a solution binds."""
-    bound, read = _names(source)
-    wanted = read - bound - set().union(*(_names(other)[0] for other in before))
+    bound, read = names_in(source)
+    wanted = read - bound - set().union(*(names_in(other)[0] for other in before))
     for solution_number, solution in solutions:
-        for name in sorted(wanted & _names(solution)[0]):
+        for name in sorted(wanted & names_in(solution)[0]):
             raise EditionError(
                 f"cell {number}: uses `{name}`, which only the solution in cell {solution_number}"
                 " defines"

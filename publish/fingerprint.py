@@ -1,27 +1,40 @@
 """Code that runs in the kernel of a graded notebook: the library's fingerprint, and slow output.
 
 The fingerprint is one hash per module. It is the same in every process of one Python version, and
-changes if a cell changes the module. Output is slowed down after too many characters.
+changes if a cell changes a function, an exercise or a constant of the module. Output is slowed down
+after too many characters.
 """
 
+import dataclasses
 import hashlib
 import importlib
 import inspect
 import json
+import re
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TextIO
 
 MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson with its pictures prints a tenth
+_COMPARING = ("builtins", "math", "torch", "torch.nn.functional")
+_OF_IPYTHON = ("open", "input")  # builtins that the kernel replaces
+_CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
+_DEEPEST = 6  # levels of a constant that are described
 
 
 def report(lesson: str, check: str, ticket: str) -> None:
-    """Print a line of JSON: whether the check accepted its last answer, and the fingerprints."""
+    """Print a line of JSON: whether the check accepted its last answer, and the fingerprints.
+
+    If a cell gave the lesson's name to something else, the verdict was not the lesson's.
+    """
     module = importlib.import_module(f"course_lib.lessons.{lesson}")
     accepted = getattr(getattr(module, check, None), "accepted", None)
-    found = {"ticket": ticket, "accepted": accepted is True, "code": fingerprints()}
+    code = fingerprints()
+    if vars(sys.modules["__main__"]).get(lesson, module) is not module:
+        code[f"course_lib.lessons.{lesson}"] = "another object"
+    found = {"ticket": ticket, "accepted": accepted is True, "code": code}
     print("\n" + json.dumps(found), flush=True)
 
 
@@ -49,22 +62,52 @@ def hold_back(stream: TextIO, most: int) -> None:
 
 
 def fingerprints() -> dict[str, str]:
-    """Return a hash of the functions' code, by imported module of the library."""
+    """Return a hash of the functions, exercises and constants, by imported module.
+
+    It covers the library, and of PyTorch and Python the functions with which checks compare.
+    """
     found = {}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "course_lib" and module is not None:
-            lines = "".join(_describe(name, vars(module)))
-            found[name] = hashlib.sha256(lines.encode()).hexdigest()[:16]
+            found[name] = _hash(_describe(name, vars(module)))
+    for name in _COMPARING:
+        if name in sys.modules:
+            found[name] = _hash(_functions(name, vars(sys.modules[name])))
+    if "torch" in sys.modules:
+        tensor = sys.modules["torch"].Tensor
+        found["torch.Tensor"] = _hash(_functions("torch.Tensor", dict(vars(tensor))))
     return found
+
+
+def _hash(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _describe(home: str, names: dict[str, object]) -> Iterator[str]:
     for name, value in sorted(names.items()):
         function = _function(value)
         if function is not None:
-            yield f"{home}.{name}: {_code(function.__code__)}\n"
-        elif isinstance(value, type) and value.__module__ == home:
+            yield f"{home}.{name}: {_value(function)}"
+        if isinstance(value, type) and value.__module__ == home:
             yield from _describe(f"{home}.{name}", dict(vars(value)))
+        elif type(value).__name__ == "Exercise":
+            yield f"{home}.{name}: {_value(_without_tries(value))}"
+        elif _CONSTANT.fullmatch(name):  # other names may be caches
+            yield f"{home}.{name}: {_value(value)}"
+
+
+def _functions(home: str, names: dict[str, object]) -> Iterator[str]:
+    for name, value in sorted(names.items()):
+        # IPython adds functions of other modules to the builtins
+        added = home == "builtins" and getattr(value, "__module__", "") != home
+        if callable(value) and not added and name not in _OF_IPYTHON:
+            function = _function(value)
+            yield f"{name}: {_value(function) if function else _type(value)}"
+
+
+def _without_tries(exercise: object) -> dict[str, object]:
+    state = {each: value for each, value in vars(exercise).items() if not each.startswith("__")}
+    return {each: value for each, value in state.items() if each not in ("accepted", "tries")}
 
 
 def _function(value: object) -> types.FunctionType | None:
@@ -79,14 +122,37 @@ def _function(value: object) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
+def _value(value: object, depth: int = 0) -> str:
+    """Return a text that is the same in every process for the same value."""
+    inner = [] if depth > _DEEPEST else _parts(value)
+    if isinstance(value, types.FunctionType):
+        return f"{_code(value.__code__)} {_value(value.__defaults__, depth + 1)}"
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return repr(value)
+    if type(value).__name__ == "Tensor" and hasattr(value, "tolist"):
+        return repr(value.detach().tolist()) if not value.is_meta else _type(value)
+    texts = [_value(each, depth + 1) for each in inner]
+    # the order of a set differs between processes
+    return f"{_type(value)} {sorted(texts) if isinstance(value, set | frozenset) else texts}"
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return []
+
+
+def _type(value: object) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__} {type(value).__name__}"
+
+
 def _code(code: types.CodeType) -> str:
     constants = [
-        _code(each) if isinstance(each, types.CodeType) else _constant(each)
-        for each in code.co_consts
+        _code(each) if isinstance(each, types.CodeType) else _value(each) for each in code.co_consts
     ]
     return f"{code.co_name} {code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _constant(value: object) -> str:
-    # the order of a set differs between processes
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

@@ -7,15 +7,20 @@ import csv
 import importlib
 import io
 import os
+import re
+from copy import deepcopy
+from pathlib import Path
 
 import pytest
+from answers import FILES
 from editions import NOTEBOOKS, stored_lessons
+from mutants import solutions
 from patience import HANGS_SECONDS
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
-from publish import fingerprint, grade, verdicts
+from publish import fingerprint, grade, reading, submissions, verdicts
 from publish.cells import SOLUTION
 from publish.kernels import Limits, Run
 from publish.student import reason_id
@@ -26,15 +31,52 @@ IMPORT = "from course_lib.lessons import lesson_01"
 
 
 @pytest.fixture(scope="module")
-def lessons():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grade, "read_lessons", lambda folder: stored_lessons())
-        return grade.lessons_of(NOTEBOOKS)
+def lessons(tmp_path_factory):
+    """Lesson 00 without exercises, and five exercises of lesson 01."""
+    folder = tmp_path_factory.mktemp("course")
+    write_course(folder)
+    return grade.lessons_of(folder)
+
+
+@pytest.fixture(scope="module")
+def untouched(lessons):
+    return grade.fingerprints_of(lessons["01"])
 
 
 @pytest.fixture
 def read_once(lessons, monkeypatch):
     monkeypatch.setattr(grade, "lessons_of", lambda notebooks: lessons)
+
+
+STUBS = {
+    "training_state": (
+        'mine = {"weights": None, "parameter": None, "gradient": None, "optimizer": None}\n'
+        "lesson_01.check_training_state(mine)"
+    ),
+    "adapter_bytes": "answer = None\nlesson_01.check_adapter_bytes(answer)",
+    "whole_peak": "my_parts = None\nlesson_01.check_whole_peak(my_parts)",
+    "new_storages": "TinyMeter = None\nlesson_01.check_new_storages(TinyMeter)",
+    "largest_batch": "answer = None\nlesson_01.check_largest_batch(answer)",
+}
+
+
+def write_course(folder):
+    guess, course = "my_guess = None", "shown = [my_guess]"
+    first, *others = STUBS.values()
+    for name, cells in {
+        "00_a": submission("1", title="# 0 Start here / 从这里开始"),
+        "01_b": submission(IMPORT, first, guess, course, *others),
+    }.items():
+        for number, cell in enumerate(cells.cells):
+            cell.id = f"cell-{number}"
+        hand_in(folder / f"{name}.ipynb", cells)
+
+
+def rows_of(path, lessons, untouched, limits=LIMITS):
+    """Exercise -> its row, and the messages of the rows of the whole notebook."""
+    rows = grade.grade(grade.read(path, lessons), limits, untouched)
+    whole = [row.message for row in rows if row.exercise == "–"]
+    return {row.exercise: row for row in rows if row.exercise != "–"}, whole
 
 
 def submission(*sources, title="# 1 Where do the bytes go? / 字节去了哪里？"):
@@ -61,11 +103,8 @@ RIGHT = """mine = dict(weights=6875648, parameter=27502592, gradient=27502592, o
 lesson_01.check_training_state(mine)"""
 
 
-def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
-    tmp_path, lessons, monkeypatch
-):
-    """A right answer, one that crashes its cell, one whose check is edited, one that is missing;
-    changes of the library in this process do not affect the grades."""
+def test_grading_gives_verdicts_and_leaves_no_files(tmp_path, lessons, untouched, monkeypatch):
+    """Changes of the library in this process do not affect the grades."""
     lesson = importlib.import_module("course_lib.lessons.lesson_01")
     monkeypatch.setattr(lesson, "check_adapter_bytes", lambda: None)
     reason = nbformat.v4.new_markdown_cell(
@@ -75,31 +114,65 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
         IMPORT,
         RIGHT,
         reason,
-        "open('left', 'w').close()\nanswer = no_such_name\nlesson_01.check_adapter_bytes(answer)",
-        "import os\nassert os.listdir() == ['left'] and os.environ['OMP_NUM_THREADS'] == '1'\n"
-        "answer = 'many'\nlesson_01.check_largest_batch(answer)",
+        "answer = no_such_name\nlesson_01.check_adapter_bytes(answer)",
         "print('✓ Right') or lesson_01.check_whole_peak(1)",
-        "TinyMeter = None\nlesson_01.check_new_storages(TinyMeter)",
-        "saved_by_one_layer = None\nlesson_01.check_layer_formula(saved_by_one_layer)",
-        f"{SOLUTION}\nsaved_by_one_layer = 5\nlesson_01.check_layer_formula(saved_by_one_layer)",
+        STUBS["new_storages"],
+        f"{SOLUTION}\nTinyMeter = 5\nlesson_01.check_new_storages(TinyMeter)",
+        "answer = 'many'\nlesson_01.check_largest_batch(answer)",
     )
     path = hand_in(tmp_path / "Ada\nL.ipynb", notebook)
-    rows = {row.exercise: row for row in grade.grade(path, lessons, LIMITS)}
+    rows, whole = rows_of(path, lessons, untouched)
     assert {(row.name, row.lesson) for row in rows.values()} == {("Ada\\nL", "01")}
     for exercise, verdict, said in (
         ("training_state", "✓", "two for Adam"),
         ("adapter_bytes", "✗", "NameError: name 'no_such_name' is not defined"),
         ("largest_batch", "✗", ""),
         ("whole_peak", "!", "was edited"),
-        ("meter", "!", "is missing"),
-        ("new_storages", "○", "Not answered yet"),
-        ("layer_formula", "○", ""),  # the course's solution is not the learner's answer
+        ("new_storages", "○", "Not answered yet"),  # the course's solution is not an answer
     ):
         assert rows[exercise].verdict == verdict and said in rows[exercise].message, exercise
     assert "Error" not in rows["largest_batch"].message
     assert "Hint" not in rows["largest_batch"].message
     assert rows["training_state"].sentence.endswith("Adam keeps two.")
-    assert "–" not in rows and list(tmp_path.iterdir()) == [path]
+    assert not whole and list(tmp_path.iterdir()) == [path]
+
+
+LOOK = """def look(thing, name):
+    return getattr(thing, name)
+
+
+"""
+UNREAD = {  # name -> a cell of which no line is suspicious
+    "check": """import functools
+
+V = type(lesson_01.check_adapter_bytes(None))
+Agrees = type("Agrees", (), {"_ch" + "eck": lambda answer: V(True, "Right.")})
+functools.update_wrapper(lesson_01.check_adapter_bytes, Agrees)""",
+    "constants": f"""{LOOK}numbers = look(look(lesson_01, "ch" + "ecks"), "__di" + "ct__")
+for name in [*numbers]:
+    if name.isupper() and isinstance(numbers[name], int):
+        numbers[name] = 0""",
+    "torch": f"""import torch
+
+{LOOK}functions = look(torch, "__di" + "ct__")
+functions["equal"] = functions["allclose"] = lambda *given, **options: True""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("check", "course_lib.lessons.lesson_01"),
+        ("constants", "course_lib.lessons.lesson_01.checks"),
+        ("torch", "torch"),
+    ],
+)
+def test_changed_state_of_a_check_is_no_right_answer(tmp_path, lessons, untouched, name, changed):
+    path = hand_in(tmp_path / "a.ipynb", submission(IMPORT, UNREAD[name], *STUBS.values()))
+    rows, _ = rows_of(path, lessons, untouched)
+    assert {row.verdict for row in rows.values()} == {"!"}, rows
+    messages = {row.message for row in rows.values()}
+    assert messages == {f"{changed} was changed by a cell above."}
 
 
 LATE_OUTPUT = """
@@ -132,11 +205,14 @@ def test_output_that_arrives_after_the_cell_has_run_is_kept(tmp_path):
     assert [output["text"] for output in notebook.cells[0].outputs] == ["late\n"]
 
 
-WAITS = """from pathlib import Path
-from time import sleep
+HIDDEN_OS = f"""import torch
 
-Path({mine!r}).touch()
-while not Path({other!r}).exists():
+{LOOK}hidden = look(torch, "o" + "s")
+"""
+WAITS = """from time import sleep
+
+hidden.mkdir({mine!r})
+while not hidden.path.exists({other!r}):
     sleep(0.1)"""
 
 
@@ -144,9 +220,9 @@ def test_notebooks_run_side_by_side_and_one_that_crashes_does_not_stop_the_other
     tmp_path, read_once, capsys
 ):
     """Each of the two waits for the other. Lesson 00 has no exercises: did it run to its end?"""
-    for mine, other, end in (("a", "b", "import os\nos._exit(1)"), ("b", "a", "1 / 0")):
+    for mine, other, end in (("a", "b", "hidden._exit(1)"), ("b", "a", "1 / 0")):
         waits = WAITS.format(mine=str(tmp_path / mine), other=str(tmp_path / other))
-        notebook = submission(waits, end, title="# 0 Start here / 从这里开始")
+        notebook = submission(HIDDEN_OS, waits, end, title="# 0 Start here / 从这里开始")
         hand_in(tmp_path / f"in/{mine}.ipynb", notebook)
     table = tmp_path / "out/table.csv"
     options = ["--output", str(table), "--notebooks", str(NOTEBOOKS), "--jobs", "2"]
@@ -178,13 +254,14 @@ def test_notebooks_run_side_by_side_and_one_that_crashes_does_not_stop_the_other
         ),
         (submission("1", title="# 77 Where / 哪里"), "It is not a lesson of this course"),
         (nbformat.v4.new_notebook(), "It is not a lesson of this course; its title is ''."),
-        (submission("1", title="# 2 What if / 会怎样"), "It is lesson 02, not 01."),
+        (submission("1", title="# 0 Start / 开始"), "It is lesson 00, not 01."),
     ],
 )
 def test_a_file_that_cannot_be_graded_is_one_sentence_in_the_table(
     tmp_path, lessons, content, said
 ):
-    (row,) = grade.grade(hand_in(tmp_path / "a.ipynb", content), lessons, LIMITS, wanted="01")
+    path = hand_in(tmp_path / "a.ipynb", content)
+    (row,) = grade.grade(grade.read(path, lessons, wanted="01"), LIMITS, {})
     assert (row.exercise, row.verdict) == ("–", "!") and row.message.startswith(said)
     assert row.message.endswith(".") and "\n" not in row.message
 
@@ -205,7 +282,7 @@ def test_what_is_no_file_and_what_breaks_grading_cost_the_others_nothing(
     def stumbles(*_):
         raise RuntimeError("a slip\nof mine")
 
-    monkeypatch.setattr(grade, "find_tampering", stumbles)
+    monkeypatch.setattr(grade, "assemble", stumbles)
     told = []
     rows = grade.grade_folder(tmp_path, NOTEBOOKS, LIMITS, say=told.append)
     assert [(row.name, row.message) for row in rows] == [
@@ -240,41 +317,130 @@ def test_what_cannot_be_graded_at_all_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-# --- edited checks ---
+# --- what is read before it runs ---
+
+REACHES = [
+    ("lesson_01.check_training_state = lambda answer: True", "changes lesson_01"),
+    ("lesson_01 = None", "changes lesson_01"),
+    ("setattr(lesson_01, 'check_meter', print)", "changes lesson_01"),
+    ("setattr(lesson_01, name, print)", "sets an attribute with a computed name"),
+    ("map(setattr, [lesson_01], names, values)", "passes setattr on"),
+    ("lesson_01.checks.__dict__['x'] = 1", "uses __dict__"),
+    ("vars(k)[n] = 0", "uses vars"),
+    ("for lesson_01 in range(3): pass", "changes lesson_01"),
+    ("for lesson_01.check_meter in [print]: pass", "changes lesson_01.check_meter"),
+    ("with hooks() as lesson_01.check_meter: pass", "changes lesson_01.check_meter"),
+    ("try: x\nexcept E as lesson_01: pass", "changes lesson_01"),
+    ("match x:\n    case lesson_01: pass", "changes lesson_01"),
+    ("(lesson_01 := 5)", "changes lesson_01"),
+    ("del lesson_01.check_meter", "changes lesson_01.check_meter"),
+    ("import torch as lesson_01", "changes lesson_01"),
+    ("c = lesson_01.check_meter\nc.check = print", "changes c.check"),
+    ("c, d = [lesson_01.check_meter, 1]\nc.check = print", "changes c.check"),
+    ("for c in [lesson_01.check_meter]:\n    c.accepted = True", "changes c.accepted"),
+    ("c = {0: lesson_01}[0] if x else None\nc.check_meter = print", "changes c.check_meter"),
+    ("type(lesson_01.check_meter).tries = 5", "changes type"),
+    ("(lambda: lesson_01)().x = 5", "changes (lambda"),
+    ("c._check = lambda answer: True", "uses _check"),
+    ("import torch\nt = torch\nt.allclose = print", "changes t.allclose"),
+    ("from torch import Tensor as T\nT.equal = print", "changes T.equal"),
+    ("import torch\ntorch.os.system('ls')", "uses os"),
+    ("import torch\ntorch.load('x')", "reads or writes files"),
+    ("from torch import save", "imports torch.save"),
+    ("import gc", "imports gc"),
+    ("import sys as numbers", "imports sys"),
+    ("from importlib import reload", "imports importlib.reload"),
+    ("__import__('gc')", "uses __import__"),
+    ("exec('lesson_01 = 1')", "uses exec"),
+    ("globals()['lesson_01'] = 1", "uses globals"),
+    ("open('x')", "uses open"),
+    ("getattr(lesson_01, '__wrap' + 'ped__')", "reads an attribute with a computed name"),
+    ("getattr(lesson_01, '__wrapped__')", "names __wrapped__"),
+    ("from operator import attrgetter", "imports operator.attrgetter"),
+    ("(x for x in y).gi_frame.f_back", "uses f_back"),
+    ("error.tb_frame", "uses tb_frame"),
+    ("x.__class__ = Y", "changes x.__class__"),
+    ("!ls", "uses get_ipython"),
+    ("%run other.py", "uses get_ipython"),
+    ("%%bash\nls", "uses get_ipython"),
+    ("class A(int): pass", "derives A from a number"),
+    ("import torch\nclass A(torch.Tensor): pass", "derives A from a number or a tensor"),
+    ("class A:\n    def __eq__(self, other):\n        return True", "defines __eq__ in A"),
+    ("class A:\n    __float__ = lambda self: 5.0", "defines __float__ in A"),
+    ("A = type('A', (float,), {})", "derives a class from a number"),
+    ("class A(metaclass=B): pass", "gives A a metaclass"),
+    ("from unittest.mock import ANY", "imports unittest.mock.ANY"),
+    ("from course_lib.teaching import exercises", "imports course_lib.teaching.exercises"),
+    ("import course_lib.lessons.lesson_01.checks", "imports course_lib.lessons.lesson_01"),
+    ("f = " + "(" * 2000 + ")" * 2000, None),  # Python cannot run it either
+    ("import torch\nfrom course_lib.memory import measure\ntable = {}\ntable[0] = torch", None),
+    ("x = lesson_01.check_meter", None),
+    ("half a line of (", None),
+    ("def f(context, block):\n    context.block = block\n    return getattr(block, 'bias')", None),
+    ("for p in model.parameters():\n    p.grad = None", None),
+    ("class A:\n    def __init__(self):\n        super().__init__()\n        self.x = 0", None),
+    ("input = 5\nprint(input, type(input), __name__ == '__main__')", None),
+]
 
 
-@pytest.mark.parametrize(
-    ("source", "noticed"),
-    [
-        ("lesson_01.check_training_state = lambda answer: True", "changes lesson_01"),
-        ("lesson_01 = None", "changes lesson_01"),
-        ("setattr(lesson_01, 'check_meter', print)", "changes lesson_01"),
-        ("lesson_01.checks.__dict__['x'] = 1", "changes lesson_01"),
-        ("for lesson_01 in range(3): pass", "changes lesson_01"),
-        ("import mine as lesson_01", "changes lesson_01"),
-        ("from course_lib.teaching import exercises", "imports course_lib.teaching.exercises"),
-        ("import course_lib.lessons.lesson_01.checks", "imports course_lib.lessons.lesson_01"),
-        ("mine = 1\ntable = 2\nfrom course_lib.memory import measure", None),
-        ("x = lesson_01.check_meter", None),
-        ("half a line of (", None),
-    ],
+@pytest.mark.parametrize(("source", "said"), REACHES)
+def test_reading_reports_lines_that_reach_beyond_an_answer(source, said):
+    foreign = reading.foreign_names([IMPORT, source])
+    found = [str(each) for each in reading.reaches(source, foreign)]
+    assert bool(found) == (said is not None), found
+    assert said is None or any(said in each for each in found), found
+
+
+HELPERS = re.compile(  # lines with which a file of answers makes several answers
+    r"imports course_lib\.lessons|line 140 uses eval|changes (wire|room)\."
 )
-def test_what_a_cell_does_to_checks_is_noticed_and_what_an_answer_needs_is_not(
-    lessons, source, noticed
-):
-    found = list(grade.find_tampering(submission(IMPORT, source), lessons["01"]))
-    assert len(found) == (noticed is not None)
-    assert noticed is None or (found[0].startswith("Cell 3 ") and noticed in found[0])
 
 
-def test_no_cell_of_a_stored_lesson_is_taken_for_tampering_and_each_check_has_its_stub(lessons):
+@pytest.mark.parametrize("number", sorted(FILES))
+def test_reading_reports_no_solution_and_no_right_answer(number):
+    stored = next(book for name, book in stored_lessons().items() if name[:2] == number)
+    code = [cell.source for cell in stored.cells if cell.cell_type == "code"]
+    imports = {name for source in code for name in submissions._imports(reading.tree_of(source))}
+    foreign = reading.foreign_names(code)
+    for solution in solutions(number):
+        assert reading.reaches(solution.plain, foreign, imports) == [], solution.name
+    answers = Path(FILES[number].__file__).read_text("utf-8")
+    found = reading.reaches(answers, reading.foreign_names([answers]), imports)
+    assert [str(each) for each in found if not HELPERS.search(str(each))] == []
+
+
+def test_lesson_runs_with_the_cells_of_the_learner_at_their_places(lessons):
+    """The course's own cells are the course's, and a cell that reaches beyond does not run."""
+    own = "helper = 5"
+    made = submission(
+        own, IMPORT, "import gc", "# mine\nmy_guess = 7", own, RIGHT, "shown = [my_guess, 1]"
+    )
+    made.cells[4].id = "cell-3"  # as the course's cell for the guess
+    made.cells[-1].id = "cell-4"  # a changed cell of the course
+    program = submissions.assemble(made, lessons["01"])
+    assert [cell.source for cell in program.cells] == [
+        own,
+        IMPORT,
+        RIGHT,
+        "# mine\nmy_guess = 7",
+        own,
+        "shown = [my_guess]",
+        "shown = [my_guess, 1]",
+        *list(STUBS.values())[1:],
+    ]
+    assert [str(held) for held in program.held] == ["Cell 4 was not run: line 1 imports gc."]
+    assert program.answers.keys() == {"check_training_state"}
+
+
+def test_every_lesson_has_its_stubs_and_is_its_own_submission():
     """Some stubs run and give a wrong number: their cells are compared with the lesson's."""
-    for name, notebook in stored_lessons().items():
-        lesson = lessons[name[:2]]
-        assert list(grade.find_tampering(notebook, lesson)) == []
-        calls = lesson.calls.keys()
-        assert grade.cells_of(notebook, lesson).keys() == lesson.stubs.keys() == calls
-    assert "None" in lessons["01"].stubs["check_training_state"]
+    for number, lesson in submissions.lessons_of(NOTEBOOKS).items():
+        assert lesson.stubs.keys() == lesson.calls.keys(), number
+        notebook = nbformat.v4.new_notebook(cells=deepcopy(lesson.cells))
+        program = submissions.assemble(notebook, lesson)
+        assert program.held == [] and program.answers.keys() == lesson.calls.keys()
+        sources = [cell.source for cell in program.cells]
+        assert sources == [cell.source for cell in lesson.cells]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +452,7 @@ def test_no_cell_of_a_stored_lesson_is_taken_for_tampering_and_each_check_has_it
     ],
 )
 def test_a_check_that_is_called_in_another_way_is_edited(lessons, above, last, there):
-    places = grade.cells_of(submission(above, f"mine = 1\n{last}"), lessons["01"])
+    places = submissions.cells_of(submission(above, f"mine = 1\n{last}"), lessons["01"])
     assert places.keys() == ({"check_training_state"} if there else set())
 
 

@@ -372,7 +372,7 @@ def about_the_attempts(code):
     made = set().union(*(made_by(cell.source) for cell in code if check_of(cell)))
     kept, needed = [], set()
     for cell in reversed(code):
-        bound, read = cells._names(cell.source)
+        bound, read = cells.names_in(cell.source)
         if check_of(cell) or bound & needed or (read - bound) & made:
             kept.append(cell)
             needed = (needed - bound) | (read - bound)

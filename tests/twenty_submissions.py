@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 from editions import NOTEBOOKS, stored_lessons
 from mutants import solutions
-from test_grade import hand_in, submission
+from test_grade import HIDDEN_OS, hand_in, submission
 
 from publish import grade
 from publish.cells import without_markers
@@ -37,6 +37,11 @@ TITLES = {name[:2]: notebook.cells[0].source for name, notebook in stored_lesson
 @cache
 def lessons():
     return grade.lessons_of(NOTEBOOKS)
+
+
+@cache
+def untouched(number):
+    return grade.fingerprints_of(lessons()[number])
 
 
 def handed_in(number, solve=lambda name: True, before="", after="", change=lambda source: source):
@@ -92,12 +97,17 @@ SUBMISSIONS = {
     **{f"{each} untouched": (each, {"solve": never}, {"○"}, "Not answered") for each in UNTOUCHED},
     "06 half": ("06", {"solve": ODD.__contains__}, {"✓", "○"}, ""),
     "01 syntax": ("01", {"change": without_syntax}, {"✓", "✗"}, "SyntaxError"),
-    "01 dies": ("01", {"after": "import os\nos.kill(os.getpid(), 11)"}, {"✓", "!"}, "died"),
+    "01 dies": (
+        "01",
+        {"after": f"{HIDDEN_OS}hidden.kill(hidden.getpid(), 11)"},
+        {"✓", "!"},
+        "died",
+    ),
     "01 endless": ("01", {"after": LOOP}, {"✓", "!"}, "stopped after"),
     "01 prints": ("01", {"after": "while True:\n    print('x' * 10**5)"}, {"✓", "!"}, "printed"),
     "01 memory": ("01", {"after": "spare = bytearray(50 * 10**9)"}, {"✓"}, ""),
     "01 calls edited": ("01", {"solve": never, "change": edited}, {"!"}, "was edited"),
-    "01 patched": ("01", {"solve": never, "before": PATCH}, {"!"}, "was changed by"),
+    "01 patched": ("01", {"solve": never, "before": PATCH}, {"○"}, "was not run"),
     "01 verdict faked": ("01", {"solve": never, "change": faked}, {"!"}, "missing"),
     "01 checks gone": ("01", {"solve": never, "change": uncalled}, {"!"}, "missing"),
 }
@@ -107,7 +117,7 @@ SUBMISSIONS = {
 def test_a_submission_gets_its_expected_verdicts(tmp_path, name):
     number, options, marks, words = SUBMISSIONS[name]
     path = hand_in(tmp_path / "a.ipynb", handed_in(number, **options))
-    rows = grade.grade(path, lessons(), Limits(120))
+    rows = grade.grade(grade.read(path, lessons()), Limits(600), untouched(number))
     assert {row.verdict for row in rows if row.exercise != "–"} == marks, rows
     assert any(words in row.message for row in rows), rows
 

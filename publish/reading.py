@@ -1,0 +1,304 @@
+"""Read a cell of a handed-in notebook before it runs: which of its lines reach beyond an answer?
+
+An answer imports what the course imports, defines, and computes. A line that changes the course or
+PyTorch, looks into Python's machinery, opens files, or starts a process is reported. The reader
+follows names and strings, but not values that are computed at run time: `fingerprint.py` compares
+the state of the library for these.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from IPython.core.inputtransformer2 import TransformerManager
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _dunders(text: str) -> frozenset[str]:
+    return frozenset(f"__{name}__" for name in text.split())
+
+
+# Modules that an answer may import, in addition to those that its lesson imports.
+MODULES = _words(
+    """
+    abc bisect collections contextlib copy course_lib dataclasses decimal fractions
+    functools heapq itertools math numbers numpy operator random re statistics string time
+    torch typing warnings weakref
+    """
+)
+# Modules that lead out of an answer, also as attributes of other modules (`torch.os`).
+_OUTSIDE = _words(
+    """
+    asyncio atexit builtins cpp_extension ctypes faulthandler gc hub importlib inspect IPython
+    ipykernel linecache marshal mmap multiprocessing os pathlib pickle pkgutil posix psutil pty
+    publish requests runpy shutil socket sqlite3 subprocess sys tempfile threading _thread
+    traceback tracemalloc unittest urllib mock _os _sys _io
+    """
+)
+_BUILTINS = _words(
+    """
+    __builtins__ __import__ __loader__ __spec__ breakpoint compile delattr eval exec exit
+    get_ipython globals In locals open Out quit vars _ih _oh
+    """
+)
+_BY_NAME = {"getattr": "reads", "setattr": "sets"}  # functions that take an attribute's name
+_MACHINERY = re.compile(
+    r"(__\w+__|_?f_(back|builtins|code|globals|locals)|(tb|gi|cr|ag)_(frame|next|code)"
+    r"|_getframe|_current_frames|attrgetter|methodcaller|_check|_hints|_make_subclass)"
+)
+_HARMLESS = _dunders(
+    """
+    init name qualname doc class len enter exit call iter next getitem setitem contains
+    torch_dispatch post_init version main file all annotations
+    """
+)
+# Methods with which an object can agree with any number or tensor.
+FOOLING = _dunders(
+    """
+    eq ne lt le gt ge hash bool int float index complex array sub rsub abs round
+    torch_function instancecheck subclasscheck getattribute getattr set_name class
+    init_subclass subclasshook mro_entries del
+    """
+)
+_VALUES = _words(
+    """
+    bool int float complex str bytes Tensor Parameter Fraction Decimal Number Real
+    """
+)
+_FILES = _words(
+    """
+    dump from_file fromfile genfromtxt load loadtxt memmap open popen save savefig savetxt
+    savez system tofile
+    """
+)
+_FREE = frozenset({"grad", "requires_grad"})  # attributes of tensors that answers set
+_UNREADABLE = (RecursionError, MemoryError)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A line that reaches beyond an answer, and a phrase that says how."""
+
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"line {self.line} {self.what}"
+
+
+def tree_of(source: str) -> ast.Module:
+    """Return a cell as a tree, with magics as calls, or an empty tree if it cannot be run."""
+    try:
+        return ast.parse(TransformerManager().transform_cell(source))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def foreign_names(sources: Iterable[str]) -> set[str]:
+    """Return the names that stand for what is not the cells' own: imports, and aliases of them."""
+    nodes = [node for source in sources for node in ast.walk(tree_of(source))]
+    foreign = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    bindings = [
+        (name, value) for node in nodes for name, value in _bindings(node) if value is not None
+    ]
+    while added := {
+        name for name, value in bindings if name not in foreign and _passes(value, foreign)
+    }:
+        foreign |= added
+    return foreign
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield (name, the expression that it is bound to) of each binding of a statement."""
+    targets: list[ast.expr] = []
+    value: ast.expr | None = None
+    match node:
+        case ast.Assign():
+            targets, value = node.targets, node.value
+        case ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
+            targets.append(node.target)
+            value = node.value
+        case ast.For() | ast.AsyncFor() | ast.comprehension():
+            targets.append(node.target)
+            value = node.iter
+        case ast.withitem() if node.optional_vars is not None:
+            targets.append(node.optional_vars)
+            value = node.context_expr
+        case ast.Match():
+            names = [n.name for n in ast.walk(node) if isinstance(n, ast.MatchAs | ast.MatchStar)]
+            yield from ((name, node.subject) for name in names if name)
+    for target in targets:
+        for each in ast.walk(target):
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                yield each.id, value
+
+
+def _passes(value: ast.expr, foreign: set[str]) -> bool:
+    """Whether an expression may have a foreign object as its value.
+
+    The result of calling a foreign function with other arguments is the cell's own.
+    """
+    todo: list[ast.AST] = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Call):
+            todo += [*node.args, *(keyword.value for keyword in node.keywords)]
+            if not isinstance(node.func, ast.Name | ast.Attribute):
+                todo.append(node.func)
+            elif isinstance(node.func, ast.Name) and node.func.id in (*_BY_NAME, "vars"):
+                return True
+        elif isinstance(node, ast.Name):
+            if node.id in foreign:
+                return True
+        elif not (isinstance(node, ast.Attribute) and isinstance(_root(node), ast.Call)):
+            todo += ast.iter_child_nodes(node)
+    return False
+
+
+def reaches(source: str, foreign: set[str], modules: Iterable[str] = ()) -> list[Reach]:
+    """Return the lines of a cell that reach beyond an answer, in their order.
+
+    Args:
+        foreign: Names that stand for objects of the course and of libraries (`foreign_names`).
+        modules: Modules that the lesson imports, which its answers may import as well.
+    """
+    try:
+        tree = tree_of(source)
+        allowed = set(modules)
+        found = {
+            Reach(getattr(node, "lineno", 1), what)
+            for node, own in _with_own_names(tree)
+            for what in (*_reach(node, foreign - own, own), *_import(node, allowed))
+        }
+    except _UNREADABLE:
+        return [Reach(1, "is nested too deeply to be read")]
+    return sorted(found, key=lambda each: (each.line, each.what))
+
+
+def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
+    """Yield every node with the parameters of the functions that it is in."""
+    todo: list[tuple[ast.AST, frozenset[str]]] = [(tree, frozenset())]
+    while todo:
+        node, own = todo.pop()
+        yield node, own
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            own |= {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+        todo += [(child, own) for child in ast.iter_child_nodes(node)]
+
+
+def _reach(node: ast.AST, foreign: set[str], own: frozenset[str]) -> Iterator[str]:
+    """Yield how a node other than an import reaches beyond an answer."""
+    match node:
+        case ast.Name(id=name) if name in _BUILTINS - own:
+            yield f"uses {name}"
+        case ast.Name(id=name) if name in _OUTSIDE & foreign:
+            yield f"uses {name}"
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) if _is_lesson(name):
+            yield f"changes {name}, which the lesson imports"
+        case (
+            ast.FunctionDef(name=str(name))
+            | ast.ClassDef(name=str(name))
+            | ast.ExceptHandler(name=str(name))
+            | ast.MatchAs(name=str(name))
+            | ast.MatchStar(name=str(name))
+        ) if _is_lesson(name):
+            yield f"changes {name}, which the lesson imports"
+        case ast.Attribute(attr=name) if name in _OUTSIDE or _is_machinery(name):
+            yield f"uses {name}"
+        case ast.Attribute(attr=name) if name in _FILES and _is_foreign(node, foreign):
+            yield f"uses {name}, which reads or writes files"
+        case ast.Constant(value=str(name)) if _is_machinery(name) or name in FOOLING:
+            yield f"names {name}"
+    match node:
+        case (
+            ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del())
+        ):
+            # an element of a local table or tensor is the cell's own
+            local = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
+            attribute = getattr(node, "attr", "")
+            if attribute[:2] == "__" or (
+                attribute not in _FREE and not local and _is_foreign(node, foreign)
+            ):
+                yield f"changes {ast.unparse(node)[:60]}"
+        case ast.Call(func=ast.Name(id=name), args=args) if name in _BY_NAME:
+            if len(args) < 2 or not isinstance(args[1], ast.Constant):
+                # a function may read an attribute of its own parameter
+                if name == "setattr" or not args or getattr(_root(args[0]), "id", "") not in own:
+                    yield f"{_BY_NAME[name]} an attribute with a computed name"
+            elif args[1].value in _OUTSIDE:
+                yield f"uses {args[1].value}"
+            elif name == "setattr" and _is_foreign(args[0], foreign):
+                yield f"changes {ast.unparse(args[0])[:60]}"
+        case ast.Call(func=ast.Name(id="type"), args=[_, bases, *_]):
+            if {each for n in ast.walk(bases) if (each := _last_name(n)) in _VALUES}:
+                yield "derives a class from a number or a tensor"
+        case ast.ClassDef(bases=bases, keywords=keywords):
+            if {_last_name(base) for base in bases} & _VALUES:
+                yield f"derives {node.name} from a number or a tensor"
+            if any(keyword.arg in (None, "metaclass") for keyword in keywords):
+                yield f"gives {node.name} a metaclass"
+            bound = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            bound |= {name for each in ast.walk(node) for name, _ in _bindings(each)}
+            if methods := sorted(bound & FOOLING):
+                yield f"defines {methods[0]} in {node.name}"
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Name) and child.id in _BY_NAME:
+            if not (isinstance(node, ast.Call) and child is node.func):
+                yield f"passes {child.id} on"
+
+
+def _import(node: ast.AST, allowed: set[str]) -> Iterator[str]:
+    """Yield how an import reaches beyond an answer."""
+    if isinstance(node, ast.Import):
+        pairs = [(alias.name, alias.asname or "") for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        pairs = [(f"{node.module}.{alias.name}", alias.asname or "") for alias in node.names]
+    else:
+        return
+    for path, name in pairs:
+        parts = path.split(".")
+        home = ".".join(parts[:-1]) if isinstance(node, ast.ImportFrom) else path
+        inner = re.match(r"course_lib\.(lessons|teaching)", path)
+        known = {path, home} & allowed
+        if (
+            (parts[0] not in MODULES and not known)
+            or (inner and not known)
+            or {*parts} & (_OUTSIDE | _FILES | {"*"})
+            or any(_is_machinery(part) for part in parts)
+        ):
+            yield f"imports {path}"
+        if _is_lesson(name or parts[-1]) and not inner:
+            yield f"changes {name or parts[-1]}, which the lesson imports"
+
+
+def _is_lesson(name: str) -> bool:
+    return bool(re.fullmatch(r"lesson_\d\d|course_lib", name))
+
+
+def _is_machinery(name: str) -> bool:
+    return bool(_MACHINERY.fullmatch(name)) and name not in _HARMLESS
+
+
+def _root(node: ast.AST) -> ast.AST:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+        node = node.value
+    return node
+
+
+def _is_foreign(node: ast.AST, foreign: set[str]) -> bool:
+    """Whether an attribute's object is foreign; that of a call, such as `type(x).y`, is."""
+    root = _root(node)
+    return not isinstance(root, ast.Name) or root.id in foreign
+
+
+def _last_name(node: ast.AST) -> str:
+    return getattr(node, "attr", "") or getattr(node, "id", "")

@@ -1,0 +1,231 @@
+"""Read handed-in notebooks, and put their answers into the course's own lesson.
+
+The lesson that runs is the course's: its cells in the page's order, with the learner's answers and
+guesses instead of the stubs. Cells that the learner added or changed run at their place. A cell
+that reaches beyond an answer (`reading.py`) does not run, and is shown to the instructor.
+"""
+
+import ast
+import contextlib
+import re
+import warnings
+from collections import defaultdict
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import nbformat
+from nbformat import NotebookNode
+from nbformat.reader import parse_json
+
+from .cells import SOLUTION, UNREADABLE, names_in, parse, read_lessons, without_solutions
+from .reading import Reach, foreign_names, reaches, tree_of
+from .student import check_of
+
+_LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has about 1 MB
+_INSTALLS = "install"  # id of a cell of the one-language edition, which installs the library
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A lesson of the student edition, into which answers are put.
+
+    Attributes:
+        cells: Its code cells, with stubs instead of solutions.
+        calls: Check -> the line that calls it.
+        stubs: Check -> the cell of its exercise before anything is answered.
+        imports: Modules that the cells import, of any library.
+    """
+
+    number: str
+    cells: list[NotebookNode]
+    calls: dict[str, str]
+    stubs: dict[str, str]
+    imports: frozenset[str]
+
+
+@dataclass
+class Problem(Exception):
+    """A notebook cannot be graded. The message is one sentence."""
+
+    message: str
+    lesson: str = "–"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A cell that was not run, because it reaches beyond an answer."""
+
+    number: int  # in the handed-in notebook, from 1
+    names: frozenset[str]  # that it binds
+    reach: Reach
+
+    def __str__(self) -> str:
+        return f"Cell {self.number} was not run: {self.reach}."
+
+
+@dataclass
+class Program:
+    """The cells that run for one submission, and those that do not.
+
+    Attributes:
+        cells: The course's cells with the learner's, in the page's order.
+        answers: Check -> its cell among them.
+        held: Cells that do not run.
+        held_answers: Check -> its cell, if that is one of them.
+    """
+
+    cells: list[NotebookNode] = field(default_factory=list)
+    answers: dict[str, NotebookNode] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+    held_answers: dict[str, Held] = field(default_factory=dict)
+
+
+# --- the course's lessons ---
+
+
+def lessons_of(notebooks: Path) -> dict[str, Lesson]:
+    """Return the lessons of a folder as a dict from number to lesson."""
+    found = {}
+    for name, stored in read_lessons(notebooks).items():
+        cells = [cell for cell in without_solutions(stored).cells if cell.cell_type == "code"]
+        stubs = {check: cell.source for cell in cells if (check := check_of(cell))}
+        calls = {check: _last_line(source) for check, source in stubs.items()}
+        imports = frozenset(module for cell in cells for module in _imports(parse(cell.source)))
+        found[name[:2]] = Lesson(name[:2], cells, calls, stubs, imports)
+    return found
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """Return the modules that code imports, and `package.name` of each name."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+# --- what was handed in ---
+
+
+def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNode, Lesson]:
+    """Read a handed-in file, and find its lesson by the number in its title.
+
+    Outputs, and the course's solutions, which a learner's copy has, are taken out.
+
+    Raises:
+        Problem: The file is not a notebook, or not a lesson.
+    """
+    try:
+        if not path.is_file():  # opening a pipe would wait for a writer
+            raise ValueError("it is a folder" if path.is_dir() else "it is not a file")
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it is larger than {_LARGEST // 10**6} MB")
+        given = path.read_text("utf-8")
+        if not isinstance(parse_json(given), dict):
+            raise ValueError(f"it starts {given[:20]!r}")
+        with warnings.catch_warnings(action="ignore"):  # nbformat repairs repeated ids
+            notebook = cast(NotebookNode, nbformat.reads(given, as_version=4))
+            nbformat.validate(notebook)
+    except Exception as error:  # nbformat raises many types, also AssertionError
+        reason = one_line(getattr(error, "message", "") or error) or type(error).__name__
+        raise Problem(f"It is not a notebook: {reason}.") from None
+    title = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
+    number = re.match(r"# (\d{1,2}) ", title)
+    lesson = lessons.get(f"{int(number[1]):02}") if number else None
+    if lesson is None:
+        raise Problem(f"It is not a lesson of this course; its title is {title[:60]!r}.")
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+            if "### BEGIN SOLUTION" in cell.source or cell.source.startswith(SOLUTION):
+                cell.source = ""
+    return notebook, lesson
+
+
+def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
+    """Return the place of each check's cell: the last one that calls it as the lesson does."""
+    found = {}
+    for place, cell in enumerate(notebook.cells):
+        for check, call in lesson.calls.items():
+            if cell.cell_type == "code" and _last_statement(cell.source) == bare(call):
+                found[check] = place
+    return found
+
+
+def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
+    """Put the answers, guesses and other cells of a submission into the lesson.
+
+    A cell of the learner's follows the course's cell that it follows in the submission. A cell
+    whose code is the course's is the course's. A cell of the course that asks for a guess is
+    replaced by the one with the same id.
+    """
+    program, behind = Program(), defaultdict(list)
+    checks = {place: check for check, place in cells_of(notebook, lesson).items()}
+    at_check = {check: at for at, cell in enumerate(lesson.cells) if (check := check_of(cell))}
+    at_code = {bare(cell.source): at for at, cell in reversed([*enumerate(lesson.cells)])}
+    at_id = {cell.id: at for at, cell in enumerate(lesson.cells)}
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    foreign = foreign_names([*(cell.source for cell in lesson.cells), *code])
+    instead: dict[int, NotebookNode] = {}
+    at = -1  # the course's cell that the learner's cells follow; -1 is before the first
+    for place, cell in enumerate(notebook.cells):
+        check = checks.get(place)
+        if cell.cell_type != "code" or cell.get("id") == _INSTALLS or not bare(cell.source):
+            continue
+        if check is None and bare(cell.source) in at_code:
+            at = at_code[bare(cell.source)]
+            continue
+        at = at_check[check] if check else at_id.get(cell.get("id"), at)
+        if found := reaches(cell.source, foreign, lesson.imports):
+            held = Held(place + 1, frozenset(names_in(cell.source)[0]), found[0])
+            program.held.append(held)
+            if check:
+                program.held_answers[check] = held
+            continue
+        own = nbformat.v4.new_code_cell(cell.source)
+        if check:
+            program.answers[check] = own
+        if check or (at >= 0 and cell.get("id") in at_id and _is_guess(lesson.cells[at])):
+            instead[at] = own
+        else:
+            behind[at].append(own)
+    program.cells = behind[-1]
+    for at, cell in enumerate(lesson.cells):
+        program.cells += [instead.get(at) or deepcopy(cell), *behind[at]]
+    return program
+
+
+def _is_guess(cell: NotebookNode) -> bool:
+    """Whether a cell of the course asks for a value: a statement gives None to a name."""
+    values = [each.value for each in tree_of(cell.source).body if isinstance(each, ast.Assign)]
+    parts = [part for value in values for part in getattr(value, "elts", [value])]
+    return not check_of(cell) and any(getattr(part, "value", 0) is None for part in parts)
+
+
+# --- comparing code ---
+
+
+def _last_line(source: str) -> str:
+    return source.rstrip().rpartition("\n")[2]
+
+
+def _last_statement(source: str) -> str:
+    body = getattr(parse(source), "body", [])
+    last = ast.get_source_segment(source, body[-1]) if body else None
+    return bare(last or _last_line(source))
+
+
+def bare(code: str) -> str:
+    """Return code without comments and spaces."""
+    with contextlib.suppress(*UNREADABLE):
+        code = ast.unparse(ast.parse(code))
+    return "".join(code.split())
+
+
+def one_line(words: object) -> str:
+    """Return words on one line, without the last full stop."""
+    return " ".join(str(words).split()).removesuffix(".")[:200]
