@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,11 +39,12 @@ from . import not_installed
 
 try:
     import nbformat
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import DeadKernelError
     from nbformat import NotebookNode
 
     from .cells import NOTEBOOKS, EditionError, names_in
-    from .kernels import LIBRARY, Limits, Run, TooMuchOutput
+    from .kernels import LIBRARY, Limits, OutOfTime, Run, TooMuchOutput
+    from .progress import Progress, key_of
     from .student import reason_in
     from .submissions import (
         Lesson,
@@ -203,8 +204,8 @@ def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits) -> s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             Run(notebook, limits, Path(folder)).execute()
-        except CellTimeoutError:
-            return f"It was stopped after {limits.seconds} seconds."
+        except OutOfTime as stopped:
+            return str(stopped)
         except DeadKernelError:
             return f"Its kernel died: a crash, or more than {limits.gigabytes} GB of memory."
         except TooMuchOutput:
@@ -327,14 +328,15 @@ def grade_folder(
     wanted: str = "",
     say: Callable[[str], None] = print,
     jobs: int = 1,
+    progress: Progress | None = None,
 ) -> list[Row]:
     """Return the rows of all files of a folder, in the order of their names.
 
     If it has folders, for example one for each learner, their notebooks are graded.
 
     Raises:
-        EditionError: The folder is empty, no lesson has the wanted number, or a grading process was
-            killed.
+        EditionError: The folder is empty, or no lesson has the wanted number.
+        Stopped: It was interrupted, or a grading process was killed.
     """
     if wanted and not any(notebooks.glob(f"{wanted}_*.ipynb")):
         raise EditionError(f"there is no lesson {wanted!r} in {notebooks}")
@@ -357,12 +359,56 @@ def grade_folder(
     numbers = {each.lesson.number for each in submissions if each.lesson}
     untouched = {number: fingerprints_of(lessons[number]) for number in sorted(numbers)}
     tasks = [(each, untouched[each.lesson.number] if each.lesson else {}) for each in submissions]
+    keys = [_key(*task, limits) for task in tasks]
+    done = {at: rows for at, key in enumerate(keys) if (rows := progress and progress.rows(key))}
+    left = [at for at in range(len(tasks)) if at not in done]
+    graded = _side_by_side(
+        max(1, min(jobs, len(left))),
+        partial(_grade_in_time, limits=limits),
+        [tasks[at] for at in left],
+    )
+    try:
+        for at, (found, seconds) in zip(left, graded, strict=True):
+            name = submissions[at].name
+            say(f"{name}: {' '.join(row.verdict for row in found)}  ({seconds:.0f} s)")
+            done[at] = found
+            if progress:
+                progress.add(keys[at], found)
+    except (KeyboardInterrupt, EditionError, OSError) as error:
+        raise Stopped(error, _all_rows(submissions, done), len(done), len(tasks)) from None
+    return _all_rows(submissions, done)
+
+
+def _key(submission: Submission, untouched: dict[str, str], limits: Limits) -> str:
+    notebook, lesson, problem = submission.notebook, submission.lesson, submission.problem
+    cells = [[cell.cell_type, cell.source] for cell in (notebook.cells if notebook else [])]
+    course = [cell.source for cell in (lesson.cells if lesson else [])]
+    said = problem.message if problem else ""
+    return key_of(submission.name, cells, course, said, untouched, asdict(limits))
+
+
+def _all_rows(submissions: list[Submission], done: dict[int, list[Row]]) -> list[Row]:
+    """Return the rows of all files, with a row for each that is not graded yet."""
     rows = []
-    graded = _side_by_side(min(jobs, len(tasks)), partial(_grade_in_time, limits=limits), tasks)
-    for submission, (found, seconds) in zip(submissions, graded, strict=True):
-        say(f"{submission.name}: {' '.join(row.verdict for row in found)}  ({seconds:.0f} s)")
-        rows += found
+    for at, each in enumerate(submissions):
+        number = each.lesson.number if each.lesson else "–"
+        later = Row(each.name, number, "–", TROUBLE, "It is not graded yet: grade again.")
+        rows += done.get(at, [later])
     return rows
+
+
+@dataclass
+class Stopped(Exception):
+    """A grading ended before its last file."""
+
+    cause: BaseException
+    rows: list[Row]
+    graded: int
+    files: int
+
+    def __str__(self) -> str:
+        reason = "stopped" if isinstance(self.cause, KeyboardInterrupt) else str(self.cause)
+        return f"{reason}; {self.graded} of {self.files} files are graded, run again to go on"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -378,7 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
         "-j", "--jobs", type=int, default=1, help="notebooks that run at the same time"
     )
     parser.add_argument(
-        "--seconds", type=int, default=600, help="time limit per notebook, also with --jobs"
+        "--seconds", type=int, default=600, help="limit of CPU time, and of waiting, per notebook"
     )
     parser.add_argument("--gigabytes", type=int, default=8, help="memory limit (on Linux)")
     chosen = parser.parse_args(arguments)
@@ -386,13 +432,26 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         current()  # raises for an unknown language, in which every check would fail
         limits = Limits(chosen.seconds, chosen.gigabytes)
-        rows = grade_folder(
-            chosen.folder, chosen.notebooks, limits, chosen.lesson, jobs=chosen.jobs
-        )
-        counts = by_exercise(rows)
-        summary = chosen.output.with_name(f"{chosen.output.stem}_by_exercise.csv")
-        write_table(rows, chosen.output)
-        write_by_exercise(counts, summary)
+        with Progress(chosen.output) as progress:
+            stopped = None
+            try:
+                rows = grade_folder(
+                    chosen.folder,
+                    chosen.notebooks,
+                    limits,
+                    chosen.lesson,
+                    jobs=chosen.jobs,
+                    progress=progress,
+                )
+            except Stopped as early:
+                stopped, rows = early, early.rows
+            counts = by_exercise(rows)
+            summary = chosen.output.with_name(f"{chosen.output.stem}_by_exercise.csv")
+            write_table(rows, chosen.output)
+            write_by_exercise(counts, summary)
+            if stopped:
+                sys.exit(f"grade: {stopped}")
+            progress.finish()
     except (EditionError, ValueError, OSError) as error:
         sys.exit(f"grade: {error}")
     except KeyboardInterrupt:

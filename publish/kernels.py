@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
-import time
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from . import fingerprint
 from .fingerprint import MOST_OUTPUT
 
 LIBRARY = Path(__file__).resolve().parents[1]
+_ENDLESS = 10**6  # seconds
+_LOOK_SECONDS = 0.5  # between two looks at the processes of a notebook
+_PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -26,7 +31,8 @@ class Limits:
     """Limits of one notebook.
 
     Attributes:
-        seconds: Wall-clock time for all cells together.
+        seconds: CPU time of all processes of a notebook together, and separately the wall-clock
+            time during which none of them computes.
         gigabytes: Memory of the kernel, and of each process that it starts. Only Linux enforces it.
     """
 
@@ -38,6 +44,10 @@ class Limits:
             raise ValueError(f"limits must be positive, got {self}")
 
 
+class OutOfTime(Exception):
+    """A notebook computed, or waited, for longer than its limit. The message is one sentence."""
+
+
 class TooMuchOutput(Exception):
     """A notebook printed more than any lesson prints."""
 
@@ -46,7 +56,7 @@ class Run(NotebookClient):
     """Client that runs all cells of a notebook in place, also those below a cell that raises.
 
     Raises:
-        CellTimeoutError: The time limit was reached.
+        OutOfTime: The time limit was reached.
         DeadKernelError: The kernel crashed.
         TooMuchOutput: The notebook printed too much.
     """
@@ -56,8 +66,9 @@ class Run(NotebookClient):
             notebook,
             kernel_name="python3",  # the notebook may name another one
             allow_errors=True,
-            timeout_func=self._seconds_left,
-            startup_timeout=max(120, limits.seconds),
+            timeout=None,  # `_watch` ends what takes too long
+            iopub_timeout=_ENDLESS,  # four seconds are too few on a busy machine
+            startup_timeout=_ENDLESS,
             # the kernel sends its output five times per second, however large it is
             extra_arguments=[f"--IPKernelApp.extra_extensions={fingerprint.__name__}"],
             record_timing=False,
@@ -66,39 +77,52 @@ class Run(NotebookClient):
         self._work, self._home = folder / "work", folder / "home"
         for each in (self._work, self._home):
             each.mkdir()
-        self._end = time.monotonic() + limits.seconds
-
-    def _seconds_left(self, cell: NotebookNode) -> int:
-        """Return the seconds that a cell may run, and set the same limit for its output.
-
-        Output that arrives after `iopub_timeout` is lost. The four seconds that nbclient allows are
-        too few on a busy machine.
-        """
-        left = max(1, int(self._end - time.monotonic()))
-        self.iopub_timeout = left
-        return left
+        self._out_of_time = ""
+        self._ended = threading.Event()
 
     def execute(self) -> NotebookNode:  # type: ignore[override]
         """Start the kernel, run the notebook, and end every process that this started."""
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        adopt_orphans()
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         try:
             return super().execute(cwd=str(self._work), env=self._environment())
         except DeadKernelError:
+            if self._out_of_time:
+                raise OutOfTime(self._out_of_time) from None
             if self._printed > MOST_OUTPUT:
                 raise TooMuchOutput from None
             raise
         finally:
-            for child in psutil.Process().children(recursive=True):
-                if child.pid not in before:
-                    child.kill()
+            self._ended.set()
+            end_children(self._before)
+
+    def _watch(self, kernel: psutil.Process) -> None:
+        """Kill the kernel after too many seconds of CPU time or of waiting.
+
+        A process that is ready to run on a busy machine neither computes nor waits.
+        """
+        waited, computed = 0.0, 0.0
+        while not self._ended.wait(_LOOK_SECONDS):
+            now, ready = _computed_seconds(self._before)
+            waited += 0 if ready or now > computed else _LOOK_SECONDS
+            computed = max(computed, now)
+            for seconds, verb in ((computed, "computed"), (waited, "waited")):
+                if seconds > self._limits.seconds:
+                    self._out_of_time = (
+                        f"It was stopped: it {verb} for more than {self._limits.seconds} seconds."
+                    )
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        kernel.kill()
+                    return
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
-        """Start the kernel and then the clock, and let Ctrl-C end more than this notebook."""
+        """Start the kernel and its limits, and let Ctrl-C end more than this notebook."""
         for each in (signal.SIGINT, signal.SIGTERM):  # nbclient would end this kernel alone
             asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)
         self._limit_memory()
-        self._end = time.monotonic() + self._limits.seconds
+        kernel = psutil.Process(self.km.provisioner.pid)
+        threading.Thread(target=self._watch, args=(kernel,), daemon=True).start()
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> Any:
         """Process an output, or kill the kernel after too many: a cell cannot be stopped."""
@@ -128,3 +152,43 @@ class Run(NotebookClient):
         kernel = psutil.Process(self.km.provisioner.pid)
         kernel.rlimit(psutil.RLIMIT_DATA, (most, most))
         kernel.rlimit(psutil.RLIMIT_CORE, (0, 0))
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every process below it whose parent ends, on Linux.
+
+    A process that leaves its session, as `setsid` does, is otherwise a child of process 1, and
+    nobody knows who started it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children(kept: set[int]) -> None:
+    """Kill all processes below this one, except those with the kept ids, until there are none.
+
+    A killed process leaves its children to this one.
+    """
+    while children := [
+        each for each in psutil.Process().children(recursive=True) if each.pid not in kept
+    ]:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children)
+
+
+def _computed_seconds(kept: set[int]) -> tuple[float, bool]:
+    """Return (CPU seconds of the processes below this one, whether one of them is ready to run).
+
+    Processes with the kept ids do not count.
+    """
+    seconds, ready = 0.0, False
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.pid not in kept:
+                times = each.cpu_times()
+                seconds += times.user + times.system
+                seconds += getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
+                ready |= each.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+    return seconds, ready

@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import re
+import sys
 from copy import deepcopy
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from patience import HANGS_SECONDS
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
+psutil = pytest.importorskip("psutil")
 
-from publish import fingerprint, grade, reading, submissions, verdicts
-from publish.cells import SOLUTION
-from publish.kernels import Limits, Run
+from publish import fingerprint, grade, progress, reading, submissions, verdicts
+from publish.cells import SOLUTION, EditionError
+from publish.kernels import Limits, OutOfTime, Run
 from publish.student import reason_id
 
 LIMITS = Limits(HANGS_SECONDS)
@@ -205,6 +207,33 @@ def test_output_that_arrives_after_the_cell_has_run_is_kept(tmp_path):
     assert [output["text"] for output in notebook.cells[0].outputs] == ["late\n"]
 
 
+# a process that leaves its session, and whose parent ends
+LEAVES = """import subprocess
+
+subprocess.run(["setsid", "-f", "sleep", "1177"])
+print("left")"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans needs prctl of Linux")
+def test_process_that_left_its_session_ends_with_its_notebook(tmp_path):
+    cells = [nbformat.v4.new_code_cell(LEAVES)]
+    notebook = Run(nbformat.v4.new_notebook(cells=cells), LIMITS, tmp_path).execute()
+    assert [output["text"] for output in notebook.cells[0].outputs] == ["left\n"]
+    running = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "1177"] not in running
+
+
+@pytest.mark.parametrize(
+    ("loop", "verb"),
+    [("while True: pass", "computed"), ("import time\ntime.sleep(10**6)", "waited")],
+)
+def test_notebook_that_computes_or_waits_too_long_is_stopped(tmp_path, loop, verb):
+    """The limit leaves time for the start of the kernel, which counts as well."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(loop)])
+    with pytest.raises(OutOfTime, match=f"it {verb} for more than 10 seconds"):
+        Run(notebook, Limits(10), tmp_path).execute()
+
+
 HIDDEN_OS = f"""import torch
 
 {LOOK}hidden = look(torch, "o" + "s")
@@ -294,6 +323,55 @@ def test_what_is_no_file_and_what_breaks_grading_cost_the_others_nothing(
         ("f/01", "It is not a notebook: it starts '[]'."),
     ]
     assert [line.partition("  (")[0] for line in told] == [f"{row.name}: !" for row in rows]
+
+
+def test_interrupted_grading_keeps_its_rows_and_goes_on(tmp_path, read_once, monkeypatch, capsys):
+    """The table names the files that are not graded; a changed file is graded again."""
+    for name in "abc":
+        hand_in(tmp_path / f"in/{name}.ipynb", submission(name, title="# 0 Start / 开始"))
+    calls, table = [], tmp_path / "t.csv"
+
+    def grade_until_c(submission, limits, untouched):
+        calls.append(submission.name)
+        if calls == ["a", "b", "c"]:
+            raise KeyboardInterrupt
+        return [verdicts.Row(submission.name, "00", "–", "✓", "ok")]
+
+    monkeypatch.setattr(grade, "grade", grade_until_c)
+    monkeypatch.setattr(grade, "fingerprints_of", lambda lesson: {})
+    options = [str(tmp_path / "in"), "--output", str(table), "--notebooks", str(NOTEBOOKS)]
+    with pytest.raises(SystemExit, match="stopped; 2 of 3 files are graded, run again to go on"):
+        grade.main(options)
+    assert [row[3:5] for row in read_csv(table)[1:]] == [
+        ["✓", "ok"],
+        ["✓", "ok"],
+        ["!", "It is not graded yet: grade again."],
+    ]
+    with (tmp_path / ".t_progress.jsonl").open("a") as file:
+        file.write('["half a li')  # the disk was full
+    hand_in(tmp_path / "in/b.ipynb", submission("changed", title="# 0 Start / 开始"))
+    grade.main(options)
+    assert calls == ["a", "b", "c", "b", "c"]
+    assert [row[3] for row in read_csv(table)[1:]] == ["✓"] * 3
+    assert not (tmp_path / ".t_progress.jsonl").exists()
+
+
+def test_two_gradings_of_one_table_are_rejected(tmp_path):
+    first, second = (progress.Progress(tmp_path / "t.csv") for _ in range(2))
+    with first, pytest.raises(EditionError, match="another grading is writing"):
+        second.__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_submission_that_rewrites_a_file_does_not_change_a_later_one(tmp_path, read_once):
+    """The second file is read before the first one runs."""
+    second = hand_in(tmp_path / "in/b.ipynb", submission("1", title="# 0 Start / 开始"))
+    rewrites = f"hidden.truncate({str(second)!r}, 0)"
+    cells = submission(HIDDEN_OS, rewrites, title="# 0 Start / 开始")
+    hand_in(tmp_path / "in/a.ipynb", cells)
+    rows = grade.grade_folder(tmp_path / "in", NOTEBOOKS, LIMITS, say=list)
+    assert [(row.name, row.verdict) for row in rows] == [("a", "✓"), ("b", "✓")]
+    assert second.read_text() == ""
 
 
 @pytest.mark.usefixtures("fresh")

@@ -1,0 +1,76 @@
+"""Rows of a grading that has not ended, so that the next one goes on where it stopped.
+
+Each graded file is one line of JSON in a hidden file next to the table. The line counts only if the
+file, the lesson, the library and the limits are the same. The file is removed with the last row.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Self
+
+from .cells import EditionError
+from .verdicts import Row
+
+try:
+    import fcntl
+except ImportError:  # Windows: two gradings at once are not noticed
+    fcntl = None
+
+
+def key_of(*parts: object) -> str:
+    """Return a hash of what the rows of a file depend on, given as values of JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class Progress:
+    """The rows that are on disk for one table.
+
+    Raises:
+        EditionError: Another grading writes to the same table.
+    """
+
+    def __init__(self, table: Path) -> None:
+        self._path = table.with_name(f".{table.stem}_progress.jsonl")
+        self._table = table
+        self._rows: dict[str, list[Row]] = {}
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+", encoding="utf-8")
+        try:
+            if fcntl:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise EditionError(f"another grading is writing {self._table}") from None
+        self._file.seek(0)
+        for line in self._file:
+            try:
+                key, rows = json.loads(line)
+                self._rows[key] = [Row(**row) for row in rows]
+            except (ValueError, TypeError):  # the disk was full
+                continue
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._path.exists() and not self._path.stat().st_size:
+            self._path.unlink()
+        self._file.close()
+
+    def rows(self, key: str) -> list[Row] | None:
+        """Return the rows of an earlier grading that did not end, or None."""
+        return self._rows.get(key)
+
+    def add(self, key: str, rows: Sequence[Row]) -> None:
+        """Write the rows of a file to the disk."""
+        self._file.write(f"\n{json.dumps([key, [asdict(row) for row in rows]])}\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self) -> None:
+        """Remove the file, because the table has all rows."""
+        self._path.unlink(missing_ok=True)
