@@ -157,8 +157,8 @@ class Run(NotebookClient):
 def adopt_orphans() -> None:
     """Make this process the parent of every process below it whose parent ends, on Linux.
 
-    A process that leaves its session, as `setsid` does, is otherwise a child of process 1, and
-    nobody knows who started it.
+    A process that leaves its session, as `setsid` does, is otherwise a child of process 1,
+    which does not tell who started it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -48,7 +48,8 @@ _BUILTINS = _words(
 _BY_NAME = {"getattr": "reads", "setattr": "sets"}  # functions that take an attribute's name
 _MACHINERY = re.compile(
     r"(__\w+__|_?f_(back|builtins|code|globals|locals)|(tb|gi|cr|ag)_(frame|next|code)"
-    r"|_getframe|_current_frames|attrgetter|methodcaller|_check|_hints|_make_subclass)"
+    r"|_getframe|_current_frames|attrgetter|methodcaller|_check|_hints|_make_subclass"
+    r"|bltns|get_type_hints|ForwardRef|make_dataclass)"
 )
 _HARMLESS = _dunders(
     """
@@ -216,6 +217,10 @@ def _reach(node: ast.AST, foreign: set[str], own: frozenset[str]) -> Iterator[st
             yield f"uses {name}"
         case ast.Attribute(attr=name) if name in _FILES and _is_foreign(node, foreign):
             yield f"uses {name}, which reads or writes files"
+        case ast.MatchClass(kwd_attrs=names) if any(
+            name in _OUTSIDE or _is_machinery(name) for name in names
+        ):
+            yield f"reads {', '.join(names)}"
         case ast.Constant(value=str(name)) if _is_machinery(name) or name in FOOLING:
             yield f"names {name}"
     match node:

@@ -437,6 +437,8 @@ REACHES = [
     ("from operator import attrgetter", "imports operator.attrgetter"),
     ("(x for x in y).gi_frame.f_back", "uses f_back"),
     ("error.tb_frame", "uses tb_frame"),
+    ("match torch:\n    case object(os=x): pass", "reads os"),
+    ("from typing import get_type_hints", "imports typing.get_type_hints"),
     ("x.__class__ = Y", "changes x.__class__"),
     ("!ls", "uses get_ipython"),
     ("%run other.py", "uses get_ipython"),
