@@ -653,10 +653,8 @@ table(["call", *headings], rows)
 #
 # - A **mask** costs $4N^2$ bytes in fp32, because the mask itself is kept. On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
 # - **Dropout** is inside the kernels on CUDA. On this CPU PyTorch uses `MATH` and keeps 107 MB instead of 8.4 MB.
-# - **Head sizes** must be a multiple of 4 in fp32 on CUDA. In bf16, any size up to 256 gets a fused kernel if there is no mask: PyTorch pads the heads to a multiple of 8, here from 63 to 64, and keeps the padded tensors. With a mask, the size must be a multiple of 8.
+# - **Head sizes** must be a multiple of 4 in fp32 on CUDA. In bf16, any size up to 256 gets a fused kernel without a mask: PyTorch pads the heads to a multiple of 8, here to 64, and keeps the padded tensors. With a mask, the size must be a multiple of 8.
 # - **Grouped queries** get no fused kernel in fp32 on CUDA. With one, a Llama's step there would peak at 6,230 MB instead of 8,509 MB. In bf16 they get one.
-#
-# The H200 columns follow the rules of PyTorch 2.11 and 2.13, which give the same megabytes here. With PyTorch 2.11, an H200 confirmed the bytes of the flag, the mask and dropout, and the kernels chosen for the transposed mask and grouped queries. No GPU has confirmed the head size. It follows the compiled checks of both versions.
 #
 # </div>
 # <div lang="zh">
@@ -666,7 +664,17 @@ table(["call", *headings], rows)
 # - **头的维度**在 CUDA 上、fp32 时必须是 4 的倍数。bf16 时，只要没有掩码，256 以内的任何维度都用得上融合算子：PyTorch 先把每个头填充到 8 的倍数（这里是从 63 到 64），再保存填充后的张量。有掩码时，维度必须是 8 的倍数。
 # - **分组查询**在 CUDA 上、fp32 时用不上融合算子。这时一个 Llama 训练步的峰值是 8,509 MB，如果能用融合算子，只要 6,230 MB。bf16 时可以用。
 #
-# H200 的两列按 PyTorch 2.11 和 2.13 的规则得出，两个版本在这里给出的 MB 数相同。其中，因果标志、掩码和 dropout 的字节数，以及转置的掩码和分组查询所选的核函数，都在 H200 上用 PyTorch 2.11 核对过。头的维度那一行还没有在 GPU 上核对过，它依据这两个版本编译好的检查函数。
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# The H200 columns follow the rules of PyTorch 2.11 and 2.13. With PyTorch 2.11, an H200 confirmed the bytes of the flag, the mask and dropout, and the kernels chosen for the transposed mask and grouped queries. No GPU has confirmed the head size. It follows PyTorch's compiled checks.
+#
+# </div>
+# <div lang="zh">
+#
+# H200 的两列按 PyTorch 2.11 和 2.13 的规则得出。其中，因果标志、掩码和 dropout 的字节数，以及转置的掩码和分组查询所选的核函数，都在 H200 上用 PyTorch 2.11 核对过。头的维度那一行还没有在 GPU 上核对过，它依据 PyTorch 编译好的检查函数。
 #
 # </div>
 
