@@ -406,16 +406,16 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Two passes cost 40% more FLOPs in backward. In exchange, no two instances of a kernel write to the same place, so the result is **deterministic**. With one pass, many instances add to the same dQ by atomic adds, in an order that changes from run to run (FlashAttention's issue 414). In FlashAttention-2 only dQ is affected (issue 988), and elsewhere possibly the dK and dV of grouped queries. `torch.use_deterministic_algorithms(True)` avoids this.
+# Two passes cost 40% more FLOPs in backward. In exchange, no two instances of a kernel write to the same place, so the result is **deterministic**. With one pass, many instances add to one dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). In FlashAttention-2 only dQ is affected (issue 988), and elsewhere possibly the dK and dV of grouped queries. `torch.use_deterministic_algorithms(True)` avoids this.
 #
-# One pass can be deterministic too, if the instances add in a fixed order and wait for each other. This is FlashAttention's `deterministic=True`. With it, backward takes 21% longer on an H100 with head size 128, 8192 tokens and a causal mask (pull request 1893). The kernels of this library use two passes.
+# One pass can be deterministic too, if the instances add in a fixed order. This is FlashAttention's `deterministic=True`. With it, backward takes 21% longer on an H100 with head size 128, 8192 tokens and a causal mask (pull request 1893). The kernels of this library use two passes.
 #
 # </div>
 # <div lang="zh">
 #
 # 遍历两次，反向要多 40% 的 FLOPs，换来的是任何两个核函数实例都不会写同一个地方，因此结果是**确定性的**（deterministic）。只遍历一次时，许多实例同时用原子加往同一个 dQ 上累加，每次运行的顺序都不同（FlashAttention 的 issue 414）。在 FlashAttention-2 里，受影响的只有 dQ（issue 988）；在别的实现里，分组查询的 dK 和 dV 也可能受影响。用 `torch.use_deterministic_algorithms(True)` 可以避免。
 #
-# 只遍历一次也可以是确定性的，只要各个实例按固定的顺序累加，并互相等待。FlashAttention 的 `deterministic=True` 就是这样做的。在 H100 上，头维度 128，8192 个 token，因果掩码，打开这个选项，反向要多花 21% 的时间（合并请求 1893）。本库的核函数遍历两次。
+# 只遍历一次也可以是确定性的，只要各个实例按固定的顺序累加。FlashAttention 的 `deterministic=True` 就是这样做的。在 H100 上，头维度 128，8192 个 token，因果掩码，打开这个选项，反向要多花 21% 的时间（合并请求 1893）。本库的核函数遍历两次。
 #
 # </div>
 
@@ -661,7 +661,7 @@ table(["call", *headings], rows)
 #
 # - **掩码**在 fp32 下要占 $4N^2$ 字节，因为掩码本身要保存。在 CUDA 上，最后一维步长不是 1 的掩码（T5 就是这样）用不上融合算子。
 # - **dropout** 在 CUDA 上由核函数内部完成。在这个 CPU 上则退回 `MATH`，保存 107 MB，而不是 8.4 MB。
-# - **头的维度**在 CUDA 上、fp32 时必须是 4 的倍数。bf16 时，只要没有掩码，256 以内的任何维度都用得上融合算子：PyTorch 先把每个头填充到 8 的倍数（这里是从 63 到 64），再保存填充后的张量。有掩码时，维度必须是 8 的倍数。
+# - **头的维度**在 CUDA 上、fp32 时必须是 4 的倍数。bf16 时，只要没有掩码，256 以内的任何维度都用得上融合算子：PyTorch 先把每个头填充到 8 的倍数（这里是 64），再保存填充后的张量。有掩码时，维度必须是 8 的倍数。
 # - **分组查询**在 CUDA 上、fp32 时用不上融合算子。这时一个 Llama 训练步的峰值是 8,509 MB，如果能用融合算子，只要 6,230 MB。bf16 时可以用。
 #
 # </div>
