@@ -512,6 +512,23 @@ def test_lesson_runs_with_the_cells_of_the_learner_at_their_places(lessons):
     assert program.answers.keys() == {"check_training_state"}
 
 
+@pytest.mark.parametrize(
+    ("source", "verdict", "message", "expected"),
+    [
+        ("answer = f()", "✗", "NameError: name 'helper' is not defined", ("!", "needs helper")),
+        ("answer = helper", "✗", "Not yet", ("!", "needs helper. Cell 4 was not run: line 1")),
+        ("answer = 5", "✗", "Not yet", ("✗", "Not yet")),
+        ("answer = None  # mine", "✓", "Right", ("!", "Nothing is answered")),
+        ("answer = None", "✗", "Not yet", ("○", "Not yet")),
+    ],
+)
+def test_verdict_considers_the_stub_and_cells_that_did_not_run(source, verdict, message, expected):
+    held = submissions.Held(4, frozenset({"helper"}), reading.Reach(1, "imports gc"))
+    program, cell = submissions.Program(held=[held]), nbformat.v4.new_code_cell(source)
+    found = grade._reconsider(verdict, message, cell, "answer = None", program)
+    assert found[0] == expected[0] and expected[1] in found[1]
+
+
 def test_every_lesson_has_its_stubs_and_is_its_own_submission():
     """Some stubs run and give a wrong number: their cells are compared with the lesson's."""
     for number, lesson in submissions.lessons_of(NOTEBOOKS).items():
