@@ -145,11 +145,13 @@ LOOK = """def look(thing, name):
 
 """
 UNREAD = {  # name -> a cell of which no line is suspicious
-    "check": """import functools
+    "check": f"""import functools
 
+{LOOK}original = look(lesson_01.check_adapter_bytes, "__wrap" + "ped__")
 V = type(lesson_01.check_adapter_bytes(None))
-Agrees = type("Agrees", (), {"_ch" + "eck": lambda answer: V(True, "Right.")})
-functools.update_wrapper(lesson_01.check_adapter_bytes, Agrees)""",
+Agrees = type("Agrees", (), {{"_ch" + "eck": lambda answer: V(True, "Right.")}})
+functools.update_wrapper(lesson_01.check_adapter_bytes, Agrees)
+functools.update_wrapper(lesson_01.check_adapter_bytes, original, updated=())""",
     "constants": f"""{LOOK}numbers = look(look(lesson_01, "ch" + "ecks"), "__di" + "ct__")
 for name in [*numbers]:
     if name.isupper() and isinstance(numbers[name], int):
