@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("expecttest", reason="PyTorch's operator database needs expecttest")
 from sweep_operators import LAYOUTS, Finding, check_results, findings
 from torch import nn
+from torch.nn import functional as F
 
 from course_lib._torch import tensors_in
 from course_lib.budget import Recipe, estimate, run
@@ -89,6 +90,11 @@ def test_losses_take_the_bytes_of_real_ones_with_every_reduction():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators_with_rules_take_the_bytes_of_real_ones(dtype, layout):
     found = verdicts(dtype, 2, WITH_RULES, layout=layout)
+    assert not found["different"] and not found["refused"]
+
+
+def test_operators_with_rules_have_the_strides_of_real_ones_with_dimensions_of_size_one():
+    found = verdicts(torch.float32, 1, WITH_RULES, ones=True)
     assert not found["different"] and not found["refused"]
 
 
@@ -179,6 +185,79 @@ def test_symbolic_bags_have_the_storages_of_real_ones(operator):
     ):
         if not (case[4] and case[1]):  # weights are for sums only
             assert_same_look(bags, *case)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_views_have_the_strides_of_real_ones(seed):
+    draw = random.Random(seed)
+    shape = [draw.choice((1, 1, 2, 3, 4)) for _ in range(draw.choice((1, 2, 3, 4)))]
+    order = draw.sample(range(len(shape)), len(shape))
+    odd = [draw.choice((1, 5, 77)) for _ in shape]
+    factors = [factor for size in shape for factor in ((2, 2) if size == 4 else (size,))]
+    ones = [draw.choice(((), (1,))) for _ in factors]
+    wanted = [size for one, factor in zip(ones, factors, strict=True) for size in (*one, factor)]
+
+    def views():
+        x = laid_out(shape, order, [True] * len(shape), torch.float32)
+        steps = [n if size == 1 else s for n, size, s in zip(odd, shape, x.stride(), strict=True)]
+        x = x.as_strided(shape, steps)
+        return x.reshape(wanted), x.reshape(-1), x.unsqueeze(0).flatten(0, 1)
+
+    assert_same_look(views)
+
+
+# Shapes and strides of images of which some dimensions have size 1, as views have them.
+ODD = [
+    ((1, 16, 8, 8), (16, 1, 128, 16)),
+    ((1, 16, 8, 8), (1024, 1, 128, 16)),
+    ((2, 16, 8, 8), (1024, 1, 128, 16)),
+    ((2, 16, 8, 8), (2048, 1, 128, 16)),
+    ((1, 16, 8, 8), (99, 64, 8, 1)),
+    ((2, 16, 1, 1), (16, 1, 16, 16)),
+    ((1, 16, 1, 8), (16, 1, 8, 16)),
+    ((4, 16, 8, 8), (1, 4, 512, 64)),
+]
+ON_IMAGES = {
+    "like": torch.zeros_like,
+    "number": lambda x: x * 2,
+    "function": torch.sin,
+    "power": lambda x: 2**x,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "hardswish": F.hardswish,
+    "prelu": lambda x: F.prelu(x, torch.ones(16)),
+    "logsigmoid": F.logsigmoid,
+    "nan_to_num": torch.nan_to_num,
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "tril": torch.tril,
+    "flip": lambda x: x.flip(1),
+    "roll": lambda x: x.roll(1, 1),
+    "sort": lambda x: x.sort(1),
+    "index_put": lambda x: x.index_put((torch.tensor([0]),), torch.ones(x[0].shape)),
+    "index_add": lambda x: x.index_add(0, torch.tensor([0]), x[:1]),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "batch_norm": lambda x: F.batch_norm(x, *(torch.ones(16) for _ in range(4)), True),
+    "group_norm": lambda x: F.group_norm(x, 4, torch.ones(16)),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "weight_norm": lambda x: torch._weight_norm(x, torch.ones(len(x), 1, 1, 1)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "logits": lambda x: F.binary_cross_entropy_with_logits(
+        x, torch.ones(x.shape), reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_IMAGES)
+def test_results_of_images_have_the_strides_of_real_ones(name):
+    def results(shape, strides):
+        x = torch.empty_strided(shape, strides).fill_(0.5).requires_grad_()
+        made = [each for each in tensors_in(ON_IMAGES[name](x)) if each.is_floating_point()]
+        if made[0].requires_grad:
+            torch.autograd.backward(made[0], torch.ones_like(made[0]))
+        return *made, x.grad
+
+    for case in ODD:
+        assert_same_look(results, *case)
 
 
 ELEMENTWISE = {

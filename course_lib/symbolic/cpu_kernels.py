@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import (
-    is_non_overlapping_and_dense_or_false,
     make_channels_last_strides_for,
     make_contiguous_strides_for,
     suggest_memory_format,
@@ -312,7 +311,16 @@ def _elementwise(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor)
+    """Return whether a tensor's elements fill a part of memory without gaps and overlaps."""
+    if tensor.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
 
 
 def _iterated_strides(
@@ -426,16 +434,19 @@ def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor)
     return dispatch(_aten.empty.memory_format, (), (result.size(),), options)
 
 
-def _normalized(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result that is channels_last if the input is, and contiguous otherwise."""
+def _batch_norm(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a result in the memory format in which the input is contiguous.
+
+    The strides of an input with one sample need not be those that `suggest_memory_format` expects.
+    """
     x = given["input"]
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return make_result(
-        dispatch,
-        result.size(),
-        make_channels_last_strides_for(result.shape) if last else None,
-        result,
-    )
+    if x.is_contiguous():
+        return _contiguous(dispatch, given, result)
+    formats = torch.channels_last, torch.channels_last_3d
+    if any(x.is_contiguous(memory_format=each) for each in formats):
+        strides = make_channels_last_strides_for(result.shape)
+        return make_result(dispatch, result.size(), strides, result)
+    return _in_memory_format(dispatch, given, result)
 
 
 def _embedding_bag(
@@ -578,7 +589,7 @@ CPU_RULES: dict[OpOverload, Rule] = {
             _aten._native_batch_norm_legit.no_stats,
             _aten._batch_norm_with_update.default,
         ),
-        partial(_first, rule=_normalized),
+        partial(_first, rule=_batch_norm),
     ),
     **dict.fromkeys(
         (
