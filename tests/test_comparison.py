@@ -358,3 +358,11 @@ def test_comparison_needs_no_other_checkpoint_than_pytorch_s(monkeypatch):
             else:
                 with pytest.raises(RuntimeError, match=r"layers\.1 .* state \(SimpleNamespace"):
                     output.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_checksum_leaves_the_storage_resizable(dtype):
+    """FSDP frees the parameters of a block by resizing their storages to 0 bytes."""
+    weight = torch.ones(4, 3, dtype=dtype)
+    assert comparison.checksum(weight.t()) == comparison.checksum(weight.clone().t())
+    weight.untyped_storage().resize_(0)

@@ -230,8 +230,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> int:
-    """Return a checksum of the bits; copies are made by NumPy, so that meters do not count them."""
-    return zlib.crc32(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
+    """Return a checksum of the bits; copies are made by NumPy, so that meters do not count them.
+
+    `tensor.numpy()` would make the storage unresizable, and FSDP resizes those of its parameters.
+    """
+    return zlib.crc32(np.ascontiguousarray(np.from_dlpack(tensor.view(_INTEGERS[tensor.itemsize]))))
 
 
 @cache

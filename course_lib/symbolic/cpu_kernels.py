@@ -250,8 +250,8 @@ _ELEMENTWISE = {
     _aten.softplus_backward.default,
     _aten.softshrink_backward.default,
 }
-# Kernels that take a number as it is. Other overloads for a number make a 0-dimensional tensor of
-# it, and their result then depends on the strides of dimensions of size 1, too.
+# Kernels that take a number. Other overloads for a number make a 0-dimensional tensor of it, and
+# their result then depends on the strides of dimensions of size 1, too.
 _TAKE_NUMBERS = {_aten.pow.Tensor_Scalar, _aten.lerp.Scalar}
 
 
@@ -407,7 +407,7 @@ def _like_dense(
 def _first(
     dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule = _contiguous
 ) -> tuple:
-    """Return results of which the first one follows a rule, unless it is None."""
+    """Return results whose first one follows a rule, unless it is None."""
     if result[0] is None:
         return result
     return rule(dispatch, given, result[0]), *result[1:]
