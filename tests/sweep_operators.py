@@ -11,11 +11,22 @@ calls by which PyTorch tests it. Each call runs forward and backward.
 `tests/test_operators.py` runs one sample of each operator, this script all of them. With torch 2.13
 on a CPU it found:
 
-    float32     17,463 equal, 0 different, 1,333 refused, 39 fails
-    bfloat16    14,094 equal, 0 different, 1,241 refused, 39 fails
+    float32     17,461 equal, 2 different, 1,333 refused, 39 fails
+    bfloat16    14,093 equal, 1 different, 1,241 refused, 39 fails
+
+The bytes of all are equal. Those that differ are in the strides of tensors without elements.
 
 The samples are refused whose shapes or steps depend on values, such as `unique` and `nonzero`, and
 those with a sparse CSR tensor. The 39 are of `jiterator`, which needs a GPU.
+
+With `--ones --most 2`, each dimension of the samples is set to 1:
+
+    float32     4,090 equal, 22 different, 54 refused, 906 fails
+    bfloat16    3,431 equal, 23 different, 34 refused, 662 fails
+
+The bytes of all are equal here, too. The strides differ for `rot90`, `deg2rad`, `rad2deg`, norms over
+a dimension of size 1, and five samples of rare operators. Those that fail have dimensions that no
+longer fit each other, and the operators of `UNCHECKED` are left out.
 """
 
 from __future__ import annotations
