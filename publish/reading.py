@@ -30,6 +30,8 @@ MODULES = _words(
     torch typing warnings weakref
     """
 )
+# Names that may be imported from modules that may not.
+_SINGLE = frozenset({"types.SimpleNamespace"})
 # Modules that lead out of an answer, also as attributes of other modules (`torch.os`).
 _OUTSIDE = _words(
     """
@@ -273,7 +275,7 @@ def _import(node: ast.AST, allowed: set[str]) -> Iterator[str]:
         parts = path.split(".")
         home = ".".join(parts[:-1]) if isinstance(node, ast.ImportFrom) else path
         inner = re.match(r"course_lib\.(lessons|teaching)", path)
-        known = {path, home} & allowed
+        known = {path, home} & (allowed | _SINGLE)
         if (
             (parts[0] not in MODULES and not known)
             or (inner and not known)

@@ -24,9 +24,9 @@ With `--ones --most 2`, each dimension of the samples is set to 1:
     float32     4,090 equal, 22 different, 54 refused, 906 fails
     bfloat16    3,431 equal, 23 different, 34 refused, 662 fails
 
-The bytes of all are equal here, too. The strides differ for `rot90`, `deg2rad`, `rad2deg`, norms over
-a dimension of size 1, and five samples of rare operators. Those that fail have dimensions that no
-longer fit each other, and the operators of `UNCHECKED` are left out.
+The bytes of all are equal here, too. The strides differ for `rot90`, `deg2rad`, `rad2deg`, norms
+over a dimension of size 1, and five samples of rare operators. Those that fail have dimensions that
+no longer fit each other, and the operators of `UNCHECKED` are left out.
 """
 
 from __future__ import annotations

@@ -538,7 +538,11 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("make_model", "told", "router"), UNKNOWN, ids=[row[1] for row in UNKNOWN])
-def test_an_estimate_of_a_step_that_runs_says_how_to_measure_it(make_model, told, router):
+def test_an_estimate_of_a_step_that_runs_says_how_to_measure_it(
+    make_model, told, router, monkeypatch
+):
+    # `torch.compile` switches this off for the whole process
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     step = make_model, partial(torch.ones, 2, 3), Recipe(optimizer="sgd")
     assert run(*step).result.stepped
     with pytest.raises(ValueError, match=f"{told}.*{MEASURED}|{MEASURED}.*{told}") as raised:
