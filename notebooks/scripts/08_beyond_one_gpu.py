@@ -695,9 +695,9 @@ lesson_08.compare_splits(seventy, link)
 # %% [markdown]
 # <div lang="en">
 #
-# In a ring over 64 GPUs, each link carries 63/64 of the 775 GB, and a single link leaves each machine. With **FSDP2**, a gather therefore brings the weights into a machine once, not once per GPU. **HSDP** shards within a machine and replicates between machines. It communicates least between machines, but each rank holds $16\Psi/8$, which an H100 with 80 GB cannot hold.
+# In a ring over 64 GPUs, each link carries 63/64 of the 775 GB, and a single link leaves each machine. With **FSDP2**, a gather brings the weights into a machine once, not once per GPU. **HSDP** shards within a machine and replicates between machines. It communicates least between machines, but each rank holds $16\Psi/8$, more than the 80 GB of an H100.
 #
-# In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU gathers only an eighth of the weights, but a machine as a whole still gathers nearly all of them, 678 GB instead of 763. The number of network cards makes the greater difference: with one per GPU, as in a DGX H100, the 4.0 s of computation hide the communication of every row. (The table does not count the communication within a machine.)
+# In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU gathers only an eighth of the weights, but a machine still gathers 678 GB instead of 763. The number of network cards makes the greater difference: with one per GPU, as in a DGX H100, the 4.0 s of computation hide the communication of every row. (The table does not count the communication within a machine.)
 #
 # </div>
 # <div lang="zh">
