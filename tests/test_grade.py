@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from answers import FILES
 from editions import NOTEBOOKS, stored_lessons
-from mutants import solutions
 from patience import HANGS_SECONDS
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 psutil = pytest.importorskip("psutil")
+pytest.importorskip("jupytext")
+
+from mutants import solutions
 
 from publish import fingerprint, grade, progress, reading, submissions, verdicts
 from publish.cells import SOLUTION, EditionError

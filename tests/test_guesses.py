@@ -16,7 +16,7 @@ GUESSES = [
         "how high is the peak of a step with offload",
         ("124.8", "134.0", "124,824,984", "134,006,104"),
     ),
-    ("05", "Type what the line predicts", ("134.8", "134,800,792")),
+    ("05", "Predict the peak in bytes for", ("134.8", "134,800,792")),
     ("07", "without checkpoints, what is the peak", ("53.9",)),
     ("08", "What is the peak of a DDP rank", ("207.6",)),
     ("09", "How much more does the step take", ("609", "609.1", "110.8")),

@@ -346,6 +346,11 @@ ANSWERS = {
 
 #: check -> mutants of its solution that are right as well, and why.
 EQUIVALENT = {
+    "step_time": {
+        "L * max(f, 2 * c) + L * backward - f → L * max(f, 2 * c) + L * backward + f": (
+            "the ends of a step are within the tolerance, which simulations of the text need"
+        )
+    },
     "offloading": dict.fromkeys(
         (
             "whole(tensor) → whole(tensor.detach())",
