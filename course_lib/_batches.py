@@ -69,7 +69,7 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 def parts_of(batch: Any, parts: int, split_batch: Split | None = None) -> list[Any]:
     """Return a batch as a list of `parts` micro-batches.
 
-    A single part is the batch itself, of which nothing is required.
+    A single part is the batch itself, which may then be of any type.
 
     Args:
         batch: The batch.

@@ -414,7 +414,7 @@ def _first(
 
 
 def _each(dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule) -> tuple:
-    """Return results each of which follows a rule."""
+    """Return results that each follow the same rule."""
     return tuple(rule(dispatch, given, each) for each in result)
 
 
