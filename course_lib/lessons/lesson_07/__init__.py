@@ -83,8 +83,8 @@ CLAIMS = (
         "Savings add up.",
         "saved by checkpoints; by offloading activations; by both",
         (
-            "No: each technique saves part of what the other has already saved, and then something"
-            " else makes up the peak."
+            "No: here each technique saves part of what the other has already saved, and then"
+            " something else makes up the peak."
         ),
         outcome="fails",
     ),
