@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.memory import CachingAllocator, MemoryMeter, symbolic
+from course_lib.symbolic import Symbolic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 transformers = pytest.importorskip("transformers")
@@ -120,6 +121,20 @@ def test_the_bytes_of_adams_state_per_parameter_are_those_that_the_page_says(bas
     assert [f"{state / count:.0f}" for state in states] == [*said]
 
 
+def test_8_bit_state_needs_tensors_of_the_size_that_the_page_names():
+    (limit,) = map(int, re.findall(r"in tensors of at least (\d+) elements", PAGE))
+    import bitsandbytes
+
+    def dtype_of_state(count):
+        weight = torch.nn.Parameter(torch.ones(count))
+        weight.grad = torch.ones(count)
+        optimizer = bitsandbytes.optim.AdamW8bit([weight])
+        optimizer.step()
+        return optimizer.state[weight]["state1"].dtype
+
+    assert [dtype_of_state(limit - 1), dtype_of_state(limit)] == [torch.float32, torch.uint8]
+
+
 def test_transformers_warns_of_the_new_name_that_the_page_gives():
     (name,) = re.findall(r"now called `(\w+)`", PAGE)
     with pytest.warns(FutureWarning, match=name):
@@ -140,6 +155,16 @@ def test_eager_attention_keeps_scores_until_the_line_of_the_page():
     eager = names["model"].config._attn_implementation
     exec(BLOCKS["attention scores"][0], names)
     assert (eager, names["model"].config._attn_implementation) == ("eager", "sdpa")
+
+
+def test_attention_keeps_scores_in_the_two_calls_that_the_page_names():
+    def peak(kind="cpu", **options):
+        with symbolic(Symbolic(kind=kind)):
+            return measured(example(**options))[0].peak_bytes
+
+    keeps_scores = peak(attn_implementation="eager")
+    assert peak() < keeps_scores == peak("cuda") > peak("cuda", num_key_value_heads=4)
+    assert peak(attention_dropout=0.1) > keeps_scores
 
 
 def test_an_evaluation_peaks_at_what_the_page_says():
