@@ -239,14 +239,14 @@ lesson_05.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# Sums are right up to rounding, however the batch is split. The mean of means is off by 15% to 25% in micro-batches of one sample. In micro-batches of eight, which mix long and short samples, it is off by 0.1% to 10%. The reason is that each micro-batch has the same weight, whatever its number of tokens. A character in a line of 14 counts nearly seven times its share, and one in a long paragraph three quarters of it. With equal counts both loops agree, so tests with equal counts never found the bug.
+# Without dropout, BatchNorm (5.15) and bf16 (5.5), sums are right up to rounding, however the batch is split. The mean of means is off by 15% to 25% in micro-batches of one sample. In micro-batches of eight, which mix long and short samples, it is off by 0.1% to 10%. The reason is that each micro-batch has the same weight, whatever its number of tokens. A character in a line of 14 counts nearly seven times its share, and one in a long paragraph three quarters of it. With equal counts both loops agree, so tests with equal counts never found the bug.
 #
 # It can also be a **choice**: some reinforcement-learning fine-tuning takes a mean per answer, then a mean over answers. But then the result should not depend on the split either.
 #
 # </div>
 # <div lang="zh">
 #
-# 求总和的做法，不论怎样拆，都只差舍入误差。用平均的平均，每个微批次一条样本时，梯度差 15% 到 25%；每个微批次八条、有长有短时，差 0.1% 到 10%。原因是每个微批次权重相同，不论其中有多少 token。一行 14 个字符的代码里，一个字符的权重将近应有的七倍，而长段落里的一个字符只有应有的四分之三。token 数相等时两种循环结果一致，所以用相等的 token 数做测试，一直没有发现这个错误。
+# 没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节）时，求总和的做法不论怎样拆，都只差舍入误差。用平均的平均，每个微批次一条样本时，梯度差 15% 到 25%；每个微批次八条、有长有短时，差 0.1% 到 10%。原因是每个微批次权重相同，不论其中有多少 token。一行 14 个字符的代码里，一个字符的权重将近应有的七倍，而长段落里的一个字符只有应有的四分之三。token 数相等时两种循环结果一致，所以用相等的 token 数做测试，一直没有发现这个错误。
 #
 # 这也可以是一种**选择**：有些强化学习微调先对每个回答取平均，再对各个回答取平均。即使如此，结果也不应当取决于怎样拆批次。
 #
@@ -521,12 +521,12 @@ lesson_05.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# The price is 4 bytes per parameter for the sums instead of 2 for the gradients. With master weights and moments that is 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` does it, and Megatron and DeepSpeed have options for it.
+# The price is 4 bytes per parameter for the sums instead of 2 for the gradients. With master weights and moments that is 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` does it. When it casts the mean to bf16 at the end, it holds both for a moment, 20 bytes. Megatron and DeepSpeed have options for fp32 sums.
 #
 # </div>
 # <div lang="zh">
 #
-# 代价是每个参数要用 4 字节存放总和，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的，Megatron 和 DeepSpeed 也有相应的选项。
+# 代价是每个参数要用 4 字节存放总和，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的。最后把平均梯度转成 bf16 时，两者会同时存在，一共 20 字节。Megatron 和 DeepSpeed 也有用 fp32 求和的选项。
 #
 # </div>
 
@@ -656,7 +656,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# - The peak is a floor plus a fixed number of bytes per sequence. In fp32 the floor is 16 bytes per parameter with Adam, and 8 with SGD without momentum. A single micro-batch lacks one set of gradients, unless `set_to_none=False` keeps them. Very small ones may peak elsewhere, such as in the optimizer with `foreach=True`.
+# - In this decoder the peak is a floor plus a fixed number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 with SGD without momentum. A single micro-batch lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be elsewhere, such as in the optimizer with `foreach=True`, and even higher than for the whole batch (7.16).
 # - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means weighs tokens unequally, depending on the split.
 # - Once per step: unscale, clip, step, update the scaler, step the scheduler, clear. Use a smaller last group, too.
 # - The error of bf16 sums grows with the number of micro-batches. That of fp32 sums does not, and they take 4 bytes per parameter.
@@ -667,7 +667,7 @@ ledger("05", "eight micro-batches", row)
 # </div>
 # <div lang="zh">
 #
-# - 峰值等于下限，再加上每条序列固定的字节数。fp32 下，用 Adam 时下限是每个参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值里少一整套梯度，除非用 `set_to_none=False` 保留。微批次很小时，峰值可能在别的时刻，例如用 `foreach=True` 时在优化器更新当中。
+# - 在这个解码器上，峰值等于下限，再加上每条序列固定的字节数。fp32 下，用 Adam 时下限是每个受训练的参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值里少一整套梯度，除非用 `set_to_none=False` 保留。token 很少时，峰值可能在别的时刻，例如用 `foreach=True` 时在优化器更新当中，甚至可能比整个批次一起算更高（7.16 节）。
 # - 损失求总和，只除一次，除以这一步在所有进程上的全部 token 数。平均的平均给各 token 的权重不相等，还取决于怎样拆。
 # - 每步各做一次：还原缩放、裁剪、优化器更新、缩放器更新、调度、清零。最后不满一组的微批次也要用上。
 # - 用 bf16 求和，误差随微批次数增长。用 fp32 求和则不会，代价是每个参数 4 字节。
@@ -819,12 +819,12 @@ print("more than 0.1 apart:", abs(float(last) / count - true) > 0.1)
 #
 # <div lang="en">
 #
-# BatchNorm takes one micro-batch's mean and variance, and no divisor repairs that. Layers that compute each sample alone, such as LayerNorm, give equal gradients:
+# In training mode, BatchNorm takes one micro-batch's mean and variance, and no divisor repairs that. Layers that compute each sample alone, such as LayerNorm, give equal gradients:
 #
 # </div>
 # <div lang="zh">
 #
-# BatchNorm 只用一个微批次来求均值和方差，除数取什么也补救不了。对各样本分别计算的层，例如 LayerNorm，梯度则不变：
+# 训练模式下，BatchNorm 只用一个微批次来求均值和方差，除数取什么也补救不了。对各样本分别计算的层，例如 LayerNorm，梯度则不变：
 #
 # </div>
 

@@ -498,12 +498,12 @@ lesson_06.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # %% [markdown]
 # <div lang="en">
 #
-# Both forget P. The checkpoint's recomputation stops early, so both compute only $Q K^T$ again, and their FLOPs are equal. But when backward reaches a checkpointed layer, the whole of P exists again, together with its gradient and the gradient of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention never has such a matrix. A checkpoint discards P between layers, and flash attention discards it inside the operator.
+# Both forget P. The checkpoint's recomputation stops early, so both compute only $Q K^T$ again, and their FLOPs are equal. But when backward reaches a checkpointed layer, the whole of P exists again, together with its gradient and the gradient of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, and flash attention discards it inside the operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 两者都忘掉 P。检查点的重计算会提前终止，因此两者都只重做一次乘法 $Q K^T$，FLOPs 也就相同。但反向走到加了检查点的一层时，完整的 P 又出现了，同时还有它的梯度和分数的梯度。也就是每个头有三个矩阵，每个矩阵 $N^2$ 个数，共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 注意力里从来没有这样的矩阵。通用工具在层与层之间忘，专用工具在算子里面忘。
+# 两者都忘掉 P。检查点的重计算会提前终止，因此两者都只重做一次乘法 $Q K^T$，FLOPs 也就相同。但反向走到加了检查点的一层时，完整的 P 又出现了，同时还有它的梯度和分数的梯度。也就是每个头有三个矩阵，每个矩阵 $N^2$ 个数，共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 注意力每次只有这种矩阵的一个分块。通用工具在层与层之间忘，专用工具在算子里面忘。
 #
 # </div>
 
@@ -651,18 +651,18 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# - A **mask** costs $4N^2$ bytes in fp32, because the mask itself is kept. On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
+# - An $N \times N$ **mask** costs $4N^2$ bytes in fp32, because the mask itself is kept. One mask per head costs that for each head. On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
 # - **Dropout** is inside the kernels on CUDA. On this CPU PyTorch uses `MATH` and keeps 107 MB instead of 8.4 MB.
 # - **Head sizes** must be a multiple of 4 in fp32 on CUDA. In bf16, any size up to 256 gets a fused kernel without a mask: PyTorch pads the heads to a multiple of 8, here to 64, and keeps the padded tensors. With a mask, the size must be a multiple of 8.
-# - **Grouped queries** get no fused kernel in fp32 on CUDA. With one, a Llama's step there would peak at 6,230 MB instead of 8,509 MB. In bf16 they get one.
+# - **Grouped queries** get no fused kernel in fp32 on CUDA. With one, a Llama's step there would peak at 6,230 MB instead of 8,509 MB. In bf16 they get one, on an A100 or RTX 4090 only without a mask.
 #
 # </div>
 # <div lang="zh">
 #
-# - **掩码**在 fp32 下要占 $4N^2$ 字节，因为掩码本身要保存。在 CUDA 上，最后一维步长不是 1 的掩码（T5 就是这样）用不上融合算子。
+# - $N \times N$ 的**掩码**在 fp32 下要占 $4N^2$ 字节，因为掩码本身要保存。每个头各用一个掩码时，每个掩码都要占这么多。在 CUDA 上，最后一维步长不是 1 的掩码（T5 就是这样）用不上融合算子。
 # - **dropout** 在 CUDA 上由核函数内部完成。在这个 CPU 上则退回 `MATH`，保存 107 MB，而不是 8.4 MB。
 # - **头的维度**在 CUDA 上、fp32 时必须是 4 的倍数。bf16 时，只要没有掩码，256 以内的任何维度都用得上融合算子：PyTorch 先把每个头填充到 8 的倍数（这里是 64），再保存填充后的张量。有掩码时，维度必须是 8 的倍数。
-# - **分组查询**在 CUDA 上、fp32 时用不上融合算子。这时一个 Llama 训练步的峰值是 8,509 MB，如果能用融合算子，只要 6,230 MB。bf16 时可以用。
+# - **分组查询**在 CUDA 上、fp32 时用不上融合算子。这时一个 Llama 训练步的峰值是 8,509 MB，如果能用融合算子，只要 6,230 MB。bf16 时可以用，但在 A100 或 RTX 4090 上，带掩码时不行。
 #
 # </div>
 
@@ -834,7 +834,7 @@ table(["attention", "peak (GB)"], rows)
 # - Softmax can be computed in one pass over blocks. One number per row, the log-sum-exp, restores every probability.
 # - dQ, dK and dV need Q, K, V, O and that number. The saved bytes grow with $N$, and the FLOPs grow with $N^2$.
 # - Backward is five products. Two passes need seven, and then no two instances write to the same place.
-# - A checkpoint around attention also forgets P, for the same FLOPs, but the whole of P exists again at the peak.
+# - A checkpoint around attention also forgets P, but the whole of P exists again at the peak. Without a causal mask it does as many FLOPs as flash attention in one pass.
 # - PyTorch falls back to keeping the scores without a warning. `sdpa_kernel` makes it raise an error instead.
 #
 # **Next:** [lesson 07](07_fit_the_budget.ipynb) fits all techniques into a budget.
@@ -845,7 +845,7 @@ table(["attention", "peak (GB)"], rows)
 # - softmax 可以分块计算，只遍历一次。每行一个数，即 LSE，就能还原每一个概率。
 # - dQ、dK、dV 只需要 Q、K、V、O 和这个数。保存的字节与 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
 # - 反向是五次乘法。遍历两次则是七次，那样任何两个实例都不会写同一个地方。
-# - 给注意力加检查点，也忘掉 P，FLOPs 相同，但峰值时完整的 P 又出现了。
+# - 给注意力加检查点，也忘掉 P，但峰值时完整的 P 又出现了。没有因果掩码时，FLOPs 与只遍历一次的 flash 注意力相同。
 # - PyTorch 会不声不响地退回到保存分数的实现，用 `sdpa_kernel` 可以让它报错。
 #
 # **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这些技术结合起来，满足内存预算。

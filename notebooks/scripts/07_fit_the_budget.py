@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (98 minutes). Write an estimate that needs no memory. Choose a technique by what fills the peak, and explain why savings do not add up. Compute which of two recipes is faster, and on which machine. State which recipes a search may skip.
+# **Goals** (98 minutes). Write an estimate that needs no memory. Choose a technique by what fills the peak, and explain why savings need not add up. Compute which of two recipes is faster, and on which machine. State which recipes a search may skip.
 #
 # **What to know before**: lessons 01 to 06.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（98 分钟）：写一个函数，不占内存就能估计峰值；先看峰值由什么占满，再选技术，并说清节省的内存为什么不能相加；算出两个配方在什么样的机器上哪个更快；说出搜索可以跳过哪些配方。
+# **目标**（98 分钟）：写一个函数，不占内存就能估计峰值；先看峰值由什么占满，再选技术，并说清节省的内存为什么不一定能相加；算出两个配方在什么样的机器上哪个更快；说出搜索可以跳过哪些配方。
 #
 # **预备知识**：第 01 课到第 06 课。
 #
@@ -282,7 +282,7 @@ lesson_07.what_fills(found, found.values())
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
 # - **Eight micro-batches** save another 17 MB. What remains is mostly weights, gradients and optimizer state, 16 bytes per parameter or 110 MB, which micro-batches do not reduce.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page of at most 16 MiB (16.8 MB) holds whole parameters, so three hold less than 50.3 MB.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page holds whole parameters, here at most 16 MiB (16.8 MB), so these three hold less than 50.3 MB.
 # - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak, 4.5 MB.
 #
 # That leaves 63.7 MB, which is 3.7 MB too much.
@@ -294,7 +294,7 @@ lesson_07.what_fills(found, found.values())
 #
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
-# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页：一页正在读入，一页正在更新，一页正在写出。一页至多 16 MiB（16.8 MB），而且只装完整的参数，所以这里的三页不到 50.3 MB。
+# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页：一页正在读入，一页正在更新，一页正在写出。一页只装完整的参数，在这里至多 16 MiB（16.8 MB），所以这三页不到 50.3 MB。
 # - **小页**省下 40 MB。现在到峰值时，内存里只有嵌入和位置表这两个参数的状态，共 4.5 MB。
 #
 # 峰值还有 63.7 MB，比预算多 3.7 MB。
@@ -744,12 +744,12 @@ predictions([("LoRA, 2 micro-batches", *lora)], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# In bf16 activations take half the bytes. With LoRA and QLoRA they take 24% fewer bytes here, because the inputs of the frozen matrices that have no adapter need not be kept. 8-bit Adam leaves them as they are. With checkpoints and two micro-batches, LoRA needs 46.4 MB and fits, too.
+# In bf16 this decoder's activations take half the bytes. With LoRA and QLoRA they take 24% fewer bytes here, because the inputs of the frozen matrices that have no adapter need not be kept. 8-bit Adam leaves them as they are. With checkpoints and two micro-batches, LoRA needs 46.4 MB and fits, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 bf16 时，激活值的字节数减半。用 LoRA 和 QLoRA 时，这里减少 24%，因为没有适配器的冻结矩阵，不必保存它们的输入。8 位 Adam 不改变激活值。加上检查点和两个微批次，LoRA 的峰值是 46.4 MB，也装得下。
+# 用 bf16 时，这个解码器的激活值字节数减半。用 LoRA 和 QLoRA 时，这里减少 24%，因为没有适配器的冻结矩阵，不必保存它们的输入。8 位 Adam 不改变激活值。加上检查点和两个微批次，LoRA 的峰值是 46.4 MB，也装得下。
 #
 # </div>
 
@@ -848,10 +848,10 @@ ledger(
 #
 # <div lang="en">
 #
-# - You can know the peak of a step to the byte without using memory: run the step twice on symbolic tensors.
-# - Look at what fills the peak, then choose a technique. Savings do not add up, because each technique changes what fills the peak.
+# - You can know the peak of most steps to the byte without using memory: run the step twice on symbolic tensors.
+# - Look at what fills the peak, then choose a technique. Savings need not add up, because a technique can change what fills the peak.
 # - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per byte, the recipe without checkpoints is faster.
-# - Every technique has a price: FLOPs, moved bytes, clipping, or the host's time.
+# - Most techniques have a price: FLOPs, a lower rate, moved bytes, clipping, or the host's time.
 # - A search proposes, estimates and sorts. It may skip a recipe only by a rule that cannot discard the best one.
 # - LoRA, QLoRA, 8-bit Adam and pure bf16 reduce the 16 bytes per parameter and change the training.
 #
@@ -860,10 +860,10 @@ ledger(
 # </div>
 # <div lang="zh">
 #
-# - 不占内存，也能精确到字节地知道一步的峰值：在符号张量上把这一步运行两遍。
-# - 先看峰值由什么占满，再选技术。节省的内存不能相加，因为每用一种技术，占满峰值的东西都会变。
+# - 不占内存，也能精确到字节地知道多数训练步的峰值：在符号张量上把这一步运行两遍。
+# - 先看峰值由什么占满，再选技术。节省的内存不一定能相加，因为用上一种技术之后，占满峰值的东西可能会变。
 # - 在这里，卸载之上再加检查点，搬运的字节变少，峰值却升高，因为检查点恢复的是整层的激活值。每字节不到 30.3 FLOPs 时，不用检查点更快。
-# - 每种技术都有代价：多算的 FLOPs、搬运的字节、不能裁剪，或者主机的时间。
+# - 多数技术都有代价：多算的 FLOPs、较低的速率、搬运的字节、不能裁剪，或者主机的时间。
 # - 搜索就是提出配方、估计峰值、再排序。只有在规则保证不会漏掉最好的配方时，才可以跳过。
 # - LoRA、QLoRA、8 位 Adam 和纯 bf16 减少的是每个参数 16 字节的那一部分，训练本身也随之改变。
 #
@@ -979,12 +979,12 @@ lesson_07.what_fills(["1", "2"], halves)
 # %% [markdown]
 # <div lang="en">
 #
-# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two micro-batches, all gradients of the first are held (140 MB), and the embedding gradient of the second is added. Micro-batches help where activations fill the peak.
+# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two micro-batches, all gradients of the first are held (140 MB), and the embedding gradient of the second is added. Micro-batches help only if they take more activations from the peak than they add gradients to it.
 #
 # </div>
 # <div lang="zh">
 #
-# 两个峰值都出现在反向快结束、正在求最后一个梯度的时候，也就是嵌入的梯度，21 MB。只用一个微批次时，内存里还有其他参数的梯度，共 119 MB。用两个微批次时，第一个微批次的全部梯度都还在，共 140 MB，此外还要加上第二个微批次的嵌入梯度。只有当激活值占满峰值时，微批次才有用。
+# 两个峰值都出现在反向快结束、正在求最后一个梯度的时候，也就是嵌入的梯度，21 MB。只用一个微批次时，内存里还有其他参数的梯度，共 119 MB。用两个微批次时，第一个微批次的全部梯度都还在，共 140 MB，此外还要加上第二个微批次的嵌入梯度。分成微批次之后，峰值里减少的激活值要多于增加的梯度，才有用。
 #
 # </div>
 

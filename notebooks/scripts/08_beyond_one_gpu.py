@@ -270,14 +270,14 @@ lesson_08.draw_peaks(at_peak, title)
 # %% [markdown]
 # <div lang="en">
 #
-# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.) **ZeRO 1** has the same buckets, which cancel its saving.
+# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.) **ZeRO 1** has the same buckets, which on two ranks cancel its saving.
 #
 # **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted only 55.0 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# **DDP** 的峰值是 207.6 MB。此时一个梯度都还没有算出来，它却已经为全部梯度占用了 27.5 MB。原因是 DDP 在第一步之前就建好了**桶**（bucket），反向传播把梯度写进桶里，一个桶满了就发送，同时填下一个，而且两步之间也不释放。（本课设置了 `gradient_as_bucket_view=True`；默认情况下，梯度和桶各占一块内存。）**ZeRO 1** 也有这些桶，它们占用的内存恰好抵消了省下的内存。
+# **DDP** 的峰值是 207.6 MB。此时一个梯度都还没有算出来，它却已经为全部梯度占用了 27.5 MB。原因是 DDP 在第一步之前就建好了**桶**（bucket），反向传播把梯度写进桶里，一个桶满了就发送，同时填下一个，而且两步之间也不释放。（本课设置了 `gradient_as_bucket_view=True`；默认情况下，梯度和桶各占一块内存。）**ZeRO 1** 也有这些桶，在两个进程上，它们占用的内存恰好抵消了省下的内存。
 #
 # **FSDP2** 没有桶。一个块的梯度一算完就归约，进程只留下自己的分片。因此它的峰值比 DDP 低 66.5 MB，而按你的公式只应低 55.0 MB。
 #
@@ -431,7 +431,7 @@ lesson_08.check_gathered_linear(GatheredLinear)
 #
 # FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for the forward pass and again for the backward pass, and reduce-scatters the gradients. The **root**, the 557,568 parameters outside the blocks, is kept from forward to backward.
 #
-# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor's bytes twice, and every other collective once. In fp32, DDP's volume is $8\Psi$ bytes.
+# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor's bytes twice, and every other collective once. In fp32, DDP's volume is $8\Psi$ bytes for a model without buffers, which DDP would send as well.
 #
 # **Exercise 4.** Write FSDP2's volume as a formula.
 #
@@ -440,7 +440,7 @@ lesson_08.check_gathered_linear(GatheredLinear)
 #
 # FSDP2 的做法与你写的层相同。`fully_shard(block)` 一次收集一个块的全部权重，前向收集一次，反向再收集一次，梯度则做一次 reduce-scatter。各块之外的 557,568 个参数属于**根模块**（root），收集之后从前向一直保留到反向。
 #
-# 一个进程的**通信量**，是它交给集合通信的字节数。all-reduce 按张量的两倍计，其余的集合通信只计一次。用 fp32 时，DDP 的通信量是 $8\Psi$ 字节。
+# 一个进程的**通信量**，是它交给集合通信的字节数。all-reduce 按张量的两倍计，其余的集合通信只计一次。用 fp32 时，如果模型没有缓冲区（有的话也要发送），DDP 的通信量是 $8\Psi$ 字节。
 #
 # **练习 4。** 写出 FSDP2 的通信量。
 #
@@ -521,12 +521,12 @@ table(["2 ranks", *columns], rows)
 #
 # <div lang="en">
 #
-# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, this step needs least memory with one sequence and a checkpoint around every layer. A meter with a budget stops it at the first operator that would exceed the budget.
+# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, the step can process one sequence at a time, with a checkpoint around every layer. A meter with a budget stops it at the first operator that would exceed the budget.
 #
 # </div>
 # <div lang="zh">
 #
-# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，这一步最省内存的形式是只算一条序列，并给每层加检查点。带预算的计量器会在第一个超出预算的算子处报错。
+# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，这一步可以每次只算一条序列，并给每层加检查点。带预算的计量器会在第一个超出预算的算子处报错。
 #
 # </div>
 
@@ -791,9 +791,9 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32 a rank holds $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ or $16\Psi/N$ bytes.
 # - DDP's buckets take memory for all gradients all the time, here 27.5 MB at the peak.
-# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 update between the two and send no more than DDP. ZeRO 3 gathers weights twice, sending up to half more.
+# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between the two and then send no more than DDP (PyTorch's ZeRO 1 sends half more). ZeRO 3 gathers weights twice per micro-batch. With a single one, it sends up to half more.
 # - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards and checkpoints, a rank of four needs 47.1 MB.
-# - At least $2r/w$ tokens per rank hide FSDP2's communication.
+# - In fp32, about $2r/w$ tokens per rank are enough to hide FSDP2's communication.
 #
 # **Next:** [lesson 09](09_your_own_model.ipynb), a model of your own.
 #
@@ -802,9 +802,9 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - 批次固定时，数据并行分摊激活值。DDP 的每个进程都完整持有权重、梯度和优化器状态，ZeRO 则把它们分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
 # - DDP 的桶始终为全部梯度占用内存，这里使峰值高出 27.5 MB。
-# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 在两者之间更新权重，发送的不比 DDP 多。ZeRO 3 收集两次权重，通信量最多多出一半。
+# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这时发送的不比 DDP 多（PyTorch 的 ZeRO 1 多一半）。ZeRO 3 每个微批次收集两次权重，只有一个微批次时，通信量最多多出一半。
 # - 只处理四分之一个批次，峰值就从 277.7 MB 降到 131.3 MB。再加上分片和检查点，四个进程各只需 47.1 MB。
-# - 每个进程至少有 $2r/w$ 个 token 时，FSDP2 的通信能被计算掩盖。
+# - 用 fp32 时，如果每个进程有大约 $2r/w$ 个 token，FSDP2 的通信能被计算掩盖。
 #
 # **下一步**：[第 09 课](09_your_own_model.ipynb)，用你自己的模型。
 #

@@ -266,14 +266,14 @@ lesson_09.draw_techniques(found, BUDGET)
 # %% [markdown]
 # <div lang="en">
 #
-# Adam's state is the largest part, 249 MB, so offloading it saves most. Checkpoints, the technique that everybody knows, save 92 MB. Steps in backward save nothing when they are used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints the peak moves to the end of backward, when all gradients exist, and then it pays to release them early.
+# Adam's state is the largest part, 249 MB, so offloading it saves most. Checkpoints, the technique that everybody knows, save 92 MB. Steps in backward save nothing here when they are used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints the peak moves to the end of backward, when all gradients exist, and then it pays to release them early.
 #
 # Lesson 07 found the same for another model: look at what fills the peak, then choose. Three techniques, each for one part, bring the step down to 171.6 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 占得最多的是 Adam 的状态，249 MB，所以卸载它省得最多。人人都知道的检查点只省 92 MB。单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放它们才有用。
+# 占得最多的是 Adam 的状态，249 MB，所以卸载它省得最多。人人都知道的检查点只省 92 MB。在这里，单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放它们才有用。
 #
 # 第 07 课用另一个模型，也得到了同样的结论：先看峰值里什么最多，再选技术。三种技术各管一部分，把这一步降到 171.6 MB。
 #
@@ -611,7 +611,7 @@ print(sharded.as_fsdp2(["model.layers.0"]))
 #
 # <div lang="en">
 #
-# Each new token of a generated text attends to all earlier ones. So the model keeps their keys and values, in every layer: the key-value cache. With $L$ layers, $a_{kv}$ key-value heads of $d$ numbers, $b$ sequences of $s$ tokens, and $w$ bytes per number, the bytes of the cache are
+# With full attention, each new token of a generated text attends to all earlier ones. So the model keeps their keys and values, in every layer: the key-value cache. With $L$ layers, $a_{kv}$ key-value heads of $d$ numbers, $b$ sequences of $s$ tokens, and $w$ bytes per number, the bytes of the cache are
 #
 # $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
 #
@@ -620,7 +620,7 @@ print(sharded.as_fsdp2(["model.layers.0"]))
 # </div>
 # <div lang="zh">
 #
-# 生成文本时，每个新 token 都要关注前面所有的 token，所以每一层都要留着它们的键和值，这就是键值缓存（key-value cache）。设有 $L$ 层，每层 $a_{kv}$ 个键值头，每个头 $d$ 个数，共 $b$ 条序列，每条 $s$ 个 token，每个数 $w$ 字节，那么缓存的字节数是
+# 生成文本时，如果用的是全注意力（不是滑动窗口），每个新 token 都要关注前面所有的 token，所以每一层都要留着它们的键和值，这就是键值缓存（key-value cache）。设有 $L$ 层，每层 $a_{kv}$ 个键值头，每个头 $d$ 个数，共 $b$ 条序列，每条 $s$ 个 token，每个数 $w$ 字节，那么缓存的字节数是
 #
 # $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
 #
@@ -773,12 +773,12 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# Batches with padding have an `attention_mask`. transformers drops a mask that is all 1. With any other mask, attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
+# Batches with padding have an `attention_mask`. With its default attention (SDPA), transformers drops a mask that is all 1. With any other mask, attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
 #
 # </div>
 # <div lang="zh">
 #
-# 有填充的批次带着 `attention_mask`。掩码全是 1 时，transformers 会丢掉它；否则注意力保存的张量就不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
+# 有填充的批次带着 `attention_mask`。用默认的注意力实现（SDPA）时，掩码如果全是 1，transformers 会丢掉它；否则注意力保存的张量就不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
 #
 # </div>
 
