@@ -22,6 +22,7 @@ from markup import spoken_problems
 from course_lib import labels, teaching
 from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.schedule import COLORS as SCHEDULE_COLORS
+from course_lib.schedule import Chain, simulate
 from course_lib.teaching import figures, pictures
 from course_lib.teaching.exercises import (
     Verdict,
@@ -611,6 +612,26 @@ def test_where_no_line_of_the_readers_ran_the_exception_is_said_in_the_exercises
         raise ValueError(Hostile())
 
     assert check(unsayable).message == "Broken: ValueError", "what cannot be shown is named"
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (lambda: Chain.uniform(0), None),
+        (lambda: simulate([3], Chain.uniform(3)), None),
+        (lambda: simulate(None, Chain.uniform(3)), "try"),
+        (lambda: int("x"), "try"),
+    ],
+    ids=[
+        "ValueError of the library",
+        "TypeError of the library",
+        "an expression of the library",
+        "Python",
+    ],
+)
+def test_error_that_the_library_raises_gets_no_hint(answer, hint):
+    verdict = asked_for("try", raised="Broken: {error}")(answer)
+    assert verdict.message.startswith("Broken: ") and verdict.hint == hint
 
 
 def test_a_reason_in_words_is_shown_one_to_compare_with_and_not_judged():

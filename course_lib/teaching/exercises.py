@@ -154,7 +154,7 @@ class Exercise:
             mistyped = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
             return wrong(
                 _own_line(error, answer) or text(self._raised, error=verbatim(_error_repr(error))),
-                exact=mistyped,
+                exact=mistyped or _is_from_library(error),
             )
 
 
@@ -170,8 +170,8 @@ def exercise(
     Args:
         hint: One hint, or two: for the first wrong answer and for later ones. No hint is shown
             before an answer was tried, with a message that names the mistake (`exact`, or with its
-            own hint), or with a typing mistake: a name that does not exist, or a call with wrong
-            arguments.
+            own hint), with a ValueError or TypeError that the library raises, or with a typing
+            mistake: a name that does not exist, or a call with wrong arguments.
         raised: Message for an error that no line of the reader's led to, with `{error}` for the
             error.
     """
@@ -233,6 +233,20 @@ def _own_line(error: Exception, answer: Any) -> str | None:
 
 def _is_miscalled(error: Exception) -> bool:
     return type(error) is TypeError and bool(_MISCALLED.search(_first_line(error)))
+
+
+def _is_from_library(error: Exception) -> bool:
+    """Return whether a `raise` statement of the library raised the error.
+
+    Its message then says what to do. An expression of the library that fails, such as `None + 1` in
+    a check, has a message of Python's instead.
+    """
+    if not isinstance(error, ValueError | TypeError):
+        return False
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    statement = linecache.getline(frame.f_code.co_filename, line)
+    return package == "course_lib" and statement.lstrip().startswith("raise ")
 
 
 def _first_line(error: Exception) -> str:
