@@ -13,14 +13,14 @@
 #
 # If your training ends in `CUDA out of memory` (OOM), one moment of the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. At that moment, its training step needs 277.7 MB.
 #
-# If you wrap each layer in one function call, the gradients stay the same, to the last bit, and the worst moment takes less memory. How much less, and at what price? First you guess. Then you measure it on this page, on your own machine, with or without a GPU.
+# If you wrap each of its layers in one function call, the gradients stay the same, to the last bit, and the worst moment takes less memory. How much less, and at what price? First you guess. Then you measure it on this page, on your own machine, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
 # 训练时遇到 `CUDA out of memory`（显存不足，俗称爆显存、OOM），说明训练步在某一刻需要的显存超过了 GPU 的容量。本页的小解码器有八层，权重共 27.5 MB，它的训练步在最吃紧的那一刻要占 277.7 MB。
 #
-# 只要给每一层套上一个函数调用，最吃紧的那一刻占的内存就会变少，梯度却逐比特不变。能少多少？代价又是什么？你先猜，然后就在这一页、在自己的机器上测出来，有没有 GPU 都行。
+# 只要给它的每一层套上一个函数调用，最吃紧的那一刻占的内存就会变少，梯度却逐比特不变。能少多少？代价又是什么？你先猜，然后就在这一页、在自己的机器上测出来，有没有 GPU 都行。
 #
 # </div>
 
@@ -268,7 +268,7 @@ table(["", "your guess", "measured"], shown)
 #
 # Here it adds less than a third, for two reasons. The output head (the last product, which makes the logits) is not recomputed. And a recomputation stops once it has the last tensor that backward needs, so it skips the last product of each layer.
 #
-# In other models it can add more: a little above a third if the first layer's input needs no gradient, and up to about a half if most weights are frozen, because a step then costs only about two forward passes.
+# In other models it can add more: a little above a third if the first layer's input needs no gradient, and about a half if most weights are frozen, because a step then costs only about two forward passes.
 #
 # </div>
 # <div lang="zh">
@@ -277,7 +277,7 @@ table(["", "your guess", "measured"], shown)
 #
 # 这里增加得还不到三分之一，原因有两个。输出头（产生 logits 的最后一次矩阵乘法）不用重计算。另外，重计算只要得到反向所需的最后一个张量就停下（提前终止），所以每一层都省去了最后一次矩阵乘法。
 #
-# 换成别的模型，增加的可能更多。如果第一层的输入不需要梯度，增加的会比三分之一略多。如果大部分权重被冻结，一步大约只相当于两次前向，再多做一次前向，增加的最多接近一半。
+# 换成别的模型，增加的可能更多。如果第一层的输入不需要梯度，增加的会比三分之一略多。如果大部分权重被冻结，一步大约只相当于两次前向，再多做一次前向，增加的可能接近一半。
 #
 # </div>
 

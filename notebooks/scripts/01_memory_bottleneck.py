@@ -72,7 +72,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # | activations: tensors kept for backward | forward | backward has used them |
 # | temporaries: all other tensors | any operator | nothing refers to them any more |
 #
-# The first three kinds don't depend on the data. Adam keeps two numbers per weight, called its two **moments**: running means of the gradient and of its square. All numbers here are fp32, which takes 4 bytes each.
+# The first three kinds don't depend on the data, unless gradients are sparse. Adam keeps two numbers per weight, called its two **moments**: running means of the gradient and of its square. All numbers here are fp32, which takes 4 bytes each.
 #
 # First count the weights, with $h = 256$. Each of the 8 layers has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Outside of the layers, the decoder has an embedding of 2048 words, an embedding of 128 positions, and a last LayerNorm. The head uses the embedding of the words as its matrix: the two are **tied**, they are one tensor.
 #
@@ -87,7 +87,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # | 激活值：为反向而保存的张量 | 前向 | 反向用完它时 |
 # | 临时张量：其余的张量 | 任何算子 | 不再被引用时 |
 #
-# 前三类与数据无关。Adam 为每个权重保存两个数，叫做它的两个**矩**，即梯度的滑动平均和梯度平方的滑动平均。这里的数全部用 fp32，每个占 4 字节。
+# 前三类与数据无关（除非梯度是稀疏的）。Adam 为每个权重保存两个数，叫做它的两个**矩**，即梯度的滑动平均和梯度平方的滑动平均。这里的数全部用 fp32，每个占 4 字节。
 #
 # 先数权重，$h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各 $2h$ 个数。8 层之外，有 2048 个词的嵌入、128 个位置的嵌入，以及最后一个 LayerNorm。输出头直接拿词的嵌入当作矩阵，也就是说，两者**绑定**（tied）为同一个张量。
 #
@@ -528,7 +528,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 # %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, the same count gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$"}
 # <div lang="en">
 #
-# Your formula is exact. One row of the list is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. If you add up tensors instead of storages, you count 20% too much.
+# Your formula is exact. One row of the list is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. If you add up tensors instead of storages, you count 20% too much here.
 #
 # In elements, your formula is $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout, the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes. It counts 2 bytes per element, one byte per element of three dropout masks, and 2 more bytes per element of P for P after dropout.
 #
@@ -580,7 +580,7 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 #
 # - **RMSNorm** divides each token by its root mean square and multiplies the result by a weight. It has no mean and no bias.
 # - **Grouped-query attention** (GQA) has fewer heads for K and V than for Q: $a$ heads of queries share $n$ heads of keys and values.
-# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output, but not P. Instead of P, it keeps one fp32 number per query and head, the log-sum-exp (LSE).
+# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output, but not P. Instead of P, it keeps one fp32 number per query and head, the log-sum-exp (LSE). (With dropout on a CPU, it keeps P after all.)
 # - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of inner width $f$.
 #
 # Here is this layer from Hugging Face's `transformers`, smaller than in Llama 3 8B but with its ratios: $f = 3.5 h$, $a = 4 n$, $h = 256$, 8 heads of queries. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
@@ -592,7 +592,7 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 #
 # - **RMSNorm** 把每个 token 除以它的均方根，再乘以一个权重，没有均值，也没有偏置。
 # - **分组查询注意力**（GQA）里，K 和 V 的头比 Q 少，$a$ 个查询头共用 $n$ 个键值头。
-# - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力。它保存 Q、K、V 和输出，但不保存 P，而是每个头、每个查询保存一个 fp32 数，叫做 LSE（log-sum-exp，指数和的对数）。
+# - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力。它保存 Q、K、V 和输出，但不保存 P，而是每个头、每个查询保存一个 fp32 数，叫做 LSE（log-sum-exp，指数和的对数）。（在 CPU 上用 dropout 时，它仍然保存 P。）
 # - **SwiGLU** 是有三个矩阵的前馈（feed-forward）网络，它把两个内部宽度为 $f$ 的投影相乘。
 #
 # 下面就是 Hugging Face 的 `transformers` 里的这一层。它比 Llama 3 8B 的小，但 $f = 3.5 h$、$a = 4 n$ 这两个比例相同，其中 $h = 256$，有 8 个查询头。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
@@ -869,22 +869,22 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch. With Adam, they take 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
+# - Parameters, gradients and optimizer state don't depend on the batch, unless gradients are sparse. With Adam, they take 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
 # - The kinds are not in memory all at once: backward releases activations while it creates gradients. Here the peak is at the start of backward. With one sequence, it is at the end of backward.
 # - An operator keeps what its derivative needs. Count storages, not tensors.
 # - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. From $s = 16 h / a$ on, P is larger than the rest. Llama's layer with fused attention keeps no P.
-# - At the peak, three tensors have the logits' size.
+# - If the peak is at the start of backward, three tensors there have the logits' size.
 #
 # **Next:** in [lesson 02](02_checkpointing.ipynb), activations are not kept but computed again.
 #
 # </div>
 # <div lang="zh">
 #
-# - 参数、梯度和优化器状态与批次无关。用 Adam 时，三者在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
+# - 参数、梯度和优化器状态与批次无关（除非梯度是稀疏的）。用 Adam 时，三者在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
 # - 各类字节并不同时在内存里，因为反向一边释放激活值，一边产生梯度。这里的峰值在反向刚开始时，如果只有一条序列，峰值就在反向的末尾。
 # - 一个算子求导时要用什么，它就保存什么。要按存储区统计，不要按张量。
 # - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余各项之和还大。Llama 的层用融合注意力，不保存 P。
-# - 峰值时，有三个与 logits 一样大的张量。
+# - 峰值在反向刚开始时，那一刻就有三个与 logits 一样大的张量。
 #
 # **下一步**：在[第 02 课](02_checkpointing.ipynb)里，激活值不再保存，而是重新计算。
 #
@@ -1074,12 +1074,12 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 # %% [markdown]
 # <div lang="en">
 #
-# With one sequence, `foreach` moves the peak into the optimizer and raises it by a fifth. Four techniques need less than 16 bytes per parameter: 8-bit optimizer state (2 bytes per parameter instead of 8), updates inside backward (lesson 05), adapters (next section), and sharding (lesson 08).
+# With one sequence, `foreach` moves the peak into the optimizer and raises it by a fifth. Four techniques need less than 16 bytes per parameter: 8-bit optimizer state (about 2 bytes per parameter instead of 8), updates inside backward (lesson 05), adapters (next section), and sharding (lesson 08).
 #
 # </div>
 # <div lang="zh">
 #
-# 只有一条序列时，`foreach` 把峰值移到了优化器更新时，还抬高了五分之一。有四种技术能让每个参数不到 16 字节：8 位优化器状态（每个参数 2 字节，而不是 8 字节）、在反向中就更新（第 05 课）、适配器（下一节），以及分片（第 08 课）。
+# 只有一条序列时，`foreach` 把峰值移到了优化器更新时，还抬高了五分之一。有四种技术能让每个参数不到 16 字节：8 位优化器状态（每个参数约 2 字节，而不是 8 字节）、在反向中就更新（第 05 课）、适配器（下一节），以及分片（第 08 课）。
 #
 # </div>
 
@@ -1088,12 +1088,12 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # <div lang="en">
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. Weights in bf16 halve everything, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay, except the inputs that only a frozen matrix's gradient needs.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink, and with one sequence not even these, because the copies are kept with them. Weights in bf16 halve everything here, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay, except the inputs that only a frozen matrix's gradient needs.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.autocast` 让权重、梯度和优化器状态留在 fp32，前向时另造一份 bf16 的权重，变小的只有激活值。如果权重也用 bf16，一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结每个矩阵，在旁边训练两个很窄的矩阵，梯度和优化器状态就所剩无几。激活值大多还在，省下的只是冻结的矩阵求自己的梯度时才要用的那些输入。
+# `torch.autocast` 让权重、梯度和优化器状态留在 fp32，前向时另造一份 bf16 的权重。变小的只有激活值；只有一条序列时，连激活值也不变小，因为这份权重要与它们一起保存。如果权重也用 bf16，这里的一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结每个矩阵，在旁边训练两个很窄的矩阵，梯度和优化器状态就所剩无几。激活值大多还在，省下的只是冻结的矩阵求自己的梯度时才要用的那些输入。
 #
 # </div>
 

@@ -449,21 +449,21 @@ arms = {"plain": measured(make_decoder)}
 arms |= {name: measured(decoder_with, **options) for name, options in ways.items()}
 lesson_02.draw_policies(arms)
 
-# %% [markdown] slide={"en": "One forward more, all weights trained: about a third. Here: 1.21.\n\nProducts kept: 84 MB saved, for almost no FLOPs.", "zh": "全部权重都训练，多一次前向约增加三分之一；这里是 1.21 倍。\n\n保留乘积：省 84 MB，几乎不花 FLOPs。"}
+# %% [markdown] slide={"en": "One forward more, all weights trained: about a third. Here: 1.21.\n\nProducts kept: 84 MB saved, for 2% more FLOPs.", "zh": "全部权重都训练，多一次前向约增加三分之一；这里是 1.21 倍。\n\n保留乘积：省 84 MB，FLOPs 多 2%。"}
 # <div lang="en">
 #
-# If all weights are trained, one more forward pass adds about a third. Here, checkpoints around each layer cost 1.21 times the FLOPs, for two reasons. The head is not recomputed, and recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last product. With frozen weights backward does less, and the additional pass can add up to about half of the step's FLOPs.
+# If all weights are trained, one more forward pass adds about a third. Here, checkpoints around each layer cost 1.21 times the FLOPs, for two reasons. The head is not recomputed, and recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last product. With frozen weights backward does less, and the additional pass can add about half of the step's FLOPs.
 #
-# Keeping the products saves 84 MB and costs almost no FLOPs. One checkpoint around all eight layers recomputes all of them at once, so it costs the most FLOPs and saves only 19 MB. Leaving out the last layer's checkpoint needs 4 MB more, and saves an eighth of the additional FLOPs.
+# Keeping the products saves 84 MB and costs 2% more FLOPs. (With 2048 tokens per sequence it costs 18%, because the products inside attention run again.) One checkpoint around all eight layers recomputes all of them at once, so it costs the most FLOPs and saves only 19 MB. Leaving out the last layer's checkpoint needs 4 MB more, and saves an eighth of the additional FLOPs.
 #
 # **FLOPs are not time.** The counter counts matrix products only, while this policy also recomputes GELU and softmax. Seconds follow in section 2.20.
 #
 # </div>
 # <div lang="zh">
 #
-# 如果全部权重都训练，多一次前向约增加三分之一。这里每层一个检查点，FLOPs 却只是 1.21 倍，原因有两个：输出头不用重新计算；最后一个要保存的张量一算出来，重计算就停止（**提前终止**），所以每个检查点都省去最后一次乘法。如果冻结了部分权重，反向的计算变少，多做的这次前向最多会让 FLOPs 增加约一半。
+# 如果全部权重都训练，多一次前向约增加三分之一。这里每层一个检查点，FLOPs 却只是 1.21 倍，原因有两个：输出头不用重新计算；最后一个要保存的张量一算出来，重计算就停止（**提前终止**），所以每个检查点都省去最后一次乘法。如果冻结了部分权重，反向的计算变少，多做的这次前向可能让 FLOPs 增加约一半。
 #
-# 保留乘积省下 84 MB，几乎不增加 FLOPs。八层合用一个检查点时，八层要一起重新计算，FLOPs 增加得最多，却只省 19 MB。实际使用时，最后一层可以不加检查点，内存只多 4 MB，增加的 FLOPs 少八分之一。
+# 保留乘积省下 84 MB，FLOPs 只多 2%。（每条序列有 2048 个 token 时要多 18%，因为注意力内部的乘法要再做一遍。）八层合用一个检查点时，八层要一起重新计算，FLOPs 增加得最多，却只省 19 MB。实际使用时，最后一层可以不加检查点，内存只多 4 MB，增加的 FLOPs 少八分之一。
 #
 # **FLOPs 不是时间。** 计数器只统计矩阵乘法，而这个策略还要重新计算 GELU 和 softmax。秒数见 2.20 节。
 #
@@ -743,9 +743,9 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # - A checkpoint keeps the input of a block and recomputes its activations in backward. Always write `use_reentrant=False`.
 # - It saves what is not in memory at the peak. Without a head, the last layer's checkpoint saves nothing. A formula for one moment fails where another moment is higher.
-# - One more forward pass adds about a third of a step's FLOPs if all weights are trained, and less with early stop. Keeping the linear layers' products costs almost no FLOPs.
+# - One more forward pass adds about a third of a step's FLOPs if all weights are trained, and less with early stop. Keeping the linear layers' products costs 2% here, and more with longer sequences.
 # - Whether groups of layers save memory depends on the depth, and on whether gradients exist from the start.
-# - The loss is a block, too. In chunks, it needs two to three times its matrix.
+# - The loss is a block, too. In small chunks, it needs two to three times its matrix here.
 #
 # **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
 #
@@ -754,9 +754,9 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # - 检查点只保存一个块的输入，到反向时再重新计算激活值。一定要写 `use_reentrant=False`。
 # - 省下的是峰值那一刻不在内存里的东西。只有若干层的网络，给最后一层加检查点什么也不省。公式描述一个时刻，别的时刻更高时，它就不再成立。
-# - 全部权重都训练时，多做一次前向，一步的 FLOPs 约增加三分之一，有提前终止时少一些。保留线性层的乘积，几乎不增加 FLOPs。
+# - 全部权重都训练时，多做一次前向，一步的 FLOPs 约增加三分之一，有提前终止时少一些。保留线性层的乘积，在这里只多 2%，序列更长时多得更多。
 # - 几层合用一个检查点是否更省，取决于层数，也取决于梯度是否一开始就存在。
-# - 损失也是一个块。分成小段之后，所需内存是词表矩阵的两到三倍。
+# - 损失也是一个块。小段足够小时，这里所需的内存是词表矩阵的两到三倍。
 #
 # **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
 #
@@ -861,14 +861,14 @@ lesson_02.gaps(runs)
 #
 # `with_hooks` keeps everything that it has recomputed until the block is done. The libraries release each tensor after its use.
 #
-# If the recomputation saves other tensors than the first run, PyTorch raises a `CheckpointError`. The block may read something that has changed since, such as a counter or a cache (Hugging Face's encoder-decoders need `use_cache=False`). Or the module was changed between forward and backward, for example by `eval()`:
+# If the recomputation saves fewer tensors than the first run, or tensors of another shape or dtype, PyTorch raises a `CheckpointError`. It does not notice other numbers in tensors of the same shape, and then the gradients are wrong. The block may read something that has changed since, such as a counter or a cache (Hugging Face's encoder-decoders need `use_cache=False`). Or the module was changed between forward and backward, for example by `eval()`:
 #
 # </div>
 # <div lang="zh">
 #
 # `with_hooks` 把重新算出来的张量一直留到整个块做完，两个库则是用完一个就释放一个。
 #
-# 如果重计算时保存的张量与第一遍不同，PyTorch 会抛出 `CheckpointError`。可能是块读取的某个状态已经变了，例如计数器或缓存（训练 Hugging Face 的编码器–解码器模型时要设 `use_cache=False`）。也可能是前向与反向之间改动了模块，例如调用了 `eval()`：
+# 如果重计算时保存的张量比第一遍少，或者形状、dtype 不同，PyTorch 会抛出 `CheckpointError`。如果形状相同而只是数值不同，它发现不了，梯度就错了。原因可能是块读取的某个状态已经变了，例如计数器或缓存（训练 Hugging Face 的编码器–解码器模型时要设 `use_cache=False`）。也可能是前向与反向之间改动了模块，例如调用了 `eval()`：
 #
 # </div>
 

@@ -632,14 +632,14 @@ lesson_03.draw_cuts(chains)
 # %% [markdown]
 # <div lang="en">
 #
-# On the decoder the best cuts lie on the frontier from 81 MB down, and above that they take at most 9% more bytes. So where stages are nearly equal, a loop of checkpoints is as good as the search. On the pyramid no cut goes below 163 MB. The search goes down to 131 MB, for 1.25 times the time.
+# On the decoder the best cuts lie on the frontier from 81 MB down, and above that they take at most 9% more bytes. So where stages are nearly equal, a loop of checkpoints is as good as the search, down to the lowest peak of cuts, 35 MB. Only the search goes below that, to 27 MB for 1.68 times the time. On the pyramid no cut goes below 163 MB. The search goes down to 131 MB, for 1.25 times the time.
 #
 # `ScheduledSequential` runs a schedule under autograd, with the parts of lesson 02's checkpoint (section 3.14). For half of the decoder's bytes, are the gradients equal, and is the peak as simulated?
 #
 # </div>
 # <div lang="zh">
 #
-# 在解码器上，从 81 MB 往下，最好的切法都在前沿上；再往上，最多也只多用 9% 的字节。也就是说，各级相近时，用一个循环加检查点，就与搜索一样好。在金字塔上，没有一种切法低于 163 MB，而搜索用 1.25 倍的时间，降到 131 MB。
+# 在解码器上，从 81 MB 往下，最好的切法都在前沿上；再往上，最多也只多用 9% 的字节。也就是说，各级相近时，用一个循环加检查点，就与搜索一样好，直到切法的最低峰值 35 MB 为止。再往下只有搜索能做到，用 1.68 倍的时间降到 27 MB。在金字塔上，没有一种切法低于 163 MB，而搜索用 1.25 倍的时间，降到 131 MB。
 #
 # `ScheduledSequential` 用第 02 课那个检查点的各个部分，让调度在 autograd 里真正运行（3.14 节）。把解码器的字节减半，梯度相等吗？峰值与模拟的一样吗？
 #
