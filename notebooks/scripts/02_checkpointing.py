@@ -657,7 +657,7 @@ lesson_02.measured_lines(in_chunks, keep_addmm=keep_addmm, keep_mm=keep_mm, olde
 # %% [markdown]
 # <div lang="en">
 #
-# The first line lowers the peak by 79 MB. Its older name still works, and warns that `transformers` 6 will remove it. Without `use_reentrant`, `transformers` 5.23 takes the newer mode. The older one never stops early, so it computes more.
+# The first line lowers the peak by 79 MB. Its older name still works, and warns that `transformers` 6 will remove it. Without `use_reentrant`, `transformers` 5.23 takes the newer mode. The older one never stops early, so it computes more here.
 #
 # `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`, and everything is recomputed without a warning. (`checkpoint_blocks` warns.) With `keep_mm`, no product is computed twice.
 #
@@ -668,7 +668,7 @@ lesson_02.measured_lines(in_chunks, keep_addmm=keep_addmm, keep_mm=keep_mm, olde
 # </div>
 # <div lang="zh">
 #
-# 第一种写法让峰值降低 79 MB。它的旧名称还能用，但会警告说 `transformers` 6 将删除它。不写 `use_reentrant` 时，`transformers` 5.23 用的是较新的模式。较老的模式不会提前终止，所以算得更多。
+# 第一种写法让峰值降低 79 MB。它的旧名称还能用，但会警告说 `transformers` 6 将删除它。不写 `use_reentrant` 时，`transformers` 5.23 用的是较新的模式。较老的模式不会提前终止，所以在这里算得更多。
 #
 # `keep_addmm` 什么也没有改变，因为 Llama 的 Linear 没有偏置，调用的是 `mm`，结果全部都要重新计算，而且没有警告。（`checkpoint_blocks` 会警告。）用 `keep_mm` 时，没有一次乘法要做两遍。
 #

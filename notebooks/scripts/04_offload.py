@@ -1009,12 +1009,12 @@ table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If each layer is compiled alone, offload works. Compiled whole, the model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays.
+# If each layer is compiled alone, offload works. Compiled whole, with its loss, the model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐层编译时，卸载有效。整个模型一起编译时，它对 autograd 来说只是一个算子：前向结束时才把保存的张量一起交给钩子，反向一开始又要全部取回，所以峰值不变。
+# 逐层编译时，卸载有效。整个模型连同损失一起编译时，它对 autograd 来说只是一个算子：前向结束时才把保存的张量一起交给钩子，反向一开始又要全部取回，所以峰值不变。
 #
 # </div>
 
