@@ -687,12 +687,12 @@ lesson_04.link_table()
 #
 # <div lang="en">
 #
-# Adam keeps 8 bytes of state per parameter and uses them only once per step. `OffloadedOptimizer` keeps this state in the lower tier, and its steps equal those of `torch.optim.AdamW` (section 4.18). On a CPU the state returns to memory in **pages**, each with the state of some parameters. While one page is updated, the next one is read and the previous one is written. Between two steps, 55.0 MB less are live. **Guess first:** by how much is the peak of `step()` lower?
+# Adam keeps 8 bytes of state per parameter and uses them only once per step. `OffloadedOptimizer` keeps this state in the lower tier, and for fp32 weights its steps equal those of `torch.optim.AdamW` (section 4.18). On a CPU the state returns to memory in **pages**, each with the state of some parameters. While one page is updated, the next one is read and the previous one is written. Between two steps, 55.0 MB less are live. **Guess first:** by how much is the peak of `step()` lower?
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 为每个参数保存 8 字节的状态，每步只用一次。`OffloadedOptimizer` 把状态放到下一级存储，每一步的结果都与 `torch.optim.AdamW` 相等（4.18 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写回上一页。步与步之间少占 55.0 MB。**先猜**：`step()` 的峰值会低多少？
+# Adam 为每个参数保存 8 字节的状态，每步只用一次。`OffloadedOptimizer` 把状态放到下一级存储。权重是 fp32 时，它每一步的结果都与 `torch.optim.AdamW` 相等（4.18 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写回上一页。步与步之间少占 55.0 MB。**先猜**：`step()` 的峰值会低多少？
 #
 # </div>
 
@@ -840,12 +840,12 @@ what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_
 meter, down = steps[False, 1]
 ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_bytes=2 * down)
 
-# %% [markdown] slide={"en": "A copy costs nothing if products run at the same time, if it starts early enough, and if whatever uses it waits for it.", "zh": "拷贝没有代价，要满足三条：同时有矩阵乘法可做，开始得够早，并且用它的一方等它完成。"}
+# %% [markdown] slide={"en": "A copy is hidden if products run at the same time, if it starts early enough, and if whatever uses it waits for it.", "zh": "拷贝要被掩盖，得满足三条：同时有矩阵乘法可做，开始得够早，并且用它的一方等它完成。"}
 # ## 4.12 Summary / 小结
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs done for each byte reach the machine's threshold, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
+# - A copy can hide if the FLOPs done for each byte reach the machine's threshold (at every point of the step, not only on average), and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and a storage as often as it is saved.
 # - Only a wait orders the work of two streams. If one is missing, the result is right only by luck.
 # - At the peak, offload holds single tensors of a layer, but a checkpoint holds the whole layer. Both together move far fewer bytes, so a slower link is enough, but here they peak higher than offload alone.
@@ -855,7 +855,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 # <div lang="zh">
 #
-# - 如果每搬一个字节所做的 FLOPs 不少于机器的阈值，而且拷贝开始得够早，它就能被掩盖。在这里，提前取回两份可以掩盖换入（H2D），允许两次换出同时在途可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的换出，就要多占一份存储区的内存。
+# - 如果每搬一个字节所做的 FLOPs 不少于机器的阈值（处处如此，只是平均达到还不够），而且拷贝开始得够早，它就能被掩盖。在这里，提前取回两份可以掩盖换入（H2D），允许两次换出同时在途可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的换出，就要多占一份存储区的内存。
 # - 两个钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。`save_on_cpu` 则连参数也搬，而且一份存储区保存几次就搬几次。
 # - 流与流之间，只有等待才规定先后。少了一处等待，结果即使对，也只是碰巧。
 # - 峰值那一刻，用卸载时内存里只有一层的单个张量，用检查点时则有整整一层。合用时搬的字节少得多，链路慢一些也够用，但在这里峰值高于只用卸载。
