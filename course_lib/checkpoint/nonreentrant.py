@@ -482,7 +482,8 @@ def checkpoint(
 
     Raises:
         ValueError: Arguments cannot be combined, or have an invalid value.
-        CheckpointError: (In the backward pass) the two runs did not save the same tensors.
+        CheckpointError: (In the backward pass) the second run saved fewer tensors, or tensors that
+            `determinism_check` refuses. Other numbers in the same shapes are not noticed.
         RuntimeError: (In the backward pass) an input was changed in place.
 
     The function may change running statistics among its inputs, which are vectors without
