@@ -198,7 +198,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # | your model | what to do |
 # |---|---|
 # | a transformer with fewer than $2 A / B$ layers, or with gradients that arrive during backward and take more than $B$ per layer | a checkpoint around each layer |
-# | the same, and FLOPs are scarce | keep the products, or give the compiler a budget (section 3.5) |
+# | the same, and FLOPs are scarce | keep the products if $s$ is not much larger than $h$, or give the compiler a budget (section 3.5) |
 # | more layers, with gradients that exist before backward, are sharded, or take much less than $B$ per layer | groups of layers: sections 3.2 to 3.4 find the best ones |
 # | a large vocabulary | the loss in chunks, in addition |
 # | layers that differ, and a number of bytes to stay within | a search: sections 3.6 and 3.7 |
@@ -213,7 +213,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # | 你的模型 | 怎么做 |
 # |---|---|
 # | Transformer，少于 $2 A / B$ 层，或者梯度在反向中产生、每层的梯度又大于 $B$ | 每层一个检查点 |
-# | 同上，但不想多花 FLOPs | 保留乘积，或者给编译器一个预算（3.5 节） |
+# | 同上，但不想多花 FLOPs | $s$ 不比 $h$ 大很多时保留乘积，或者给编译器一个预算（3.5 节） |
 # | 层数更多，而且梯度在反向之前就已存在，或是分片的，或每层的梯度远小于 $B$ | 几层合成一组，3.2 至 3.4 节找出最好的分法 |
 # | 词表很大 | 再加上损失分小段 |
 # | 各层不一样，又必须不超过某个字节数 | 搜索，见 3.6 和 3.7 节 |
