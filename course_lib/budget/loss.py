@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from course_lib._hugging_face_losses import (
     wrapped_in,
 )
 from course_lib._torch import check_gradients_enabled, is_symbolic
+from course_lib.symbolic.views import views_by_geometry
 
 from .stages import CHAINED, runs_stages, staged_loss
 
@@ -46,7 +48,8 @@ def loss_of(
         ValueError: The model's code uses a symbolic tensor that it has kept from an estimate.
     """
     try:
-        return _loss_of(model, batch, recipe, loss_sum)
+        with views_by_geometry() if is_symbolic() else nullcontext():
+            return _loss_of(model, batch, recipe, loss_sum)
     except AssertionError as error:
         if is_symbolic() or "FakeTensor" not in str(error):
             raise
