@@ -98,7 +98,7 @@ def _repeats(case: type[_Block], options: dict[str, Any]) -> str:
 
 
 def _after_a_step(case: type[_Block], options: dict[str, Any] | None = None) -> list[Tensor]:
-    """Return gradient, state and the next random numbers, with a checkpoint if there are options."""
+    """Return gradient, state and the next random numbers, with a checkpoint if given options."""
     _GlobalVariable.calls_of_all = count(1)
     global_state = random.getstate()
     random.seed(0)
