@@ -242,7 +242,8 @@ def explain_symbolic_errors() -> Iterator[None]:
             "make_model and make_batch must create all their tensors with operators, because an"
             " estimate runs on symbolic tensors, got a tensor that was created earlier or without"
             f" an operator (as by torch.frombuffer){place_of(error)}. Create it inside these"
-            f" functions, or {MEASURE}"
+            " functions (if you passed a model or a batch, pass a function that makes it), or"
+            f" {MEASURE}"
         ) from error
 
 

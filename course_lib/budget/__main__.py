@@ -29,7 +29,8 @@ from course_lib.symbolic import symbolic
 from course_lib.workload import Workload, named_function, workload_of
 
 from .check import check
-from .device import EstimatesOnDevice, OnDevice, kept_bytes
+from .device import EstimatesOnDevice, OnDevice
+from .device_memory import kept_bytes
 from .estimate import TIERS, Estimate
 from .optimizers import OPTIMIZERS
 from .rates import DEVICE_NAMES, RATES, Rates, this_machine

@@ -7,10 +7,11 @@ the trace of the step. The module `extrapolate` makes equal estimates with less 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from course_lib._batches import Split
@@ -24,14 +25,18 @@ from course_lib.memory.show import Table, decimal
 from course_lib.offload import DiskStore, Traffic
 from course_lib.symbolic import Gpu
 
+from .device_memory import kept_bytes
 from .kinds import KINDS
 from .loss import LossSum, check_loss
 from .process import check_arguments, process_trace
 from .rank import rank_trace
+from .rates import Rates, rates_of
 from .recipe import Recipe
 from .step import build, default_dtype, make_state, micro_batches_of, run_micro_batches
+from .symbolic_copies import functions_of, name_of
 
 TIERS = ("file", "host")
+BASELINE = Recipe()
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,6 +64,7 @@ class Estimate(Table):
         sent_bytes: Bytes that a rank communicates, as counted by
             `course_lib.distributed.CommunicationCounter`.
         kind: Kind of device, one of `KINDS`.
+        optimizer: Class of the optimizer, if it was not the recipe's.
     """
 
     recipe: Recipe
@@ -73,6 +79,7 @@ class Estimate(Table):
     host_parameters: int = 0
     sent_bytes: int = 0
     kind: str = "cpu"
+    optimizer: str | None = None
 
     columns = ("category", "MB at the peak")
 
@@ -103,6 +110,11 @@ class Estimate(Table):
         """
         # Estimates are compared by their fields, and `_run` is not a field.
         object.__setattr__(self, "_run", run)
+        return self
+
+    def repeated_by(self, again: Callable[[Gpu | None], Estimate]) -> Estimate:
+        """Store the function that makes this estimate for a GPU, and return the estimate."""
+        object.__setattr__(self, "_again", again)
         return self
 
     def trace(self, places: bool = True) -> Trace:
@@ -139,6 +151,44 @@ class Estimate(Table):
             known[key] = stats["reserved_bytes.all.peak"]
         return known[key]
 
+    def fits(self, device: str | Rates, memory_bytes: int | None = None) -> bool:
+        """Return whether the step fits into a device.
+
+        The bytes that the allocator reserves for the step, by the rules of `reserved_bytes`, are
+        added to those that CUDA and cuBLAS keep. Workspaces that operators allocate while they run
+        are not known; `course_lib.budget.kinds` lists some. The step is estimated again with the
+        kernels of that device, unless this estimate is already for them.
+
+        Args:
+            device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
+            memory_bytes: Memory in bytes that may be used; by default that of the device.
+
+        Raises:
+            ValueError: There is no such device, its memory is not known, or the estimate cannot be
+                made for it.
+        """
+        rates = rates_of(device)
+        room = rates.memory_bytes if memory_bytes is None else memory_bytes
+        if room is None:
+            raise ValueError(
+                f"memory_bytes must be given for {device}, which has no memory of its own"
+            )
+        if rates.gpu is None and self.kind == "cpu" and isinstance(device, Rates):
+            return self.peak_bytes <= room
+        return self._on(rates).reserved_bytes() + kept_bytes(rates) <= room
+
+    def _on(self, rates: Rates) -> Estimate:
+        """Return this estimate, or the one with the kernels of another device."""
+        again = getattr(self, "_again", None)
+        if again is not None:
+            return again(rates.gpu)
+        if self.kind != "cuda":
+            raise ValueError(
+                "fits needs an estimate for a GPU, got one of kind 'cpu' that was not made by"
+                " `estimate`; pass kind='cuda' to the function that made it"
+            )
+        return self
+
     def events(self) -> Trace:
         """Return the step's trace with all events, but without modules and source lines.
 
@@ -150,7 +200,7 @@ class Estimate(Table):
 
     def __getstate__(self) -> dict[str, Any]:
         # The function that runs the step again may not be picklable, and the events are large.
-        left_out = "_run", "_events"
+        left_out = "_run", "_events", "_again"
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,8 +220,9 @@ class Estimate(Table):
         ]
 
     def caption(self) -> str:
+        given = text("the model as it is, {optimizer}", optimizer=verbatim(self.optimizer or ""))
         values = {
-            "recipe": str(self.recipe),
+            "recipe": given if self.optimizer else str(self.recipe),
             "peak": self.peak_bytes,
             "megabytes": self.peak_bytes / 1e6,
         }
@@ -203,9 +254,9 @@ class Run:
 
 
 def estimate(
-    make_model: Callable[[], nn.Module],
-    make_batch: Callable[[], Any],
-    recipe: Recipe,
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    recipe: Recipe | torch.optim.Optimizer | Callable[[list], torch.optim.Optimizer] = BASELINE,
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
@@ -220,6 +271,11 @@ def estimate(
     micro-batches that run the same operators, only the last one is run, and also the first one of
     the step, because all micro-batches after the first start with the same memory live. Flash
     attention runs the tiles of one group of heads, because every group needs the same memory.
+
+    **Model, batch and optimizer that exist already** are copied as symbolic tensors, and do not
+    change: neither do weights, gradients, optimizer state and random generators. The estimate is
+    for a step that begins without gradients. Hooks of the optimizer do not run; those of the model
+    do.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
     exception: in a model with dropout, an "optimal" schedule also keeps states of random generators
@@ -245,9 +301,13 @@ def estimate(
     micro-batches after the second one, which are a few bytes each.
 
     Args:
-        make_model, make_batch: Functions that return the model in fp32 and a batch. They are called
-            in symbolic mode. With several ranks, the batch is the one that all ranks share.
-        recipe: Recipe of the step.
+        model: Function without arguments that returns the model in fp32, and is called in symbolic
+            mode; or a model.
+        batch: Function that returns the batch, likewise; or a batch. With several ranks, it is the
+            one that all ranks share.
+        recipe: Recipe of the step; or an optimizer of the model; or a function that makes an
+            optimizer of a list of parameters, such as `torch.optim.AdamW`. With an optimizer, the
+            step uses no technique, and the model keeps its dtypes.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. A weight
             that is computed from the batch must be returned as a tensor, because symbolic tensors
             have no values.
@@ -271,19 +331,33 @@ def estimate(
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
     of_kind("gpu", gpu, (Gpu, type(None)), "a Gpu or None")
-    check_arguments(make_model, make_batch, recipe)
-    options = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
-    if recipe.ranks > 1:
-        run = partial(rank_trace, make_model, make_batch, recipe, **options)
-        with explain_symbolic_errors():
-            found = Estimate.from_trace(run(), recipe, tier, kind=kind)
-            return found.traced_by(lambda places: run(events=True))
-    options |= {"tier": tier, "kind": kind, "gpu": gpu}
-    run = partial(process_trace, make_model, make_batch, recipe, **options)
+    *functions, make_optimizer = made = functions_of(model, batch, recipe)
+    options: dict[str, Any] = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
+    on_host = 0
+
+    def trace_again(places: bool = False, events: bool = True) -> Trace:
+        nonlocal on_host
+        if made.recipe.ranks > 1:
+            return rank_trace(*functions, **options, events=events)
+        shown = {"events": events, "places": places}
+        trace, on_host = process_trace(
+            *functions,
+            **options,
+            **shown,
+            tier=tier,
+            kind=kind,
+            gpu=gpu,
+            make_optimizer=make_optimizer,
+        )
+        return trace
+
     with explain_symbolic_errors():
-        trace, on_host = run()
-    found = Estimate.from_trace(trace, recipe, tier, on_host, kind)
-    return found.traced_by(lambda places: run(events=True, places=places)[0])
+        trace = trace_again(events=False)
+    found = Estimate.from_trace(trace, made.recipe, tier, on_host, kind)
+    if make_optimizer is not None:
+        found = replace(found, optimizer=name_of(recipe))
+    again = partial(estimate, model, batch, recipe, **options, tier="host", kind="cuda")
+    return found.traced_by(trace_again).repeated_by(lambda gpu: again(gpu=gpu))
 
 
 @add_user_line()

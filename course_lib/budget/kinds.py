@@ -23,8 +23,8 @@ the same H200:
 ======================================  =========================================================
 operator                                workspace
 ======================================  =========================================================
-matrix product                          32 MiB per thread, kept: `course_lib.budget.device`; with
-                                        a bias 1 MiB more
+matrix product                          32 MiB per thread, kept: `budget.device_memory`; with a
+                                        bias 1 MiB more
 softmax, backward                       as many bytes as its result
 scaled_dot_product_attention, backward  cuDNN: q in fp32 and its log-sum-exp, both padded;
                                         memory-efficient: q, and its log-sum-exp

@@ -59,6 +59,7 @@ def process_trace(
     tier: str = "file",
     kind: str = "cpu",
     gpu: Gpu | None = None,
+    make_optimizer: Callable[[nn.Module, str], torch.optim.Optimizer] | None = None,
     events: bool = False,
     places: bool = False,
 ) -> tuple[Trace, int]:
@@ -71,6 +72,8 @@ def process_trace(
             as in `course_lib.budget.estimate`.
         kind: Kind of device, one of `KINDS`.
         gpu: GPU whose kernels of attention run, as in `course_lib.budget.estimate`.
+        make_optimizer: Function of (model, kind) that returns the optimizer; None uses that of the
+            recipe.
         events: Whether to record when each storage is allocated and released.
         places: Whether to also record the module and the source line of each operator. This makes
             the step take about 1.5 times as long.
@@ -80,7 +83,10 @@ def process_trace(
         store = SymbolicStore()
         model = model_of(make_model, recipe)
         check_loss(model, recipe, loss_sum)
-        optimizer = symbolic_optimizer(model, recipe, store, tier)
+        if make_optimizer is None:
+            optimizer = symbolic_optimizer(model, recipe, store, tier)
+        else:
+            optimizer = make_optimizer(model, kind)
         with default_dtype(recipe.dtype):
             batch = make_batch()
         micro_batches = micro_batches_of(batch, recipe.micro_batches, split)

@@ -1,0 +1,45 @@
+"""GPU memory that no tensor can use: the workspace of cuBLAS and the CUDA context."""
+
+from __future__ import annotations
+
+from .rates import Rates, rates_of
+
+# Workspaces of cuBLAS, which are kept from the first matrix products on: one for each thread that
+# runs some, of forward and of backward, on one stream. Source: PyTorch's documentation, "CUDA
+# semantics", cuBLAS workspaces. The setting :4096:2:16:8 means 2 * 4096 + 8 * 16 KiB, and :4096:8
+# means 32 MiB. On an H200 with PyTorch 2.11 a process kept 2 * 32 MiB.
+CUBLAS_BYTES = 2 * (2 * 4096 + 8 * 16) << 10
+CUBLAS_LARGE_BYTES = 2 * (8 * 4096) << 10
+
+
+def workspace_bytes(device: str | Rates) -> int:
+    """Return the bytes that cuBLAS keeps on a device for one stream; 0 without CUDA.
+
+    Up to PyTorch 2.11 only Hopper has the large workspace, and in 2.13 the major versions 9, 10 and
+    12 have it. Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
+    """
+    gpu = rates_of(device).gpu
+    if gpu is None:
+        return 0
+    is_large = gpu.capability == (9, 0) or (
+        gpu.torch > (2, 11) and gpu.capability[0] in (9, 10, 12)
+    )
+    return CUBLAS_LARGE_BYTES if is_large else CUBLAS_BYTES
+
+
+def context_bytes(device: str | Rates) -> int:
+    """Return the bytes of the CUDA context.
+
+    The result is 0 without CUDA, also on AMD devices, because the memory that ROCm keeps is not
+    known.
+    """
+    return rates_of(device).context_bytes or 0
+
+
+def kept_bytes(device: str | Rates) -> int:
+    """Return the bytes that no tensor can use: the workspace of cuBLAS and the CUDA context.
+
+    Args:
+        device: Name in `RATES`, or the rates of another device.
+    """
+    return workspace_bytes(device) + context_bytes(device)

@@ -1,0 +1,203 @@
+"""Functions that make symbolic copies of a model, batch and optimizer that exist already.
+
+`estimate` runs the step on the copies, so the originals do not change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from course_lib._check import describe
+from course_lib._torch import check_in_training, check_no_closure
+
+from .loss import trainable_parameters
+from .optimizers import OPTIMIZERS
+from .recipe import Recipe
+from .step import check_function, check_recipe
+
+Optimizer = torch.optim.Optimizer
+AS_IT_IS = Recipe(precision=None, attention=None)
+PASS_FUNCTIONS = (
+    "pass functions instead: one without arguments that returns the model, one that returns the"
+    " batch, and a recipe or a function that makes an optimizer of the parameters"
+)
+
+
+class Functions(NamedTuple):
+    """Functions from which an estimate makes its symbolic step.
+
+    Attributes:
+        make_model: Function without arguments that returns the model.
+        make_batch: Function without arguments that returns the batch.
+        recipe: Recipe of the step.
+        make_optimizer: Function of (model, kind of device) that returns the optimizer; None if the
+            recipe decides which one it is.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], Any]
+    recipe: Recipe
+    make_optimizer: Callable[[nn.Module, str], Optimizer] | None
+
+
+def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
+    """Return functions for the arguments of `estimate`, which may exist already.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, or the optimizer does not hold
+            parameters of the model.
+    """
+    make_optimizer = None
+    existing = model if isinstance(model, nn.Module) else None
+    copies = _Copies(existing, recipe if isinstance(recipe, Optimizer) else None)
+    if existing is None:
+        check_function("model", model)
+    if not callable(batch) or isinstance(batch, Tensor):
+        make_batch = copies.of_batch(batch)
+    else:
+        check_function("batch", batch)
+        make_batch = batch
+    if isinstance(recipe, Optimizer):
+        _check_optimizer(existing, recipe)
+        make_optimizer, recipe = copies.optimizer_for, AS_IT_IS
+    elif callable(recipe):
+        make_optimizer, recipe = _made_by(recipe), AS_IT_IS
+    check_recipe(recipe)
+    return Functions(copies.model if existing else model, make_batch, recipe, make_optimizer)
+
+
+def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
+    if model is None:
+        raise TypeError(
+            "recipe must be a Recipe or a function such as torch.optim.AdamW when model is a"
+            f" function, got {describe(optimizer)}, which holds parameters of another model"
+        )
+    check_no_closure(optimizer)
+    check_in_training(optimizer)
+    own = set(model.parameters())
+    if not any(p in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer must hold parameters of the model, got"
+            f" {describe(optimizer)} with parameters of another one"
+        )
+
+
+def name_of(optimizer: Optimizer | Callable) -> str:
+    """Return the name of an optimizer's class, or of the function that makes it."""
+    function = getattr(optimizer, "func", optimizer)
+    return getattr(function, "__name__", type(optimizer).__name__)
+
+
+def _made_by(function: Callable[[list[nn.Parameter]], Optimizer]) -> Callable:
+    def make_optimizer(model: nn.Module, kind: str) -> Optimizer:
+        made = function(trainable_parameters(model))
+        if not isinstance(made, Optimizer):
+            raise TypeError(
+                "recipe must be a Recipe, an optimizer or a function that makes one of a list of"
+                f" parameters, got a function that returned {describe(made)}"
+            )
+        check_no_closure(made)
+        return _as_on(kind, made)
+
+    return make_optimizer
+
+
+def _as_on(kind: str, optimizer: Optimizer) -> Optimizer:
+    """Select the variant of the update that PyTorch uses on this kind of device.
+
+    PyTorch chooses it by the device of the parameters, and symbolic ones are on the CPU.
+    """
+    if kind == "cuda":
+        loops = [row.base for row in OPTIMIZERS.values() if row.default_on_cuda == "loop"]
+        for group in optimizer.param_groups:
+            undecided = group.get("foreach", False) is None and not group.get("fused")
+            if undecided and not group.get("differentiable") and type(optimizer) not in loops:
+                group["foreach"] = True
+    return optimizer
+
+
+class _Copies(TorchFunctionMode):
+    """Mode in which `copy.deepcopy` makes symbolic tensors of the real ones.
+
+    Tensors that share a storage share one afterwards. Integers, booleans and single numbers keep
+    their values.
+
+    Args:
+        existing: Model to copy, or None.
+        optimizer: Optimizer to copy, or None.
+    """
+
+    def __init__(self, existing: nn.Module | None, optimizer: Optimizer | None):
+        super().__init__()
+        self._model, self._optimizer = existing, optimizer
+        # Maps the address of each real storage to a symbolic tensor of its bytes.
+        self._storages: dict[int, Tensor] = {}
+        self._made: Optimizer | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._symbolic(tensor)
+        return memo[id(tensor)]
+
+    def model(self) -> nn.Module:
+        """Return a copy of the model, and keep that of the optimizer for `optimizer_for`."""
+        both = self._model, self._optimizer
+        model, self._made = self._copy("model and optimizer", both, self._parameters())
+        return model
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        yield from self._model.parameters()
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+            yield from group["params"]
+
+    def optimizer_for(self, model: nn.Module, kind: str) -> Optimizer:
+        """Return the copy of the optimizer that belongs to the last copy of the model."""
+        return _as_on(kind, self._made)
+
+    def of_batch(self, batch: Any) -> Callable[[], Any]:
+        """Return a function that copies the batch."""
+        return lambda: self._copy("batch", batch)
+
+    def _copy(self, name: str, given: Any, parameters: Iterable[nn.Parameter] = ()) -> Any:
+        self._storages = {}
+        try:
+            # PyTorch copies parameters without calling a function that this mode could replace.
+            memo: dict[int, Any] = {
+                id(p): nn.Parameter(self._symbolic(p), p.requires_grad) for p in parameters
+            }
+            with self:
+                return copy.deepcopy(given, memo)
+        except Exception as error:
+            raise ValueError(
+                f"{name} must be copied by copy.deepcopy for an estimate, got"
+                f" {type(error).__name__} ({error}); {PASS_FUNCTIONS}"
+            ) from error
+
+    def _symbolic(self, tensor: Tensor) -> Tensor:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise TypeError(f"a tensor of PyTorch's own class is needed, not {describe(tensor)}")
+        # Symbolic tensors are on the CPU, also those of an estimate for a GPU.
+        with _disable_current_modes():
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor.detach().to("cpu", copy=True)
+            value = tensor.item() if tensor.dim() == 0 else None
+        if value is not None:
+            # Optimizers read the number of steps in their state.
+            return torch.tensor(value, dtype=tensor.dtype)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        count = storage.nbytes() // tensor.itemsize
+        numbers = self._storages[storage._cdata][: count * tensor.itemsize].view(tensor.dtype)
+        geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return numbers.as_strided(*geometry).detach()

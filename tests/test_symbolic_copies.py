@@ -1,0 +1,176 @@
+"""`estimate` with a model, a batch and an optimizer that exist already."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from hugging_face_models import ARCHITECTURES
+from torch import nn
+
+from course_lib.budget import RATES, Rates, Recipe, estimate, run, train_step
+from course_lib.memory import MemoryMeter
+
+AS_IT_IS = Recipe(precision=None, attention=None)
+OPTIMIZERS = [
+    torch.optim.AdamW,
+    partial(torch.optim.SGD, momentum=0.9),
+    partial(torch.optim.RMSprop, foreach=True),
+]
+
+
+def squares(model, batch):
+    return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 1))
+    model[2].weight = model[0].weight
+    return model
+
+
+def wide():
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 1))
+
+
+def one_storage():
+    """Return a model with two weights that are parts of one storage."""
+    model, numbers = wide(), torch.randn(64 * 64 + 64)
+    model[2].weight = nn.Parameter(numbers[: 64 * 64].view(64, 64).T)
+    model[3].weight = nn.Parameter(numbers[64 * 64 :].view(1, 64))
+    return model
+
+
+def points(samples=4):
+    return torch.randn(samples, 8), torch.randn(samples, 1)
+
+
+def half(make):
+    """Return a frozen bf16 model with an fp32 head and a batch in bf16."""
+    model = make().bfloat16().requires_grad_(False)
+    model[-1] = nn.Sequential(nn.Linear(8, 1).bfloat16())
+    return model
+
+
+CASES = {
+    "tied weights": (tied, points, squares),
+    "frozen, bf16": (
+        partial(half, tied),
+        lambda: tuple(x.bfloat16() for x in points()),
+        squares,
+    ),
+    "weights in one storage": (one_storage, points, squares),
+    "an encoder and a decoder": (*ARCHITECTURES["encoder and decoder"][:2], None),
+    "speech": (*ARCHITECTURES["speech"][:2], None),
+}
+
+
+def tensors_of(model, optimizer):
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*model.state_dict().values(), *state, *grads, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CASES)
+def test_estimate_of_existing_objects_equals_their_step(name, make_optimizer):
+    make_model, make_batch, loss_sum = CASES[name]
+    model, batch = make_model(), make_batch()
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    estimate_of = partial(estimate, model, batch, optimizer, loss_sum=loss_sum)
+    before = copy.deepcopy(tensors_of(model, optimizer))
+    first = estimate_of()
+    assert all(map(torch.equal, before, tensors_of(model, optimizer)))
+    step = partial(train_step, model, optimizer, batch, AS_IT_IS, loss_sum=loss_sum)
+    step()
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    assert first.peak_bytes == estimate_of().peak_bytes == meter.peak_bytes
+    assert first.trace().peak_bytes == first.peak_bytes
+
+
+def test_gradients_and_state_of_existing_objects_stay():
+    model, batch = tied(), points()
+    optimizer = torch.optim.AdamW(model.parameters())
+    squares(model, batch)[0].backward()
+    optimizer.step()
+    before = copy.deepcopy(tensors_of(model, optimizer))
+    assert any(p.grad is not None for p in model.parameters())
+    estimate(model, batch, optimizer, loss_sum=squares)
+    assert all(map(torch.equal, before, tensors_of(model, optimizer)))
+
+
+def test_functions_recipe_and_default_give_the_estimates_of_existing_objects():
+    options = {"loss_sum": squares}
+    functions = estimate(tied, points, torch.optim.AdamW, **options)
+    existing = tied()
+    assert functions == estimate(
+        existing, points, torch.optim.AdamW(existing.parameters()), **options
+    )
+    assert str(functions.caption()).startswith("the model as it is, AdamW")
+    plain = estimate(existing, points(), **options)
+    assert plain == estimate(tied, points, Recipe(), **options)
+    recipe = Recipe(micro_batches=2, optimizer="sgd")
+    measured = run(wide, points, recipe, **options).meter.peak_bytes
+    assert estimate(wide(), points(), recipe, **options).peak_bytes == measured
+
+
+def test_an_optimizer_on_cuda_updates_as_pytorch_does_there():
+    make = partial(estimate, wide, points, loss_sum=squares, kind="cuda")
+    loop = partial(torch.optim.AdamW, foreach=False)
+    for optimizer, update in ((torch.optim.AdamW, "foreach"), (loop, "loop")):
+        recipe = Recipe(precision=None, attention=None, update=update)
+        assert make(optimizer).peak_bytes == make(recipe).peak_bytes
+    assert make(torch.optim.AdamW).peak_bytes != make(loop).peak_bytes
+
+
+def test_fits_adds_what_the_allocator_reserves_and_cuda_keeps():
+    found = estimate(tied, points, torch.optim.AdamW, loss_sum=squares)
+    on_gpu = estimate(tied, points, torch.optim.AdamW, loss_sum=squares, kind="cuda", tier="host")
+    kept = RATES["A100"].context_bytes + 2 * 8320 * 1024
+    needed = on_gpu.reserved_bytes() + kept
+    assert found.fits("A100", needed) and not found.fits("A100", needed - 1)
+    assert found.fits("RTX 4090")
+    host = Rates(1e12, 1e12, 1e9, memory_bytes=found.peak_bytes)
+    assert found.fits(host) and not found.fits(host, found.peak_bytes - 1)
+    with pytest.raises(ValueError, match="memory_bytes must be given"):
+        found.fits("laptop")
+    with pytest.raises(ValueError, match="device must be one of"):
+        found.fits("A1000")
+
+
+class Closure(nn.Module):
+    """Model whose forward calls a function that holds the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.run = lambda x: self.layer(x)
+
+    def forward(self, x):
+        return self.run(x)
+
+
+def with_generator():
+    model = tied()
+    model.numbers = (number for number in range(3))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "message"),
+    [
+        (tied, lambda model: torch.optim.AdamW(tied().parameters()), "optimizer must hold param"),
+        (tied, lambda model: torch.optim.LBFGS(model.parameters()), "optimizer must step without"),
+        (tied, lambda model: "adam", "recipe must be a Recipe, got 'adam'"),
+        (tied, lambda model: lambda parameters: 3, "recipe must be a Recipe, an optimizer or"),
+        (with_generator, lambda model: torch.optim.AdamW, "must be copied .*pass functions inst"),
+        (Closure, lambda model: torch.optim.AdamW, "pass a function that makes it"),
+    ],
+)
+def test_objects_that_cannot_be_estimated_say_what_to_pass(make, optimizer, message):
+    model = make()
+    with pytest.raises((TypeError, ValueError), match=message):
+        estimate(model, points(), optimizer(model), loss_sum=squares)
+    with pytest.raises(TypeError, match="when model is a function"):
+        estimate(make, points, torch.optim.AdamW(model.parameters()), loss_sum=squares)
