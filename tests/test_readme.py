@@ -167,8 +167,8 @@ def test_every_target_of_the_makefile_that_the_pages_name_is_one(language):
     assert {"lab", "test", "slides", "student", "grade", "pages", "site", "gpu"} <= named <= targets
 
 
-def test_the_example_of_the_readme_prints_what_it_says():
-    (example,) = re.findall(r"^```python\n(.*?)^```", README["en"], re.M | re.S)
+@pytest.mark.parametrize("example", re.findall(r"^```python\n(.*?)^```", README["en"], re.M | re.S))
+def test_an_example_of_the_readme_prints_what_it_says(example):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(example, {})
     promised = re.findall(r"^print\(.*\)  # (.+)$", example, re.M)
