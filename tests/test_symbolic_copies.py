@@ -11,7 +11,7 @@ from torch import nn
 from course_lib.budget import RATES, Rates, Recipe, estimate, run, train_step
 from course_lib.memory import MemoryMeter
 
-AS_IT_IS = Recipe(precision=None, attention=None)
+UNCHANGED = Recipe(precision=None, attention=None)
 OPTIMIZERS = [
     torch.optim.AdamW,
     partial(torch.optim.SGD, momentum=0.9),
@@ -81,7 +81,7 @@ def test_estimate_of_existing_objects_equals_their_step(name, make_optimizer):
     before = copy.deepcopy(tensors_of(model, optimizer))
     first = estimate_of()
     assert all(map(torch.equal, before, tensors_of(model, optimizer)))
-    step = partial(train_step, model, optimizer, batch, AS_IT_IS, loss_sum=loss_sum)
+    step = partial(train_step, model, optimizer, batch, UNCHANGED, loss_sum=loss_sum)
     step()
     with MemoryMeter(model, optimizer) as meter:
         step()
@@ -107,7 +107,7 @@ def test_functions_recipe_and_default_give_the_estimates_of_existing_objects():
     assert functions == estimate(
         existing, points, torch.optim.AdamW(existing.parameters()), **options
     )
-    assert str(functions.caption()).startswith("the model as it is, AdamW")
+    assert str(functions.caption()).startswith("the unchanged model, AdamW")
     plain = estimate(existing, points(), **options)
     assert plain == estimate(tied, points, Recipe(), **options)
     recipe = Recipe(micro_batches=2, optimizer="sgd")

@@ -220,7 +220,7 @@ class Estimate(Table):
         ]
 
     def caption(self) -> str:
-        given = text("the model as it is, {optimizer}", optimizer=verbatim(self.optimizer or ""))
+        given = text("the unchanged model, {optimizer}", optimizer=verbatim(self.optimizer or ""))
         values = {
             "recipe": given if self.optimizer else str(self.recipe),
             "peak": self.peak_bytes,

@@ -23,7 +23,7 @@ from .recipe import Recipe
 from .step import check_function, check_recipe
 
 Optimizer = torch.optim.Optimizer
-AS_IT_IS = Recipe(precision=None, attention=None)
+UNCHANGED = Recipe(precision=None, attention=None)
 PASS_FUNCTIONS = (
     "pass functions instead: one without arguments that returns the model, one that returns the"
     " batch, and a recipe or a function that makes an optimizer of the parameters"
@@ -66,9 +66,9 @@ def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
         make_batch = batch
     if isinstance(recipe, Optimizer):
         _check_optimizer(existing, recipe)
-        make_optimizer, recipe = copies.optimizer_for, AS_IT_IS
+        make_optimizer, recipe = copies.optimizer_for, UNCHANGED
     elif callable(recipe):
-        make_optimizer, recipe = _made_by(recipe), AS_IT_IS
+        make_optimizer, recipe = _made_by(recipe), UNCHANGED
     check_recipe(recipe)
     return Functions(copies.model if existing else model, make_batch, recipe, make_optimizer)
 
