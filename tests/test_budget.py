@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import gc
+import inspect
 import itertools
 import math
 import pickle
@@ -107,7 +108,7 @@ def test_every_field_of_a_recipe_belongs_to_one_technique_and_the_plain_step_use
     names = [field.name for field in dataclasses.fields(Recipe)]
     assert [name for name in names if name not in owned] == [], "fields without a technique"
     assert [name for name in owned if owned.count(name) > 1 or name not in names] == []
-    documented = re.findall(r"^ {8}(\w+): ", Recipe.__doc__, re.MULTILINE)
+    documented = re.findall(r"^ {4}(\w+): ", inspect.cleandoc(Recipe.__doc__), re.MULTILINE)
     assert [name for name in names if name not in documented] == [], "missing in the docstring"
     assert not any(technique.is_used(Recipe(attention=None)) for technique in TECHNIQUES)
     # A technique that changes a model must say where it comes in the order.

@@ -753,14 +753,14 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 #
 # `save_on_cpu` would move 247.7 MB instead of 178.4 MB. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages moved again.
 #
-# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. On a machine without a GPU there is no pinned memory (section 4.15 uses the library):
+# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. Without a GPU there is no pinned memory. PyTorch's CPU build then raises an error, and its CUDA build moves nothing (section 4.15 uses the library):
 #
 # </div>
 # <div lang="zh">
 #
 # `save_on_cpu` 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的部分里，27.3 MB 是参数，GPU 反正要留着它们；41.9 MB 是重复保存的存储区。
 #
-# Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 的机器没有锁页内存（4.15 节改用课程库来卸载这样的模型）：
+# Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 就没有锁页内存。这时 PyTorch 的 CPU 版会报错，CUDA 版则什么也不搬（4.15 节改用课程库来卸载这样的模型）：
 #
 # </div>
 
@@ -771,9 +771,9 @@ sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "
 llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
 llama.activation_checkpointing_enable(offload=True)
 try:
-    llama(random_tokens(8, 63, 512))
+    llama(random_tokens(8, 63, 512))  # raises in PyTorch's CPU build
 except RuntimeError as error:
-    print(error)
+    assert "pin_memory=True requires a CUDA or other accelerator backend" in str(error)
 
 # %% [markdown]
 # <div lang="en">
