@@ -43,7 +43,7 @@ def current(row: Row) -> Row:
         values = asdict(estimate(case.make_model, case.make_batch, recipe, **options))
     except (TypeError, ValueError, RuntimeError) as error:  # an InfeasibleBudget is one
         return {**now, "refused": type(error).__name__}
-    del values["recipe"], values["tier"], values["kind"]
+    del values["recipe"], values["tier"], values["kind"], values["optimizer"]
     for name in ("at_peak", "phase_peaks"):
         values[name] = " ".join(f"{key} {n}" for key, n in values[name].items() if n)
     return now | {name: str(value) for name, value in values.items() if value != ""}
