@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
@@ -46,7 +46,7 @@ class _ViewsByGeometry(TorchFunctionMode):
             # Autograd derives the function of a view that changes itself at once. Functions that
             # were made later run earlier in the backward pass.
             _by_geometry(args[0])
-        if isinstance(result, Tensor) and result._is_view():
+        if isinstance(result, FakeTensor) and result._is_view():
             if args and result is replaced[0]:
                 return args[0]
             vars(result).setdefault("_version_when_made", result._version)
@@ -58,7 +58,12 @@ def _by_geometry(argument: Any) -> Any:
     before its base changed; lists and tuples may contain such views."""
     if type(argument) in (list, tuple):
         return type(argument)(map(_by_geometry, argument))
-    if not isinstance(argument, Tensor) or not argument._is_view() or not argument.requires_grad:
+    # A placeholder, such as that for logits in chunks, refuses to be asked for its base.
+    if (
+        not isinstance(argument, FakeTensor)
+        or not argument._is_view()
+        or not argument.requires_grad
+    ):
         return argument
     attributes, version = vars(argument), argument._version
     if attributes.get("_version_when_made", version) == version:
