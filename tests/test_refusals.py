@@ -234,7 +234,11 @@ ONE_BY_ONE = [
             "loss_sum": ("mean",),
         },
     ),
-    (estimate, RUN, {"make_model": (3,), "make_batch": (TWO,), "recipe": ("flash",)}),
+    (
+        estimate,
+        {"model": decoder, "batch": tokens, "recipe": Recipe()},
+        {"model": (3,), "recipe": ("flash",)},
+    ),
     (run, RUN, {"make_model": (3,), "make_batch": (TWO,), "recipe": ("flash",), "store": ("x",)}),
     (build, {"make_model": decoder, "recipe": Recipe()}, {"recipe": (None,)}),
     (build, {"make_model": decoder, "recipe": Recipe()}, {"make_model": (decoder(),)}),
