@@ -36,8 +36,8 @@ _NEEDS_NUMBERS = re.compile(
 # PyTorch's error for an operator of the user's own without a symbolic kernel
 _NO_SYMBOLIC_KERNEL = re.compile(r"no fake impl registered for (?:<CustomOpDef\()?([\w.:]+)")
 _TOO_LARGE = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]*\])")
-# PyTorch's error for a tensor subclass that is created from a tensor without an operator, such as
-# the weights of bitsandbytes
+# PyTorch's error for a tensor subclass that is created from a tensor without an operator and is not
+# a subclass of nn.Parameter
 _NEW_SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is")
 #: Advice for a step that runs on real tensors but not on symbolic ones.
 MEASURE = "measure the step on real tensors with course_lib.budget.run()"
@@ -251,8 +251,8 @@ def explain_symbolic_errors() -> Iterator[None]:
 def _tensors_and_operators_refused() -> Iterator[None]:
     """Explain errors for tensors and operators that have no symbolic form.
 
-    These are parameters of tensor subclasses that need values, such as quantized ones, parameters
-    of lazy modules, operators of the user's own, and tensors of more bytes than can be counted.
+    These are tensors of subclasses that need values, parameters of lazy modules, operators of the
+    user's own, and tensors of more bytes than can be counted.
     """
     try:
         yield
@@ -262,7 +262,7 @@ def _tensors_and_operators_refused() -> Iterator[None]:
             if subclass[1].startswith("Uninitialized"):
                 raise ValueError(f"{UNINITIALIZED}{place_of(error)}. {INITIALIZE}") from error
             sentence = (
-                "make_model must make parameters of PyTorch's own classes for an estimate, got"
+                "make_model must make tensors of PyTorch's own classes for an estimate, got"
                 f" {subclass[1]}{place_of(error)}, which cannot be made of symbolic tensors;"
                 f" {MEASURE}"
             )

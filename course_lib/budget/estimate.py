@@ -291,6 +291,12 @@ def estimate(
     estimated. The same holds for models with sparse gradients or with any other operator of
     `course_lib.symbolic.cpu_kernels.INEXACT`.
 
+    **Quantized weights.** Layers of bitsandbytes are estimated as they run on a CPU. The state of
+    the quantization is counted, and so are the weights that backward and 8-bit layers dequantize.
+    The forward pass of a 4-bit layer dequantizes its weight inside one operator, so these bytes are
+    allocated internally. With the kind "cuda", the tensors are those of the source of bitsandbytes
+    0.50 for CUDA, and this has not been measured on a GPU.
+
     **Compiled models.** A model that `torch.compile` has compiled, or whose modules are compiled,
     is estimated uncompiled. `train_step` runs it compiled, which can need less memory or more.
     Measure that step with `course_lib.memory.measure`.

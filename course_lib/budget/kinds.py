@@ -7,6 +7,7 @@ a GPU:
   `course_lib.symbolic`): attention, dropout and the norms. Which kernel of attention runs depends
   on the GPU, the argument `gpu` of `estimate`. Flash attention of this package runs as a kernel and
   has no tensors for its tiles.
+- 8-bit layers of bitsandbytes run the product that it runs on CUDA, by its source (0.50).
 - If a recipe leaves the variant of the update to PyTorch, most optimizers use "foreach", which
   allocates temporary tensors as large as all the parameters. The attribute `default_on_cuda` of
   each row of `course_lib.budget.optimizers.OPTIMIZERS` states the rule of

@@ -32,6 +32,7 @@ from course_lib.budget.growth import Irregular
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.memory import CATEGORIES, Trace
 from course_lib.symbolic import symbolic
+from course_lib.symbolic.quantization import quantization_state
 
 from .blocks import equal_blocks
 from .growth import Growth
@@ -98,7 +99,12 @@ def rank_trace(
 
 
 def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
-    """Raise TypeError or ValueError if the loss cannot be used on several ranks."""
+    """Raise TypeError or ValueError if the model or the loss cannot be used on several ranks."""
+    if any(True for _ in quantization_state(model)):
+        raise ValueError(
+            "ranks must be 1 for a model with quantized weights of bitsandbytes, got"
+            f" {recipe.ranks}; measure the step of a rank with course_lib.memory.MemoryMeter"
+        )
     check_loss(model, single(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(

@@ -97,7 +97,13 @@ class _CopiesOfSymbolic(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            copied = tensor.detach().clone()
+            # Copies of tensors that share a storage share one, too.
+            storage, wholes = tensor.untyped_storage(), memo.setdefault("symbolic storages", {})
+            if storage._cdata not in wholes:
+                elements = storage.nbytes() // tensor.itemsize
+                wholes[storage._cdata] = tensor.detach().new_empty(elements)
+            place = tensor.size(), tensor.stride(), tensor.storage_offset()
+            copied = wholes[storage._cdata].view(tensor.dtype).as_strided(*place).detach()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = (
                 nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied

@@ -10,7 +10,8 @@ count for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,19 @@ _QUERY_AT = {
 }
 
 
+def _times_weight(x: Tensor, _, shape: Sequence[int], *others: Any, **named: Any) -> int:
+    """Return the FLOPs of a product with a weight of this shape, which is packed."""
+    return 2 * x.numel() * shape[0]
+
+
+# Products of bitsandbytes, which registers no formulas.
+_OF_BITSANDBYTES: dict[str, Callable[..., int]] = {
+    "gemm_4bit": _times_weight,
+    "gemv_4bit": _times_weight,
+    "int8_scaled_mm": lambda x, w, *_, **__: 2 * x.numel() * w.shape[0],
+}
+
+
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     """Return the FLOPs of one call of an operator; 0 if it has no formula."""
     if isinstance(func, HigherOrderOperator):
@@ -51,6 +65,8 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     packet = getattr(func, "overloadpacket", None)
     kind = _COUNTED_AS.get(packet, packet)
     formula = flop_registry.get(kind)
+    if formula is None and getattr(func, "namespace", None) == "bitsandbytes":
+        formula = _OF_BITSANDBYTES.get(packet.__name__)
     if formula is None:
         return 0
     if kind not in _QUERY_AT:
@@ -66,8 +82,9 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     return flops // (n_q * n_k) * seen
 
 
-def attention_formulas() -> dict[Any, Callable[..., int]]:
-    """Return the formulas for fused attention, in the form of `FlopCounterMode`'s `custom_mapping`.
+def own_formulas() -> dict[Any, Callable[..., int]]:
+    """Return the formulas that PyTorch lacks, for fused attention and the products of bitsandbytes,
+    in the form of `FlopCounterMode`'s `custom_mapping`.
 
     A counter with these formulas counts what `flops_of` counts.
     """
@@ -79,7 +96,11 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
         count._get_raw = True  # otherwise `FlopCounterMode` passes shapes instead of tensors
         return count
 
-    return {packet: formula(packet) for packet in (*_COUNTED_AS, *_QUERY_AT)}
+    packets = [*_COUNTED_AS, *_QUERY_AT]
+    if "bitsandbytes" in sys.modules:
+        known = torch.ops.bitsandbytes
+        packets += [getattr(known, name) for name in _OF_BITSANDBYTES if hasattr(known, name)]
+    return {packet: formula(packet) for packet in packets}
 
 
 def _is_causal(func, args: tuple, kwargs: dict) -> bool:

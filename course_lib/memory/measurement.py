@@ -22,7 +22,7 @@ from course_lib.labels import join_labels, text, verbatim
 from .. import _check
 from .._torch import ObserverMode, is_symbolic, tensors_among, wait_for
 from .allocator import allocator_peak, workspace_by_operator
-from .flops import attention_formulas
+from .flops import own_formulas
 from .meter import MemoryMeter
 from .show import Table
 from .snapshot import Snapshot
@@ -301,7 +301,7 @@ def _returns_tensors(func: Any) -> bool:
 def flop_counter() -> FlopCounterMode:
     """Return a counter of FLOPs that holds no tensors, so that a meter can run inside it, and that
     lets compiled functions run compiled."""
-    counter = _FlopCounter(display=False, custom_mapping=attention_formulas())
+    counter = _FlopCounter(display=False, custom_mapping=own_formulas())
     counter.mod_tracker = _NoModules()  # pyrefly: ignore[bad-assignment]
     return counter
 

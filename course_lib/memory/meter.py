@@ -201,7 +201,8 @@ class MemoryMeter(Figures, ObserverMode):
     The categories are:
 
     - "parameter", "buffer" and "gradient": the model's tensors, and the gradients of parameters
-      once they are accumulated.
+      once they are accumulated. A quantized weight of bitsandbytes is counted with the state of its
+      quantization.
     - "optimizer": the optimizer's state and master weights.
     - "activation": tensors kept for backward. Either the graph saved them, or the forward pass made
       them and backward reads them, as with tensors that checkpointing keeps. A gradient that is

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from .._check import kind
 from .._torch import counted_kind, tensors_among, tensors_in
+from ..symbolic.quantization import quantization_state
 
 AccumulateGrad = torch._C._functions.AccumulateGrad
 
@@ -97,6 +98,8 @@ def belongings(
             yield parameter, "parameter"
             if parameter.grad is not None:
                 yield parameter.grad, "gradient"
+        for tensor in quantization_state(model):
+            yield tensor, "parameter"
         for buffer in model.buffers():
             yield buffer, "buffer"
     for optimizer in optimizers:

@@ -33,6 +33,7 @@ from course_lib._torch import (
 from course_lib.memory import MemoryMeter
 from course_lib.memory.measurement import flop_counter
 from course_lib.symbolic import Symbolic
+from course_lib.symbolic.quantization import copy_parameter_subclasses, parameter_subclasses
 
 from .stages import (
     GradientSlot,
@@ -216,14 +217,15 @@ def symbolic_chain(
     inside = mode is not None  # inside an estimate, which raises its own error instead
     with _disable_current_modes():
         if mode is None:
-            modules = (each for each in tree_leaves(probe) if isinstance(each, nn.Module))
+            modules = [each for each in tree_leaves(probe) if isinstance(each, nn.Module)]
             on_gpu = any(p.is_cuda for module in modules for p in module.parameters())
             mode = Symbolic("cuda" if on_gpu else "cpu")
-            generators = copies_of_generators(probe)
+            memo = copies_of_generators(probe)
             with FakeCopyMode(mode):
-                probe = copy.deepcopy(probe, generators)
+                copy_parameter_subclasses(mode, modules, memo)
+                probe = copy.deepcopy(probe, memo)
         try:
-            with mode, silence_operator_log():
+            with mode, parameter_subclasses(), silence_operator_log():
                 return Chain.profile(*stages_of(probe), alike=True)
         except (*NEEDS_DATA, RuntimeError) as error:
             if inside or not needs_values(error):
@@ -244,7 +246,7 @@ def symbolic_chain(
             ) from error
 
 
-def copies_of_generators(probe: Any) -> dict[int, torch.Generator]:
+def copies_of_generators(probe: Any) -> dict[int, Any]:
     """Copy the random number generators in attributes of modules, as a memo for `copy.deepcopy`.
 
     `copy.deepcopy` itself cannot copy a generator while tensors are symbolic.

@@ -7,8 +7,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._torch import is_symbolic
+from .quantization import is_quantized
 
 _apply = nn.Module._apply
 
@@ -28,9 +30,14 @@ class _Once:
         """Return the tensor that replaces this one, or the tensor itself if the conversion does not
         change it."""
         if old not in self.made:
-            given = old.detach()
-            new = self(given)
-            if new is given:
+            # The class of a parameter may have its own `to`, such as one that quantizes it.
+            has_class = isinstance(old, nn.Parameter) and type(old) is not FakeTensor
+            given = old if has_class else old.detach()
+            with torch.no_grad():
+                new = self(given)
+            if has_class and new.device == old.device:
+                old.data, new = new, old
+            elif new is given:
                 new = old
             elif isinstance(old, nn.Parameter):
                 new = nn.Parameter(new, old.requires_grad)
@@ -58,7 +65,7 @@ def apply_to_module(module: nn.Module, function: Callable, recurse: bool = True)
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a module's floating-point parameters and buffers, as `module.to(dtype)` does,
-    including symbolic ones.
+    including symbolic ones. Weights that bitsandbytes has quantized are left unchanged.
 
     Complex tensors are left unchanged unless `dtype` is complex, because they would lose their
     imaginary parts. In a symbolic module, new tensors replace the old ones, whose gradients are
@@ -74,7 +81,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     def convert(tensor: Tensor) -> Tensor:
         wanted = tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex)
-        return tensor.to(dtype) if wanted else tensor
+        return tensor.to(dtype) if wanted and not is_quantized(tensor) else tensor
 
     with patch.object(nn.Module, "_apply", apply_to_module):
         return module._apply(convert)

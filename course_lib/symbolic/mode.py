@@ -21,6 +21,7 @@ from .._torch import AllRandomState, map_tensors, tensors_among, tensors_in, wri
 from . import cpu_kernels, cuda_kernels, shape_cache
 from .conversion import apply_to_module
 from .cuda_kernels import Gpu
+from .quantization import parameter_subclasses
 
 # Largest size of a real storage in bytes, so that a symbolic model takes no memory. It is enough
 # for the tokens of 128 samples of 4,096 tokens each.
@@ -329,6 +330,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
             _compiled_code_set_aside(),
             _count_looks(mode),
             mode,
+            parameter_subclasses(),
             cuda_kernels.chosen_as_on_cuda(mode.gpu) if mode.kind == "cuda" else nullcontext(),
         ):
             yield mode

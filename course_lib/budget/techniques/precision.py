@@ -7,6 +7,7 @@ from torch import nn
 
 from course_lib._check import describe
 from course_lib.labels import text
+from course_lib.symbolic.quantization import is_quantized
 
 from .technique import Recipe, Technique, choice, fields_of
 
@@ -24,7 +25,7 @@ class Precision(Technique):
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         for p in model.parameters() if recipe.precision is not None else ():
-            if p.is_floating_point() and p.dtype != recipe.dtype:
+            if p.is_floating_point() and p.dtype != recipe.dtype and not is_quantized(p):
                 return (
                     f"precision must be that of the model's parameters, got {recipe.precision!r}"
                     f" for a model with {describe(p)}; make the model with `build`"

@@ -1,6 +1,5 @@
 """Models of the lesson that are not plain language models, and a run of Hugging Face's Trainer."""
 
-import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,9 +13,6 @@ from course_lib.memory import MemoryMeter
 from course_lib.teaching import Table, predictions
 
 from .checks import passages
-
-# bitsandbytes, if installed, warns here when peft imports it that a kernel is missing on the CPU.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 # peft asks transformers 5.23 for an attribute whose name has changed.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
