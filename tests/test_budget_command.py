@@ -295,6 +295,8 @@ def test_the_command_says_what_the_least_is_to_people_and_to_programs(capsys):
         ("device", "a100-80gb", "A100"),
         ("optimizer", "AdamW", "adam"),
         ("optimizer", "adamw_bnb_8bit", "adam8bit"),
+        ("optimizer", "paged_adamw_8bit", "adam8bit"),
+        ("optimizer", "Paged_AdamW", "adam"),
         ("precision", "bfloat16", "bf16"),
     ],
 )

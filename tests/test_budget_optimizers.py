@@ -1,6 +1,7 @@
 """course_lib.budget.optimizers: the table agrees with the classes that it lists."""
 
 import gc
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -8,13 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from measured import assert_measured
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.budget import Recipe, estimate
+from course_lib.budget import Recipe, build, estimate, train_step
 from course_lib.budget.device import OnDevice, host_state_bytes
 from course_lib.budget.frameworks import OPTIMIZER_ARGUMENTS
 from course_lib.budget.optimizers import LR, OPTIMIZERS, Lion
+from course_lib.budget.step import optimizer_of
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import OffloadedOptimizer
 from course_lib.simulated import SimulatedDevice
@@ -46,7 +49,7 @@ def test_a_row_states_the_size_of_the_state_and_what_the_host_reads_and_writes(r
     shared = set(map(id, state)) & set(map(id, state_of(optimizer, other)))
     assert bool(shared) == row.shares_state
     if not row.can_offload_state:
-        assert 0 < sum(tensor.nbytes for tensor in state) < weight.nbytes
+        assert 0 < sum(tensor.nbytes for tensor in state) < weight.nbytes + bool(row.rest)
         with pytest.raises(ValueError, match="state_tensors must be a whole number"):
             row.host_update_bytes  # noqa: B018
         return
@@ -114,7 +117,12 @@ def test_the_table_for_a_gpu_shows_what_the_host_keeps_if_something_is_offloaded
 
 @pytest.mark.parametrize(
     ("attribute", "value"),
-    [("default_on_cuda", "fused"), ("updates", {"loop": {}}), ("state_tensors", -1)],
+    [
+        ("default_on_cuda", "fused"),
+        ("updates", {"loop": {}}),
+        ("state_tensors", -1),
+        ("rest", "adam"),
+    ],
 )
 def test_a_row_refuses_attributes_that_contradict_each_other(attribute, value):
     with pytest.raises(ValueError, match=f"^{attribute} must"):
@@ -123,8 +131,8 @@ def test_a_row_refuses_attributes_that_contradict_each_other(attribute, value):
 
 def variant_that_runs(row):
     """Return the variant that a class chooses where PyTorch supports each one, as on CUDA."""
-    parameter = torch.nn.Parameter(torch.ones(4))
-    parameter.grad = torch.ones(4)
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.ones(4, 4)
     supported = {"return_value": ["cpu"]}
     seen = []
 
@@ -166,6 +174,138 @@ def test_an_optimizer_has_its_own_names_arguments_for_the_trainer_and_a_place_in
     names = [*OPTIMIZERS, *(alias for row in OPTIMIZERS.values() for alias in row.aliases)]
     assert len(names) == len(set(names)) and set(OPTIMIZER_ARGUMENTS) == set(OPTIMIZERS)
     assert [name for name in OPTIMIZERS if f'"{name}"' not in Recipe.__doc__] == []
+
+
+# ---- a second optimizer for the parameters that the first one does not take
+
+
+class Names(nn.Module):
+    """Layers as in a language model. What Muon updates is known by the names. A matrix of a block
+    has the shape of the embedding and of the head."""
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.place = nn.Embedding(3, width)
+            self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+            self.back = nn.Parameter(torch.randn(3 * width, width) / width)
+            self.filter = nn.Parameter(torch.randn(2, 2, width))
+
+        def forward(self, x):
+            y = (self.wide(self.norm(x)).tanh() @ self.back) + self.place.weight.sum(0)
+            return x + y * self.filter.sum((0, 1))
+
+    def __init__(self, width=24, depth=6):
+        super().__init__()
+        self.words, self.head = nn.Embedding(3 * width, width), nn.Linear(width, 3 * width)
+        self.layers = nn.ModuleList(self.Block(width) for _ in range(depth))
+
+    def loss_sum(self, words):
+        x = self.words(words)
+        for layer in self.layers:
+            x = layer(x)
+        scores = self.head(x).flatten(0, 1)
+        return nn.functional.cross_entropy(scores, words.flatten(), reduction="sum"), words.numel()
+
+
+MATRICES = r"layers\.\d\.(wide\.weight|back)"
+
+
+def batch_of_words():
+    return torch.arange(72).view(4, 18)
+
+
+def is_matrix(name):
+    return re.fullmatch(MATRICES, name) is not None
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(micro_batches=2), Recipe(in_backward=True)])
+def test_muon_and_adamw_update_as_pytorch_does_by_hand(recipe):
+    def models():
+        torch.manual_seed(1)
+        return Names()
+
+    recipe = replace(recipe, optimizer="muon")
+    model, optimizer = build(models, recipe, lr=0.01)
+    by_hand = models()
+    parts = [
+        [p for name, p in by_hand.named_parameters() if is_matrix(name) is taken]
+        for taken in (True, False)
+    ]
+    assert [len(part) for part in parts] == [12, 6 * 5 + 3]
+    both = [torch.optim.Muon(parts[0], lr=0.01), torch.optim.AdamW(parts[1], lr=0.01)]
+
+    def give_gradients(*_):
+        for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+            if ours.grad is not None:
+                theirs.grad = ours.grad.clone()
+
+    optimizer.register_step_pre_hook(give_gradients)
+    for _ in range(3):
+        train_step(model, optimizer, batch_of_words(), recipe)
+        for each in both:
+            each.step()
+            each.zero_grad()
+        for (name, found), expected in zip(
+            model.named_parameters(), by_hand.parameters(), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
+    # The optimizer goes on from what it has saved.
+    again = optimizer_of(model, recipe, lr=0.01)
+    again.load_state_dict(optimizer.state_dict())
+    assert sorted(map(len, again.state.values())) == [1] * 12 + [3] * 33
+    train_step(model, again, batch_of_words(), recipe)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(),
+        Recipe("bf16", checkpoint="layers"),
+        Recipe(None, update="loop", micro_batches=2),
+        Recipe(in_backward=True),
+        Recipe("bf16", in_backward=True, page_bytes=3000),
+    ],
+    ids=str,
+)
+def test_a_step_of_muon_takes_what_is_estimated(recipe):
+    assert_measured(Names, batch_of_words, replace(recipe, optimizer="muon"))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (200, 64), (64, 200)])
+def test_the_state_and_the_temporaries_of_muon_are_those_of_a_formula(rows, columns):
+    """The momentum, and while the matrix is made orthogonal: the update in fp32, the iterate and
+    the next one in bf16, and two products of the shorter side in bf16."""
+
+    class Matrices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(columns, rows, bias=False) for _ in range(2))
+
+        def loss_sum(self, x):
+            return sum(layer(x).sum() for layer in self.layers), 1
+
+    found = estimate(Matrices, partial(torch.ones, 1, columns), Recipe(optimizer="muon"))
+    numbers, shorter = rows * columns, min(rows, columns)
+    held = 2 * 3 * 4 * numbers  # weights, gradients and momentum of two matrices
+    temporaries = 4 * numbers + 2 * 2 * numbers + 2 * 2 * shorter**2
+    assert found.phase_peaks["optimizer"] == held + temporaries
+    assert found.at_peak["optimizer"] == 2 * 4 * numbers
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_adamw_updates_the_rest_by_the_variant_of_the_device(kind):
+    found = estimate(Names, batch_of_words, Recipe(optimizer="muon"), kind=kind).trace()
+    assert any("_foreach_lerp" in str(operator) for operator, _ in found.operators) == (
+        kind == "cuda"
+    )
+
+
+def test_muon_refuses_a_model_without_matrices_in_blocks_and_offloaded_state():
+    with pytest.raises(ValueError, match=r"^optimizer must not be 'muon' for a model without"):
+        estimate(partial(nn.Linear, 2, 2), partial(torch.ones, 1, 2), Recipe(optimizer="muon"))
+    with pytest.raises(ValueError, match=r"^offload_optimizer must be 0 .*'muon', .* got 0\.5"):
+        Recipe(optimizer="muon", offload_optimizer=0.5)
 
 
 # ---- formulas

@@ -127,6 +127,12 @@ def test_the_recipe_of_the_trainers_step_has_only_what_the_trainer_has():
     assert named.as_training_arguments(SAMPLES).recipe == replace(LAYERS, blocks="a")
 
 
+def test_the_trainer_gets_muon_as_an_optimizer_and_its_arguments_name_adamw():
+    lines = Recipe(optimizer="muon").as_training_arguments(SAMPLES)
+    assert lines.recipe == Recipe() and lines.arguments["optim"] == "adamw_torch"
+    assert ["optimizers=(optimizer, None)" in each for each in lines.differences] == [True]
+
+
 def test_all_ranks_together_take_the_samples_of_the_batch():
     lines = Recipe(ranks=2, shard="ddp", micro_batches=2).as_training_arguments(SAMPLES)
     assert lines.arguments["per_device_train_batch_size"] == 2

@@ -121,7 +121,7 @@ class BlockExtrapolator:
         self._moments: dict[Recipe, StepTrace] = {}
         self._few: dict[tuple[Recipe, int], StepTrace] = {}
         self._groups: dict[int, list[list[int]]] = {}
-        self.updates = Updates(self.trained, self.blocks, tier, kind)
+        self.updates = Updates(self.model, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
         key = without_optimizer(recipe).for_tier(self.tier)

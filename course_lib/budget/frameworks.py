@@ -22,6 +22,7 @@ OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "adafactor": {"optim": "adafactor"},
     "lion": {"optim": "lion_32bit"},
     "adam8bit": {"optim": "adamw_bnb_8bit"},
+    "muon": {"optim": "adamw_torch"},  # the Trainer lacks Muon
 }
 _IN_BITSANDBYTES = ("lion", "adam8bit")
 _OF_OFFLOAD = {"min_bytes", "prefetch", "in_flight"}
@@ -104,6 +105,7 @@ def _without_missing(recipe: Recipe) -> Recipe:
     layers = recipe.checkpoint != "none"
     return replace(
         recipe,
+        optimizer="adam" if recipe.optimizer == "muon" else recipe.optimizer,
         update=recipe.update if _sets_update(recipe) else None,
         offload_optimizer=0.0,
         in_backward=False,
@@ -162,6 +164,11 @@ def _differences(recipe: Recipe, samples: int | None, taken: int | None) -> Iter
         yield text("the Trainer accumulates gradients in the dtype of the parameters")
     if recipe.update is not None and not _sets_update(recipe):
         yield text("the Trainer leaves the choice between loop, foreach and fused to PyTorch")
+    if recipe.optimizer == "muon":
+        yield text(
+            "the Trainer has no `optim` for Muon: pass `optimizers=(optimizer, None)` with the"
+            " optimizer that `build` returns"
+        )
     if recipe.optimizer in _IN_BITSANDBYTES:
         yield text("this `optim` needs bitsandbytes and a GPU")
     if recipe.attention in ("flash", "eager", "sdpa"):

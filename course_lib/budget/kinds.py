@@ -49,9 +49,10 @@ KINDS = ("cpu", "cuda")
 def on_kind(recipe: Recipe, kind: str) -> Recipe:
     """Return the recipe with the variant of the update that PyTorch uses on a kind of device.
 
-    A recipe that sets `update` is returned unchanged. The kind is "cpu" or "cuda".
+    A recipe that sets `update` is returned unchanged, and so is one whose optimizer leaves some
+    parameters to another one, which may have other variants. The kind is "cpu" or "cuda".
     """
-    if recipe.update is not None:
+    row = OPTIMIZERS[recipe.optimizer]
+    if recipe.update is not None or row.rest is not None:
         return recipe
-    on_cuda = OPTIMIZERS[recipe.optimizer].default_on_cuda
-    return replace(recipe, update=on_cuda if kind == "cuda" else "loop")
+    return replace(recipe, update=row.default_on_cuda if kind == "cuda" else "loop")

@@ -12,18 +12,21 @@ an example.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from course_lib._check import one_of, whole
-from course_lib._torch import is_symbolic
+from course_lib._torch import counted_kind, is_symbolic
+from course_lib.checkpoint.blocks import names_of
 
 LR = 1e-3
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -127,6 +130,10 @@ class Adam8bit(torch.optim.Optimizer):
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit and the registered weights
     are those of `bitsandbytes.optim.optimizer`.
+
+    The paged variants of bitsandbytes have the same state. By the source of bitsandbytes 0.50, a
+    paged optimizer is not paged on a CPU. On a GPU, the state of a parameter with at least 100,000
+    elements is in memory that the driver may move to the host. An estimate counts it on the device.
     """
 
     BLOCK = 256
@@ -187,6 +194,55 @@ def _adamw_of_bitsandbytes() -> OptimizerClass:
     return AdamW8bit
 
 
+class Pair(torch.optim.Optimizer):
+    """Two optimizers that act as one: each of them updates its own groups of parameters.
+
+    Args:
+        params: Groups of parameters. The second optimizer updates those with the setting "rest".
+        lr: Learning rate of both.
+        first, second: Functions that return the optimizer of some groups.
+    """
+
+    def __init__(self, params, lr: float, first: OptimizerClass, second: OptimizerClass):
+        self.parts = first, second
+        super().__init__(params, {"lr": lr, "rest": False})
+        for _ in self._optimizers():
+            pass  # they add their settings to their groups, and refuse parameters
+
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        for make, is_rest in zip(self.parts, (False, True), strict=True):
+            if groups := [group for group in self.param_groups if group["rest"] is is_rest]:
+                optimizer = make(groups)
+                optimizer.state = self.state
+                yield optimizer
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for optimizer in self._optimizers():
+            optimizer.step()
+        return loss
+
+
+def matrices_of_blocks(model: nn.Module) -> set[Tensor]:
+    """Return the weights that Muon updates: the matrices of a model's blocks.
+
+    They are the trained parameters with two dimensions in the lists of like modules that
+    `course_lib.checkpoint.checkpoint_blocks` finds, except those of an embedding. Embeddings, the
+    output head and everything else outside of the blocks are not among them.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon, which gives the first and the
+    last layer of a model, and all parameters that are not matrices, to AdamW.
+    """
+    tables = nn.Embedding, nn.EmbeddingBag
+    embedded = {p for m in model.modules() if isinstance(m, tables) for p in m.parameters()}
+    with suppress(ValueError):  # the model has no list of blocks
+        blocks = map(model.get_submodule, names_of(model, None))
+        parameters = {p for block in blocks for p in block.parameters() if p.requires_grad}
+        return {p for p in parameters - embedded if p.dim() == 2}
+    return set()
+
+
 # ---- Table of the optimizers
 
 
@@ -196,6 +252,9 @@ class OptimizerRow:
 
     Attributes:
         base: Class that updates the parameters, on symbolic tensors too.
+        takes: Function that returns the parameters of a model that `base` updates; None if it
+            updates all of them.
+        rest: Name of the row that updates all other parameters; None if there are none.
         load_base: Function that imports the class for real steps, if that class belongs to another
             package and `base` only allocates its state. It raises ValueError if the package is not
             installed. None if `base` also runs real steps.
@@ -204,18 +263,20 @@ class OptimizerRow:
             keys is None, the default of the class.
         default_on_cuda: Variant that the class uses by default for parameters on CUDA.
         state_tensors: Number of tensors of the parameter's size that the state consists of. None if
-            the state is smaller than a parameter, in which case it cannot be offloaded.
+            it is not the same for all parameters, in which case the state cannot be offloaded.
         shares_state: Whether parameters share a tensor of the state. The state of all parameters is
             then smaller than the sum of their individual states.
         aliases: Other names that the command line accepts.
 
     Raises:
         TypeError: An attribute is missing, or `state_tensors` is not a whole number or None.
-        ValueError: `updates` does not contain `default_on_cuda` or None, or `state_tensors` is
-            negative.
+        ValueError: `updates` does not contain `default_on_cuda` or None, `state_tensors` is
+            negative, or only one of `takes` and `rest` is None.
     """
 
     base: OptimizerClass
+    takes: Callable[[nn.Module], set[Tensor]] | None
+    rest: str | None
     load_base: Callable[[], OptimizerClass] | None
     settings: Settings
     updates: Updates
@@ -230,6 +291,8 @@ class OptimizerRow:
         one_of("default_on_cuda", self.default_on_cuda, list(self.updates))
         if self.state_tensors is not None:
             whole("state_tensors", self.state_tensors, 0)
+        if (self.takes is None) != (self.rest is None):
+            raise ValueError(f"rest must be None if and only if takes is, got {self.rest!r}")
 
     @property
     def can_offload_state(self) -> bool:
@@ -273,16 +336,20 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
     {
         "adam": OptimizerRow(
             base=torch.optim.AdamW,
+            takes=None,
+            rest=None,
             load_base=None,
             settings={},
             updates=IN_PYTORCH,
             default_on_cuda="foreach",
             state_tensors=2,
             shares_state=False,
-            aliases=("adamw", "adamw_torch"),
+            aliases=("adamw", "adamw_torch", "paged_adamw", "paged_adamw_32bit"),
         ),
         "sgd": OptimizerRow(
             base=torch.optim.SGD,
+            takes=None,
+            rest=None,
             load_base=None,
             settings={},
             updates=IN_PYTORCH,
@@ -293,6 +360,8 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "momentum": OptimizerRow(
             base=torch.optim.SGD,
+            takes=None,
+            rest=None,
             load_base=None,
             settings={"momentum": 0.9},
             updates=IN_PYTORCH,
@@ -303,6 +372,8 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "adafactor": OptimizerRow(
             base=Adafactor,
+            takes=None,
+            rest=None,
             load_base=None,
             settings={},
             updates=UNFUSED,
@@ -313,16 +384,20 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "adam8bit": OptimizerRow(
             base=Adam8bit,
+            takes=None,
+            rest=None,
             load_base=_adamw_of_bitsandbytes,
             settings={},
             updates=ONLY_LOOP,
             default_on_cuda="loop",
             state_tensors=None,
             shares_state=True,
-            aliases=("adamw8bit", "adamw_bnb_8bit"),
+            aliases=("adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
         ),
         "lion": OptimizerRow(
             base=Lion,
+            takes=None,
+            rest=None,
             load_base=None,
             settings={},
             updates=ONLY_LOOP,
@@ -330,6 +405,18 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
             state_tensors=1,
             shares_state=False,
             aliases=("lion_32bit",),
+        ),
+        "muon": OptimizerRow(
+            base=torch.optim.Muon,
+            takes=matrices_of_blocks,
+            rest="adam",
+            load_base=None,
+            settings={},
+            updates=ONLY_LOOP,
+            default_on_cuda="loop",
+            state_tensors=None,
+            shares_state=False,
+            aliases=(),
         ),
     }
 )
@@ -348,4 +435,10 @@ def class_and_settings(optimizer: str, update: str | None) -> tuple[OptimizerCla
     """
     row = OPTIMIZERS[optimizer]
     base = row.base if row.load_base is None or is_symbolic() else row.load_base()
-    return base, {**row.updates[update], **row.settings}
+    settings = {**row.updates[update], **row.settings}
+    if row.rest is None:
+        return base, settings
+    # Symbolic tensors are on the CPU, where PyTorch would not choose the variant for CUDA.
+    on_cuda = OPTIMIZERS[row.rest].default_on_cuda if counted_kind() == "cuda" else None
+    other, others = class_and_settings(row.rest, update or on_cuda)
+    return Pair, {"first": partial(base, **settings), "second": partial(other, **others)}

@@ -105,12 +105,15 @@ def process_trace(
 
 
 def symbolic_optimizer(
-    model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str
+    model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str, of: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for a symbolic step with this lower tier."""
+    """Return the recipe's optimizer for a symbolic step with this lower tier.
+
+    `of` is the whole model, if `model` is a part of it.
+    """
     if tier == "host" and recipe.offload_optimizer:
         return _PartlyOnHost(model, recipe, store)
-    return optimizer_of(model, recipe, store=store)
+    return optimizer_of(model, recipe, store=store, of=of)
 
 
 def trace_step(

@@ -30,11 +30,12 @@ class Recipe:
         precision: "fp32"; or "bf16" for parameters, gradients and activations in bfloat16 with fp32
             master weights. None keeps the dtypes of the model, without master weights unless the
             optimizer is offloaded.
-        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion" or
-            "adam8bit". The state of "adam8bit" is estimated by a formula, and its real step
-            requires bitsandbytes. One optimizer updates all parameters. A step with several
-            optimizers, as in a GAN, cannot be written as a recipe, but `MemoryMeter(model, [a, b])`
-            measures it.
+        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion",
+            "adam8bit" or "muon". The state of "adam8bit" is estimated by a formula, and its real
+            step requires bitsandbytes. "muon" updates the matrices of the model's blocks, and AdamW
+            updates all other parameters (see `optimizers.matrices_of_blocks`). In all other cases
+            one optimizer updates all parameters. A step with several optimizers, as in a GAN,
+            cannot be written as a recipe, but `MemoryMeter(model, [a, b])` measures it.
         update: "loop" updates one parameter after the other. "foreach" updates all at once, with
             temporaries as large as all parameters together. "fused" updates all in one operator.
             None is PyTorch's own choice: "loop" on a CPU and, for most optimizers, "foreach" on

@@ -37,7 +37,7 @@ from .loss import (
     trainable_parameters,
     warn_if_not_compiled,
 )
-from .optimizers import LR, class_and_settings
+from .optimizers import LR, OPTIMIZERS, class_and_settings
 from .recipe import Recipe
 from .stages import chain_of_stages, chains_of, runs_stages
 from .techniques import APPLIED, TECHNIQUES
@@ -112,10 +112,23 @@ class _CopiesOfSymbolic(TorchFunctionMode):
 
 
 def optimizer_of(
-    model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR
+    model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR, of: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for the model's parameters that require gradients."""
-    parameters = trainable_parameters(model)
+    """Return the recipe's optimizer for the model's parameters that require gradients.
+
+    Args:
+        model: Model, or a part of one.
+        recipe: Recipe of the training step.
+        store: Store for the offloaded optimizer state.
+        lr: Learning rate.
+        of: The whole model, if `model` is a part of it.
+    """
+    parameters: list[Any] = trainable_parameters(model)
+    if (takes := OPTIMIZERS[recipe.optimizer].takes) is not None:
+        taken = takes(of or model)
+        first, rest = ([p for p in parameters if (p in taken) is each] for each in (True, False))
+        groups = {"params": first, "rest": False}, {"params": rest, "rest": True}
+        parameters = [group for group in groups if group["params"]]
     base, settings = class_and_settings(recipe.optimizer, recipe.update)
     if not recipe.has_pages:
         return base(parameters, lr=lr, **settings)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from course_lib.offload import SymbolicStore, Traffic
 
 from .kinds import on_kind
+from .loss import trainable_parameters
 from .optimizers import OPTIMIZERS
 from .process import StepMeter, symbolic_optimizer
 from .recipe import Recipe
@@ -46,16 +47,15 @@ class Updates:
     """Updates of the parameters of one model, each measured only once, on symbolic tensors.
 
     Args:
-        trained: Parameters that the optimizer updates.
-        blocks: Equal blocks of the model, in their order. Some of these parameters belong to them.
+        model: The model.
+        blocks: Equal blocks of the model, in their order.
         tier: Where offloaded state is kept, "file" or "host".
         kind: Kind of device, "cpu" or "cuda".
     """
 
-    def __init__(
-        self, trained: Sequence[Tensor], blocks: Sequence[nn.Module], tier: str, kind: str = "cpu"
-    ):
-        self.trained, self.blocks, self.tier, self.kind = trained, blocks, tier, kind
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], tier: str, kind: str = "cpu"):
+        self.model, self.trained = model, trainable_parameters(model)
+        self.blocks, self.tier, self.kind = blocks, tier, kind
         self.known: dict[Any, Update] = {}
 
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
@@ -112,7 +112,9 @@ class Updates:
         """Return the update of one parameter, whose state is offloaded if `below` is true."""
         recipe = on_kind(recipe, self.kind)
         # A single parameter is one page, so the result does not depend on page_bytes.
-        key = p.shape, p.dtype, below, recipe.optimizer, recipe.update
+        takes = OPTIMIZERS[recipe.optimizer].takes
+        taken = takes is None or p in takes(self.model)
+        key = p.shape, p.dtype, below, recipe.optimizer, recipe.update, taken
         if key not in self.known:
             self.known[key] = self.measure_update(
                 [p], replace(recipe, offload_optimizer=float(below)), {p} if below else ()
@@ -131,7 +133,7 @@ class Updates:
         recipe = replace(recipe, offload_optimizer=max(0.0, size - 0.5) / of_all)
         part = nn.ParameterList(parameters)
         store = SymbolicStore()
-        optimizer = symbolic_optimizer(part, recipe, store, self.tier)
+        optimizer = symbolic_optimizer(part, recipe, store, self.tier, self.model)
         make_state(part, optimizer)
         store.stats = Traffic()
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from course_lib._check import any_of, describe, must_be, one_of
 from course_lib.labels import text, verbatim
 from course_lib.offload.optimizer import PAGE_BYTES
@@ -40,6 +42,15 @@ class Optimizer(Technique):
         allowed = f"{any_of(map(repr, options))} when optimizer is {recipe.optimizer!r}"
         return must_be("update", allowed, repr(recipe.update))
 
+    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+        takes = OPTIMIZERS[recipe.optimizer].takes
+        if takes is None or takes(model):
+            return None
+        return (
+            f"optimizer must not be {recipe.optimizer!r} for a model without trained parameters of"
+            f" two dimensions in a list of blocks, got {describe(model)}"
+        )
+
     def words(self, recipe: Recipe) -> list[str]:
         name: str = verbatim(recipe.optimizer)
         if OPTIMIZERS[recipe.optimizer].load_base is not None:
@@ -64,8 +75,8 @@ class OffloadedState(Technique):
         if OPTIMIZERS[recipe.optimizer].can_offload_state or not recipe.offload_optimizer:
             return None
         return (
-            f"offload_optimizer must be 0 when optimizer is {recipe.optimizer!r}, whose state is"
-            f" small, got {recipe.offload_optimizer}"
+            f"offload_optimizer must be 0 when optimizer is {recipe.optimizer!r}, whose state has"
+            f" no fixed number of bytes per element, got {recipe.offload_optimizer}"
         )
 
     def words(self, recipe: Recipe) -> list[str]:
