@@ -294,8 +294,10 @@ def estimate(
     **Quantized weights.** Layers of bitsandbytes are estimated as they run on a CPU. The state of
     the quantization is counted, and so are the weights that backward and 8-bit layers dequantize.
     The forward pass of a 4-bit layer dequantizes its weight inside one operator, so these bytes are
-    allocated internally. With the kind "cuda", the tensors are those of the source of bitsandbytes
-    0.50 for CUDA, and this has not been measured on a GPU.
+    allocated internally. An 8-bit layer keeps its input where the hooks of a non-reentrant
+    checkpoint do not see it, so such a checkpoint does not release it. With the kind "cuda", the
+    tensors are those of the source of bitsandbytes 0.50 for CUDA, and this has not been measured on
+    a GPU.
 
     **Compiled models.** A model that `torch.compile` has compiled, or whose modules are compiled,
     is estimated uncompiled. `train_step` runs it compiled, which can need less memory or more.

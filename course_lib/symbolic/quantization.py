@@ -61,6 +61,7 @@ def _adapt_bitsandbytes(mode: FakeTensorMode, stack: ExitStack) -> None:
     if getattr(mode, "kind", "cpu") == "cuda":
         functions = sys.modules["bitsandbytes.autograd._functions"]
         stack.enter_context(patch.object(functions, "MatMul8bitFp", functions.MatMul8bitLt))
+        stack.enter_context(patch.object(functions.logger, "disabled", True))  # a line per product
 
 
 def copy_parameter_subclasses(
