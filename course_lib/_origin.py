@@ -227,6 +227,8 @@ def explain_symbolic_errors() -> Iterator[None]:
         # nn.Transformer reads a mask to find out whether it is causal
         elif goes_through(error, torch.nn.modules.transformer):
             advice += ". Pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
+        elif isinstance(error, NEEDS_DATA) and error.func.namespace == "bitsandbytes":
+            advice += ". Pass threshold=0.0 to Linear8bitLt (in transformers, llm_int8_threshold)"
         # a router selects tokens by a mask, and may ask first whether there are any
         elif isinstance(error, NEEDS_DATA) and error.func not in _CTC:
             advice += _ROUTER
