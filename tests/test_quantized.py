@@ -225,12 +225,28 @@ class Named(FOUR):
         (partial(FOUR, quant_type="nf4", quant_storage=torch.bfloat16), "fp32"),
         (partial(FOUR, quant_type="nf4", quant_storage=torch.float32), "bf16"),
         (partial(FOUR, bias=False), None),
+        (partial(FOUR, bias=False, compute_dtype=torch.bfloat16), "fp32"),
         (bitsandbytes.nn.LinearNF4, "fp32"),
         (Named, "fp32"),
     ],
 )
 def test_other_layers_of_bitsandbytes_take_what_is_estimated(layer, precision):
     assert_measured(partial(Blocks, layer), ROWS, Recipe(precision=precision))
+
+
+@pytest.mark.parametrize("table", ["Embedding4bit", "Embedding8bit"])
+def test_a_quantized_embedding_takes_what_is_estimated(table):
+    """The one in 4 bits copies its state by `copy.deepcopy` in each forward pass."""
+
+    class Words(Blocks):
+        def __init__(self):
+            super().__init__(nn.Linear)
+            self.words = getattr(bitsandbytes.nn, table)(90, 64).to("cpu").requires_grad_(False)
+
+        def loss_sum(self, words):
+            return super().loss_sum(self.words(words))
+
+    assert_measured(Words, partial(torch.arange, 40), Recipe())
 
 
 def test_a_cast_leaves_quantized_weights_unchanged():

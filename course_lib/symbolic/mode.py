@@ -96,6 +96,10 @@ class Symbolic(FakeTensorMode):
         # True while PyTorch runs an operator by decomposing it into other operators.
         self._inside = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Symbolic:
+        # The copy of a symbolic tensor, whose attributes are copied, belongs to the same mode.
+        return self
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # An operator is running that PyTorch decomposes. The operators into which it is decomposed
         # must be symbolic too, because real numbers would be combined with symbolic tensors.
