@@ -53,8 +53,8 @@ class Estimate(Table):
         phase_peaks: Mapping from phase ("forward", "backward", "optimizer") to the largest number
             of bytes that are live in it.
         operator: Name of the operator that reaches the peak.
-        flops: FLOPs of the matrix products in forward, backward and recomputation, including those
-            of fused attention.
+        flops: FLOPs of the matrix products in forward, backward, recomputation and the update of
+            Muon, including those of fused attention.
         bytes_down: Bytes copied to the lower tier.
         bytes_up: Bytes copied back from the lower tier.
         tier: Lower tier, "file" (as on a CPU) or "host" (as on a GPU). With "host", the host
