@@ -12,7 +12,7 @@ from measured import assert_measured, feasible
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.budget import Recipe, estimate, run
+from course_lib.budget import Recipe, estimate, run, train_step
 from course_lib.budget import __main__ as command
 from course_lib.memory import MemoryMeter, cast, measure
 from course_lib.symbolic import symbolic
@@ -296,6 +296,30 @@ def test_products_with_quantized_weights_are_counted(base):
         assert measure(step_of(layer), repeats=1).flops == meter.flops
         flops[layer] = meter.flops
     assert flops[BASES[base]] == flops[nn.Linear] == 2 * 5 * 64 * (2 * 64 + 2 * 96)
+
+
+# ---- a model that exists already
+
+
+@pytest.mark.parametrize("used", [False, True])
+@TWO
+def test_a_quantized_model_that_exists_is_estimated_and_stays_as_it_is(base, used):
+    model, words = adapted("bias", base), batch("bias")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    recipe = Recipe(precision=None, attention=None)
+    step = partial(train_step, model, optimizer, words, recipe)
+    if used:  # 8-bit layers then keep their state elsewhere
+        step()
+    held = [*model.parameters(), *quantization_state(model)]
+    before = copy.deepcopy([tensor.detach() for tensor in held])
+    guess = estimate(model, words, optimizer)
+    assert all(map(torch.equal, before, held))
+    assert guess.at_peak["parameter"] == base_bytes(base, "bias") + adapter_bytes("bias", 4)
+    step()
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    assert guess.at_peak == meter.at_peak() and guess.flops == meter.flops
+    assert guess.trace().live[0].tolist() == meter.trace().live[0].tolist()  # at the start
 
 
 # ---- the command

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import describe
 from course_lib._torch import check_in_training, check_no_closure
+from course_lib.symbolic.quantization import copy_parameter_subclasses, is_parameter_subclass
 
 from .loss import trainable_parameters
 from .optimizers import OPTIMIZERS
@@ -152,7 +153,8 @@ class _Copies(TorchFunctionMode):
     def model(self) -> nn.Module:
         """Return a copy of the model, and keep that of the optimizer for `optimizer_for`."""
         both = self._model, self._optimizer
-        model, self._made = self._copy("model and optimizer", both, self._parameters())
+        parameters = list(self._parameters())
+        model, self._made = self._copy("model and optimizer", both, parameters)
         return model
 
     def _parameters(self) -> Iterable[nn.Parameter]:
@@ -172,10 +174,12 @@ class _Copies(TorchFunctionMode):
         self._storages = {}
         try:
             # PyTorch copies parameters without calling a function that this mode could replace.
+            own = [p for p in parameters if not is_parameter_subclass(type(p))]
             memo: dict[int, Any] = {
-                id(p): nn.Parameter(self._symbolic(p), p.requires_grad) for p in parameters
+                id(p): nn.Parameter(self._symbolic(p), p.requires_grad) for p in own
             }
             with self:
+                copy_parameter_subclasses(self._without_values, parameters, memo)
                 return copy.deepcopy(given, memo)
         except Exception as error:
             raise ValueError(
@@ -188,12 +192,16 @@ class _Copies(TorchFunctionMode):
             raise TypeError(f"a tensor of PyTorch's own class is needed, not {describe(tensor)}")
         # Symbolic tensors are on the CPU, also those of an estimate for a GPU.
         with _disable_current_modes():
-            if not (tensor.is_floating_point() or tensor.is_complex()):
+            shared = tensor.untyped_storage()._cdata in self._storages
+            if not (tensor.is_floating_point() or tensor.is_complex() or shared):
                 return tensor.detach().to("cpu", copy=True)
             value = tensor.item() if tensor.dim() == 0 else None
         if value is not None:
             # Optimizers read the number of steps in their state.
             return torch.tensor(value, dtype=tensor.dtype)
+        return self._without_values(tensor)
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8)

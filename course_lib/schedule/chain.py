@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,8 +222,10 @@ def symbolic_chain(
             on_gpu = any(p.is_cuda for module in modules for p in module.parameters())
             mode = Symbolic("cuda" if on_gpu else "cpu")
             memo = copies_of_generators(probe)
+            parameters = (p for module in modules for p in module.parameters())
             with FakeCopyMode(mode):
-                copy_parameter_subclasses(mode, modules, memo)
+                make_symbolic = partial(mode.from_tensor, static_shapes=True)
+                copy_parameter_subclasses(make_symbolic, parameters, memo)
                 probe = copy.deepcopy(probe, memo)
         try:
             with mode, parameter_subclasses(), silence_operator_log():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -37,7 +37,7 @@ def parameter_subclasses() -> Iterator[None]:
     with ExitStack() as stack:
 
         def make(cls: type, data: Tensor, requires_grad: bool = False, **options: Any) -> Tensor:
-            if not isinstance(data, FakeTensor) or not _is_subclass(cls):
+            if not isinstance(data, FakeTensor) or not is_parameter_subclass(cls):
                 return _make_subclass(cls, data, requires_grad, **options)
             _adapt_bitsandbytes(data.fake_mode, stack)
             return _of_class(cls, data.detach(), requires_grad)
@@ -65,23 +65,30 @@ def _adapt_bitsandbytes(mode: FakeTensorMode, stack: ExitStack) -> None:
 
 
 def copy_parameter_subclasses(
-    mode: FakeTensorMode, modules: Iterable[nn.Module], memo: dict[int, Any]
+    symbolic: Callable[[Tensor], Tensor], parameters: Iterable[nn.Parameter], memo: dict[int, Any]
 ) -> None:
     """Copy the parameters of subclasses of `nn.Parameter` as symbolic ones into a memo for
     `copy.deepcopy`.
 
     Such a class may copy its parameters without the operators that make other copies symbolic.
-    Call this inside `FakeCopyMode`.
+    Call this where `copy.deepcopy` makes symbolic tensors.
+
+    Args:
+        symbolic: Function that returns a symbolic tensor like a real one.
+        parameters: Parameters of any class, of which the others are left out.
+        memo: The memo. A copy of a parameter has copies of its attributes.
     """
-    for parameter in (each for module in modules for each in module.parameters()):
-        if _is_subclass(type(parameter)):
-            bare = mode.from_tensor(parameter.detach(), static_shapes=True)
+    for parameter in parameters:
+        if is_parameter_subclass(type(parameter)) and id(parameter) not in memo:
+            with _disable_current_modes():
+                plain = parameter.detach()  # a tensor of PyTorch's own class
+            bare = symbolic(plain)
             # Attributes may refer to the parameter, so the memo contains it before they are copied.
             made = memo[id(parameter)] = _of_class(type(parameter), bare, parameter.requires_grad)
             vars(made).update(copy.deepcopy(vars(parameter), memo))
 
 
-def _is_subclass(cls: type) -> bool:
+def is_parameter_subclass(cls: type) -> bool:
     """Return whether a class is one of initialized parameters, other than `nn.Parameter` itself."""
     lazy = nn.parameter.UninitializedTensorMixin
     return issubclass(cls, nn.Parameter) and cls is not nn.Parameter and not issubclass(cls, lazy)
