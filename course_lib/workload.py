@@ -7,10 +7,11 @@ kind is built by `transformers`, if that is installed.
 from __future__ import annotations
 
 import json
+import math
 import pkgutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from course_lib._batches import Split, samples_in
 from course_lib._check import describe
 from course_lib._hugging_face_losses import takes_arguments
 from course_lib._origin import origin
+from course_lib.adapters import with_adapters
 from course_lib.configs import KNOWN, model_from, read_config
 from course_lib.configs import shape_of as config_shape
 from course_lib.labels import text, verbatim
@@ -57,8 +59,9 @@ class Workload:
     block_list: str | None = None
 
     def parameters(self) -> int:
+        """Return the number of parameters; a quantized weight counts all its elements."""
         with symbolic():
-            return sum(p.numel() for p in self.make_model().parameters())
+            return sum(map(_elements, self.make_model().parameters()))
 
 
 def workload_of(given: Namespace) -> Workload:
@@ -92,14 +95,15 @@ def workload_of(given: Namespace) -> Workload:
             raise ValueError(
                 f"--{name.replace('_', '-')} cannot be combined with --{ways[0]}, {why}"
             )
+    _check_adapters(given)
     if given.model:
-        return _by_function(given)
+        return _with_lora(_by_function(given), given)
     if given.config:
         read_config(given.config)  # so that an unreadable file is reported before a missing option
     for name in ("sequence", "batch"):
         if getattr(given, name) is None:
             raise ValueError(f"--{name} is missing: pass a whole number")
-    return _by_config(given) if given.config else _by_sizes(given)
+    return _with_lora(_by_config(given) if given.config else _by_sizes(given), given)
 
 
 @dataclass(frozen=True)
@@ -121,15 +125,20 @@ class ConfiguredModel:
     plain: bool
 
 
-def model_of_config(file: Path | str, sequence: int) -> ConfiguredModel:
+def model_of_config(
+    file: Path | str, sequence: int, by_transformers: bool = False
+) -> ConfiguredModel:
     """Return the model that a `config.json` describes, for samples of `sequence` tokens.
+
+    Args:
+        by_transformers: Whether transformers builds the model even if the course knows its kind.
 
     Raises:
         ValueError: The file is not a config, is of a kind that neither the course nor the installed
             transformers knows, lacks a size, or accepts only shorter sequences.
     """
     config = read_config(file)
-    if config.get("model_type") in KNOWN:
+    if config.get("model_type") in KNOWN and not by_transformers:
         model, sizes = config_shape(config, sequence)
         with symbolic():  # building one layer reports any other error in the config
             model(**{**sizes, "layers": 1})
@@ -153,6 +162,38 @@ def model_of_config(file: Path | str, sequence: int) -> ConfiguredModel:
 FAMILIES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
+def _elements(parameter: nn.Parameter) -> int:
+    # The 4-bit weights of bitsandbytes are two to a byte, and their state has their shape.
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def _check_adapters(given: Namespace) -> None:
+    for option in ("lora_targets", "base"):
+        if getattr(given, option, None) is not None and not given.lora:
+            raise ValueError(
+                f"--{option.replace('_', '-')} cannot be used without --lora, the rank of the"
+                " adapters"
+            )
+
+
+def _with_lora(workload: Workload, given: Namespace) -> Workload:
+    """Add the adapters of --lora to the workload's model."""
+    if not getattr(given, "lora", None):
+        return workload
+    targets, base = given.lora_targets, given.base or "bf16"
+    if targets is not None and len(targets) == 1:
+        (targets,) = targets if targets[0] == "all-linear" else ([*targets],)
+    make_model = with_adapters(workload.make_model, given.lora, targets=targets, base=base)
+    name = text(
+        "{model}, LoRA of rank {rank} on frozen {base} weights",
+        model=workload.name,
+        rank=given.lora,
+        base=verbatim(base),
+    )
+    return replace(workload, make_model=make_model, name=name, block_list=None)
+
+
 def _by_transformers(
     config: Mapping[str, Any], sequence: int
 ) -> tuple[Callable[[], nn.Module], int]:
@@ -160,6 +201,11 @@ def _by_transformers(
     try:
         import transformers
     except ImportError:
+        if name in KNOWN:
+            raise ValueError(
+                "a model with adapters must be built by transformers, which is not installed: pip"
+                " install transformers peft"
+            ) from None
         raise ValueError(
             f"model_type must be one of {known}, got {name!r}; with transformers installed"
             " (pip install transformers) it may be any type that transformers knows"
@@ -188,7 +234,8 @@ def _by_transformers(
 
 
 def _by_config(given: Namespace) -> Workload:
-    found = model_of_config(given.config, given.sequence)
+    adapted = bool(getattr(given, "lora", None))
+    found = model_of_config(given.config, given.sequence, by_transformers=adapted)
     kind = json.loads(Path(given.config).read_text("utf-8-sig"))["model_type"]
     label = (
         "{file} ({kind}, in this course's plain implementation of its shapes)"
@@ -196,7 +243,7 @@ def _by_config(given: Namespace) -> Workload:
         else "{file} ({kind}, by transformers)"
     )
     name = text(label, file=verbatim(Path(given.config).name), kind=verbatim(kind))
-    make_model = partial(_with_fused_attention, found.make_model)
+    make_model = partial(with_fused_attention, found.make_model)
     block_list = ("transformer.h" if kind == "gpt2" else "model.layers") if found.plain else None
     return Workload(
         make_model,
@@ -209,7 +256,7 @@ def _by_config(given: Namespace) -> Workload:
     )
 
 
-def _with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
+def with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
     """Build a model whose `Attention` modules call PyTorch's `scaled_dot_product_attention`."""
     model = make_model()
     for module in model.modules():

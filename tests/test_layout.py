@@ -20,7 +20,7 @@ MOST = {ast.Module: 400, ast.ClassDef: 120, ast.FunctionDef: 50}
 BELOW_ALL = {"_batches", "_check", "_origin", "_torch", "_hugging_face_losses", "labels"}
 TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
 CORE = {"symbolic", "memory", "models", "configs", "workload", "options", *TECHNIQUES, *BELOW_ALL}
-CORE |= {"distributed", "budget"}
+CORE |= {"adapters", "distributed", "budget"}
 ALLOWED = {
     "_batches": {"_check", "_torch"},
     "_check": set(),
@@ -30,6 +30,7 @@ ALLOWED = {
     "labels": set(),
     "missing_names": {"labels"},
     "options": set(),
+    "adapters": {"_check"},
     "models": BELOW_ALL,
     "configs": {"models", *BELOW_ALL},
     "symbolic": BELOW_ALL,
@@ -37,7 +38,7 @@ ALLOWED = {
     **{name: {"symbolic", "memory", *BELOW_ALL} for name in TECHNIQUES},
     "schedule": {"symbolic", "memory", "checkpoint", *BELOW_ALL},
     "simulated": {"offload", *BELOW_ALL},
-    "workload": {"symbolic", "models", "configs", "accumulation", *BELOW_ALL},
+    "workload": {"adapters", "symbolic", "models", "configs", "accumulation", *BELOW_ALL},
     "distributed": CORE - {"distributed", "budget"},
     "budget": CORE,
     # an instrument, which the library does without and what teaches may use

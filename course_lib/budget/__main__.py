@@ -17,6 +17,7 @@ import torch
 from course_lib._check import InfeasibleBudget
 from course_lib._check import kind as of_kind
 from course_lib._origin import is_refusal, message, silence_operator_log
+from course_lib.adapters import BASES
 from course_lib.checkpoint.blocks import names_of
 from course_lib.distributed.formulas import ring_bytes
 from course_lib.labels import say, text, verbatim
@@ -112,8 +113,30 @@ def arguments() -> argparse.ArgumentParser:
         "--precision",
         type=parse_name(PRECISIONS, {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
         metavar="|".join(PRECISIONS),
-        default="bf16",
-        help="default %(default)s",
+        help="default bf16; not with --lora, where --base decides",
+    )
+    parser.add_argument(
+        "--lora",
+        type=whole_number,
+        metavar="RANK",
+        help=(
+            "train LoRA adapters of this rank on a frozen model; a --config is built by"
+            " transformers (pip install transformers peft)"
+        ),
+    )
+    parser.add_argument(
+        "--lora-targets",
+        type=_names,
+        metavar="NAMES",
+        help="layers with adapters, separated by commas, or all-linear; default peft's choice",
+    )
+    parser.add_argument(
+        "--base",
+        choices=BASES,
+        help=(
+            "with --lora: format of the frozen weights, of which int8 and nf4 need bitsandbytes"
+            " (default bf16)"
+        ),
     )
     parser.add_argument(
         "--optimizer",
@@ -397,8 +420,13 @@ def _base(given: argparse.Namespace, model: Workload) -> Recipe:
             " several, use python -m course_lib.distributed"
         )
     more = {"ranks": ranks, "shard": given.shard} if ranks > 1 or given.shard else {}
+    if given.lora and given.precision:
+        raise ValueError(
+            f"--precision {given.precision} cannot be combined with --lora: adapters are in fp32,"
+            " and --base sets the format of the frozen weights"
+        )
     return Recipe(
-        precision=given.precision,
+        precision=None if given.lora else given.precision or "bf16",
         optimizer=given.optimizer,
         attention=model.attention,
         **more,
