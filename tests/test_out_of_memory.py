@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.memory import CachingAllocator, MemoryMeter, symbolic
 from course_lib.symbolic import Symbolic
@@ -16,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:
 transformers = pytest.importorskip("transformers")
 if find_spec("bitsandbytes") is None:  # its import, in the tests, loads the compiler of torch
     pytest.skip("the page needs bitsandbytes", allow_module_level=True)
+pytest.importorskip("peft", reason="the page needs peft")
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/out_of_memory.md").read_text("utf-8")
@@ -60,14 +60,12 @@ def steps_of(names, *blocks):
 
 
 def measured(names, *blocks):
-    """Meter of the second step and FLOPs of the third; the first makes the optimizer's state."""
+    """Meter and FLOPs of the second step; the first makes the optimizer's state."""
     step = partial(exec, steps_of(names, *blocks)[1], names)
     step()
     with MemoryMeter(names["model"], names["optimizer"]) as meter:
         step()
-    with FlopCounterMode(display=False) as flops:  # a step of its own: it keeps some tensors longer
-        step()
-    return meter, flops.get_total_flops()
+    return meter, meter.flops
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +117,12 @@ def test_the_bytes_of_adams_state_per_parameter_are_those_that_the_page_says(bas
     states = [meter.at_peak()["optimizer"] for meter in (baseline[0], small)]
     said = re.search(r"keeps (\d) bytes .* about (\d)", PAGE).groups()
     assert [f"{state / count:.0f}" for state in states] == [*said]
+
+
+def test_adapters_on_a_quantized_base_and_checkpoints_together_peak_at_what_the_page_says():
+    meter, _ = measured(example(), BLOCKS["quantized base"][0], BLOCKS["checkpoints"][0])
+    (said,) = re.findall(r"With checkpoints in addition, it peaks at ([\d.]+) MB", PAGE)
+    assert f"{meter.peak_bytes / 1e6:.1f}" == said
 
 
 def test_8_bit_state_needs_tensors_of_the_size_that_the_page_names():
