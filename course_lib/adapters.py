@@ -46,7 +46,8 @@ def with_adapters(
         targets: Names of the layers that get adapters, as peft's `target_modules`; or
             "all-linear". None uses peft's choice for the architecture.
         base: Format of the frozen weights. "fp32" and "bf16" hold for all of them. The others hold
-            for the linear layers except the output head, and all other weights are in bf16: "int8"
+            for the linear layers except the output head (and those that transformers lists in
+            `_keep_in_fp32_modules`), and all other weights are in bf16: "int8"
             takes 1 byte per weight and one fp32 scale per row; "nf4" half a byte per weight and one
             fp32 scale per 64 weights; "nf4-double" stores these scales in 1 byte each, with one
             fp32 scale per 256 of them.
@@ -95,7 +96,18 @@ def _quantize(model: nn.Module, base: str) -> None:
     """Replace the linear layers of a model, except the output head, by those of bitsandbytes."""
     bnb = _package("bitsandbytes", f"the base {base!r}")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    layers = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    # transformers lists layers that cast their input to the dtype of their weights.
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and layer is not head and not {*name.split(".")} & {*kept}
+    ]
+    if not layers:
+        raise ValueError(
+            f"base must be 'fp32' or 'bf16' for a model without linear layers besides its output"
+            f" head, got {base!r}"
+        )
     for name, layer in layers:
         sizes = layer.in_features, layer.out_features, layer.bias is not None
         settings: dict[str, Any] = {"has_fp16_weights": False}

@@ -58,6 +58,34 @@ def test_a_model_with_adapters_takes_what_is_estimated(llama, base, rank, target
     assert found.at_peak == measured.at_peak()
 
 
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 130}
+SMALL |= {"max_position_embeddings": 64, "hidden_size": 48, "intermediate_size": 100}
+SMALL_T5 = {"d_model": 48, "d_kv": 12, "d_ff": 100, "num_layers": 2, "num_heads": 4}
+SMALL_T5 |= {"vocab_size": 130, "decoder_start_token_id": 0}
+ARCHITECTURES = {
+    "qwen3": SMALL | {"num_key_value_heads": 2, "head_dim": 20},
+    "bert": SMALL,
+    "t5": SMALL_T5,  # casts inputs to the dtype of some of its weights
+}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_other_architectures_take_what_is_estimated(kind, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind} | ARCHITECTURES[kind]))
+    made = model_of_config(file, 20, by_transformers=True)
+    recipe = Recipe(precision=None, attention=None, checkpoint="layers", micro_batches=3)
+    adapted = with_adapters(made.make_model, 2, targets="all-linear", base="nf4-double")
+    step = adapted, partial(made.make_batch, 3), recipe
+    assert estimate(*step).peak_bytes == run(*step).meter.peak_bytes
+
+
+def test_a_model_without_linear_layers_is_not_quantized():
+    made = with_adapters(partial(nn.Embedding, 5, 8), 2, base="nf4", targets=[""])
+    with pytest.raises(ValueError, match="base must be 'fp32' or 'bf16' for a model without"):
+        made()
+
+
 def test_adapters_compute_the_formula_and_have_its_bytes():
     layer, x = nn.Sequential(nn.Linear(48, 80)), torch.randn(5, 48)
     made = with_adapters(partial(copy.deepcopy, layer), 4, targets=["0"], base="fp32")()
