@@ -46,8 +46,10 @@ def llama(configured):
     return made.make_model, partial(made.make_batch, 2)
 
 
-@pytest.mark.parametrize("recipe", [PLAIN, LAYERS], ids=str)
-@pytest.mark.parametrize(("rank", "targets"), [(1, None), (8, "all-linear"), (3, ["down_proj"])])
+@pytest.mark.parametrize(
+    ("rank", "targets", "recipe"),
+    [(1, None, PLAIN), (8, "all-linear", LAYERS), (3, ["down_proj"], PLAIN)],
+)
 @pytest.mark.parametrize("base", BASES)
 def test_a_model_with_adapters_takes_what_is_estimated(llama, base, rank, targets, recipe):
     make_model, make_batch = llama
