@@ -179,6 +179,7 @@ def test_the_command_estimates_adapters(configured, llama, base, capsys):
         (["--lora-targets", "q_proj"], "--lora-targets cannot be used without --lora"),
         (["--lora", "4", "--precision", "bf16"], "--precision bf16 cannot be combined with --lora"),
         (["--lora", "4", "--lora-targets", "qproj"], "down_proj, gate_proj, .*, got .'qproj'"),
+        (["--lora", "4", "--ranks", "2"], "--ranks 2 cannot be combined with --lora"),
         (["--lora", "0"], "must be .* got '0'"),
         (["--lora", "4", "--base", "int4"], "invalid choice: 'int4'"),
     ],

@@ -420,6 +420,11 @@ def _base(given: argparse.Namespace, model: Workload) -> Recipe:
             " several, use python -m course_lib.distributed"
         )
     more = {"ranks": ranks, "shard": given.shard} if ranks > 1 or given.shard else {}
+    if given.lora and ranks > 1:
+        raise ValueError(
+            f"--ranks {ranks} cannot be combined with --lora: steps of several ranks are estimated"
+            " in one dtype only"
+        )
     if given.lora and given.precision:
         raise ValueError(
             f"--precision {given.precision} cannot be combined with --lora: adapters are in fp32,"
