@@ -43,7 +43,11 @@ MODELS = {
 CHOICES = {
     "model": tuple(MODELS),
     "precision": ("fp32", "bf16", None),
-    "optimizer": tuple(name for name, row in OPTIMIZERS.items() if row.load_base is None),
+    # Optimizers with a second row take only some parameters, so `test_budget_optimizers` runs them
+    # with a model of their own. One more value would change the rows that were measured on a GPU.
+    "optimizer": tuple(
+        name for name, row in OPTIMIZERS.items() if row.load_base is None and row.rest is None
+    ),
     "update": ("loop", "foreach", "fused"),
     "offload_optimizer": (0.0, 0.5, 1.0),
     "page_bytes": (Recipe.page_bytes, 30_000),
