@@ -5,6 +5,7 @@ An output folder is written completely or not at all.
 
 import argparse
 import ast
+import hashlib
 import re
 import shutil
 import sys
@@ -25,6 +26,8 @@ NOTEBOOKS = Path("notebooks")
 PAGES = "docs/out_of_memory*.md"  # pages that the lessons link to, relative to the project
 NOTES = "publish/NOTES.md"  # the speaker notes, in the project
 COMMENT_STUB = "# your solution / 你的答案"
+# Tags of cells whose values are the reader's, without an exercise.
+ASKING_TAGS = frozenset({"guess", "fill-in"})
 # First line of a solution in the learner's copy, which JupyterLab shows of the folded cell.
 SOLUTION = "# Solution: click the three dots to open / 答案：点三个点展开"
 STUB_NAME = "NotImplementedError"
@@ -79,6 +82,19 @@ def is_solution(cell: NotebookNode) -> bool:
         and "### BEGIN SOLUTION" in cell.source
         and not _take_out(cell.source)[0].strip()
     )
+
+
+def id_of(cell: NotebookNode) -> str:
+    """Return the id of a lesson's cell, which tells whether a copy of it was changed.
+
+    A cell that is there twice has `-2` behind it.
+    """
+    return hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+
+
+def asks(cell: NotebookNode) -> bool:
+    """Whether a cell asks for a guess, or for a fill-in that no check judges."""
+    return not ASKING_TAGS.isdisjoint(cell.metadata.get("tags", ()))
 
 
 def without_solutions(notebook: NotebookNode) -> NotebookNode:

@@ -7,9 +7,7 @@ after too many characters.
 
 import dataclasses
 import hashlib
-import importlib
 import inspect
-import json
 import re
 import sys
 import time
@@ -19,23 +17,9 @@ from typing import TextIO
 
 MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson with its pictures prints a tenth
 _COMPARING = ("builtins", "math", "torch", "torch.nn.functional")
-_OF_IPYTHON = ("open", "input")  # builtins that the kernel replaces
+OF_IPYTHON = ("open", "input")  # builtins that the kernel replaces
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 _DEEPEST = 6  # levels of a constant that are described
-
-
-def report(lesson: str, check: str, ticket: str) -> None:
-    """Print a line of JSON: whether the check accepted its last answer, and the fingerprints.
-
-    If a cell gave the lesson's name to something else, the verdict was not the lesson's.
-    """
-    module = importlib.import_module(f"course_lib.lessons.{lesson}")
-    accepted = getattr(getattr(module, check, None), "accepted", None)
-    code = fingerprints()
-    if vars(sys.modules["__main__"]).get(lesson, module) is not module:
-        code[f"course_lib.lessons.{lesson}"] = "another object"
-    found = {"ticket": ticket, "accepted": accepted is True, "code": code}
-    print("\n" + json.dumps(found), flush=True)
 
 
 def load_ipython_extension(shell: object) -> None:
@@ -85,7 +69,9 @@ def _hash(lines: Iterable[str]) -> str:
 
 def _describe(home: str, names: dict[str, object]) -> Iterator[str]:
     for name, value in sorted(names.items()):
-        function = _function(value)
+        function = function_of(value)
+        if "__getattr__" in names and _is_imported(home, name, value):
+            continue  # a name that such a module imports when it is first used
         if function is not None:
             yield f"{home}.{name}: {_value(function)}"
         if isinstance(value, type) and value.__module__ == home:
@@ -96,12 +82,17 @@ def _describe(home: str, names: dict[str, object]) -> Iterator[str]:
             yield f"{home}.{name}: {_value(value)}"
 
 
+def _is_imported(home: str, name: str, value: object) -> bool:
+    origin = getattr(value, "__module__", home)
+    return origin != home and getattr(sys.modules.get(origin), name, None) is value
+
+
 def _functions(home: str, names: dict[str, object]) -> Iterator[str]:
     for name, value in sorted(names.items()):
         # IPython adds functions of other modules to the builtins
         added = home == "builtins" and getattr(value, "__module__", "") != home
-        if callable(value) and not added and name not in _OF_IPYTHON:
-            function = _function(value)
+        if callable(value) and not added and name not in OF_IPYTHON:
+            function = function_of(value)
             yield f"{name}: {_value(function) if function else _type(value)}"
 
 
@@ -110,16 +101,21 @@ def _without_tries(exercise: object) -> dict[str, object]:
     return {each: value for each, value in state.items() if each not in ("accepted", "tries")}
 
 
-def _function(value: object) -> types.FunctionType | None:
+def function_of(value: object) -> types.FunctionType | None:
     """Return the function of a method, a property, a cache or an exercise, or None."""
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value) if not isinstance(value, type) else value
     try:
-        value = inspect.unwrap(value)  # type: ignore[arg-type]
+        value = inspect.unwrap(value, stop=_is_of_cells)  # type: ignore[arg-type]
     except (ValueError, AttributeError):
         return None
     return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_of_cells(function: object) -> bool:
+    """Whether a cell has made a function, which then stands for itself whatever it wraps."""
+    return getattr(function, "__globals__", {}).get("__name__") == "__main__"
 
 
 def _value(value: object, depth: int = 0) -> str:

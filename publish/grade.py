@@ -3,11 +3,12 @@
     python -m publish.grade build/handed_in --output build/verdicts.csv --jobs 4
 
 The lesson that runs is the course's, with the learner's answers in it (`submissions.py`). A cell
-that reaches beyond an answer does not run, and is reported (`reading.py`). Each notebook runs in a
-new kernel and an empty folder, on one thread, with limits of time and memory. A notebook that
-crashes or never ends does not stop the others. The rows of the table come from this run, and stored
-outputs are not read. A second table, `verdicts_by_exercise.csv`, counts the verdicts of the class
-on each exercise.
+that reaches beyond an answer does not run, and is reported (`reading.py`). Answers are watched
+while their checks run (`watching.py`), and checks draw other cases than on the page. Each notebook
+runs in a new kernel and an empty folder, on one thread, with limits of time and memory. A notebook
+that crashes or never ends does not stop the others. The rows of the table come from this run, and
+stored outputs are not read. A second table, `verdicts_by_exercise.csv`, counts the verdicts of the
+class on each exercise.
 
 A notebook is a program that runs with your rights. Reading its cells does not keep out malicious
 code, which can still read and send your files. Grade in an account or a container that contains
@@ -15,6 +16,7 @@ nothing of yours.
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -31,7 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from course_lib.labels import current, in_both_languages
 
@@ -74,6 +76,9 @@ except ImportError as error:
 
 HANDED_IN, TABLE = Path("build/handed_in"), Path("build/verdicts.csv")
 _NOT_ANSWERED = tuple(words.removesuffix(".") for words in in_both_languages("Not answered yet."))
+_WATCH = "from publish.watching import watch as _watch\n_watch()"
+_INTERPRET = """import os, torch
+if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = "1\""""
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 KEPT_OUT = (
     "A notebook runs with your rights. Cells that reach beyond an answer do not run, but malicious"
@@ -94,6 +99,7 @@ class Submission:
     notebook: NotebookNode | None = None
     lesson: Lesson | None = None
     problem: Problem | None = None
+    seed: str = ""  # of the cases that checks draw; "" for those of the page
 
 
 # --- its run ---
@@ -122,10 +128,16 @@ def grade(submission: Submission, limits: Limits, untouched: dict[str, str]) -> 
         if submission.lesson and submission.notebook:
             return _grade_lesson(submission, submission.lesson, limits, untouched)
     except Exception as error:  # `ast` may fail on a file, and the others are graded
+        if _no_space(error):  # the row would be false after there is space again
+            raise
         words = f"It could not be graded: {type(error).__name__}: {one_line(error)}."
         problem = Problem(words)
     assert problem
     return [Row(submission.name, problem.lesson, "–", TROUBLE, problem.message)]
+
+
+def _no_space(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _grade_lesson(
@@ -135,17 +147,20 @@ def _grade_lesson(
     program = assemble(notebook, lesson)
     ticket = secrets.token_hex(8)
     probes = _probes(program, lesson, ticket)
-    ended = _run(program, probes, limits)
+    ended = _run(program, probes, limits, submission.seed)
     answering = program.held_answers.values()
     rows = [
         Row(name, lesson.number, "–", TROUBLE, str(held))
         for held in program.held
-        if held not in answering
+        if held.changed and held not in answering
     ]
     for check in lesson.calls:
         if check in program.answers:
             cell = program.answers[check]
-            verdict, message = _verdict(cell, probes[check], ticket, ended, untouched)
+            report = _report_of(probes[check], ticket)
+            if report and report["seed"] != submission.seed:
+                report["seen"] = ["The seed of the checks was changed."]
+            verdict, message = _verdict(cell, report, ended, untouched)
             verdict, message = _reconsider(verdict, message, cell, lesson.stubs[check], program)
         elif check in program.held_answers:
             verdict, message = TROUBLE, str(program.held_answers[check])
@@ -188,35 +203,44 @@ def _reconsider(
 
 def _probes(program: Program, lesson: Lesson, ticket: str) -> dict[str, NotebookNode]:
     """Return check -> a cell that reports its verdict, to run behind the answer's cell."""
-    source = "from publish.fingerprint import report as _report\n_report({!r}, {!r}, {!r})"
+    source = "from publish.watching import report as _report\n_report({!r}, {!r}, {!r})"
     return {
         check: nbformat.v4.new_code_cell(source.format(f"lesson_{lesson.number}", check, ticket))
         for check in program.answers
     }
 
 
-def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits) -> str:
+def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed: str) -> str:
     """Run all cells and probes. Return a sentence about what stopped the run, or ""."""
     notebook = nbformat.v4.new_notebook()
     behind = {id(cell): probes[check] for check, cell in program.answers.items()}
     for cell in program.cells:
-        notebook.cells += [cell, *filter(None, [behind.get(id(cell))])]
+        if probe := behind.get(id(cell)):
+            before = nbformat.v4.new_code_cell(_WATCH)
+            notebook.cells += [before, cell, probe]
+        else:
+            notebook.cells.append(cell)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            Run(notebook, limits, Path(folder)).execute()
+            Run(notebook, limits, Path(folder), seed).execute()
         except OutOfTime as stopped:
             return str(stopped)
         except DeadKernelError:
-            return f"Its kernel died: a crash, or more than {limits.gigabytes} GB of memory."
+            return (
+                f"Its kernel died: a crash, or more than {limits.gigabytes} GB of memory, or of"
+                f" {limits.seconds} seconds."
+            )
         except TooMuchOutput:
             return "It was stopped: it printed more than any lesson does."
         except Exception as error:  # one notebook must not stop the others
+            if _no_space(error):
+                raise
             return f"It could not be run: {type(error).__name__}: {one_line(error)}."
     return ""
 
 
 def _verdict(
-    cell: NotebookNode, probe: NotebookNode, ticket: str, ended: str, untouched: dict[str, str]
+    cell: NotebookNode, report: dict[str, Any] | None, ended: str, untouched: dict[str, str]
 ) -> tuple[str, str]:
     """Return (verdict, message) of a check, whether or not it ran."""
     errors = [out for out in cell.outputs if out.output_type == "error"]
@@ -225,13 +249,14 @@ def _verdict(
         for out in cell.outputs
         if out.output_type == "execute_result"
     ]
-    report = _report_of(probe, ticket)
     if report is None and not errors:
         return TROUBLE, f"It was not reached. {ended}".strip()
     if report is not None:
         code = sorted(report["code"].items())
         if changed := [name for name, found in code if untouched.get(name, found) != found]:
-            return TROUBLE, f"{changed[0]} was changed by a cell above."
+            return TROUBLE, f"{changed[0]} was changed by this cell or one above."
+        if report["seen"]:
+            return TROUBLE, report["seen"][0]
     if errors:
         return WRONG, f"{errors[0].ename}: {one_line(errors[0].evalue)}".removesuffix(": ")
     if not verdict_lines or verdict_lines[-1][:1] not in (RIGHT, WRONG):
@@ -251,13 +276,15 @@ def fingerprints_of(lesson: Lesson) -> dict[str, str]:
     This process may have changed the library, as tests do.
     """
     modules = {f"course_lib.lessons.lesson_{lesson.number}", *lesson.imports}
-    lines = ["import contextlib, importlib, json, publish.fingerprint as fingerprint"]
+    lines = ["import contextlib, importlib, json, publish.watching as watching"]
     lines += [
         f"with contextlib.suppress(ImportError): importlib.import_module({name!r})"
         for name in sorted(modules)
         if name.partition(".")[0] == "course_lib"
     ]
-    lines.append("print(json.dumps(fingerprint.fingerprints()))")
+    if any("TRITON_INTERPRET" in cell.source for cell in lesson.cells):
+        lines.insert(0, _INTERPRET)  # as a cell of the lesson does
+    lines.append("print(json.dumps(watching.state()))")
     paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
@@ -269,7 +296,7 @@ def fingerprints_of(lesson: Lesson) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _report_of(probe: NotebookNode, ticket: str) -> dict[str, object] | None:
+def _report_of(probe: NotebookNode, ticket: str) -> dict[str, Any] | None:
     for output in probe.get("outputs", []):
         for line in output.get("text", "").splitlines() if output.output_type == "stream" else ():
             try:
@@ -329,6 +356,7 @@ def grade_folder(
     say: Callable[[str], None] = print,
     jobs: int = 1,
     progress: Progress | None = None,
+    seed: str = "",
 ) -> list[Row]:
     """Return the rows of all files of a folder, in the order of their names.
 
@@ -353,7 +381,11 @@ def grade_folder(
     lessons = lessons_of(notebooks)
     # a notebook that runs may change the files of the others, and of the course
     submissions = [
-        replace(read(path, lessons, wanted), name=_format_path(path.relative_to(folder).as_posix()))
+        replace(
+            read(path, lessons, wanted),
+            name=_format_path(path.relative_to(folder).as_posix()),
+            seed=seed,
+        )
         for path in paths
     ]
     numbers = {each.lesson.number for each in submissions if each.lesson}
@@ -408,7 +440,10 @@ class Stopped(Exception):
 
     def __str__(self) -> str:
         reason = "stopped" if isinstance(self.cause, KeyboardInterrupt) else str(self.cause)
-        return f"{reason}; {self.graded} of {self.files} files are graded, run again to go on"
+        again = "run again to go on"
+        if _no_space(self.cause):
+            reason, again = "the disk is full", f"make space and {again}"
+        return f"{reason}; {self.graded} of {self.files} files are graded, {again}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -426,6 +461,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--seconds", type=int, default=600, help="limit of CPU time, and of waiting, per notebook"
     )
+    parser.add_argument(
+        "--seed",
+        default=secrets.token_hex(4),
+        help="of the cases that checks draw, by default another one each time",
+    )
     parser.add_argument("--gigabytes", type=int, default=8, help="memory limit (on Linux)")
     chosen = parser.parse_args(arguments)
     _quiet()
@@ -433,6 +473,7 @@ def main(arguments: list[str] | None = None) -> None:
         current()  # raises for an unknown language, in which every check would fail
         limits = Limits(chosen.seconds, chosen.gigabytes)
         with Progress(chosen.output) as progress:
+            print(f"Checks draw other cases than the page: --seed {chosen.seed} draws them again.")
             stopped = None
             try:
                 rows = grade_folder(
@@ -442,6 +483,7 @@ def main(arguments: list[str] | None = None) -> None:
                     chosen.lesson,
                     jobs=chosen.jobs,
                     progress=progress,
+                    seed=chosen.seed,
                 )
             except Stopped as early:
                 stopped, rows = early, early.rows
@@ -453,6 +495,8 @@ def main(arguments: list[str] | None = None) -> None:
                 sys.exit(f"grade: {stopped}")
             progress.finish()
     except (EditionError, ValueError, OSError) as error:
+        if _no_space(error):
+            error = f"the disk is full: make space and run again; {chosen.output} may be an old one"
         sys.exit(f"grade: {error}")
     except KeyboardInterrupt:
         sys.exit(f"grade: stopped; {chosen.output} is left as it was")

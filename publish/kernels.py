@@ -16,12 +16,15 @@ from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
 from nbformat import NotebookNode
 
+from course_lib.teaching.exercises import GRADING_SEED
+
 from . import fingerprint
 from .fingerprint import MOST_OUTPUT
 
 LIBRARY = Path(__file__).resolve().parents[1]
 _ENDLESS = 10**6  # seconds
 _LOOK_SECONDS = 0.5  # between two looks at the processes of a notebook
+_SECONDS_MORE = 5  # of CPU time, until the system ends the kernel
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -33,7 +36,8 @@ class Limits:
     Attributes:
         seconds: CPU time of all processes of a notebook together, and separately the wall-clock
             time during which none of them computes.
-        gigabytes: Memory of the kernel, and of each process that it starts. Only Linux enforces it.
+        gigabytes: Memory of the kernel, and of each process that it starts, and size of each file
+            that they write. Only Linux enforces it.
     """
 
     seconds: int = 600
@@ -61,7 +65,9 @@ class Run(NotebookClient):
         TooMuchOutput: The notebook printed too much.
     """
 
-    def __init__(self, notebook: NotebookNode, limits: Limits, folder: Path) -> None:
+    def __init__(
+        self, notebook: NotebookNode, limits: Limits, folder: Path, seed: str = ""
+    ) -> None:
         super().__init__(
             notebook,
             kernel_name="python3",  # the notebook may name another one
@@ -73,7 +79,7 @@ class Run(NotebookClient):
             extra_arguments=[f"--IPKernelApp.extra_extensions={fingerprint.__name__}"],
             record_timing=False,
         )
-        self._limits, self._printed = limits, 0
+        self._limits, self._printed, self._seed = limits, 0, seed
         self._work, self._home = folder / "work", folder / "home"
         for each in (self._work, self._home):
             each.mkdir()
@@ -120,7 +126,7 @@ class Run(NotebookClient):
         for each in (signal.SIGINT, signal.SIGTERM):  # nbclient would end this kernel alone
             asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)
-        self._limit_memory()
+        self._limit_kernel()
         kernel = psutil.Process(self.km.provisioner.pid)
         threading.Thread(target=self._watch, args=(kernel,), daemon=True).start()
 
@@ -138,10 +144,13 @@ class Run(NotebookClient):
         paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {name: str(self._home) for name in ("HOME", "IPYTHONDIR", "TMPDIR", "MPLCONFIGDIR")}
         threads = dict.fromkeys(_ONE_THREAD, "1")
+        own |= {GRADING_SEED: self._seed}
         return {**os.environ, **own, **threads, "PYTHONPATH": os.pathsep.join(paths)}
 
-    def _limit_memory(self) -> None:
-        """Limit the kernel's memory before its first cell, on Linux.
+    def _limit_kernel(self) -> None:
+        """Limit memory, CPU time and files of the kernel before its first cell, on Linux.
+
+        `_watch` notices too many seconds first, unless this process itself gets no time.
 
         The limit is set from outside, because Python code between fork and exec (`preexec_fn`) may
         hang if this process has threads.
@@ -151,7 +160,10 @@ class Run(NotebookClient):
         most = self._limits.gigabytes * 10**9
         kernel = psutil.Process(self.km.provisioner.pid)
         kernel.rlimit(psutil.RLIMIT_DATA, (most, most))
+        kernel.rlimit(psutil.RLIMIT_FSIZE, (most, most))
         kernel.rlimit(psutil.RLIMIT_CORE, (0, 0))
+        seconds = self._limits.seconds + _SECONDS_MORE
+        kernel.rlimit(psutil.RLIMIT_CPU, (seconds, seconds))
 
 
 def adopt_orphans() -> None:

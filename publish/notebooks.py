@@ -32,6 +32,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 from . import translations
+from .cells import ASKING_TAGS, id_of
 
 PROJECT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = PROJECT / "notebooks"
@@ -68,7 +69,7 @@ def read_script(path):
         }
         if "### BEGIN SOLUTION" in cell.source:  # the output gives the solution away
             cell.metadata["jupyter"] = {**cell.metadata.get("jupyter", {}), "outputs_hidden": True}
-        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+        digest = id_of(cell)
         seen[digest] += 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
     notebook.metadata = nbformat.from_dict(METADATA)
@@ -109,7 +110,7 @@ def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[s
         for part in (path.relative_to(project).as_posix().encode(), path.read_bytes())
     )
     cells = (
-        json.dumps([cell.source, cell.metadata.get("tags"), "slide" in cell.metadata])
+        json.dumps([cell.source, _tags_for_outputs(cell), "slide" in cell.metadata])
         for cell in notebook.cells
         if cell.cell_type == "code"
     )
@@ -118,6 +119,11 @@ def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[s
         "library": _hash(library),
         "pinned versions": _hash([(project / "constraints.txt").read_bytes()]),
     }
+
+
+def _tags_for_outputs(cell: NotebookNode) -> list[str] | None:
+    """Return the cell's tags, without those that only tell the grader what the cell is."""
+    return [tag for tag in cell.metadata.get("tags", ()) if tag not in ASKING_TAGS] or None
 
 
 def _hash(parts: Iterable[bytes]) -> str:

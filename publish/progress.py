@@ -4,6 +4,7 @@ Each graded file is one line of JSON in a hidden file next to the table. The lin
 file, the lesson, the library and the limits are the same. The file is removed with the last row.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -59,7 +60,8 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         if self._path.exists() and not self._path.stat().st_size:
             self._path.unlink()
-        self._file.close()
+        with contextlib.suppress(OSError):  # the disk is full, as `add` has said
+            self._file.close()
 
     def rows(self, key: str) -> list[Row] | None:
         """Return the rows of an earlier grading that did not end, or None."""

@@ -19,8 +19,17 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.reader import parse_json
 
-from .cells import SOLUTION, UNREADABLE, names_in, parse, read_lessons, without_solutions
-from .reading import Reach, foreign_names, reaches, tree_of
+from .cells import (
+    SOLUTION,
+    UNREADABLE,
+    asks,
+    id_of,
+    names_in,
+    parse,
+    read_lessons,
+    without_solutions,
+)
+from .reading import Reach, foreign_names, reaches
 from .student import check_of
 
 _LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has about 1 MB
@@ -60,6 +69,7 @@ class Held:
     number: int  # in the handed-in notebook, from 1
     names: frozenset[str]  # that it binds
     reach: Reach
+    changed: bool = True  # False for a cell of an older edition, whose id is its hash
 
     def __str__(self) -> str:
         return f"Cell {self.number} was not run: {self.reach}."
@@ -133,7 +143,9 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     except Exception as error:  # nbformat raises many types, also AssertionError
         reason = one_line(getattr(error, "message", "") or error) or type(error).__name__
         raise Problem(f"It is not a notebook: {reason}.") from None
-    title = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    # a page in one language has a link to the other one above its title
+    title = next((text for text in texts if text.startswith("# ")), (*texts, "")[0])
     number = re.match(r"# (\d{1,2}) ", title)
     lesson = lessons.get(f"{int(number[1]):02}") if number else None
     if lesson is None:
@@ -160,8 +172,8 @@ def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
     """Put the answers, guesses and other cells of a submission into the lesson.
 
     A cell of the learner's follows the course's cell that it follows in the submission. A cell
-    whose code is the course's is the course's. A cell of the course that asks for a guess is
-    replaced by the one with the same id.
+    whose code is the course's is the course's. A cell of the course that asks for a guess or a
+    fill-in is replaced by the one with the same id.
     """
     program, behind = Program(), defaultdict(list)
     checks = {place: check for check, place in cells_of(notebook, lesson).items()}
@@ -181,7 +193,9 @@ def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
             continue
         at = at_check[check] if check else at_id.get(cell.get("id"), at)
         if found := reaches(cell.source, foreign, lesson.imports):
-            held = Held(place + 1, frozenset(names_in(cell.source)[0]), found[0])
+            names = frozenset(names_in(cell.source)[0])
+            changed = id_of(cell) != cell.get("id", "").partition("-")[0]
+            held = Held(place + 1, names, found[0], changed)
             program.held.append(held)
             if check:
                 program.held_answers[check] = held
@@ -189,7 +203,7 @@ def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
         own = nbformat.v4.new_code_cell(cell.source)
         if check:
             program.answers[check] = own
-        if check or (at >= 0 and cell.get("id") in at_id and _is_guess(lesson.cells[at])):
+        if check or (at >= 0 and cell.get("id") in at_id and asks(lesson.cells[at])):
             instead[at] = own
         else:
             behind[at].append(own)
@@ -197,13 +211,6 @@ def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
     for at, cell in enumerate(lesson.cells):
         program.cells += [instead.get(at) or deepcopy(cell), *behind[at]]
     return program
-
-
-def _is_guess(cell: NotebookNode) -> bool:
-    """Whether a cell of the course asks for a value: a statement gives None to a name."""
-    values = [each.value for each in tree_of(cell.source).body if isinstance(each, ast.Assign)]
-    parts = [part for value in values for part in getattr(value, "elts", [value])]
-    return not check_of(cell) and any(getattr(part, "value", 0) is None for part in parts)
 
 
 # --- comparing code ---

@@ -1,7 +1,10 @@
 """What the lessons' checks say of the answers in `answers/`, and of nonsense."""
 
+import inspect
 import math
+import random
 from fractions import Fraction
+from functools import partial
 
 import numpy
 import pytest
@@ -10,7 +13,7 @@ from answers import ANSWERS, CHECKS, FILES
 from markup import spoken_problems
 from test_teaching import Hostile
 
-from course_lib.teaching import Verdict
+from course_lib.teaching import Verdict, exercises
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -28,6 +31,91 @@ def test_a_check_accepts_right_answers(name):
     for answer in ANSWERS[name][0]:
         verdict = CHECKS[name](answer)
         assert verdict and verdict.hint is None, verdict
+
+
+# Exercises whose cases are the same in grading: one number or table about the course's own model,
+# or an answer, such as a recipe or a schedule, that is measured itself.
+SAME_IN_GRADING = {
+    "01.training_state",
+    "01.adapter_bytes",
+    "01.whole_peak",
+    "01.largest_batch",
+    "02.peak_formula",
+    "02.which_block",
+    "02.policy",
+    "02.head_chunk",
+    "03.drawn_schedule",
+    "03.gives_up_early",
+    "04.offloading",
+    "05.peaks",
+    "05.largest_micro_batch",
+    "05.fast_micro_batch",
+    "06.flops",
+    "06.grouped_bytes",
+    "07.same_flops",
+    "07.keeps_clipping",
+    "07.fifty",
+    "08.seven_billion",
+    "09.recipe",
+}
+# Others whose results are no right answer alone, because a graph or a hook belongs to each of them.
+NO_TABLES = {
+    "02.checkpoint",
+    "02.dropout_checkpoint",
+    "02.hooks",
+    "02.in_chunks",
+    "02.loss_in_pieces",
+    "05.fp32_sums",
+    "05.loop",
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_accepts_right_answers_on_the_cases_that_grading_draws(name, monkeypatch):
+    draws = []
+
+    class Recorded(random.Random):
+        def __init__(self, seed):
+            draws.append(seed)
+            super().__init__(seed)
+
+    monkeypatch.setattr(exercises.random, "Random", Recorded)
+    for seed in "123" if name not in SAME_IN_GRADING else "1":
+        monkeypatch.setattr(exercises, "seed", seed)
+        # a second seed for all answers would take minutes
+        for answer in ANSWERS[name][0] if seed == "1" else ANSWERS[name][0][:1]:
+            assert CHECKS[name](answer), (seed, answer)
+    if name == "06.kernel":  # its check draws nothing without Triton
+        pytest.importorskip("triton")
+    assert bool(draws) == (name not in SAME_IN_GRADING)
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS.keys() - SAME_IN_GRADING - NO_TABLES))
+def test_a_table_of_the_answers_for_the_page_is_no_right_answer_in_grading(name, monkeypatch):
+    """A function does what a right answer does, but returns what that has returned for the page."""
+    answer, results = ANSWERS[name][0][0], []
+    functions = answer if isinstance(answer, tuple) else (answer,)
+    if not all(map(inspect.isfunction, functions)):
+        pytest.skip("the answer is a class")
+    if name == "06.kernel":
+        pytest.importorskip("triton")
+
+    def recorded(function, *given, **named):
+        results.append(function(*given, **named))
+        return results[-1]
+
+    def from_table(table, function, *given, **named):
+        function(*given, **named)
+        return next(table)
+
+    def answer_by(call):
+        made = [partial(call, function) for function in functions]
+        return made if isinstance(answer, tuple) else made[0]
+
+    assert CHECKS[name](answer_by(recorded))
+    assert CHECKS[name](answer_by(partial(from_table, iter(results))))
+    monkeypatch.setattr(exercises, "seed", "1")
+    assert not CHECKS[name](answer_by(partial(from_table, iter(results))))
 
 
 def in_numbers_of(kind, answer):

@@ -4,18 +4,29 @@
 """
 
 import csv
+import dataclasses
+import errno
+import fractions
+import functools
 import importlib
 import io
 import os
 import re
 import sys
+import typing
 from copy import deepcopy
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
-from answers import FILES
+import torch
+from answers import ANSWERS, CHECKS, FILES
 from editions import NOTEBOOKS, stored_lessons
 from patience import HANGS_SECONDS
+from torch.nn.modules.module import _global_forward_hooks, register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
@@ -23,11 +34,22 @@ psutil = pytest.importorskip("psutil")
 pytest.importorskip("jupytext")
 
 from mutants import solutions
+from nbclient.exceptions import DeadKernelError
 
-from publish import fingerprint, grade, progress, reading, submissions, verdicts
-from publish.cells import SOLUTION, EditionError
+from course_lib.teaching import exercises
+from publish import (
+    fingerprint,
+    grade,
+    notebooks,
+    progress,
+    reading,
+    submissions,
+    verdicts,
+    watching,
+)
+from publish.cells import SOLUTION, EditionError, id_of
 from publish.kernels import Limits, OutOfTime, Run
-from publish.student import reason_id
+from publish.student import check_of, reason_id
 
 LIMITS = Limits(HANGS_SECONDS)
 CALL = "lesson_01.check_training_state(mine)"
@@ -68,17 +90,20 @@ def write_course(folder):
     guess, course = "my_guess = None", "shown = [my_guess]"
     first, *others = STUBS.values()
     for name, cells in {
-        "00_a": submission("1", title="# 0 Start here / 从这里开始"),
+        "00_a": submission("1", HIDDEN_OS, title="# 0 Start here / 从这里开始"),
         "01_b": submission(IMPORT, first, guess, course, *others),
     }.items():
         for number, cell in enumerate(cells.cells):
             cell.id = f"cell-{number}"
+            if cell.source == "my_guess = None":
+                cell.metadata.tags = ["guess"]
         hand_in(folder / f"{name}.ipynb", cells)
 
 
 def rows_of(path, lessons, untouched, limits=LIMITS):
     """Exercise -> its row, and the messages of the rows of the whole notebook."""
-    rows = grade.grade(grade.read(path, lessons), limits, untouched)
+    submitted = dataclasses.replace(grade.read(path, lessons), seed="7")
+    rows = grade.grade(submitted, limits, untouched)
     whole = [row.message for row in rows if row.exercise == "–"]
     return {row.exercise: row for row in rows if row.exercise != "–"}, whole
 
@@ -141,27 +166,30 @@ def test_grading_gives_verdicts_and_leaves_no_files(tmp_path, lessons, untouched
     assert not whole and list(tmp_path.iterdir()) == [path]
 
 
-LOOK = """def look(thing, name):
-    return getattr(thing, name)
-
-
-"""
-UNREAD = {  # name -> a cell of which no line is suspicious
-    "check": f"""import functools
-
-{LOOK}original = look(lesson_01.check_adapter_bytes, "__wrap" + "ped__")
-V = type(lesson_01.check_adapter_bytes(None))
-Agrees = type("Agrees", (), {{"_ch" + "eck": lambda answer: V(True, "Right.")}})
-functools.update_wrapper(lesson_01.check_adapter_bytes, Agrees)
-functools.update_wrapper(lesson_01.check_adapter_bytes, original, updated=())""",
-    "constants": f"""{LOOK}numbers = look(look(lesson_01, "ch" + "ecks"), "__di" + "ct__")
+UNREAD = {  # name -> a cell that the reader would report
+    "check": """V = type(lesson_01.check_adapter_bytes(None))
+lesson_01.check_adapter_bytes._check = lambda answer: V(True, "Right.")""",
+    "constants": """numbers = vars(lesson_01.checks)
 for name in [*numbers]:
     if name.isupper() and isinstance(numbers[name], int):
         numbers[name] = 0""",
-    "torch": f"""import torch
+    "torch": """import torch
 
-{LOOK}functions = look(torch, "__di" + "ct__")
-functions["equal"] = functions["allclose"] = lambda *given, **options: True""",
+torch.equal = torch.allclose = lambda *given, **options: True""",
+    "wrapper": """import functools
+
+import torch
+
+functional = torch.nn.functional
+functional.cross_entropy = functools.wraps(functional.cross_entropy)(lambda *given: 0)""",
+    "kernel": """import torch
+
+fakes = torch.library.Library("aten", "IMPL")
+fakes.impl("equal", lambda one, other: True, "CPU")""",
+    "mode": "import torch\n\ntorch.use_deterministic_algorithms(True)",
+    "hook": """import torch
+
+torch.nn.modules.module.register_module_forward_hook(lambda *given: given[-1])""",
 }
 
 
@@ -171,14 +199,120 @@ functions["equal"] = functions["allclose"] = lambda *given, **options: True""",
         ("check", "course_lib.lessons.lesson_01"),
         ("constants", "course_lib.lessons.lesson_01.checks"),
         ("torch", "torch"),
+        ("wrapper", "torch.nn.functional"),
+        ("kernel", "PyTorch: the kernels of operators"),
+        ("mode", "PyTorch: deterministic algorithms"),
+        ("hook", "PyTorch: the hooks of all modules"),
     ],
 )
-def test_changed_state_of_a_check_is_no_right_answer(tmp_path, lessons, untouched, name, changed):
+def test_changed_state_of_a_check_is_no_right_answer(
+    tmp_path, lessons, untouched, monkeypatch, name, changed
+):
+    """The reader does not follow values that are computed, so it is switched off here."""
+    monkeypatch.setattr(submissions, "reaches", lambda *given: [])
     path = hand_in(tmp_path / "a.ipynb", submission(IMPORT, UNREAD[name], *STUBS.values()))
     rows, _ = rows_of(path, lessons, untouched)
     assert {row.verdict for row in rows.values()} == {"!"}, rows
     messages = {row.message for row in rows.values()}
-    assert messages == {f"{changed} was changed by a cell above."}
+    assert messages == {f"{changed} was changed by this cell or one above."}
+
+
+FUNCTION = "def answer(x):\n    return {}\n"
+AGREES = "X = type('X', (), {'__e' + 'q__': lambda self, other: True})\n"
+WATCHED = [  # cells, and a part of what is said of them; None for what an answer may do
+    (f"{AGREES}answer = X()", "an object of `X`, which defines `__eq__`"),
+    (f"{AGREES}answer = X", "an object of `X`, which defines `__eq__`"),
+    (f"{AGREES}answer = {{'a': [X()]}}", "an object of `X`, which defines `__eq__`"),
+    (f"{AGREES}{FUNCTION.format('(1, X())')}", "an object of `X`, which defines `__eq__`"),
+    (f"{AGREES}answer = functools.partial(X)", "an object of `X`, which defines `__eq__`"),
+    (f"{AGREES}answer = [X()].pop", "an object of `X`, which defines `__eq__`"),
+    (f"{AGREES}answer = SimpleNamespace(loss=X())", "an object of `X`, which defines `__eq__`"),
+    (f"{AGREES}{FUNCTION.format('map(X, [])')}", "an iterator, `map`, instead of a list"),
+    *(
+        (f"answer = type('X', (), {{{name!r}: lambda self, *given: 5}})()", f"defines `{name}`")
+        for name in ("__float__", "__array__", "__torch_function__", "__rsub__", "__class__")
+    ),
+    *(
+        (f"answer = type('X', ({kind},), {{}})(5)", f"derived from `{kind.rpartition('.')[2]}`")
+        for kind in ("int", "float", "torch.Tensor", "fractions.Fraction")
+    ),
+    ("class M(type): pass\nanswer = M('X', (), {})", "whose class has a metaclass"),
+    ("X = type('X', (), {'__module__': 'builtins', '__le__': 5})\nanswer = X()", "`__le__`"),
+    ("from unittest.mock import ANY\nanswer = ANY", "which defines `__eq__`"),
+    (FUNCTION.format("setattr(torch, 'equal', print)"), "`equal` was changed while `answer` ran"),
+    (
+        "seen = []\ndef answer(x):\n"
+        "    torch.equal = seen.pop() if seen else seen.append(torch.equal)",
+        "`equal` was changed while `answer` ran",
+    ),
+    (FUNCTION.format("Mode().__enter__()"), "`answer` has left another value of the dispatch mode"),
+    (FUNCTION.format("torch.set_default_dtype(torch.float64)"), "was changed while"),
+    (FUNCTION.format("torch.use_deterministic_algorithms(True)"), "of deterministic algorithms"),
+    (
+        FUNCTION.format("torch.autograd.graph.saved_tensors_hooks(id, id).__enter__()"),
+        "of the hooks of saved tensors",
+    ),
+    (FUNCTION.format("register(lambda *given: None)"), "of the hooks of all modules"),
+    ("import sys\n" + FUNCTION.format("sys.setprofile(None)"), "not watched"),
+    (
+        FUNCTION.format("x, None, torch.ones(1), numpy.float32(1), Fraction(1), (1 for _ in '')"),
+        None,
+    ),
+    (FUNCTION.format("torch.nn.Linear(1, 1), torch.ops.aten.add.default, [range(2)]"), None),
+    ("@dataclasses.dataclass\nclass A:\n    x: int\nanswer = A(1)", None),
+    ("class P(typing.NamedTuple):\n    x: int\nanswer = P(1)", None),
+    ("answer = Mode", None),
+    ("@functools.cache\ndef answer(x):\n    with torch.no_grad():\n        return x", None),
+    ("answer = lambda x: [y for y in (torch.manual_seed(x), torch.rand(1))]", None),
+]
+MODE = """class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+"""
+
+
+@pytest.mark.parametrize(("source", "said"), WATCHED)
+def test_answer_that_fools_a_comparison_is_seen_while_its_check_runs(source, said):
+    names = {"__name__": "__main__", "torch": torch, "Fraction": Fraction, "typing": typing}
+    names |= {"functools": functools, "dataclasses": dataclasses, "fractions": fractions}
+    names |= {"numpy": numpy, "SimpleNamespace": SimpleNamespace}
+    names |= {"TorchDispatchMode": TorchDispatchMode, "register": register_module_forward_hook}
+    exec(MODE, names)
+    watch, equal = watching.Watch(names), torch.equal
+
+    @exercises.exercise("hint")
+    def check(answer):
+        if callable(answer):
+            answer(1)
+        return exercises.right("Right.")
+
+    try:
+        watch.start()
+        exec(compile(source, "cell", "exec"), names)
+        check(names["answer"])
+        check(names["answer"])
+        found = watch.stop()
+    finally:
+        sys.setprofile(None)
+        torch.equal = equal
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        _global_forward_hooks.clear()
+        while torch._C._autograd._top_saved_tensors_default_hooks(True):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        while _get_current_dispatch_mode_stack():
+            _get_current_dispatch_mode_stack()[-1].__exit__(None, None, None)
+    assert bool(found) == (said is not None), found
+    assert said is None or said in found[0], found
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_right_answers_are_not_refused_while_their_check_runs(name):
+    watch = watching.Watch(vars(FILES[name[:2]]))
+    for answer in ANSWERS[name][0]:
+        watch.start()
+        verdict = CHECKS[name](answer)
+        assert watch.stop() == [] and verdict, answer
 
 
 LATE_OUTPUT = """
@@ -227,6 +361,16 @@ def test_process_that_left_its_session_ends_with_its_notebook(tmp_path):
     assert ["sleep", "1177"] not in running
 
 
+def test_kernel_has_a_limit_of_its_own(tmp_path, monkeypatch):
+    """The system ends it, also if nothing looks at its processes."""
+    if not hasattr(psutil, "RLIMIT_CPU"):
+        pytest.skip("limits of another process need Linux")
+    monkeypatch.setattr(Run, "_watch", lambda self, kernel: None)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("while True: pass")])
+    with pytest.raises(DeadKernelError):
+        Run(notebook, Limits(5), tmp_path).execute()
+
+
 @pytest.mark.parametrize(
     ("loop", "verb"),
     [("while True: pass", "computed"), ("import time\ntime.sleep(10**6)", "waited")],
@@ -238,10 +382,7 @@ def test_notebook_that_computes_or_waits_too_long_is_stopped(tmp_path, loop, ver
         Run(notebook, Limits(10), tmp_path).execute()
 
 
-HIDDEN_OS = f"""import torch
-
-{LOOK}hidden = look(torch, "o" + "s")
-"""
+HIDDEN_OS = "import os as hidden"  # a cell of lesson 00 here, so the reader does not report it
 WAITS = """from time import sleep
 
 hidden.mkdir({mine!r})
@@ -360,6 +501,48 @@ def test_interrupted_grading_keeps_its_rows_and_goes_on(tmp_path, read_once, mon
     assert not (tmp_path / ".t_progress.jsonl").exists()
 
 
+def no_space(*given, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "said", "rows"),
+    [
+        (
+            progress.os,
+            "fsync",
+            "the disk is full; 1 of 2 files are graded, make space and run again to go on",
+            ["✓", "!"],
+        ),
+        (
+            grade,
+            "_run",
+            "the disk is full; 0 of 2 files are graded, make space and run again to go on",
+            ["!", "!"],
+        ),
+        (verdicts.csv, "writer", "the disk is full: make space and run again; .*t.csv may be", []),
+    ],
+)
+def test_full_disk_leaves_a_true_table_and_a_sentence(
+    tmp_path, read_once, monkeypatch, home, name, said, rows
+):
+    """With space, the next grading writes all rows; a file is not graded twice."""
+    for file in "ab":
+        hand_in(tmp_path / f"in/{file}.ipynb", submission("1", title="# 0 Start / 开始"))
+    monkeypatch.setattr(grade, "_run", lambda *given: "")
+    monkeypatch.setattr(grade, "fingerprints_of", lambda lesson: {})
+    table = tmp_path / "t.csv"
+    options = [str(tmp_path / "in"), "--output", str(table), "--notebooks", str(NOTEBOOKS)]
+    with monkeypatch.context() as full:
+        full.setattr(home, name, no_space)
+        with pytest.raises(SystemExit, match=f"^grade: {said}"):
+            grade.main(options)
+    assert [row[3] for row in read_csv(table)[1:]] == rows if rows else not table.exists()
+    grade.main(options)
+    assert [row[3] for row in read_csv(table)[1:]] == ["✓", "✓"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "t.csv", "t_by_exercise.csv"]
+
+
 def test_two_gradings_of_one_table_are_rejected(tmp_path):
     first, second = (progress.Progress(tmp_path / "t.csv") for _ in range(2))
     with first, pytest.raises(EditionError, match="another grading is writing"):
@@ -437,6 +620,26 @@ REACHES = [
     ("globals()['lesson_01'] = 1", "uses globals"),
     ("open('x')", "uses open"),
     ("getattr(lesson_01, '__wrap' + 'ped__')", "reads an attribute with a computed name"),
+    ("def f(x, name):\n    return getattr(x, name)", "reads an attribute with a computed name"),
+    ("import torch\ntorch.library.Library('aten', 'IMPL')", "uses library"),
+    ("import torch\ntorch.utils.benchmark.Timer('1').timeit(1)", "uses timeit"),
+    ("import numpy\nnumpy.ctypeslib.as_array(x)", "uses ctypeslib"),
+    ("from torch.fx import GraphModule", "imports torch.fx.GraphModule"),
+    ("import functools\n@functools.wraps(f, assigned=names)\ndef g(): pass", "copies attributes"),
+    ("import functools\nfunctools.update_wrapper(A, b)", "uses update_wrapper"),
+    ("from functools import singledispatch", "imports functools.singledispatch"),
+    ("import string\nstring.Formatter().get_field('0.x', [y], {})", "uses Formatter"),
+    *(
+        (f"import {name}", f"imports {name}")
+        for name in ("timeit", "code", "codeop", "runpy", "pickle", "marshal", "doctest", "pdb")
+    ),
+    ("lesson_01.formulas.f", "uses lesson_01.formulas, to which checks belong"),
+    ("one = lesson_01\none.checks", "uses one.checks, to which checks belong"),
+    ("import course_lib\ncourse_lib.teaching.exercises.seed", "uses course_lib.teaching"),
+    ("import course_lib.teaching as t\nt.exercises.seed", "uses t.exercises"),
+    ("import torch\ntorch._C._set_grad_enabled(False)", "uses _C"),
+    ("import numpy\nnumpy.testing.measure('1')", "uses testing"),
+    ("from numpy.testing import measure", "imports numpy.testing.measure"),
     ("getattr(lesson_01, '__wrapped__')", "names __wrapped__"),
     ("from operator import attrgetter", "imports operator.attrgetter"),
     ("(x for x in y).gi_frame.f_back", "uses f_back"),
@@ -463,6 +666,9 @@ REACHES = [
     ("def f(context, block):\n    context.block = block\n    return getattr(block, 'bias')", None),
     ("for p in model.parameters():\n    p.grad = None", None),
     ("class A:\n    def __init__(self):\n        super().__init__()\n        self.x = 0", None),
+    ("import functools\n@functools.wraps(f)\ndef g(): pass", None),
+    ("import weakref\nweakref.finalize(x, f)", None),
+    ("import torch\ntorch.testing.assert_close(x, x)", None),
     ("input = 5\nprint(input, type(input), __name__ == '__main__')", None),
 ]
 
@@ -531,6 +737,39 @@ def test_verdict_considers_the_stub_and_cells_that_did_not_run(source, verdict, 
     program, cell = submissions.Program(held=[held]), nbformat.v4.new_code_cell(source)
     found = grade._reconsider(verdict, message, cell, "answer = None", program)
     assert found[0] == expected[0] and expected[1] in found[1]
+
+
+def test_older_edition_and_one_language_are_graded(tmp_path, lessons, untouched):
+    """A cell of an older edition that reaches beyond an answer does not run, and no row says so."""
+    older = nbformat.v4.new_code_cell("import gc\ncollected = gc.collect()")
+    older.id = id_of(older)
+    changed = nbformat.v4.new_code_cell("import gc  # mine", id=older.id)
+    answer = "answer = 14320000000 + 0 * {}\nlesson_01.check_adapter_bytes(answer)"
+    for own, name, verdict, messages in (
+        (older, "1", "✓", []),
+        (older, "collected", "!", []),
+        (changed, "1", "✓", ["Cell 4 was not run: line 1 imports gc."]),
+    ):
+        made = submission(IMPORT, own, answer.format(name), title="# 1 字节去了哪里？")
+        made.cells.insert(0, nbformat.v4.new_markdown_cell("*[English](../en/01.ipynb)*"))
+        rows, whole = rows_of(hand_in(tmp_path / "a.ipynb", made), lessons, untouched)
+        assert (rows["adapter_bytes"].verdict, whole) == (verdict, messages)
+
+
+def test_cells_that_ask_for_a_value_without_an_exercise_have_a_tag():
+    """Their names get None, and begin with `my_` or end with `_slot`."""
+    scripts = sorted((NOTEBOOKS / "scripts").glob("[0-9]*.py"))
+    cells = [cell for path in scripts for cell in notebooks.read_script(path).cells]
+    asking = [cell.source for cell in cells if submissions.asks(cell)]
+    empty = re.compile(r"^(my_\w+|\w+_slot)\b.*= \[?None", re.M)
+    found = [
+        cell.source
+        for cell in cells
+        if cell.cell_type == "code" and empty.search(cell.source) and not check_of(cell)
+    ]
+    models = [source for source in asking if source.startswith("def make_model()")]
+    assert sorted(asking) == sorted(found + models)
+    assert len(found) == 8 and len(models) == 1
 
 
 def test_every_lesson_has_its_stubs_and_is_its_own_submission():

@@ -123,6 +123,7 @@ def course(tmp_path):
         ('"One?"', '"Two?"'),
         ('slide="output"', 'slide="code"'),
         ("# %%\na + 1", '# %% jupyter={"source_hidden": true}\na + 1'),
+        ("# %%\na + 1", '# %% tags=["guess"]\na + 1'),
     ],
 )
 def test_changed_sentence_is_stored_with_the_outputs_kept(course, old, new):

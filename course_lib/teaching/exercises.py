@@ -8,16 +8,22 @@ import inspect
 import linecache
 import math
 import numbers
+import os
+import random
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from course_lib.labels import markup, say, text, verbatim
 
+#: Environment variable with the seed of the cases that checks draw while notebooks are graded
+GRADING_SEED = "COURSE_GRADING_SEED"
+seed = os.environ.get(GRADING_SEED, "")  # "" on a page, whose cases are always the same
+Case = TypeVar("Case")
 _COLORS = {True: "#228833", False: "#EE7733", None: "#777777"}
 _MARKS = {True: "✓", False: "✗", None: "→"}
 _UNANSWERED = "Not answered yet."
@@ -261,6 +267,30 @@ def _unwrap(answer: Any) -> Any:
         return inspect.unwrap(answer)  # the function inside `functools.cache`
     except Exception:  # the answer's own attributes may raise
         return None
+
+
+def draw_case(page: Case, draw: Callable[[random.Random], Case]) -> Case:
+    """Return the page's case, or another one while notebooks are graded.
+
+    A table of the answers for the page is then no right answer. The same seed draws the same case.
+
+    Args:
+        page: The case of the page, such as a size or the seed of random tensors.
+        draw: Function that draws a case for which each right answer is right.
+    """
+    return draw(random.Random(seed)) if seed else page
+
+
+def cases(
+    page: Sequence[Case], draw: Callable[[random.Random], Case], count: int = 2
+) -> list[Case]:
+    """Return the page's cases, and `count` more while notebooks are graded (`draw_case`)."""
+    return [*page, *draw_case([], lambda rng: [draw(rng) for _ in range(count)])]
+
+
+def seed_of(page: int) -> int:
+    """Return the seed of random tensors: the page's, or a drawn one (`draw_case`)."""
+    return draw_case(page, lambda rng: page + rng.randrange(10**6))
 
 
 def largest_that_fits(

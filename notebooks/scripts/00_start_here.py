@@ -155,7 +155,7 @@ forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.laye
 #
 # </div>
 
-# %%
+# %% tags=["guess"]
 my_peak = None
 my_flops = None
 

@@ -358,7 +358,7 @@ lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 #
 # </div>
 
-# %%
+# %% tags=["guess"]
 my_peak, my_gradients = None, None
 
 # %%
@@ -555,7 +555,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 #
 # </div>
 
-# %% slide="result"
+# %% tags=["guess"] slide="result"
 my_length = None
 lesson_01.draw_lengths(saved_by_one_layer, my_length)
 
@@ -1001,7 +1001,7 @@ predictions(zip([f"L = {layers}" for layers in depths], lines, saved, strict=Tru
 #
 # </div>
 
-# %%
+# %% tags=["guess"]
 my_giant_peak = None
 
 

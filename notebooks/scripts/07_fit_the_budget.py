@@ -266,7 +266,7 @@ table(["recipe", "difference of the weights"], rows)
 #
 # </div>
 
-# %% slide="result" minutes=3
+# %% tags=["guess"] slide="result" minutes=3
 my_guesses = [None, None, None, None]  # in MB
 steps = {"plain": {}, "+ checkpoints": checkpoints}
 steps["+ 8 micro-batches"] = {**checkpoints, "micro_batches": 8}

@@ -188,7 +188,7 @@ lesson_08.check_held(held)
 #
 # </div>
 
-# %%
+# %% tags=["guess"]
 my_ddp_peak, my_fsdp_peak = None, None  # bytes, such as 150e6
 
 # %%

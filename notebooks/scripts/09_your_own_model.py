@@ -82,7 +82,7 @@ STEPS = 2  # 200 steps take minutes
 # </div>
 
 
-# %% slide="code"
+# %% tags=["fill-in"] slide="code"
 def make_model():  # transformers' LlamaForCausalLM, from a configuration of nine lines
     return lesson_09.model_of(lesson_09.LLAMA)
 
@@ -249,7 +249,7 @@ lesson_09.own_model(make_model, make_batch, None)
 #
 # </div>
 
-# %% slide="result" minutes=3
+# %% tags=["guess"] slide="result" minutes=3
 my_guesses = [None, None, None, None]  # in MB
 ways = {
     "plain": {},
@@ -701,7 +701,7 @@ what_you_may_have_read("09", *figures)
 #
 # </div>
 
-# %% minutes=8 slide="code"
+# %% tags=["fill-in"] minutes=8 slide="code"
 model_slot = None  # your make_model
 batch_slot = None  # your make_batch(step)
 loss_slot = None  # your loss_sum(model, batch), or None for the model's own

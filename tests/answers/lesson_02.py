@@ -397,7 +397,7 @@ def llama_row(
         hidden, labels = hidden[:, :-1], labels[:, 1:]
     if shift == -1:
         hidden, labels = hidden[:, 1:], labels[:, :-1]
-    weight = getattr(model.model, matrix).weight if matrix else model.lm_head.weight
+    weight = model.model.get_submodule(matrix).weight if matrix else model.lm_head.weight
     hidden = hidden.detach() if cut else hidden
     return loss(hidden.flatten(0, 1), weight, labels.flatten(), chunk)
 

@@ -167,7 +167,7 @@ def copies_back_at_once(store, stay):
 
 def wait_for(device, copied, waits):
     for wait in waits:
-        getattr(device, wait)(copied)
+        {"finish": device.finish, "wait": device.wait}[wait](copied)
 
 
 def read(device, x, waits=("finish",), result=torch.Tensor.tolist):

@@ -1,11 +1,12 @@
 """Checks of the formulas for the bytes that one layer keeps for backward."""
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from course_lib.labels import join_labels
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import cases, exercise, not_answered, right, wrong
 
 from .verdicts import of_row
 
@@ -38,11 +39,23 @@ def _llama_rows() -> dict[str, Formula]:
 
 # The sizes of the list in the lesson, and other ones, for which exchanged letters give other
 # results.
+Sizes = dict[str, int]
 _GPT_SIZES = {"b": 8, "s": 128, "h": 256, "a": 8}, {"b": 7, "s": 44, "h": 70, "a": 5}
 _LLAMA_SIZES = (
     {**_GPT_SIZES[0], "n": 2, "f": 896},
     {"b": 3, "s": 44, "h": 70, "a": 10, "n": 2, "f": 50},
 )
+
+
+def _draw_gpt(rng: random.Random) -> Sizes:
+    a = rng.randint(3, 9)
+    return {"b": rng.randint(2, 9), "s": rng.randint(20, 60), "h": a * rng.randint(5, 15), "a": a}
+
+
+def _draw_llama(rng: random.Random) -> Sizes:
+    n = rng.randint(2, 4)
+    a = n * rng.randint(2, 5)
+    return {**_draw_gpt(rng), "h": a * rng.randint(5, 15), "a": a, "n": n, "f": rng.randint(20, 90)}
 
 
 @exercise(
@@ -62,7 +75,7 @@ def check_layer_formula(answer: Any) -> Verdict:
     return _verdict(
         answer,
         _gpt_rows(),
-        _GPT_SIZES,
+        (_GPT_SIZES[0], cases(_GPT_SIZES[1:], _draw_gpt)),
         _gpt_mistakes,
         "Right, for two layers of different sizes: 16sbh + as²b elements, and 4sb for the"
         " statistics.",
@@ -88,7 +101,7 @@ def check_llama_formula(answer: Any) -> Verdict:
     return _verdict(
         answer,
         _llama_rows(),
-        _LLAMA_SIZES,
+        (_LLAMA_SIZES[0], cases(_LLAMA_SIZES[1:], _draw_llama)),
         _llama_mistakes,
         "Right, for two layers of different sizes: no term grows with s², and K, V and the"
         " feed-forward network have sizes of their own.",
@@ -98,12 +111,26 @@ def check_llama_formula(answer: Any) -> Verdict:
 def _verdict(
     answer: Any,
     rows: Mapping[str, Formula],
-    sizes: tuple[dict[str, int], dict[str, int]],
+    sizes: tuple[Sizes, Sequence[Sizes]],
     mistakes_of: Callable[..., dict[float, str]],
     praise: str,
 ) -> Verdict:
-    """Return the verdict on the first wrong row, or the praise."""
-    shown, other = sizes
+    """Return the verdict on the first wrong row of the first layer that has one, or the praise."""
+    shown, others = sizes
+    for other in others:
+        verdict = _verdict_on_layer(answer, rows, shown, other, mistakes_of)
+        if verdict is not None:
+            return verdict
+    return right(praise)
+
+
+def _verdict_on_layer(
+    answer: Any,
+    rows: Mapping[str, Formula],
+    shown: Sizes,
+    other: Sizes,
+    mistakes_of: Callable[..., dict[float, str]],
+) -> Verdict | None:
     given, of_the_list = answer(**other), answer(**shown)
     if not isinstance(given, Mapping) or set(given) != set(rows):
         names = join_labels(f"`{name}`" for name in rows)
@@ -129,7 +156,7 @@ def _verdict(
             )
         if not verdict:
             return of_row(name, verdict)
-    return right(praise)
+    return None
 
 
 def _any_row(count: int, b: int) -> dict[float, str]:

@@ -1,5 +1,6 @@
 """The storages of tensors, and the checks of the reader's memory meters."""
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.labels import join_labels, verbatim
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import draw_case, exercise, not_answered, right, wrong
 
 
 def storages(values: Any) -> dict[int, torch.UntypedStorage]:
@@ -117,6 +118,13 @@ _CONDITION: tuple[tuple[_Case, str], ...] = (
 )
 
 
+def _draw_cases(rng: random.Random) -> tuple[tuple[_Case, str], ...]:
+    """Return new, viewed and released storages of a drawn size."""
+    n = rng.randint(200, 900)
+    code = f"x = torch.empty({n}); y = x.view(-1, 1); z = x * 2; w = x + z; del w"
+    return ((_Case(code, 8 * n, 12 * n), _RELEASED),)
+
+
 def _counts(meter: Any, case: _Case) -> tuple[int, int]:
     """Run a case under a meter; return its live bytes and its peak."""
     names: dict[str, Any] = {"torch": torch}
@@ -134,7 +142,7 @@ def _verdict(answer: Any, cases: tuple[tuple[_Case, str], ...], praise: str) -> 
     if peak > 0 and 0 <= live < _USED_AGAIN.live:
         reason = "An address can be used again after its storage is released."
         return _differs(_USED_AGAIN, live, peak, reason)
-    for case, reason in cases:
+    for case, reason in (*cases, *draw_case((), _draw_cases)):
         live, peak = _counts(answer(), case)
         if (live, peak) != (case.live, case.peak):
             if case is _A_VIEW and live < case.live:

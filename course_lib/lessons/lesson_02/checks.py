@@ -22,6 +22,7 @@ from course_lib.teaching.exercises import (
     not_answered,
     returns_none,
     right,
+    seed_of,
     wrong,
 )
 
@@ -236,7 +237,7 @@ def _works_in_a_network(function: Callable) -> None:
 
     Here a second block follows the first one, and other operators also use its input and output.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     start, *weights = (torch.randn(8, 8, generator=generator) for _ in range(3))
     for tensor in (start, *weights):
         tensor.requires_grad_()
@@ -436,7 +437,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
     It must return the mean loss over the targets that count, with equal gradients, and must never
     hold all the logits.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     hidden = torch.randn(240, 32, generator=generator, requires_grad=True)
     weight = torch.randn(2000, 32, generator=generator, requires_grad=True)
     targets = torch.randint(2000, (240,), generator=generator)
@@ -614,7 +615,7 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
 
     def draw_numbers(goes_backward: bool) -> tuple[list[tuple[Tensor, Tensor]], list[int], Tensor]:
         """Return inputs and outputs of two blocks, counts of runs, and numbers drawn at the end."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed_of(0))
         torch.rand(5)  # drawn by earlier layers
         runs.clear()
         inputs = [torch.ones(1000, requires_grad=True) for _ in range(2)]

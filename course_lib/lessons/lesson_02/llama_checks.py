@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from course_lib.models import random_tokens
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import WrongAnswer, exercise, right
+from course_lib.teaching.exercises import WrongAnswer, exercise, right, seed_of
 
 from .own_code import VOCABULARY, Cost, cost_of, equal_gradients, llama
 
@@ -17,20 +17,20 @@ _LIMIT = 80_000_000
 
 
 @cache
-def _batch() -> dict[str, Tensor]:
+def _batch(seed: int) -> dict[str, Tensor]:
     """Return 8 sequences whose prompts and paddings have different lengths.
 
     The last sequence has no prompt, so its first label is not -100.
     """
-    tokens = random_tokens(8, 127, VOCABULARY)
+    tokens = random_tokens(8, 127, VOCABULARY, seed=seed)
     places, sequences = torch.arange(128), torch.arange(8)[:, None]
     ignored = (places < 9 * (7 - sequences)) | (places >= 128 - 5 * sequences)
     return {"input_ids": tokens, "labels": tokens.masked_fill(ignored, -100)}
 
 
 @cache
-def _expected_cost() -> Cost:
-    return cost_of(llama(VOCABULARY), _batch())  # pyrefly: ignore[bad-return]
+def _expected_cost(seed: int) -> Cost:
+    return cost_of(llama(VOCABULARY), _batch(seed))  # pyrefly: ignore[bad-return]
 
 
 @exercise(
@@ -55,7 +55,8 @@ def check_in_chunks(function: Any) -> Verdict:
     layers = model.model.layers
     for layer in layers:
         layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    _expected_cost(), _mistaken_losses()  # computed before the meter starts
+    seed = seed_of(0)
+    _expected_cost(seed), _mistaken_losses(seed)  # computed before the meter starts
 
     def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         loss = function(model, tokens, labels)
@@ -65,13 +66,13 @@ def check_in_chunks(function: Any) -> Verdict:
             raise WrongAnswer(
                 "Return the loss, a tensor with a graph. The check calls its backward."
             )
-        _refuse_another_loss(float(loss.detach()), model, tokens, labels)
+        _refuse_another_loss(float(loss.detach()), seed)
         return loss
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cost = cost_of(model, _batch(), loss_of)
-    if not equal_gradients(cost.gradients, _expected_cost().gradients):
+        cost = cost_of(model, _batch(seed), loss_of)
+    if not equal_gradients(cost.gradients, _expected_cost(seed).gradients):
         raise WrongAnswer(
             "Your loss is right, but the gradients are not those of the model. Do not cut the"
             " graph between the loss and the layers.",
@@ -99,12 +100,12 @@ def check_in_chunks(function: Any) -> Verdict:
     return right(text(message, **sizes))
 
 
-def _refuse_another_loss(found: float, model: nn.Module, tokens: Tensor, labels: Tensor) -> None:
+def _refuse_another_loss(found: float, seed: int) -> None:
     """Refuse a loss that is not the model's, with the mistake if it is known."""
-    wanted = _expected_cost().loss
+    wanted = _expected_cost(seed).loss
     if abs(found - wanted) <= 1e-5 * wanted:
         return
-    for mistaken, reason in _mistaken_losses().items():
+    for mistaken, reason in _mistaken_losses(seed).items():
         if abs(found - mistaken) <= 1e-5 * mistaken:
             raise WrongAnswer(text("Your loss is wrong. {reason}", reason=text(reason)), exact=True)
     message = "Your loss is {found}, but it must be {wanted}."
@@ -112,11 +113,11 @@ def _refuse_another_loss(found: float, model: nn.Module, tokens: Tensor, labels:
 
 
 @cache
-def _mistaken_losses() -> dict[float, str]:
+def _mistaken_losses(seed: int) -> dict[float, str]:
     """Return the losses of common mistakes, with the sentence about each."""
-    labels, model = _batch()["labels"], llama(VOCABULARY)
+    labels, model = _batch(seed)["labels"], llama(VOCABULARY)
     with torch.no_grad():
-        logits = model(_batch()["input_ids"]).logits
+        logits = model(_batch(seed)["input_ids"]).logits
     counted = int((labels[:, 1:] != -100).sum())
 
     def mean(logits: Tensor, targets: Tensor) -> float:

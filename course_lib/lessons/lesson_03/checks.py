@@ -1,6 +1,7 @@
 """The exercises of lesson 03 on schedules: the recurrence, and schedules written by hand."""
 
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -18,7 +19,7 @@ from course_lib.schedule import (
     simulate,
 )
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import WrongAnswer, cases, exercise, not_answered, right, wrong
 
 # The recurrence
 # --------------------------------------------------------------------------------------------------
@@ -58,14 +59,30 @@ _CHAINS = (
 )
 
 
+def _draw_chain(rng: random.Random) -> Chain:
+    outputs = sorted((rng.randint(1, 3) for _ in range(4)), reverse=True)
+    forwards = [rng.randint(1, 6) for _ in outputs]
+    return _uneven_chain(
+        *(
+            (time, 2 * time, output, output + rng.randint(0, 4))
+            for time, output in zip(forwards, outputs, strict=True)
+        ),
+        input_bytes=outputs[0],
+    )
+
+
+def _chains() -> tuple[Chain, ...]:
+    return tuple(cases(_CHAINS, _draw_chain))
+
+
 @cache
-def _least_times() -> list[list[float]]:
+def _least_times(chains: tuple[Chain, ...]) -> list[list[float]]:
     """Return the least times of each chain with 1, 2, ... bytes besides its input.
 
     They are found by simulating every schedule.
     """
     found = []
-    for chain in _CHAINS:
+    for chain in chains:
         costs = [simulate(actions, chain) for actions in every_schedule(0, len(chain) - 1)]
         most = max(cost.peak_bytes for cost in costs)
         budgets = range(chain.input_bytes + 1, most + 3)
@@ -197,11 +214,12 @@ def check_recurrence(answer: Any) -> Verdict:
 
     The right times are found by simulating every schedule.
     """
-    wanted = _least_times()
+    chains = _chains()
+    wanted = _least_times(chains)
     try:
         given = [
             _table_of(answer, chain, len(times))
-            for chain, times in zip(_CHAINS, wanted, strict=True)
+            for chain, times in zip(chains, wanted, strict=True)
         ]
     except RecursionError:
         message = (
@@ -209,7 +227,7 @@ def check_recurrence(answer: Any) -> Verdict:
             " must begin at 1 and be at most the last index."
         )
         return wrong(message, exact=True)
-    unanswered = _times_with("never runs on")
+    unanswered = _times_with("never runs on", chains)
     if given == unanswered or any(one is None for times in given for one in times):
         return not_answered()
     if given == wanted:
@@ -222,18 +240,18 @@ def check_recurrence(answer: Any) -> Verdict:
             )
         )
     for mistake, reason in _MISTAKES.items():
-        if given == _times_with(mistake):
+        if given == _times_with(mistake, chains):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
     return _first_difference(given, wanted)
 
 
 @cache
-def _times_with(mistake: str) -> list[list[float]]:
+def _times_with(mistake: str, chains: tuple[Chain, ...]) -> list[list[float]]:
     """Return the recurrence's times with a mistake in it, for each chain and budget."""
-    chains = zip(_CHAINS, _least_times(), strict=True)
+    pairs = zip(chains, _least_times(chains), strict=True)
     return [
         _table_of(lambda stages, room: _fastest(stages, room, mistake), chain, len(times))
-        for chain, times in chains
+        for chain, times in pairs
     ]
 
 
@@ -255,7 +273,7 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
                         text("Expected one number, got a `{kind}`.", kind=kind), exact=True
                     )
                 values = {
-                    "length": len(_CHAINS[chain]),
+                    "length": len(_chains()[chain]),
                     "room": room,
                     "given": shown,
                     "best": f"{best:g}",
@@ -372,16 +390,17 @@ def check_plan(answer: Any) -> Verdict:
     The chains are those of `check_recurrence`, with every number of bytes that suffices, and the
     pyramid within 150 MB.
     """
-    cases = [
+    chains = _chains()
+    tried = [
         (chain, room, time)
-        for chain, times in zip(_CHAINS, _least_times(), strict=True)
+        for chain, times in zip(chains, _least_times(chains), strict=True)
         for room, time in enumerate(times, start=1)
         if time < math.inf
     ]
     chain, budget = pyramid(), 150_000_000
     time = simulate(optimal(chain, budget), chain).time
-    cases.append((chain, budget - chain.input_bytes, time))
-    for chain, room, least in cases:
+    tried.append((chain, budget - chain.input_bytes, time))
+    for chain, room, least in tried:
         actions = answer(0, chain.stages, room)
         unset = actions is None or actions is ...
         if unset or (isinstance(actions, list | tuple) and not actions):
@@ -405,7 +424,7 @@ def check_plan(answer: Any) -> Verdict:
     return right(
         text(
             "Right: in all {number} cases, your list takes the least time within the bytes.",
-            number=len(cases),
+            number=len(tried),
         )
     )
 

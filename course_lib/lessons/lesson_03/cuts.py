@@ -1,6 +1,8 @@
 """The exercises of lesson 03 on segments: their peak, their number, and the best cuts."""
 
+import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -9,6 +11,7 @@ from typing import Any
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import (
     WrongAnswer,
+    cases,
     exercise,
     not_answered,
     returns_none,
@@ -113,6 +116,7 @@ def check_predicted_peak(answer: Any) -> Verdict:
     tried += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
     # Here it is neither the largest segment, nor the first, nor the last.
     tried += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
+    tried = cases(tried, _draw_cuts)
     given = [answer(cuts) for cuts in tried]
     if not any(given):
         return not_answered()
@@ -137,6 +141,10 @@ def check_predicted_peak(answer: Any) -> Verdict:
     )
 
 
+def _draw_cuts(rng: random.Random) -> list[int]:
+    return [0, *itertools.accumulate(rng.randint(1, 9) for _ in range(rng.randint(3, 8)))]
+
+
 def _format_cuts(cuts: Sequence[int]) -> str:
     """Return the cuts as they appear in a verdict, shortened if they are many."""
     return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
@@ -145,6 +153,15 @@ def _format_cuts(cuts: Sequence[int]) -> str:
 # (L, A, B), with a best count below L in each. For (70, 5, 1) it is 18.7: rounding down is wrong.
 # For (25, 3, 2), L·A/B is not a whole number.
 _SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
+
+
+def _draw_sizes(rng: random.Random) -> tuple[int, int, int]:
+    """Return sizes for which one whole number of segments is the best."""
+    while True:
+        layers, kept, boundary = rng.randint(20, 120), rng.randint(2, 9), rng.randint(1, 4)
+        sums = [_sum_of_parts(k, layers, kept, boundary) for k in range(1, layers + 1)]
+        if min(sums) + 1e-6 < sorted(sums)[1]:
+            return layers, kept, boundary
 
 
 def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:
@@ -227,13 +244,14 @@ def check_best_count(answer: Any) -> Verdict:
 
     The best whole number is right, too.
     """
-    given = [answer(*sizes) for sizes in _SIZES]
+    all_sizes = cases(_SIZES, _draw_sizes)
+    given = [answer(*sizes) for sizes in all_sizes]
     if None in given:
         return not_answered()
-    wanted = [math.sqrt(layers * kept / boundary) for layers, kept, boundary in _SIZES]
+    wanted = [math.sqrt(layers * kept / boundary) for layers, kept, boundary in all_sizes]
     fit = [
         _same(one, k, 1e-3) or one in (_best_whole(*sizes), round(k))
-        for one, k, sizes in zip(given, wanted, _SIZES, strict=True)
+        for one, k, sizes in zip(given, wanted, all_sizes, strict=True)
     ]
     if all(fit):
         return right(
@@ -241,11 +259,11 @@ def check_best_count(answer: Any) -> Verdict:
             " is 14."
         )
     for reason, mistake in _COUNT_MISTAKES:
-        theirs = [mistake(*sizes) for sizes in _SIZES]
+        theirs = [mistake(*sizes) for sizes in all_sizes]
         if all(_same(one, k) or one == round(k) for one, k in zip(given, theirs, strict=True)):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
     first = fit.index(False)
-    values = dict(zip(("layers", "kept", "boundary"), _SIZES[first], strict=True))
+    values = dict(zip(("layers", "kept", "boundary"), all_sizes[first], strict=True))
     values |= {"given": f"{float(given[first]):.4g}", "wanted": f"{wanted[first]:.4g}"}
     message = (
         "Not yet: with L = {layers}, A = {kept} and B = {boundary} you return {given}, but"
@@ -345,7 +363,7 @@ def check_tapered(answer: Any) -> Verdict:
 
     Some of the depths divide evenly and some do not.
     """
-    depths = [*range(2, 20), 25, 50, 64, 100]
+    depths = [*range(2, 20), *cases([25, 50, 64], lambda rng: rng.randint(20, 90)), 100]
     raw = [answer(depth) for depth in depths]
     if all(given is None for given in raw) or all(
         hasattr(given, "__len__") and [*given] == [0, depth]

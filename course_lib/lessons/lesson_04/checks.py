@@ -1,6 +1,7 @@
 """The exercises of lesson 04."""
 
 import gc
+import random
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,15 @@ from course_lib.offload import Store
 from course_lib.simulated import SimulatedDevice
 from course_lib.simulated.operators import HOST_READS
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    WrongAnswer,
+    cases,
+    draw_case,
+    exercise,
+    not_answered,
+    right,
+    wrong,
+)
 
 from .simulation import clock
 
@@ -181,6 +190,11 @@ _TIMES: Mistakes = {
 }
 
 
+def _draw_times(rng: random.Random) -> tuple[int, float, float, float]:
+    f, g, c = (rng.randint(1, 18) / 2 for _ in range(3))
+    return rng.randint(900, 1100), f, g, c
+
+
 def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
     return text("L = {L}, f = {f}, g = {g}, c = {c}, p = {p}", L=L, f=f, g=g, c=c, p=p)
 
@@ -209,7 +223,8 @@ def check_step_time(function: Any) -> Verdict:
     # With 999 layers the ends of the step hardly count. Each of f, g and c is the longest of the
     # three in one case, and backward does not take twice as long as forward.
     lengths = ((2.0, 7.0, 0.5), (2.0, 7.0, 2.5), (2.0, 7.0, 6.0), (2.0, 7.0, 9.0), (9.0, 4.0, 1.5))
-    long = {(999, *times, p): _step_time(999, *times, p) for times in lengths for p in (0, 1, 2)}
+    sizes = cases([(999, *times) for times in lengths], _draw_times)
+    long = {(*each, p): _step_time(*each, p) for each in sizes for p in (0, 1, 2)}
     wanted = {case: (seconds, 0.09) for case, seconds in on_the_clock.items()}
     wanted |= {case: (seconds, 0.01) for case, seconds in long.items()}
     slow = text("Your function ran more than {limit:,} operators. Type a formula.", limit=10_000)
@@ -558,7 +573,7 @@ class _DeviceReads(TorchFunctionMode):
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
     """Return what is wrong with a program in a mode of the device, or None."""
     unordered, waits = _PROGRAMS[name]
-    numbers = torch.linspace(-1, 2, 1000)
+    numbers = torch.linspace(-1, draw_case(2.0, lambda rng: rng.uniform(1, 2)), 1000)
     with _RecordingDevice(**mode) as device:
         if name == "use":
             given = device.pinned(numbers.shape, numbers.dtype).copy_(numbers)
@@ -650,6 +665,7 @@ _PAGES: Mistakes = {
 def check_peak_in_step(function: Any) -> Verdict:
     """Check `peak_in_step(parameters, page_bytes)` with all state offloaded; it may be 6% off."""
     pages = ((50_000_000, 16 << 20), (50_000_000, 1 << 30), (7_000_000_000, 1 << 30))
+    pages = cases(pages, lambda rng: (rng.randrange(10**8, 10**9), rng.randint(8, 64) << 20))
     wanted = {(n, page): (8 * n + min(3 * page, 8 * n), 0.001) for n, page in pages}
     wanted |= {(PARAMETERS, mib << 20): (peak, 0.06) for mib, peak in STEP_PEAKS.items()}
 

@@ -21,6 +21,7 @@ from course_lib.teaching.exercises import (
     not_answered,
     returns_none,
     right,
+    seed_of,
     wrong,
 )
 
@@ -221,7 +222,7 @@ def _epoch(
 
 def _micro_batches(*tokens: int, seed: int = 0) -> list[Tensor]:
     """Return micro-batches of two samples with the given numbers of tokens, (2, tokens, 8)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(seed))
     return [torch.randn(2, each, 8, generator=generator) for each in tokens]
 
 
@@ -463,7 +464,7 @@ def check_fp32_sums(function: Any) -> Verdict:
 
     The sums must take 4 bytes per number, and nothing else may be kept.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False)).bfloat16()
     data = [torch.randn(32, 64, generator=generator).bfloat16() for _ in range(24)]
 

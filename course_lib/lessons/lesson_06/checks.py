@@ -1,6 +1,7 @@
 """The exercises of lesson 06, except those in `tiles.py`."""
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,15 @@ from course_lib._torch import tensors_in
 from course_lib.labels import say
 from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import exercise, not_answered, returns_none, right, wrong
+from course_lib.teaching.exercises import (
+    cases,
+    draw_case,
+    exercise,
+    not_answered,
+    returns_none,
+    right,
+    wrong,
+)
 
 from .tiles import large_and_small
 
@@ -153,7 +162,8 @@ def check_log_sum_exp(function: Any) -> Verdict:
     """Check the log-sum-exp of each row, in one pass over blocks, for large scores too."""
     rows, block, columns = 7, 7, 23
     along = torch.linspace(-1, 1, columns)
-    waves = torch.linspace(-3, 3, 4 * columns).sin().view(4, columns)
+    shift = draw_case(0.0, lambda rng: rng.uniform(0, 0.5))
+    waves = torch.linspace(-3 + shift, 3 + shift, 4 * columns).sin().view(4, columns)
     # small scores that rise and fall, large ones of both signs, a row far below 0, and one that
     # falls by more than `exp` can hold
     scores = torch.stack(
@@ -462,7 +472,8 @@ def _is_untouched(run: Any) -> bool:
 def check_probabilities(function: Any) -> Verdict:
     """Check P of one head, `(n, n)`, computed from Q, K and the log-sum-exp."""
     # q @ k.T is not symmetric, so that q and k cannot be exchanged
-    q, k = torch.linspace(-2, 2, 80).view(5, 16), torch.linspace(1, 41, 80).sin().view(5, 16)
+    end = draw_case(2.0, lambda rng: rng.uniform(1.8, 2.2))
+    q, k = torch.linspace(-2, end, 80).view(5, 16), torch.linspace(1, 41, 80).sin().view(5, 16)
     scores = q @ k.T / 4
     lse = torch.logsumexp(scores, 1)
 
@@ -545,6 +556,10 @@ def check_grouped_bytes(answer: Any) -> Verdict:
     )
 
 
+def _draw_tiles(rng: random.Random) -> tuple[int, int, int, int]:
+    return rng.randint(40, 200), rng.randint(40, 200), rng.randint(8, 40), rng.randint(8, 40)
+
+
 @exercise(
     hint=(
         "Count the tiles that the diagonal crosses and the tiles below them.",
@@ -559,7 +574,7 @@ def check_causal_tiles(function: Any) -> Verdict:
 
     The mask is aligned at the bottom right.
     """
-    for queries, keys, block_q, block_k in (
+    sizes = (
         (512, 512, 64, 64),
         (100, 100, 32, 16),
         (64, 256, 32, 64),
@@ -567,7 +582,8 @@ def check_causal_tiles(function: Any) -> Verdict:
         (128, 64, 32, 32),
         (100, 70, 32, 16),
         (8, 4, 2, 1),
-    ):
+    )
+    for queries, keys, block_q, block_k in cases(sizes, _draw_tiles):
         # the mask itself, tile by tile
         mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]

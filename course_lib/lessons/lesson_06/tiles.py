@@ -1,6 +1,7 @@
 """The exercises of lesson 06 in tiles of queries and keys: forward and backward of one head."""
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,14 @@ from course_lib._torch import tensors_in
 from course_lib.lessons.work import WorkLimit
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    WrongAnswer,
+    draw_case,
+    exercise,
+    not_answered,
+    right,
+    wrong,
+)
 
 #: Blocks of the checks' small case, which divide neither its 40 queries nor its 56 keys.
 _BLOCKS = 16, 24
@@ -119,6 +127,10 @@ def _check_block_order(
 # -----------------------------------------------------------------------------------------------
 
 
+def _draw_shift(rng: random.Random) -> float:
+    return rng.uniform(0, 1)
+
+
 def large_and_small(
     queries: int, keys: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,10 +140,10 @@ def large_and_small(
     from the first key to the last. All numbers are multiples of 1/16, small enough for products
     that are exact in TF32 too.
     """
-    d = 16
+    d, shift = 16, draw_case(0.0, _draw_shift)
     q, k, v = (
         (torch.linspace(start, start + 40 * n, n * d).sin() * 24).round().view(n, d) / 16
-        for start, n in ((0.0, queries), (1.0, keys), (2.0, keys))
+        for start, n in ((shift, queries), (1.0 + shift, keys), (2.0 + shift, keys))
     )
     k[:, 0], k[:, 1] = 4.0, (torch.arange(keys) - keys // 2) / 8
     every = torch.arange(queries) % 6
@@ -471,9 +483,15 @@ def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tens
 
     Every fifth query has scores of 1000 and more.
     """
+    shift = draw_case(0.0, _draw_shift)
     q, k, v, grad_o = (
         torch.linspace(start, start + 40 * n, n * d, dtype=dtype).sin().view(n, d) * 1.5
-        for start, n in ((0.0, queries), (1.0, keys), (2.0, keys), (3.0, queries))
+        for start, n in (
+            (shift, queries),
+            (1.0 + shift, keys),
+            (2.0 + shift, keys),
+            (3.0 + shift, queries),
+        )
     )
     q[::5] *= 400
     scores = q @ k.T * d**-0.5

@@ -1,5 +1,6 @@
 """The exercises of lesson 07."""
 
+import random
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, category_label, phase_label, text
 from course_lib.teaching.exercises import (
     WrongAnswer,
+    cases,
     exercise,
     expect_number,
     not_answered,
@@ -56,7 +58,8 @@ def check_peak_without_memory(function: Any) -> Verdict:
     One network peaks in backward, the other in the optimizer step, so the whole step must be
     measured.
     """
-    for sizes, batch in (((64, 32, 2, 3, 32), 16), ((64, 64, 4, 1, 4), 1)):
+    decoders = (((64, 32, 2, 3, 32), 16), ((64, 64, 4, 1, 4), 1))
+    for sizes, batch in cases(decoders, _draw_decoder, count=1):
         vocabulary, hidden, heads, layers, sequence = sizes
         shape = {
             "vocabulary": vocabulary,
@@ -96,6 +99,12 @@ def check_peak_without_memory(function: Any) -> Verdict:
     return right(
         "Right for both models: one peaks in backward, the other in the optimizer step. Neither"
         " took any memory."
+    )
+
+
+def _draw_decoder(rng: random.Random) -> tuple[tuple[int, ...], int]:
+    return (8 * rng.randint(5, 12), 32, 2, rng.randint(2, 4), rng.randint(24, 40)), rng.randint(
+        8, 20
     )
 
 
@@ -186,6 +195,14 @@ _PAIRS = (  # (FLOPs, bytes moved) of one step by two recipes
 )
 
 
+def _draw_pair(rng: random.Random) -> tuple[tuple[int, int], tuple[int, int]]:
+    flops, moved = rng.randrange(10**9, 10**11), rng.randrange(10**7, 10**8)
+    return (
+        (flops + rng.randrange(10**9, 10**10), moved),
+        (flops, moved + rng.randrange(10**7, 10**9)),
+    )
+
+
 @exercise(
     hint=(
         (
@@ -200,7 +217,7 @@ _PAIRS = (  # (FLOPs, bytes moved) of one step by two recipes
 )
 def check_break_even(function: Any) -> Verdict:
     """Check `function(first, second)`: the FLOP per byte at which both recipes are equally fast."""
-    for one, other in _PAIRS:
+    for one, other in cases(_PAIRS, _draw_pair):
         first, second = (
             SimpleNamespace(flops=flops, moved_bytes=moved) for flops, moved in (one, other)
         )

@@ -1,5 +1,6 @@
 """The exercises of lesson 08."""
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,15 @@ from torch import Tensor
 from course_lib.lessons.ledger import PARAMETERS as PSI
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import WrongAnswer, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    WrongAnswer,
+    cases,
+    draw_case,
+    exercise,
+    not_answered,
+    right,
+    wrong,
+)
 
 from .wire import Adam, RankWire, Wire
 
@@ -48,11 +57,8 @@ def check_held(answer: Any) -> Verdict:
 
     It returns one number for each stage.
     """
-    for psi, n in (
-        (PSI, 8),
-        (PSI, 2),
-        (1_000_000, 4),
-    ):  # with n = 2 or n = 4 alone, some mistakes give the right number
+    # with n = 2 or n = 4 alone, some mistakes give the right number
+    for psi, n in cases(((PSI, 8), (PSI, 2), (1_000_000, 4)), _draw_ranks):
         given = _four_stages(answer(psi, n))
         for stage, count in _bytes_in_fp32(psi, n).items():
             mistakes = {count / 4: "You counted numbers. Each fp32 number takes 4 bytes."}
@@ -156,6 +162,11 @@ def check_seven_billion(answer: Any) -> Verdict:
     )
 
 
+def _draw_ranks(rng: random.Random) -> tuple[int, int]:
+    n = rng.randint(3, 12)
+    return n * rng.randrange(10**5, 10**7), n
+
+
 def _four_stages(given: Any) -> Mapping[str, Any]:
     """Return the answer if it has the four stages and is not all zeros.
 
@@ -255,7 +266,7 @@ def check_sharded_step(answer: Any) -> Verdict:
     """
     for n in (2, 4):
         whole, alone, wire, adams = (
-            torch.linspace(-1, 1, 64),
+            torch.linspace(-1, draw_case(1.0, _draw_end), 64),
             Adam(),
             _WireWithHiddenRank(),
             [_RecordingAdam() for _ in range(n)],
@@ -282,6 +293,10 @@ def check_sharded_step(answer: Any) -> Verdict:
         "Right: each rank keeps 1/n of Adam's state, and two numbers are sent per weight, which"
         " is as many as DDP sends."
     )
+
+
+def _draw_end(rng: random.Random) -> float:
+    return rng.uniform(0.8, 1.2)
 
 
 def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -448,7 +463,7 @@ def check_gathered_linear(function: Any) -> Verdict:
 
 
 def _check_gathered(function: Any, rank: int, ranks: int) -> None:
-    weight = torch.linspace(-1, 1, 64 * 96).sin().view(64, 96)
+    weight = torch.linspace(-1, draw_case(1.0, _draw_end), 64 * 96).sin().view(64, 96)
     inputs = [torch.linspace(-1, 2 + each, 5 * 96).cos().view(5, 96) for each in range(ranks)]
     arriving = [torch.linspace(-2, 1 + each, 5 * 64).view(5, 64) for each in range(ranks)]
     gradients = [g.mT @ x for g, x in zip(arriving, inputs, strict=True)]
@@ -553,6 +568,15 @@ def _check_traffic(sent: int, whole: int) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def _draw_root(rng: random.Random) -> tuple[int, int]:
+    root = rng.randrange(100, 10**5)
+    return 10 * root + rng.randrange(10**6), root
+
+
+def _draw_device(rng: random.Random) -> tuple[int, float, float]:
+    return rng.randint(1, 90) * 10**9, rng.randint(100, 1000) * 1e12, rng.randint(20, 500) * 1e9
+
+
 @exercise(
     hint=(
         (
@@ -567,7 +591,7 @@ def _check_traffic(sent: int, whole: int) -> None:
 )
 def check_sent(answer: Any) -> Verdict:
     """Check a function of psi and root: bytes that a rank communicates per step, DDP and FSDP2."""
-    for psi, root in ((PSI, 557_568), (1000, 100)):
+    for psi, root in cases(((PSI, 557_568), (1000, 100)), _draw_root):
         given = answer(psi, root)
         if _blank(given) or (isinstance(given, Mapping) and all(map(_blank, given.values()))):
             return not_answered()
@@ -630,11 +654,12 @@ def check_sent(answer: Any) -> Verdict:
 )
 def check_tokens_to_hide(answer: Any) -> Verdict:
     """Check a function of psi, rate and link: the tokens per rank that hide FSDP2's traffic."""
-    for psi, rate, link in (
+    devices = (
         (7 * 10**9, 400e12, 50e9),
         (70 * 10**9, 400e12, 50e9),
         (10**9, 900e12, 450e9),
-    ):
+    )
+    for psi, rate, link in cases(devices, _draw_device):
         given = answer(psi, rate, link)
         if _blank(given):
             return not_answered()

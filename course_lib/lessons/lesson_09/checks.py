@@ -1,6 +1,7 @@
 """The exercises of lesson 09, and the model that is given for the fill-ins."""
 
 import json
+import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -18,6 +19,7 @@ from course_lib.lessons import text as corpus
 from course_lib.memory import CATEGORIES
 from course_lib.teaching import Verdict, category_label, text
 from course_lib.teaching.exercises import (
+    cases,
     exercise,
     expect_number,
     not_answered,
@@ -92,6 +94,17 @@ def _prompted_batch() -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
+def _draw_batch(rng: random.Random) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that returns the padded batch with other tokens."""
+    tokens, labels = _padded_batch().values()
+    rows = [[rng.randint(0, 5) for _ in row] for row in tokens]
+    drawn = torch.tensor(rows)
+    return lambda: {
+        "input_ids": drawn.clone(),
+        "labels": torch.where(labels == IGNORED, labels, drawn),
+    }
+
+
 @exercise(
     hint=(
         "Which label does the first position predict, and which labels are not predicted?",
@@ -103,7 +116,7 @@ def _prompted_batch() -> dict[str, Tensor]:
 )
 def check_loss_sum(function: Any) -> Verdict:
     """Check `function(model, batch)`: the sum and the number of the tokens' cross-entropies."""
-    for make_batch in (_padded_batch, _prompted_batch):
+    for make_batch in cases((_padded_batch, _prompted_batch), _draw_batch):
         verdict = _loss_verdict(function, make_batch)
         if not verdict:
             return verdict
@@ -140,7 +153,8 @@ def _loss_verdict(function: Any, make_batch: Callable[[], dict[str, Tensor]]) ->
         return wrong(
             "The sum and the number must be one number each. Add up the tokens.", exact=True
         )
-    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    # another model, because the function may have changed this one
+    logits, labels = _PositionDependent()(batch["input_ids"]).logits, batch["labels"]
     each = F.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
     )  # 0 for an ignored label
@@ -298,6 +312,21 @@ def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
     return layers * (attention + network + norms) + last + rows * hidden
 
 
+def _draw_config(rng: random.Random) -> dict[str, Any]:
+    key_heads = rng.randint(2, 5)
+    heads = key_heads * rng.randint(2, 4)
+    return {
+        **UNTIED,
+        "vocab_size": rng.randint(500, 2000),
+        "hidden_size": heads * rng.randrange(20, 60, 2),
+        "intermediate_size": rng.randint(500, 2000),
+        "num_hidden_layers": rng.randint(2, 9),
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
 def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
     """Return wrong count -> what went wrong, for one mistake and for two at once.
 
@@ -339,7 +368,8 @@ def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
 def check_parameters(function: Any) -> Verdict:
     """Check `function(config)`, the number of a Llama's parameters, for four configurations."""
     tied = {**UNTIED, "tie_word_embeddings": True}
-    for config in (UNTIED, tied, LLAMA, json.loads(Path(LLAMA_3_8B).read_text("utf-8"))):
+    configs = (UNTIED, tied, LLAMA, json.loads(Path(LLAMA_3_8B).read_text("utf-8")))
+    for config in cases(configs, _draw_config):
         answer = function({**config})  # a copy, because a function may change its argument
         if answer is None:
             if config is UNTIED and function({**LLAMA}) is None:
