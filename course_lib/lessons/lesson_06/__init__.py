@@ -133,8 +133,8 @@ def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Call
         import triton.language as tl
     except ImportError:
         missing = (
-            "Triton is not installed here (it runs on Linux only), so you can read this section's"
-            " kernels but not run them."
+            "Triton is not installed here (on Linux: pip install triton), so you can read this"
+            " section's kernels but not run them."
         )
         print(say(missing))
         return None, SimpleNamespace(constexpr=int), lambda function: function

@@ -303,8 +303,10 @@ def check_kernel(run: Any) -> Verdict:
     try:
         import triton  # noqa: F401 - whether it is installed
     except ImportError:
-        return right(
-            "Triton is not installed here (it runs on Linux only), so this exercise is skipped."
+        return Verdict(
+            None,
+            "Triton is not installed here (on Linux: pip install triton), so this answer is not"
+            " checked.",
         )
     q, k, v = large_and_small(45, 45)  # the last block of 16 has 13 rows
     device = "cuda" if torch.cuda.is_available() else "cpu"
