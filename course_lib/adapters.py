@@ -45,9 +45,9 @@ def with_adapters(
         rank: Rank of the adapters.
         targets: Names of the layers that get adapters, as peft's `target_modules`; or
             "all-linear". None uses peft's choice for the architecture.
-        base: Format of the frozen weights. "fp32" and "bf16" hold for all of them. The others hold
-            for the linear layers except the output head (and those that transformers lists in
-            `_keep_in_fp32_modules`), and all other weights are in bf16: "int8"
+        base: Format of the frozen weights. "fp32" and "bf16" apply to all of them. The other formats
+            apply to the linear layers, except the output head and the layers that transformers
+            lists in `_keep_in_fp32_modules`, and all other frozen weights are in bf16: "int8"
             takes 1 byte per weight and one fp32 scale per row; "nf4" half a byte per weight and one
             fp32 scale per 64 weights; "nf4-double" stores these scales in 1 byte each, with one
             fp32 scale per 256 of them.
@@ -85,7 +85,7 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, peft.LoraConfig(**settings))
     except ValueError as error:
-        given = "None, for which peft has no choice" if targets is None else repr(targets)
+        given = "None, and peft has no default for this model" if targets is None else repr(targets)
         raise ValueError(
             "targets must name layers of the model, such as its linear layers"
             f" {', '.join(sorted(names))}, got {given} ({error})"
@@ -130,4 +130,4 @@ def _package(name: str, purpose: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ValueError(f"{purpose} must be made by {name}: pip install {name}") from error
+        raise ValueError(f"{name} must be installed for {purpose}: pip install {name}") from error

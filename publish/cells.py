@@ -85,9 +85,10 @@ def is_solution(cell: NotebookNode) -> bool:
 
 
 def id_of(cell: NotebookNode) -> str:
-    """Return the id of a lesson's cell, which tells whether a copy of it was changed.
+    """Return a hash of a cell's type and source, which is its id in a lesson.
 
-    A cell that is there twice has `-2` behind it.
+    If the hash of a copy differs from its id, the copy was changed. `read_script` appends `-2` to
+    the id of the second of two equal cells.
     """
     return hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
 

@@ -114,7 +114,10 @@ def function_of(value: object) -> types.FunctionType | None:
 
 
 def _is_of_cells(function: object) -> bool:
-    """Whether a cell has made a function, which then stands for itself whatever it wraps."""
+    """Return whether a notebook cell defined the function.
+
+    Such a function is not unwrapped, even if it wraps a function of the library.
+    """
     return getattr(function, "__globals__", {}).get("__name__") == "__main__"
 
 

@@ -227,8 +227,8 @@ def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed
             return str(stopped)
         except DeadKernelError:
             return (
-                f"Its kernel died: a crash, or more than {limits.gigabytes} GB of memory, or of"
-                f" {limits.seconds} seconds."
+                f"Its kernel died. It crashed, or it exceeded the limit of {limits.gigabytes} GB of"
+                f" memory or of {limits.seconds} seconds of CPU time."
             )
         except TooMuchOutput:
             return "It was stopped: it printed more than any lesson does."
@@ -416,7 +416,7 @@ def _key(submission: Submission, untouched: dict[str, str], limits: Limits) -> s
     cells = [[cell.cell_type, cell.source] for cell in (notebook.cells if notebook else [])]
     course = [cell.source for cell in (lesson.cells if lesson else [])]
     said = problem.message if problem else ""
-    return key_of(submission.name, cells, course, said, untouched, asdict(limits))
+    return key_of(submission.name, cells, course, said, untouched, asdict(limits), submission.seed)
 
 
 def _all_rows(submissions: list[Submission], done: dict[int, list[Row]]) -> list[Row]:
@@ -463,8 +463,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--seed",
-        default=secrets.token_hex(4),
-        help="of the cases that checks draw, by default another one each time",
+        help="seed of the cases that checks draw; by default a new one for each complete grading",
     )
     parser.add_argument("--gigabytes", type=int, default=8, help="memory limit (on Linux)")
     chosen = parser.parse_args(arguments)
@@ -473,7 +472,11 @@ def main(arguments: list[str] | None = None) -> None:
         current()  # raises for an unknown language, in which every check would fail
         limits = Limits(chosen.seconds, chosen.gigabytes)
         with Progress(chosen.output) as progress:
-            print(f"Checks draw other cases than the page: --seed {chosen.seed} draws them again.")
+            seed = progress.seed(chosen.seed)
+            print(
+                "The checks also draw cases that are not on the page. To draw the same cases again,"
+                f" pass --seed {seed}."
+            )
             stopped = None
             try:
                 rows = grade_folder(
@@ -483,7 +486,7 @@ def main(arguments: list[str] | None = None) -> None:
                     chosen.lesson,
                     jobs=chosen.jobs,
                     progress=progress,
-                    seed=chosen.seed,
+                    seed=seed,
                 )
             except Stopped as early:
                 stopped, rows = early, early.rows
@@ -496,7 +499,7 @@ def main(arguments: list[str] | None = None) -> None:
             progress.finish()
     except (EditionError, ValueError, OSError) as error:
         if _no_space(error):
-            error = f"the disk is full: make space and run again; {chosen.output} may be an old one"
+            error = f"the disk is full: make space and run again; {chosen.output} may be from an earlier run"
         sys.exit(f"grade: {error}")
     except KeyboardInterrupt:
         sys.exit(f"grade: stopped; {chosen.output} is left as it was")

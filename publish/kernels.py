@@ -24,7 +24,7 @@ from .fingerprint import MOST_OUTPUT
 LIBRARY = Path(__file__).resolve().parents[1]
 _ENDLESS = 10**6  # seconds
 _LOOK_SECONDS = 0.5  # between two looks at the processes of a notebook
-_SECONDS_MORE = 5  # of CPU time, until the system ends the kernel
+_SECONDS_MORE = 5  # CPU time beyond the limit after which the system ends the kernel
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -150,7 +150,8 @@ class Run(NotebookClient):
     def _limit_kernel(self) -> None:
         """Limit memory, CPU time and files of the kernel before its first cell, on Linux.
 
-        `_watch` notices too many seconds first, unless this process itself gets no time.
+        `_watch` normally ends the kernel at the limit. If this process gets no time to run, the
+        system ends the kernel after `_SECONDS_MORE` more seconds of CPU time.
 
         The limit is set from outside, because Python code between fork and exec (`preexec_fn`) may
         hang if this process has threads.

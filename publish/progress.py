@@ -1,13 +1,15 @@
 """Rows of a grading that has not ended, so that the next one goes on where it stopped.
 
 Each graded file is one line of JSON in a hidden file next to the table. The line counts only if the
-file, the lesson, the library and the limits are the same. The file is removed with the last row.
+file, the lesson, the library, the limits and the seed of the checks are the same. The file is
+removed with the last row.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +22,9 @@ try:
     import fcntl
 except ImportError:  # Windows: two gradings at once are not noticed
     fcntl = None
+
+
+_SEED = "seed"
 
 
 def key_of(*parts: object) -> str:
@@ -38,6 +43,7 @@ class Progress:
         self._path = table.with_name(f".{table.stem}_progress.jsonl")
         self._table = table
         self._rows: dict[str, list[Row]] = {}
+        self._seed = ""
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +58,9 @@ class Progress:
         for line in self._file:
             try:
                 key, rows = json.loads(line)
+                if key == _SEED:
+                    self._seed = str(rows)
+                    continue
                 self._rows[key] = [Row(**row) for row in rows]
             except (ValueError, TypeError):  # the disk was full
                 continue
@@ -67,9 +76,21 @@ class Progress:
         """Return the rows of an earlier grading that did not end, or None."""
         return self._rows.get(key)
 
+    def seed(self, given: str | None) -> str:
+        """Return the seed of the cases that checks draw: the given one, that of an earlier grading
+        that did not end, or a new one."""
+        seed = given or self._seed or secrets.token_hex(4)
+        if seed != self._seed:
+            self._write(_SEED, seed)
+            self._seed = seed
+        return seed
+
     def add(self, key: str, rows: Sequence[Row]) -> None:
         """Write the rows of a file to the disk."""
-        self._file.write(f"\n{json.dumps([key, [asdict(row) for row in rows]])}\n")
+        self._write(key, [asdict(row) for row in rows])
+
+    def _write(self, key: str, value: object) -> None:
+        self._file.write(f"\n{json.dumps([key, value])}\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 

@@ -236,7 +236,7 @@ def _reach(node: ast.AST, foreign: set[str], own: frozenset[str]) -> Iterator[st
         case ast.Attribute(attr=name, value=ast.Name(id=home)) if (
             home in foreign and name in _CHECKING
         ):
-            yield f"uses {home}.{name}, to which checks belong"
+            yield f"uses {home}.{name}, a module of the checks"
         case ast.Attribute(attr="testing", value=ast.Name(id=home)) if home != "torch":
             yield "uses testing, which runs code"
         case ast.Attribute(attr=name) if name in _FILES and _is_foreign(node, foreign):

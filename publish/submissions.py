@@ -69,7 +69,7 @@ class Held:
     number: int  # in the handed-in notebook, from 1
     names: frozenset[str]  # that it binds
     reach: Reach
-    changed: bool = True  # False for a cell of an older edition, whose id is its hash
+    changed: bool = True  # False if the id equals the hash of the source
 
     def __str__(self) -> str:
         return f"Cell {self.number} was not run: {self.reach}."
@@ -171,8 +171,8 @@ def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
 def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
     """Put the answers, guesses and other cells of a submission into the lesson.
 
-    A cell of the learner's follows the course's cell that it follows in the submission. A cell
-    whose code is the course's is the course's. A cell of the course that asks for a guess or a
+    A cell that the learner added runs after the same cell of the course as in the submission. If
+    the code of a submitted cell equals that of a course's cell, the course's cell runs. A cell of the course that asks for a guess or a
     fill-in is replaced by the one with the same id.
     """
     program, behind = Program(), defaultdict(list)

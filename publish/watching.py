@@ -1,8 +1,9 @@
 """Code that runs in the kernel of a graded notebook, while an answer's check runs.
 
 A profile function of Python sees each value that the code of the cells gives to the course or to
-PyTorch. A value that can agree with any number or tensor is recorded, and so is a change of a
-function with which checks compare, or of a mode of PyTorch, even if a later call undoes it.
+PyTorch. The watch records each value that can compare equal to any number or tensor. It also
+records each change of a mode of PyTorch, or of a function that checks use for comparisons, even if
+a later call undoes the change.
 """
 
 import builtins
@@ -30,7 +31,7 @@ _CHECKED = exercises.Exercise.__call__.__code__
 _COMPARING = frozenset({"abs", "all", "allclose", "any", "eq", "equal", "ge", "gt", "isclose"})
 _COMPARING |= {"is_nonzero", "le", "lt", "ne", "sub", "_local_scalar_dense"}
 _DEEPEST = 5  # levels of lists and other objects that are looked into
-# A class of the answer may answer these as it likes.
+# A class in an answer may override these attributes, so they are read through `type`.
 _mro, _names, _flags = (
     type.__dict__[name].__get__ for name in ("__mro__", "__dict__", "__flags__")
 )
@@ -59,7 +60,7 @@ class Watch:
         for home in map(vars, _HOMES):
             names = [name for name in home if callable(home[name]) and name not in OF_IPYTHON]
             self._functions.append((home, names, tuple(map(home.get, names))))
-        self._look_at = self._look  # a bound method is another object each time
+        self._look_at = self._look  # each access creates a new bound method, and `stop` compares
         sys.setprofile(self._look_at)
 
     def stop(self) -> list[str]:
@@ -89,9 +90,10 @@ class Watch:
             self.found.append(f"The check was given {reason}.")
 
     def _state(self) -> _State:
-        """Return the names of functions that are not the first ones, as in a meter; and the modes.
+        """Return the names of the functions that were replaced since `start` (a meter, for example,
+        replaces some), and PyTorch's modes.
 
-        A backward pass sets whether gradients are on.
+        The mode of gradients is left out, because a backward pass changes it.
         """
         other = set()
         for home, names, values in self._functions:
@@ -106,7 +108,7 @@ class Watch:
             self.found.append(f"`{changed[0]}` was changed while `{name}` ran.")
         elif name not in ("__enter__", "__exit__"):  # a method may enter and leave a mode
             changed = [each for each in before[1] if before[1][each] != after[1][each]]
-            self.found += [f"`{name}` has left another value of {each}." for each in changed]
+            self.found += [f"`{name}` left {each} changed." for each in changed]
 
 
 _watches: list[Watch] = []

@@ -64,7 +64,8 @@ class Estimate(Table):
         sent_bytes: Bytes that a rank communicates, as counted by
             `course_lib.distributed.CommunicationCounter`.
         kind: Kind of device, one of `KINDS`.
-        optimizer: Class of the optimizer, if it was not the recipe's.
+        optimizer: Name of the class of the optimizer, or of the function that made it; None if the
+            recipe chose the optimizer.
     """
 
     recipe: Recipe
@@ -156,8 +157,10 @@ class Estimate(Table):
 
         The bytes that the allocator reserves for the step, by the rules of `reserved_bytes`, are
         added to those that CUDA and cuBLAS keep. Workspaces that operators allocate while they run
-        are not known; `course_lib.budget.kinds` lists some. The step is estimated again with the
-        kernels of that device, unless this estimate is already for them.
+        are not known; `course_lib.budget.kinds` lists some. If `estimate` made this estimate, the
+        step is estimated again with the kernels of that device, and offloaded state is in host
+        memory. An estimate of `fit` is used unchanged, and its kind must be "cuda". For `Rates`
+        without a GPU and an estimate of kind "cpu", only `peak_bytes` is compared.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
@@ -170,9 +173,7 @@ class Estimate(Table):
         rates = rates_of(device)
         room = rates.memory_bytes if memory_bytes is None else memory_bytes
         if room is None:
-            raise ValueError(
-                f"memory_bytes must be given for {device}, which has no memory of its own"
-            )
+            raise ValueError(f"memory_bytes must be given for {device}, whose memory is not known")
         if rates.gpu is None and self.kind == "cpu" and isinstance(device, Rates):
             return self.peak_bytes <= room
         return self._on(rates).reserved_bytes() + kept_bytes(rates) <= room
@@ -272,9 +273,9 @@ def estimate(
     the step, because all micro-batches after the first start with the same memory live. Flash
     attention runs the tiles of one group of heads, because every group needs the same memory.
 
-    **Model, batch and optimizer that exist already** are copied as symbolic tensors, and do not
-    change: neither do weights, gradients, optimizer state and random generators. The estimate is
-    for a step that begins without gradients. Hooks of the optimizer do not run; those of the model
+    **An existing model, batch or optimizer** is copied to symbolic tensors. The estimate changes
+    none of its weights, gradients and optimizer state, and no random generator. It is for a step
+    that begins without gradients. Hooks of the optimizer do not run; those of the model
     do.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
@@ -311,8 +312,8 @@ def estimate(
     Args:
         model: Function without arguments that returns the model in fp32, and is called in symbolic
             mode; or a model.
-        batch: Function that returns the batch, likewise; or a batch. With several ranks, it is the
-            one that all ranks share.
+        batch: Function without arguments that returns the batch, and is called in symbolic mode; or
+            a batch. With several ranks, this is the whole batch, which the ranks divide.
         recipe: Recipe of the step; or an optimizer of the model; or a function that makes an
             optimizer of a list of parameters, such as `torch.optim.AdamW`. With an optimizer, the
             step uses no technique, and the model keeps its dtypes.

@@ -43,8 +43,9 @@ class _ViewsByGeometry(TorchFunctionMode):
         replaced = tuple(map(_by_geometry, args))
         result = func(*replaced, **(kwargs or {}))
         if args:
-            # Autograd derives the function of a view that changes itself at once. Functions that
-            # were made later run earlier in the backward pass.
+            # If an operator changes a view in place, autograd derives the gradient function of
+            # the view immediately. A function that is created later would run earlier in the
+            # backward pass.
             _by_geometry(args[0])
         if isinstance(result, FakeTensor) and result._is_view():
             if args and result is replaced[0]:

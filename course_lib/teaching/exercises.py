@@ -272,7 +272,8 @@ def _unwrap(answer: Any) -> Any:
 def draw_case(page: Case, draw: Callable[[random.Random], Case]) -> Case:
     """Return the page's case, or another one while notebooks are graded.
 
-    A table of the answers for the page is then no right answer. The same seed draws the same case.
+    During grading, an answer that only looks up the page's results is therefore wrong. The same
+    seed draws the same case.
 
     Args:
         page: The case of the page, such as a size or the seed of random tensors.

@@ -526,7 +526,7 @@ lesson_05.draw_sums(errors)
 # </div>
 # <div lang="zh">
 #
-# 代价是每个参数要用 4 字节存放总和，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的。最后把平均梯度转成 bf16 时，两者会同时存在，一共 20 字节。Megatron 和 DeepSpeed 也有用 fp32 求和的选项。
+# 代价是每个参数要用 4 字节存放总和，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的。最后把平均梯度从 fp32 转成 bf16 时，两份梯度会短暂并存，这一刻每个参数一共 20 字节。Megatron 和 DeepSpeed 也有用 fp32 求和的选项。
 #
 # </div>
 

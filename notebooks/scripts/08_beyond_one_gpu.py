@@ -802,9 +802,9 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - 批次固定时，数据并行分摊激活值。DDP 的每个进程都完整持有权重、梯度和优化器状态，ZeRO 则把它们分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
 # - DDP 的桶始终为全部梯度占用内存，这里使峰值高出 27.5 MB。
-# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这时发送的不比 DDP 多（PyTorch 的 ZeRO 1 多一半）。ZeRO 3 每个微批次收集两次权重，只有一个微批次时，通信量最多多出一半。
+# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这时发送的不比 DDP 多（PyTorch 的 ZeRO 1 多一半）。ZeRO 3 在每个微批次里收集两次权重。只有一个微批次时，它的通信量比 DDP 至多高出一半。
 # - 只处理四分之一个批次，峰值就从 277.7 MB 降到 131.3 MB。再加上分片和检查点，四个进程各只需 47.1 MB。
-# - 用 fp32 时，如果每个进程有大约 $2r/w$ 个 token，FSDP2 的通信能被计算掩盖。
+# - 用 fp32 时，每个进程只要有大约 $2r/w$ 个 token，就足以用计算掩盖 FSDP2 的通信。
 #
 # **下一步**：[第 09 课](09_your_own_model.ipynb)，用你自己的模型。
 #
