@@ -45,9 +45,9 @@ def with_adapters(
         rank: Rank of the adapters.
         targets: Names of the layers that get adapters, as peft's `target_modules`; or
             "all-linear". None uses peft's choice for the architecture.
-        base: Format of the frozen weights. "fp32" and "bf16" apply to all of them. The other formats
-            apply to the linear layers, except the output head and the layers that transformers
-            lists in `_keep_in_fp32_modules`, and all other frozen weights are in bf16: "int8"
+        base: Format of the frozen weights. "fp32" and "bf16" apply to all of them. The other
+            formats apply to the linear layers, except the output head and the layers that
+            transformers lists in `_keep_in_fp32_modules`, and all other weights are in bf16: "int8"
             takes 1 byte per weight and one fp32 scale per row; "nf4" half a byte per weight and one
             fp32 scale per 64 weights; "nf4-double" stores these scales in 1 byte each, with one
             fp32 scale per 256 of them.

@@ -499,7 +499,10 @@ def main(arguments: list[str] | None = None) -> None:
             progress.finish()
     except (EditionError, ValueError, OSError) as error:
         if _no_space(error):
-            error = f"the disk is full: make space and run again; {chosen.output} may be from an earlier run"
+            error = (
+                f"the disk is full: make space and run again; {chosen.output} may be from an"
+                " earlier run"
+            )
         sys.exit(f"grade: {error}")
     except KeyboardInterrupt:
         sys.exit(f"grade: stopped; {chosen.output} is left as it was")

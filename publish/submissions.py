@@ -172,8 +172,8 @@ def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
     """Put the answers, guesses and other cells of a submission into the lesson.
 
     A cell that the learner added runs after the same cell of the course as in the submission. If
-    the code of a submitted cell equals that of a course's cell, the course's cell runs. A cell of the course that asks for a guess or a
-    fill-in is replaced by the one with the same id.
+    the code of a submitted cell equals that of a course's cell, the course's cell runs. A cell of
+    the course that asks for a guess or a fill-in is replaced by the one with the same id.
     """
     program, behind = Program(), defaultdict(list)
     checks = {place: check for check, place in cells_of(notebook, lesson).items()}

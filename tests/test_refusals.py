@@ -619,7 +619,7 @@ def test_one_sample_allows_one_micro_batch():
 
 
 class Tagged(torch.Tensor):
-    """A subclass of Tensor that is no parameter."""
+    """A subclass of Tensor that is not a parameter."""
 
 
 class Kept(Points):
