@@ -81,6 +81,7 @@ class Progress:
         that did not end, or a new one."""
         seed = given or self._seed or secrets.token_hex(4)
         if seed != self._seed:
+            # It reaches the disk with the first rows.
             self._write(_SEED, seed)
             self._seed = seed
         return seed
@@ -88,11 +89,11 @@ class Progress:
     def add(self, key: str, rows: Sequence[Row]) -> None:
         """Write the rows of a file to the disk."""
         self._write(key, [asdict(row) for row in rows])
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def _write(self, key: str, value: object) -> None:
         self._file.write(f"\n{json.dumps([key, value])}\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
     def finish(self) -> None:
         """Remove the file, because the table has all rows."""

@@ -853,3 +853,18 @@ def test_the_class_table_counts_verdicts_and_names_the_most_frequent_mistake(tmp
         ["meter", "1", "3", "1", "0", "Not yet. Views are counted twice", "2"],
         ["whole_peak", "0", "0", "0", "1", "", "0"],
     ]
+
+
+def test_a_grading_that_goes_on_keeps_its_seed(tmp_path):
+    table = tmp_path / "grades.csv"
+    with progress.Progress(table) as first:
+        seed = first.seed(None)
+        first.add("a", [])
+    with progress.Progress(table) as second:
+        assert second.seed(None) == seed != second.seed("other")
+        second.add("b", [])
+    with progress.Progress(table) as third:
+        assert third.seed(None) == "other"
+        third.finish()
+    with progress.Progress(table) as complete:
+        assert complete.seed(None) not in (seed, "other")
