@@ -576,11 +576,11 @@ lesson_01.draw_lengths(saved_by_one_layer, my_length)
 #
 # <div lang="en">
 #
-# Many recent models have a layer like that of Llama. It differs in four points:
+# Many recent models have a layer like that of Llama, which differs in four points:
 #
 # - **RMSNorm** divides each token by its root mean square and multiplies the result by a weight. It has no mean and no bias.
 # - **Grouped-query attention** (GQA) has fewer heads for K and V than for Q: $a$ heads of queries share $n$ heads of keys and values.
-# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output, but not P. Instead of P, it keeps one fp32 number per query and head, the log-sum-exp (LSE). (With dropout on a CPU, it keeps P after all.)
+# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output and, instead of P (except with dropout on a CPU), one fp32 number per query and head, the log-sum-exp (LSE).
 # - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of inner width $f$.
 #
 # Here is this layer from Hugging Face's `transformers`, smaller than in Llama 3 8B but with its ratios: $f = 3.5 h$, $a = 4 n$, $h = 256$, 8 heads of queries. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?

@@ -452,9 +452,9 @@ lesson_02.draw_policies(arms)
 # %% [markdown] slide={"en": "One forward more, all weights trained: about a third. Here: 1.21.\n\nProducts kept: 84 MB saved, for 2% more FLOPs.", "zh": "全部权重都训练，多一次前向约增加三分之一；这里是 1.21 倍。\n\n保留乘积：省 84 MB，FLOPs 多 2%。"}
 # <div lang="en">
 #
-# If all weights are trained, one more forward pass adds about a third. Here, checkpoints around each layer cost 1.21 times the FLOPs, for two reasons. The head is not recomputed, and recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last product. With frozen weights backward does less, and the additional pass can add about half of the step's FLOPs.
+# If all weights are trained, one more forward pass adds about a third. Here, checkpoints around each layer cost 1.21 times the FLOPs, because the head is not recomputed, and recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last product. With frozen weights backward does less, and the additional pass can add about half of the step's FLOPs.
 #
-# Keeping the products saves 84 MB and costs 2% more FLOPs. (With 2048 tokens per sequence it costs 18%, because the products inside attention run again.) One checkpoint around all eight layers recomputes all of them at once, so it costs the most FLOPs and saves only 19 MB. Leaving out the last layer's checkpoint needs 4 MB more, and saves an eighth of the additional FLOPs.
+# Keeping the products saves 84 MB and costs 2% more FLOPs. (With 2048 tokens per sequence it costs 18%, because the products inside attention run again.) One checkpoint around all eight layers costs the most FLOPs and saves only 19 MB. Leaving out the last layer's checkpoint needs 4 MB more, and saves an eighth of the additional FLOPs.
 #
 # **FLOPs are not time.** The counter counts matrix products only, while this policy also recomputes GELU and softmax. Seconds follow in section 2.20.
 #

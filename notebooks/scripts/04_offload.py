@@ -845,7 +845,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs done for each byte reach the machine's threshold (at every point of the step, not only on average), and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
+# - A copy can hide if the FLOPs per byte reach the machine's threshold at every point of the step, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and a storage as often as it is saved.
 # - Only a wait orders the work of two streams. If one is missing, the result is right only by luck.
 # - At the peak, offload holds single tensors of a layer, but a checkpoint holds the whole layer. Both together move far fewer bytes, so a slower link is enough, but here they peak higher than offload alone.

@@ -656,8 +656,8 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# - In this decoder the peak is a floor plus a fixed number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 with SGD without momentum. A single micro-batch lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be elsewhere, such as in the optimizer with `foreach=True`, and even higher than for the whole batch (7.16).
-# - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means weighs tokens unequally, depending on the split.
+# - In this decoder the peak is a floor plus a fixed number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 with SGD without momentum. A single micro-batch lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be in the optimizer (`foreach=True`), and even higher than for the whole batch (7.16).
+# - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means weighs tokens unequally.
 # - Once per step: unscale, clip, step, update the scaler, step the scheduler, clear. Use a smaller last group, too.
 # - The error of bf16 sums grows with the number of micro-batches. That of fp32 sums does not, and they take 4 bytes per parameter.
 # - With DDP, let only the last micro-batch reduce (`no_sync`).

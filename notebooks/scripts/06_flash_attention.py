@@ -651,7 +651,7 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# - An $N \times N$ **mask** costs $4N^2$ bytes in fp32, because the mask itself is kept. One mask per head costs that for each head. On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
+# - An $N \times N$ **mask** is kept itself, $4N^2$ bytes in fp32 (for each head, if each has its own). On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
 # - **Dropout** is inside the kernels on CUDA. On this CPU PyTorch uses `MATH` and keeps 107 MB instead of 8.4 MB.
 # - **Head sizes** must be a multiple of 4 in fp32 on CUDA. In bf16, any size up to 256 gets a fused kernel without a mask: PyTorch pads the heads to a multiple of 8, here to 64, and keeps the padded tensors. With a mask, the size must be a multiple of 8.
 # - **Grouped queries** get no fused kernel in fp32 on CUDA. With one, a Llama's step there would peak at 6,230 MB instead of 8,509 MB. In bf16 they get one, on an A100 or RTX 4090 only without a mask.

@@ -778,7 +778,7 @@ whole_ledger()
 # </div>
 # <div lang="zh">
 #
-# 有填充的批次带着 `attention_mask`。如果掩码全是 1，transformers 在使用默认的注意力实现（SDPA）时会丢掉它。如果掩码里有 0，注意力保存的张量就不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
+# 有填充的批次带着 `attention_mask`。如果掩码全是 1，transformers 在使用默认的注意力实现（SDPA）时会丢掉它。如果掩码不全是 1，注意力保存的张量就不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
 #
 # </div>
 
