@@ -16,7 +16,8 @@ from course_lib.budget import Recipe, build, estimate, run, train_step
 from course_lib.budget.__main__ import main
 from course_lib.workload import model_of_config, with_fused_attention
 
-pytest.importorskip("peft", reason="adapters are those of peft")
+peft = pytest.importorskip("peft", reason="adapters are those of peft")
+transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 pytest.importorskip("bitsandbytes", reason="quantized weights are those of bitsandbytes")
 
 CONFIG = {
@@ -170,6 +171,28 @@ def test_the_command_estimates_adapters(configured, llama, base, capsys):
     count = sum(p.numel() for p in make_model().parameters())
     count += sum(p.numel() for p in adapted().parameters() if p.requires_grad)
     assert f"LoRA of rank 4 on frozen {base or 'bf16'} weights: {count:,} parameters" in shown
+
+
+def own_llama():
+    """Return a peft model of the user's own, for --model."""
+    config = transformers.LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"})
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, use_dora=True))
+
+
+def own_batch():
+    tokens = torch.randint(320, (2, 16))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def test_the_command_keeps_the_dtypes_of_the_users_own_adapters(capsys):
+    names = [f"{__name__}:own_llama", "--batch-from", f"{__name__}:own_batch"]
+    limits = ["--budget", "10MB", "--device", "laptop", "--quick", "--precision", "own", "--json"]
+    assert main(["--model", *names, *limits]) == 0
+    found = json.loads(capsys.readouterr().out)["recipes"][0]
+    assert found["recipe"]["precision"] is None
+    recipe = Recipe(precision=None)
+    assert found["peak_bytes"] == run(own_llama, own_batch, recipe).meter.peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
 
 THIS = "this"
+# Value of --precision that stands for None in a recipe.
+OWN = "own"
 # Share of the budget. If the cheapest recipe leaves less of it unused, one that leaves more is
 # shown as well.
 SPARE = 0.05
@@ -111,9 +113,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--precision",
-        type=parse_name(PRECISIONS, {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
-        metavar="|".join(PRECISIONS),
-        help="default bf16; not with --lora, where --base decides",
+        type=parse_name([*PRECISIONS, OWN], {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
+        metavar="|".join([*PRECISIONS, OWN]),
+        help=(
+            "default bf16; own keeps the dtypes of the model, for example of one with adapters; not"
+            " with --lora, where --base decides"
+        ),
     )
     parser.add_argument(
         "--lora",
@@ -431,7 +436,7 @@ def _base(given: argparse.Namespace, model: Workload) -> Recipe:
             " and --base sets the format of the frozen weights"
         )
     return Recipe(
-        precision=None if given.lora else given.precision or "bf16",
+        precision=None if given.lora or given.precision == OWN else given.precision or "bf16",
         optimizer=given.optimizer,
         attention=model.attention,
         **more,
