@@ -6,6 +6,7 @@ model with adapters as any other: adapters belong to the model, not to the recip
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from course_lib._check import one_of, whole
+from course_lib._check import describe, one_of, whole
+from course_lib._torch import is_symbolic
 
 BASES = ("fp32", "bf16", "int8", "nf4", "nf4-double")
 
@@ -50,17 +52,23 @@ def with_adapters(
             transformers lists in `_keep_in_fp32_modules`, and all other weights are in bf16: "int8"
             takes 1 byte per weight and one fp32 scale per row; "nf4" half a byte per weight and one
             fp32 scale per 64 weights; "nf4-double" stores these scales in 1 byte each, with one
-            fp32 scale per 256 of them.
+            fp32 scale per 256 of them. Except with "fp32", a model that takes floating-point
+            inputs needs them in bf16.
 
     Returns:
         A function with the attributes `make_batch`, `loss_sum` and `split` of `make_model`. It
         raises ValueError if peft or bitsandbytes is missing, or if no layer has one of the names.
 
     Raises:
+        TypeError: An argument has the wrong type.
         ValueError: `rank` or `base` is out of its range.
 
     Source: Hu et al. 2021, arXiv:2106.09685 (LoRA); Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
     """
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise TypeError(f"make_model must be a function, got {describe(make_model)}")
+    if not isinstance(targets, (str, Sequence, type(None))):
+        raise TypeError(f"targets must be a str, a list of names or None, got {describe(targets)}")
     made = partial(_with_adapters, make_model, whole("rank", rank, 1), targets, base)
     one_of("base", base, BASES)
     for name in ("make_batch", "loss_sum", "split"):
@@ -71,7 +79,16 @@ def with_adapters(
 
 def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base) -> nn.Module:
     peft = _package("peft", "adapters")
-    model = make_model().requires_grad_(False)
+    model = make_model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"make_model must return a torch.nn.Module, got {describe(model)}")
+    if is_symbolic() and not all(map(is_symbolic, model.parameters())):
+        # Otherwise the user's own model would be frozen.
+        raise ValueError(
+            "make_model must make a new model at each call for an estimate, got one that existed"
+            " before; pass a function that builds it"
+        )
+    model.requires_grad_(False)
     model.to(torch.float32 if base == "fp32" else torch.bfloat16)
     if base not in ("fp32", "bf16"):
         _quantize(model, base)
@@ -84,7 +101,7 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
             # peft reads an attribute of transformers' models by its former name.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, peft.LoraConfig(**settings))
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         given = "None, and peft has no default for this model" if targets is None else repr(targets)
         raise ValueError(
             "targets must name layers of the model, such as its linear layers"

@@ -220,6 +220,28 @@ def test_ranks_and_bases_are_checked(llama, rank, base, name):
         with_adapters(llama[0], rank, base=base)
 
 
+def test_models_that_exist_are_not_frozen_by_an_estimate():
+    model = nn.Sequential(nn.Linear(8, 8))
+    adapted = with_adapters(lambda: model, 2, targets="all-linear", base="fp32")
+    with pytest.raises(ValueError, match="make_model must make a new model at each call"):
+        estimate(adapted, partial(torch.ones, 2, 8), PLAIN)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make_model", "targets", "error", "message"),
+    [
+        (nn.Linear(2, 2), None, TypeError, "make_model must be a function"),
+        (partial(nn.Linear, 2, 2), 5, TypeError, "targets must be a str"),
+        (partial(nn.Linear, 2, 2), "(", ValueError, "targets must name layers"),
+        (lambda: None, None, TypeError, "make_model must return"),
+    ],
+)
+def test_arguments_of_adapters_are_checked(make_model, targets, error, message):
+    with pytest.raises(error, match=message):
+        with_adapters(make_model, 2, targets=targets)()
+
+
 @pytest.mark.parametrize(("package", "base"), [("peft", "bf16"), ("bitsandbytes", "nf4")])
 def test_a_missing_package_is_named(llama, package, base, monkeypatch):
     def missing(name):

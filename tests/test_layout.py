@@ -30,7 +30,7 @@ ALLOWED = {
     "labels": set(),
     "missing_names": {"labels"},
     "options": set(),
-    "adapters": {"_check"},
+    "adapters": {"_check", "_torch"},
     "models": BELOW_ALL,
     "configs": {"models", *BELOW_ALL},
     "symbolic": BELOW_ALL,

@@ -9,6 +9,7 @@ from hugging_face_models import ARCHITECTURES
 from torch import nn
 
 from course_lib.budget import RATES, Rates, Recipe, estimate, run, train_step
+from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import MemoryMeter
 
 UNCHANGED = Recipe(precision=None, attention=None)
@@ -139,6 +140,74 @@ def test_fits_adds_what_the_allocator_reserves_and_cuda_keeps():
         found.fits("A1000")
 
 
+class HalfUsed(nn.Module):
+    """Model with a layer that gets no gradient, and with an attribute on a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.used.weight.gain = 2.0
+
+    def forward(self, x):
+        return self.used(x) * self.used.weight.gain
+
+
+class Counting(torch.optim.SGD):
+    """Optimizer with an attribute of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        return super().step(closure)
+
+
+def penalty(model, batch):
+    (gradient,) = torch.autograd.grad(model(batch[0]).sum(), batch[0], create_graph=True)
+    return gradient.square().sum(), len(batch[0])
+
+
+def points_with_gradients():
+    return torch.randn(4, 8, requires_grad=True), torch.randn(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "make_optimizer", "make_batch", "loss_sum"),
+    [
+        (HalfUsed, lambda m: torch.optim.AdamW(m.parameters()), points, squares),
+        (wide, lambda m: torch.optim.AdamW(m[2:].parameters()), points, squares),
+        (wide, lambda m: Counting(m.parameters()), points, squares),
+        (wide, lambda m: torch.optim.SGD(m.parameters()), points_with_gradients, penalty),
+    ],
+    ids=["a layer without gradient", "some parameters", "own attributes", "gradient penalty"],
+)
+def test_the_second_step_of_existing_objects_is_estimated(
+    make_model, make_optimizer, make_batch, loss_sum
+):
+    model, batch = make_model(), make_batch()
+    optimizer = make_optimizer(model)
+    first = estimate(model, batch, optimizer, loss_sum=loss_sum)
+    train_step(model, optimizer, batch, UNCHANGED, loss_sum=loss_sum)
+    with MemoryMeter(model, optimizer) as meter:
+        train_step(model, optimizer, batch, UNCHANGED, loss_sum=loss_sum)
+    assert first.peak_bytes == meter.peak_bytes
+    assert getattr(optimizer, "calls", 2) == 2
+
+
+def checkpointed():
+    model = wide()
+    checkpoint_blocks(model, ["0", "2"])
+    return model
+
+
+def hooked():
+    model = wide()
+    model[0].weight.register_hook(lambda gradient: gradient)
+    return model
+
+
 class Closure(nn.Module):
     """Model whose forward calls a function that holds the model itself."""
 
@@ -165,6 +234,9 @@ def with_generator():
         (tied, lambda model: "adam", "recipe must be a Recipe, got 'adam'"),
         (tied, lambda model: lambda parameters: 3, "recipe must be a Recipe, an optimizer or"),
         (with_generator, lambda model: torch.optim.AdamW, "must be copied .*pass functions inst"),
+        (tied, lambda model: torch.optim.Adafactor(model.parameters()), "optimizer='adafactor'"),
+        (checkpointed, lambda model: torch.optim.SGD, "checkpoint_blocks or a schedule runs"),
+        (hooked, lambda model: torch.optim.SGD, "no hooks on parameters, got some on 0.weight"),
         (Closure, lambda model: torch.optim.AdamW, "pass a function that makes it"),
     ],
 )

@@ -274,9 +274,10 @@ def estimate(
     attention runs the tiles of one group of heads, because every group needs the same memory.
 
     **An existing model, batch or optimizer** is copied to symbolic tensors. The estimate changes
-    none of its weights, gradients and optimizer state, and no random generator. It is for a step
-    that begins without gradients. Hooks of the optimizer do not run; those of the model
-    do.
+    none of its weights, gradients and optimizer state, and no random generator. With an optimizer,
+    it is for the second step, so parameters that get no gradient have no state. Hooks of the
+    optimizer do not run; those of modules do. Code that keeps tensors outside of the model, in a
+    cache or a closure, keeps symbolic ones: clear such a cache after the estimate.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
     exception: in a model with dropout, an "optimal" schedule also keeps states of random generators

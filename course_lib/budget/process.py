@@ -90,8 +90,13 @@ def process_trace(
         with default_dtype(recipe.dtype):
             batch = make_batch()
         micro_batches = micro_batches_of(batch, recipe.micro_batches, split)
-        make_state(model, optimizer)
         options = loss_sum, store, max_norm
+        if make_optimizer is None:
+            make_state(model, optimizer)
+        else:
+            # The traced step is the second one. Some of the user's parameters may get no gradient,
+            # and then they have no state.
+            run_micro_batches(model, optimizer, micro_batches, recipe, *options)
         trace = trace_step(
             model,
             optimizer,

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import describe
 from course_lib._torch import check_in_training, check_no_closure
+from course_lib.checkpoint.blocks import blocks_in_place
 from course_lib.symbolic.quantization import copy_parameter_subclasses, is_parameter_subclass
 
 from .loss import trainable_parameters
@@ -57,6 +58,8 @@ def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
     """
     make_optimizer = None
     existing = model if isinstance(model, nn.Module) else None
+    if existing is not None:
+        _check_model(existing)
     copies = _Copies(existing, recipe if isinstance(recipe, Optimizer) else None)
     if existing is None:
         check_function("model", model)
@@ -74,12 +77,55 @@ def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
     return Functions(copies.model if existing else model, make_batch, recipe, make_optimizer)
 
 
+def _check_model(model: nn.Module) -> None:
+    """Raise ValueError if a copy of the model would run another step."""
+    if names := blocks_in_place(model):
+        raise ValueError(
+            f"model must have no blocks that checkpoint_blocks or a schedule runs, got {names[0]}:"
+            " a copy has no checkpoints. Pass a function that returns the model with them, or the"
+            " model without them and a recipe such as Recipe(checkpoint='layers')"
+        )
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"model must have no hooks on parameters, got some on {name}: a copy has none."
+                f" {PASS_FUNCTIONS[0].upper()}{PASS_FUNCTIONS[1:]}"
+            )
+
+
+#: Optimizers that read values -> the recipe's optimizer with their memory.
+_IN_RECIPES = {"Adafactor": "adafactor"}
+_IN_RECIPES |= dict.fromkeys(
+    ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit"), "adam8bit"
+)
+
+
+def _check_estimable(optimizer: Optimizer) -> None:
+    name, home = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+    if name in _IN_RECIPES:
+        raise ValueError(
+            f"the optimizer must not read values of tensors, got {describe(optimizer)}; pass"
+            f" Recipe(precision=None, attention=None, optimizer={_IN_RECIPES[name]!r})"
+        )
+    if home == "bitsandbytes":
+        raise ValueError(
+            "the optimizer must run on symbolic tensors, got"
+            f" {describe(optimizer)} of bitsandbytes; measure the step with MemoryMeter"
+        )
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise ValueError(
+            f"the optimizer must not wrap another one, got {describe(optimizer)}; pass its"
+            " attribute `optimizer`"
+        )
+
+
 def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
     if model is None:
         raise TypeError(
             "recipe must be a Recipe or a function such as torch.optim.AdamW when model is a"
             f" function, got {describe(optimizer)}, which holds parameters of another model"
         )
+    _check_estimable(optimizer)
     check_no_closure(optimizer)
     check_in_training(optimizer)
     own = set(model.parameters())
@@ -104,6 +150,7 @@ def _made_by(function: Callable[[list[nn.Parameter]], Optimizer]) -> Callable:
                 "recipe must be a Recipe, an optimizer or a function that makes one of a list of"
                 f" parameters, got a function that returned {describe(made)}"
             )
+        _check_estimable(made)
         check_no_closure(made)
         return _as_on(kind, made)
 
@@ -147,7 +194,7 @@ class _Copies(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            memo[id(tensor)] = self._symbolic(tensor)
+            memo[id(tensor)] = self._symbolic(tensor).requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
     def model(self) -> nn.Module:
@@ -180,12 +227,25 @@ class _Copies(TorchFunctionMode):
             }
             with self:
                 copy_parameter_subclasses(self._without_values, parameters, memo)
+                for p in own:
+                    vars(memo[id(p)]).update(copy.deepcopy(vars(p), memo))
+                if own and self._optimizer is not None:
+                    self._copy_optimizer(memo)
                 return copy.deepcopy(given, memo)
         except Exception as error:
             raise ValueError(
                 f"{name} must be copied by copy.deepcopy for an estimate, got"
                 f" {type(error).__name__} ({error}); {PASS_FUNCTIONS}"
             ) from error
+
+    def _copy_optimizer(self, memo: dict[int, Any]) -> None:
+        """Copy the optimizer with its own attributes, which `copy.deepcopy` leaves out, but without
+        hooks and without the method `step` that a learning-rate scheduler has wrapped."""
+        made = memo[id(self._optimizer)] = object.__new__(type(self._optimizer))
+        for name, value in vars(self._optimizer).items():
+            if name != "step":
+                hooks = name.endswith("_hooks")
+                vars(made)[name] = type(value)() if hooks else copy.deepcopy(value, memo)
 
     def _symbolic(self, tensor: Tensor) -> Tensor:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:

@@ -129,6 +129,15 @@ def checkpoint_blocks(
 # ---- replacing the forward of blocks
 
 
+def blocks_in_place(model: nn.Module) -> list[str]:
+    """Return the names of the modules whose forward is replaced by `BlocksInPlace`."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module.forward, _ReplacementForward)
+    ]
+
+
 class BlocksInPlace:
     """Blocks whose forward is replaced until `remove()` or the end of a `with` block.
 
