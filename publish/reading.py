@@ -43,7 +43,7 @@ _OUTSIDE = _words(
     publish requests runpy shutil socket sqlite3 subprocess sys tempfile threading _thread
     traceback tracemalloc unittest urllib mock _os _sys _io benchmark bdb cProfile codeop copyreg
     ctypeslib doctest f2py fx library _library package pdb rundocs runstring timeit _C
-    _dynamo _inductor
+    _dynamo _inductor formatwarning showwarning
     """
 )
 _BUILTINS = _words(
@@ -57,7 +57,8 @@ _MACHINERY = re.compile(
     r"(__\w+__|_?f_(back|builtins|code|globals|locals)|(tb|gi|cr|ag)_(frame|next|code)"
     r"|_getframe|_current_frames|attrgetter|methodcaller|_check|_hints|_make_subclass"
     r"|bltns|get_type_hints|ForwardRef|evaluate_forward_ref|make_dataclass|singledispatch(method)?"
-    r"|CodeType|FunctionType|CompilationUnit|Formatter|update_wrapper)"
+    r"|CodeType|FunctionType|CompilationUnit|Formatter|update_wrapper"
+    r"|_disable_\w+|unset_fake_temporarily|_pop_mode\w*|_?DisableTorch\w*|_disabled_torch\w*)"
 )
 _HARMLESS = _dunders(
     """
@@ -94,6 +95,7 @@ _FILES = _words(
     savez system tofile load_library load_inline open_memmap
     """
 )
+_SAFE_MAGICS = re.compile(r"\A[ \t]*%%time[ \t]*$|^[ \t]*%matplotlib[ \t]+\w+[ \t]*$", re.MULTILINE)
 _FREE = frozenset({"grad", "requires_grad"})  # attributes of tensors that answers set
 _UNREADABLE = (RecursionError, MemoryError)
 
@@ -110,7 +112,11 @@ class Reach:
 
 
 def tree_of(source: str) -> ast.Module:
-    """Return a cell as a tree, with magics as calls, or an empty tree if it cannot be run."""
+    """Return a cell as a tree, with magics as calls, or an empty tree if it cannot be run.
+
+    Magics that only show the time or choose how figures are drawn are left out.
+    """
+    source = _SAFE_MAGICS.sub("", source)
     try:
         return ast.parse(TransformerManager().transform_cell(source))
     except (SyntaxError, ValueError):
@@ -198,9 +204,23 @@ def reaches(source: str, foreign: set[str], modules: Iterable[str] = ()) -> list
             for node, own in _with_own_names(tree)
             for what in (*_reach(node, foreign - own, own), *_import(node, allowed))
         }
+        found |= {Reach(line, "tries answers with a check") for line in _tries(tree)}
     except _UNREADABLE:
         return [Reach(1, "is nested too deeply to be read")]
     return sorted(found, key=lambda each: (each.line, each.what))
+
+
+def _tries(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines that use a check in another way than in a statement of its own."""
+    alone = {
+        id(statement.value.func)
+        for statement in tree.body
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("check_"):
+            if _is_lesson(_last_name(node.value)) and id(node) not in alone:
+                yield node.lineno
 
 
 def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
@@ -279,12 +299,26 @@ def _reach(node: ast.AST, foreign: set[str], own: frozenset[str]) -> Iterator[st
                 yield f"gives {node.name} a metaclass"
             bound = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
             bound |= {name for each in ast.walk(node) for name, _ in _bindings(each)}
+            if any(_has_computed_match_args(each) for each in node.body):
+                yield f"computes __match_args__ of {node.name}"
             if methods := sorted(bound & FOOLING):
                 yield f"defines {methods[0]} in {node.name}"
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Name) and child.id in _BY_NAME:
             if not (isinstance(node, ast.Call) and child is node.func):
                 yield f"passes {child.id} on"
+
+
+def _has_computed_match_args(node: ast.stmt) -> bool:
+    return any(
+        name == "__match_args__"
+        and not (
+            isinstance(value, ast.Tuple | ast.List)
+            and all(isinstance(each, ast.Constant) for each in value.elts)
+        )
+        for each in ast.walk(node)
+        for name, value in _bindings(each)
+    )
 
 
 def _import(node: ast.AST, allowed: set[str]) -> Iterator[str]:
@@ -297,6 +331,8 @@ def _import(node: ast.AST, allowed: set[str]) -> Iterator[str]:
         return
     for path, name in pairs:
         parts = path.split(".")
+        if parts[0] == "__future__":
+            continue
         home = ".".join(parts[:-1]) if isinstance(node, ast.ImportFrom) else path
         inner = re.match(r"course_lib\.(lessons|teaching)", path)
         known = {path, home} & (allowed | _SINGLE)

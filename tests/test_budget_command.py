@@ -311,6 +311,9 @@ IN_BOTH_LANGUAGES = [
     (f"{SMALL} {given}", told)
     for given, told in [
         ("--budget 80Gob", "got 'Gob' in '80Gob'"),
+        ("--budget 1GB --base nf4", "--base cannot be used without --lora"),
+        ("--budget 1GB --lora 4", "--precision fp32 cannot be combined with --lora"),
+        ("--budget 1GB --lora 4 --ranks 2", "--ranks 2 cannot be combined with --lora"),
         ("--budget lots", "got 'lots'"),
         ("--budget 0MB", "got '0MB'"),
         ("--budget -5GB", "got '-5GB'"),

@@ -579,7 +579,7 @@ def test_a_search_is_for_any_optimizer(optimizer):
     base, make, of = Recipe(optimizer=optimizer), partial(deep, 1), partial(batch, 2)
     plain = estimate(make, of, base)
     # Somewhat more than the least that a quick search finds.
-    share = {"sgd": 0.9, "adafactor": 0.9, "adam8bit": 0.94}.get(optimizer, 0.75)
+    share = {"sgd": 0.9, "adafactor": 0.9, "adam8bit": 0.94, "muon": 0.95}.get(optimizer, 0.75)
     budget = int(plain.peak_bytes * share)
     found = fit(make, of, budget, base=base, rates=RATE, quick=True, **ASK)
     assert all(e.recipe.optimizer == optimizer and e.peak_bytes <= budget for e in found)

@@ -540,12 +540,12 @@ def test_compiled_triton_without_gpu_says_to_restart_the_kernel(monkeypatch, int
             lesson_06.triton_here()
 
 
-@pytest.mark.parametrize(("new", "accepted"), [("largest", False), ("tl.maximum(largest)", True)])
-def test_kernel_check_without_triton_skips_an_answer_and_not_a_stub(monkeypatch, new, accepted):
+@pytest.mark.parametrize(("new", "correct"), [("largest", False), ("tl.maximum(largest)", None)])
+def test_kernel_check_without_triton_judges_no_answer_except_a_stub(monkeypatch, new, correct):
     monkeypatch.setitem(sys.modules, "triton", None)
     source = f"def fold(largest): return tl.exp({new})\ndef run(q, k, v): return q, q[:, 0]"
     exec(source, cell := {"tl": None})
-    assert bool(lesson_06.check_kernel(cell["run"])) is accepted
+    assert lesson_06.check_kernel(cell["run"]).correct is correct
 
 
 def test_the_adam_of_the_exercise_is_the_framework_s():

@@ -621,7 +621,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Your formula is too low for short sequences and more than three times too high for long ones. Each operator of these lines keeps what its derivative needs:
+# Your formula is too low for short sequences and more than three times too high for long ones. The comments say what each operator keeps:
 #
 # ```python
 # m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
@@ -869,18 +869,18 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch, unless gradients are sparse. With Adam, they take 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
-# - The kinds are not in memory all at once: backward releases activations while it creates gradients. Here the peak is at the start of backward. With one sequence, it is at the end of backward.
+# - Parameters, gradients and optimizer state don't depend on the batch. With Adam, they take 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
+# - The kinds are not in memory all at once: backward releases activations while it creates gradients. Here the peak is at the start of backward, with one sequence at its end.
 # - An operator keeps what its derivative needs. Count storages, not tensors.
 # - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. From $s = 16 h / a$ on, P is larger than the rest. Llama's layer with fused attention keeps no P.
-# - If the peak is at the start of backward, three tensors there have the logits' size.
+# - At the start of backward, three tensors have the logits' size.
 #
 # **Next:** in [lesson 02](02_checkpointing.ipynb), activations are not kept but computed again.
 #
 # </div>
 # <div lang="zh">
 #
-# - 参数、梯度和优化器状态与批次无关（除非梯度是稀疏的）。用 Adam 时，三者在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
+# - 参数、梯度和优化器状态与批次无关。用 Adam 时，三者在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
 # - 各类字节并不同时在内存里，因为反向一边释放激活值，一边产生梯度。这里的峰值在反向刚开始时，如果只有一条序列，峰值就在反向的末尾。
 # - 一个算子求导时要用什么，它就保存什么。要按存储区统计，不要按张量。
 # - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余各项之和还大。Llama 的层用融合注意力，不保存 P。
@@ -1088,12 +1088,12 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # <div lang="en">
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink, and with one sequence not even these, because the copies are kept with them. Weights in bf16 halve everything here, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay, except the inputs that only a frozen matrix's gradient needs.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink, and with one sequence not even these. Weights in bf16 halve everything here, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay, except the inputs that only a frozen matrix's gradient needs.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.autocast` 让权重、梯度和优化器状态留在 fp32，前向时另造一份 bf16 的权重。变小的只有激活值。如果只有一条序列，激活值这一类也不会变小，因为这份 bf16 权重要留到反向，也算在这一类里。如果权重也用 bf16，这里的一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结每个矩阵，在旁边训练两个很窄的矩阵，梯度和优化器状态就所剩无几。激活值大多还在，省下的只是冻结的矩阵求自己的梯度时才要用的那些输入。
+# `torch.autocast` 让权重、梯度和优化器状态留在 fp32，前向时另造一份 bf16 的权重。变小的只有激活值。如果只有一条序列，激活值这一类也不会变小。如果权重也用 bf16，这里的一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结每个矩阵，在旁边训练两个很窄的矩阵，梯度和优化器状态就所剩无几。激活值大多还在，省下的只是冻结的矩阵求自己的梯度时才要用的那些输入。
 #
 # </div>
 

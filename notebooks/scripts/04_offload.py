@@ -753,14 +753,14 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 #
 # `save_on_cpu` would move 247.7 MB instead of 178.4 MB. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages moved again.
 #
-# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. Without a GPU there is no pinned memory. PyTorch's CPU build then raises an error, and its CUDA build moves nothing (section 4.15 uses the library):
+# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. Without a GPU, PyTorch's CPU build raises an error, and its CUDA build moves nothing (section 4.15 uses the library):
 #
 # </div>
 # <div lang="zh">
 #
 # `save_on_cpu` 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的部分里，27.3 MB 是参数，GPU 反正要留着它们；41.9 MB 是重复保存的存储区。
 #
-# Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 就没有锁页内存。这时 PyTorch 的 CPU 版会报错，CUDA 版则什么也不搬（4.15 节改用课程库来卸载这样的模型）：
+# Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 时，PyTorch 的 CPU 版会报错，CUDA 版则什么也不搬（4.15 节改用课程库来卸载这样的模型）：
 #
 # </div>
 
@@ -787,7 +787,7 @@ except RuntimeError as error:
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
 # | torchao, DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`; `"offload_optimizer": {"device": "cpu"}` |
 #
-# TRL's `max_fwd_stash_size` is the `in_flight` of section 4.3. With `torch.compile`, see section 4.15.
+# TRL's `max_fwd_stash_size` is the `in_flight` of section 4.3.
 #
 # </div>
 # <div lang="zh">
@@ -801,7 +801,7 @@ except RuntimeError as error:
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
 # | torchao、DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`；`"offload_optimizer": {"device": "cpu"}` |
 #
-# TRL 的 `max_fwd_stash_size` 就是 4.3 节的 `in_flight`。与 `torch.compile` 合用，见 4.15 节。
+# TRL 的 `max_fwd_stash_size` 就是 4.3 节的 `in_flight`。
 #
 # </div>
 
@@ -845,10 +845,10 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs per byte reach the machine's threshold at every point of the step, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs the memory of one storage.
+# - A copy can hide if the FLOPs per byte reach the machine's threshold at every point of the step, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs one storage.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and a storage as often as it is saved.
-# - Only a wait orders the work of two streams. If one is missing, the result is right only by luck.
-# - At the peak, offload holds single tensors of a layer, but a checkpoint holds the whole layer. Both together move far fewer bytes, so a slower link is enough, but here they peak higher than offload alone.
+# - Only a wait orders two streams. If one is missing, the result is right only by luck.
+# - At the peak, offload holds single tensors of a layer, but a checkpoint holds the whole layer. Both together move far fewer bytes over a slower link, but here they peak higher than offload alone.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #

@@ -239,7 +239,7 @@ lesson_05.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# Without dropout, BatchNorm (5.15) and bf16 (5.5), sums are right up to rounding, however the batch is split. The mean of means is off by 15% to 25% in micro-batches of one sample. In micro-batches of eight, which mix long and short samples, it is off by 0.1% to 10%. The reason is that each micro-batch has the same weight, whatever its number of tokens. A character in a line of 14 counts nearly seven times its share, and one in a long paragraph three quarters of it. With equal counts both loops agree, so tests with equal counts never found the bug.
+# Without dropout, BatchNorm (5.15) and bf16 (5.5), sums are right up to rounding, however the batch is split. The mean of means is off by 15% to 25% in micro-batches of one sample. In micro-batches of eight, which mix lengths, it is off by 0.1% to 10%. Each micro-batch has the same weight, whatever its number of tokens. A character in a line of 14 counts nearly seven times its share, and one in a long paragraph three quarters of it. With equal counts both loops agree, so such tests never found the bug.
 #
 # It can also be a **choice**: some reinforcement-learning fine-tuning takes a mean per answer, then a mean over answers. But then the result should not depend on the split either.
 #
@@ -521,7 +521,7 @@ lesson_05.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# The price is 4 bytes per parameter for the sums instead of 2 for the gradients. With master weights and moments that is 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` does it. When it casts the mean to bf16 at the end, it holds both for a moment, 20 bytes. Megatron and DeepSpeed have options for fp32 sums.
+# The price is 4 bytes per parameter instead of 2. With master weights and moments that is 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` does it. At the end both exist for a moment, 20 bytes. Megatron and DeepSpeed have options for fp32 sums.
 #
 # </div>
 # <div lang="zh">
@@ -657,7 +657,7 @@ ledger("05", "eight micro-batches", row)
 # <div lang="en">
 #
 # - In this decoder the peak is a floor plus a fixed number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 with SGD without momentum. A single micro-batch lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be in the optimizer (`foreach=True`), and even higher than for the whole batch (7.16).
-# - Sum the losses, and divide once by the number of all tokens of the step and all ranks. The mean of means weighs tokens unequally.
+# - Sum the losses, and divide once by the step's number of tokens on all ranks. The mean of means weighs tokens unequally.
 # - Once per step: unscale, clip, step, update the scaler, step the scheduler, clear. Use a smaller last group, too.
 # - The error of bf16 sums grows with the number of micro-batches. That of fp32 sums does not, and they take 4 bytes per parameter.
 # - With DDP, let only the last micro-batch reduce (`no_sync`).

@@ -191,13 +191,13 @@ lesson_06.draw_passes()
 #
 # <div lang="en">
 #
-# The backward pass needs P. From Q, K and the log-sum-exp it computes P again, tile by tile. Four products follow, as in standard attention:
+# The backward pass needs P. From Q, K and the log-sum-exp it computes P again, tile by tile. Four products follow:
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
 # Between them comes the gradient of softmax. Its Jacobian is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. This sum runs over the **whole** row, but a tile has only a part of it. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. This is why O is kept.
 #
-# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV, with the shapes of q, k and v. Mind the factor $1/\sqrt d$.
+# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$.
 #
 # </div>
 # <div lang="zh">
@@ -498,7 +498,7 @@ lesson_06.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # %% [markdown]
 # <div lang="en">
 #
-# Both forget P. The checkpoint's recomputation stops early, so both compute only $Q K^T$ again, and their FLOPs are equal. But when backward reaches a checkpointed layer, the whole of P exists again, together with its gradient and the gradient of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, and flash attention discards it inside the operator.
+# Both forget P. The checkpoint's recomputation stops early, so both compute only $Q K^T$ again, with equal FLOPs. But when backward reaches a checkpointed layer, the whole of P exists again, with its gradient and that of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, flash attention inside the operator.
 #
 # </div>
 # <div lang="zh">
@@ -652,8 +652,8 @@ table(["call", *headings], rows)
 # <div lang="en">
 #
 # - An $N \times N$ **mask** is kept itself, $4N^2$ bytes in fp32 (for each head, if each has its own). On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
-# - **Dropout** is inside the kernels on CUDA. On this CPU PyTorch uses `MATH` and keeps 107 MB instead of 8.4 MB.
-# - **Head sizes** must be a multiple of 4 in fp32 on CUDA. In bf16, any size up to 256 gets a fused kernel without a mask: PyTorch pads the heads to a multiple of 8, here to 64, and keeps the padded tensors. With a mask, the size must be a multiple of 8.
+# - **Dropout** is inside the kernels on CUDA. This CPU uses `MATH` and keeps 107 MB instead of 8.4 MB.
+# - **Head sizes** must be a multiple of 4 in fp32 on CUDA. In bf16, without a mask, PyTorch pads heads of up to 256 to a multiple of 8 (here 64) and keeps the padded tensors. With a mask, only multiples of 8 fit.
 # - **Grouped queries** get no fused kernel in fp32 on CUDA. With one, a Llama's step there would peak at 6,230 MB instead of 8,509 MB. In bf16 they get one, on an A100 or RTX 4090 only without a mask.
 #
 # </div>
@@ -669,7 +669,7 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The H200 columns follow the rules of PyTorch 2.11 and 2.13. With PyTorch 2.11, an H200 confirmed the bytes of the flag, the mask and dropout, and the kernels chosen for the transposed mask and grouped queries. No GPU has confirmed the head size. It follows PyTorch's compiled checks.
+# The H200 columns follow the rules of PyTorch 2.11 and 2.13. With PyTorch 2.11, an H200 confirmed the bytes of the flag, the mask and dropout, and the kernels chosen for the transposed mask and grouped queries. No GPU has confirmed the head size, which follows PyTorch's compiled checks.
 #
 # </div>
 # <div lang="zh">
@@ -834,7 +834,7 @@ table(["attention", "peak (GB)"], rows)
 # - Softmax can be computed in one pass over blocks. One number per row, the log-sum-exp, restores every probability.
 # - dQ, dK and dV need Q, K, V, O and that number. The saved bytes grow with $N$, and the FLOPs grow with $N^2$.
 # - Backward is five products. Two passes need seven, and then no two instances write to the same place.
-# - A checkpoint around attention also forgets P, but the whole of P exists again at the peak. Without a causal mask it does as many FLOPs as flash attention in one pass.
+# - A checkpoint around attention also forgets P, for the same FLOPs without a causal mask, but the whole of P exists again at the peak.
 # - PyTorch falls back to keeping the scores without a warning. `sdpa_kernel` makes it raise an error instead.
 #
 # **Next:** [lesson 07](07_fit_the_budget.ipynb) fits all techniques into a budget.
