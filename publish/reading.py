@@ -210,17 +210,24 @@ def reaches(source: str, foreign: set[str], modules: Iterable[str] = ()) -> list
     return sorted(found, key=lambda each: (each.line, each.what))
 
 
+_REPEATED = (
+    *(ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+
 def _tries(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines that use a check in another way than in a statement of its own."""
-    alone = {
-        id(statement.value.func)
-        for statement in tree.body
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-    }
-    for node in ast.walk(tree):
+    """Yield the lines that call a check in a loop or function, or use it without calling it."""
+    todo: list[tuple[ast.AST, bool, bool]] = [(tree, False, False)]
+    while todo:
+        node, repeated, is_used = todo.pop()
         if isinstance(node, ast.Attribute) and node.attr.startswith("check_"):
-            if _is_lesson(_last_name(node.value)) and id(node) not in alone:
+            if _is_lesson(_last_name(node.value)) and (repeated or not is_used):
                 yield node.lineno
+        repeated |= isinstance(node, _REPEATED)
+        for child in ast.iter_child_nodes(node):
+            called = isinstance(node, ast.Call) and child is node.func
+            todo.append((child, repeated, called or isinstance(node, ast.Attribute)))
 
 
 def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:

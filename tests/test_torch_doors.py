@@ -34,7 +34,8 @@ with FakeTensorMode() as MODE:
 # An object of torch, or its path -> the names that the library uses of it.
 DOORS = [
     ("torch", "_conj _disable_dynamo _foreach_mul_ _neg_view"),
-    ("torch.Tensor", "_base _indices _is_view _make_subclass _make_wrapper_subclass _nnz _values"),
+    ("torch.Tensor", "_backward_hooks _base _indices _is_view _make_subclass"),
+    ("torch.Tensor", "_make_wrapper_subclass _nnz _post_accumulate_grad_hooks _values"),
     ("torch.Tensor", "_nested_tensor_size _nested_tensor_storage_offsets _nested_tensor_strides"),
     ("torch.Tensor", "_version"),
     ("torch.UntypedStorage", "_cdata"),
