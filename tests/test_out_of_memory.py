@@ -121,7 +121,7 @@ def test_the_bytes_of_adams_state_per_parameter_are_those_that_the_page_says(bas
 
 def test_adapters_on_a_quantized_base_and_checkpoints_together_peak_at_what_the_page_says():
     meter, _ = measured(example(), BLOCKS["quantized base"][0], BLOCKS["checkpoints"][0])
-    (said,) = re.findall(r"With checkpoints in addition, it peaks at ([\d.]+) MB", PAGE)
+    (said,) = re.findall(r"With checkpoints in addition, the example peaks at ([\d.]+) MB", PAGE)
     assert f"{meter.peak_bytes / 1e6:.1f}" == said
 
 
