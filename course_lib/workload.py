@@ -35,6 +35,21 @@ BY_SIZES = ("sequence", "batch", "vocabulary")  # options for a model given by s
 
 
 @dataclass(frozen=True)
+class Source:
+    """Lines of code with which a script makes the model and the batch of a workload.
+
+    Attributes:
+        imports: Import statements, each on one line.
+        lines: Statements that define the functions `make_model` and `make_batch`.
+        by_transformers: Whether the model is a model of transformers, which returns its loss.
+    """
+
+    imports: tuple[str, ...]
+    lines: tuple[str, ...]
+    by_transformers: bool = False
+
+
+@dataclass(frozen=True)
 class Workload:
     """A model and its batch, as arguments of `fit`, and their description.
 
@@ -46,6 +61,7 @@ class Workload:
         block_list: Name of the list of blocks in the model that the user trains, if that is not
             `make_model`'s own: a config's model is built from the course's modules, but trained as
             transformers' model.
+        source: Code with which a script makes the model and the batch; None if there is none.
     """
 
     make_model: Callable[[], nn.Module]
@@ -57,6 +73,7 @@ class Workload:
     split: Split | None = None
     attention: str | None = None
     block_list: str | None = None
+    source: Source | None = None
 
     def parameters(self) -> int:
         """Return the number of parameters; a quantized weight counts all its elements."""
