@@ -8,20 +8,21 @@
 
 A notebook depends only on its script: cell ids are hashes of the cells, and no times or versions
 are stored. A lesson runs completely or not at all. The notebook's metadata has hashes of its code
-cells, of the library and of the pinned versions. If none of them has changed, the stored outputs
-would be the same, and the lesson does not run. Seconds, devices and addresses differ from run to
-run. If a run changes nothing else, the stored outputs are kept. If both languages of a text have
-changed, its hashes in `translations.toml` are renewed.
+cells, of what it uses of the library (see `dependencies`), and of the pinned versions. If none of
+them has changed, the stored outputs would be the same, and the lesson does not run. Seconds,
+devices and addresses differ from run to run. If a run changes nothing else, the stored outputs are
+kept. If both languages of a text have changed, its hashes in `translations.toml` are renewed.
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from nbformat import NotebookNode
 
 from . import translations
 from .cells import ASKING_TAGS, id_of
+from .dependencies import Library
 
 PROJECT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = PROJECT / "notebooks"
@@ -76,21 +78,31 @@ def read_script(path):
     return notebook
 
 
-def library_files(project: Path = PROJECT) -> list[Path]:
-    """List the files of `course_lib` that can affect a lesson's outputs.
+def code_of(notebook: NotebookNode) -> ast.Module:
+    """Return the code of a lesson's cells, without lines that are not Python."""
+    lines = (
+        line
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for line in cell.source.splitlines()
+        if not line.lstrip().startswith(("%", "!"))
+    )
+    return ast.parse("\n".join(lines))
 
-    These are all files of the package, data included, and this module, because it decides which
-    parts of an output are stored.
+
+def library_of(notebook: NotebookNode, project: Path = PROJECT) -> Iterator[bytes]:
+    """Yield everything of the library that can affect a lesson's outputs.
+
+    These are the modules that the lesson uses (see `dependencies`) with their names, their data and
+    their labels, and this module, because it decides which parts of an output are stored.
     """
-    package = project / "course_lib"
-    found = [project / "publish" / Path(__file__).name]
-    for path in package.rglob("*"):
-        name = path.relative_to(package)
-        if not path.is_file():
-            continue
-        if not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
-            found.append(path)
-    return sorted(found)
+    library, code = Library(project), code_of(notebook)
+    modules = sorted(library.closure(code))
+    paths = [library.paths[name] for name in modules] + library.data_of(modules)
+    for path in [project / "publish" / Path(__file__).name, *paths]:
+        yield path.relative_to(project).as_posix().encode()
+        yield path.read_bytes()
+    yield library.labels_of(modules, code).encode()
 
 
 def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[str, str]:
@@ -101,14 +113,9 @@ def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[s
         project: The folder that contains `course_lib` and `constraints.txt`.
 
     Returns:
-        A hash of each source of the outputs, by name: the code cells with their tags, the files of
-        the library with their names, and the pinned versions of all packages.
+        A hash of each source of the outputs, by name: the code cells with their tags, what the
+        lesson uses of the library, and the pinned versions of all packages.
     """
-    library = (
-        part
-        for path in library_files(project)
-        for part in (path.relative_to(project).as_posix().encode(), path.read_bytes())
-    )
     cells = (
         json.dumps([cell.source, _tags_for_outputs(cell), "slide" in cell.metadata])
         for cell in notebook.cells
@@ -116,7 +123,7 @@ def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[s
     )
     return {
         "code cells": _hash(cell.encode() for cell in cells),
-        "library": _hash(library),
+        "library": _hash(library_of(notebook, project)),
         "pinned versions": _hash([(project / "constraints.txt").read_bytes()]),
     }
 
@@ -132,8 +139,17 @@ def _hash(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
+_LOADED = "import sys\nprint(*(name for name in sys.modules if name.startswith('course_lib')))"
+
+
 def execute(notebook):
-    """Run all cells in the notebooks' folder, in place, and remove what differs from run to run."""
+    """Run all cells in the notebooks' folder, in place, and remove what differs from run to run.
+
+    Raises:
+        RuntimeError: The lesson has loaded a module of the library that `library_of` does not find.
+    """
+    used = Library(PROJECT).closure(code_of(notebook))
+    notebook.cells.append(nbformat.v4.new_code_cell(_LOADED))
     for tries_left in (1, 0):
         client = NotebookClient(
             notebook,
@@ -150,6 +166,12 @@ def execute(notebook):
         except CellTimeoutError:
             if not tries_left:
                 raise
+    loaded = set(notebook.cells.pop().outputs[0].text.split())
+    if missed := loaded - used:
+        raise RuntimeError(
+            "dependencies must find each module that a lesson loads, but did not find"
+            f" {', '.join(sorted(missed))}"
+        )
     # the kernel has added its exact Python version
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:

@@ -328,10 +328,15 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
     assert {path.relative_to(tmp_path).as_posix() for path in there} == packed
     # a lesson can read what a learner has, so its stored outputs follow from the same files
     pytest.importorskip("jupytext")
-    from publish import notebooks
+    from publish import dependencies, notebooks
 
-    hashed = {path.relative_to(ROOT).as_posix() for path in notebooks.library_files()}
-    assert hashed - packed == {"publish/notebooks.py"} and packed <= hashed
+    scripts = sorted((ROOT / "notebooks" / "scripts").glob("[0-9]*.py"))
+    library = dependencies.Library(ROOT)
+    used = {
+        n for s in scripts for n in library.closure(notebooks.code_of(notebooks.read_script(s)))
+    }
+    hashed = [*(library.paths[name] for name in used), *library.data_of(used)]
+    assert used and {path.relative_to(ROOT).as_posix() for path in hashed} <= packed
 
 
 def test_the_library_says_the_version_of_its_distribution():

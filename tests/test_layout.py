@@ -11,6 +11,8 @@ from pathlib import Path
 import library_mutants
 import pytest
 
+from publish.dependencies import nodes_for_types
+
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "course_lib"
 # Statements are counted: lines are won by density, which does not help.
@@ -74,13 +76,6 @@ def modules():
 
 def library():
     return {name: tree for name, tree in modules().items() if name.startswith("course_lib")}
-
-
-def nodes_for_types(tree):
-    """Return the nodes that only a type checker reads."""
-    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If)]
-    parts = [p for n in guarded if ast.unparse(n.test) == "TYPE_CHECKING" for p in n.body]
-    return {node for part in parts for node in ast.walk(part)}
 
 
 def imports(name, tree=None, types=True):

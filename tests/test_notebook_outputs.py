@@ -23,7 +23,9 @@ SCRIPT = """\
 # A sentence.
 
 # %% tags=["shows-seconds"]
-print("seconds")
+from course_lib import memory
+
+print("seconds", "a label")
 
 # %% slide="output"
 a = 1
@@ -36,22 +38,27 @@ a
 a + 1
 """
 FILES = {
-    "course_lib/memory.py": "PEAK = 1\n",
-    "course_lib/labels/zh.toml": "[labels]\n",
-    "course_lib/recordings/a_gpu.json": "{}\n",
-    "course_lib/lessons/text/prose.txt": "Once upon a time.\n",
+    "course_lib/memory.py": "from .teaching import show\n",
+    "course_lib/teaching/__init__.py": "def show(): from . import figures\n",
+    "course_lib/teaching/figures.py": 'RUN = ["python", "-m", "course_lib.teaching.rank:main"]\n',
+    "course_lib/teaching/rank.py": "main = print\n",
     "course_lib/teaching/fonts/Sans.otf": "glyphs\n",
+    "course_lib/recordings/a_gpu.json": "{}\n",
     "publish/notebooks.py": "# stores notebooks\n",
+    "course_lib/budget.py": "from . import memory\n",
+    "course_lib/lessons/lesson_02/__init__.py": "text = 'of lesson 02'\n",
+    "course_lib/lessons/lesson_02/prose.txt": "Once upon a time.\n",
     "publish/site.py": "# makes the website\n",
     "publish/jupyterlab/overrides.json": "{}\n",
     "publish/NOTES.md": "notes\n",
     "publish/translations.toml": "\n",
     "course_lib/__pycache__/memory.pyc": "\n",
+    "course_lib/labels/zh.toml": "[library]\n",
     "constraints.txt": "torch==2.13.0\n",
     "notebooks/scripts/01_lesson.py": SCRIPT,
 }
 # Name of a file -> the reason that is reported after an edit of it.
-REASONS = {name: "library" if n < 6 else None for n, name in enumerate(FILES) if n < 11}
+REASONS = {name: "library" if n < 7 else None for n, name in enumerate(FILES) if n < 15}
 REASONS["constraints.txt"] = "pinned versions"
 
 
@@ -168,15 +175,28 @@ def test_changed_file_runs_the_lesson_unless_no_lesson_reads_it(course):
 def test_new_missing_or_renamed_file_of_the_library_runs_the_lesson(course):
     memory = course.folder / "course_lib" / "memory.py"
     course.write("course_lib/schedule/chain.py", "")
+    course.assert_kept()
+    course.write("course_lib/teaching/voice.txt", "")
     course.assert_ran()
     memory.rename(memory.with_name("meter.py"))
     course.assert_ran()
-    memory.with_name("meter.py").unlink()
+
+
+def test_label_runs_the_lessons_that_show_it(course):
+    zh, label = "course_lib/labels/zh.toml", '"{}" = "{}"\n'
+    labels = "[library]\n" + label.format("a label", "一")
+    course.write(zh, labels)
+    course.assert_ran()
+    labels += label.format("of lesson 02", "二")
+    course.write(zh, labels)
+    course.assert_kept()
+    # it may be put together from parts, since no module has it as a string
+    course.write(zh, labels + label.format("in no module", "三"))
     course.assert_ran()
 
 
 def test_file_that_moves_into_the_one_before_it_runs_the_lesson(course):
-    before, after = "course_lib/memory.py", "course_lib/recordings/a_gpu.json"
+    before, after = "course_lib/recordings/a_gpu.json", "course_lib/teaching/fonts/Sans.otf"
     (course.folder / after).unlink()
     course.write(before, FILES[before] + after + FILES[after])
     course.assert_ran()

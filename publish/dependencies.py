@@ -1,0 +1,130 @@
+"""Find what a lesson uses of the library: modules, their data, and the labels that they show.
+
+A module is used if a used module imports it anywhere, also inside a function, or has its name in a
+string, as code that starts another process does. Imports for type checkers do not count. A data
+file is used if a used module is in its folder, or if no module is. A label of the catalog is used
+if its English is a string in a used module or in the lesson, or in no module at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+# What `publish/jupyterlab/ipython_kernel_config.json` loads into each kernel.
+OF_KERNEL = ("course_lib.missing_names",)
+
+
+def nodes_for_types(tree: ast.AST) -> set[ast.AST]:
+    """Return the nodes that only a type checker reads."""
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If)]
+    parts = [p for n in guarded if ast.unparse(n.test) == "TYPE_CHECKING" for p in n.body]
+    return {node for part in parts for node in ast.walk(part)}
+
+
+def _module_names(tree: ast.AST, package: str) -> Iterator[str]:
+    """Yield each module that a tree imports or names, and each name that it imports from one."""
+    for_types = nodes_for_types(tree)
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            start = importlib.util.resolve_name(start, package)
+            yield start
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.partition(":")[0]
+            yield f"{package}.{node.value}"
+
+
+class Library:
+    """Modules of `course_lib` in a project, and which of them use each other."""
+
+    def __init__(self, project: Path):
+        self.project = project
+        self.paths: dict[str, Path] = {}
+        for path in sorted((project / "course_lib").rglob("*.py")):
+            parts = path.relative_to(project).with_suffix("").parts
+            self.paths[".".join(parts).removesuffix(".__init__")] = path
+        self.texts = {name: path.read_text("utf-8") for name, path in self.paths.items()}
+
+    def used_by(self, name: str) -> frozenset[str]:
+        """Return the modules that a module uses directly, and the packages that contain it."""
+        is_package = self.paths[name].name == "__init__.py"
+        package = name if is_package else name.rpartition(".")[0]
+        return self._among(_modules_in(self.texts[name], package)) | self._among([package])
+
+    def _among(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(names) & self.paths.keys()
+
+    def closure(self, tree: ast.AST) -> set[str]:
+        """Return all modules that a lesson's code and its kernel use, directly or not."""
+        found: set[str] = set()
+        waiting = list(self._among([*_module_names(tree, ""), *OF_KERNEL]))
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += self.used_by(name)
+                if f"{name}.__main__" in self.paths:
+                    waiting.append(f"{name}.__main__")
+        return found
+
+    def data_of(self, modules: Iterable[str]) -> list[Path]:
+        """Return the data files, without the catalog of labels, that the modules use."""
+        folders = {path.parent for path in self.paths.values()}
+        used = {self.paths[name].parent for name in modules}
+        return [
+            path
+            for path in sorted((self.project / "course_lib").rglob("*"))
+            if path.is_file()
+            and path.suffix != ".py"
+            and path != self.catalog
+            and not any(part.startswith((".", "__")) for part in path.parts)
+            and (path.parent in used or path.parent not in folders)
+        ]
+
+    @property
+    def catalog(self) -> Path:
+        """Chinese of all labels."""
+        return self.project / "course_lib" / "labels" / "zh.toml"
+
+    def labels_of(self, modules: Iterable[str], lesson: ast.AST) -> str:
+        """Return the entries of the catalog that the modules or the lesson use, as JSON."""
+        if not self.catalog.exists():
+            return ""
+        modules = set(modules)
+        sections = tomllib.loads(self.catalog.read_text("utf-8"))
+        errors = sections.pop("errors", {})  # only commands translate errors
+        tables = (each for each in sections.values() if isinstance(each, dict))
+        entries = {key: value for each in tables for key, value in each.items()}
+        used = _strings(lesson).union(*(_strings_in(self.texts[name]) for name in modules))
+        others = self.paths.keys() - modules
+        elsewhere = set().union(*(_strings_in(self.texts[name]) for name in others)) - used
+        found = {key: value for key, value in entries.items() if key not in elsewhere}
+        shown = [found, errors if "course_lib.labels.command" in modules else {}]
+        return json.dumps(shown, sort_keys=True)
+
+
+# Several lessons and several builds in one process read the same files.
+@cache
+def _modules_in(text: str, package: str) -> frozenset[str]:
+    return frozenset(_module_names(ast.parse(text), package))
+
+
+@cache
+def _strings_in(text: str) -> frozenset[str]:
+    return _strings(ast.parse(text))
+
+
+def _strings(tree: ast.AST) -> frozenset[str]:
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return frozenset(value for value in constants if isinstance(value, str))
