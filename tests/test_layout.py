@@ -51,10 +51,6 @@ ALLOWED = {
 }
 
 
-# The one door that opens upwards: `__getattr__` of offload, so that names of 0.1.0 stay.
-LAZY_DOORS = {("course_lib.offload", "course_lib.simulated")}
-
-
 def room_of(module):
     """`course_lib.memory.meter` -> `memory`, `publish.site` -> `publish`; None for others."""
     first, *rest = module.split(".")
@@ -80,14 +76,8 @@ def library():
 
 def imports(name, tree=None, types=True):
     """(module, names taken from it) of every import of the library, lazy ones and those for types
-    alone included unless `types` is False, but for the doors in `LAZY_DOORS`."""
+    alone included unless `types` is False."""
     tree = modules()[name] if tree is None else tree
-    behind_doors = {
-        node
-        for part in tree.body
-        if isinstance(part, ast.FunctionDef) and part.name == "__getattr__"
-        for node in ast.walk(part)
-    }
     package = name if ROOT.joinpath(*name.split(".")).is_dir() else name.rpartition(".")[0]
     skipped = set() if types else nodes_for_types(tree)
     found = []
@@ -101,9 +91,8 @@ def imports(name, tree=None, types=True):
             start = importlib.util.resolve_name(start, package)
             for alias in node.names:
                 submodule = f"{start}.{alias.name}"
-                if node not in behind_doors or (name, submodule) not in LAZY_DOORS:
-                    is_module = submodule in modules()
-                    found.append((submodule, []) if is_module else (start, [alias.name]))
+                is_module = submodule in modules()
+                found.append((submodule, []) if is_module else (start, [alias.name]))
     ours = ("course_lib", "publish")
     return [(module, names) for module, names in found if module.split(".")[0] in ours]
 

@@ -15,8 +15,6 @@ from masters import Masters
 from torch import nn
 
 import course_lib.checkpoint as ours
-import course_lib.offload
-from course_lib import simulated
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.memory import CATEGORY_COLORS, MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
@@ -726,10 +724,3 @@ def test_the_bytes_below_are_those_that_were_live(drawing):
     (area,) = ax.collections
     corners = {tuple(map(float, corner)) for corner in area.get_paths()[0].vertices}
     assert {(0.0, 0.001), (1.0, 0.001), (1.0, 0.002), (5.0, 0.002)} <= corners
-
-
-def test_offload_gives_the_simulated_device_on_request():
-    assert course_lib.offload.SimulatedDevice is simulated.SimulatedDevice
-    assert course_lib.offload.Race is simulated.Race
-    with pytest.raises(AttributeError, match="SimulatedDevices"):
-        _ = course_lib.offload.SimulatedDevices

@@ -8,8 +8,6 @@ it is a file, which a small pool of threads writes and reads while the main thre
 Offloading therefore runs on every machine. Lesson 04 explains how it works.
 """
 
-from typing import Any
-
 from .activations import offload_activations
 from .device import Device
 from .optimizer import OffloadedOptimizer, chosen_below
@@ -22,9 +20,7 @@ __all__ = [
     "HostStore",
     "OffloadedOptimizer",
     "Prefetcher",
-    "Race",
     "Reservation",
-    "SimulatedDevice",
     "Store",
     "StoreFull",
     "SymbolicStore",
@@ -32,16 +28,3 @@ __all__ = [
     "chosen_below",
     "offload_activations",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `SimulatedDevice` and `Race` on first use.
-
-    They are defined in `course_lib.simulated`, which imports this package and therefore cannot be
-    imported at the top.
-    """
-    if name in ("Race", "SimulatedDevice"):
-        from course_lib import simulated
-
-        return getattr(simulated, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
