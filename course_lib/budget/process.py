@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from course_lib._batches import Split
 from course_lib._origin import MEASURE
 from course_lib._torch import counted_kind, look_of, not_collecting, tensors_in
+from course_lib.attention.symbolic import TILES
 from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
@@ -204,9 +205,6 @@ def trace_step(
     return trace
 
 
-_TILES = torch.ops.course_lib.tiles.default
-
-
 class StepMeter(UnguardedMeter):
     """Meter that raises ValueError for operators that cannot be measured symbolically.
 
@@ -240,7 +238,7 @@ class StepMeter(UnguardedMeter):
                 " estimate runs on symbolic tensors, which have shapes only; pass"
                 f" sparse=False to the embedding, or {MEASURE}"
             )
-        if func is _TILES:
+        if func is TILES:
             # This operator represents many others, and its argument names the largest of them.
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
         return result

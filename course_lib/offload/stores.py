@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import whole
 from course_lib._torch import is_symbolic
-from course_lib.symbolic import Symbolic
 
 from .device import Device
 
@@ -276,9 +275,10 @@ class SymbolicStore(Store):
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        mode = detect_fake_mode()
+        # Only the modes of `course_lib.symbolic` know the values of some tensors.
+        knows = getattr(detect_fake_mode(), "knows", None)
         reservation.place = None
-        if isinstance(mode, Symbolic) and mode.knows(data):
+        if knows is not None and knows(data):
             with _disable_current_modes():
                 reservation.place = data.clone()
         return lambda: None
