@@ -419,17 +419,18 @@ def _each(dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rul
 
 
 def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result in the memory format of the input, `self`.
+    """Return a result in the memory format and the dtype of the input, `self`.
 
     Source: `suggest_memory_format` in aten/src/ATen/native/MaxUnpooling.cpp, ReflectionPad.cpp,
     ReplicationPadding.cpp and ChanelShuffle.cpp.
     """
     if result.device.type != "cpu":
         return result
+    x = given["self" if "self" in given else "input"]
     options = {
-        "dtype": result.dtype,
+        "dtype": x.dtype,
         "device": result.device,
-        "memory_format": suggest_memory_format(given["self" if "self" in given else "input"]),
+        "memory_format": suggest_memory_format(x),
     }
     return dispatch(_aten.empty.memory_format, (), (result.size(),), options)
 
@@ -447,6 +448,22 @@ def _batch_norm(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Te
         strides = make_channels_last_strides_for(result.shape)
         return make_result(dispatch, result.size(), strides, result)
     return _in_memory_format(dispatch, given, result)
+
+
+def _norm(dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule) -> tuple:
+    """Return results whose first one follows a rule, and statistics in the dtype of the parameters.
+
+    Under autocast, an input in bf16 meets parameters in fp32.
+
+    Source: aten/src/ATen/native/cpu/mixed_data_type.h (`param_scalar_type`).
+    """
+    output, *rest = _first(dispatch, given, result, rule=rule)
+    names = "weight", "bias", "running_mean", "running_var"
+    parameters = [given[name] for name in names if given.get(name) is not None]
+    if output.device.type == "cpu" and parameters and parameters[0].dtype != output.dtype:
+        dtype = parameters[0].dtype
+        rest[:2] = [make_result(dispatch, x.size(), None, x, dtype) for x in rest[:2]]
+    return output, *rest
 
 
 def _embedding_bag(
@@ -552,7 +569,7 @@ RULES: dict[OpOverload, Rule] = {
     _aten.nan_to_num.default: _like_input,
     _aten.flip.default: _like_input,
     _aten.index_put.default: _like_input,
-    _aten.native_layer_norm.default: _first,
+    _aten.native_layer_norm.default: partial(_norm, rule=_contiguous),
     _aten._weight_norm_interface.default: _first,
     _aten._weight_norm_interface_backward.default: _first,
     _aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
@@ -589,17 +606,17 @@ CPU_RULES: dict[OpOverload, Rule] = {
             _aten._native_batch_norm_legit.no_stats,
             _aten._batch_norm_with_update.default,
         ),
-        partial(_first, rule=_batch_norm),
+        partial(_norm, rule=_batch_norm),
     ),
     **dict.fromkeys(
         (
             _aten.native_batch_norm_backward.default,
             _aten.batch_norm_backward.default,
-            _aten.native_group_norm.default,
             _aten.native_group_norm_backward.default,
         ),
         partial(_first, rule=_in_memory_format),
     ),
+    _aten.native_group_norm.default: partial(_norm, rule=_in_memory_format),
     _aten.roll.default: _in_memory_format,
     _aten.log_sigmoid_forward.default: partial(_each, rule=_contiguous),
     _aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
