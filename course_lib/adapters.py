@@ -34,7 +34,8 @@ def with_adapters(
 
     A layer with weights W (m, n) computes x W^T + s (x A^T) B^T with adapters A (rank, n) and B
     (m, rank) in fp32. Only A and B have gradients and optimizer state: rank * (m + n) elements
-    instead of m * n. Use recipes with `precision=None`, which keeps the dtypes of the model.
+    instead of m * n. Use recipes with `precision=None`, which keeps the dtypes of the model, or
+    "autocast", which also keeps them and computes in bf16.
 
     **Checkpoints.** Gradients reach the adapters inside a checkpointed block even if the input of
     the block requires none, with this library's checkpoints and with PyTorch's if

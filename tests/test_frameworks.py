@@ -53,6 +53,8 @@ def arguments_of(recipe, folder, **more):
         Recipe(optimizer="adafactor"),
         Recipe(checkpoint="layers", in_backward=True, offload_optimizer=1.0),
         Recipe("bf16", checkpoint="layers"),
+        Recipe("autocast"),
+        Recipe("autocast", checkpoint="layers", micro_batches=2),
     ],
     ids=str,
 )
@@ -66,9 +68,6 @@ def test_two_steps_of_the_trainer_peak_at_the_estimate(recipe, tmp_path):
         trainer.train()
     lines = recipe.as_training_arguments(SAMPLES)
     more = meter.peak_bytes - estimate(make_model, make_batch, lines.recipe).peak_bytes
-    if recipe.precision == "bf16":  # the copies of the weights may come at other moments
-        assert abs(more) < 4 * sum(p.numel() for p in model.parameters())
-        return
     assert (lines.recipe == recipe) == (lines.differences == ())
     # It has the batches of both steps, and a few numbers for its log.
     assert 0 <= more <= 2 * sum(tensor.nbytes for tensor in batch.values()) + 100
@@ -200,7 +199,8 @@ def printed(tmp_path, capsys):
 def test_the_command_prints_training_arguments_that_can_be_pasted(printed):
     names = {"TrainingArguments": partial(transformers.TrainingArguments, use_cpu=True)}
     code = printed(LLAMA)
-    arguments = eval(code[code.index("TrainingArguments(") :], names)
+    call = code[code.index("TrainingArguments(") :].partition("\n)")
+    arguments = eval("".join(call[:2]), names)
     assert arguments.bf16 and arguments.per_device_train_batch_size == SAMPLES
     told = json.loads(printed(LLAMA, "--json"))["training_arguments"]
     assert {name: getattr(arguments, name) for name in told} == told

@@ -116,8 +116,9 @@ def arguments() -> argparse.ArgumentParser:
         type=parse_name([*PRECISIONS, OWN], {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
         metavar="|".join([*PRECISIONS, OWN]),
         help=(
-            "default bf16; own keeps the dtypes of the model, for example of one with adapters; not"
-            " with --lora, where --base decides"
+            "default bf16, with fp32 master weights; autocast has fp32 weights and computes in"
+            " bf16; bf16-only has no master weights; own keeps the dtypes of the model, for example"
+            " of one with adapters; with --lora only autocast, because --base decides"
         ),
     )
     parser.add_argument(
@@ -430,13 +431,14 @@ def _base(given: argparse.Namespace, model: Workload) -> Recipe:
             f"--ranks {ranks} cannot be combined with --lora: steps of several ranks are estimated"
             " in one dtype only"
         )
-    if given.lora and given.precision:
+    if given.lora and given.precision not in (None, "autocast"):
         raise ValueError(
             f"--precision {given.precision} cannot be combined with --lora: adapters are in fp32,"
             " and --base sets the format of the frozen weights"
         )
+    default = None if given.lora else "bf16"
     return Recipe(
-        precision=None if given.lora or given.precision == OWN else given.precision or "bf16",
+        precision=None if given.precision == OWN else given.precision or default,
         optimizer=given.optimizer,
         attention=model.attention,
         **more,

@@ -88,7 +88,7 @@ def trainer_lines(recipe: Recipe, samples: int | None) -> TrainerLines:
     }
     if _sets_update(recipe):
         arguments["optim"] = "adamw_torch_fused"
-    if recipe.precision == "bf16":
+    if recipe.precision in ("bf16", "autocast"):
         arguments["bf16"] = True
     arguments |= _fsdp_arguments(recipe) | ({} if _fsdp_arguments(recipe) else _checkpoints(recipe))
     differences = tuple(_differences(recipe, samples, taken))
@@ -103,8 +103,12 @@ def _sets_update(recipe: Recipe) -> bool:
 def _without_missing(recipe: Recipe) -> Recipe:
     """Return the recipe without the techniques that the Trainer does not have."""
     layers = recipe.checkpoint != "none"
+    # Several ranks are not estimated under autocast.
+    autocast = recipe.precision == "bf16" and recipe.ranks == 1
     return replace(
         recipe,
+        precision="autocast" if autocast else recipe.precision,
+        accumulate=None,
         optimizer="adam" if recipe.optimizer == "muon" else recipe.optimizer,
         update=recipe.update if _sets_update(recipe) else None,
         offload_optimizer=0.0,
@@ -160,7 +164,12 @@ def _differences(recipe: Recipe, samples: int | None, taken: int | None) -> Iter
             "`bf16=True` keeps fp32 weights and makes bf16 copies of them for the step; the recipe"
             " has bf16 weights, and fp32 master weights for the optimizer"
         )
-    elif recipe.accumulate == "fp32":
+    elif recipe.precision == "bf16-only":
+        yield text(
+            "the model must be in bf16: {argument}",
+            argument=verbatim("from_pretrained(..., dtype=torch.bfloat16)"),
+        )
+    if recipe.accumulate == "fp32" and recipe.precision != "bf16":
         yield text("the Trainer accumulates gradients in the dtype of the parameters")
     if recipe.update is not None and not _sets_update(recipe):
         yield text("the Trainer leaves the choice between loop, foreach and fused to PyTorch")

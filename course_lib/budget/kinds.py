@@ -8,6 +8,8 @@ a GPU:
   on the GPU, the argument `gpu` of `estimate`. Flash attention of this package runs as a kernel and
   has no tensors for its tiles.
 - 8-bit layers of bitsandbytes run the product that it runs on CUDA, by its source (0.50).
+- Under autocast more functions run in fp32 (`course_lib.symbolic.cuda_autocast`). This has not been
+  measured on a GPU.
 - If a recipe leaves the variant of the update to PyTorch, most optimizers use "foreach", which
   allocates temporary tensors as large as all the parameters. The attribute `default_on_cuda` of
   each row of `course_lib.budget.optimizers.OPTIMIZERS` states the rule of

@@ -201,7 +201,7 @@ class EstimateCache:
     def uses_own_stages(self) -> bool:
         """Whether schedules and segments run the model's own chain instead of its blocks."""
         own = own_stages(self.composer.model) is not None and self.composer.loss_sum is None
-        return own and self.blocks is None
+        return own and self.blocks is None and self.base.precision != "autocast"
 
     def goes_with(self, **technique: Any) -> bool:
         """Return whether the model supports a technique.

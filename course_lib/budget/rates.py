@@ -121,7 +121,9 @@ class Rates:
         recipe = estimate.recipe
         link = self.link_bytes * self.link_share
         flops = self.flops_share * (
-            self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops
+            self.fp32_flops
+            if recipe.dtype == torch.float32 and recipe.precision != "autocast"
+            else self.bf16_flops
         )
         # Gradients are copied to the host, and the same number of bytes of parameters back.
         sent = estimate.host_parameters * recipe.dtype.itemsize

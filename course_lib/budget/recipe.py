@@ -28,8 +28,12 @@ class Recipe:
 
     Attributes:
         precision: "fp32"; or "bf16" for parameters, gradients and activations in bfloat16 with fp32
-            master weights. None keeps the dtypes of the model, without master weights unless the
-            optimizer is offloaded.
+            master weights. "autocast" has parameters, gradients and optimizer state in fp32, and
+            runs `model.forward` under `torch.autocast` in bfloat16 and returns its output in fp32,
+            as Hugging Face's Trainer does with `bf16=True`. A model with frozen parameters keeps
+            its dtypes under autocast. "bf16-only" has parameters, gradients and optimizer state in
+            bfloat16, without master weights. None keeps the dtypes of the model, without master
+            weights unless the optimizer is offloaded.
         optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion",
             "adam8bit" or "muon". The state of "adam8bit" is estimated by a formula, and its real
             step requires bitsandbytes. "muon" updates the matrices of the model's blocks, and AdamW
@@ -51,8 +55,9 @@ class Recipe:
             products of every block; "segments" saves the input of every segment, a run of
             consecutive blocks; "optimal" saves what the fastest schedule within `schedule_bytes`
             keeps. "segments" and "optimal" run the model's own chain if it defines one (see
-            `course_lib.models.Decoder.stages`). Otherwise its blocks must form a chain, in which
-            the input of each block is the output of the previous one.
+            `course_lib.models.Decoder.stages`) and the precision is not "autocast". Otherwise its
+            blocks must form a chain, in which the input of each block is the output of the previous
+            one.
         blocks: Names of the blocks to checkpoint: one name with wildcards, such as
             "model.layers.*", or several. None selects all lists of blocks (see
             `course_lib.checkpoint.checkpoint_blocks`), for example both an encoder and a decoder.

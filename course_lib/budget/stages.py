@@ -61,9 +61,11 @@ def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
 def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
     """Return whether the recipe runs the model's own chain.
 
-    Otherwise the recipe runs the model's blocks, or no chain at all.
+    Otherwise the recipe runs the model's blocks, or no chain at all. Under autocast it runs the
+    blocks, because the stages do not call `model.forward`.
     """
-    return recipe.checkpoint in CHAINED and recipe.blocks is None and own_stages(model) is not None
+    chained = recipe.checkpoint in CHAINED and recipe.precision != "autocast"
+    return chained and recipe.blocks is None and own_stages(model) is not None
 
 
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:

@@ -43,6 +43,7 @@ from .stages import chain_of_stages, chains_of, runs_stages
 from .techniques import APPLIED, TECHNIQUES
 from .techniques.checkpoints import block_names
 from .techniques.micro_batches import counts_allowed
+from .techniques.precision import autocast_forward, converts
 from .techniques.technique import all_of
 
 
@@ -79,7 +80,7 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     check_recipe(recipe)
     with _CopiesOfSymbolic() if is_symbolic() else nullcontext():
         model = make_model()
-    if isinstance(model, nn.Module) and recipe.precision is not None:
+    if isinstance(model, nn.Module) and converts(recipe, model):
         cast(model, recipe.dtype)
     check_model(model, recipe)
     return model
@@ -349,6 +350,8 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
             for each in APPLIED
             if each.around == "step" and each.is_used(recipe)
         ]
+        if recipe.precision == "autocast":
+            entered.append(stack.enter_context(autocast_forward(model)))
         yield all_of(entered)
 
 

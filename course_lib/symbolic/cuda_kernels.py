@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .._torch import autocast_of, map_tensors
 from .cpu_kernels import Dispatch, make_result
 
 _aten = torch.ops.aten
@@ -401,6 +402,12 @@ def scaled_dot_product_attention(
         return handle_torch_function(
             scaled_dot_product_attention, (query, key, value), query, key, value, **given
         )
+    # The operators below do not pass through autocast.
+    if dtype := autocast_of(query):
+        query, key, value, attn_mask = map_tensors(
+            lambda x: x.to(dtype) if x.is_floating_point() else x, (query, key, value, attn_mask)
+        )
+        given["attn_mask"] = attn_mask
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, _GPU.get())
     kernel = attention_kernel(call)
     if kernel == "math":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._torch import tensors_in
+from course_lib._torch import AutocastState, autocast_of, tensors_in
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.labels import text
 
@@ -103,7 +103,14 @@ class _ForwardInChunks:
 
     def __call__(self, hidden: Tensor) -> Logits:
         width = self.head.weight.shape[0]
-        return Logits(hidden, (), self.forward, width, self.about, self.used, self.options)
+        # The loss may be computed after the end of an autocast block in which the head was called.
+        autocast = AutocastState([hidden.device.type])
+
+        def forward(hidden: Tensor) -> Tensor:
+            with autocast.restore():
+                return self.forward(hidden)
+
+        return Logits(hidden, (), forward, width, self.about, self.used, self.options)
 
 
 def head_of(model: nn.Module, chunk: int) -> nn.Module:
@@ -152,7 +159,7 @@ class Logits(Tensor):
 
     @staticmethod
     def __new__(cls, hidden, casts, forward, width, *_):
-        dtype = casts[-1] if casts else hidden.dtype
+        dtype = casts[-1] if casts else autocast_of(hidden) or hidden.dtype
         return Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device
         )

@@ -72,7 +72,15 @@ class OffloadedState(Technique):
     in_forward = False
 
     def conflict(self, recipe: Recipe) -> str | None:
-        if OPTIMIZERS[recipe.optimizer].can_offload_state or not recipe.offload_optimizer:
+        if not recipe.offload_optimizer:
+            return None
+        if recipe.precision == "bf16-only":
+            return (
+                "offload_optimizer must be 0 when precision is 'bf16-only', because offloaded state"
+                f" includes fp32 master weights, got {recipe.offload_optimizer}; use precision"
+                " 'bf16'"
+            )
+        if OPTIMIZERS[recipe.optimizer].can_offload_state:
             return None
         return (
             f"offload_optimizer must be 0 when optimizer is {recipe.optimizer!r}, whose state has"
@@ -90,9 +98,11 @@ class OffloadedState(Technique):
         return words
 
     def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        tensors = OPTIMIZERS[search.known.base.optimizer].state_tensors
+        base = search.known.base
+        tensors = OPTIMIZERS[base.optimizer].state_tensors
         # Without state, only the master weights of bf16 parameters can be offloaded.
-        nothing = tensors is None or (tensors == 0 and search.known.base.precision == "fp32")
+        nothing = tensors is None or (tensors == 0 and base.precision in ("fp32", "autocast"))
+        nothing = nothing or base.precision == "bf16-only"
         shares = FRACTIONS[:: len(FRACTIONS) - 1] if search.quick else FRACTIONS
         return [{self.field: share} for share in (FRACTIONS[:1] if nothing else shares)]
 

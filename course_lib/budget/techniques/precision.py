@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import nn
 
 from course_lib._check import describe
+from course_lib._torch import counted_kind, map_tensors
 from course_lib.labels import text
+from course_lib.symbolic.cuda_autocast import CudaCasts, in_fp32
 from course_lib.symbolic.quantization import is_quantized
 
 from .technique import Recipe, Technique, choice, fields_of
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "autocast": torch.float32,
+    "bf16-only": torch.bfloat16,
+}
 
 
 class Precision(Technique):
-    """Precision of the model: fp32, or bf16 with fp32 master weights; `build` converts it."""
+    """Precision of the model. `build` converts it, and `autocast_forward` applies "autocast"."""
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
     after = None
@@ -24,7 +36,7 @@ class Precision(Technique):
     acts_on = frozenset({"parameter", "gradient", "activation", "temporary"})
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        for p in model.parameters() if recipe.precision is not None else ():
+        for p in model.parameters() if converts(recipe, model) else ():
             if p.is_floating_point() and p.dtype != recipe.dtype and not is_quantized(p):
                 return (
                     f"precision must be that of the model's parameters, got {recipe.precision!r}"
@@ -33,4 +45,56 @@ class Precision(Technique):
         return None
 
     def words(self, recipe: Recipe) -> list[str]:
+        if recipe.precision == "autocast":
+            return [text("bf16 autocast")]
+        if recipe.precision == "bf16-only":
+            return [text("bf16 without fp32 master weights")]
         return [recipe.precision or text("own precision")]
+
+
+def converts(recipe: Recipe, model: nn.Module) -> bool:
+    """Return whether the recipe sets the dtype of a model's parameters.
+
+    Under autocast, a model with frozen parameters keeps its dtypes, because the frozen base of
+    adapters may be in bf16 or quantized.
+    """
+    frozen = any(not p.requires_grad for p in model.parameters())
+    return recipe.precision is not None and not (recipe.precision == "autocast" and frozen)
+
+
+@contextmanager
+def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Run `model.forward` under autocast in bf16 inside the `with` block, and return fp32 outputs.
+
+    Floating-point tensors in 16 bits in the output are converted to fp32, as Hugging Face's Trainer
+    does with `bf16=True`. The yielded function raises ValueError if `model.forward` has not been
+    called.
+
+    Source: `accelerate.Accelerator.prepare_model`.
+    """
+    own, forward = vars(model).get("forward"), model.forward
+    device = next(model.parameters()).device.type
+    on_cuda = counted_kind() == "cuda"
+    calls: list[bool] = []
+
+    @wraps(forward)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        calls.append(True)
+        with torch.autocast(device, torch.bfloat16), CudaCasts() if on_cuda else nullcontext():
+            output = forward(*args, **kwargs)
+        return map_tensors(in_fp32, output)
+
+    def check() -> None:
+        if not calls:
+            raise ValueError(
+                f"precision must not be 'autocast' for {describe(model)} whose loss does not call"
+                " its forward pass; pass a loss_sum that calls model(...)"
+            )
+
+    try:
+        model.forward = under_autocast
+        yield check
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own

@@ -10,14 +10,13 @@ from torch import nn
 from course_lib._check import any_of, must_be
 from course_lib.labels import text, verbatim
 
-from .precision import PRECISIONS
 from .technique import Recipe, Technique, choice, count, fields_of
 
 SHARDS = ("ddp", "zero1", "zero2", "zero3")
 # Maps a field to its values that the engines of `course_lib.distributed` support. A field that is
 # neither here nor in `ANY` must have its default.
 RUN: dict[str, tuple[Any, ...]] = {
-    "precision": tuple(PRECISIONS),
+    "precision": ("fp32", "bf16"),
     "optimizer": ("adam",),
     "update": ("fused",),
     "checkpoint": ("none", "selective", "layers"),
