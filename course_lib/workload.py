@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pkgutil
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +41,8 @@ class Source:
 
     Attributes:
         imports: Import statements, each on one line.
-        lines: Statements that define the functions `make_model` and `make_batch`.
+        lines: Lines that define the functions `make_model` and `make_batch`. They make the same
+            model and the same shapes as the functions of the workload.
         by_transformers: Whether the model is a model of transformers, which returns its loss.
     """
 
@@ -61,7 +63,8 @@ class Workload:
         block_list: Name of the list of blocks in the model that the user trains, if that is not
             `make_model`'s own: a config's model is built from the course's modules, but trained as
             transformers' model.
-        source: Code with which a script makes the model and the batch; None if there is none.
+        source: Code with which a script makes the model and the batch; None if no framework was
+            given to write a script for.
     """
 
     make_model: Callable[[], nn.Module]
@@ -85,7 +88,9 @@ def workload_of(given: Namespace) -> Workload:
     """Return the workload given by --config, by --model, or by sizes.
 
     A model built from a config or from sizes calls PyTorch's `scaled_dot_product_attention`, which
-    is also the default of transformers. A function's model is not changed.
+    is also the default of transformers. A function's model is not changed. If `given.framework` is
+    set, transformers builds the model of a config, because a script has to name it, and the
+    workload has a `source`.
 
     Raises:
         ValueError: An option is missing, names something that cannot be found, or cannot be
@@ -134,12 +139,14 @@ class ConfiguredModel:
         plain: Whether the model is made of the course's modules, which take tokens (b, s + 1).
             Otherwise it is transformers', which takes {"input_ids": (b, s), "labels": (b, s)} and
             returns its loss.
+        family: Class of transformers that builds the model, one of `FAMILIES`; None if it is plain.
     """
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[..., Any]
     vocabulary: int
     plain: bool
+    family: str | None = None
 
 
 def model_of_config(
@@ -166,13 +173,13 @@ def model_of_config(
             vocabulary,
             plain=True,
         )
-    made, vocabulary = _by_transformers(config, sequence)
+    made, vocabulary, family = _by_transformers(config, sequence)
 
     def make_batch(samples: int, seed: int = 0) -> dict[str, Tensor]:
         tokens = random_tokens(samples, sequence, vocabulary, seed=seed)[:, :sequence]
         return {"input_ids": tokens.contiguous(), "labels": tokens.clone()}
 
-    return ConfiguredModel(made, make_batch, vocabulary, plain=False)
+    return ConfiguredModel(made, make_batch, vocabulary, plain=False, family=family)
 
 
 #: Families of transformers' models that take tokens and labels, the most likely first.
@@ -208,20 +215,21 @@ def _with_lora(workload: Workload, given: Namespace) -> Workload:
         rank=given.lora,
         base=verbatim(base),
     )
-    return replace(workload, make_model=make_model, name=name, block_list=None)
+    source = workload.source and _with_adapters_in(workload.source, given.lora, targets, base)
+    return replace(workload, make_model=make_model, name=name, block_list=None, source=source)
 
 
 def _by_transformers(
     config: Mapping[str, Any], sequence: int
-) -> tuple[Callable[[], nn.Module], int]:
+) -> tuple[Callable[[], nn.Module], int, str]:
     name, known = config.get("model_type"), ", ".join(KNOWN)
     try:
         import transformers
     except ImportError:
         if name in KNOWN:
             raise ValueError(
-                "a model with adapters must be built by transformers, which is not installed: pip"
-                " install transformers peft"
+                "a model with adapters or for a script must be built by transformers, which is not"
+                " installed: pip install transformers peft"
             ) from None
         raise ValueError(
             f"model_type must be one of {known}, got {name!r}; with transformers installed"
@@ -233,8 +241,8 @@ def _by_transformers(
             f" {transformers.__version__} knows, got {name!r}"
         )
     settings = transformers.AutoConfig.for_model(**config)
-    families = [getattr(transformers, family) for family in FAMILIES]
-    kinds = [family for family in families if type(settings) in family._model_mapping]
+    classes = {family: getattr(transformers, family) for family in FAMILIES}
+    kinds = [name for name, each in classes.items() if type(settings) in each._model_mapping]
     if not kinds:
         raise ValueError(
             f"model_type must have a language model in transformers, got {name!r}; or pass"
@@ -247,12 +255,13 @@ def _by_transformers(
         raise ValueError(
             f"sequence must be at most {longest} (the limit of the config), got {sequence}"
         )
-    return partial(kinds[0].from_config, settings), text_settings.vocab_size
+    make_model = partial(classes[kinds[0]].from_config, settings)
+    return make_model, text_settings.vocab_size, kinds[0]
 
 
 def _by_config(given: Namespace) -> Workload:
-    adapted = bool(getattr(given, "lora", None))
-    found = model_of_config(given.config, given.sequence, by_transformers=adapted)
+    adapted, scripted = bool(getattr(given, "lora", None)), _is_scripted(given)
+    found = model_of_config(given.config, given.sequence, by_transformers=adapted or scripted)
     kind = json.loads(Path(given.config).read_text("utf-8-sig"))["model_type"]
     label = (
         "{file} ({kind}, in this course's plain implementation of its shapes)"
@@ -270,6 +279,7 @@ def _by_config(given: Namespace) -> Workload:
         _samples(given),
         samples=given.batch,
         block_list=block_list,
+        source=_source_of_config(given, found) if scripted else None,
     )
 
 
@@ -303,6 +313,7 @@ def _by_function(given: Namespace) -> Workload:
         attention="standard",
         samples=samples,
         split=getattr(make_model, "split", None),
+        source=_source_of_function(given, make_model) if _is_scripted(given) else None,
     )
 
 
@@ -350,6 +361,7 @@ def _by_sizes(given: Namespace) -> Workload:
         name,
         _samples(given),
         samples=given.batch,
+        source=_source_of_sizes(given, sizes) if _is_scripted(given) else None,
     )
 
 
@@ -361,6 +373,85 @@ def _samples(given: Namespace) -> str:
     one = "{count} sample of {sequence} tokens"
     many = "{count} samples of {sequence} tokens"
     return text(one if given.batch == 1 else many, count=given.batch, sequence=given.sequence)
+
+
+# ---- Code that makes the model and the batch
+
+
+def _is_scripted(given: Namespace) -> bool:
+    return getattr(given, "framework", None) is not None
+
+
+def _source_of_config(given: Namespace, found: ConfiguredModel) -> Source:
+    return Source(
+        ("import torch", f"from transformers import AutoConfig, {found.family}"),
+        (
+            "def make_model():",
+            f"    config = AutoConfig.from_pretrained({_as_code(given.config)})",
+            f"    return {found.family}.from_config(config)  # from_pretrained(...) loads weights",
+            "",
+            "def make_batch():",
+            f"    tokens = torch.randint({found.vocabulary}, ({given.batch}, {given.sequence}))"
+            "  # your data",
+            '    return {"input_ids": tokens, "labels": tokens.clone()}',
+        ),
+        by_transformers=True,
+    )
+
+
+def _source_of_sizes(given: Namespace, sizes: Mapping[str, int]) -> Source:
+    arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    tokens = f"{given.batch}, {given.sequence}, {sizes['vocabulary']}"
+    return Source(
+        ("from course_lib.models import Decoder, random_tokens",),
+        (
+            "def make_model():",
+            f"    return Decoder({arguments}, sequence={given.sequence}, fused=True)",
+            "",
+            "def make_batch():",
+            f"    return random_tokens({tokens})  # your data",
+        ),
+    )
+
+
+def _source_of_function(given: Namespace, make_model: Callable[[], nn.Module]) -> Source:
+    """Return code that imports the user's functions."""
+    named, imports, lines = {"make_model": given.model}, [], []
+    if given.batch_from:
+        named["make_batch"] = given.batch_from
+    for name, place in named.items():
+        module, _, path = place.partition(":")
+        first, dot, rest = path.partition(".")
+        imports.append(f"from {module} import {first}{f' as {name}' * (first != name)}")
+        lines += [f"{name} = {name}.{rest}"] * bool(dot)
+    if not given.batch_from:
+        lines.append("make_batch = make_model.make_batch")
+    with symbolic():
+        by_transformers = is_of_transformers(make_model())
+    return Source((*imports,), (*lines,), by_transformers)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers, or one of these with adapters of peft."""
+    classes = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
+    # Nothing is imported here: the class of a model is in a module that has been imported.
+    found = [getattr(sys.modules.get(package), name, None) for package, name in classes]
+    own, adapted = (isinstance(model, each) if each else False for each in found)
+    return own or (adapted and is_of_transformers(model.get_base_model()))
+
+
+def _with_adapters_in(source: Source, rank: int, targets: Any, base: str) -> Source:
+    named = [str(rank), *([] if targets is None else [f"targets={_as_code(targets)}"])]
+    line = f"make_model = with_adapters(make_model, {', '.join(named)}, base={_as_code(base)})"
+    return replace(
+        source,
+        imports=(*source.imports, "from course_lib.adapters import with_adapters"),
+        lines=(*source.lines, "", line),
+    )
+
+
+def _as_code(value: Any) -> str:
+    return json.dumps(value if isinstance(value, list) else str(value), ensure_ascii=False)
 
 
 def named_function(option: str, name: str) -> Callable[..., Any]:
