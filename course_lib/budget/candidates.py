@@ -24,10 +24,12 @@ from .loss import has_loss_sum
 from .optimizers import OPTIMIZERS
 from .rates import Rates
 from .recipe import Recipe
+from .scripts import Limits
 from .techniques import BY_FIELD, TECHNIQUES, Technique
 from .techniques.precision import PRECISIONS
 
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
+ALL_RECIPES = Limits()
 
 
 class Search:
@@ -38,10 +40,19 @@ class Search:
         budget: Limit in bytes.
         rates: Rates of the machine, which convert an estimate into seconds.
         quick: Whether to skip candidates that take long to try and are seldom the cheapest.
+        limits: Recipes that can be run in the framework that the search is for.
     """
 
-    def __init__(self, known: EstimateCache, budget: int, rates: Rates, quick: bool = False):
-        self.known, self.budget, self.rates, self.quick = known, budget, rates, quick
+    def __init__(
+        self,
+        known: EstimateCache,
+        budget: int,
+        rates: Rates,
+        quick: bool = False,
+        limits: Limits = ALL_RECIPES,
+    ):
+        self.known, self.budget, self.rates = known, budget, rates
+        self.quick, self.limits = quick, limits
         self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
 
     def within(self, budget: int) -> Search:
@@ -104,7 +115,7 @@ class Search:
         weighed = loss_sum is not None or has_loss_sum(model)
         if not weighed or mixes_samples(model) or self.known.base.micro_batches > 1:
             return self.options("micro_batches", 1)
-        every, _ = self.known.counts_of_batch
+        every = self.limits.even_counts(self.known.counts_of_batch[0])
         return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
 
     def counts_for(self, recipe: Recipe) -> tuple[int, ...]:
@@ -128,8 +139,7 @@ class Search:
         If the base sets the technique, its setting is the only candidate.
         """
         if field not in self._candidates:
-            fixed = field in self.known.base.changed_fields()
-            self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
+            self._candidates[field] = _candidates_of(self, field)
         return self._candidates[field]
 
     def has_listed(self, field: str) -> bool:
@@ -177,8 +187,9 @@ class Search:
         for chosen in product(*map(self.candidates, BY_FIELD)):
             try:
                 family = self.family(**{k: v for each in chosen for k, v in each.items()})
+                self.limits.check(family)
             except ValueError:
-                # Two of these techniques cannot be combined.
+                # Two of these techniques cannot be combined, or the framework cannot run them.
                 continue
             if not family.offload_activations:
                 yield replace(family, micro_batches=self.counts_for(family)[0])
@@ -245,6 +256,16 @@ class Search:
         return [{"prefetch": ahead, "in_flight": down} for ahead, down in dict.fromkeys(counts)]
 
 
+def _candidates_of(search: Search, field: str) -> Sequence[Mapping[str, Any]]:
+    """Return the candidates of a technique that the framework can run."""
+    base = search.known.base
+    # Candidates are listed by estimates, which a field with a single value does not need.
+    one = search.limits.only(field) == (getattr(base, field),)
+    if one or field in base.changed_fields():
+        return ({},)
+    return [each for each in BY_FIELD[field].candidates(search) if search.limits.allow(**each)]
+
+
 def not_tried(search: Search) -> list[str]:
     """Return a sentence for each technique that could not be tried, with its reason."""
     return list(filter(None, (technique.not_tried(search) for technique in TECHNIQUES)))
@@ -264,7 +285,9 @@ def additions(search: Search, recipe: Recipe) -> list[str]:
 
     def goes_with(field: str, values: Mapping[str, Any]) -> bool:
         with suppress(ValueError):
-            return getattr(replace(recipe, **values), field) != getattr(recipe, field)
+            more = replace(recipe, **values)
+            search.limits.check(more)
+            return getattr(more, field) != getattr(recipe, field)
         return False
 
     unused = trials.keys() - recipe.changed_fields().keys()

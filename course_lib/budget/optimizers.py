@@ -125,8 +125,9 @@ class Adam8bit(torch.optim.Optimizer):
     It runs on symbolic tensors and changes no parameter. Each of the two moments has one byte per
     element, one fp32 scale per 256 elements, and a table of 256 fp32 elements, which all parameters
     share. Small parameters have fp32 moments, and so do the weights that a module has registered
-    for this with bitsandbytes, as its own `StableEmbedding` and `Embedding` do. The step allocates
-    no temporaries, because bitsandbytes runs it as one operator.
+    for this with bitsandbytes, as its own `StableEmbedding` and `Embedding` do, or those of a group
+    with `optim_bits=32`. The step allocates no temporaries, because bitsandbytes runs it as one
+    operator.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit and the registered weights
     are those of `bitsandbytes.optim.optimizer`.
@@ -141,16 +142,20 @@ class Adam8bit(torch.optim.Optimizer):
     LEVELS = 256
 
     def __init__(self, params, lr: float = LR, **_):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "optim_bits": 8})
         self.tables: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        new = [p for p in parameters if p.grad is not None and not self.state[p]]
+        new = {
+            p: group["optim_bits"]
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and not self.state[p]
+        }
         registered = _registered_with_bitsandbytes() if new else {}
-        for p in new:
-            limit = {"optim_bits": 8, "min_8bit_size": self.SMALL} | registered.get(p, {})
+        for p, bits in new.items():
+            limit = {"optim_bits": bits, "min_8bit_size": self.SMALL} | registered.get(p, {})
             if limit["optim_bits"] == 32 or p.numel() < limit["min_8bit_size"]:
                 self._keep_in_fp32(p)
             else:

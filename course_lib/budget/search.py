@@ -17,17 +17,18 @@ from typing import Any
 
 from torch import nn
 
-from course_lib._batches import Split
+from course_lib._batches import Split, samples_in
 from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import join_labels, say
 from course_lib.memory.show import Table, bytes_text, decimal
 from course_lib.symbolic import Gpu, symbolic
+from course_lib.workload import Workload
 
 from . import rank
 from .bounds import exceeds, floor_bytes, least_seconds, moves_nothing, recomputed_flops
-from .candidates import Search, additions, not_tried
+from .candidates import ALL_RECIPES, Search, additions, not_tried
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
 from .knowledge import EstimateCache
@@ -36,6 +37,7 @@ from .rates import RATES, Rates
 from .recipe import Recipe
 from .refine import fewest_blocks, fewest_micro_batches, least_schedule, refine
 from .reservation import COUNTS, check_count, search_by_reserved, title_of
+from .scripts import FRAMEWORKS, Framework, Limits
 from .show import Way, steps_to
 from .step import model_of
 from .techniques import BY_FIELD
@@ -107,6 +109,7 @@ def fit(
     blocks: str | Sequence[str] | None = None,
     recipes: Iterable[Recipe] | None = None,
     base: Recipe | None = None,
+    framework: str | None = None,
     rates: Rates | str = "laptop",
     tier: str | None = None,
     kind: str = "cpu",
@@ -186,6 +189,10 @@ def fit(
         recipes: Recipes to choose from, instead of those listed above.
         base: Recipe with the fields that all recipes share, such as precision, optimizer and
             `min_bytes`. With several `ranks`, each `shard` is tried unless the base names one.
+        framework: Name of the framework that must be able to run the recipes, a key of
+            `course_lib.budget.scripts.FRAMEWORKS`. Its method `script` writes a recipe as a script.
+            The estimates are those of its step: "trainer" also clips the gradients, unless
+            `max_norm` is given, which needs the same memory. None allows all recipes.
         rates: Rates of the machine, or the name of an entry of `RATES`.
         tier: Lower tier, as in `estimate`. The default is "file" for the rates "laptop", and "host"
             for those of any other machine.
@@ -204,7 +211,8 @@ def fit(
     Raises:
         InfeasibleBudget: No recipe that fits was found. The message names the lowest peak that was
             found and its recipe, and techniques that could not be tried.
-        TypeError, ValueError: An argument has the wrong type or is out of its range.
+        TypeError, ValueError: An argument has the wrong type or is out of its range, or the
+            framework cannot run the base, one of the recipes, or the model.
     """
     whole("budget_bytes", budget_bytes, 1, of="bytes")
     if tier is None:
@@ -224,18 +232,28 @@ def fit(
             )
         for recipe in recipes:
             of_kind("recipes", recipe, Recipe, "one Recipe or more")
+    code = None
+    if framework is not None:
+        code = FRAMEWORKS[one_of("framework", framework, FRAMEWORKS)]
+        make_model = code.model_maker(make_model)
+        max_norm = code.max_norm if max_norm is None else max_norm
     with _progress(progress) as watch, warnings.catch_warnings():
         # The search detects recipes that offload or keep nothing, so users need no warning.
         warnings.filterwarnings("ignore", "no activation was moved|policy keeps the outputs")
         options: dict[str, Any] = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
         options |= {"tier": tier, "kind": kind, "gpu": gpu}
         known = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
+        limits = ALL_RECIPES if code is None else _limits_of(code, known, loss_sum)
+        # `blocks` are the blocks of all recipes with a checkpoint.
+        named = [] if blocks is None else [replace(base, checkpoint="layers", blocks=known.blocks)]
+        for recipe in (base, *named, *(recipes or ())):
+            limits.check(recipe)
+        search = Search(known, budget_bytes, rates, quick, limits)
         # The base is estimated first, because this raises the errors of an invalid model or batch.
         known.estimate(known.base)
         for name in (blocks,) if isinstance(blocks, str) else blocks or ():
             # A name that matches nothing is an error, although only checkpoints need it.
             names_of(known.model, name)
-        search = Search(known, budget_bytes, rates, quick)
 
         def within(room: int) -> Estimates:
             return search_by_tensors(search.within(room), base, recipes)
@@ -253,6 +271,19 @@ def fit(
             return found
 
         return search_room(budget_bytes)
+
+
+def _limits_of(framework: Framework, known: EstimateCache, loss_sum: LossSum | None) -> Limits:
+    """Return the recipes that the framework can run for the model and the batch.
+
+    Raises:
+        ValueError: It can run none of them.
+    """
+    samples = samples_in(known.batch)
+    problem = framework.refuse(Workload(*known.given, loss_sum, "", "", samples, known.split))
+    if problem:
+        raise ValueError(problem)
+    return Limits(framework.for_model(known.model), samples)
 
 
 def _with_reasons(error: InfeasibleBudget, search: Search) -> InfeasibleBudget:
@@ -277,7 +308,7 @@ def search_by_tensors(
             found, tried = _on_ranks(search, base)
         else:
             found = _fit_all(search)
-            tried = known.estimates.values()
+            tried = [e for e in known.estimates.values() if not search.limits.conflict(e.recipe)]
         found.sort(key=search.order)
         least = min(tried, key=lambda e: e.peak_bytes, default=None)
         if known.confirms(found[0] if found else least):
@@ -318,10 +349,12 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
     with symbolic():
         shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
         allowed = rank.counts_for(replace(base, micro_batches=1), make_batch(), known.split)
-    counts = search.options("micro_batches", *allowed)
+    counts = search.options("micro_batches", *search.limits.even_counts(allowed, base.ranks))
     keeps = search.options("checkpoint", "none", "selective", "layers")
+    keeps = tuple(keep for keep in keeps if search.limits.allow(checkpoint=keep))
+    shards = [shard for shard in rank.MODES if search.limits.allow(shard=shard)]
     found = []
-    for shard, keep, attention in product(rank.MODES, keeps, search.values("attention")):
+    for shard, keep, attention in product(shards, keeps, search.values("attention")):
         blocks = None if keep == "none" else known.blocks
         family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
         if base.shard not in (None, shard) or rank.floor_bytes(shapes, family) > search.budget:
@@ -461,6 +494,7 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
     known = search.known
     if (
         search.quick
+        or not search.limits.allow(first_blocks=1)
         or known.base.checkpoint != "none"
         or "layers" not in search.values("checkpoint")
     ):
@@ -520,7 +554,9 @@ def _find_least(search: Search) -> None:
     )
     lean = [each for each in families if each.offload_activations or each.checkpoint == "optimal"]
     for recipe in sorted(lean or families, key=lambda each: -each.offload_optimizer):
-        least = min(e.peak_bytes for e in known.estimates.values())
+        least = min(
+            e.peak_bytes for e in known.estimates.values() if not search.limits.conflict(e.recipe)
+        )
         if floor_bytes(known, recipe) >= least:
             continue
         # The step may raise these errors for the same reasons as in `_fit_all`.

@@ -125,6 +125,11 @@ def optimizer_of(
         of: The whole model, if `model` is a part of it.
     """
     parameters: list[Any] = trainable_parameters(model)
+    if is_symbolic() and (code := _training_code(of or model)) is not None:
+        # A framework may sort the parameters into groups, and have another class.
+        made = code.optimizer(of or model, parameters, recipe, lr)
+        if made is not None:
+            return made
     if (takes := OPTIMIZERS[recipe.optimizer].takes) is not None:
         taken = takes(of or model)
         first, rest = ([p for p in parameters if (p in taken) is each] for each in (True, False))
@@ -139,6 +144,11 @@ def optimizer_of(
         "store": store,
     }
     return OffloadedOptimizer(parameters, base, lr=lr, **options, **settings)
+
+
+def _training_code(model: nn.Module) -> Any:
+    """Return the `Framework` whose step is estimated, or None for that of `train_step`."""
+    return getattr(model, "_training_code", None)
 
 
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -345,6 +355,8 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
+        if (code := _training_code(model)) is not None:
+            stack.enter_context(code.around_step(model, recipe))
         entered = [
             stack.enter_context(each.apply(recipe, model))
             for each in APPLIED

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .framework import Framework
+from .framework import Framework, Limits
+from .trainer import Trainer
 
 #: Frameworks by their names.
-FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({})
+FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({each.name: each for each in (Trainer(),)})
 
-__all__ = ["FRAMEWORKS", "Framework"]
+__all__ = ["FRAMEWORKS", "Framework", "Limits"]

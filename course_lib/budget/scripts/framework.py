@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from course_lib.budget.recipe import Recipe
 
@@ -22,12 +27,17 @@ class Framework:
             order, until a recipe fits.
         only: Mapping from a field of `Recipe` to the values that the framework can run. A field
             that is missing here may have any value.
+        equal_micro_batches: Whether all micro-batches must have the same number of samples.
+        max_norm: Norm to which the script clips the gradients, because the framework does so by
+            default; None if it does not clip them.
     """
 
     name: str
     title: str
     precisions: tuple[str | None, ...]
     only: Mapping[str, Collection[Any]] = MappingProxyType({})
+    equal_micro_batches: bool = False
+    max_norm: float | None = None
 
     def allows(self, values: Mapping[str, Any]) -> bool:
         """Return whether the framework can run each of these fields of a recipe by itself."""
@@ -50,3 +60,72 @@ class Framework:
         Its last statement is the training. If it is executed, it leaves the name `model`.
         """
         raise NotImplementedError
+
+    # ---- What the framework's own step does differently from `train_step`
+
+    def for_model(self, model: nn.Module) -> Framework:
+        """Return the framework with the values in `only` that it can run for a symbolic model."""
+        return self
+
+    def model_maker(self, make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """Return a function that makes the model for estimates of the framework's step.
+
+        `course_lib.budget.step` calls `optimizer` and `around_step` for a model whose attribute
+        `_training_code` is the framework.
+        """
+        return make_model
+
+    def optimizer(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], recipe: Recipe, lr: float
+    ) -> torch.optim.Optimizer | None:
+        """Return the optimizer of some parameters in an estimate; None uses that of the recipe."""
+        return None
+
+    def around_step(self, model: nn.Module, recipe: Recipe) -> AbstractContextManager:
+        """Return a context manager inside which the model is as in the framework's step."""
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The recipes that a framework can run for one batch.
+
+    Attributes:
+        framework: The framework; None allows all recipes.
+        samples: Number of samples in the batch; None if it is not known.
+    """
+
+    framework: Framework | None = None
+    samples: int | None = None
+
+    def allow(self, **values: Any) -> bool:
+        """Return whether the framework can run each of these fields of a recipe by itself."""
+        return self.framework is None or self.framework.allows(values)
+
+    def only(self, field: str) -> Collection[Any] | None:
+        """Return the values of a field that the framework can run; None for all."""
+        return None if self.framework is None else self.framework.only.get(field)
+
+    def even_counts(self, counts: Iterable[int], ranks: int = 1) -> list[int]:
+        """Return those of the numbers of micro-batches that the framework can run."""
+        if self.framework is None or not self.framework.equal_micro_batches or not self.samples:
+            return [*counts]
+        return [count for count in counts if self.samples % (ranks * count) == 0]
+
+    def conflict(self, recipe: Recipe) -> str | None:
+        """Return an error message if the framework cannot run the recipe, or else None."""
+        if self.framework is None:
+            return None
+        if problem := self.framework.conflict(recipe):
+            return problem
+        if self.even_counts([recipe.micro_batches], recipe.ranks):
+            return None
+        return (
+            f"micro_batches must be a divisor of the batch's {self.samples} samples when framework"
+            f" is {self.framework.name!r}, got {recipe.micro_batches}; framework='torch' can run it"
+        )
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise ValueError if the framework cannot run the recipe."""
+        if problem := self.conflict(recipe):
+            raise ValueError(problem)
