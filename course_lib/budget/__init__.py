@@ -25,6 +25,7 @@ from .recipe import Recipe
 from .search import Estimates, fit
 from .show import steps_to, waterfall
 from .step import build, train_step
+from .techniques.head import chunked_head
 
 __all__ = [
     "RATES",
@@ -35,6 +36,7 @@ __all__ = [
     "Recipe",
     "Run",
     "build",
+    "chunked_head",
     "estimate",
     "fit",
     "measured_rates",

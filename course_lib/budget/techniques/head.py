@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib._torch import AutocastState, autocast_of, tensors_in
-from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
+from course_lib.checkpoint import checkpointed_loss
+from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text
 
 from .technique import Check, Recipe, Search, Technique, count_or_none, fields_of
@@ -127,8 +128,8 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
         if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor):
             return found
     blocks: tuple[str, ...] = ()
-    with suppress(ValueError), checkpoint_blocks(model, None) as handle:
-        blocks = tuple(f"{name}." for name in handle.names)
+    with suppress(ValueError):  # the model has no list of blocks
+        blocks = tuple(f"{name}." for name in names_of(model, None))
     linear = [
         m
         for name, m in model.named_modules()
