@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from .framework import Framework, Limits
+from .fsdp2 import Fsdp2
+from .plain import Plain
 from .trainer import Trainer
 
 #: Frameworks by their names.
-FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({each.name: each for each in (Trainer(),)})
+FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
+    {each.name: each for each in (Trainer(), Plain(), Fsdp2())}
+)
 
 __all__ = ["FRAMEWORKS", "Framework", "Limits"]

@@ -1,0 +1,116 @@
+"""Lines of code that the scripts for several frameworks share.
+
+A script is printed and run by the reader, so it contains only public names of this library. The
+names of blocks, and everything else that the lines depend on, are read from a symbolic copy of the
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib._check import describe
+from course_lib._torch import tensors_in
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.step import model_of
+from course_lib.symbolic import symbolic
+
+if TYPE_CHECKING:
+    from course_lib.workload import Workload
+
+
+@dataclass
+class Lines:
+    """Lines of a script for a recipe and a workload, which its methods return.
+
+    Attributes:
+        recipe: Recipe of one rank's own step.
+        workload: The workload, with a `source`.
+        imports: Modules, with the names that the lines returned so far use of each.
+    """
+
+    recipe: Recipe
+    workload: Workload
+    imports: dict[str, set[str]] = field(default_factory=dict)
+
+    def use(self, module: str, *names: str) -> None:
+        """Import names of a module."""
+        self.imports.setdefault(module, set()).update(names)
+
+    def script(self, *parts: Sequence[str]) -> str:
+        """Return the script: imports, model and batch, and these parts."""
+        if self.workload.source is None:
+            raise ValueError("workload must have a source for a script, got one without")
+        plain = {"import torch"}
+        for line in self.workload.source.imports:
+            start, _, names = line.partition(" import ")
+            if start.startswith("from ") and names:
+                self.use(start.removeprefix("from "), *names.split(", "))
+            else:
+                plain.add(line)
+        used = {f"from {name} import {', '.join(sorted(of))}" for name, of in self.imports.items()}
+        first = [*sorted(plain), *sorted(used)]
+        lines = [*first, "", *self.workload.source.lines, ""]
+        for part in parts:
+            lines += part
+        return "\n".join(lines)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Symbolic copy of the workload's model, in its own dtype."""
+        with symbolic():
+            return model_of(self.workload.make_model, replace(self.recipe, precision=None))
+
+    @cached_property
+    def batch(self) -> Any:
+        """Symbolic copy of the workload's batch."""
+        with symbolic():
+            return self.workload.make_batch()
+
+    def trained_parameters(self) -> str:
+        """Return the trained parameters of the model as an expression."""
+        if all(p.requires_grad for p in self.model.parameters()):
+            return "model.parameters()"
+        return "[p for p in model.parameters() if p.requires_grad]"
+
+    def to_device(self, batch: str, dtype: torch.dtype | None = None) -> str:
+        """Return an expression that moves a batch to `device`.
+
+        Args:
+            batch: Expression of the batch.
+            dtype: Dtype to which its floating-point tensors are converted; None for none.
+        """
+        if problem := problem_of_batch(self.batch):
+            raise ValueError(problem)
+        floats = [tensor.is_floating_point() for tensor in tensors_in(self.batch)]
+        target = "device"
+        if dtype is not None and any(floats):
+            target = f"device, {dtype}"
+            if not all(floats):
+                target = f"device, {dtype} if x.is_floating_point() else None"
+        if isinstance(self.batch, Tensor):
+            return f"{batch}.to({target})"
+        if isinstance(self.batch, Mapping):
+            return f"{{name: x.to({target}) for name, x in {batch}.items()}}"
+        return f"[x.to({target}) for x in {batch}]"
+
+
+def problem_of_batch(batch: Any) -> str | None:
+    """Return an error message if a script cannot move the batch to a device, or else None."""
+    values = [batch] if isinstance(batch, Tensor) else ()
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif type(batch) in (list, tuple):
+        values = batch
+    if values and all(isinstance(value, Tensor) for value in values):
+        return None
+    return (
+        "make_batch must return a tensor, or a dict, list or tuple of tensors, for a script, got"
+        f" {describe(batch)}; move another batch in make_batch itself, and return its tensors"
+    )

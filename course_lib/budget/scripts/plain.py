@@ -1,0 +1,197 @@
+"""Scripts in plain PyTorch, with the techniques of this library, for any model and one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from course_lib.budget.optimizers import LR, OPTIMIZERS
+from course_lib.budget.recipe import Recipe
+from course_lib.offload.optimizer import PAGE_BYTES
+
+from .lines import Lines
+from .loop import Loop, checked_lines
+from .loss import contexts, is_mean, loss, loss_sum
+from .settings import checkpoints, settings
+
+if TYPE_CHECKING:
+    from course_lib.workload import Workload
+
+#: Maps names in `OPTIMIZERS` to the module and the name of the class that a script uses.
+CLASSES: Mapping[str, tuple[str, str]] = {
+    "adam": ("torch.optim", "AdamW"),
+    "sgd": ("torch.optim", "SGD"),
+    "momentum": ("torch.optim", "SGD"),
+    "adafactor": ("torch.optim", "Adafactor"),
+    "lion": ("course_lib.budget.optimizers", "Lion"),
+    "adam8bit": ("bitsandbytes.optim", "AdamW8bit"),
+    "muon": ("course_lib.budget.optimizers", "Pair"),
+}
+
+
+class Plain(Loop):
+    """A training loop in PyTorch with this library's techniques, on one device.
+
+    The schedule of "optimal" depends on the measured chain of each micro-batch, which would make
+    the script long.
+    """
+
+    name = "torch"
+    title = "plain PyTorch"
+    precisions = ("bf16",)
+    only: Mapping[str, Collection[Any]] = MappingProxyType(
+        {
+            "precision": ("fp32", "bf16", "bf16-only", None),
+            "checkpoint": ("none", "selective", "layers", "segments"),
+            "ranks": (1,),
+            "shard": (None,),
+        }
+    )
+    instead: Mapping[str, str] = MappingProxyType(
+        {
+            "precision": "framework='trainer' can run it",
+            "attention": "course_lib.budget.train_step can run it",
+            "checkpoint": "course_lib.budget.train_step can run it",
+            "ranks": "framework='fsdp2' can run several ranks",
+            "shard": "framework='fsdp2' can shard a model",
+        }
+    )
+
+    def script(self, recipe: Recipe, workload: Workload) -> str:
+        lines = checked_lines(self, recipe, workload)
+        return lines.script(
+            ['device = "cuda" if torch.cuda.is_available() else "cpu"'],
+            [f"model = make_model().to({_target(lines)})"],
+            settings(lines),
+            [f"batch = {lines.to_device('make_batch()', _dtype(recipe))}"],
+            checkpoints(lines),
+            _optimizer(lines),
+            _in_backward(lines) if recipe.in_backward else [],
+            _accumulation_loop(lines) if _accumulates(recipe) else _plain_loop(lines),
+        )
+
+
+def _dtype(recipe: Recipe) -> torch.dtype | None:
+    return torch.bfloat16 if recipe.precision in ("bf16", "bf16-only") else None
+
+
+def _target(lines: Lines) -> str:
+    """Return the arguments with which `to` moves the model to its device and converts it."""
+    if lines.recipe.precision is None:
+        return "device"
+    wanted = lines.recipe.dtype
+    tensors = (*lines.model.parameters(), *lines.model.buffers())
+    same = all(tensor.dtype == wanted for tensor in tensors if tensor.is_floating_point())
+    return "device" if same else f"device, {wanted}"
+
+
+# ---- optimizer
+
+
+def _optimizer(lines: Lines) -> list[str]:
+    """Return lines that make the optimizer."""
+    recipe = lines.recipe
+    row = OPTIMIZERS[recipe.optimizer]
+    module, name = CLASSES[recipe.optimizer]
+    parameters = lines.trained_parameters()
+    before: list[str] = []
+    options = [_keywords({"lr": LR, **row.updates[recipe.update], **row.settings})]
+    if row.takes is not None:
+        lines.use(module, name, row.takes.__name__)
+        chosen = f"[p for p in {parameters} if (p in matrices) != rest]"
+        before = [
+            f"matrices = {row.takes.__name__}(model)",
+            f'groups = [{{"params": {chosen}, "rest": rest}} for rest in (False, True)]',
+        ]
+        parameters = "groups"
+        rest = f"torch.optim.{CLASSES[row.rest][1]}"
+        if settings_of_rest := OPTIMIZERS[row.rest].updates[recipe.update]:
+            lines.use("functools", "partial")
+            rest = f"partial({rest}, {_keywords(settings_of_rest)})"
+        options = [f"lr={LR}", "first=torch.optim.Muon", f"second={rest}"]
+    elif module != "torch.optim":
+        lines.use(module, name)
+    if module == "torch.optim":
+        name = f"torch.optim.{name}"
+    if not recipe.has_pages:
+        return [*before, f"optimizer = {name}({parameters}, {', '.join(options)})"]
+    lines.use("course_lib.offload", "OffloadedOptimizer")
+    options = [f"fraction={recipe.offload_optimizer}", *options]
+    if recipe.page_bytes != PAGE_BYTES:
+        options.append(f"page_bytes={recipe.page_bytes}")
+    return [*before, f"optimizer = OffloadedOptimizer({parameters}, {name}, {', '.join(options)})"]
+
+
+def _keywords(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+def _in_backward(lines: Lines) -> list[str]:
+    """Return lines that update each parameter as soon as its gradient is complete."""
+    return [
+        "",
+        "def update(parameter):",
+        "    optimizer.step()  # no other parameter has a gradient now",
+        "    parameter.grad = None",
+        "",
+        f"for parameter in {lines.trained_parameters()}:",
+        "    parameter.register_post_accumulate_grad_hook(update)",
+    ]
+
+
+# ---- training
+
+
+def _accumulates(recipe: Recipe) -> bool:
+    """Return whether the training loop calls an `AccumulatedStep`."""
+    if recipe.in_backward:
+        return False
+    # The loss of a plain loop is live while the optimizer updates the parameters, and with segments
+    # it keeps the constant arguments of the blocks.
+    scheduled = recipe.checkpoint == "segments"
+    return recipe.micro_batches > 1 or recipe.accumulate is not None or scheduled
+
+
+def _plain_loop(lines: Lines) -> list[str]:
+    """Return the training loop of a single micro-batch."""
+    defined: list[str] = []
+    prepared, expression = loss(lines)
+    if prepared:  # a function releases its tensors when it returns
+        defined, name = loss_sum(lines, parts=1)
+        expression = f"{name}(model, batch)"
+    result, mean, shown = "loss, weight", "(loss / weight)", "(loss / weight)"
+    if is_mean(lines):
+        result, mean, shown = "loss", "loss", "loss"
+    forward = [f"{result} = {expression}"]
+    around = contexts(lines)
+    if around and not prepared:
+        forward = [f"with {', '.join(around)}:", *(f"    {line}" for line in forward)]
+    update = [] if lines.recipe.in_backward else ["optimizer.step()", "optimizer.zero_grad()"]
+    inside = [*forward, f"{mean}.backward()", *update]
+    inside.append(f'print(f"step {{step}}: loss {{{shown}.item():.4f}}")')
+    return [*defined, "for step in range(2):", *(f"    {line}" for line in inside)]
+
+
+def _accumulation_loop(lines: Lines) -> list[str]:
+    """Return the training loop of several micro-batches."""
+    lines.use("course_lib.accumulation", "AccumulatedStep")
+    recipe, workload = lines.recipe, lines.workload
+    if recipe.micro_batches == 1:
+        parts = "[batch]"
+    elif workload.split is not None:
+        parts = f"make_model.split(batch, {recipe.micro_batches})"
+    else:
+        lines.use("course_lib.accumulation", "split")
+        parts = f"split(batch, {math.ceil(workload.samples / recipe.micro_batches)})"
+    sums = "" if recipe.accumulate is None else f', accumulate="{recipe.accumulate}"'
+    defined, name = loss_sum(lines, parts=recipe.micro_batches)
+    return [
+        *defined,
+        f"train_step = AccumulatedStep(model, optimizer, {name}{sums})",
+        "for step in range(2):",
+        f'    print(f"step {{step}}: loss {{train_step({parts}).loss:.4f}}")',
+    ]

@@ -1,0 +1,147 @@
+"""Lines of a script that set the attention and the checkpoints of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from course_lib._check import describe
+from course_lib.budget.hugging_face import configs_of
+from course_lib.budget.stages import may_draw, runs_stages
+from course_lib.budget.techniques.attention import SWITCHED, attentions_of
+from course_lib.budget.techniques.checkpoints import block_names
+from course_lib.checkpoint.blocks import names_of
+from course_lib.checkpoint.repeatable import statistics_of
+
+from .lines import Lines
+
+PRODUCTS = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default]"
+
+
+def settings(lines: Lines) -> list[str]:
+    """Return lines that set the cache and the attention of the model."""
+    return [*_cache(lines.model), *_attention(lines)]
+
+
+def _cache(model: nn.Module) -> list[str]:
+    found = configs_of(model, "use_cache")
+    if not found:
+        return []
+    if found == [getattr(model, "config", None)]:
+        return ["model.config.use_cache = False  # training reads no cache"]
+    return [
+        "for module in model.modules():",
+        '    if hasattr(getattr(module, "config", None), "use_cache"):',
+        "        module.config.use_cache = False  # training reads no cache",
+    ]
+
+
+def _attention(lines: Lines) -> list[str]:
+    wanted, own = lines.recipe.attention, attentions_of(lines.model)
+    if wanted not in attentions(lines.model):
+        raise ValueError(
+            f"attention must not be {wanted!r} in a script for {describe(lines.model)}, got"
+            f" {wanted!r}; 'flash' needs a model that is built from course_lib.models.Attention,"
+            " and 'sdpa' and 'eager' need the method set_attn_implementation"
+        )
+    if wanted in SWITCHED:
+        return [f'model.set_attn_implementation("{wanted}")']
+    changes = ["module.fused = False"] if any(module.fused for module in own) else []
+    if wanted == "flash":
+        lines.use("functools", "partial")
+        lines.use("course_lib.attention", "flash_attention")
+        changes.append("module.standard = partial(flash_attention, causal=module.causal)")
+    if wanted is None or not (own and changes):
+        return []
+    lines.use("course_lib.models", "Attention")
+    return [
+        "for module in model.modules():",
+        "    if isinstance(module, Attention):",
+        *(f"        {change}" for change in changes),
+    ]
+
+
+def attentions(model: nn.Module) -> tuple[str | None, ...]:
+    """Return the values of `Recipe.attention` that a script can set in a model."""
+    if attentions_of(model):
+        return (None, "standard", "flash")
+    switches = callable(getattr(model, "set_attn_implementation", None))
+    return (None, "standard", *(SWITCHED if switches else ()))
+
+
+# ---- blocks
+
+
+def lists_of_blocks(lines: Lines) -> list[str]:
+    """Return the names of the lists that the recipe's blocks form; empty if they form none."""
+    names = names_in(lines)
+    parents = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    modules = [lines.model.get_submodule(parent) for parent in parents]
+    if not all(isinstance(module, (nn.ModuleList, nn.Sequential)) for module in modules):
+        return []
+    inside = [
+        f"{parent}.{child}" if parent else child
+        for parent, module in zip(parents, modules, strict=True)
+        for child, _ in module.named_children()
+    ]
+    return parents if sorted(inside) == sorted(names) else []
+
+
+def names_in(lines: Lines) -> list[str]:
+    """Return the names of the blocks that the recipe selects."""
+    return names_of(lines.model, block_names(lines.recipe))
+
+
+def checkpoints(lines: Lines, sharded: bool = False) -> list[str]:
+    """Return lines that checkpoint the blocks.
+
+    Sharded blocks are of another class, so the step of the library does not know that they draw no
+    random numbers.
+    """
+    recipe, model = lines.recipe, lines.model
+    if recipe.checkpoint == "none" or runs_stages(model, recipe):
+        return []
+    refuse_statistics(map(model.get_submodule, names_in(lines)), recipe.checkpoint)
+    blocks = _pattern(lines)
+    if recipe.checkpoint == "segments":
+        lines.use("course_lib.schedule", "Chain", "schedule_blocks", "segments")
+        chain = f"Chain.uniform({len(names_in(lines))})"
+        return [f"schedule_blocks(model, {blocks}, schedule=segments({chain}, {recipe.segments}))"]
+    lines.use("course_lib.checkpoint", "checkpoint_blocks")
+    before, options = [], [blocks]
+    if recipe.first_blocks is not None:
+        options.append(f"first={recipe.first_blocks}")
+    if recipe.checkpoint == "selective":
+        before = [f"products = {PRODUCTS}"]
+        options.append("policy=products")
+    if not sharded and not may_draw(model):
+        options.append("preserve_rng_state=False")
+    options.append("preserve_module_state=True")
+    return [*before, f"checkpoint_blocks(model, {', '.join(options)})"]
+
+
+def _pattern(lines: Lines) -> str:
+    """Return the blocks as the argument of `checkpoint_blocks`, as code."""
+    if lines.recipe.blocks is not None:
+        return code_of(block_names(lines.recipe))
+    lists = lists_of_blocks(lines)
+    found = [f"{name}.*" if name else "*" for name in lists] or names_in(lines)
+    return code_of(found[0] if len(found) == 1 else found)
+
+
+def code_of(names: str | Sequence[str]) -> str:
+    """Return a name, or a list of names, as code with double quotes."""
+    if isinstance(names, str):
+        return f'"{names}"'
+    return f"[{', '.join(map(code_of, names))}]"
+
+
+def refuse_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
+    """Raise ValueError if a recomputation would update running statistics a second time."""
+    if any(statistics_of(block) for block in blocks):
+        raise ValueError(
+            "checkpoint must be 'none' in a script for a model with BatchNorm in its blocks, whose"
+            f" running statistics a checkpoint updates twice, got {checkpoint!r};"
+            " course_lib.budget.train_step undoes the second update"
+        )
