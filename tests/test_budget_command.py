@@ -26,9 +26,11 @@ from course_lib.budget import (
     InfeasibleBudget,
     Rates,
     Recipe,
+    answer,
     estimate,
     fit,
     measured_rates,
+    report,
     run,
     this_machine,
     train_step,
@@ -44,7 +46,7 @@ from course_lib.memory.show import bytes_text, decimal
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore
 from course_lib.simulated import SimulatedDevice
-from course_lib.workload import shape_of
+from course_lib.workload import shape_of, workload_of
 
 # ---- what a step costs
 
@@ -186,7 +188,7 @@ def test_command_takes_the_rates_of_an_own_device(tmp_path, monkeypatch, capsys)
     told = json.loads(capsys.readouterr().out)
     assert (told["device"], told["kind"], told["budget_bytes"]) == (asked[-1], "cuda", 10**9)
     assert told["room_bytes"] == 10**9 - 10**8 - 2 * 8320 * 1024
-    assert command.main(asked) == 0
+    assert command.main([*asked, "--details"]) == 0
     assert "the user's own device" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main([*asked[:-1], "own_device:other"])
@@ -233,16 +235,16 @@ def test_the_command_prints_and_draws_in_the_language_that_is_asked_for(
     tmp_path, capsys, monkeypatch, fresh
 ):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    said, found, search = [], [], command.fit
+    said, found, search = [], [], answer.fit
 
     def once(*asked, **options):  # a search speaks no language
         found[:] = found or [search(*asked, **options)]
         return found[0]
 
-    monkeypatch.setattr(command, "fit", once)
+    monkeypatch.setattr(answer, "fit", once)
     monkeypatch.setenv("COURSE_LABELS", "strict")  # English that has no Chinese is an error
     picture = tmp_path / "way.png"
-    asked = ["--device", "A100", "--count", "tensors", "--budget", "0.5MB", "--check"]
+    asked = ["--details", "--device", "A100", "--count", "tensors", "--check", "--budget", "0.5MB"]
     for spoken in ("en", "zh"):
         monkeypatch.setenv("COURSE_LANG", spoken)
         with warnings.catch_warnings():
@@ -258,7 +260,7 @@ def test_the_command_prints_and_draws_in_the_language_that_is_asked_for(
     assert all(HAN.search(each.get_text()) for each in words)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib's, if the text of the budget is far outside
-        assert command.main([*ONE_LAYER, *asked[:-2], "1TB", "--plot", str(picture)]) == 0
+        assert command.main([*ONE_LAYER, *asked[:-1], "1TB", "--plot", str(picture)]) == 0
     (ax,) = pyplot.gcf().axes
     (budget,) = (each for each in ax.texts if "↑" in each.get_text())
     assert budget.xy == (1, ax.get_ylim()[1]) and not ax.lines
@@ -491,7 +493,7 @@ def test_a_config_is_read_and_its_cheapest_step_is_taken(tmp_path, capsys):
     asked = ["--config", f"{config}", *CHEAP, "--device", "laptop"]
     assert command.main([*asked, "--budget", "10MB", "--json", "--check"]) == 0
     told = json.loads(capsys.readouterr().out)
-    make_model = command.workload_of(command.arguments().parse_args(asked)).make_model
+    make_model = workload_of(command.arguments().parse_args(asked)).make_model
     assert {layer.attention.fused for layer in make_model().layers} == {True}
     assert told["parameters"] == sum(p.numel() for p in make_model().parameters())
     assert told["budget_bytes"] == 10**7 and told["recipes"][0]["peak_bytes"] <= 10**7
@@ -616,7 +618,7 @@ def users(folder, monkeypatch):
 )
 def test_a_function_of_the_users_says_what_the_model_is(users, which, capsys):
     asked = ["--model", *which, "--budget", "1GB", "--device", "laptop", "--precision", "fp32"]
-    assert command.main(asked) == 0
+    assert command.main([*asked, "--details"]) == 0
     printed = capsys.readouterr().out
     assert "72 parameters; 6 samples" in printed and "the cheapest: Recipe()" in printed
 
@@ -777,7 +779,7 @@ def test_no_bar_is_left_on_the_line_of_an_error(users, monkeypatch, capsys):
 
 
 def test_what_a_gpu_holds_apart_from_tensors_is_shown_and_in_none_of_the_figures(capsys):
-    assert command.main([*ONE_LAYER, "--device", "H100", "--budget", "1GB"]) == 0
+    assert command.main([*ONE_LAYER, "--device", "H100", "--budget", "1GB", "--details"]) == 0
     printed = capsys.readouterr().out
     recipe = eval(re.search(r"the cheapest: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe})
     best = estimate(*STEP, recipe, tier="host", kind="cuda")
@@ -809,7 +811,7 @@ def test_the_column_of_what_is_left_counts_what_must_fit(capsys):
     peak = json.loads(capsys.readouterr().out)["recipes"][0]["peak_bytes"]
     assert command.main(asked) == 0
     printed = capsys.readouterr().out
-    [header, row] = printed.split("\n\n")[1].splitlines()[:2]
+    header, row, *_ = printed[printed.index("peak (MB)  reserved") :].splitlines()
     assert header.split("  ")[2].strip() == "left (MB)"
     assert float(row.split()[2]) == round((3_000_000 - peak) / 1e6, 1)
     assert "MB more than the available" not in printed
@@ -858,7 +860,7 @@ def test_advice_names_the_allowed_techniques_that_act_on_the_largest_category(
     recipe, largest, additions, ends
 ):
     at_peak = {"other": 2, largest: 3, "buffer": 1}
-    advice = command._advice(Estimate(recipe, 1, at_peak, {}, "", 1, 0, 0), additions.split())
+    advice = report._advice(Estimate(recipe, 1, at_peak, {}, "", 1, 0, 0), additions.split())
     assert re.search(f"{ends}$", advice)
 
 
@@ -901,7 +903,7 @@ def test_progress_is_a_line_at_times_where_there_is_no_terminal(monkeypatch, cap
 def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):
     rates = Rates(1e9, 2e9, 3e9, verbatim("measured, in a test"))
     monkeypatch.setattr(command, "this_machine", lambda: rates)
-    assert command.main([*ONE_LAYER, "--device", "this", "--budget", "1GB"]) == 0
+    assert command.main([*ONE_LAYER, "--device", "this", "--budget", "1GB", "--details"]) == 0
     assert "measured, in a test" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.budget.optimizers import LR
 from course_lib.budget.recipe import Recipe
+from course_lib.labels import text
 
 from .lines import Lines
 from .loop import Loop, checked_lines
@@ -23,7 +24,7 @@ class Fsdp2(Loop):
     """A training loop in PyTorch whose model is sharded over several ranks by `fully_shard`."""
 
     name = "fsdp2"
-    title = "PyTorch's FSDP2"
+    title = text("PyTorch's FSDP2")
     precisions = ("bf16",)
     only: Mapping[str, Collection[Any]] = MappingProxyType(
         {

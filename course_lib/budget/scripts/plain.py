@@ -11,6 +11,7 @@ import torch
 
 from course_lib.budget.optimizers import LR, OPTIMIZERS
 from course_lib.budget.recipe import Recipe
+from course_lib.labels import text
 from course_lib.offload.optimizer import PAGE_BYTES
 
 from .lines import Lines
@@ -41,7 +42,7 @@ class Plain(Loop):
     """
 
     name = "torch"
-    title = "plain PyTorch"
+    title = text("plain PyTorch")
     precisions = ("bf16",)
     only: Mapping[str, Collection[Any]] = MappingProxyType(
         {

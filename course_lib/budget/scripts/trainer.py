@@ -35,6 +35,7 @@ from course_lib.budget.recipe import Recipe
 from course_lib.budget.step import model_of
 from course_lib.budget.techniques.precision import converts
 from course_lib.checkpoint.blocks import names_of
+from course_lib.labels import text
 from course_lib.symbolic import symbolic
 
 from .framework import Framework
@@ -57,7 +58,7 @@ class Trainer(Framework):
     """
 
     name = "trainer"
-    title = "Hugging Face's Trainer"
+    title = text("Hugging Face's Trainer")
     precisions = ("autocast", "bf16-only")
     only: Mapping[str, Collection[Any]] = MappingProxyType(
         {

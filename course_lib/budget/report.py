@@ -1,0 +1,405 @@
+"""Print the result of `python -m course_lib.budget`: the answer, a script, and tables."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from course_lib._check import InfeasibleBudget
+from course_lib.checkpoint.blocks import names_of
+from course_lib.distributed.formulas import ring_bytes
+from course_lib.labels import join_labels, say, text, verbatim
+from course_lib.memory.show import Table, bytes_text
+from course_lib.symbolic import symbolic
+from course_lib.workload import Workload
+
+from .answer import SPARE, ForFramework, Machine, lost_updates
+from .device import EstimatesOnDevice, OnDevice, host_state_bytes
+from .estimate import Estimate
+from .rates import Rates
+from .scripts import FRAMEWORKS, Framework
+from .search import Estimates
+from .show import Way
+from .techniques import TECHNIQUES
+
+
+class PerFramework(Table):
+    """The cheapest recipe that each framework can run, or why there is none."""
+
+    columns = (verbatim("--for"), "peak (MB)", "the cheapest recipe, or why there is none")
+
+    def __init__(self, answers: Sequence[ForFramework]):
+        self.answers = answers
+
+    def rows(self) -> list[Sequence]:
+        return [
+            (
+                verbatim(each.framework.name),
+                f"{each.found[0].peak_bytes / 1e6:,.1f}" if each.found else "",
+                str(each.found[0].recipe) if each.found else each.problem,
+            )
+            for each in self.answers
+        ]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a search that found a recipe.
+
+    Attributes:
+        model: Model and batch.
+        machine: The machine, and the memory that the step must fit into.
+        found: Recipes that fit, the cheapest first.
+        answers: The answer of each framework.
+        leaner: At most one recipe that leaves more memory than the cheapest.
+    """
+
+    model: Workload
+    machine: Machine
+    found: Estimates
+    answers: Sequence[ForFramework]
+    leaner: Sequence[Estimate]
+
+    @cached_property
+    def way(self) -> Way:
+        """Estimates from the baseline to the cheapest recipe."""
+        return self.found.way()
+
+    @cached_property
+    def on_gpu(self) -> OnDevice | None:
+        """What the cheapest step holds on a GPU; None on a CPU."""
+        machine = self.machine
+        if machine.kind != "cuda":
+            return None
+        memory = machine.memory if machine.is_whole else None
+        return OnDevice.from_estimate(self.found[0], machine.rates, memory)
+
+    def as_text(self, given: Namespace) -> str:
+        """Return the answer in three lines, then the script, then tables."""
+        parts = [
+            _lines([*fits(self.found[0], self.machine), *lost_updates(given, self.found)]),
+            *self._script(),
+            *self._tables(),
+            *(self._details(given) if given.details else [_MORE]),
+        ]
+        return _paragraphs(parts)
+
+    def _script(self) -> list[str]:
+        parts = []
+        best = self.answers[0]
+        if best.found is not None:
+            heading = text(
+                "a script for {framework}, with {recipe}, {peak} at the peak:",
+                framework=best.framework.title,
+                recipe=str(best.found[0].recipe),
+                peak=bytes_text(best.found[0].peak_bytes),
+            )
+            parts += [heading, verbatim(best.script)]
+        if len(self.answers) > 1:
+            parts += [text("what each framework can run:"), PerFramework(self.answers)]
+        return parts
+
+    def _tables(self) -> list[str | Table]:
+        parts: list[str | Table] = [
+            _heading(self.model),
+            self._table(self.found, self.found.title),
+            *self.found.not_tried,
+            *_set_aside(self.machine),
+            text("the way there:"),
+            self.way,
+        ]
+        if self.leaner:
+            explanation = text(
+                "the cheapest leaves less than {share:.0%} of the budget; this one leaves more:",
+                share=SPARE,
+            )
+            parts += [explanation, self._table(self.leaner, "")]
+        return parts
+
+    def _table(self, estimates: Sequence[Estimate], title: str) -> Table:
+        machine = self.machine
+        if machine.kind != "cuda":
+            return Estimates(estimates, machine.rates, title)
+        return EstimatesOnDevice(estimates, machine.rates, machine.room, machine.count, title)
+
+    def _details(self, given: Namespace) -> list[str | Table]:
+        best, rates = self.found[0], self.machine.rates
+        parts: list[str | Table] = [
+            text(
+                "the seconds assume that a step reaches {flops:.0%} of the FLOPs per second of"
+                " {device} and {link:.0%} of its link; sources:\n- {source}",
+                device=_device(self.machine),
+                source=rates.source,
+                flops=rates.flops_share,
+                link=rates.link_share,
+            ),
+            *_between_machines(best, rates),
+            text(
+                "the cheapest: {recipe}; what is live at its peak, in {operator}:",
+                recipe=verbatim(repr(best.recipe)),
+                operator=verbatim(best.operator),
+            ),
+            best,
+        ]
+        if self.on_gpu:
+            parts += [text("what one step of the cheapest holds on a GPU:"), self.on_gpu]
+        if given.framework or (given.model and FRAMEWORKS["trainer"].refuse(self.model)):
+            return parts
+        return [*parts, *_to_paste(self.found, self.model, given.blocks)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON."""
+        rates, kind = self.machine.rates, self.machine.kind
+        best = self.found[0]
+        return {
+            "fits": True,
+            "left_bytes": self.machine.room - self.machine.needed(best),
+            "host_state_bytes": host_state_bytes(best),
+            "parameters": self.model.parameters(),
+            "rates": _plain(rates),
+            "recipes": [_as_json(e, rates, kind) for e in self.found],
+            "leaner": [_as_json(e, rates, kind) for e in self.leaner],
+            "not_tried": [*self.found.not_tried],
+            "way": [_as_json(e, rates) for e in self.way],
+            "on_device": self.on_gpu and asdict(self.on_gpu),
+            "training_arguments": (best.recipe.as_training_arguments(self.model.samples).arguments),
+            "frameworks": {each.framework.name: each.as_dict() for each in self.answers},
+        }
+
+
+_MORE = text("more: --details shows what is live at the peak, and the sources of the seconds")
+
+
+# ---- The answer in three lines
+
+
+def fits(best: Estimate, machine: Machine) -> list[str]:
+    """Return whether a step fits, how much is left, and what it needs on the host."""
+    needed = machine.needed(best) + machine.kept
+    first = text(
+        "it fits: a step of the cheapest recipe takes {needed} of {memory} ({device})",
+        needed=_short(needed),
+        memory=_short(machine.memory),
+        device=_device(machine),
+    )
+    left = machine.memory - needed
+    share = left / machine.memory
+    second = text("left: {left}, {share:.0%} of it", left=_short(left), share=share)
+    return [first, second, _on_host(best)]
+
+
+def _on_host(best: Estimate) -> str:
+    """Return what the step keeps outside of the device."""
+    if best.tier == "file":
+        if not best.bytes_down and not best.bytes_up:
+            return text("in files: nothing")
+        moved = {"down": _short(best.bytes_down), "up": _short(best.bytes_up)}
+        return text("in files: a step writes {down} and reads {up}", **moved)
+    state = host_state_bytes(best)
+    parts = []
+    if state:
+        each = state // best.host_parameters
+        parts.append(
+            text(
+                "{state} of optimizer state, {count} bytes per parameter",
+                state=_short(state),
+                count=each,
+            )
+        )
+    if best.recipe.offload_activations:
+        parts.append(text("at most {moved} of activations", moved=_short(best.bytes_down)))
+    if not parts:
+        return text("in host memory: nothing")
+    return text("in host memory: {parts}", parts=join_labels(parts))
+
+
+def _short(count: int) -> str:
+    """Return bytes with one decimal: "17.9 GB", where 1 GB is 10**9 bytes."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return verbatim(f"{count / size:,.1f} {unit}")
+    return text("{count:,} bytes", count=count)
+
+
+def _device(machine: Machine) -> str:
+    device: str = verbatim(machine.name)
+    if machine.name == "this":
+        return text("this machine")
+    if machine.is_default:
+        return text("{device}, as no --device is given", device=device)
+    return device
+
+
+def _lines(labels: Iterable[str]) -> str:
+    return verbatim("\n".join(map(say, labels)))
+
+
+# ---- Nothing fits
+
+
+def nothing_fits(
+    error: InfeasibleBudget, model: Workload, machine: Machine, framework: Framework | None
+) -> str:
+    """Return the message of a search without a result.
+
+    It says what is missing, and shows the recipe with the lowest peak, the bytes that are live at
+    this peak by category, and the techniques that act on the largest category.
+    """
+    budget = bytes_text(error.budget_bytes)
+    if error.least is None:
+        return say(text("nothing was found that fits into {budget}", budget=budget))
+    least = error.least
+    missing = error.least_bytes - error.budget_bytes
+    answer = [
+        text(
+            "nothing was found that fits into {budget}; the least found is {least}: {recipe}",
+            budget=budget,
+            least=bytes_text(error.least_bytes),
+            recipe=str(least.recipe),
+        ),
+        text("missing: {missing}", missing=_short(missing)),
+        _on_host(least),
+    ]
+    parts = [_lines(answer)]
+    if framework is not None:
+        parts.append(
+            text(
+                "only recipes that {framework} can run were tried; without --for, all are tried",
+                framework=framework.title,
+            )
+        )
+    parts += [
+        _heading(model),
+        *_set_aside(machine),
+        text("what is live at its peak, in {operator}:", operator=verbatim(least.operator)),
+        least,
+        *error.not_tried,
+        _advice(least, error.additions),
+    ]
+    return _paragraphs(parts)
+
+
+def _advice(least: Estimate, additions: Collection[str]) -> str:
+    """Return a sentence with the techniques that make the largest category of the peak smaller.
+
+    Args:
+        least: Estimate of the recipe with the lowest peak.
+        additions: Fields of the techniques that model and batch allow in addition to this recipe.
+    """
+    largest = max(least.at_peak, key=lambda name: least.at_peak[name])
+    changed = least.recipe.changed_fields()
+    unused = [
+        "micro_batches" if "micro_batches" in technique.fields else technique.field
+        for technique in TECHNIQUES
+        if largest in technique.acts_on and not changed.keys() & technique.fields.keys()
+    ]
+    unused = [field for field in unused if field in additions]
+    category = text("optimizer state" if largest == "optimizer" else largest)
+    if unused:
+        return text(
+            "the largest category is {category}; techniques that reduce it and that this recipe"
+            " does not use, as fields of Recipe: {fields}",
+            category=category,
+            fields=verbatim(", ".join(unused)),
+        )
+    return text(
+        "the largest category is {category}, and this recipe already uses every technique that"
+        " reduces it; to save more, take a smaller batch, shorter samples, fewer trained parameters"
+        " or more ranks",
+        category=category,
+    )
+
+
+# ---- Parts
+
+
+def _heading(model: Workload) -> str:
+    return text(
+        "{model}: {count:,} parameters; {batch}",
+        model=model.name,
+        count=model.parameters(),
+        batch=model.batch,
+    )
+
+
+def _paragraphs(parts: Iterable[str | Table]) -> str:
+    """Join labels, in the reader's language, and tables, with an empty line between them."""
+    return "\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts)
+
+
+def _set_aside(machine: Machine) -> list[str]:
+    """Return a sentence on the part of the budget that CUDA keeps, as a list of at most one."""
+    if not machine.kept:
+        return []
+    values = {"kept": machine.kept, "memory": machine.memory, "room": machine.room}
+    return [
+        text(
+            "CUDA's context and cuBLAS keep {kept} of the {memory}, so {room} are left for the"
+            " step",
+            **{name: bytes_text(value) for name, value in values.items()},
+        )
+    ]
+
+
+def _between_machines(found: Estimate, rates: Rates) -> list[str]:
+    """Return a sentence about the network, if the ranks need several machines and it is counted."""
+    ranks = found.recipe.ranks
+    if ranks <= rates.peers or rates.network_bytes == math.inf:
+        return []
+    sentence = text(
+        "the seconds assume machines of {peers} devices, whose network cards together carry"
+        " {rate:g} GB/s in each direction; per step, {sent} leave each of the {machines} machines,"
+        " and the same number enters it",
+        peers=rates.peers,
+        rate=rates.network_cards * rates.network_bytes / 1e9,
+        sent=bytes_text(round(ring_bytes(found.sent_bytes, ranks))),
+        machines=-(-ranks // rates.peers),
+    )
+    return [sentence]
+
+
+def _to_paste(found: Estimates, model: Workload, blocks: Sequence[str] | None = None) -> list[str]:
+    """Return the cheapest recipe as lines for other training code, each after a heading."""
+    recipe = found[0].recipe
+    lines = recipe.as_training_arguments(model.samples)
+    parts: list[str] = [text("the cheapest as arguments of Hugging Face's Trainer:")]
+    parts.append(verbatim(lines))
+    if lines.recipe != recipe:
+        peak = bytes_text(found.estimate(lines.recipe).peak_bytes)
+        parts.append(text("with these arguments alone, a step takes about {peak}", peak=peak))
+    if recipe.shard in ("zero2", "zero3"):
+        code = verbatim(recipe.as_fsdp2(_blocks_of(model, blocks)))
+        parts += [text("and as lines for FSDP2, in each process that torchrun starts:"), code]
+    return parts
+
+
+def _blocks_of(model: Workload, blocks: Sequence[str] | None) -> list[str]:
+    """Return the names of the blocks of the model that the user trains."""
+    if model.block_list is not None and blocks is None:
+        return [f"{model.block_list}.0"]
+    with symbolic():
+        return names_of(model.make_model(), blocks)
+
+
+def _as_json(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
+    values = {
+        **asdict(estimate),
+        "in_words": str(estimate.recipe),
+        "seconds": rates.seconds(estimate),
+    }
+    if kind == "cuda":
+        values["reserved_bytes"] = estimate.reserved_bytes()
+    return {
+        **values,
+        "recipe": estimate.recipe.changed_fields(),
+        "seconds_of": rates.parts(estimate),
+    }
+
+
+def _plain(rates: Rates) -> dict:
+    """Return the rates as a dict in which None replaces infinity, which JSON does not have."""
+    return {name: None if value == math.inf else value for name, value in asdict(rates).items()}
