@@ -175,6 +175,11 @@ def _settings(part: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
+def version(tensor: Tensor) -> int | None:
+    """Return the number of in-place changes of a tensor, or None for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
+
+
 # ---- operators that write into tensors that they have saved for backward
 
 # In training, rrelu saves the noise tensor for backward before it fills it with random numbers, and

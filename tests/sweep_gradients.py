@@ -77,7 +77,7 @@ def _compared(operator: Callable) -> Callable:
         comparison = Comparison("the operator", "leave it out")
         function = ComparedFunction(operator, comparison)
         block = Repeatable(function, BlockState(torch.nn.Identity(), comparison))
-        return ours.checkpoint(block, *args, use_reentrant=False, **kwargs)
+        return block.checkpoint(args, kwargs)
 
     return run
 

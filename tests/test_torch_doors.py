@@ -104,7 +104,7 @@ DOORS = [
     (TorchDispatchMode, "_should_skip_dynamo ignore_compile_internals"),
     ("torch.utils._pytree", "tree_leaves tree_map"),
     ("torch.utils.checkpoint", "SAC_IGNORED_OPS check_backward_validity detach_variable"),
-    ("torch.utils.checkpoint", "noop_context_fn"),
+    ("torch.utils.checkpoint", "_StopRecomputationError noop_context_fn"),
     ("torch.utils.flop_counter", "_FlopCounterMode flop_registry"),
     ("torch.utils.weak", "WeakIdKeyDictionary WeakTensorKeyDictionary"),
 ]

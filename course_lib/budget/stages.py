@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from course_lib._check import InfeasibleBudget
 from course_lib._hugging_face_losses import takes_arguments
 from course_lib._torch import autocast_of, is_symbolic, kind_of, look_of, tensors_in
-from course_lib.checkpoint import checkpoint
 from course_lib.checkpoint.comparison import ComparedFunction, Comparison
 from course_lib.checkpoint.repeatable import BlockState, Repeatable
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
@@ -99,8 +98,7 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
         comparison = Comparison(name, ADVICE) if is_compared(model, recipe) else None
         function = segment if comparison is None else ComparedFunction(segment, comparison)
         function = Repeatable(function, BlockState(segment, comparison, statistics=True))
-        options = {"use_reentrant": False, "preserve_rng_state": may_draw(model)}
-        hidden = checkpoint(function, hidden, **options)
+        hidden = function.checkpoint((hidden,), {}, preserve_rng_state=may_draw(model))
     hidden = nn.Sequential(*stages[last:-1])(hidden)
     # The input is kept until here, because `checkpoint_sequential` would keep it as well.
     del first

@@ -9,21 +9,18 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
-from torch.utils.flop_counter import flop_registry
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .._check import describe, kind, whole
 from .comparison import STATE_PRESERVED, ComparedFunction, Comparison, FirstComparison
-from .nonreentrant import checkpoint
+from .policies import ListedOperators, Policy
 from .repeatable import BlockState, Repeatable
-from .selective import create_selective_checkpoint_contexts
 
 _STATE_NOT_PRESERVED = (
     "A block that is recomputed must compute the same again. With preserve_module_state=True it may"
@@ -117,7 +114,7 @@ def checkpoint_blocks(
     every = whole("every", every, 1)
     first = None if first is None else whole("first", first, 1)
     if policy is not None:
-        create_selective_checkpoint_contexts(policy)  # raises if the policy is wrong
+        policy = ListedOperators(policy) if isinstance(policy, list) else Policy(policy)
     names = names_of(model, blocks)[:first][every - 1 :: every]
     if not names:
         raise ValueError(f"every must be at most the number of blocks, got {every}")
@@ -189,22 +186,16 @@ class CheckpointedBlocks(BlocksInPlace):
         self,
         model: nn.Module,
         names: Sequence[str],
-        policy: Callable | list | None,
+        policy: Policy | None,
         preserve_rng_state: bool,
         preserve_module_state: bool,
     ):
         super().__init__(model, names)
-        # A warning is given only if none of the operators in a list runs. There is no warning for a
-        # policy function, which may keep nothing on purpose.
-        self._listed = _ListedOperators(policy) if isinstance(policy, list) else None
-
-        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-            return create_selective_checkpoint_contexts(self._listed or policy)
-
-        self._options = {
-            "context_fn": noop_context_fn if policy is None else contexts,
-            "preserve_rng_state": preserve_rng_state,
-        }
+        self._policy = policy
+        # The compiler does not accept PyTorch's default `context_fn` if it is passed explicitly.
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        self._contexts = {} if policy is None else {"context_fn": contexts}
+        self._preserve_rng_state = preserve_rng_state
         self._preserve_module_state = preserve_module_state
         self._called = False
         self._equal: set[str] = set()  # names of the blocks that need no further comparison
@@ -224,29 +215,39 @@ class CheckpointedBlocks(BlocksInPlace):
             )
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        self._called |= torch.is_grad_enabled()
-        if torch.compiler.is_dynamo_compiling():
-            # The compiler cannot trace `nonlocal` variables that change inside a checkpoint.
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        self._called = True
+        if torch.compiler.is_compiling():
+            # PyTorch's checkpoint becomes a part of the compiled graph, which repeats random
+            # numbers in its own way. The compiler cannot trace variables that change in between.
             function = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
-            return checkpoint(function, args, kwargs, use_reentrant=False, **self._options)
-        # In compiled code, PyTorch's own checkpoint is used.
-        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        comparison = self._comparison(self.names[i]) if eager else None
+            return checkpoint(function, args, kwargs, use_reentrant=False, **self._contexts)
+        if torch._C._are_functorch_transforms_active():
+            warnings.warn(
+                f"{self.names[i]} runs without a checkpoint inside a transform of torch.func, so"
+                " its activations are kept",
+                stacklevel=2,
+            )
+            return forward(*args, **kwargs)
+        comparison = self._comparison(self.names[i])
         function = forward if comparison is None else ComparedFunction(forward, comparison)
         has_run = False
 
         @wraps(forward)  # for error messages, which show the name of `forward`
-        def run(args, kwargs):  # not unpacked, since a keyword might be an option of `checkpoint`
+        def run(*args, **kwargs):
             nonlocal has_run
-            if has_run and self._listed is not None:
-                self._listed.warn_if_none_has_run(self.names)
+            if has_run and self._policy is not None:
+                self._policy.warn_if_none_has_run(self.names)
             has_run = True
             return function(*args, **kwargs)
 
-        if eager and self._preserve_module_state:
+        state = None
+        if self._preserve_module_state:
             strict = comparison if self.advice else None
-            run = Repeatable(run, BlockState(self._forwards[i].block(), strict))
-        return checkpoint(run, args, kwargs, use_reentrant=False, **self._options)
+            state = BlockState(self._forwards[i].block(), strict)
+        options = {"preserve_rng_state": self._preserve_rng_state, **self._contexts}
+        return Repeatable(run, state).checkpoint(args, kwargs, **options)
 
     def _comparison(self, name: str) -> Comparison | None:
         if self.advice:
@@ -255,45 +256,6 @@ class CheckpointedBlocks(BlocksInPlace):
             return None
         rule = STATE_PRESERVED if self._preserve_module_state else _STATE_NOT_PRESERVED
         return FirstComparison(name, _ADVICE, rule, self._equal)
-
-
-class _ListedOperators:
-    """A policy that keeps the outputs of listed operators, and warns if none of them ever runs.
-
-    The model may not call any of the listed operators. For example, the list names `addmm`, but the
-    linear layers have no bias and call `mm`. Everything would then be recomputed, and without the
-    warning the user might not notice.
-    """
-
-    def __init__(self, operators: list):
-        self._operators = frozenset(operators)
-        self._has_run = not operators  # an empty list keeps nothing on purpose
-        self._products: dict[str, None] = {}  # names of matrix products, in the order they ran
-
-    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-        listed = operator in self._operators
-        self._has_run |= listed
-        if getattr(operator, "overloadpacket", None) in flop_registry:
-            self._products[f"torch.ops.{operator}"] = None
-        return listed
-
-    def warn_if_none_has_run(self, names: Sequence[str]) -> None:
-        """Give a warning, once, if no block has run a listed operator.
-
-        It is called when a block is recomputed, so the blocks have run before.
-        """
-        if self._has_run:
-            return
-        self._has_run = True  # so that the warning is given only once
-        listed = ", ".join(sorted(f"torch.ops.{operator}" for operator in self._operators))
-        blocks = " to ".join(dict.fromkeys((names[0], names[-1])))
-        message = (
-            f"policy keeps the outputs of {listed}, but {blocks} ran no such operator, so"
-            " everything is recomputed."
-        )
-        if self._products:
-            message += f" Matrix products that were run: {', '.join(self._products)}."
-        warnings.warn(message, stacklevel=2)
 
 
 class _ReplacementForward:

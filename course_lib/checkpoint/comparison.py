@@ -3,7 +3,7 @@
 `ComparedFunction` puts saved-tensor hooks between the block and the checkpoint around it. These
 pass each tensor on to the checkpoint's own hooks. They keep a checksum of it, and compare that with
 the tensor that the checkpoint returns in the backward pass. They need nothing else of the
-checkpoint, which may be `course_lib.checkpoint.checkpoint` or PyTorch's.
+checkpoint, which may be PyTorch's or another one that uses saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError
 
-from .._torch import saved_value_may_differ
+from .._torch import saved_value_may_differ, writes_after_saving
 from .arguments import ObjectArguments
 
 # (pack, unpack), the arguments of `torch.autograd.graph.saved_tensors_hooks`
@@ -176,8 +176,19 @@ class ComparingHooks:
         except Exception as error:
             self._explain(error)
             raise
+        self._check_complete(packed[0])
         self._compare(packed, tensor)
         return tensor
+
+    def _check_complete(self, position: int) -> None:
+        """Raise an error if early stop ended the recomputation before this tensor was written."""
+        last = position == self.count - 1
+        if last and writes_after_saving(torch._C._current_autograd_node()):
+            self.comparison.fail(
+                "its last operator is rrelu in training mode, which fills its noise only after it"
+                " has saved it, and the recomputation stops when everything is saved",
+                "Let another operator with a gradient follow, use another activation",
+            )
 
     # The compiler may examine the frames of a backward pass. It must not trace a comparison.
     @torch._disable_dynamo

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .._check import one_of, whole
-from .nonreentrant import checkpoint
 
 
 def checkpointed_loss(

@@ -23,17 +23,18 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from .._torch import attributes_of
+from .._torch import attributes_of, map_tensors, modes_when_recomputed, tensors_in, version
 from .comparison import Comparison, checksum
-from .reentrant import version
 
 # ---- generators
 
@@ -397,19 +398,67 @@ class BlockState:
         comparison.finish(tensors)
 
 
-class Repeatable:
-    """A block's function, whose later runs start from the block's state before the first run.
+# A function may change the lists and dicts that it receives, so they are copied.
+_map_copying = partial(map_tensors, copied=(list, dict))
+_PLACEHOLDER = torch.empty(0, device="cpu")
 
-    Error messages name the function.
+
+class Repeatable:
+    """A block's function, whose recomputation starts from what its first run started from.
+
+    PyTorch's checkpoint saves only tensors that are arguments themselves. It passes the same lists
+    and dicts to both runs, so a block that appends to a list would append twice. Therefore the
+    checkpoint receives the tensors alone, wherever they are in nested lists, tuples, mappings and
+    dataclasses. The first run receives the caller's own arguments. The recomputation receives new
+    lists and dicts with their content before the first run, and starts from the block's state
+    before the first run.
+
+    An object is used for one call of the function. Error messages name the function.
+
+    Args:
+        function: The block's function.
+        state: State of the block before its first run, or None to leave the state as it is.
     """
 
-    def __init__(self, function: Callable, state: BlockState):
+    def __init__(self, function: Callable, state: BlockState | None = None):
         self.function, self.state = function, state
         self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.state.next_run():
-            return self.function(*args, **kwargs)
+    def checkpoint(self, args: tuple, kwargs: dict[str, Any], **options: Any) -> Any:
+        """Return `function(*args, **kwargs)`, computed in PyTorch's checkpoint.
+
+        Args:
+            args, kwargs: The function's arguments.
+            options: Options of `torch.utils.checkpoint.checkpoint` without reentrant autograd.
+        """
+        self.own_arguments = args, kwargs
+        self.modes = modes_when_recomputed()
+        tensors = list(tensors_in(self.own_arguments))
+        self.inputs = _map_copying(lambda tensor: _PLACEHOLDER, self.own_arguments)
+        return checkpoint(self, *tensors, use_reentrant=False, **options)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run the function; the checkpoint calls this with the tensors among the arguments."""
+        if self.own_arguments is not None:
+            # They are released before the run, because only the checkpoint may hold the tensors.
+            (args, kwargs), self.own_arguments, modes = self.own_arguments, None, []
+        else:
+            remaining, modes = iter(tensors), self.modes
+            args, kwargs = _map_copying(lambda placeholder: next(remaining), self.inputs)
+        stop = None
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            if self.state is not None:
+                stack.enter_context(self.state.next_run())
+            try:
+                return self.function(*args, **kwargs)
+            except _StopRecomputationError as early_stop:
+                stop = early_stop  # this is not an error of the block, whose state is checked
+        try:
+            raise stop
+        finally:
+            del stop  # its traceback refers to this frame
 
 
 # ---- norms with running statistics

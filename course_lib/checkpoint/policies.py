@@ -1,0 +1,102 @@
+"""Policies of selective checkpointing: which operators' outputs a checkpoint keeps.
+
+PyTorch's `create_selective_checkpoint_contexts` keeps the outputs. The classes here check what a
+policy returns, and warn if the operators in a list never run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from .._torch import WRITES_AFTER_SAVING
+
+
+class Policy:
+    """A policy for `create_selective_checkpoint_contexts`, whose return values are checked.
+
+    Args:
+        policy: A list of operators whose outputs are kept, or a function `policy(context, operator,
+            *args, **kwargs)` that returns a `CheckpointPolicy` or a bool.
+
+    Raises:
+        TypeError: `policy` is neither a list nor a function, or (in the forward pass) it returned
+            an invalid value.
+        ValueError: An element of the list is not an `OpOverload`, or (in the forward pass) the
+            policy offloads an output, or keeps an output of `rrelu` in training mode.
+    """
+
+    def __init__(self, policy: Callable | list):
+        create_selective_checkpoint_contexts(policy)  # raises if the policy is wrong
+        self._policy = policy
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = self._choose(context, operator, *args, **kwargs)
+        if not isinstance(chosen, (bool, CheckpointPolicy)):
+            raise TypeError(
+                f"the policy's return value for {operator} must be a CheckpointPolicy or a bool,"
+                f" got {chosen!r}"
+            )
+        name = {True: "MUST_SAVE", False: "PREFER_RECOMPUTE"}.get(chosen) or chosen.name
+        if name.endswith("CPU_OFFLOAD"):
+            raise ValueError(
+                f"the policy's return value for {operator} must be to save or to recompute, got"
+                f" {name}, which PyTorch carries out only in compiled code. Use offload_activations"
+                " for offloading"
+            )
+        if name.endswith("SAVE") and operator in WRITES_AFTER_SAVING:
+            raise ValueError(
+                f"the policy's return value for {operator} must be to recompute, got {name}:"
+                " without running the operator, the noise that it saves would be missing"
+            )
+        return chosen
+
+    def _choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._policy(context, operator, *args, **kwargs)
+
+    def warn_if_none_has_run(self, names: Sequence[str]) -> None:
+        """Do nothing, because a policy function may keep no outputs on purpose."""
+
+
+class ListedOperators(Policy):
+    """A policy that keeps the outputs of listed operators, and warns if none of them ever runs.
+
+    The model may not call any of the listed operators. For example, the list names `addmm`, but the
+    linear layers have no bias and call `mm`. Everything would then be recomputed, and without the
+    warning the user might not notice.
+    """
+
+    def __init__(self, operators: list):
+        super().__init__(operators)
+        self._operators = frozenset(operators)
+        self._has_run = not operators  # an empty list keeps nothing on purpose
+        self._products: dict[str, None] = {}  # names of matrix products, in the order they ran
+
+    def _choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        listed = operator in self._operators
+        self._has_run |= listed
+        if getattr(operator, "overloadpacket", None) in flop_registry:
+            self._products[f"torch.ops.{operator}"] = None
+        return listed
+
+    def warn_if_none_has_run(self, names: Sequence[str]) -> None:
+        """Give a warning, once, if no block has run a listed operator.
+
+        It is called when a block is recomputed, so the blocks have run before.
+        """
+        if self._has_run:
+            return
+        self._has_run = True  # so that the warning is given only once
+        listed = ", ".join(sorted(f"torch.ops.{operator}" for operator in self._operators))
+        blocks = " to ".join(dict.fromkeys((names[0], names[-1])))
+        message = (
+            f"policy keeps the outputs of {listed}, but {blocks} ran no such operator, so"
+            " everything is recomputed."
+        )
+        if self._products:
+            message += f" Matrix products that were run: {', '.join(self._products)}."
+        warnings.warn(message, stacklevel=2)
