@@ -1,4 +1,4 @@
-"""Checkpoints of the course and those of `torch.utils.checkpoint`: time and peak of a step."""
+"""The readable checkpoint and `torch.utils.checkpoint`: time and peak of a step."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,7 +8,7 @@ import torch.utils.checkpoint as theirs
 from scoreboard import COURSE, Row, compare, peak
 from torch import nn
 
-import course_lib.checkpoint as ours
+from course_lib.checkpoint import readable
 from course_lib.models import Decoder, random_tokens
 
 aten = torch.ops.aten
@@ -25,8 +25,9 @@ class Around(nn.Module):
         if mode == "reentrant":
             self.call = partial(module.checkpoint, layer, use_reentrant=True)
         elif mode == "selective":
-            kept = partial(module.create_selective_checkpoint_contexts, PRODUCTS)
-            self.call = partial(self.call, context_fn=kept)
+            contexts = partial(theirs.create_selective_checkpoint_contexts, PRODUCTS)
+            options = {"keep": PRODUCTS} if module is readable else {"context_fn": contexts}
+            self.call = partial(self.call, **options)
 
     def forward(self, x):
         return self.call(x)
@@ -48,7 +49,7 @@ def decoder_step(module, mode: str) -> Callable[[], None]:
 def rows(rounds: int) -> Iterator[Row]:
     for mode in MODES:
         arms = {
-            COURSE: decoder_step(ours, mode),
+            COURSE: decoder_step(readable, mode),
             "torch.utils.checkpoint": decoder_step(theirs, mode),
         }
         peaks = {name: peak(step) for name, step in arms.items()}

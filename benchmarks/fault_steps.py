@@ -16,12 +16,8 @@ from torch import Tensor, nn
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.attention import flash_attention
 from course_lib.budget import Recipe, build, estimate, train_step
-from course_lib.checkpoint import (
-    checkpoint,
-    checkpoint_blocks,
-    checkpointed_loss,
-    create_selective_checkpoint_contexts,
-)
+from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
+from course_lib.checkpoint.readable import checkpoint
 from course_lib.memory import MemoryMeter
 from course_lib.offload import (
     DiskStore,
@@ -132,8 +128,7 @@ def in_autocast(model: nn.Module) -> ExitStack:
 
 
 def selective(block: nn.Module, x: Tensor) -> Tensor:
-    contexts = partial(create_selective_checkpoint_contexts, [aten.addmm.default])
-    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return checkpoint(block, x, keep=[aten.addmm.default])
 
 
 def offloaded(folder: Path) -> Step:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from course_lib.accumulation import AccumulatedStep
 from course_lib.attention import flash_attention
-from course_lib.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from course_lib.checkpoint.readable import checkpoint
 from course_lib.memory import MemoryMeter
 from course_lib.memory.allocator import _profile
 from course_lib.schedule import (
@@ -124,26 +124,20 @@ def meter(draw: random.Random) -> float:
 # ---- checkpoints: a random tree of functions, some of them checkpointed
 
 
-Statistics = dict[int, tuple[Tensor, Tensor]]  # of each leaf
-
-
 class Leaf(nn.Module):
-    """A layer with random numbers or state."""
+    """A layer, with random numbers or a change in place."""
 
     def __init__(self, draw: random.Random):
         super().__init__()
-        self.kind = draw.choice(("dropout", "noise", "statistics", "in place", "plain"))
+        self.kind = draw.choice(("dropout", "noise", "in place", "plain"))
         self.layer = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, statistics: Statistics) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
         if self.kind == "dropout":
             return F.dropout(y, 0.3) * torch.rand(1)
         if self.kind == "noise":
             return y.tanh() + torch.randn_like(y)
-        if self.kind == "statistics":
-            mean, variance = statistics[id(self)]
-            return F.instance_norm(y.t()[None], mean, variance, use_input_stats=True)[0].t()
         if self.kind == "in place":
             return y.sin().mul_(0.9).relu_()
         return F.gelu(y)
@@ -162,33 +156,31 @@ class Tree(nn.Module):
             for _ in range(draw.randint(1, 2))
         )
 
-    def run(self, x: Tensor, statistics: Statistics, history: list[int]) -> dict:
+    def run(self, x: Tensor, history: list[int]) -> dict:
         history.append(len(history))
         scale = 0.5 ** len(history)  # the recomputation must get the original list
         if self.shape == "branches":
-            found = [part(x, statistics) for part in self.parts]
+            found = [part(x) for part in self.parts]
         else:
             y = x
             for part in self.parts:
-                y = part(y, statistics)
+                y = part(y)
             found = [x + y] if self.shape == "residual" else [y]
         return {"outputs": [y * scale for y in found]}
 
-    def tensor(self, x: Tensor, statistics: Statistics) -> Tensor:
-        return torch.stack(self.run(x, statistics, [])["outputs"]).sum(0)
+    def tensor(self, x: Tensor) -> Tensor:
+        return torch.stack(self.run(x, [])["outputs"]).sum(0)
 
-    def forward(self, x: Tensor, statistics: Statistics) -> Tensor:
-        # what a function outside of the checkpoint changes later must not be its input
-        statistics = {key: statistics[key] for key in map(id, self.modules()) if key in statistics}
+    def forward(self, x: Tensor) -> Tensor:
         if Plain.active or self.how == "none":
-            return self.tensor(x, statistics)
+            return self.tensor(x)
         if self.how == "reentrant":
-            return checkpoint(self.tensor, x, statistics, use_reentrant=True)
+            return checkpoint(self.tensor, x, use_reentrant=True)
         options: dict = {"early_stop": self.stop}
         if self.how == "selective":
-            kept = [aten.addmm.default, aten.native_dropout.default]
-            options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
-        found = checkpoint(self.run, x, statistics, [], use_reentrant=False, **options)
+            kept = [aten.addmm.default, aten.tanh.default]
+            options["keep"] = kept
+        found = checkpoint(self.run, x, [], **options)
         return torch.stack(found["outputs"]).sum(0)
 
 
@@ -199,22 +191,19 @@ class Plain:
 
 
 def trained(tree: Tree, x: Tensor, *, plain: bool, seed: int) -> list[Tensor]:
-    """Return outputs, gradients, state and the next random numbers of a forward and a backward."""
+    """Return outputs, gradients and the next random numbers of a forward and a backward pass."""
     tree.zero_grad()
-    leaves = [module for module in tree.modules() if isinstance(module, Leaf)]
-    statistics = {id(leaf): (torch.zeros(8), torch.ones(8)) for leaf in leaves}
     x = x.clone().requires_grad_()
     torch.manual_seed(seed)
     Plain.active = plain
     try:
-        y = tree(x, statistics)
+        y = tree(x)
         numbers = torch.rand(4)
         y.square().sum().backward()
     finally:
         Plain.active = False
     gradients = [p.grad for p in tree.parameters() if p.grad is not None]
-    state = [tensor for pair in statistics.values() for tensor in pair]
-    return [y.detach(), numbers, torch.rand(4), x.grad, *gradients, *state]
+    return [y.detach(), numbers, torch.rand(4), x.grad, *gradients]
 
 
 def checkpoints(draw: random.Random) -> float:

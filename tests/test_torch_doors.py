@@ -102,7 +102,7 @@ DOORS = [
     ("torch.utils._device", "DeviceContext"),
     ("torch.utils._python_dispatch", "_disable_current_modes _get_current_dispatch_mode_stack"),
     (TorchDispatchMode, "_should_skip_dynamo ignore_compile_internals"),
-    ("torch.utils._pytree", "tree_leaves tree_map"),
+    ("torch.utils._pytree", "tree_flatten tree_leaves tree_map tree_unflatten"),
     ("torch.utils.checkpoint", "SAC_IGNORED_OPS check_backward_validity detach_variable"),
     ("torch.utils.checkpoint", "_StopRecomputationError noop_context_fn"),
     ("torch.utils.flop_counter", "_FlopCounterMode flop_registry"),

@@ -1,5 +1,6 @@
 """Training steps for the tests of `course_lib.memory`, and an independent count of their bytes."""
 
+import gc
 import os
 from contextlib import contextmanager
 
@@ -129,3 +130,15 @@ def everything_undone():
     before = state()
     yield
     assert state() == before
+
+
+@contextmanager
+def no_gc():
+    """Inside the block only reference counts free."""
+    # The first call of a checkpoint loads the compiler, which leaves a reference cycle.
+    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -474,7 +474,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 # </div>
 
 # %%
-from course_lib.checkpoint import checkpoint
+from course_lib.checkpoint.readable import checkpoint
 
 
 def costs_of(layer, depth=3):

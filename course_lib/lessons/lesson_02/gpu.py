@@ -4,9 +4,8 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from course_lib.checkpoint import checkpoint
 from course_lib.models import random_tokens
 from course_lib.teaching.experiments import (
     TINY,

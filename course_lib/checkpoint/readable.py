@@ -1,0 +1,350 @@
+"""A checkpoint to read in one sitting: both modes of `torch.utils.checkpoint`, in one file.
+
+In lesson 02 you wrote `MyCheckpoint` and `with_hooks`. This file adds what these short versions
+lack. `checkpoint_blocks` does not use it, but PyTorch's own function.
+
+`_Reentrant` is `MyCheckpoint` with several arguments and outputs. It runs the function without a
+graph, and its backward pass runs the function again, with a backward pass of its own.
+
+`_Region` is `with_hooks`. Hooks put an empty *slot* into the graph for each saved tensor, and the
+first slot that is read runs the function again, which fills all slots. Four ideas are new:
+
+- **Slots are released.** The graph holds the slots, and the region refers to them only weakly. A
+  slot gives its tensor away when it is read. So a recomputed tensor lives until its use, no longer.
+- **Early stop.** The recomputation ends as soon as it has saved as many tensors as the first run.
+  Later operators, such as the last matrix product of a block, do not run again.
+- **Nesting.** An autograd node saves the function's inputs, as any operator saves its own. Inside
+  another checkpoint the inputs are therefore slots of the outer region, and reading them runs the
+  outer function first. Autograd also notices if an input has been changed in place.
+- **Surroundings.** Random numbers and autocast also determine the result. They are recorded before
+  the first run, and restored for the second.
+
+Selective checkpointing is separate from both: `_KeptOutputs` watches the operators of the first run
+and keeps some of their outputs, and returns these in the second run.
+
+PyTorch's file has 1,800 lines. These parts of it are left out here, because no idea is lost:
+
+- compiled code (`torch.compile` traces PyTorch's function and no other) and devices except CUDA;
+- options for debugging, and backward passes that share a recomputation (`GraphExecGroup`);
+- the default device of a `with torch.device(...)` block, which is not restored;
+- offloading by a policy, and saved-tensor hooks around what a policy keeps.
+
+Neither file repeats other state: BatchNorm updates its running statistics twice, and Python's and
+NumPy's random numbers and global variables are not restored. If `rrelu` is the last operator, both
+need `early_stop=False`, because it fills its noise only after saving it.
+
+Source: Chen et al. 2016, arXiv:1604.06174, for the idea; the modes are those of PyTorch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointError
+
+
+def checkpoint(
+    function: Callable,
+    *args: Any,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    keep: Collection | Callable[..., bool] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run `function(*args, **kwargs)`, drop its activations, and run it again for backward.
+
+    Args:
+        function: Function to run. It must do the same in both runs.
+        *args: Its arguments. In the reentrant mode, only tensors that are arguments themselves get
+            gradients; otherwise they may be inside lists, tuples and dicts, which are copied for
+            the second run.
+        use_reentrant: Whether to use the reentrant mode. At least one input must then require
+            gradients, and all gradients are computed at once, by `backward()`.
+        preserve_rng_state: Whether the second run draws the random numbers of the first.
+        early_stop: Whether the second run ends when it has saved everything that is needed.
+        keep: Operators whose outputs are kept instead of computed again, such as
+            `[torch.ops.aten.mm.default]`, or a function `keep(operator, *args, **kwargs)` that
+            returns whether to keep the output. Operators that draw random numbers and casts to
+            other dtypes always run again.
+        **kwargs: Keyword arguments of the function.
+
+    Returns:
+        The result of `function(*args, **kwargs)`.
+
+    Raises:
+        ValueError: `keep` or keyword arguments are passed in the reentrant mode.
+        CheckpointError: (In the backward pass) the second run saved fewer tensors, or tensors of
+            other shapes, dtypes or devices. Other numbers are not noticed.
+        RuntimeError: An input or a kept output was changed in place. The backward pass notices
+            this, except that the reentrant mode notices a change by the function itself earlier.
+    """
+    if use_reentrant:
+        if kwargs or keep is not None:
+            raise ValueError("use_reentrant must be False with keep or keyword arguments, got True")
+        return _Reentrant.apply(function, preserve_rng_state, *args)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    first = second = nullcontext()
+    if keep is not None:
+        chosen = keep if callable(keep) else lambda operator, *args, **kwargs: operator in keep
+        kept: dict[tuple, Any] = {}
+        first, second = _KeptOutputs(kept, chosen), _KeptOutputs(kept, None)
+    region = _Region(function, args, kwargs, preserve_rng_state, early_stop, second)
+    with saved_tensors_hooks(region.pack, region.unpack), first:
+        return function(*args, **kwargs)
+
+
+# ---- the non-reentrant mode
+
+
+class _Slot:
+    """An empty place in the graph for a saved tensor, which is filled once per backward pass."""
+
+    def __init__(self):
+        self.tensors: dict[int, Tensor | None] = {}  # None after the tensor was read
+
+
+class _Stop(BaseException):
+    """Exception that ends a recomputation early; the function's `except Exception` misses it."""
+
+
+class _SaveInputs(torch.autograd.Function):
+    """An autograd node that saves tensors. `anchor` requires gradients; else it would not exist."""
+
+    @staticmethod
+    def forward(context, anchor, *tensors):
+        context.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+class _Region:
+    """One call of a checkpointed function: its slots, and everything needed to run it again.
+
+    The arguments are those of `checkpoint`, and a context manager for the second run.
+    """
+
+    def __init__(self, function, args, kwargs, preserve_rng_state, early_stop, second):
+        self.function, self.early_stop, self.second = function, early_stop, second
+        leaves, self.structure = tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        # Only the node holds the tensors, so that hooks around this checkpoint can move them.
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self.node = _SaveInputs.apply(anchor, *tensors).grad_fn
+        self.leaves = [_Slot if isinstance(x, Tensor) else x for x in leaves]
+        self.surroundings = _Surroundings(tensors, preserve_rng_state)
+        self.slots: list[weakref.ref[_Slot]] = []
+        self.looks: list[tuple] = []  # shape, dtype and device of each saved tensor
+
+    def pack(self, tensor: Tensor) -> _Slot:
+        """In the first run: put a slot into the graph, and let the tensor go."""
+        slot = _Slot()
+        self.slots.append(weakref.ref(slot))
+        self.looks.append(_look(tensor))
+        return slot
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        """In the backward pass: return the tensor of a slot, which is then empty again."""
+        backward = torch._C._current_graph_task_id()  # -1 outside of a backward pass
+        if backward not in slot.tensors:
+            self.recompute(backward)
+        tensor, slot.tensors[backward] = slot.tensors[backward], None
+        if tensor is None:
+            raise CheckpointError("a saved tensor can be read only once in a backward pass")
+        if backward == -1:  # the graph is only inspected, so no other slot will be read
+            for other in filter(None, (ref() for ref in self.slots)):
+                other.tensors.clear()
+        return tensor
+
+    def recompute(self, backward: int) -> None:
+        """Run the function again. The i-th tensor that autograd saves goes into the i-th slot."""
+        saved = iter(self.node.saved_tensors)  # autograd raises an error if one has changed
+        leaves = [next(saved) if leaf is _Slot else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        numbers, last = count(), len(self.slots) - 1
+        found: list[tuple] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            tensor, number = tensor.detach(), next(numbers)  # without the second run's graph
+            found.append(_look(tensor))
+            # The slot is gone if the graph was freed in part. Then nothing will read the tensor.
+            slot = self.slots[number]() if number <= last else None
+            if slot is not None:
+                slot.tensors[backward] = tensor
+            if self.early_stop and number == last:
+                raise _Stop
+            return tensor
+
+        with (
+            saved_tensors_hooks(collect, lambda tensor: tensor),
+            torch.enable_grad(),
+            self.surroundings.restore(),
+            self.second,
+            suppress(_Stop),
+        ):
+            self.function(*args, **kwargs)
+        if found[: last + 1] != self.looks[: last + 1]:
+            raise CheckpointError(
+                "the function must save the same tensors in both runs: it saved"
+                f" {self.looks[: last + 1]} in the first run, and {found} in the second"
+            )
+
+
+def _look(tensor: Tensor) -> tuple:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+# ---- the reentrant mode
+
+
+class _Reentrant(torch.autograd.Function):
+    """One autograd node for the whole function, with a backward pass inside its backward pass.
+
+    The inner backward pass ends at the inputs, and adds the gradients of parameters to `.grad`.
+    """
+
+    @staticmethod
+    def forward(context, function, preserve_rng_state, *args):
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        versions = [x._version for x in tensors]
+        context.function = function
+        context.args = [_Slot if isinstance(x, Tensor) else x for x in args]
+        context.surroundings = _Surroundings(tensors, preserve_rng_state)
+        context.save_for_backward(*tensors)
+        with torch.no_grad():
+            outputs = function(*args)
+        # Autograd notices only changes after the end of this method.
+        if versions != [x._version for x in tensors]:
+            raise RuntimeError("the function must not change its inputs in place in this mode")
+        return outputs
+
+    @staticmethod
+    def backward(context, *gradients):
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                "use_reentrant must be False for torch.autograd.grad and backward(inputs=...),"
+                " because the inner backward pass computes the gradients of all parameters"
+            )
+        saved = iter(context.saved_tensors)
+        inputs = [_leaf(next(saved)) if x is _Slot else x for x in context.args]
+        with torch.enable_grad(), context.surroundings.restore():
+            outputs = context.function(*inputs)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad
+        ]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(x.grad if isinstance(x, Tensor) else None for x in inputs)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+# ---- random numbers and autocast
+
+
+class _Surroundings:
+    """Random numbers and autocast before the first run, on the CPU and the inputs' GPUs."""
+
+    def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
+        self.preserved, self.gpus = preserve_rng_state, {x.device for x in tensors if x.is_cuda}
+        if self.preserved:
+            self.cpu_state = torch.get_rng_state()
+            self.gpu_states = [(torch.cuda.get_rng_state(gpu), gpu) for gpu in self.gpus]
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("cpu", *(["cuda"] if self.gpus else []))
+        ]
+        self.cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def restore(self) -> Iterator[None]:
+        """Restore the surroundings of the first run in the block, and the current ones after it."""
+        with torch.random.fork_rng(self.gpus, enabled=self.preserved), ExitStack() as stack:
+            if self.preserved:
+                torch.set_rng_state(self.cpu_state)
+                for state_and_gpu in self.gpu_states:
+                    torch.cuda.set_rng_state(*state_and_gpu)
+            for setting in self.autocast:
+                stack.enter_context(torch.autocast(*setting, cache_enabled=self.cached))
+            yield
+
+
+# ---- selective checkpointing
+
+# These operators may run more often in one of the two runs, so their calls are not counted. Hooks
+# detach tensors. Autocast casts a weight at its first use only, which may be before the first run.
+_UNCOUNTED = (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default)
+
+
+class _KeptOutputs(TorchDispatchMode):
+    """A mode that keeps chosen outputs, and returns kept ones instead of computing them.
+
+    Args:
+        kept: (operator, number of its call) -> kept output, shared by the modes of both runs.
+        chosen: Function of an operator and its arguments, or None in the second run.
+    """
+
+    def __init__(self, kept: dict[tuple, Any], chosen: Callable[..., bool] | None):
+        super().__init__()
+        self.kept, self.chosen = kept, chosen
+
+    def __enter__(self):
+        self.calls = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operator in _UNCOUNTED:
+            return operator(*args, **kwargs)
+        key = operator, self.calls[operator]
+        self.calls[operator] += 1
+        if key in self.kept:
+            kept = self.kept.pop(key)
+            return tree_map(_check, kept, is_leaf=lambda x: isinstance(x, _KeptTensor))
+        result = operator(*args, **kwargs)
+        # If a random operator did not run again, all later ones would draw other numbers.
+        draws = torch.Tag.nondeterministic_seeded in operator.tags
+        if self.chosen is not None and not draws and self.chosen(operator, *args, **kwargs):
+            self.kept[key] = tree_map(_detach, result)
+        return result
+
+
+class _KeptTensor(NamedTuple):
+    """A kept tensor, and its number of in-place changes when it was kept."""
+
+    tensor: Tensor
+    version: int
+
+
+def _detach(value: Any) -> Any:
+    """Detach a tensor, because the history of an output would lead back to the mode that keeps it.
+
+    It counts in-place changes with the output if the key below, which modes exclude, is included.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        tensor = value.detach()
+    return _KeptTensor(tensor, tensor._version)
+
+
+def _check(value: Any) -> Any:
+    if not isinstance(value, _KeptTensor):
+        return value
+    if value.tensor._version != value.version:
+        raise RuntimeError("keep must not select outputs that are changed in place later")
+    return value.tensor
