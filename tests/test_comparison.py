@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import checkpoint as pytorch
+from torch.utils.checkpoint import checkpoint
 
-from course_lib.checkpoint import blocks, checkpoint, checkpoint_blocks, comparison
+from course_lib.checkpoint import checkpoint_blocks, comparison
 from course_lib.memory import MemoryMeter
 
 WIDTH = 6
@@ -342,22 +342,6 @@ def test_comparison_in_a_parallel_model():
                         output.sum().backward()
     finally:
         dist.destroy_process_group()
-
-
-def test_comparison_needs_no_other_checkpoint_than_pytorch_s(monkeypatch):
-    def checkpointed(function, args, kwargs, **options):
-        return pytorch.checkpoint(function, args, kwargs, **options)
-
-    monkeypatch.setattr(blocks, "checkpoint", checkpointed)
-    for change in (keep, write, replace):
-        model, state = Model(change), SimpleNamespace(memory=memory())
-        with checkpoint_blocks(model):
-            output = model(inputs(), state)
-            if change is keep:
-                output.sum().backward()
-            else:
-                with pytest.raises(RuntimeError, match=r"layers\.1 .* state \(SimpleNamespace"):
-                    output.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import pytest
 import torch
-import torch.utils.checkpoint as reference
 from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -16,7 +15,6 @@ from torch._prims import rng_prims
 from torch.testing import assert_close
 from training_steps import allocations, bytes_of, empty_gradients
 
-import course_lib.checkpoint as ours
 from course_lib.budget import Recipe, build, train_step
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, measure
@@ -127,87 +125,6 @@ def test_buffers_of_generated_code_are_counted(monkeypatch, tmp_path):
 
 
 # ---- checkpoints and steps
-
-
-def block():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.5))
-
-
-DECORATED = ours.checkpoint(use_reentrant=False, debug=True)(lambda b, x: b(x))
-# what a checkpoint is given -> (module of checkpoints, block, x) -> output
-CALLS = {
-    "reentrant": lambda m, b, x: m.checkpoint(b, x, use_reentrant=True),
-    "options": lambda m, b, x: m.checkpoint(
-        lambda pair, scale: b(pair[0]) * scale["s"],
-        (x, 1),
-        scale={"s": 2.0},
-        use_reentrant=False,
-        preserve_rng_state=True,
-        determinism_check="none",
-        early_stop=False,
-    ),
-    "nested": lambda m, b, x: m.checkpoint(
-        lambda x: m.checkpoint(b, x.sin(), use_reentrant=False), x, use_reentrant=False
-    ),
-    "selective": lambda m, b, x: m.checkpoint(
-        b,
-        x,
-        use_reentrant=False,
-        context_fn=partial(m.create_selective_checkpoint_contexts, [aten.addmm.default]),
-    ),
-    # PyTorch compiles no sequence, and its checkpoint is a decorator only from torch 2.14 on
-    "sequence": lambda m, b, x: (
-        m.checkpoint_sequential(b, 2, x, use_reentrant=False)
-        if m is ours
-        else b[2:](m.checkpoint(b[:2], x, use_reentrant=False))
-    ),
-    "decorated": lambda m, b, x: (
-        DECORATED(b, x) if m is ours else m.checkpoint(b, x, use_reentrant=False)
-    ),
-}
-
-
-def stepped(call, module=ours, **compiled):
-    """The gradients of a call on a block, with the same random numbers each time.
-
-    Args:
-        compiled: Options of `torch.compile`, or none to not compile.
-    """
-    inner, x = block(), torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    function = lambda x: call(module, inner, x * 2).cos()  # noqa: E731
-    function = torch.compile(function, **compiled) if compiled else function
-    torch.manual_seed(2)
-    function(x).square().sum().backward()
-    return [x.grad, *(p.grad for p in inner.parameters())]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_checkpoint_in_a_full_graph_computes_again_what_pytorchs_does(name):
-    graphs = {}
-    for module in (reference, ours):
-        backend = graphs[module] = Backend()
-        found = stepped(CALLS[name], module, backend=backend, fullgraph=True)
-        assert backend.runs == len(backend.forward) == 1
-        torch.compiler.reset()
-    assert_close(found, stepped(CALLS[name]))
-    assert graphs[ours].backward == graphs[reference].backward
-    assert (aten.addmm.default in graphs[ours].backward[0]) == (name != "selective")
-
-
-def test_where_the_graph_breaks_inside_a_checkpoint_it_runs_uncompiled():
-    def broken(m, b, x):
-        def function(x):
-            x = b(x)
-            torch._dynamo.graph_break()
-            return x.sin()
-
-        return m.checkpoint(function, x, use_reentrant=False)
-
-    backend = Backend()
-    assert_close(stepped(broken, backend=backend), stepped(broken))
-    assert backend.runs == len(backend.forward) >= 1
-    assert not any(aten.tanh.default in graph for graph in backend.forward)
 
 
 def decoder():

@@ -22,7 +22,7 @@ from patience import HANGS_SECONDS
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-import course_lib.checkpoint as ours
+from course_lib.checkpoint import checkpoint_blocks, readable
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import (
@@ -277,7 +277,8 @@ def test_a_tensor_that_cannot_be_packed_leaves_nothing_behind(monkeypatch, store
 
 
 @pytest.mark.parametrize(
-    ("module", "use_reentrant"), [(ours, False), (ours, True), (torch.utils.checkpoint, False)]
+    ("module", "use_reentrant"),
+    [(readable, False), (readable, True), (torch.utils.checkpoint, False)],
 )
 def test_inputs_of_checkpointed_blocks_go_down(module, use_reentrant, store):
     net, x = deep_mlp(8, 16), torch.randn(64, 16)
@@ -483,7 +484,7 @@ def test_many_steps_on_a_device_stay_equal_to_plain_ones(checkpointed):
     model.loss(tokens).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     if checkpointed:
-        ours.checkpoint_blocks(model)
+        checkpoint_blocks(model)
     for _ in range(10):
         model.zero_grad()
         with offload_activations(min_bytes=1):

@@ -299,18 +299,24 @@ def test_gradients_of_every_operator_are_those_of_the_plain_call():
         for way, finding in found.items():
             verdicts[way, finding.verdict].add(name)
     assert all(len(verdicts[way, "equal"]) > 500 for way in (UNCHANGED, *WAYS))
+    # rrelu fills its noise after saving it. It is the last operator of its call here, so the
+    # readable checkpoint, which stops early, reads whatever the memory of the noise held.
+    rrelu, statistics = "nn.functional.rrelu", "nn.functional.instance_norm"
     expected = {
-        (UNCHANGED, "different"): STATISTICS
-        | {"nn.functional.rrelu", "nn.functional.instance_norm"},
-        # rrelu draws its noise after saving it, and nothing follows it here; instance_norm changes
-        # running statistics among its arguments
-        ("compared", "refused"): {"nn.functional.rrelu", "nn.functional.instance_norm"},
+        (UNCHANGED, "different"): STATISTICS | {rrelu, statistics},
+        ("compared", "refused"): {rrelu, statistics},
+        # instance_norm changes running statistics among its arguments
+        **{
+            (way, "refused"): {statistics}
+            for way in ("nonreentrant", "reentrant", "kept", "kept by turns")
+        },
     }
-    assert expected == {
-        key: names
+    found = {
+        key: names - ({rrelu} if key[0] not in (UNCHANGED, "compared") else set())
         for key, names in verdicts.items()
-        if names and key[1] in ("different", "refused")
+        if key[1] in ("different", "refused")
     }
+    assert expected == {key: names for key, names in found.items() if names}
 
 
 def test_a_sketch_of_values_changes_no_tensor():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS
 
-from course_lib import _check, checkpoint
+from course_lib import _check
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.attention import (
     attention_cost,
@@ -25,7 +25,7 @@ from course_lib.attention import (
     standard_attention,
 )
 from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_step
-from course_lib.checkpoint import checkpoint_blocks, checkpoint_sequential, checkpointed_loss
+from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.memory import (
     MemoryMeter,
     attention_saved_bytes,
@@ -123,7 +123,6 @@ RATES = {"fp32_flops": 1, "bf16_flops": 1, "link_bytes": 1}
 SOFTMAX = {"scores": torch.ones(3), "block": 2}
 COST = {"sequence": 64, "head_dim": 64, "kind": "flash"}
 BLOCKS = {"model": decoder()}
-SEQUENTIAL = {"functions": [torch.sin] * 3, "input": TRACKED, "use_reentrant": False}
 STAGE = {"forward_time": 1, "backward_time": 1, "output_bytes": 4, "saved_bytes": 4}
 OVERHEADS = ("forward_overhead_bytes", "backward_overhead_bytes")
 
@@ -140,7 +139,6 @@ ONE_BY_ONE = [
     (attention_saved_bytes, HEADS, {"kv_heads": (0, 3), "head_dim": (0,), "kind": ("fast",)}),
     (training_state_bytes, STATE, {"parameters": (0, None, math.inf), "recipe": ("adam",)}),
     (checkpointed_loss, LOSS, {"chunk": (1.5,), "reduction": ("none",), "hidden": (X[0],)}),
-    (checkpoint_sequential, SEQUENTIAL, {"segments": (4,)}),
     (checkpoint_blocks, BLOCKS, {"model": (torch.sin,), "every": (4,), "first": (0,)}),
     (checkpoint_blocks, BLOCKS, {"blocks": (3, "layers", ["h.*", "blocks.*"])}),
     (
@@ -282,15 +280,6 @@ OTHERWISE = [
         r"k must have as many heads as q, 4 \(or pass enable_gqa=True\), got 2 heads",
         lambda: flash_attention(X, X[:, :2], X[:, :2], enable_gqa=False),
     ),
-    (
-        "the policy's return value for aten.sin.default",
-        lambda: checkpoint.checkpoint(
-            torch.sin,
-            TRACKED,
-            use_reentrant=False,
-            context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(lambda *_: None),
-        ),
-    ),
     ("tokens", lambda: decoder()(torch.zeros(1, 9, dtype=torch.long))),
     ("batch", lambda: estimate(decoder, lambda: 3, Recipe(micro_batches=2))),
     ("model", lambda: estimate(lambda: decoder().to("meta"), tokens, Recipe())),
@@ -406,7 +395,13 @@ def by_autograd(x):
 
 
 def checkpointed(function, x):
-    return checkpoint.checkpoint(function, x, use_reentrant=False)
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    model = torch.nn.Sequential(Block())
+    with checkpoint_blocks(model, "0"):
+        return model(x)
 
 
 def offloaded(function, x):
@@ -643,7 +638,7 @@ def test_an_estimate_refuses_a_tensor_of_another_class_that_run_measures():
 
 # ---- the sentences of all errors
 
-PACKAGE = Path(checkpoint.__file__).parents[1]
+PACKAGE = Path(_check.__file__).parent
 # "It takes 1 to 3" and "--a comes with --b" were understood as their opposite; "there is no" is
 # right.
 FORBIDDEN = re.compile(r"\bit takes\b|\bcomes? with\b|(?<!there )\bis no ", re.IGNORECASE)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from masters import Masters
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-import course_lib.checkpoint as ours
 from course_lib.accumulation import AccumulatedStep, split
+from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import CATEGORY_COLORS, MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import (
@@ -52,7 +53,7 @@ def activations(device, model="mlp", **options):
         net = Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8)
         run, x = net.loss, random_tokens(2, 8, 50)
     if model == "checkpointed":
-        ours.checkpoint_blocks(net)
+        checkpoint_blocks(net)
     for _ in range(2):
         if device:  # a graph that is dropped before backward
             with offloading(device, **options):
@@ -484,7 +485,7 @@ def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
         for _ in range(2):
             x = torch.randn(8, 16, requires_grad=True)
             for _ in range(2):
-                x = ours.checkpoint(net, x, use_reentrant=True)
+                x = checkpoint(net, x, use_reentrant=True)
             with optimizer.copy_gradients_down() if device else nullcontext():
                 x.square().sum().backward()
                 optimizer.step()

@@ -20,7 +20,7 @@ import nbformat
 import torch
 from editions import NAMES, addresses_in, failure, loaded_addresses, small_course, stored_lessons
 
-from course_lib.checkpoint import checkpoint
+from course_lib.checkpoint import checkpoint_blocks
 from course_lib.teaching import pictures
 from publish import site
 from publish.chinese import HAN
@@ -302,7 +302,7 @@ def public_names(module):
     ("name", "first", "last"),
     [
         ("memory", "MemoryMeter measure saved_tensors", "PHASES"),
-        ("checkpoint", "checkpoint checkpoint_blocks checkpointed_loss", "CheckpointedBlocks"),
+        ("checkpoint", "checkpoint_blocks checkpointed_loss", "CheckpointedBlocks"),
         ("offload", "offload_activations OffloadedOptimizer", "StoreFull"),
         ("budget", "Recipe estimate fit", "RATES"),
     ],
@@ -354,7 +354,7 @@ def test_the_examples_of_the_reference_run_and_give_what_they_say(name):
 
 def test_the_reference_leaves_the_library_as_it_is(built_site):
     # autodoc would replace it
-    assert inspect.signature(checkpoint).parameters["use_reentrant"].default is None
+    assert inspect.signature(checkpoint_blocks).parameters["first"].default is None
 
 
 # --- the search, the front page ---

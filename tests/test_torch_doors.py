@@ -53,7 +53,7 @@ DOORS = [
     ("torch._dynamo", "graph_break"),
     ("torch._dynamo.eval_frame", "_callback_from_stance"),
     ("torch._functorch.config", "patch"),
-    ("torch._guards", "TracingContext.try_get detect_fake_mode"),
+    ("torch._guards", "detect_fake_mode"),
     ("torch._ops", "HigherOrderOperator OpOverload"),
     ("torch._prims.rng_prims", "run_and_save_rng_state"),
     ("torch._prims_common", "is_non_overlapping_and_dense_or_false make_channels_last_strides_for"),
@@ -67,7 +67,7 @@ DOORS = [
     ("torch.autograd.function", "BackwardCFunction"),
     ("torch.autograd.graph", "_engine_run_backward"),
     (X.square().grad_fn, "_raw_saved_self _saved_self _sequence_nr"),
-    ("torch.cuda", "_initialized _sleep"),
+    ("torch.cuda", "_sleep"),
     ("torch.distributed._tools", "fake_collectives"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     ("torch.distributed.Reducer", "_rebuild_buckets"),
@@ -99,17 +99,15 @@ DOORS = [
     (torch.ops.aten.mul.Tensor, "_overloadname _schema"),
     ("torch.overrides", "_get_current_function_mode_stack"),
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
-    ("torch.utils._device", "DeviceContext"),
     ("torch.utils._python_dispatch", "_disable_current_modes _get_current_dispatch_mode_stack"),
     (TorchDispatchMode, "_should_skip_dynamo ignore_compile_internals"),
     ("torch.utils._pytree", "tree_flatten tree_leaves tree_map tree_unflatten"),
-    ("torch.utils.checkpoint", "SAC_IGNORED_OPS check_backward_validity detach_variable"),
-    ("torch.utils.checkpoint", "_StopRecomputationError noop_context_fn"),
+    ("torch.utils.checkpoint", "_StopRecomputationError"),
     ("torch.utils.flop_counter", "_FlopCounterMode flop_registry"),
     ("torch.utils.weak", "WeakIdKeyDictionary WeakTensorKeyDictionary"),
 ]
 # Other versions and builds of torch do not have them.
-NOT_ALWAYS = {"_cuda_clearCublasWorkspaces", "_get_graph_exec_group", "_host_emptyCache"}
+NOT_ALWAYS = {"_cuda_clearCublasWorkspaces", "_host_emptyCache"}
 # Private names that others than torch give their objects.
 OTHERS = {
     *("_exit", "_getframe", "_negative_number_matcher"),  # Python

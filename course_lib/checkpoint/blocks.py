@@ -47,8 +47,9 @@ def checkpoint_blocks(
     state dict stay the same. With gradients disabled, the blocks run as before. A copy of the model
     (deepcopy, pickle) has no checkpoints. The model or its blocks may be compiled before or after
     this call, by `torch.compile(block)` or `block.compile()`, also with `fullgraph=True`. Inside a
-    compiled graph, PyTorch's checkpoints are used. With a `policy`, PyTorch then warns about
-    in-place operators, but nothing warns if none of the listed operators runs.
+    compiled graph, PyTorch warns about in-place operators if there is a `policy`, but nothing warns
+    if none of the listed operators runs. Inside a transform of `torch.func` the blocks run without
+    a checkpoint, with a warning.
 
     Args:
         model: Model to change in place: its blocks get a new `forward`.
@@ -65,13 +66,15 @@ def checkpoint_blocks(
         first: Number of blocks to consider, from the beginning of the model and across all lists;
             None considers all. The last block may be left out without raising the peak, because
             all of its activations are live at the peak anyway, when backward starts.
-        policy: None recomputes everything. A list of operators, or a policy as for
+        policy: None recomputes everything. A list of operators, or a policy as for PyTorch's
             `create_selective_checkpoint_contexts`, determines which outputs are kept. `nn.Linear`
             calls `torch.ops.aten.addmm.default` with a bias and `torch.ops.aten.mm.default` without
             one. If none of the listed operators has run when the first block is recomputed, a
-            warning names the matrix products that the blocks did run.
+            warning names the matrix products that the blocks did run. After an operator that draws
+            random numbers and whose output is kept, the recomputation draws other numbers. The
+            comparison raises an error if backward needs these numbers.
         preserve_rng_state: Whether a block that draws random numbers draws the same ones in its
-            recomputation.
+            recomputation, on the CPU and on the devices of the tensors among its arguments.
         preserve_module_state: Whether to preserve the attributes of a block's modules (tensors,
             numbers, containers of these, and generators) and the states of the global random number
             generators of Python and NumPy. The recomputation starts from their values before the
@@ -96,7 +99,9 @@ def checkpoint_blocks(
         TypeError: An argument has the wrong type.
         RuntimeError: (In the backward pass) a block's first recomputation is not equal to its
             first run, so gradients would be wrong. The message names the block and an argument
-            that has changed. Also if a recomputation fails and such an argument has changed.
+            that has changed. Also if a recomputation fails and such an argument has changed, if a
+            tensor among the arguments was changed in place, or if the last operator of a block is
+            `rrelu` in training mode.
 
     Example:
         >>> from course_lib.models import Decoder, random_tokens
@@ -106,7 +111,8 @@ def checkpoint_blocks(
 
     All other side effects of a block happen twice, and the recomputation starts from the changed
     values. Examples are updates of running statistics and spectral norms, and a key-value cache
-    among the arguments (train Hugging Face models with `use_cache=False`, and pass no cache).
+    among the arguments (train Hugging Face models with `use_cache=False`, and pass no cache). Lists
+    and dicts among the arguments are an exception: the recomputation gets their original content.
     Without `preserve_module_state`, changes of attributes also happen twice. A comparison raises an
     error if backward would compute with the changed values.
     """

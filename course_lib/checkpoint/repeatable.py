@@ -33,7 +33,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from .._torch import attributes_of, map_tensors, modes_when_recomputed, tensors_in, version
+from .._torch import (
+    attributes_of,
+    map_tensors,
+    modes_when_recomputed,
+    tensors_in,
+    torch_func_refused,
+    version,
+)
 from .comparison import Comparison, checksum
 
 # ---- generators
@@ -451,6 +458,7 @@ class Repeatable:
                 stack.enter_context(mode)
             if self.state is not None:
                 stack.enter_context(self.state.next_run())
+            stack.enter_context(torch_func_refused("a checkpoint"))
             try:
                 return self.function(*args, **kwargs)
             except _StopRecomputationError as early_stop:
