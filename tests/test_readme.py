@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from course_lib import labels
-from course_lib.budget import Recipe, steps_to
+from course_lib.budget import Recipe
 from course_lib.budget import __main__ as command
-from course_lib.budget.device import host_state_bytes
+from course_lib.budget.answer import ForFramework, workload_for
 from course_lib.budget.knowledge import EstimateCache
-from course_lib.budget.show import Way
+from course_lib.budget.report import Result, fits
+from course_lib.budget.scripts import FRAMEWORKS
+from course_lib.budget.search import Estimates
 from course_lib.lessons import LESSONS, claims_of
 
 ROOT = Path(__file__).parents[1]
@@ -176,35 +178,29 @@ def test_an_example_of_the_readme_prints_what_it_says(example):
 
 
 @pytest.fixture(scope="module")
-def estimated():
-    """Estimates of the steps that the README's command finds on its way, and of the Trainer's step.
-
-    They are estimated one by one, because the search takes several times as long."""
+def result():
+    """What the README's command finds: its recipe, and the steps on the way to it. They are
+    estimated one by one, because the search takes several times as long."""
     line = re.search(r"course_lib\.budget (.*?)\n```", README["en"], re.S)[1].replace("\\", "")
     given = command.arguments().parse_args(shlex.split(line))
-    model = command.workload_of(given)
+    torch_ = FRAMEWORKS["torch"]
+    model, machine = workload_for(given, torch_), command._machine(given)
     base = Recipe(precision="bf16", attention=None)
     options = {"loss_sum": model.loss_sum, "tier": "host", "kind": "cuda", "max_norm": None}
+    options["gpu"] = machine.rates.gpu
     estimate = EstimateCache(model.make_model, model.make_batch, base, **options).estimate
-    way = Way(map(estimate, steps_to(replace(base, micro_batches=4, offload_optimizer=1.0))))
-    return way, estimate(way[-1].recipe.as_training_arguments(4).recipe)
+    best = estimate(replace(base, micro_batches=4, offload_optimizer=1.0))
+    found = Estimates([best], machine.rates, estimate=estimate)
+    return Result(model, machine, found, [ForFramework(torch_, model, found)], [])
 
 
 @each_language
-def test_the_readme_shows_the_table_that_its_command_prints(estimated, language, monkeypatch):
+def test_the_readme_shows_what_its_command_prints(result, language, monkeypatch):
     monkeypatch.setattr(labels, "_chosen", None)  # another test may have chosen a language
     monkeypatch.setenv("COURSE_LANG", language)
-    way, of_trainer = estimated
-    assert f"```\n{way}\n```\n" in README[language]
-    last = way[-1]
-    state, count = host_state_bytes(last), last.host_parameters
-    each = f"{state // count} {'bytes' if language == 'en' else '字节'}"
-    for figure in (f"{state / 1e9:.1f} GB", each, f"{count / 1e9:.2f}B"):
-        assert figure in README[language]
-    lines = last.recipe.as_training_arguments(4)
-    assert f"```\n{str(lines).partition(chr(10) + '#')[0]}\n```\n" in README[language]
-    assert lines.recipe == replace(way[1].recipe, precision="autocast")
-    assert f" {of_trainer.peak_bytes / 1e6:,.1f} MB" in README[language].replace("：", " ")
+    answer = "\n".join(map(labels.say, fits(result.found[0], result.machine)))
+    for printed in (answer, result.answers[0].script, str(result.way)):
+        assert f"```\n{printed}\n```\n" in README[language]
 
 
 @each_language

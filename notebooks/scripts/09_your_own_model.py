@@ -46,6 +46,8 @@ language()
 # </div>
 
 # %%
+import os
+
 import torch
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
@@ -528,7 +530,8 @@ lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
 # </div>
 
 # %% slide="code" minutes=3
-sizes = ["--config", lesson_09.LLAMA_3_8B, "--sequence", "4096", "--batch", "1"]
+file = os.path.relpath(lesson_09.LLAMA_3_8B)
+sizes = ["--config", file, "--sequence", "4096", "--batch", "1"]
 _ = budget_command([*sizes, "--device", "H100", "--quick"])
 
 # %% [markdown]
@@ -542,7 +545,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # | Llama 3 8B | RTX 4090, 25.8 | state and activations offloaded, steps in backward | 22.4 | 24.4 | 85.1 |
 # | Mixtral 8x7B | H200, 150.1 | state offloaded, checkpoints, steps in backward | 98.7 | 102.9 | 186.8 |
 #
-# A step fits if its *reserved* memory fits, together with what CUDA keeps for itself. On the RTX 4090, only 0.8 GB are left. If less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others up to 12 kB less. In 21 steps the allocator reserved from 11% less to 9% more than predicted (`docs/exact.md`). To check a step on your own GPU, add `--device this --check`.
+# A step fits if its *reserved* memory fits, together with what CUDA keeps for itself. On the RTX 4090, only 0.8 GB are left. If less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others up to 12 kB less. In 21 steps the allocator reserved from 11% less to 9% more than predicted (`docs/exact.md`). To check a step on your own GPU, add `--device this --check`. `--for trainer` prints a script for the Trainer.
 #
 # </div>
 # <div lang="zh">
@@ -555,7 +558,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，在反向中更新 | 22.4 | 24.4 | 85.1 |
 # | Mixtral 8x7B | H200，150.1 | 状态卸载，检查点，在反向中更新 | 98.7 | 102.9 | 186.8 |
 #
-# 装不装得下，要看**已预留**的显存，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。如果剩下的不到 5%，命令会再给出一种配方：输出头分小段计算，每段 512 个 token，这样还剩 4.1 GB。表里的训练步没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量与估计逐字节相等，其余的最多少 12 kB。在 21 个训练步里，分配器预留的显存比预测最多少 11%，最多多 9%（`docs/exact.md`）。要在自己的 GPU 上验证，就加上 `--device this --check`。
+# 装不装得下，要看**已预留**的显存，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。如果剩下的不到 5%，命令会再给出一种配方：输出头分小段计算，每段 512 个 token，这样还剩 4.1 GB。表里的训练步没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量与估计逐字节相等，其余的最多少 12 kB。在 21 个训练步里，分配器预留的显存比预测最多少 11%，最多多 9%（`docs/exact.md`）。要在自己的 GPU 上验证，就加上 `--device this --check`。加上 `--for trainer`，就打印用于 Trainer 的脚本。
 #
 # </div>
 
