@@ -17,16 +17,15 @@ class ObviousAllocator:
     """`segments` is a list of (pool, runs); a run is [bytes, who holds it or FREE, whether memory
     is behind it]."""
 
-    def __init__(self, capacity, unsplit=float("inf"), rounding=20 * MIB, expandable=False):
+    def __init__(self, capacity, expandable=False):
         self.capacity, self.expandable = capacity, expandable
-        self.unsplit, self.rounding = unsplit, rounding
         self.segments = []
 
     def allocate(self, name, requested):
         """True if there was room."""
         size = up(requested, 512)
         pool = "small" if size <= MIB else "large"
-        for attempt in (lambda: True, lambda: self.release_oversize(pool, size), self.empty_cache):
+        for attempt in (lambda: True, self.empty_cache):
             found = attempt() and (self.fitting(pool, size) or self.reserve(pool, size))
             if found:
                 self.hand_out(*found, size, name)
@@ -65,25 +64,6 @@ class ObviousAllocator:
     def is_free(self, segment):
         return [holder for _, holder, _ in segment[1]] == [FREE]
 
-    def release_oversize(self, pool, size):
-        if self.unsplit == float("inf") or self.expandable:
-            return False
-        idle = [
-            segment
-            for segment in self.segments
-            if segment[0] == pool and self.is_free(segment) and segment[1][0][0] >= self.unsplit
-        ]
-        idle.sort(key=lambda segment: segment[1][0][0])
-        wanted = max(size, self.unsplit)
-        chosen = next(([segment] for segment in idle if segment[1][0][0] >= wanted), None)
-        if chosen is None:
-            chosen, together = [], 0
-            while idle and together < wanted:
-                chosen.append(idle.pop())
-                together += chosen[-1][1][0][0]
-        self.segments = [each for each in self.segments if all(each is not one for one in chosen)]
-        return sum(runs[0][0] for _, runs in chosen) >= wanted
-
     # ---- where a block goes
 
     def fitting(self, pool, size):
@@ -98,11 +78,7 @@ class ObviousAllocator:
         if self.expandable:
             while len(found) > 1 and self.grown(*found[1][2:]) < self.grown(*found[0][2:]):
                 found.pop(0)
-        if not found or (size < self.unsplit <= found[0][0]):
-            return None
-        if size >= self.unsplit and found[0][0] >= size + self.rounding:
-            return None
-        return found[0][3], found[0][2]
+        return (found[0][3], found[0][2]) if found else None
 
     def page(self, pool):
         return 2 * MIB if pool == "small" else 20 * MIB
@@ -159,7 +135,7 @@ class ObviousAllocator:
         split = rest >= 512
         in_large_pool = any(pool == "large" and of is runs for pool, of in self.segments)
         if in_large_pool and not self.expandable:
-            split = rest > MIB and size < self.unsplit
+            split = rest > MIB
         whole = [[size + rest, name, True]]
         runs[index : index + 1] = [[size, name, True], [rest, FREE, True]] if split else whole
 

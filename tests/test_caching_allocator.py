@@ -23,7 +23,7 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from course_lib.budget import Recipe, estimate
-from course_lib.memory import AllocatorSettings, Block, CachingAllocator, MemoryMeter
+from course_lib.memory import Block, CachingAllocator, MemoryMeter
 from course_lib.models import Decoder, random_tokens
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -129,7 +129,6 @@ def read_layout(text):
     return found
 
 
-IDLE = " ".join(f"22M free{3 + i}" for i in range(9))  # searches, by which age is counted
 # (options, lines "steps -> blocks afterwards")
 RULES = [
     (
@@ -161,25 +160,6 @@ RULES = [
         # emptying the cache frees whole segments only
         3M 3M 16M free0 free2 empty -> large (3M) 3M (14M)
         3M 3M 16M free0 free2 empty free1 empty ->
-        """,
-    ),
-    (
-        {"max_split_size_bytes": 24 * MIB},
-        """
-        # from the limit on blocks are not split, and kept for those who need nearly all of them
-        40M free0 24M -> large 40M
-        24M free0 24M-512 -> large (24M) | large 24M
-        22M free0 22M-512 -> large 22M
-        44M free0 24M -> large (44M) | large 24M
-        44M free0 24M+512 -> large 44M
-        """,
-    ),
-    (
-        {"capacity_bytes": 100 * MIB, "max_split_size_bytes": 24 * MIB},
-        """
-        # on a full device the least oversize block that suffices is released, or the largest
-        24M 30M 46M free0 free1 free2 8M -> large (30M) | large (46M) | large 8M (12M)
-        24M 30M 46M free0 free1 free2 76M -> large (24M) | large 76M
         """,
     ),
     (
@@ -215,25 +195,6 @@ RULES = [
         20M 10M free0 25M -> large 10M 25M (5M)
         """,
     ),
-    # above the threshold segments that lay idle longest are released, until it is met
-    (
-        {"capacity_bytes": 200 * MIB, "memory_fraction": 0.9, "garbage_collection_threshold": 0.44},
-        f"20M 20M 20M free0 {IDLE} 24M -> large 20M | large 20M | large (22M) | large 24M",
-    ),
-    (
-        {"capacity_bytes": 200 * MIB, "memory_fraction": 0.9, "garbage_collection_threshold": 0.46},
-        f"20M 20M 20M free0 {IDLE} 24M -> large (20M) | large 20M | large 20M | large (22M)"
-        " | large 24M",
-    ),
-    (
-        {"capacity_bytes": 200 * MIB, "memory_fraction": 0.5, "garbage_collection_threshold": 0.4},
-        "18M 20M free1 22M free2 24M -> large 18M | large (22M) | large 24M",
-    ),
-    (
-        {"capacity_bytes": 200 * MIB, "memory_fraction": 0.5, "garbage_collection_threshold": 0.2},
-        "40M free0 42M -> large 42M",
-    ),
-    ({"garbage_collection_threshold": 0.1}, "40M free0 42M -> large (40M) | large 42M"),
 ]
 
 
@@ -253,37 +214,16 @@ def test_blocks_lie_where_the_rules_put_them(options, lines):
             assert not any(now(allocator, *names))
 
 
-@pytest.mark.parametrize(
-    ("requested", "divisions", "size"),
-    [
-        (1, None, 512),
-        (513, None, 1024),
-        (1200, 4, 1536),  # not above 512 * 4: the plain rule
-        (2049, 4, 2560),  # between 2048 and 4096 in steps of 512
-        (5 * MIB + 1, 4, 6 * MIB),
-        (5 * MIB + 1, 1, 5 * MIB + 512),  # one division is none
-        (5 * MIB + 1, {4: 0, 8: 4}, 5 * MIB + 512),
-        (5 * MIB + 1, {2: 2, ">": 4}, 6 * MIB),
-        (600 * KIB, {1: 4}, 640 * KIB),  # the first interval holds for all below, too
-        (9 * MIB, {1: 4}, 9 * MIB),
-    ],
-)
-def test_sizes_are_rounded_up_to_512_bytes_or_a_division_of_a_power_of_two(
-    requested, divisions, size
-):
-    assert AllocatorSettings(roundup_power2_divisions=divisions).round_size(requested) == size
-
-
 # ---- a full device
 
 
 def test_out_of_memory_says_the_segments_size_and_changes_nothing_that_is_held():
-    allocator = CachingAllocator(60 * MIB, memory_fraction=0.5)
+    allocator = CachingAllocator(30 * MIB)
     held = allocator.allocate(11 * MIB)
     said = out_of_memory(allocator, 2 * MIB)  # which needs a segment of 20 MiB
     assert said.startswith(
-        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 60.00 MiB"
-        " of which 48.00 MiB is free. 30.00 MiB allowed; Of the allocated memory 12.00 MiB is"
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 30.00 MiB"
+        " of which 18.00 MiB is free. Of the allocated memory 12.00 MiB is"
     )
     assert layout(allocator) == read_layout("large 12M")
     allocator.free(held)
@@ -301,76 +241,7 @@ def test_a_peak_can_be_reset():
     assert peaks == [0, 20 * MIB]
 
 
-# ---- settings and bad input
-
-CONFIGURATIONS = [
-    "",
-    "max_split_size_mb:19",
-    "max_split_size_mb:x",
-    "max_non_split_rounding_mb:19",
-    "garbage_collection_threshold:1.0",
-    "garbage_collection_threshold:0",
-    "expandable_segments:true",
-    "expandable_segments: True , max_split_size_mb:30",
-    "roundup_power2_divisions:3",
-    "roundup_power2_divisions:1",
-    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]",
-    "roundup_power2_divisions:[64:8,1024:0]",
-    "roundup_power2_divisions:[256:3]",
-    "roundup_power2_divisions:[65536:4]",
-    "roundup_power2_divisions:[>:4]",
-    "large_segment_size_mb:10",
-    "large_segment_size_mb:30,max_split_size_mb:25",
-    "max_split_size_mb:25,large_segment_size_mb:30",
-    "pinned_use_background_threads:True",
-    "pinned_max_cached_size_mb:64,max_split_size_mb:30",
-    "pinned_max_cached_size_mb:x",
-]
-
-
-@pytest.mark.parametrize("text", CONFIGURATIONS)
-@pytest.mark.skipif(VERSION < (2, 13), reason="the parser is that of torch 2.13")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="PyTorch's parser would set this process's own allocator"
-)
-def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
-    def accepted(parse):
-        try:
-            return parse(text) or True
-        except ValueError:
-            return False
-
-    before = torch._C._accelerator_getAllocatorSettings()
-    set_theirs = torch._C._accelerator_setAllocatorSettings
-    try:
-        theirs = accepted(set_theirs)
-        ours = accepted(AllocatorSettings.parse)
-        assert bool(ours) == bool(theirs)
-        if "roundup" in text and ours:
-            # The one setting that can be read back: c10's function is exported.
-            divisions = rounding_of_pytorch()
-            assert list(ours._divisions) == [divisions(1 << power) for power in range(20, 36)]
-    finally:
-        set_theirs("large_segment_size_mb:20,roundup_power2_divisions:1")
-        set_theirs(before)
-
-
-def test_settings_that_change_no_reserved_byte_are_ignored_with_a_warning():
-    text = "expandable_segments:True,backend:native,pinned_use_cuda_host_register:True"
-    text += ",pinned_num_register_threads:8,release_lock_on_cudamalloc:True"
-    with pytest.warns(UserWarning, match="ignored.*: backend, pinned_use_cuda.*, release_lock"):
-        settings = AllocatorSettings.parse(text)
-    assert settings == AllocatorSettings(expandable_segments=True)
-
-
-def rounding_of_pytorch():
-    from ctypes import CDLL, c_size_t
-
-    library = CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    name = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm"
-    function = getattr(library, name)
-    function.restype, function.argtypes = c_size_t, [c_size_t]
-    return function
+# ---- bad input
 
 
 @pytest.mark.parametrize(
@@ -384,10 +255,6 @@ def rounding_of_pytorch():
         (lambda a: [a.free(block) for block in [a.allocate(1)] * 2], ValueError, "freed already"),
         (lambda a: [a.free(block) for block in [a.allocate(0)] * 2], ValueError, "freed already"),
         (lambda a: CachingAllocator(2 * MIB - 1), ValueError, "^capacity_bytes must .* 2097152"),
-        (lambda a: CachingAllocator(settings="", memory_fraction=0.5), ValueError, "^settings"),
-        (lambda a: CachingAllocator(settings=7), TypeError, "^settings must"),
-        (lambda a: CachingAllocator(settings="a:1"), ValueError, "^'a' .* max_split_size_mb"),
-        (lambda a: CachingAllocator(max_split_size_bytes=21 * MIB + 1), ValueError, "22020096"),
         (lambda a: CachingAllocator(expandable_segments=1), TypeError, "^expandable_segments must"),
         (lambda a: a.replay([("move", 1, 2)]), ValueError, "^event 0 .* 'move'"),
         (lambda a: a.replay([("birth", 1, 0)] * 2), ValueError, "^event 1 .* 1, .* already"),
@@ -518,7 +385,7 @@ def test_an_estimated_step_opens_in_pytorchs_reader_with_the_estimates_figures(s
     make = partial(Decoder, vocabulary=100, hidden=64, heads=2, layers=3, sequence=32)
     recipe = Recipe(checkpoint="layers", **shard)
     found = estimate(make, partial(random_tokens, 4, 32, 100), recipe)
-    found.trace().save_snapshot(tmp_path / "step.pickle", "expandable_segments:True")
+    found.trace().save_snapshot(tmp_path / "step.pickle", expandable_segments=True)
     _, most, frames = read_back(tmp_path / "step.pickle")
     assert most == found.peak_bytes
     modules = {frame["name"] for each in frames for frame in each if frame["filename"] == "module"}
@@ -556,19 +423,7 @@ def test_a_saved_snapshot_is_what_the_viewers_page_can_read(tmp_path):
 
 # ---- against PyTorch's own compiled allocator, on a CUDA runtime that only counts
 
-REAL_SETTINGS = [
-    "",
-    "expandable_segments:True",
-    "max_split_size_mb:20",
-    "max_split_size_mb:32,max_non_split_rounding_mb:24",
-    "roundup_power2_divisions:4",
-    "roundup_power2_divisions:[1:8,64:2,>:4]",
-    "garbage_collection_threshold:0.5,per_process_memory_fraction:0.7",
-    "garbage_collection_threshold:0.3,per_process_memory_fraction:0.9,max_split_size_mb:24",
-    "garbage_collection_threshold:0.6",
-    "per_process_memory_fraction:0.5,expandable_segments:True",
-    "max_split_size_mb:40,expandable_segments:True",
-]
+EXPANDABLE = {"": False, "expandable_segments:True": True}  # setting -> option of our allocator
 
 
 EDGES = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 19 * MIB - 512, 19 * MIB]
@@ -616,30 +471,19 @@ def random_steps(allocator, seed):
         yield step, error
 
 
-@pytest.mark.parametrize("text", REAL_SETTINGS)
-def test_every_byte_is_accounted_for_in_a_long_sequence(text):
-    allocator = CachingAllocator(300 * MIB, settings=text)
+@pytest.mark.parametrize("expandable", [False, True])
+def test_every_byte_is_accounted_for_in_a_long_sequence(expandable):
+    allocator = CachingAllocator(300 * MIB, expandable_segments=expandable)
     for _ in random_steps(allocator, 5):
         assert_every_byte_is_accounted_for(allocator)
 
 
-OBVIOUS = {
-    "": {},
-    "expandable_segments:True": {"expandable": True},
-    "max_split_size_mb:24": {"unsplit": 24 * MIB},
-    "max_split_size_mb:22,max_non_split_rounding_mb:22": {
-        "unsplit": 22 * MIB,
-        "rounding": 22 * MIB,
-    },
-}
-
-
-@pytest.mark.parametrize("text", OBVIOUS)
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("capacity", [60 * MIB, 120 * MIB, 300 * MIB])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_slow_and_obvious_allocator_does_the_same(text, capacity, seed):
-    obvious = ObviousAllocator(capacity, **OBVIOUS[text])
-    allocator = CachingAllocator(capacity, settings=text)
+def test_a_slow_and_obvious_allocator_does_the_same(expandable, capacity, seed):
+    obvious = ObviousAllocator(capacity, expandable=expandable)
+    allocator = CachingAllocator(capacity, expandable_segments=expandable)
     for step, error in random_steps(allocator, seed):
         what, *which = step.split()
         if what == "a":
@@ -655,12 +499,14 @@ def test_a_slow_and_obvious_allocator_does_the_same(text, capacity, seed):
         assert found == expected, step
 
 
-@pytest.mark.parametrize("text", REAL_SETTINGS)
+@pytest.mark.parametrize("text", EXPANDABLE)
 @pytest.mark.parametrize(("seed", "capacity"), [(0, 64 * MIB + 1000), (5, 300 * MIB)])
 def test_pytorchs_compiled_allocator_does_the_same(program, text, seed, capacity):
     """At every step: the error's sentence, all statistics, and each segment's blocks; then, all
     that happened."""
-    allocator = CachingAllocator(capacity, settings=text, record_history=True)
+    allocator = CachingAllocator(
+        capacity, expandable_segments=EXPANDABLE[text], record_history=True
+    )
     done, ours = [], []
     for step, error in random_steps(allocator, seed):
         done.append(step)
@@ -704,23 +550,18 @@ def without_what_others_hold(text):
     """Return the message without what the device and NVML report about all processes, and without
     its advice."""
     text = text.partition(" If reserved")[0]
-    return re.sub(r"GPU 0 has .*?(?=(\S+ \S+ allowed; )?Of the allocated)", "", text)
+    return re.sub(r"GPU 0 has .*?(?=Of the allocated)", "", text)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "text",
-    ["", "expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.5"],
-)
+@pytest.mark.parametrize("text", EXPANDABLE)
 @pytest.mark.parametrize("seed", range(3))
 def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, seed):
     """The process may take about 1 GiB of the device, so that it is full now and then."""
     decided_by_addresses(text)
     total = torch.cuda.get_device_properties(0).total_memory
     fraction = GIB / total
-    allocator = CachingAllocator(
-        total, settings=",".join(filter(None, [text, f"per_process_memory_fraction:{fraction!r}"]))
-    )
+    allocator = CachingAllocator(int(fraction * total), expandable_segments=EXPANDABLE[text])
     done, ours = [], []
     for step, error in random_steps(allocator, seed):
         done.append(step)
@@ -736,13 +577,13 @@ def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:20"])
+@pytest.mark.parametrize("text", EXPANDABLE)
 def test_on_a_gpu_three_steps_of_a_decoder_reserve_what_the_rules_say(text):
     """What tensors and libraries asked for is replayed; then segments come in the same order, and
     all figures agree."""
     decided_by_addresses(text)
     found = on_a_gpu({"train": True}, text)
-    allocator = CachingAllocator(settings=text, record_history=True)
+    allocator = CachingAllocator(expandable_segments=EXPANDABLE[text], record_history=True)
     what = {"alloc": "birth", "free_completed": "release"}
     allocator.replay(
         (what[action], address, size)

@@ -18,8 +18,6 @@ from .optimizers import OPTIMIZERS
 from .rates import Rates, rates_of
 from .search import Estimates
 
-EXPANDABLE = "expandable_segments:True"
-
 
 def host_state_bytes(found: Estimate) -> int:
     """Return the bytes that an offloaded optimizer keeps in host memory between steps.
@@ -68,7 +66,7 @@ class OnDevice(Table):
         cls, found: Estimate, device: str | Rates, memory_bytes: int | None
     ) -> OnDevice:
         """Return the table of an estimated step on a device of `RATES`, or of the given rates."""
-        reserved = [found.reserved_bytes(settings) for settings in (None, EXPANDABLE)]
+        reserved = [found.reserved_bytes(expandable) for expandable in (False, True)]
         source = rates_of(device).context_source
         kept = workspace_bytes(device), context_bytes(device), source
         on_host = host_state_bytes(found), found.host_parameters

@@ -20,7 +20,7 @@ from course_lib._check import one_of
 from course_lib._origin import add_user_line, explain_symbolic_errors
 from course_lib.accumulation import StepResult
 from course_lib.labels import text, verbatim
-from course_lib.memory import AllocatorSettings, MemoryMeter, Trace
+from course_lib.memory import MemoryMeter, Trace
 from course_lib.memory.show import Table, decimal
 from course_lib.offload import DiskStore, Traffic
 from course_lib.symbolic import Gpu
@@ -135,22 +135,21 @@ class Estimate(Table):
             )
         return run(places)
 
-    def reserved_bytes(self, settings: AllocatorSettings | str | None = None) -> int:
+    def reserved_bytes(self, expandable_segments: bool = False) -> int:
         """Return the largest number of bytes that PyTorch's allocator reserves for the step.
 
         The allocator of a GPU is simulated by its rules. The first call runs the step again, as
         `trace` does.
 
         Args:
-            settings: Settings of the allocator, as in `Trace.allocator`.
+            expandable_segments: As in `CachingAllocator`.
         """
         # Estimates are compared by their fields, and `_reserved` is not a field.
         known = vars(self).setdefault("_reserved", {})
-        key = str(settings)
-        if key not in known:
-            stats = self.events().allocator(settings).memory_stats()
-            known[key] = stats["reserved_bytes.all.peak"]
-        return known[key]
+        if expandable_segments not in known:
+            allocator = self.events().allocator(expandable_segments)
+            known[expandable_segments] = allocator.memory_stats()["reserved_bytes.all.peak"]
+        return known[expandable_segments]
 
     def fits(self, device: str | Rates, memory_bytes: int | None = None) -> bool:
         """Return whether the step fits into a device.

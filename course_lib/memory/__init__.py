@@ -7,7 +7,6 @@ addition. Lesson 01 explains them.
 """
 
 from ..symbolic import cast, symbolic
-from .allocator_settings import AllocatorSettings
 from .caching_allocator import Block, CachingAllocator
 from .formulas import attention_saved_bytes, training_state_bytes, transformer_activation_bytes
 from .measurement import Measurement, measure
@@ -22,7 +21,6 @@ __all__ = [
     "CATEGORY_COLORS",
     "CATEGORY_HATCHES",
     "PHASES",
-    "AllocatorSettings",
     "Block",
     "CachingAllocator",
     "Event",

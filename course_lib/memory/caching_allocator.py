@@ -3,7 +3,8 @@ merged and released.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13, and names in comments are
 from that file. The simulation has one stream, no CUDA graphs and no private pools. Memory that
-libraries request from CUDA directly (the context, NCCL) is not included.
+libraries request from CUDA directly (the context, NCCL) is not included. Of the settings in
+PYTORCH_CUDA_ALLOC_CONF only `expandable_segments` is simulated.
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ from typing import Protocol, runtime_checkable
 from torch import OutOfMemoryError
 
 from .._check import kind, whole
-from .allocator_settings import MIB, AllocatorSettings
 from .device_memory import Chunk
 from .memory_snapshot import save_snapshot, snapshot_of
-from .segments import SMALL_SEGMENT_BYTES, CudaMalloc, ExpandableSegments, Segments
+from .segments import (
+    MIB,
+    MIN_BLOCK_BYTES,
+    SMALL_SEGMENT_BYTES,
+    CudaMalloc,
+    ExpandableSegments,
+    Segments,
+    round_up,
+)
 
 # Maps a storage's name to its block.
 Live = dict[Hashable, "Block"]
@@ -48,15 +56,13 @@ class CachingAllocator:
     Args:
         capacity_bytes: Memory of the device without the bytes that other processes hold; None for
             no limit.
-        max_split_size_bytes, roundup_power2_divisions: See `AllocatorSettings`.
-        expandable_segments, garbage_collection_threshold, memory_fraction: See `AllocatorSettings`.
-        settings: An `AllocatorSettings`, or a string in the form of `PYTORCH_CUDA_ALLOC_CONF`,
-            instead of the individual options above.
+        expandable_segments: Whether each pool has one segment that grows page by page, instead of
+            many segments.
         record_history: Whether to keep each event for `snapshot`, as
             `torch.cuda.memory._record_memory_history` does.
 
     Raises:
-        ValueError: The capacity is smaller than the first segment, or PyTorch refuses a setting.
+        ValueError: The capacity is smaller than the first segment.
 
     Example:
         >>> allocator = CachingAllocator(24 << 30, expandable_segments=True)
@@ -69,34 +75,14 @@ class CachingAllocator:
         self,
         capacity_bytes: int | None = None,
         *,
-        max_split_size_bytes: int | None = None,
-        roundup_power2_divisions: int | Mapping[int | str, int] | None = None,
         expandable_segments: bool = False,
-        garbage_collection_threshold: float | None = None,
-        memory_fraction: float = 1.0,
-        settings: AllocatorSettings | str | None = None,
         record_history: bool = False,
     ):
         if capacity_bytes is not None:
             whole("capacity_bytes", capacity_bytes, SMALL_SEGMENT_BYTES, of="bytes")
-        self.settings = AllocatorSettings(
-            max_split_size_bytes=max_split_size_bytes,
-            roundup_power2_divisions=roundup_power2_divisions,
-            expandable_segments=expandable_segments,
-            garbage_collection_threshold=garbage_collection_threshold,
-            memory_fraction=memory_fraction,
-        )
-        if settings is not None:
-            if self.settings != AllocatorSettings():
-                raise ValueError(
-                    "settings cannot be combined with the individual options: pass either settings"
-                    " or the options, not both"
-                )
-            kind("settings", settings, (AllocatorSettings, str), "an AllocatorSettings or a string")
-            parse = AllocatorSettings.parse
-            self.settings = parse(settings) if isinstance(settings, str) else settings
-        source = ExpandableSegments if self.settings.expandable_segments else CudaMalloc
-        self._segments = source(self.settings, capacity_bytes, [] if record_history else None)
+        kind("expandable_segments", expandable_segments, bool, "True or False")
+        source = ExpandableSegments if expandable_segments else CudaMalloc
+        self._segments = source(capacity_bytes, [] if record_history else None)
         # Chunks of all blocks that are handed out.
         self._chunks: dict[Block, Chunk] = {}
 
@@ -116,7 +102,7 @@ class CachingAllocator:
         if requested == 0:
             return Block(0, 0, 0)
         segments = self._segments
-        size = self.settings.round_size(requested)
+        size = round_up(requested, MIN_BLOCK_BYTES)  # `round_size`
         chunk = segments.take(size, frames)
         if chunk is None:
             segments.statistics.counts["num_ooms"] += 1
@@ -218,12 +204,11 @@ def _out_of_memory(of: Segments, size: int) -> str:
     """Return PyTorch's out-of-memory message, in the form that it has without NVML. With NVML, the
     message also reports the memory of each process."""
     wanted, free, total = map(_size, (of.segment_bytes(size), of.free_bytes, of.total_bytes))
-    allowed = "" if of.allowed_bytes is None else f"{_size(of.allowed_bytes)} allowed; "
     reserved = of.statistics["reserved_bytes.all"].current
     allocated = of.statistics["allocated_bytes.all"].current
     return (
         f"CUDA out of memory. Tried to allocate {wanted}. GPU 0 has a total capacity of {total} "
-        f"of which {free} is free. {allowed}Of the allocated memory {_size(allocated)} is "
+        f"of which {free} is free. Of the allocated memory {_size(allocated)} is "
         f"allocated by PyTorch, and {_size(reserved - allocated)} is reserved by PyTorch but "
         "unallocated. If reserved but unallocated memory is large try setting "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "

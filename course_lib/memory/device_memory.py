@@ -34,6 +34,7 @@ class Statistics(dict):
         "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes",
         "active_bytes", "inactive_split_bytes", "requested_bytes",
     )  # fmt: skip
+    # Always zero, because they count blocks that `max_split_size_mb` keeps whole.
     OVERSIZE = ("oversize_allocations", "oversize_segments")
     COUNTS = (
         "num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc",
@@ -70,8 +71,8 @@ class Chunk:
     """
 
     __slots__ = (
-        "address", "allocated", "before", "expandable", "frames", "free_since", "mapped",
-        "next", "pool", "requested", "segment", "segment_frames", "size",
+        "address", "allocated", "before", "expandable", "frames", "mapped", "next",
+        "pool", "requested", "segment", "segment_frames", "size",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, segment: int, address: int, size: int, expandable: bool):
@@ -88,8 +89,6 @@ class Chunk:
         # Call stack of the request for which the segment was made. Only a segment's first chunk has
         # one.
         self.segment_frames = ()
-        # Value of the pool's `searches` when the chunk became free, for garbage collection.
-        self.free_since = 0
 
     @property
     def split(self) -> bool:
@@ -144,11 +143,9 @@ class Pool:
         self.free: list[tuple[int, int, int, Chunk]] = []
         # Unmapped chunks of expandable segments, sorted by address.
         self.unmapped: list[tuple[int, Chunk]] = []
-        self.searches = 0  # number of searches, counted only if garbage is collected
 
     def insert(self, chunk: Chunk) -> None:
         if chunk.mapped:
-            chunk.free_since = self.searches
             insort(self.free, (chunk.size, chunk.segment, chunk.address, chunk))
         else:
             insort(self.unmapped, (chunk.address, chunk))

@@ -11,9 +11,8 @@ import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .allocator_settings import AllocatorSettings
 from .device_memory import Chunk
-from .segments import Segments
+from .segments import ExpandableSegments, Segments
 
 PROTOCOL = 4  # the highest protocol that the viewer reads
 _DEFAULT_POOL = (0, 0)
@@ -31,7 +30,7 @@ def snapshot_of(of: Segments, handed_out: Iterable[Chunk]) -> dict:
     return {
         "segments": [_segment(head) for head in sorted(heads, key=lambda chunk: chunk.address)],
         "device_traces": [[_entry(time, *event) for time, event in enumerate(of.history or ())]],
-        "allocator_settings": _settings(of.settings),
+        "allocator_settings": _settings(isinstance(of, ExpandableSegments)),
         "external_annotations": [],
     }
 
@@ -92,11 +91,10 @@ def _frames(frames: Sequence) -> list[dict]:
     return [dict(frame) for frame in frames]
 
 
-def _settings(settings: AllocatorSettings) -> dict:
-    limit = settings.max_split_size_bytes
+def _settings(expandable_segments: bool) -> dict:
     return {
         # PyTorch stores "no limit" as the largest size_t, which becomes -1.
-        "max_split_size": -1 if limit is None else limit,
-        "garbage_collection_threshold": settings.garbage_collection_threshold or 0.0,
-        "expandable_segments": settings.expandable_segments,
+        "max_split_size": -1,
+        "garbage_collection_threshold": 0.0,
+        "expandable_segments": expandable_segments,
     }

@@ -14,27 +14,24 @@ file uses.
 - Freed chunks are merged with their free neighbors and stay reserved.
 - If CUDA has no memory left, all segments that are free as a whole are released to CUDA, and the
   request is repeated.
-- With `max_split_size_mb`, blocks of at least that size are not split. They are not given to
-  requests below that size, nor to requests that they exceed by 20 MiB or more. If the device is
-  full, these blocks are released first, and only as many as needed.
+
+Other settings of PYTORCH_CUDA_ALLOC_CONF than `expandable_segments` are not simulated.
 
 tests/real_allocator.py runs the same steps with PyTorch's compiled code.
 """
 
 from __future__ import annotations
 
-from .allocator_settings import (
-    LARGE_SEGMENT_BYTES,
-    MIB,
-    MIN_BLOCK_BYTES,
-    AllocatorSettings,
-    round_up,
-)
 from .device_memory import Chunk, Pool, Statistics
 
+MIB = 1 << 20
+# kMinBlockSize: every block size is a multiple of it.
+MIN_BLOCK_BYTES = 512
 # kSmallSize: blocks up to this size come from the small pool.
 SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+# This is large_segment_size_ in the source, and kLargeBuffer until 2.9.
+LARGE_SEGMENT_BYTES = 20 * MIB
 # kMinLargeAlloc: a request of at least this size has its own segment.
 MIN_LARGE_BYTES = 10 * MIB
 # kRoundLarge: the size of that segment is a multiple of this.
@@ -46,35 +43,27 @@ FIRST_ADDRESS = 0x7F00_0000_0000
 ENDLESS_BYTES = 1 << 48
 
 
+def round_up(size: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is at least `size`."""
+    return -(-size // step) * step
+
+
 class Segments:
     """Base class of both kinds of segments. It holds a device's two pools and the memory that is
     reserved for them.
 
     Attributes:
         total_bytes: Memory of the device.
-        allowed_bytes: Memory that the process may reserve, or None for no limit
-            (`allowed_memory_maximum`).
         history: List of (action, address or free bytes, size, frames) of all events, or None if
             events are not recorded.
     """
 
-    def __init__(
-        self,
-        settings: AllocatorSettings,
-        capacity_bytes: int | None,
-        history: list | None,
-    ):
-        self.settings = settings
+    def __init__(self, capacity_bytes: int | None, history: list | None):
         self.history = history
         self.statistics = Statistics()
         self.small = Pool("small_pool", SMALL_SEGMENT_BYTES)
-        self.large = Pool("large_pool", settings.large_segment_bytes)
+        self.large = Pool("large_pool", LARGE_SEGMENT_BYTES)
         self.total_bytes = ENDLESS_BYTES if capacity_bytes is None else capacity_bytes
-        fraction = settings.memory_fraction
-        self.allowed_bytes = None if fraction == 1 else int(fraction * self.total_bytes)
-        self._unsplit = settings.max_split_size_bytes  # blocks of at least this size are not split
-        threshold = settings.garbage_collection_threshold
-        self._collects = threshold is not None and self.allowed_bytes is not None
         self._address = FIRST_ADDRESS
         self._segments_made = 0
 
@@ -89,7 +78,7 @@ class Segments:
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < MIN_LARGE_BYTES:
-            return self.settings.large_segment_bytes
+            return LARGE_SEGMENT_BYTES
         return round_up(size, ROUND_LARGE_BYTES)
 
     def take(self, size: int, frames=()) -> Chunk | None:
@@ -118,8 +107,6 @@ class Segments:
             ("requested_bytes", chunk.requested),
         ):
             self.statistics.add(name, chunk.pool, sign * amount)
-        if self._is_oversize(chunk.size):
-            self.statistics["oversize_allocations"].add(sign)
 
     def record(self, action: str, address: int, size: int, frames=()) -> None:
         if self.history is not None:
@@ -135,44 +122,22 @@ class Segments:
 
     def _find(self, pool: Pool, size: int) -> Chunk | None:
         """Return the smallest free chunk that is large enough, or None (`get_free_block`)."""
-        if self._collects:
-            pool.searches += 1
         index = self._best_fit(pool, size)
         if index == len(pool.free):
             return None
         chunk = pool.free[index][-1]
-        if self._unsplit is not None:
-            if size < self._unsplit <= chunk.size:
-                # The chunk is kept for requests that need nearly all of it.
-                return None
-            rounding = self.settings.max_non_split_rounding_bytes or LARGE_SEGMENT_BYTES
-            if size >= self._unsplit and chunk.size >= size + rounding:
-                return None
         pool.remove(chunk)
         return chunk
 
     def _reserve_for(self, pool: Pool, size: int, frames) -> Chunk | None:
         """Return a chunk of new memory, or None. If the device is full, cached memory is released
         first."""
-        if self._collects:
-            self._collect_garbage()
-        chunk = self._reserve(pool, size, frames)
-        if chunk is None and self._release_oversize(pool, size):
-            chunk = self._reserve(pool, size, frames)
+        chunk = self._more(pool, size, frames)
         if chunk is None:
             self.release_cached()
             self.statistics.counts["num_alloc_retries"] += 1
-            chunk = self._reserve(pool, size, frames)
+            chunk = self._more(pool, size, frames)
         return chunk
-
-    def _reserve(self, pool: Pool, size: int, frames) -> Chunk | None:
-        """Return a chunk of new memory, or None if the limit or the device's free memory does not
-        suffice (`alloc_block`)."""
-        reserved = self.statistics["reserved_bytes.all"].current
-        allowed = self.allowed_bytes
-        if allowed is not None and reserved + self.segment_bytes(size) > allowed:
-            return None
-        return self._more(pool, size, frames)
 
     def _fit(self, chunk: Chunk, size: int) -> Chunk:
         """Split off the rest of a chunk if it is worth keeping, and return the chunk for the block
@@ -194,10 +159,7 @@ class Segments:
         """Return whether the rest of a chunk is worth splitting off (`should_split`)."""
         if chunk.pool is self.small or chunk.expandable:
             return chunk.size - size >= MIN_BLOCK_BYTES
-        return (self._unsplit is None or size < self._unsplit) and chunk.size - size > SMALL_BYTES
-
-    def _is_oversize(self, size: int) -> bool:
-        return self._unsplit is not None and size >= self._unsplit
+        return chunk.size - size > SMALL_BYTES
 
     def _count_reserved(self, action: str, pool: Pool, address: int, size: int, frames) -> None:
         """Count and record memory that came from CUDA (`size` above 0) or went back to it."""
@@ -221,72 +183,21 @@ class CudaMalloc(Segments):
         chunk.segment_frames = frames
         self._segments_made += 1
         self._address += size
-        self._count_segment(chunk, 1)
+        self.statistics.add("segment", pool, 1)
         self._count_reserved("segment_alloc", pool, chunk.address, size, frames)
         return chunk
 
     def _release(self, chunk: Chunk) -> None:
         """Release a segment to CUDA (`release_block`)."""
         chunk.pool.remove(chunk)
-        self._count_segment(chunk, -1)
+        self.statistics.add("segment", chunk.pool, -1)
         self._count_reserved(
             "segment_free", chunk.pool, chunk.address, -chunk.size, chunk.segment_frames
         )
 
-    def _count_segment(self, chunk: Chunk, sign: int) -> None:
-        self.statistics.add("segment", chunk.pool, sign)
-        if self._is_oversize(chunk.size):
-            self.statistics["oversize_segments"].add(sign)
-
     def _release_free(self, pool: Pool) -> None:
         for chunk in [chunk for *_, chunk in pool.free if not chunk.split]:
             self._release(chunk)
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release cached blocks that are too large to be split, and return whether they suffice for
-        a request.
-
-        One such block is released if it is large enough, and otherwise the largest ones until their
-        sum suffices. Without a limit on splitting, nothing is released.
-
-        Source: `release_available_cached_blocks`.
-        """
-        if self._unsplit is None:
-            return False
-        index = pool.first_of(size)
-        # This chunk is oversize. Otherwise it would have been taken.
-        if index < len(pool.free):
-            self._release(pool.free[index][-1])
-            return True
-        released = 0
-        while released < size and pool.free and self._is_oversize(pool.free[-1][0]):
-            released += pool.free[-1][0]
-            self._release(pool.free[-1][-1])
-        return released >= size
-
-    def _collect_garbage(self) -> None:
-        """If more than the threshold is reserved, release whole large segments that have been
-        unused for longer than others.
-
-        Source: `garbage_collect_cached_blocks`. Age is counted in searches of the pool.
-        """
-        threshold = int(self.settings.garbage_collection_threshold * self.allowed_bytes)
-        target = self.statistics["reserved_bytes.all"].current - threshold
-        whole = [chunk for *_, chunk in self.large.free if not chunk.split]
-        reclaimed = 0
-        while whole and reclaimed < target:
-            ages = {chunk: self.large.searches - chunk.free_since for chunk in whole}
-            total = sum(ages.values())
-            kept = []
-            # All segments of at least the mean age are released, even if fewer would suffice, so
-            # that garbage collection is rarely needed.
-            for chunk in whole:
-                if ages[chunk] * len(whole) >= total:
-                    reclaimed += chunk.size
-                    self._release(chunk)
-                else:
-                    kept.append(chunk)
-            whole = kept
 
 
 class ExpandableSegments(Segments):
@@ -385,14 +296,6 @@ class ExpandableSegments(Segments):
         if chunk.split:
             pool.insert(chunk)
         self._count_reserved("segment_unmap", pool, first, first - last, frames)
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        # PyTorch skips expandable chunks when it releases oversize blocks.
-        return False
-
-    def _collect_garbage(self) -> None:
-        # PyTorch skips expandable chunks in garbage collection.
-        pass
 
 
 def _could_be(of: tuple) -> int:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._origin import file_shown
-from .allocator_settings import AllocatorSettings
 from .caching_allocator import CachingAllocator
 from .timeline import CATEGORIES, PHASES
 
@@ -260,7 +259,7 @@ class Trace:
         return frames
 
     def allocator(
-        self, settings: AllocatorSettings | str | None = None, *, record_history: bool = False
+        self, expandable_segments: bool = False, *, record_history: bool = False
     ) -> CachingAllocator:
         """Return a simulated device that has replayed this trace. Its `memory_stats()` contain the
         peaks.
@@ -268,17 +267,16 @@ class Trace:
         The storages that exist on entry are allocated first, one after another.
 
         Args:
-            settings: Settings of the allocator, such as "expandable_segments:True", as in
-                `CachingAllocator`.
+            expandable_segments: As in `CachingAllocator`.
             record_history: Whether to keep each event for a snapshot.
         """
-        allocator = CachingAllocator(settings=settings, record_history=record_history)
+        allocator = CachingAllocator(
+            expandable_segments=expandable_segments, record_history=record_history
+        )
         allocator.replay(self)
         return allocator
 
-    def save_snapshot(
-        self, path: str | os.PathLike, settings: AllocatorSettings | str | None = None
-    ) -> None:
+    def save_snapshot(self, path: str | os.PathLike, expandable_segments: bool = False) -> None:
         """Write the step in the format in which `torch.cuda.memory._dump_snapshot` writes a step
         that ran on a GPU. The file can be opened at pytorch.org/memory_viz.
 
@@ -289,12 +287,13 @@ class Trace:
 
         Args:
             path: File to write.
-            settings: Settings of the allocator, as in `allocated`.
+            expandable_segments: As in `CachingAllocator`.
 
         Raises:
             ValueError: The spans were not kept.
         """
-        self.allocator(settings, record_history=True).save_snapshot(path)
+        allocator = self.allocator(expandable_segments, record_history=True)
+        allocator.save_snapshot(path)
 
     def _check_spans(self) -> None:
         """Raise `ValueError` if the trace has no spans."""

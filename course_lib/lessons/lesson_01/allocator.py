@@ -52,7 +52,7 @@ ALLOCATOR_CLAIMS = (
 def replay_trace(
     trace: Trace,
     capacity_bytes: int,
-    settings: str = "",
+    expandable_segments: bool = False,
     emptied_at: Sequence[int] = (),
 ) -> tuple[CachingAllocator, str]:
     """Replay a trace in the simulated allocator of a small device.
@@ -63,7 +63,8 @@ def replay_trace(
     Returns:
         The allocator, and its error message if it ran out of memory.
     """
-    allocator, live = CachingAllocator(capacity_bytes, settings=settings), {}
+    allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
+    live = {}
     events, done = list(trace.allocations()), 0
     try:
         for moment in (*emptied_at, len(trace)):
@@ -141,10 +142,17 @@ def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
     """Show which orders fit into a device, with and without expandable segments."""
     rows = []
     for name, scene in scenes.items():
-        for settings in ("", "expandable_segments:True"):
-            message = replay_trace(scene, capacity_bytes, settings)[1]
+        for expandable_segments in (False, True):
+            message = replay_trace(scene, capacity_bytes, expandable_segments)[1]
             result = "out of memory" if message else "fits"
-            rows.append((name, f"`{settings}`" if settings else "–", scene.peak_bytes, result))
+            rows.append(
+                (
+                    name,
+                    "`expandable_segments:True`" if expandable_segments else "–",
+                    scene.peak_bytes,
+                    result,
+                )
+            )
     size = text("{capacity} MiB", capacity=capacity_bytes // MIB)
     return table(["order", "settings", "most live (bytes)", size], rows)
 
