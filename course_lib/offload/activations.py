@@ -88,8 +88,7 @@ class offload_activations:
         StoreFull: Raised by the operator whose saved tensor does not fit into the store. Everything
             saved before is intact.
         RuntimeError: Raised in backward if a saved tensor was changed in place before its copy was
-            complete, or if its operator (rrelu in training) wrote it only after it was copied,
-            which is possible with `prefetch=0`.
+            complete, or if the noise of `rrelu` in training was offloaded.
 
     Example:
         >>> store, x = HostStore(), torch.randn(512, 512, requires_grad=True)
@@ -331,7 +330,6 @@ class _SavedStorage:
         reservation: Its reservation in the store, from GOING_DOWN on.
         fetched: Function that waits and returns the fetched tensor, in COMING_UP.
         index: Position among the storages of the forward pass; None while PARTIAL.
-        copied_at: Sequence number of the next autograd node when the copy to the lower tier began.
         handles: Key -> (offset, bytes) of each saved tensor that still exists.
         unread: Keys of the handles that backward has not read since the storage was fetched.
     """
@@ -345,7 +343,6 @@ class _SavedStorage:
         self.device = Device.of_tensor(tensor)
         self.stream = self.device.current()
         self.index: int | None = None
-        self.copied_at = -1
         self.reservation: Reservation | None = None
         self.fetched: Callable[[], Tensor] | None = None
         self.handles: dict[object, tuple[int, int]] = {}
@@ -359,7 +356,6 @@ class _SavedStorage:
         )
 
     def go_down(self) -> None:
-        self.copied_at = torch.autograd._get_sequence_nr()
         with self.device.on(self.stream):  # the device that holds it may not be current
             self.reservation = self.store.put(bytes_of(self.held))
         self.state = _State.GOING_DOWN
@@ -392,15 +388,12 @@ class _SavedStorage:
             raise RuntimeError(
                 _CHANGED.format(shape=handle.view[1], when=" before it was offloaded")
             )
-        node = torch._C._current_autograd_node()
-        # Operators in `WRITES_AFTER_SAVING` save a tensor before they write it. If `copied_at`
-        # shows that the copy began while such an operator was still running, the copy has the old
-        # values.
-        if writes_after_saving(node) and self.copied_at == node._sequence_nr() + 1:
+        # It may have been copied before the operator wrote it.
+        if self.reservation is not None and writes_after_saving(torch._C._current_autograd_node()):
             raise RuntimeError(
-                f"{node.name()} needs a tensor of shape {handle.view[1]} that its operator (rrelu"
-                " in training) wrote only after it had been offloaded. Raise prefetch, so that it"
-                " is offloaded later, or run the operator outside of offload_activations"
+                "rrelu in training cannot be combined with offload_activations, because it saves"
+                f" its noise, of shape {handle.view[1]}, before it draws it. Use leaky_relu, or run"
+                " rrelu outside of offload_activations"
             )
         self.unread.discard(handle.key)
         if self.state is _State.COMING_UP:
