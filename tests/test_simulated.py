@@ -152,17 +152,15 @@ def change_gradient(p):
     p.grad.data.add_(1.0)  # behind autograd's back; Adam would not see a factor
 
 
-def copies_that_no_update_uses(device, early):
-    """The memory of their gradients is used for something else after a step that fails, or none."""
+def copies_that_no_update_uses(device):
+    """The memory of their gradients is used for something else after a step that fails."""
     net, data = deep_mlp(3, 16), [torch.randn(8, 16) for _ in range(4)]
     optimizer = adam(device, net)
     (optimizer._base if device else optimizer.plain).register_step_pre_hook(fail)
     for x in data:
-        with optimizer.copy_gradients_down() if device and early else nullcontext():
-            net(x).square().sum().backward()
-        if not early:
-            with pytest.raises(InterruptedError):
-                optimizer.step()
+        net(x).square().sum().backward()
+        with pytest.raises(InterruptedError):
+            optimizer.step()
         for p in net.parameters():
             p.grad = None
         for p in net.parameters():
@@ -207,8 +205,7 @@ SCENARIOS = {
     "optimizer, gradients changed": partial(train, change=change_gradient),
     "optimizer, foreach": partial(train, foreach=True),
     "optimizer, not fused": partial(train, fused=False),
-    "gradients sent early, and dropped": partial(copies_that_no_update_uses, early=True),
-    "a step that is interrupted": partial(copies_that_no_update_uses, early=False),
+    "a step that is interrupted": copies_that_no_update_uses,
     "accumulated": accumulated,
     "accumulated and clipped": partial(accumulated, max_norm=0.5),
     "prefetcher": prefetched,
@@ -422,7 +419,7 @@ def test_the_host_waits_for_what_it_prints_of_the_device():
         device.finish(event)
 
 
-# ---- gradients that go down early
+# ---- gradients that go down during the update
 
 
 RATES = {
@@ -431,37 +428,6 @@ RATES = {
     "down_bytes_per_second": 1e6,
     "up_bytes_per_second": 1e6,
 }
-
-
-@pytest.mark.parametrize(
-    ("weight", "options", "early"),
-    [
-        (lambda rows: rows, {}, True),
-        (lambda rows: 0.5 * rows, {}, True),  # a power of two
-        (lambda rows: rows - 0.25, {}, False),
-        (lambda rows: rows, {"max_norm": 1.0}, False),
-        (lambda rows: rows, {"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}, False),
-        (lambda rows: rows, {"hook": True}, False),
-    ],
-    ids=["plain", "over a power of two", "over another weight", "clipped", "unscaled", "hook"],
-)
-def test_gradients_go_down_early_only_where_nothing_changes_them_later(weight, options, early):
-    options = dict(options)
-    with SimulatedDevice(**RATES) as device:
-        net = deep_mlp(3, 16)
-        optimizer = OffloadedOptimizer(net.parameters(), torch.optim.SGD, lr=0.01)
-        if options.pop("hook", False):
-            optimizer.register_step_pre_hook(lambda *_: None)
-        loss_sum = lambda model, x: (model(x).square().sum(), weight(len(x)))  # noqa: E731
-        step = AccumulatedStep(net, optimizer, loss_sum, **options)
-        for _ in range(2):  # in the first one the weight of the whole is not known yet
-            begin = len(device.spans)
-            step(split(torch.randn(8, 16), 4))
-        last = device.spans[begin:]
-    down = [span for span in last if span.kind == "down"]
-    backward_ends = max(span.end for span in last if span.stream == "compute" and "mm" in span.name)
-    assert len(down) == len(list(net.parameters()))  # once each
-    assert (min(span.start for span in down) < backward_ends) == early
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -473,30 +439,6 @@ def test_gradients_go_down_during_the_update_of_others_if_asked_for(overlap):
     _, second, *_ = (span for span in device.spans if span.stream == "gradients")
     update = next(span for span in device.spans if "sgd" in span.name)
     assert (second.start < update.end) == overlap
-
-
-@pytest.mark.parametrize("mode", ["at once", "late"])
-def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
-    """A layer in two reentrant checkpoints: backward within backward adds to its gradient twice."""
-
-    def twice(device):
-        net = deep_mlp(2, 16)
-        optimizer = adam(device, net)
-        for _ in range(2):
-            x = torch.randn(8, 16, requires_grad=True)
-            for _ in range(2):
-                x = checkpoint(net, x, use_reentrant=True)
-            with optimizer.copy_gradients_down() if device else nullcontext():
-                x.square().sum().backward()
-                optimizer.step()
-            for p in net.parameters():
-                p.grad = None
-        return [*net.parameters()]
-
-    found, races = outcome(twice, mode)
-    assert same(found, expected(twice))
-    said = "that a device-to-host copy (D2H) on stream 'gradients' has read"
-    assert all(said in race for race in races)  # of what is not used
 
 
 # ---- the device itself

@@ -95,7 +95,6 @@ DOORS = [
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
     ("torch.ops.aten", "_scaled_dot_product_efficient_attention"),
     ("torch.ops.aten", "_scaled_dot_product_efficient_attention_backward"),
-    (torch.optim.SGD([X]), "_optimizer_step_pre_hooks"),
     (torch.ops.aten.mul.Tensor, "_overloadname _schema"),
     ("torch.overrides", "_get_current_function_mode_stack"),
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from numbers import Real
@@ -157,15 +157,11 @@ class AccumulatedStep:
             check_in_training(optimizer)
         optimized = dict.fromkeys(_optimized_parameters(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in optimized]
-        with (
-            random_numbers_undone(),
-            _gradients_apart([*optimized], others, self.ranks),
-            ExitStack() as copy_contexts,
-        ):
+        with random_numbers_undone(), _gradients_apart([*optimized], others, self.ranks):
             for parameter, gradient in self._buckets.items():
                 parameter.grad = gradient.zero_()
             with _fp32_sums([*optimized, *others] if self.accumulate else []) as sums:
-                loss, weight = self._accumulate(micro_batches, copy_contexts)
+                loss, weight = self._accumulate(micro_batches)
             if self.in_buckets:
                 self._buckets = {p: p.grad for p in (*optimized, *others) if p.grad is not None}
             # .grad is now the gradient of (sum of losses) / unit, averaged over the ranks.
@@ -175,31 +171,20 @@ class AccumulatedStep:
         self._unit = _power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
 
-    def _accumulate(
-        self, micro_batches: Iterable[Any], copy_contexts: ExitStack
-    ) -> tuple[float, float]:
-        """Run all micro-batches, and return (sum of losses, sum of weights) over all ranks.
-
-        Args:
-            micro_batches: The micro-batches.
-            copy_contexts: Stack that enters the contexts in which optimizers copy gradients to the
-                host during backward.
-        """
+    def _accumulate(self, micro_batches: Iterable[Any]) -> tuple[float, float]:
+        """Run all micro-batches, and return (sum of losses, sum of weights) over all ranks."""
         losses = []
         weights = []
-        early_copying = _early_copying_optimizers(self)
         marked_micro_batches = (
             _mark_last(micro_batches)
-            if early_copying or self.ranks.model
+            if self.ranks.model
             else ((item, True) for item in micro_batches)
         )
         for micro_batch, last in marked_micro_batches:
             if len(losses) == 1:
                 self._warn_about_batch_norm()
             with self.ranks.gradient_reduction(last):
-                loss = self._backward(
-                    micro_batch, last, weights, early_copying if last else [], copy_contexts
-                )
+                loss = self._backward(micro_batch, last, weights)
             losses.append(loss)
         if not losses:
             raise ValueError(
@@ -244,22 +229,13 @@ class AccumulatedStep:
                 stacklevel=4,
             )
 
-    def _backward(
-        self,
-        micro_batch: Any,
-        last: bool,
-        weights: list,
-        early_copying: list,
-        copy_contexts: ExitStack,
-    ) -> Tensor:
+    def _backward(self, micro_batch: Any, last: bool, weights: list) -> Tensor:
         """Add the gradient of one micro-batch's loss sum, divided by `self._unit`, to .grad.
 
         Args:
             micro_batch: The micro-batch.
             last: Whether it is the last one.
             weights: Weights of the earlier micro-batches; this one's weight is appended.
-            early_copying: Optimizers that may copy gradients during this backward pass.
-            copy_contexts: Stack that enters the contexts in which they do so.
 
         Returns:
             The sum of losses, without its graph.
@@ -293,10 +269,6 @@ class AccumulatedStep:
         # round, and it is the same on all ranks.
         scaled = self.scaler.scale(loss)
         weights.append(weight)
-        # Gradients may be copied during backward only if they will not be rescaled afterwards,
-        # which is so if the weights add up to the unit.
-        for optimizer in early_copying if _sum_equals(weights, self._unit) else ():
-            copy_contexts.enter_context(optimizer.copy_gradients_down())
         scaled.backward(torch.full_like(scaled, 1 / self._unit))  # adds gradients of scaled / unit
         return loss.detach()
 
@@ -474,29 +446,6 @@ def _mark_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     end = object()
     for item, following in pairwise(chain(items, [end])):
         yield item, following is end
-
-
-def _early_copying_optimizers(step: AccumulatedStep) -> list[Any]:
-    """Return the optimizers that may copy gradients to the host while backward computes them.
-
-    Their state is on the host. The list is empty if gradients are changed after backward, for
-    example by clipping.
-    """
-    changed = (
-        step.ranks.model or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
-    )
-    optimizers = getattr(step.optimizer, "optimizers", [step.optimizer])
-    if changed or any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers):
-        return []
-    return [optimizer for optimizer in optimizers if getattr(optimizer, "state_on_host", False)]
-
-
-def _sum_equals(weights: list[float | Tensor], unit: float) -> bool:
-    """Return whether the sum of the weights equals `unit`.
-
-    False if a weight is a tensor, because reading it might make the host wait for a GPU.
-    """
-    return all(isinstance(weight, Real) for weight in weights) and math.fsum(weights) == unit
 
 
 def _power_of_two(weight: float) -> float:

@@ -7,7 +7,6 @@ is decided by the classes in `master_weights.py`, `state_host.py` and `state_fil
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from course_lib._torch import needs_closure
 from .device import Device
 from .master_weights import MasterWeights, StateOptions, is_large
 from .state_file import FileState
-from .state_host import HostState, copy_gradients_down
+from .state_host import HostState
 from .stores import Store
 
 PAGE_BYTES = 16 << 20
@@ -136,23 +135,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 [master for master in pending if type(master) is state_class], update, self._options
             )
         return loss
-
-    @property
-    def state_on_host(self) -> bool:
-        """Whether some state is in host memory, so that a step copies gradients to it."""
-        return any(isinstance(master, HostState) for master in self._masters.values())
-
-    def copy_gradients_down(self) -> AbstractContextManager:
-        """Return a context in which each gradient is copied to the host as backward computes it.
-
-        `step` then uses the copies. Use it around the last backward pass before a step together
-        with that step, and only if nothing changes the gradients in between: a change by clipping,
-        unscaling, collectives or `.data` would be missed. `AccumulatedStep` uses it where that is
-        possible.
-        """
-        return copy_gradients_down(
-            [master for master in self._masters.values() if isinstance(master, HostState)]
-        )
 
     @property
     def store(self) -> Store:

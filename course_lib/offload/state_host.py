@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
@@ -17,9 +16,9 @@ class HostState(MasterWeights):
 
     The weights are a copy of the parameter. They never change while they are being copied to the
     GPU: an update first waits for the gradient's copy to the host, which is ordered after the
-    previous copy of the parameter. By default gradients are copied in `step`, because clipping,
-    unscaling and sums over processes may change them in ways that PyTorch's version counter does
-    not show. Inside `copy_gradients_down` they are copied during backward.
+    previous copy of the parameter. Gradients are copied in `step` and not during backward, because
+    clipping, unscaling and sums over processes may change them in ways that PyTorch's version
+    counter does not show.
 
     Attributes:
         gradient_copy: The gradient on the host and the event at the end of its copy, or None.
@@ -43,8 +42,7 @@ class HostState(MasterWeights):
         update = partial(update, fused=True)  # about four times as fast as PyTorch's loop
         try:
             for master in masters if options.overlap else ():
-                if master.gradient_copy is None:
-                    master.copy_gradient_down()
+                master.copy_gradient_down()
             for master in masters:
                 update([master])
                 if not options.overlap:
@@ -86,24 +84,3 @@ class HostState(MasterWeights):
 
     def held_tensors(self) -> Iterator[Tensor]:
         return iter(())
-
-
-@contextmanager
-def copy_gradients_down(masters: Sequence[HostState]) -> Iterator[None]:
-    """Copy each gradient to the host inside the block, as soon as backward has computed it.
-
-    If a gradient is accumulated again, by a backward pass within backward, it is copied again, and
-    the earlier copy is not used.
-    """
-    hooks = [
-        master.p.register_post_accumulate_grad_hook(
-            lambda p, master=master: master.copy_gradient_down()
-        )
-        for master in masters
-    ]
-    try:
-        yield
-    finally:
-        for hook, master in zip(hooks, masters, strict=True):
-            hook.remove()
-            master.drop_gradient_copy()
