@@ -2,6 +2,7 @@
 run did."""
 
 import random
+from collections import defaultdict, deque
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -98,6 +99,13 @@ def tensor_in_nested_containers(block, x):
 def array(block, x):
     block.array += x.detach().mean(0).numpy()
     return torch.from_numpy(block.array.copy())
+
+
+@state(lambda block: vars(block).update(last=deque([0.5], 2), counts=defaultdict(int)))
+def deque_and_defaultdict(block, x):
+    block.last.append(float(x.detach().sum()))
+    block.counts["calls"] += 1
+    return sum(block.last) * block.counts["calls"]
 
 
 @state(lambda block: vars(block).update(load=(load := torch.zeros(2, WIDTH)), row=load[0]))

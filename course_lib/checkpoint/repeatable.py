@@ -20,6 +20,7 @@ recomputation that differs because of them raises an error.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -91,6 +92,8 @@ def _shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
+# A routing layer may keep its last loads in a deque, and count calls in a defaultdict or an array.
+# To refuse a change of these, they would have to be copied and compared just the same.
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
 
 
@@ -139,24 +142,20 @@ class _Container:
 
     def __init__(self, container: Any, items: list[Any]):
         self.container, self.items = container, items
-        self.kind = type(container)
         self.keys = list(container) if isinstance(container, dict) else None
-        self.length = container.maxlen if self.kind is deque else None
-        self.default = container.default_factory if self.kind is defaultdict else None
 
     def restore(self, items: list[Any]) -> Any:
         """Return a new container with these items, which are restored already."""
         if isinstance(self.container, np.ndarray):
             return items[0].copy()
-        if self.kind is tuple:
+        if isinstance(self.container, tuple):
             same = all(a is b for a, b in zip(items, self.container, strict=True))
             return self.container if same else tuple(items)
-        if self.kind is deque:
-            return deque(items, self.length)
-        if self.keys is None:
-            return self.kind(items)
-        pairs = zip(self.keys, items, strict=True)
-        return defaultdict(self.default, pairs) if self.kind is defaultdict else self.kind(pairs)
+        new = copy.copy(self.container)  # keeps a deque's length and a defaultdict's default
+        new.clear()
+        fill = new.extend if isinstance(new, (list, deque)) else new.update
+        fill(items if self.keys is None else zip(self.keys, items, strict=True))
+        return new
 
 
 def _restore(record: Any, copies: dict[int, Any]) -> Any:

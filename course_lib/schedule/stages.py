@@ -46,7 +46,12 @@ _identities = itertools.count()
 
 
 class _Function(nn.Module):
-    """Module that calls a function and contains the modules and parameters of that function."""
+    """Module that calls a function and contains the modules and parameters of that function.
+
+    The stages that a model's `stages` returns are often methods, partials and lambdas that use
+    modules of the model. If they were not found here, a stage that runs again would change their
+    buffers and attributes twice.
+    """
 
     def __init__(self, function: Callable):
         super().__init__()

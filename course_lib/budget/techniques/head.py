@@ -152,6 +152,9 @@ ALLOWED = {"float", "to", "contiguous", "view", "reshape", "flatten", "getitem"}
 class Logits(Tensor):
     """Placeholder for `forward(hidden)`, which the loss computes in chunks of tokens.
 
+    Models of Hugging Face need it: they pass the logits of their head to a loss inside `forward`,
+    so there is no call from outside that could compute both together.
+
     Attributes:
         hidden: Input of the head. The model may have reshaped its logits; `hidden` has the same
             shape except for the last dimension.
