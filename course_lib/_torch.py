@@ -7,14 +7,12 @@ import dataclasses
 import gc
 import inspect
 import operator
-import random
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -383,34 +381,6 @@ class RandomState:
         )
 
     __hash__ = None
-
-
-class AllRandomState:
-    """The states of all global generators: PyTorch's, Python's and NumPy's.
-
-    The arguments are those of `RandomState`.
-    """
-
-    def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
-        self.torch_state = RandomState(devices, counted=counted)
-        self.python_state, self.numpy_state = random.getstate(), np.random.get_state()
-
-    def restore(self) -> None:
-        self.torch_state.restore()
-        random.setstate(self.python_state)
-        np.random.set_state(self.numpy_state)
-
-
-@contextmanager
-def random_numbers_undone() -> Iterator[None]:
-    """Restore the generators after an error inside the block."""
-    # not counted, because the state is not memory that the block uses
-    state = AllRandomState(counted=False)
-    try:
-        yield
-    except BaseException:
-        state.restore()
-        raise
 
 
 # ---- autocast

@@ -37,6 +37,10 @@ KINDS = {
         lambda block: None,
         lambda block, x: random.random() * np.random.rand(),
     ),
+    "dropout": (
+        lambda block: None,
+        lambda block, x: nn.functional.dropout(x.detach(), 0.3),
+    ),
     "batch_norm": (
         lambda block: setattr(block, "norm", nn.BatchNorm1d(WIDTH)),
         lambda block, x: block.norm(x),
@@ -282,12 +286,19 @@ def test_recomputed_block_equals_plain_step_or_is_refused(checkpoint, kind):
         assert checkpointed(checkpoint, kind) == plain(kind)
 
 
-@pytest.mark.parametrize("kind", ["tensor_changed_in_place", "instance_norm"])
+@pytest.mark.parametrize(
+    "kind", ["dropout", "tensor_changed_in_place", "batch_norm", "instance_norm"]
+)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_kept_state_and_comparison_leave_estimate_equal_to_run(checkpoint, kind):
     model, fields = CHECKPOINTS[checkpoint]
-    recipe = Recipe(optimizer="sgd", micro_batches=2, **fields)
-    assert_measured(partial(make, model, kind), batch, recipe)
+
+    def made():
+        module = make(model, kind)
+        module.batch_norm_per_micro_batch = True
+        return module
+
+    assert_measured(made, batch, Recipe(optimizer="sgd", micro_batches=2, **fields))
 
 
 # ---- PyTorch's operator database
@@ -369,7 +380,32 @@ def test_tensors_of_a_list_are_kept_by_name_and_frozen_parameters_are_not_copied
     block.counts = [torch.zeros(1), torch.zeros(1)]
     state = BlockState(block, None)
     with state.first_run():
-        assert [each.name for each in state.attributes.tensors] == ["counts[0]", "counts[1]"]
+        assert [each.name for each in state.modules.tensors] == ["counts[0]", "counts[1]"]
+
+
+def test_later_run_finds_containers_as_they_were_and_the_same_objects_in_them():
+    block, other, item = nn.Identity(), nn.Identity(), SimpleNamespace()
+    block.loop = [1, defaultdict(other.named_buffers, {block: item})]
+    block.loop.append(block.loop)  # it contains itself
+    state = BlockState(block)
+    with state.next_run():
+        block.loop.append(2)
+    with state.next_run():
+        _, by_block, loop = block.loop
+        assert loop is block.loop and by_block[block] is item
+        assert by_block.default_factory.__self__ is other
+    assert len(block.loop) == 4
+
+
+def test_attribute_changed_in_place_between_two_runs_is_refused():
+    block = nn.Identity()
+    block.load = torch.zeros(2)
+    state = BlockState(block)
+    with state.next_run():
+        pass
+    block.load += 1
+    with pytest.raises(RuntimeError, match=r"^load was changed in place after"), state.next_run():
+        pass
 
 
 # ---- arguments of a block

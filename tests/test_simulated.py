@@ -13,7 +13,6 @@ import pytest
 import torch
 from masters import Masters
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.checkpoint import checkpoint_blocks

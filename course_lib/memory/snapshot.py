@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import AllRandomState
+from .._state import AllRandomState, Namespace
 
 
 class Snapshot:
@@ -26,13 +27,15 @@ class Snapshot:
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
         parameters = [] if model is None else list(model.parameters())
-        self._modules = []  # pairs (a module's dict of tensors, a copy of that dict)
+        self._modules = []  # pairs (a module's dict of tensors, its content)
         self._values = []  # pairs (tensor, a copy of its values)
         if model is not None:
-            for module in model.modules():
-                self._modules += [
-                    (tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)
-                ]
+            namespaces = [
+                Namespace("", tensors, partial(list, tensors))
+                for module in model.modules()
+                for tensors in (module._parameters, module._buffers)
+            ]
+            self._modules = [(namespace, namespace.read()) for namespace in namespaces]
             self._values = [
                 (tensor, tensor.detach().clone()) for tensor in (*parameters, *model.buffers())
             ]
@@ -75,9 +78,8 @@ class Snapshot:
             The number of parameters that were changed and cannot be restored, because they were not
             part of the model when the snapshot was made.
         """
-        for tensors, content in self._modules:
-            tensors.clear()
-            tensors.update(content)
+        for namespace, content in self._modules:
+            namespace.write(content)
         for tensor, value in self._values:
             tensor.data.copy_(value)
         changed = 0

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib._check import kind, number, whole
 from course_lib._origin import NEEDS_DATA, needs_values, place_of, silence_operator_log
+from course_lib._state import AllRandomState, ModuleState
 from course_lib._torch import (
-    AllRandomState,
     AutocastState,
     attributes_of,
     kind_of,
@@ -190,7 +190,10 @@ class Chain:
                     else i
                 )
                 if key not in results:
-                    results[key] = _profile(i, stage, value, kwargs, needs_gradient, timed_runs)
+                    # the stage's own buffers stay unchanged
+                    before = ModuleState(stage, attributes=False, buffers=True)
+                    with before.restore(last=True):
+                        results[key] = _profile(i, stage, value, kwargs, needs_gradient, timed_runs)
                 costs, value = results[key]
                 needs_gradient = needs_gradient or bool(trainable_parameters(stage))
                 measured.append(costs)
@@ -271,13 +274,11 @@ def _profile(
         timed_runs: Number of runs whose seconds are measured; with 0, times are FLOPs.
     """
     device = main_tensor(value).device
-    # the stage runs with these copies, so that its own buffers stay unchanged
-    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     autocast = AutocastState([device.type])
 
     def forward() -> KeptStage:
         with autocast.restore(cache_enabled=False):
-            return KeptStage(i, stage, value, kwargs, needs_gradient, buffers, GradientSlot())
+            return KeptStage(i, stage, value, kwargs, needs_gradient, GradientSlot())
 
     def backward(kept_stage: KeptStage) -> None:
         kept_stage.slot.gradient = torch.ones_like(main_tensor(kept_stage.output))

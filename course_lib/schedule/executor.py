@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
@@ -17,14 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import kind
 from course_lib._torch import (
     AutocastState,
-    ObserverMode,
-    RandomState,
-    is_symbolic,
     modes_when_recomputed,
     tensors_in,
 )
@@ -219,8 +215,6 @@ class Run:
         self.kept: dict[int, KeptStage] = {}  # stage -> its graph, if it was run with "all"
         self.slot = GradientSlot()  # holds the gradient of the output of stage `due`
         self.output_kinds: dict[int, tuple] = {}  # stage -> (shape, dtype, device) of its output
-        # stage -> old values of the random state and buffers that its first run changed
-        self.first_states: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}
         trains = [bool(trainable_parameters(stage)) for stage in stages]
         self.needs_gradient = list(
             accumulate(trains, lambda earlier, this: earlier or this, initial=x.requires_grad)
@@ -287,54 +281,31 @@ class Run:
                 self.values.pop(i, None)
 
     def run(self, i: int, value: Any, keep: str) -> Any:
-        """Run stage i with the random numbers and buffers of its first run.
+        """Run stage i with the random numbers, buffers and attributes of its first run.
 
         Returns:
             A `KeptStage` if `keep` is "all", else the value for the next stage.
         """
         self.forwards_left[i] -= 1
-        device, random, buffers, detector = main_tensor(value).device, None, {}, None
-        if i in self.first_states:
-            random, buffers = (
-                self.first_states[i] if self.forwards_left[i] else self.first_states.pop(i)
-            )
-            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        elif self.forwards_left[i]:
-            detector = _ChangeDetector(self.stages[i], device)
-        if random is not None:
-            current_random = RandomState([device])
-            random.restore()
         runs_again = self.forwards_left[i] > 0
         # after the last run of a stage, the copies in its state are released
         state = self.states[i] if runs_again else self.states.pop(i)
-        try:
-            with state.next_run(runs_again):
-                if keep == "all":
-                    result = self.run_with_graph(i, value, buffers)
-                else:
-                    drawing = nullcontext() if detector is None else detector.drawing
-                    with torch.no_grad(), drawing:
-                        result = self.run_without_graph(i, value, buffers, drawing)
-        finally:
-            if random is not None:
-                current_random.restore()
-        if detector is not None:
-            self.first_states[i] = detector.changes()
+        with state.next_run(runs_again, main_tensor(value).device) as drawing:
+            if keep == "all":
+                result = KeptStage(
+                    i, self.stages[i], value, self.kwargs, self.needs_gradient[i], self.slot
+                )
+            else:
+                with torch.no_grad(), drawing:
+                    result = self.run_without_graph(i, value, drawing)
         output = main_tensor(result.output if keep == "all" else result)
         check_kind(i, output, self.output_kinds)
         state.check_output(output, runs_again)
         return result
 
-    def run_with_graph(self, i: int, value: Any, buffers: dict[str, Tensor]) -> KeptStage:
-        return KeptStage(
-            i, self.stages[i], value, self.kwargs, self.needs_gradient[i], buffers, self.slot
-        )
-
-    def run_without_graph(
-        self, i: int, value: Any, buffers: dict[str, Tensor], drawing: Any
-    ) -> Any:
+    def run_without_graph(self, i: int, value: Any, drawing: Any) -> Any:
         stage = self.stages[i]
-        compute = partial(run_stage, i, stage, value, self.kwargs, buffers)
+        compute = partial(run_stage, i, stage, value, self.kwargs)
         if self.runner is None:
             return compute()
         return self.runner(stage, self.tensors_of(i, value), self.context(i), compute, drawing)
@@ -397,80 +368,6 @@ def states_of(
             to not compare the runs.
     """
     return [
-        BlockState(block, Comparison(name, advice) if advice is not None else None)
+        BlockState(block, Comparison(name, advice) if advice is not None else None, buffers=True)
         for block, name in zip(blocks, names, strict=True)
     ]
-
-
-class _ChangeDetector:
-    """Copies of the random state and the buffers before a stage's first run.
-
-    `changed` returns those that the first run has changed.
-    """
-
-    def __init__(self, stage: nn.Module, device: torch.device):
-        self.stage = stage
-        self.devices = [device]
-        self.random = RandomState(self.devices)
-        self.drawing = _RandomOperatorDetector() if is_symbolic() else nullcontext()
-        self.buffers = {
-            name: (buffer, buffer._version, buffer.clone())
-            for name, buffer in stage.named_buffers()
-        }
-
-    def changes(self) -> tuple[RandomState | None, dict[str, Tensor]]:
-        buffers_after = dict(self.stage.named_buffers())
-        # Random states are real tensors, even if the stages run on symbolic tensors.
-        with _disable_current_modes():
-            symbolic = isinstance(self.drawing, _RandomOperatorDetector)
-            drew_random_numbers = (
-                self.drawing.seen if symbolic else self.random != RandomState(self.devices)
-            )
-            buffers = {
-                name: copy
-                for name, (buffer, version, copy) in self.buffers.items()
-                if buffers_after.get(name) is not buffer or self._is_changed(buffer, version, copy)
-            }
-        return self.random if drew_random_numbers else None, buffers
-
-    def _is_changed(self, buffer: Tensor, version: int, copy: Tensor) -> bool:
-        """Return whether a buffer has changed since its copy was made.
-
-        Values are compared, because normalization layers change their statistics without increasing
-        the version counter. Symbolic buffers have no values: they have changed if their version
-        counter increased, or if they belong to a normalization layer in training mode.
-        """
-        if not is_symbolic(copy):
-            return not torch.equal(buffer, copy)
-        norms = [
-            m
-            for m in self.stage.modules()
-            if isinstance(m, nn.modules.batchnorm._NormBase) and m.training
-        ]
-        return buffer._version != version or any(
-            buffer is statistic for m in norms for statistic in m.buffers()
-        )
-
-
-class _RandomOperatorDetector(ObserverMode):
-    """Dispatch mode that detects operators which draw random numbers.
-
-    It is used with symbolic tensors, where such operators do not advance a generator.
-    """
-
-    seen = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen |= torch.Tag.nondeterministic_seeded in getattr(
-            func, "tags", ()
-        ) and not _without_dropout(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
-    """Return whether this is an attention operator with dropout disabled."""
-    arguments = (
-        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        | kwargs
-    )
-    return "query" in arguments and not arguments.get("dropout_p")

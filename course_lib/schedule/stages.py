@@ -144,9 +144,7 @@ def check_constants(kwargs: dict[str, Any]) -> None:
 # ---- forward
 
 
-def run_stage(
-    i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[str, Tensor] | None = None
-) -> Any:
+def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict) -> Any:
     """Run stage i on the output of stage i-1, and return the input of stage i+1.
 
     Args:
@@ -154,18 +152,13 @@ def run_stage(
         stage: The stage.
         value: Its input.
         kwargs: Constants that it receives as keyword arguments.
-        buffers: Buffers to use instead of the stage's own, which then stay unchanged; None or empty
-            to use its own.
 
     Raises:
         RuntimeError: The stage changes its input in place.
         TypeError: It returns no tensor, or several through which gradients flow.
     """
     versions = [tensor._version for tensor in tensors_in(value)]
-    if buffers:
-        output = torch.func.functional_call(stage, buffers, (value,), kwargs)
-    else:
-        output = stage(value, **kwargs)
+    output = stage(value, **kwargs)
     if [tensor._version for tensor in tensors_in(value)] != versions:
         raise RuntimeError(
             f"stage {i} changed its input in place, but a schedule may need the input again; use an"
@@ -197,7 +190,7 @@ class KeptStage:
     """A stage's graph and output, after a forward that keeps everything for its backward.
 
     Args:
-        i, stage, value, kwargs, buffers: As in `run_stage`.
+        i, stage, value, kwargs: As in `run_stage`.
         needs_gradient: Whether the gradient of the input is computed.
         slot: Slot with the gradient of the output when `backward` is called.
 
@@ -213,7 +206,6 @@ class KeptStage:
         value: Any,
         kwargs: dict,
         needs_gradient: bool,
-        buffers: dict[str, Tensor] | None,
         slot: GradientSlot,
     ):
         x = main_tensor(value)
@@ -222,7 +214,7 @@ class KeptStage:
             # The input is a view, because FlopCounterMode's hook on a module's input fails on a
             # leaf inside autograd.grad.
             self.output = run_stage(
-                i, stage, with_main_tensor(value, self.x.view_as(self.x)), kwargs, buffers
+                i, stage, with_main_tensor(value, self.x.view_as(self.x)), kwargs
             )
             self.end = _TakeGradient.apply(main_tensor(self.output), slot)
         self.slot = slot

@@ -1,0 +1,456 @@
+"""State as it was before the first run of a block or a step, from which later runs start.
+
+A checkpoint, a schedule and a measurement run the same function several times. They need the state
+that the first run started from: random numbers, attributes, buffers, running statistics. This
+module keeps this state, with a switch for each part that a caller handles itself:
+
+- `AllRandomState` holds the states of all global generators.
+- `ModuleState` holds the attributes and buffers of a block's modules, at one moment.
+- `StateBefore` records the state before the first run of a block and restores it for later runs.
+
+A later run works on copies. It does not write to tensors of the first run, so a graph that has
+saved one of them stays valid. After the run the state from before it is restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ._torch import ObserverMode, RandomState, attributes_of, is_symbolic, version
+
+# ---- random numbers
+
+
+class _Generator(NamedTuple):
+    """A source of random numbers, with functions that read and set its state."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+# the global generators of Python and NumPy
+_GLOBAL = (
+    _Generator(random.getstate, random.setstate),
+    _Generator(lambda: np.random.get_state(legacy=False), np.random.set_state),
+)
+
+
+def _as_generator(value: Any) -> _Generator | None:
+    if isinstance(value, torch.Generator):
+        return _Generator(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return _Generator(value.getstate, value.setstate)
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return _Generator(lambda: value.state, lambda state: setattr(value, "state", state))
+    if isinstance(value, np.random.RandomState):
+        return _Generator(lambda: value.get_state(legacy=False), value.set_state)
+    return None
+
+
+class _GeneratorStates:
+    """The current states of some generators."""
+
+    def __init__(self, generators: Iterable[_Generator]):
+        self.states = [(generator, generator.get()) for generator in generators]
+
+    def restore(self) -> None:
+        for generator, state in self.states:
+            generator.set(state)
+
+    def current(self) -> _GeneratorStates:
+        """Return the current states of the same generators."""
+        return _GeneratorStates([generator for generator, _ in self.states])
+
+    def drop_unchanged(self) -> None:
+        """Drop the generators whose state is still the same."""
+        self.states = [pair for pair in self.states if not _equal(pair[0].get(), pair[1])]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two states of a generator are equal."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else a == b
+
+
+class AllRandomState:
+    """The states of all global generators: PyTorch's, Python's and NumPy's.
+
+    The arguments are those of `RandomState`.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
+        self.states = RandomState(devices, counted=counted), _GeneratorStates(_GLOBAL)
+
+    def restore(self) -> None:
+        for states in self.states:
+            states.restore()
+
+
+@contextmanager
+def random_numbers_undone() -> Iterator[None]:
+    """Restore the generators after an error inside the block."""
+    # not counted, because the state is not memory that the block uses
+    state = AllRandomState(counted=False)
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise
+
+
+class _RandomOperatorDetector(ObserverMode):
+    """Dispatch mode that detects operators which draw random numbers.
+
+    It is used with symbolic tensors, where such operators do not advance a generator.
+    """
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen |= torch.Tag.nondeterministic_seeded in getattr(
+            func, "tags", ()
+        ) and not _without_dropout(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
+    """Return whether this is an attention operator with dropout disabled."""
+    arguments = (
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        | kwargs
+    )
+    return "query" in arguments and not arguments.get("dropout_p")
+
+
+# ---- tensors and containers
+
+
+class _Tensor:
+    """A tensor to which an attribute or buffer referred before the first run.
+
+    If the first run changes its values, this object keeps a copy of the old ones.
+
+    Args:
+        name: Name of the attribute, for error messages.
+        tensor: The tensor.
+        written_by: Module whose buffer the tensor is, or None for an attribute. The values of
+            buffers are compared, because normalization layers change their statistics without
+            increasing the version counter. Symbolic and sparse tensors cannot be compared.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, written_by: nn.Module | None):
+        self.name, self.tensor, self.written_by = name, tensor, written_by
+        self.version = version(tensor)
+        # No copy is needed of a tensor that requires gradients: if it is changed in place, autograd
+        # raises an error anyway.
+        self.copy = None if tensor.requires_grad else tensor.detach().clone()
+
+    def drop_unchanged(self) -> None:
+        """Drop the copy if the first run did not change the tensor."""
+        changed = self.version is None or version(self.tensor) != self.version
+        if self.written_by is not None and self.copy is not None:
+            if is_symbolic(self.copy) or self.copy.layout is not torch.strided:
+                changed = changed or _is_norm_in_training(self.written_by)
+            else:
+                changed = not torch.equal(self.tensor, self.copy)
+        if not changed:
+            self.copy = None
+
+    def restore(self, last: bool) -> Tensor:
+        """Return the tensor, or a copy with its old values; the copy itself for the last run."""
+        if self.copy is not None:
+            return self.copy if last else self.copy.clone()
+        if self.written_by is None and version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"{self.name} was changed in place after the block had run with it, so its"
+                " recomputation would compute with other values. Assign a new tensor to the"
+                " attribute instead, or pass the tensor to the block as an argument"
+            )
+        return self.tensor
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+# A routing layer may keep its last loads in a deque, and count calls in a defaultdict or an array.
+# To refuse a change of these, they would have to be copied and compared just the same.
+_CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
+
+
+def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object) of all objects in nested containers that are not containers themselves.
+
+    The keys of dicts are among them, because `copy.deepcopy` would copy keys as well.
+
+    Args:
+        name: Name of the value.
+        value: A container, or an object that is yielded itself.
+        seen: id of each container that was searched already. It is filled here.
+    """
+    if type(value) not in _CONTAINERS:
+        yield name, value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(f"{name}[{key!r}]", key, seen)
+            yield from _leaves(f"{name}[{key!r}]", item, seen)
+        yield name, getattr(value, "default_factory", None)
+
+
+# ---- modules
+
+
+class Namespace(NamedTuple):
+    """A dictionary of a module, such as its `__dict__` or its buffers.
+
+    Attributes:
+        name: Name of the module in the block.
+        values: The dictionary.
+        names: Function that returns the keys whose values are restored.
+        written_by: As for `_Tensor`.
+    """
+
+    name: str
+    values: dict[str, Any]
+    names: Callable[[], Iterable[str]]
+    written_by: nn.Module | None = None
+
+    def read(self) -> dict[str, Any]:
+        return {name: self.values[name] for name in self.names()}
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Replace the values directly in the dictionary, without `nn.Module.__setattr__`."""
+        if [*self.names()] != [*values]:  # keeps the order of parameters and buffers
+            for name in [*self.names()]:
+                del self.values[name]
+        self.values.update(values)
+
+
+def _namespaces(block: nn.Module, attributes: bool, buffers: bool) -> Iterator[Namespace]:
+    # Buffers come first: a tensor that is an attribute as well is recorded as a buffer.
+    for name, module in block.named_modules():
+        if buffers or is_instance_norm(module):
+            names = partial(list, module._buffers)
+            yield Namespace(name, module._buffers, names, module if buffers else None)
+    for name, module in block.named_modules() if attributes else ():
+        yield Namespace(name, vars(module), partial(attributes_of, module))
+
+
+class ModuleState:
+    """The attributes and buffers of a block's modules, at the moment when this object is made.
+
+    Attributes are tensors, NumPy arrays, generators, and lists, tuples, dicts, sets and deques of
+    these. Of other objects only the reference is kept. Parameters and submodules are not kept.
+
+    Args:
+        block: The block.
+        attributes: Whether attributes are kept.
+        buffers: Whether buffers are kept. Those of instance norms in training are always kept.
+    """
+
+    def __init__(self, block: nn.Module, *, attributes: bool = True, buffers: bool = False):
+        self.block = block
+        self.namespaces = list(_namespaces(block, attributes, buffers))
+        self.leaves: dict[int, Any] = {}  # id -> object that copies of the containers share
+        self.tensors: list[_Tensor] = []
+        self.generators: list[_Generator] = []
+        initial = [namespace.read() for namespace in self.namespaces]
+        seen: set[int] = set()
+        for namespace, values in zip(self.namespaces, initial, strict=True):
+            for key, value in values.items():
+                name = f"{namespace.name}.{key}".removeprefix(".")
+                for part_name, part in _leaves(name, value, seen):
+                    self._add(part_name, part, namespace.written_by)
+        self.initial = copy.deepcopy(initial, dict(self.leaves))
+
+    def _add(self, name: str, value: Any, written_by: nn.Module | None) -> None:
+        """Record an object that is not a container. Arrays are left to `copy.deepcopy`."""
+        is_array = isinstance(value, np.ndarray) and value.dtype != object
+        if is_array or id(value) in self.leaves:
+            return
+        self.leaves[id(value)] = value
+        if isinstance(value, Tensor):
+            # Parameters are not recorded, because only the optimizer changes them.
+            if not (isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)):
+                self.tensors.append(_Tensor(name, value, written_by))
+        elif generator := _as_generator(value):
+            self.generators.append(generator)
+
+    def drop_unchanged(self) -> None:
+        """After the first run, drop the copies of tensors that it did not change.
+
+        Raises:
+            RuntimeError: The first run changed an attribute that shares its memory with another
+                tensor, and copies of the two would not share memory.
+        """
+        with _disable_current_modes():
+            for tensor in self.tensors:
+                tensor.drop_unchanged()
+        changed = [
+            record
+            for record in self.tensors
+            if record.copy is not None and record.version is not None and record.written_by is None
+        ]
+        if not changed:
+            return
+        others = {id(record.tensor): (record.name, record.tensor) for record in self.tensors}
+        others |= {id(tensor): (name, tensor) for name, tensor in self.block.named_buffers()}
+        for record in changed:
+            for name, tensor in others.values():
+                if tensor is not record.tensor and _shares_memory(tensor, record.tensor):
+                    raise RuntimeError(
+                        f"{record.name} was changed in place, but shares its memory with {name}, so"
+                        " they cannot be restored for the recomputation. Keep only one of them as"
+                        " an attribute, and compute the other one from it in forward"
+                    )
+
+    @contextmanager
+    def restore(self, last: bool = False) -> Iterator[None]:
+        """Inside the `with` block, the modules have the attributes and buffers of this state.
+
+        Changed tensors and containers are copies. Afterwards the modules have their current values
+        again.
+
+        Args:
+            last: Whether no later block needs this state, so that no further copies are made.
+        """
+        current = [namespace.read() for namespace in self.namespaces]
+        restored = {id(record.tensor): record.restore(last) for record in self.tensors}
+        initial = copy.deepcopy(self.initial, self.leaves | restored)
+        try:
+            self._write(initial)
+            yield
+        finally:
+            self._write(current)
+
+    def _write(self, values_per_namespace: list[dict[str, Any]]) -> None:
+        for namespace, values in zip(self.namespaces, values_per_namespace, strict=True):
+            namespace.write(values)
+
+
+# ---- norms with running statistics
+
+
+def statistics_of(block: nn.Module) -> list[Tensor]:
+    """Return the running statistics of a block's batch norms that are in training mode.
+
+    These batch norms update the statistics but do not normalize with them.
+    """
+    norms = (m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return [buffer for norm in norms if norm.training for buffer in norm.buffers()]
+
+
+def is_instance_norm(module: nn.Module) -> bool:
+    """Return whether a module is an instance norm in training mode.
+
+    If an instance norm has running statistics, it updates them and also saves copies of them for
+    backward. Its buffers are therefore treated like attributes: the recomputation starts from their
+    values before the first run.
+    """
+    return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training
+
+
+def _is_norm_in_training(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+
+
+# ---- a block that runs several times
+
+
+class StateBefore:
+    """State of a block before its first run, which every later run starts from.
+
+    It always includes the attributes of the block's modules, the generators among them, and the
+    global generators of Python and NumPy.
+
+    Args:
+        block: The module whose state is kept.
+        statistics: Whether a later run leaves the running statistics of batch norms unchanged.
+            Otherwise it updates them again, unless `buffers` is True.
+        buffers: Whether a later run starts from the buffers before the first run, and leaves the
+            current ones unchanged.
+    """
+
+    def __init__(self, block: nn.Module, *, statistics: bool = False, buffers: bool = False):
+        self.block, self.statistics, self.buffers = block, statistics, buffers
+        self.modules: ModuleState | None = None  # None before the first run
+        self.running: list[Tensor] = []  # statistics that the first run updated
+        self.generators = _GeneratorStates(())
+        self.random: RandomState | None = None  # None if PyTorch's generators are not restored
+
+    def next_run(
+        self, runs_again: bool = True, device: torch.device | None = None
+    ) -> AbstractContextManager:
+        """Return the context manager for the block's next run.
+
+        It yields another context manager, for the block's operators if they run without gradients:
+        it notices random numbers on symbolic tensors, which advance no generator.
+
+        Args:
+            runs_again: Whether another run follows. A block that runs only once needs no copies.
+            device: Device whose generator is restored, with that of the CPU. None leaves PyTorch's
+                generators to the caller, such as a checkpoint.
+        """
+        if self.modules is not None:
+            return self.repeat(last=not runs_again)
+        return self.first_run(device) if runs_again else nullcontext(nullcontext())
+
+    @contextmanager
+    def first_run(self, device: torch.device | None = None) -> Iterator[Any]:
+        """Record the state that the first run, inside the `with` block, uses and changes."""
+        self.random = None if device is None else RandomState([device])
+        symbolic = self.random is not None and is_symbolic()
+        drawing = _RandomOperatorDetector() if symbolic else nullcontext()
+        modules = self.modules = ModuleState(self.block, buffers=self.buffers)
+        self.running = statistics_of(self.block)
+        with _disable_current_modes():  # hides generator states from meters and symbolic modes
+            generators = _GeneratorStates((*_GLOBAL, *modules.generators))
+        yield drawing
+        modules.drop_unchanged()
+        with _disable_current_modes():
+            generators.drop_unchanged()
+            if self.random is not None:
+                drew = drawing.seen if symbolic else self.random != RandomState([device])
+                self.random = self.random if drew else None
+        self.generators = generators
+
+    @contextmanager
+    def repeat(self, last: bool = False) -> Iterator[Any]:
+        """Restore the state before the first run, and after the `with` block the current state."""
+        current_random = None if self.random is None else RandomState(self.random.devices)
+        with _disable_current_modes():
+            current = self.generators.current()
+            self.generators.restore()
+        statistics = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
+        try:
+            if self.random is not None:
+                self.random.restore()
+            with self.modules.restore(last):
+                yield nullcontext()
+        finally:
+            with torch.no_grad():
+                for buffer, value in statistics:
+                    buffer.copy_(value)
+            with _disable_current_modes():
+                current.restore()
+            if current_random is not None:
+                current_random.restore()
