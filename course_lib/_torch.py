@@ -7,12 +7,14 @@ import dataclasses
 import gc
 import inspect
 import operator
+import random
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -236,6 +238,32 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 # ---- symbolic tensors
 
 
+class Namespace(NamedTuple):
+    """A dictionary of a module, such as its `__dict__` or its buffers.
+
+    Attributes:
+        name: Name of the module in the block.
+        values: The dictionary.
+        names: Function that returns the keys whose values are restored.
+        written_by: The module if its buffers are written to, or else None.
+    """
+
+    name: str
+    values: dict[str, Any]
+    names: Callable[[], Iterable[str]]
+    written_by: nn.Module | None = None
+
+    def read(self) -> dict[str, Any]:
+        return {name: self.values[name] for name in self.names()}
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Replace the values directly in the dictionary, without `nn.Module.__setattr__`."""
+        if [*self.names()] != [*values]:  # keeps the order of parameters and buffers
+            for name in [*self.names()]:
+                del self.values[name]
+        self.values.update(values)
+
+
 def is_symbolic(*tensors: Any) -> bool:
     """Return whether one of the tensors is symbolic (`course_lib.symbolic`).
 
@@ -381,6 +409,34 @@ class RandomState:
         )
 
     __hash__ = None
+
+
+class AllRandomState:
+    """The states of all global generators: PyTorch's, Python's and NumPy's.
+
+    The arguments are those of `RandomState`.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
+        self.torch_state = RandomState(devices, counted=counted)
+        self.python_state, self.numpy_state = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        self.torch_state.restore()
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+
+
+@contextmanager
+def random_numbers_undone() -> Iterator[None]:
+    """Restore the generators after an error inside the block."""
+    # not counted, because the state is not memory that the block uses
+    state = AllRandomState(counted=False)
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise
 
 
 # ---- autocast

@@ -19,7 +19,7 @@ LIBRARY = ROOT / "course_lib"
 MOST = {ast.Module: 400, ast.ClassDef: 120, ast.FunctionDef: 50}
 
 # A room -> the rooms whose modules it may import; its own are always allowed.
-BELOW_ALL = {"_batches", "_check", "_origin", "_state", "_torch", "_hugging_face_losses", "labels"}
+BELOW_ALL = {"_batches", "_check", "_origin", "_torch", "_hugging_face_losses", "labels"}
 TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
 CORE = {"symbolic", "memory", "models", "configs", "workload", "options", *TECHNIQUES, *BELOW_ALL}
 CORE |= {"adapters", "distributed", "budget"}
@@ -27,7 +27,6 @@ ALLOWED = {
     "_batches": {"_check", "_torch"},
     "_check": set(),
     "_origin": set(),
-    "_state": {"_torch"},
     "_torch": {"_check"},
     "_hugging_face_losses": {"_batches", "_check", "_torch"},
     "labels": set(),

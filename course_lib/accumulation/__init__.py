@@ -8,7 +8,6 @@ Lesson 05 explains accumulation.
 """
 
 from .._batches import split
-from .._hugging_face_losses import hugging_face_loss
 from .step import AccumulatedStep, StepResult, check_loss_sum
 
-__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "hugging_face_loss", "split"]
+__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "split"]

@@ -18,6 +18,7 @@ Example:
 """
 
 from course_lib._check import InfeasibleBudget
+from course_lib._hugging_face_losses import hugging_face_loss
 
 from .estimate import Estimate, Run, estimate, run
 from .rates import RATES, Rates, measured_rates, this_machine
@@ -39,6 +40,7 @@ __all__ = [
     "chunked_head",
     "estimate",
     "fit",
+    "hugging_face_loss",
     "measured_rates",
     "run",
     "steps_to",

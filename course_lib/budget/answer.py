@@ -76,7 +76,7 @@ class Machine:
             )
         return self.memory - self.kept
 
-    def needed(self, found: Estimate) -> int:
+    def bytes_taken(self, found: Estimate) -> int:
         """Return the bytes of the budget that a step takes, without those that CUDA keeps."""
         return found.peak_bytes if self.count == "tensors" else found.reserved_bytes()
 
@@ -186,7 +186,7 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
     or other processes.
     """
     most = machine.room - int(SPARE * machine.memory)
-    if machine.needed(found[0]) <= most or most < 1:
+    if machine.bytes_taken(found[0]) <= most or most < 1:
         return []
     try:
         others = found.within(most)

@@ -157,7 +157,7 @@ class Result:
         best = self.found[0]
         return {
             "fits": True,
-            "left_bytes": self.machine.room - self.machine.needed(best),
+            "left_bytes": self.machine.room - self.machine.bytes_taken(best),
             "host_state_bytes": host_state_bytes(best),
             "parameters": self.model.parameters(),
             "rates": _plain(rates),
@@ -179,7 +179,7 @@ _MORE = text("more: --details shows what is live at the peak, and the sources of
 
 def fits(best: Estimate, machine: Machine) -> list[str]:
     """Return whether a step fits, how much is left, and what it needs on the host."""
-    needed = machine.needed(best) + machine.kept
+    needed = machine.bytes_taken(best) + machine.kept
     first = text(
         "it fits: a step of the cheapest recipe takes {needed} of {memory} ({device})",
         needed=_short(needed),

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from course_lib._batches import Split, parts_of, samples_in
 from course_lib._check import any_of, describe, kind
 from course_lib._origin import INITIALIZE, UNINITIALIZED
-from course_lib._state import random_numbers_undone
 from course_lib._torch import (
     check_in_training,
     check_no_closure,
     is_symbolic,
+    random_numbers_undone,
     tensors_in,
 )
 from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum

@@ -10,7 +10,7 @@ PyTorch's global generators. A block may compute with more than these. `BlockSta
   and deques. Examples are the load of a mixture-of-experts gate, a running average of an
   activation, and a counter of calls.
 
-A recomputation works on copies. `course_lib._state` makes and restores them; this module adds the
+A recomputation works on copies. The module `state` makes and restores them; this module adds the
 comparison of a recomputation with the first run.
 
 A checkpoint does not keep parameters and buffers, other objects that are changed in place, or
@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from .._state import StateBefore
 from .._torch import map_tensors, modes_when_recomputed, tensors_in, torch_func_refused
 from .comparison import Comparison, checksum
+from .state import StateBefore
 
 
 class BlockState(StateBefore):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._state import AllRandomState, Namespace
+from .._torch import AllRandomState, Namespace
 
 
 class Snapshot:

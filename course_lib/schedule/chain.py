@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib._check import kind, number, whole
 from course_lib._origin import NEEDS_DATA, needs_values, place_of, silence_operator_log
-from course_lib._state import AllRandomState, ModuleState
 from course_lib._torch import (
+    AllRandomState,
     AutocastState,
     attributes_of,
     kind_of,
@@ -31,6 +31,7 @@ from course_lib._torch import (
     tensors_in,
     wait_for,
 )
+from course_lib.checkpoint.state import ModuleState
 from course_lib.memory import MemoryMeter
 from course_lib.memory.measurement import flop_counter
 from course_lib.symbolic import Symbolic

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .._state import AllRandomState
-from .._torch import map_tensors, tensors_among, tensors_in, written_arguments
+from .._torch import AllRandomState, map_tensors, tensors_among, tensors_in, written_arguments
 from . import cpu_kernels, cuda_kernels, shape_cache
 from .conversion import apply_to_module
 from .cuda_kernels import Gpu

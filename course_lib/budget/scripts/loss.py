@@ -51,7 +51,7 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
             " with a single function that takes the inputs out of the batch, got"
             f" {describe(model)}"
         )
-    lines.use("course_lib.checkpoint", "checkpoint_sequential")
+    lines.use("torch.utils.checkpoint", "checkpoint_sequential")
     random = "" if may_draw(model) else ", preserve_rng_state=False"
     return [
         "inputs, embed, *blocks, head = model.stages(batch)",
@@ -68,7 +68,7 @@ def loss_sum(lines: Lines, parts: int) -> tuple[list[str], str]:
     if is_mean(lines) and has_method(lines.model, "loss"):
         expression = f"{expression}, 1"  # the batch is not split, so any weight will do
     elif is_mean(lines):
-        lines.use("course_lib.accumulation", "hugging_face_loss")
+        lines.use("course_lib.budget", "hugging_face_loss")
         expression = f"hugging_face_loss(model, batch, micro_batches={parts})"
     around = contexts(lines)
     if not around and lines.workload.loss_sum is not None:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from course_lib._check import describe
-from course_lib._state import statistics_of
 from course_lib.budget.hugging_face import configs_of
 from course_lib.budget.stages import may_draw, runs_stages
 from course_lib.budget.techniques.attention import SWITCHED, attentions_of
 from course_lib.budget.techniques.checkpoints import block_names
 from course_lib.checkpoint.blocks import names_of
+from course_lib.checkpoint.state import statistics_of
 
 from .lines import Lines
 

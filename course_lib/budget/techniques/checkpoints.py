@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import any_of, kind, must_be
-from course_lib._state import is_instance_norm, statistics_of
 from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
 from course_lib.checkpoint.blocks import names_of, names_to_choose
+from course_lib.checkpoint.state import is_instance_norm, statistics_of
 from course_lib.labels import text, verbatim
 from course_lib.schedule import Chain, ScheduledBlocks, segments
 

@@ -4,7 +4,6 @@ A checkpoint, a schedule and a measurement run the same function several times. 
 that the first run started from: random numbers, attributes, buffers, running statistics. This
 module keeps this state, with a switch for each part that a caller handles itself:
 
-- `AllRandomState` holds the states of all global generators.
 - `ModuleState` holds the attributes and buffers of a block's modules, at one moment.
 - `StateBefore` records the state before the first run of a block and restores it for later runs.
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._torch import ObserverMode, RandomState, attributes_of, is_symbolic, version
+from .._torch import Namespace, ObserverMode, RandomState, attributes_of, is_symbolic, version
 
 # ---- random numbers
 
@@ -86,32 +85,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else a == b
-
-
-class AllRandomState:
-    """The states of all global generators: PyTorch's, Python's and NumPy's.
-
-    The arguments are those of `RandomState`.
-    """
-
-    def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
-        self.states = RandomState(devices, counted=counted), _GeneratorStates(_GLOBAL)
-
-    def restore(self) -> None:
-        for states in self.states:
-            states.restore()
-
-
-@contextmanager
-def random_numbers_undone() -> Iterator[None]:
-    """Restore the generators after an error inside the block."""
-    # not counted, because the state is not memory that the block uses
-    state = AllRandomState(counted=False)
-    try:
-        yield
-    except BaseException:
-        state.restore()
-        raise
 
 
 class _RandomOperatorDetector(ObserverMode):
@@ -217,32 +190,6 @@ def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 # ---- modules
-
-
-class Namespace(NamedTuple):
-    """A dictionary of a module, such as its `__dict__` or its buffers.
-
-    Attributes:
-        name: Name of the module in the block.
-        values: The dictionary.
-        names: Function that returns the keys whose values are restored.
-        written_by: As for `_Tensor`.
-    """
-
-    name: str
-    values: dict[str, Any]
-    names: Callable[[], Iterable[str]]
-    written_by: nn.Module | None = None
-
-    def read(self) -> dict[str, Any]:
-        return {name: self.values[name] for name in self.names()}
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Replace the values directly in the dictionary, without `nn.Module.__setattr__`."""
-        if [*self.names()] != [*values]:  # keeps the order of parameters and buffers
-            for name in [*self.names()]:
-                del self.values[name]
-        self.values.update(values)
 
 
 def _namespaces(block: nn.Module, attributes: bool, buffers: bool) -> Iterator[Namespace]:
