@@ -1,7 +1,7 @@
 """The caching allocator once more, slow and obvious: lists of runs, scanned from the start for
 every question.
 
-It keeps no figures. Rules as in `course_lib.memory.segments`;
+It keeps no figures. Rules as in `course_lib.caching_allocator.segments`;
 one stream.
 """
 

@@ -21,7 +21,17 @@ MOST = {ast.Module: 400, ast.ClassDef: 120, ast.FunctionDef: 50}
 # A room -> the rooms whose modules it may import; its own are always allowed.
 BELOW_ALL = {"_batches", "_check", "_origin", "_torch", "_hugging_face_losses", "labels"}
 TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
-CORE = {"symbolic", "memory", "models", "configs", "workload", "options", *TECHNIQUES, *BELOW_ALL}
+CORE = {
+    "symbolic",
+    "memory",
+    "caching_allocator",
+    "models",
+    "configs",
+    "workload",
+    "options",
+    *TECHNIQUES,
+    *BELOW_ALL,
+}
 CORE |= {"adapters", "distributed", "budget"}
 ALLOWED = {
     "_batches": {"_check", "_torch"},
@@ -36,7 +46,8 @@ ALLOWED = {
     "models": BELOW_ALL,
     "configs": {"models", *BELOW_ALL},
     "symbolic": BELOW_ALL,
-    "memory": {"symbolic", *BELOW_ALL},
+    "caching_allocator": BELOW_ALL,
+    "memory": {"symbolic", "caching_allocator", *BELOW_ALL},
     **{name: {"symbolic", "memory", *BELOW_ALL} for name in TECHNIQUES},
     "schedule": {"symbolic", "memory", "checkpoint", *BELOW_ALL},
     "simulated": {"offload", *BELOW_ALL},

@@ -5,6 +5,8 @@ only one micro-batch's activations are live at a time, and does one optimizer st
 parameters, gradients and optimizer state do not depend on the number of micro-batches. The peak is
 therefore a constant number of bytes, plus a fixed number of bytes per sample of a micro-batch.
 Lesson 05 explains accumulation.
+
+Whoever takes this package alone copies it together with `_batches.py`, `_check.py` and `_torch.py`.
 """
 
 from .._batches import split

@@ -5,6 +5,8 @@ keeps the output and one log-sum-exp per row, and recomputes the probabilities t
 plain torch or in Triton. `online_softmax` is the softmax over blocks of columns that makes this
 possible. `attention_cost` counts the FLOPs and the bytes moved of both kinds of attention. Lesson
 06 explains them.
+
+Whoever takes this package alone copies it together with `_check.py` and `_torch.py`.
 """
 
 from .costs import AttentionCost, attention_cost

@@ -16,6 +16,8 @@ statistics a second time. Lesson 02 shows this, with a `context_fn` that prevent
 
 `course_lib.checkpoint.readable` is a checkpoint of 350 lines to read after lesson 02, with both of
 PyTorch's modes and selective checkpointing. Nothing else in the library uses it.
+
+Whoever takes this package alone copies it together with `_check.py` and `_torch.py`.
 """
 
 from .blocks import CheckpointedBlocks, checkpoint_blocks

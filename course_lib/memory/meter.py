@@ -36,7 +36,7 @@ from .categories import IN_PLACE_WITHOUT_MODES, CategoryTracker, OptimizerPhase
 from .compiler import buffers_of_generated_code, compiled_calls
 from .flops import flops_of
 from .modules import ModulePaths
-from .show import bytes_text, draw_timeline
+from .show import bytes_in_english, draw_timeline
 from .storages import belongings, check_model_and_optimizer, holds_bytes, storages_without_operators
 from .timeline import CATEGORIES, COMPILED_CODE, NO_OPERATOR, Ledger, Timeline, lives
 from .trace import ENTRY, Span, Trace
@@ -61,7 +61,7 @@ class MemoryBudgetExceeded(RuntimeError):
 
     def __str__(self) -> str:
         wanted, live, budget = map(
-            bytes_text, (self.wanted_bytes, self.live_bytes, self.budget_bytes)
+            bytes_in_english, (self.wanted_bytes, self.live_bytes, self.budget_bytes)
         )
         needs = f"{self.operator} needs {wanted} in addition to {live} that are live"
         return f"{needs}, but the budget is {budget}"
@@ -185,7 +185,7 @@ class Figures:
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {count:,}" for name, count in self.at_peak().items() if count)
         return (
-            f"MemoryMeter(peak {bytes_text(self.peak_bytes)}: {parts or 'nothing'};"
+            f"MemoryMeter(peak {bytes_in_english(self.peak_bytes)}: {parts or 'nothing'};"
             f" {self.operator_count} operators)"
         )
 

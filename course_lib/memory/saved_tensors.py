@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from course_lib.labels import text
-
 from .. import _check
 from .._torch import tensors_in, torch_func_refused
 from .show import Table, bytes_text
@@ -71,6 +69,8 @@ class SavedTensors(Table, tuple):
         ]
 
     def caption(self) -> str:
+        from course_lib.labels import text
+
         return text(
             "{count} saved tensors, {total} in storages counted once",
             count=len(self),

@@ -7,11 +7,13 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from course_lib.labels import Label, markup, say, text
-from course_lib.labels.drawing import pyplot
+if TYPE_CHECKING:
+    from course_lib.labels import Label
 
 CATEGORY_COLORS = {  # Paul Tol's "bright" scheme, which color-blind readers can distinguish
     "parameter": "#4477AA",
@@ -26,12 +28,26 @@ CATEGORY_COLORS = {  # Paul Tol's "bright" scheme, which color-blind readers can
 CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "||||"}
 
 
+def _labels() -> ModuleType:
+    """Return the module of labels, which only what is shown needs, and not who copies the meter."""
+    from course_lib import labels
+
+    return labels
+
+
 def bytes_text(count: int) -> Label:
     """Return bytes as text: 1234567 gives "1,234,567 bytes (1.23 MB)", where 1 MB is 10**6
     bytes."""
+    text = _labels().text
     if abs(count) < 10_000:
         return text("{count:,} bytes", count=count)
     return text("{count:,} bytes ({megabytes:,.2f} MB)", count=count, megabytes=count / 1e6)
+
+
+def bytes_in_english(count: int) -> str:
+    """Return the English of `bytes_text`, without loading the labels."""
+    megabytes = "" if abs(count) < 10_000 else f" ({count / 1e6:,.2f} MB)"
+    return f"{count:,} bytes{megabytes}"
 
 
 def decimal(value: float) -> str:
@@ -63,6 +79,7 @@ class Table:
         return ""
 
     def __str__(self) -> str:
+        say = _labels().say
         cells = [[*map(say, self.columns)]] + [
             [_cell(value) for value in row] for row in self.rows()
         ]
@@ -80,6 +97,7 @@ class Table:
         return pd.DataFrame(self.rows(), columns=list(self.columns), dtype=object)
 
     def _repr_html_(self) -> str:
+        markup = _labels().markup
         lines = [[*map(_html, row)] for row in self.rows()]
         sides = [
             "right" if _numeric(line[i] for line in lines) else "left"
@@ -98,11 +116,13 @@ def _cell(value) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.3g}"
-    return say(value) if isinstance(value, Label) else str(value)
+    labels = _labels()
+    return labels.say(value) if isinstance(value, labels.Label) else str(value)
 
 
 def _html(value) -> str:
-    return markup(value) if isinstance(value, Label) else html.escape(_cell(value))
+    labels = _labels()
+    return labels.markup(value) if isinstance(value, labels.Label) else html.escape(_cell(value))
 
 
 def _line(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
@@ -141,7 +161,10 @@ def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
     Returns:
         The axes.
     """
-    ax = ax if ax is not None else pyplot().subplots(figsize=(7.2, 3.2), layout="constrained")[1]
+    if ax is None:
+        from course_lib.labels.drawing import pyplot
+
+        ax = pyplot().subplots(figsize=(7.2, 3.2), layout="constrained")[1]
     series = {name: values / 1e6 for name, values in history.items() if values.any()}
     steps = np.arange(len(history["parameter"]))
     ax.stackplot(

@@ -12,13 +12,15 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .._origin import file_shown
-from .caching_allocator import CachingAllocator
 from .timeline import CATEGORIES, PHASES
+
+if TYPE_CHECKING:
+    from course_lib.caching_allocator import CachingAllocator
 
 ENTRY = "(model and optimizer on entry)"
 
@@ -270,6 +272,8 @@ class Trace:
             expandable_segments: As in `CachingAllocator`.
             record_history: Whether to keep each event for a snapshot.
         """
+        from course_lib.caching_allocator import CachingAllocator
+
         allocator = CachingAllocator(
             expandable_segments=expandable_segments, record_history=record_history
         )

@@ -6,6 +6,8 @@ an optimizer in host memory or in a file, and `Prefetcher` copies the next batch
 For CUDA tensors the lower tier is pinned host memory, with copies on side streams. For CPU tensors
 it is a file, which a small pool of threads writes and reads while the main thread computes.
 Offloading therefore runs on every machine. Lesson 04 explains how it works.
+
+Whoever takes this package alone copies it together with `_check.py` and `_torch.py`.
 """
 
 from .activations import offload_activations
