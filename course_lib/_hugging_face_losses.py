@@ -197,7 +197,7 @@ def hugging_face_loss(
     kind("batch", batch, Mapping, "a dict of the model's arguments, including the labels")
     with _Means() as recorder:
         output = model(**batch)
-    loss = output["loss"] if isinstance(output, Mapping) else output[0]
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0]
     name = type(model).__name__
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(

@@ -83,6 +83,11 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
     model = make_model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"make_model must return a torch.nn.Module, got {describe(model)}")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"make_model must return a model without adapters, got {describe(model)}; leave out"
+            " with_adapters (--lora in the command)"
+        )
     if is_symbolic() and not all(map(is_symbolic, model.parameters())):
         # Otherwise the user's own model would be frozen.
         raise ValueError(

@@ -173,6 +173,11 @@ def model_of_config(
             vocabulary,
             plain=True,
         )
+    if sequence < 2:
+        raise ValueError(
+            "--sequence must be at least 2 for a model that predicts the next token, got"
+            f" {sequence}"
+        )
     made, vocabulary, family = _by_transformers(config, sequence)
 
     def make_batch(samples: int, seed: int = 0) -> dict[str, Tensor]:

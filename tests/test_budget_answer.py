@@ -23,6 +23,19 @@ from torch import nn
 def make_model():
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+Normed.make_batch = lambda: torch.ones(4, 8, 40, 40)
+Normed.loss_sum = lambda model, batch: (model(batch).square().sum(), len(batch))
 make_model.make_batch = lambda: torch.ones(512, 256)
 make_model.loss_sum = lambda model, batch: (model(batch).square().sum(), len(batch))
 """
@@ -90,7 +103,7 @@ def test_the_first_three_lines_say_whether_it_fits_what_is_left_and_what_is_outs
     left = room - needed
     assert first.startswith("it fits: ") and f" of 1.0 GB ({device})" in first
     assert f" {(10**9 - left) / 1e6:.1f} MB of" in first
-    assert second == f"left: {left / 1e6:.1f} MB, {left / 1e9:.0%} of it"
+    assert second == f"left: {left / 1e6:.1f} MB, {left / 1e9:.0%} of the memory"
     assert third == ("in files: nothing" if device == "laptop" else "in host memory: nothing")
     assert found["fits"] is True and found["left_bytes"] == left
 
@@ -161,6 +174,9 @@ def test_without_for_each_framework_has_its_cheapest_recipe_or_a_reason(told):
         (["--for", "fsdp2"], "ranks must be .* got 1"),
         (["--for", "torch", "--ranks", "2"], "ranks must be 1 .*fsdp2"),
         (["--for", "trainr"], "did you mean 'trainer'"),
+        (["--for", "trainer", "--ranks", "2"], "ranks must be 1 .*fsdp2"),
+        (["--for", "torch", "--tier", "file"], "--tier must be host for a script"),
+        (["--ranks", "2", "--optimizer", "lion"], "--optimizer must be adam when --ranks is 2"),
         (["--for", "fsdp2", "--ranks", "2", "--precision", "bf16-only"], "precision must be"),
     ],
 )
@@ -168,6 +184,18 @@ def test_what_a_framework_cannot_express_is_refused_and_names_one_that_can(more,
     status, sentence = refused(*SIZES, "--device", "H100", *more)
     assert status == 2 and re.search(words, sentence)
     assert sentence.count("\n") == 1
+
+
+def test_a_model_whose_blocks_have_batch_norm_gets_no_checkpoint_in_a_script(told, users, capsys):
+    asked = ["--model", "users_net:Normed", *LAPTOP, "--precision", "fp32"]
+    plain = json.loads(told(*asked, "--budget", "1GB", "--json"))["recipes"][0]["peak_bytes"]
+    budget = ["--budget", f"{int(plain * 0.85)}B"]
+    found = json.loads(told(*asked, *budget, "--json"))
+    assert found["recipes"][0]["recipe"]["checkpoint"] == "layers"
+    best = found["frameworks"]["torch"]
+    assert "checkpoint" not in best.get("recipe", {}) and ("script" in best or "problem" in best)
+    if command.main([*asked, *budget, "--for", "torch"]) == 0:
+        assert "checkpoint" not in script_in(capsys.readouterr().out)
 
 
 def test_a_search_for_one_framework_that_finds_nothing_says_that_only_its_recipes_were_tried(

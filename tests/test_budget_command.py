@@ -235,11 +235,12 @@ def test_the_command_prints_and_draws_in_the_language_that_is_asked_for(
     tmp_path, capsys, monkeypatch, fresh
 ):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    said, found, search = [], [], answer.fit
+    said, found, search = [], {}, answer.fit
 
     def once(*asked, **options):  # a search speaks no language
-        found[:] = found or [search(*asked, **options)]
-        return found[0]
+        name = options["framework"]
+        found[name] = found.get(name) or search(*asked, **options)
+        return found[name]
 
     monkeypatch.setattr(answer, "fit", once)
     monkeypatch.setenv("COURSE_LABELS", "strict")  # English that has no Chinese is an error
@@ -251,9 +252,9 @@ def test_the_command_prints_and_draws_in_the_language_that_is_asked_for(
             warnings.filterwarnings("error", "Glyph")  # which is missing
             assert command.main([*ONE_LAYER, *asked, "--plot", str(picture)]) == 0
         said.append(capsys.readouterr().out)
-    assert "the way there:" in said[0] and not HAN.search(said[0])
+    assert "from the baseline to the cheapest recipe:" in said[0] and not HAN.search(said[0])
     numbers = [sorted(re.findall(r"\d[\d,.]*\d", text)) for text in said]
-    assert "从基线走到这里：" in said[1] and numbers[0] == numbers[1]
+    assert "从基线到代价最小的配方" in said[1] and numbers[0] == numbers[1]
     assert picture.read_bytes().startswith(b"\x89PNG")
     (ax,) = pyplot.gcf().axes
     words = [*ax.get_legend().get_texts(), *ax.get_xticklabels()[1:], ax.title]
@@ -335,6 +336,10 @@ IN_BOTH_LANGUAGES = [
         ("--precision fp16", "fp16 needs loss scaling"),
         ("--device t4 --budget 1MB", "--budget must be more than the 463,732,736 bytes"),
         ("--device laptop", "--budget is missing"),
+        ("--budget 1GB --for trainer", "must be a model of transformers"),
+        ("--budget 1GB --for fsdp2", "ranks must be at least 2"),
+        ("--budget 1GB --for torch --ranks 2", "'fsdp2' can run several ranks"),
+        ("--budget 1GB --check --ranks 2", "--check cannot be combined with --ranks 2"),
     ]
 ]
 OF_RANKS = (
@@ -620,7 +625,7 @@ def test_a_function_of_the_users_says_what_the_model_is(users, which, capsys):
     asked = ["--model", *which, "--budget", "1GB", "--device", "laptop", "--precision", "fp32"]
     assert command.main([*asked, "--details"]) == 0
     printed = capsys.readouterr().out
-    assert "72 parameters; 6 samples" in printed and "the cheapest: Recipe()" in printed
+    assert "72 parameters; 6 samples" in printed and "the cheapest recipe: Recipe()" in printed
 
 
 SKIPPING = ["--model", "of_a_user:skipping", "--device", "laptop", "--precision", "fp32"]
@@ -781,7 +786,7 @@ def test_no_bar_is_left_on_the_line_of_an_error(users, monkeypatch, capsys):
 def test_what_a_gpu_holds_apart_from_tensors_is_shown_and_in_none_of_the_figures(capsys):
     assert command.main([*ONE_LAYER, "--device", "H100", "--budget", "1GB", "--details"]) == 0
     printed = capsys.readouterr().out
-    recipe = eval(re.search(r"the cheapest: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe})
+    recipe = eval(re.search(r"the cheapest recipe: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe})
     best = estimate(*STEP, recipe, tier="host", kind="cuda")
     assert f"peak {best.peak_bytes:,} bytes" in printed
     allocator = CachingAllocator()
@@ -791,8 +796,9 @@ def test_what_a_gpu_holds_apart_from_tensors_is_shown_and_in_none_of_the_figures
     left = room - reserved
     assert printed.count(f"so {bytes_text(room)} are left for the step") == 1
     assert f" into {bytes_text(room)}; " in printed
-    first, table = printed.split("what one step of the cheapest holds on a GPU:")
-    row = next(line for line in first.splitlines() if line.endswith(str(best.recipe)))
+    first, table = printed.split("GPU memory of a step of the cheapest recipe:")
+    rows = (line for line in first.splitlines() if line.endswith(str(best.recipe)))
+    row = next(line for line in rows if not line.startswith("torch"))
     assert f"{best.peak_bytes / 1e6:,.1f}  " in row and f"  {left / 1e6:,.1f}  " in row
     for line, count in (
         ("tensors at the peak", best.peak_bytes),
@@ -843,7 +849,7 @@ def test_where_the_cheapest_leaves_little_a_recipe_that_leaves_more_is_shown(cap
     assert told["recipes"][0]["peak_bytes"] == peak
     assert leaner["peak_bytes"] <= 0.95 * peak and leaner not in told["recipes"]
     assert command.main(asked) == 0
-    assert "the cheapest leaves less than 5% of the budget" in capsys.readouterr().out
+    assert "the cheapest recipe leaves less than 5% of the budget" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

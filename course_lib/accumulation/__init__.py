@@ -6,7 +6,7 @@ parameters, gradients and optimizer state do not depend on the number of micro-b
 therefore a constant number of bytes, plus a fixed number of bytes per sample of a micro-batch.
 Lesson 05 explains accumulation.
 
-Whoever takes this package alone copies it together with `_batches.py`, `_check.py` and `_torch.py`.
+To use this package alone, copy it together with `_batches.py`, `_check.py` and `_torch.py`.
 """
 
 from .._batches import split

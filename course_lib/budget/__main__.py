@@ -113,9 +113,10 @@ def arguments() -> argparse.ArgumentParser:
         type=parse_name([*PRECISIONS, OWN], {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
         metavar="|".join([*PRECISIONS, OWN]),
         help=(
-            "default bf16, with fp32 master weights; autocast has fp32 weights and computes in"
-            " bf16; bf16-only has no master weights; own keeps the dtypes of the model, for example"
-            " of one with adapters; with --lora only autocast, because --base decides"
+            "default bf16, which has fp32 master weights; --for trainer tries autocast, then"
+            " bf16-only; autocast has fp32 weights and computes in bf16; bf16-only has no master"
+            " weights; own keeps the dtypes of the model, for example of one with adapters; --lora"
+            " allows only autocast here, because --base sets the dtypes"
         ),
     )
     parser.add_argument(

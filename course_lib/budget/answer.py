@@ -99,8 +99,8 @@ def search(
         InfeasibleBudget: No recipe fits. The error is that of the precision with the lowest peak.
         ValueError: The framework cannot train the model, or cannot express what is given.
     """
-    if framework is not None and (problem := framework.refuse(model)):
-        raise ValueError(problem)
+    if framework is not None:
+        _check_framework(given, model, machine, framework)
     failed: list[InfeasibleBudget] = []
     for base in _bases(given, model, framework):
         try:
@@ -128,6 +128,27 @@ def search(
     raise min(failed, key=lambda error: (error.least_bytes is None, error.least_bytes))
 
 
+def _check_framework(
+    given: Namespace, model: Workload, machine: Machine, framework: Framework
+) -> None:
+    """Raise ValueError if the framework cannot train the model, or not with these options."""
+    if given.lora and (given.ranks or framework.name == "fsdp2"):
+        raise ValueError(
+            f"--for {framework.name} cannot be combined with --lora on several ranks; --for trainer"
+            " and --for torch can run adapters on a single rank"
+        )
+    # The number of ranks comes first, because it decides which precisions there are.
+    ranks = Recipe("fp32", ranks=given.ranks or 1, shard=given.shard if given.ranks else None)
+    own_tier = "host" if machine.kind == "cuda" else "file"
+    if machine.tier != own_tier:
+        raise ValueError(
+            f"--tier must be {own_tier} for a script, which offloads to a file on a CPU and to host"
+            f" memory on a GPU, got {machine.tier}"
+        )
+    if problem := framework.conflict(ranks) or framework.refuse(model):
+        raise ValueError(problem)
+
+
 def lost_updates(given: Namespace, found: Estimates) -> list[str]:
     """Return a sentence if only recipes without fp32 weights fit, as a list of at most one."""
     precision = found[0].recipe.precision
@@ -135,8 +156,8 @@ def lost_updates(given: Namespace, found: Estimates) -> list[str]:
         return []
     return [
         text(
-            "with fp32 weights, no recipe fits; --precision {precision} keeps none, so updates that"
-            " are small beside a weight are lost by rounding",
+            "no recipe of this framework with fp32 weights fits; --precision {precision} has bf16"
+            " weights only, so small updates are lost by rounding",
             precision=verbatim(precision),
         )
     ]
@@ -167,6 +188,8 @@ def _bases(given: Namespace, model: Workload, framework: Framework | None) -> li
             f"--precision {given.precision} cannot be combined with --lora: adapters are in fp32,"
             " and --base sets the format of the frozen weights"
         )
+    if ranks > 1 and given.optimizer != "adam":
+        raise ValueError(f"--optimizer must be adam when --ranks is {ranks}, got {given.optimizer}")
     precisions: Sequence[str | None] = framework.precisions if framework else ("bf16",)
     if given.precision == OWN or (given.lora and not given.precision):
         precisions = (None,)
@@ -258,10 +281,12 @@ def _answer(
     try:
         own = workload_for(given, framework)
         # A script trains a config's model as transformers builds it.
-        if not given.config and _runs_as_it_is(found[0].recipe, own, framework):
-            return ForFramework(framework, own, found)
-        quick = Namespace(**vars(given) | {"quick": True})
-        return ForFramework(framework, own, search(quick, own, machine, False, framework))
+        if given.config or not _runs_as_it_is(found[0].recipe, own, framework):
+            quick = Namespace(**vars(given) | {"quick": True})
+            found = search(quick, own, machine, False, framework)
+        answer = ForFramework(framework, own, found)
+        _ = answer.script  # raises if a script cannot be written for this model
+        return answer
     except InfeasibleBudget as error:
         problem = text("nothing was found that fits")
         if error.least_bytes is not None:

@@ -268,7 +268,14 @@ def _candidates_of(search: Search, field: str) -> Sequence[Mapping[str, Any]]:
 
 def not_tried(search: Search) -> list[str]:
     """Return a sentence for each technique that could not be tried, with its reason."""
-    return list(filter(None, (technique.not_tried(search) for technique in TECHNIQUES)))
+    base = search.known.base
+    # A framework that can run one value only is no property of the model.
+    tried = [
+        each
+        for each in TECHNIQUES
+        if search.limits.only(each.field) != (getattr(base, each.field),)
+    ]
+    return list(filter(None, (technique.not_tried(search) for technique in tried)))
 
 
 def additions(search: Search, recipe: Recipe) -> list[str]:

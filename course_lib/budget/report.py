@@ -109,12 +109,13 @@ class Result:
             self._table(self.found, self.found.title),
             *self.found.not_tried,
             *_set_aside(self.machine),
-            text("the way there:"),
+            text("from the baseline to the cheapest recipe:"),
             self.way,
         ]
         if self.leaner:
             explanation = text(
-                "the cheapest leaves less than {share:.0%} of the budget; this one leaves more:",
+                "the cheapest recipe leaves less than {share:.0%} of the budget; this one leaves"
+                " more:",
                 share=SPARE,
             )
             parts += [explanation, self._table(self.leaner, "")]
@@ -139,14 +140,14 @@ class Result:
             ),
             *_between_machines(best, rates),
             text(
-                "the cheapest: {recipe}; what is live at its peak, in {operator}:",
+                "the cheapest recipe: {recipe}; what is live at its peak, in {operator}:",
                 recipe=verbatim(repr(best.recipe)),
                 operator=verbatim(best.operator),
             ),
             best,
         ]
         if self.on_gpu:
-            parts += [text("what one step of the cheapest holds on a GPU:"), self.on_gpu]
+            parts += [text("GPU memory of a step of the cheapest recipe:"), self.on_gpu]
         if given.framework or (given.model and FRAMEWORKS["trainer"].refuse(self.model)):
             return parts
         return [*parts, *_to_paste(self.found, self.model, given.blocks)]
@@ -188,7 +189,7 @@ def fits(best: Estimate, machine: Machine) -> list[str]:
     )
     left = machine.memory - needed
     share = left / machine.memory
-    second = text("left: {left}, {share:.0%} of it", left=_short(left), share=share)
+    second = text("left: {left}, {share:.0%} of the memory", left=_short(left), share=share)
     return [first, second, _on_host(best)]
 
 
@@ -230,7 +231,7 @@ def _device(machine: Machine) -> str:
     if machine.name == "this":
         return text("this machine")
     if machine.is_default:
-        return text("{device}, as no --device is given", device=device)
+        return text("computed for {device}, the default of --device", device=device)
     return device
 
 
@@ -253,7 +254,7 @@ def nothing_fits(
     if error.least is None:
         return say(text("nothing was found that fits into {budget}", budget=budget))
     least = error.least
-    missing = error.least_bytes - error.budget_bytes
+    missing = machine.bytes_taken(least) - machine.room
     answer = [
         text(
             "nothing was found that fits into {budget}; the least found is {least}: {recipe}",
@@ -307,9 +308,9 @@ def _advice(least: Estimate, additions: Collection[str]) -> str:
             fields=verbatim(", ".join(unused)),
         )
     return text(
-        "the largest category is {category}, and this recipe already uses every technique that"
-        " reduces it; to save more, take a smaller batch, shorter samples, fewer trained parameters"
-        " or more ranks",
+        "the largest category is {category}, and no other technique that reduces it is allowed"
+        " here; to save more, take a smaller batch, shorter samples, fewer trained parameters or"
+        " more ranks",
         category=category,
     )
 
@@ -366,7 +367,7 @@ def _to_paste(found: Estimates, model: Workload, blocks: Sequence[str] | None = 
     """Return the cheapest recipe as lines for other training code, each after a heading."""
     recipe = found[0].recipe
     lines = recipe.as_training_arguments(model.samples)
-    parts: list[str] = [text("the cheapest as arguments of Hugging Face's Trainer:")]
+    parts: list[str] = [text("the cheapest recipe as arguments of Hugging Face's Trainer:")]
     parts.append(verbatim(lines))
     if lines.recipe != recipe:
         peak = bytes_text(found.estimate(lines.recipe).peak_bytes)

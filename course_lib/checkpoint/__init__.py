@@ -14,10 +14,11 @@ This package adds what it lacks:
 As in PyTorch, buffers are the block's responsibility: the recomputation updates BatchNorm's running
 statistics a second time. Lesson 02 shows this, with a `context_fn` that prevents it.
 
-`course_lib.checkpoint.readable` is a checkpoint of 350 lines to read after lesson 02, with both of
-PyTorch's modes and selective checkpointing. Nothing else in the library uses it.
+`course_lib.checkpoint.readable` is a checkpoint of 350 lines to read after lesson 02, with the
+reentrant and the non-reentrant mode and selective checkpointing. Nothing else in the library uses
+it.
 
-Whoever takes this package alone copies it together with `_check.py` and `_torch.py`.
+To use this package alone, copy it together with `_check.py` and `_torch.py`.
 """
 
 from .blocks import CheckpointedBlocks, checkpoint_blocks

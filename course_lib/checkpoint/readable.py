@@ -1,7 +1,7 @@
 """A checkpoint to read in one sitting: both modes of `torch.utils.checkpoint`, in one file.
 
 In lesson 02 you wrote `MyCheckpoint` and `with_hooks`. This file adds what these short versions
-lack. `checkpoint_blocks` does not use it, but PyTorch's own function.
+lack. `checkpoint_blocks` uses PyTorch's own function instead of it.
 
 `_Reentrant` is `MyCheckpoint` with several arguments and outputs. It runs the function without a
 graph, and its backward pass runs the function again, with a backward pass of its own.
@@ -22,14 +22,14 @@ first slot that is read runs the function again, which fills all slots. Four ide
 Selective checkpointing is separate from both: `_KeptOutputs` watches the operators of the first run
 and keeps some of their outputs, and returns these in the second run.
 
-PyTorch's file has 1,800 lines. These parts of it are left out here, because no idea is lost:
+PyTorch's file has 1,800 lines. These parts of it are left out here, because they add no new idea:
 
-- compiled code (`torch.compile` traces PyTorch's function and no other) and devices except CUDA;
+- compiled code (`torch.compile` traces only PyTorch's function), devices other than CPU and CUDA;
 - options for debugging, and backward passes that share a recomputation (`GraphExecGroup`);
 - the default device of a `with torch.device(...)` block, which is not restored;
 - offloading by a policy, and saved-tensor hooks around what a policy keeps.
 
-Neither file repeats other state: BatchNorm updates its running statistics twice, and Python's and
+Neither file restores other state: BatchNorm updates its running statistics twice, and Python's and
 NumPy's random numbers and global variables are not restored. If `rrelu` is the last operator, both
 need `early_stop=False`, because it fills its noise only after saving it.
 
@@ -67,7 +67,7 @@ def checkpoint(
     Args:
         function: Function to run. It must do the same in both runs.
         *args: Its arguments. In the reentrant mode, only tensors that are arguments themselves get
-            gradients; otherwise they may be inside lists, tuples and dicts, which are copied for
+            gradients; in the other mode, tensors may be in lists, tuples and dicts, copied for
             the second run.
         use_reentrant: Whether to use the reentrant mode. At least one input must then require
             gradients, and all gradients are computed at once, by `backward()`.
@@ -85,7 +85,7 @@ def checkpoint(
     Raises:
         ValueError: `keep` or keyword arguments are passed in the reentrant mode.
         CheckpointError: (In the backward pass) the second run saved fewer tensors, or tensors of
-            other shapes, dtypes or devices. Other numbers are not noticed.
+            other shapes, dtypes or devices. Other values are not detected.
         RuntimeError: An input or a kept output was changed in place. The backward pass notices
             this, except that the reentrant mode notices a change by the function itself earlier.
     """
@@ -116,11 +116,11 @@ class _Slot:
 
 
 class _Stop(BaseException):
-    """Exception that ends a recomputation early; the function's `except Exception` misses it."""
+    """Exception that ends a recomputation early; `except Exception` does not catch it."""
 
 
 class _SaveInputs(torch.autograd.Function):
-    """An autograd node that saves tensors. `anchor` requires gradients; else it would not exist."""
+    """An autograd node that saves tensors. It exists because `anchor` requires gradients."""
 
     @staticmethod
     def forward(context, anchor, *tensors):
@@ -147,7 +147,7 @@ class _Region:
         self.looks: list[tuple] = []  # shape, dtype and device of each saved tensor
 
     def pack(self, tensor: Tensor) -> _Slot:
-        """In the first run: put a slot into the graph, and let the tensor go."""
+        """In the first run: put a slot into the graph, and release the tensor."""
         slot = _Slot()
         self.slots.append(weakref.ref(slot))
         self.looks.append(_look(tensor))
@@ -225,7 +225,7 @@ class _Reentrant(torch.autograd.Function):
             outputs = function(*args)
         # Autograd notices only changes after the end of this method.
         if versions != [x._version for x in tensors]:
-            raise RuntimeError("the function must not change its inputs in place in this mode")
+            raise RuntimeError("use_reentrant=True: the function must not change inputs in place")
         return outputs
 
     @staticmethod
@@ -333,7 +333,7 @@ class _KeptTensor(NamedTuple):
 def _detach(value: Any) -> Any:
     """Detach a tensor, because the history of an output would lead back to the mode that keeps it.
 
-    It counts in-place changes with the output if the key below, which modes exclude, is included.
+    Inside a mode, `detach` shares the output's version counter only if the key below is included.
     """
     if not isinstance(value, Tensor):
         return value

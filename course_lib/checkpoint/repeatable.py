@@ -13,9 +13,9 @@ PyTorch's global generators. A block may compute with more than these. `BlockSta
 A recomputation works on copies. The module `state` makes and restores them; this module adds the
 comparison of a recomputation with the first run.
 
-A checkpoint does not keep parameters and buffers, other objects that are changed in place, or
-anything outside the block's modules, such as global variables and files. With a `Comparison`, a
-recomputation that differs because of them raises an error.
+A checkpoint does not keep parameters, buffers (except those of instance norms), other objects that
+are changed in place, or anything outside the block's modules, such as global variables and files.
+With a `Comparison`, a recomputation that differs because of them raises an error.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ module keeps this state, with a switch for each part that a caller handles itsel
 - `StateBefore` records the state before the first run of a block and restores it for later runs.
 
 A later run works on copies. It does not write to tensors of the first run, so a graph that has
-saved one of them stays valid. After the run the state from before it is restored.
+saved one of them stays valid. Each later run ends by restoring the state that it found.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _shares_memory(a: Tensor, b: Tensor) -> bool:
 
 
 # A routing layer may keep its last loads in a deque, and count calls in a defaultdict or an array.
-# To refuse a change of these, they would have to be copied and compared just the same.
+# Even to refuse changes of these, they would have to be copied and compared.
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
 
 
@@ -349,8 +349,8 @@ class StateBefore:
     ) -> AbstractContextManager:
         """Return the context manager for the block's next run.
 
-        It yields another context manager, for the block's operators if they run without gradients:
-        it notices random numbers on symbolic tensors, which advance no generator.
+        It yields a context manager in which to run the block's operators if they run without
+        gradients. With symbolic tensors, it detects operators that draw random numbers.
 
         Args:
             runs_again: Whether another run follows. A block that runs only once needs no copies.

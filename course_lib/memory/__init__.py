@@ -5,7 +5,7 @@ method, and `saved_tensors` lists the tensors that autograd keeps for backward. 
 these numbers. `CachingAllocator` follows PyTorch's rules for the memory that a GPU reserves in
 addition. Lesson 01 explains them.
 
-Whoever takes the meter alone copies it together with `symbolic/`, `_check.py`, `_origin.py` and
+To use the meter alone, copy it together with `symbolic/`, `_check.py`, `_origin.py` and
 `_torch.py`.
 """
 

@@ -1,14 +1,14 @@
-"""Casts of `torch.autocast` that it makes on CUDA and not on a CPU.
+"""Casts that `torch.autocast` makes on CUDA but not on a CPU.
 
-Symbolic tensors are on the CPU, where autocast lets most functions run in bf16. On CUDA it converts
-the inputs of the functions in `FP32` to fp32. The dtypes of their results were compared with those
-of PyTorch's autocast for CUDA on symbolic tensors (`tests/test_budget_precision.py`). No step under
-autocast has been measured on a GPU.
+Symbolic tensors are on the CPU, where autocast does not cast the inputs of the functions in `FP32`.
+On CUDA it casts them to fp32, and so does `CudaCasts`. The dtypes of their results were compared
+with those of PyTorch's autocast for CUDA on symbolic tensors (`tests/test_budget_precision.py`). No
+step under autocast has been measured on a GPU.
 
 Three things are not included: calls of these functions inside other functions of
 `torch.nn.functional`, such as the softmax of `multi_head_attention_forward` with `need_weights`;
-functions that autocast converts to fp32 on a CPU only, such as pooling in three dimensions; and the
-promotion to the widest dtype of functions such as `addcmul`.
+functions that autocast converts to fp32 on a CPU only, such as pooling in three dimensions; and
+functions such as `addcmul`, which convert their inputs to the widest dtype.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ lesson_02.check_checkpoint(MyCheckpoint)
 #            asks for        1          second hook   → return t1
 # ```
 #
-# 这种模式也可以自己写，见 2.13 节。先比较梯度。除了你写的和 PyTorch 的，还有 `course_lib.checkpoint.readable`，这个文件共 350 行，两种模式都有，写得便于阅读。
+# 这种模式也可以自己写，见 2.13 节。先比较梯度。除了你写的和 PyTorch 的，还有 `course_lib.checkpoint.readable`，这个文件共 350 行，实现了两种模式，代码写得便于阅读。
 #
 # </div>
 

@@ -40,13 +40,13 @@ class Framework:
     max_norm: float | None = None
 
     def allows(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the framework can run each of these fields of a recipe by itself."""
+        """Return whether the framework can run each of these values, checked one by one."""
         return all(value in self.only[name] for name, value in values.items() if name in self.only)
 
     def conflict(self, recipe: Recipe) -> str | None:
         """Return an error message if the framework cannot run the recipe, or else None.
 
-        It names the field that it cannot run, and the frameworks that can.
+        It names the field, its allowed values, and what can run the given value.
         """
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class Limits:
     samples: int | None = None
 
     def allow(self, **values: Any) -> bool:
-        """Return whether the framework can run each of these fields of a recipe by itself."""
+        """Return whether the framework can run each of these values, checked one by one."""
         return self.framework is None or self.framework.allows(values)
 
     def only(self, field: str) -> Collection[Any] | None:

@@ -35,7 +35,7 @@ class Fsdp2(Loop):
     )
     instead: Mapping[str, str] = MappingProxyType(
         {
-            "precision": "framework='torch' can run it",
+            "precision": "only frameworks for a single rank can run it",
             "attention": "course_lib.distributed.Trainer can run it",
             "ranks": "framework='torch' and framework='trainer' run a single rank",
             "shard": "course_lib.distributed.Trainer can run it",

@@ -84,7 +84,7 @@ class Lines:
 
         Args:
             batch: Expression of the batch.
-            dtype: Dtype to which its floating-point tensors are converted; None for none.
+            dtype: Dtype to which its floating-point tensors are converted; None keeps their dtypes.
         """
         if problem := problem_of_batch(self.batch):
             raise ValueError(problem)
@@ -112,5 +112,5 @@ def problem_of_batch(batch: Any) -> str | None:
         return None
     return (
         "make_batch must return a tensor, or a dict, list or tuple of tensors, for a script, got"
-        f" {describe(batch)}; move another batch in make_batch itself, and return its tensors"
+        f" {describe(batch)}; convert any other batch to one of these in make_batch"
     )

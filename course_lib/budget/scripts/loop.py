@@ -17,7 +17,7 @@ from course_lib.symbolic import symbolic
 
 from .framework import Framework
 from .lines import Lines, problem_of_batch
-from .settings import attentions
+from .settings import attentions, has_statistics
 
 if TYPE_CHECKING:
     from course_lib.workload import Workload
@@ -47,14 +47,17 @@ class Loop(Framework):
             return problem_of_batch(workload.make_batch())
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return the framework with the attention that its scripts can set in a model."""
+        """Return the framework with the attention and checkpoints that a script sets in a model."""
         changed = copy(self)
-        changed.only = MappingProxyType({**self.only, "attention": attentions(model)})
+        only = {**self.only, "attention": attentions(model)}
+        if has_statistics(model):  # a checkpoint would update them twice
+            only["checkpoint"] = ("none",)
+        changed.only = MappingProxyType(only)
         return changed
 
 
 def checked_lines(framework: Loop, recipe: Recipe, workload: Workload) -> Lines:
-    """Return the lines of a script, to which the framework adds, for a recipe that it can run.
+    """Return the `Lines` of a script, after checking that the framework can run the recipe.
 
     Raises:
         ValueError: The framework cannot run the recipe.

@@ -47,8 +47,8 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ]
     if trained != [False, True]:
         raise ValueError(
-            "checkpoint must not be 'segments' in a script for a model whose stages do not begin"
-            " with a single function that takes the inputs out of the batch, got"
+            "checkpoint='segments' in a script needs a model of whose stages only the first is a"
+            " function without parameters, which returns the inputs of a batch, got"
             f" {describe(model)}"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")

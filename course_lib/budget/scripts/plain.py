@@ -13,6 +13,7 @@ from course_lib.budget.optimizers import LR, OPTIMIZERS
 from course_lib.budget.recipe import Recipe
 from course_lib.labels import text
 from course_lib.offload.optimizer import PAGE_BYTES
+from course_lib.symbolic.quantization import quantization_state
 
 from .lines import Lines
 from .loop import Loop, checked_lines
@@ -37,8 +38,7 @@ CLASSES: Mapping[str, tuple[str, str]] = {
 class Plain(Loop):
     """A training loop in PyTorch with this library's techniques, on one device.
 
-    The schedule of "optimal" depends on the measured chain of each micro-batch, which would make
-    the script long.
+    It cannot run "optimal", whose schedule needs the measured chain of each micro-batch.
     """
 
     name = "torch"
@@ -174,6 +174,9 @@ def _plain_loop(lines: Lines) -> list[str]:
     update = [] if lines.recipe.in_backward else ["optimizer.step()", "optimizer.zero_grad()"]
     inside = [*forward, f"{mean}.backward()", *update]
     inside.append(f'print(f"step {{step}}: loss {{{shown}.item():.4f}}")')
+    if any(True for _ in quantization_state(lines.model)):
+        # The graph of bitsandbytes' 8-bit layers keeps tensors after backward.
+        inside.append("del loss")
     return [*defined, "for step in range(2):", *(f"    {line}" for line in inside)]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from torch import nn
 
-from course_lib._check import describe
+from course_lib._check import any_of, describe
 from course_lib.budget.hugging_face import configs_of
 from course_lib.budget.stages import may_draw, runs_stages
 from course_lib.budget.techniques.attention import SWITCHED, attentions_of
@@ -21,10 +22,11 @@ PRODUCTS = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default]"
 
 def settings(lines: Lines) -> list[str]:
     """Return lines that set the cache and the attention of the model."""
-    return [*_cache(lines.model), *_attention(lines)]
+    return [*without_cache(lines.model), *_attention(lines)]
 
 
-def _cache(model: nn.Module) -> list[str]:
+def without_cache(model: nn.Module) -> list[str]:
+    """Return lines that turn off the cache of keys and values."""
     found = configs_of(model, "use_cache")
     if not found:
         return []
@@ -41,9 +43,10 @@ def _attention(lines: Lines) -> list[str]:
     wanted, own = lines.recipe.attention, attentions_of(lines.model)
     if wanted not in attentions(lines.model):
         raise ValueError(
-            f"attention must not be {wanted!r} in a script for {describe(lines.model)}, got"
-            f" {wanted!r}; 'flash' needs a model that is built from course_lib.models.Attention,"
-            " and 'sdpa' and 'eager' need the method set_attn_implementation"
+            f"attention must be {any_of(map(repr, attentions(lines.model)))} in a script for"
+            f" {describe(lines.model)}, got {wanted!r}; 'flash' needs a model that is built"
+            " from course_lib.models.Attention, and 'sdpa' and 'eager' need the method"
+            " set_attn_implementation"
         )
     if wanted in SWITCHED:
         return [f'model.set_attn_implementation("{wanted}")']
@@ -135,6 +138,13 @@ def code_of(names: str | Sequence[str]) -> str:
     if isinstance(names, str):
         return f'"{names}"'
     return f"[{', '.join(map(code_of, names))}]"
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Return whether a block of a model updates running statistics."""
+    with suppress(ValueError):  # the model has no list of blocks
+        return any(statistics_of(model.get_submodule(name)) for name in names_of(model, None))
+    return False
 
 
 def refuse_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:

@@ -39,6 +39,7 @@ from course_lib.labels import text
 from course_lib.symbolic import symbolic
 
 from .framework import Framework
+from .settings import without_cache
 
 if TYPE_CHECKING:
     from course_lib.workload import Source, Workload
@@ -84,7 +85,7 @@ class Trainer(Framework):
     def conflict(self, recipe: Recipe) -> str | None:
         for name, allowed in self.only.items():
             if (value := getattr(recipe, name)) not in allowed:
-                other = _OTHERS.get(name, "framework='torch' can run it")
+                other = _OTHERS.get(name) or _other_for(name, value)
                 return (
                     f"{name} must be {any_of(map(repr, allowed))} when framework is 'trainer', got"
                     f" {value!r}; {other}"
@@ -112,11 +113,21 @@ class Trainer(Framework):
                 "loss_sum must be None when framework is 'trainer', which uses the loss that the"
                 " model returns; framework='torch' can use a function"
             )
-        is_dict = isinstance(batch, Mapping) and all(isinstance(x, Tensor) for x in batch.values())
-        if not is_dict or samples_in(batch) is None or workload.split is not None:
+        if workload.split is not None:
             return (
-                "make_batch must return a dict of tensors that all begin with the samples when"
-                f" framework is 'trainer', got {describe(batch)}; framework='torch' can use it"
+                "split must be None when framework is 'trainer', which splits batches itself;"
+                " framework='torch' can use a function"
+            )
+        others = [
+            name
+            for name, value in (batch.items() if isinstance(batch, Mapping) else ())
+            if not isinstance(value, Tensor)
+        ]
+        if not isinstance(batch, Mapping) or others or samples_in(batch) is None:
+            of = f" with {describe(batch[others[0]])} as {others[0]!r}" if others else ""
+            return (
+                "make_batch must return a dict of tensors with the samples in dimension 0 when"
+                f" framework is 'trainer', got {describe(batch)}{of}"
             )
         return None
 
@@ -133,6 +144,10 @@ class Trainer(Framework):
             *([""] if workload.source.lines else []),
             f"model, batch = make_model(){_cast(recipe, workload)}, make_batch()",
         ]
+        with symbolic():
+            cache = without_cache(workload.make_model())
+        if len(cache) > 1:  # the Trainer itself turns off only the cache of `model.config`
+            lines += cache
         if recipe.attention in ("sdpa", "eager"):
             lines.append(f'model.set_attn_implementation("{recipe.attention}")')
         lines += [
@@ -203,6 +218,14 @@ def _cast(recipe: Recipe, workload: Workload) -> str:
     if not converts(recipe, _symbolic_model(workload)):
         return ""
     return ".bfloat16()" if recipe.dtype == torch.bfloat16 else ".float()"
+
+
+def _other_for(name: str, value: Any) -> str:
+    """Return what can run a recipe with a value that the Trainer cannot run."""
+    by_torch = not (name == "checkpoint" and value == "optimal")
+    return (
+        f"{'framework=' + repr('torch') if by_torch else 'course_lib.budget.train_step'} can run it"
+    )
 
 
 def _training_arguments(recipe: Recipe, samples: int | None) -> list[str]:
