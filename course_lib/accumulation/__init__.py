@@ -10,6 +10,6 @@ Whoever takes this package alone copies it together with `_batches.py`, `_check.
 """
 
 from .._batches import split
-from .step import AccumulatedStep, StepResult, check_loss_sum
+from .step import AccumulatedStep, StepResult
 
-__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "split"]
+__all__ = ["AccumulatedStep", "StepResult", "split"]
