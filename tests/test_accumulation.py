@@ -8,6 +8,7 @@ from collections import OrderedDict, UserDict, namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from fractions import Fraction
 from itertools import chain
 
 import pytest
@@ -299,6 +300,124 @@ def test_sums_in_fp32_take_4_bytes_per_parameter_from_one_micro_batch_to_the_nex
 
     more = [a - b for a, b in zip(live("fp32"), live(None), strict=True)]
     assert more == [(4 - 2) * model.weight.numel()] * 3
+
+
+# ---- steps in backward
+
+
+class Tied(nn.Module):
+    """A model with tied weights, a frozen and an unused parameter, and one of another optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.hidden, self.unused, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.hidden.bias.requires_grad_(False)
+        self.optimized = [p for p in self.parameters() if p is not self.norm.bias]
+
+    def forward(self, x):
+        return self.head(self.norm(torch.tanh(self.hidden(self.embedding(x)))))
+
+
+def tied():
+    with seed_generators(0):
+        return Tied(), random_tokens(7, 1, 11)
+
+
+def token_losses(model, tokens):
+    losses = F.cross_entropy(model(tokens[:, 0]), tokens[:, 1], reduction="sum")
+    return losses, Fraction(len(tokens))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        lambda parameters: OffloadedOptimizer(parameters, torch.optim.AdamW, lr=0.1),
+        lambda parameters: [torch.optim.AdamW([p], lr=0.1) for p in parameters],
+    ],
+    ids=["SGD", "AdamW", "offloaded", "several"],
+)
+def test_step_in_backward_updates_weights_as_a_plain_step(make):
+    (model, tokens), (plain, _) = tied(), tied()
+    expected = make(plain.optimized)
+    expected = expected if isinstance(expected, list) else [expected]
+    step = AccumulatedStep(model, make(model.optimized), token_losses, in_backward=True)
+    model.hidden.weight.grad = torch.ones(8, 8)  # of an earlier backward pass
+    for _ in range(3):
+        loss = F.cross_entropy(plain(tokens[:, 0]), tokens[:, 1])
+        loss.backward()
+        for optimizer in expected:
+            optimizer.step()
+            optimizer.zero_grad()
+        result = step(iter([tokens]))
+        assert result.loss == pytest.approx(loss.item(), rel=1e-6) and result.weight == 7
+        assert result.grad_norm is None and result.stepped is True
+        assert all(p.grad is None for p in model.optimized)
+        assert_close(model.norm.bias.grad, plain.norm.bias.grad)
+    assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(model.unused.weight, tied()[0].unused.weight)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_step_in_backward_holds_one_gradient_at_a_time():
+    with seed_generators(0):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    peaks = []
+    for in_backward in (False, True):
+        step = AccumulatedStep(model, optimizer, products, in_backward=in_backward)
+        with MemoryMeter(model, optimizer) as meter:
+            step([torch.ones(1, 64)])
+        peaks.append(meter.peak_bytes)
+    # The other bytes, of activations and of their gradients, are less than one weight.
+    assert peaks[0] - peaks[1] == pytest.approx(7 * 64 * 64 * 4, abs=64 * 64)
+
+
+class Broken(Exception):
+    pass
+
+
+def fail(*_):
+    raise Broken
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "loss_sum", "error", "message"),
+    [
+        ([], token_losses, ValueError, r"^micro_batches must be 1 .* got 0$"),
+        (2, token_losses, ValueError, r"^micro_batches must be 1 .* got 2$"),
+        (1, lambda model, x: (model(x).sum() * math.nan, 7), ValueError, "loss must be finite"),
+        (1, lambda model, x: (model(x).sum(), -7), ValueError, "at least 0, got .* weight -7"),
+        (1, lambda model, x: (model(x).sum(), 0), ValueError, "must be above 0, got 0"),
+        (1, lambda model, x: (OTHER.weight.sum(), 7), RuntimeError, "optimizer got a gradient"),
+        (1, token_losses, Broken, None),
+    ],
+    ids=["none", "two", "nan", "negative", "zero", "no gradient", "hook"],
+)
+def test_error_in_a_step_in_backward_undoes_hooks_and_gradients(
+    micro_batches, loss_sum, error, message
+):
+    model, tokens = tied()
+    model.norm.bias.grad = other = torch.full((8,), 3.0)
+    model.norm.weight.grad = own = torch.full((8,), 5.0)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.optimized, lr=0.1)
+    step = AccumulatedStep(model, optimizer, loss_sum, in_backward=True)
+    failing = model.hidden.weight.register_hook(fail) if error is Broken else None
+    with pytest.raises(error, match=message):
+        step(micro_batches and [tokens] * micro_batches)
+    assert model.norm.bias.grad is other and model.norm.weight.grad is own
+    assert own.eq(5.0).all() and other.eq(3.0).all()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    if failing:
+        # The gradient of the norm was complete before the error.
+        assert not torch.equal(model.norm.weight, before["norm.weight"])
+        before["norm.weight"] = model.norm.weight.detach()
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 # ---- one step
@@ -612,6 +731,8 @@ def test_a_loss_that_goes_around_ddp_is_refused(process_group):
         stepper(nn.ModuleList([model, replicated(linear())[0]]))
     with pytest.raises(ValueError, match=r"^accumulate must .+, got .+"):
         stepper(model, accumulate="fp32")
+    with pytest.raises(ValueError, match=r"^in_backward must be False for a DDP .+, got True"):
+        stepper(model, in_backward=True)
 
 
 @BUCKETS

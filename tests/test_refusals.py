@@ -161,6 +161,8 @@ ONE_BY_ONE = [
     (AccumulatedStep, STEP, {"accumulate": (torch.float32,), "sync": ("never",)}),
     (AccumulatedStep, STEP, {"in_buckets": (True,), "scaler": (1024.0,)}),
     (AccumulatedStep, STEP, {"model": (Sharded(2, 1),)}),
+    (AccumulatedStep, STEP | {"in_backward": True}, {"max_norm": (1.0,), "accumulate": ("fp32",)}),
+    (AccumulatedStep, STEP | {"in_backward": True}, {"scaler": (torch.amp.GradScaler("cpu"),)}),
     (AccumulatedStep, STEP, {"optimizer": ("SGD", [], [STEP["optimizer"]] * 2, *WITH_CLOSURE)}),
     (
         flash_attention,

@@ -10,6 +10,6 @@ To use this package alone, copy it together with `_batches.py`, `_check.py` and 
 """
 
 from .._batches import split
-from .step import AccumulatedStep, StepResult, check_loss_sum
+from .step import AccumulatedStep, StepResult
 
-__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "split"]
+__all__ = ["AccumulatedStep", "StepResult", "split"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from numbers import Real
@@ -24,6 +24,9 @@ from .._torch import check_in_training, check_no_closure, is_symbolic, random_nu
 from .ranks import Ranks
 
 NARROW = (torch.bfloat16, torch.float16)
+NO_GRADIENT = (
+    "no parameter of the optimizer got a gradient; the optimizer must hold parameters of this model"
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,13 @@ class AccumulatedStep:
         in_buckets: Whether gradients are accumulated in DDP's buckets, which exist anyway, instead
             of in separate tensors. This saves one set of gradients from the third step on. It needs
             DDP with `gradient_as_bucket_view=True`.
+        in_backward: Whether the optimizer updates each parameter as soon as its gradient is
+            complete and then releases the gradient, so that the gradients never exist all at once.
+            It needs a single micro-batch, and optimizers that update each parameter by itself,
+            because `step` is called each time autograd accumulates a parameter's gradient. Under
+            reentrant checkpoints this may happen for several parts of the gradient. A block that is
+            recomputed after the update and uses the parameter detached computes with the new value.
+            After an error, updates that were already made remain.
 
     Source for adding sums of losses instead of averaging means: "Fixing Gradient Accumulation",
     huggingface.co/blog/gradient_accumulation.
@@ -112,6 +122,7 @@ class AccumulatedStep:
         accumulate: str | None = None,
         sync: str = "last",
         in_buckets: bool = False,
+        in_backward: bool = False,
     ):
         self.model = model
         self.ranks = Ranks(model, sync)
@@ -127,6 +138,19 @@ class AccumulatedStep:
                 f"accumulate must be None for a DDP or FSDP2 model, got {accumulate!r}"
             )
         self.in_buckets = self.ranks.checked_in_buckets(self.scaler, in_buckets)
+        self.in_backward = in_backward
+        if in_backward and self.ranks.model:
+            raise ValueError("in_backward must be False for a DDP or FSDP2 model, got True")
+        enabled = scaler if self.scaler.is_enabled() else None
+        for name, given, reason in (
+            ("max_norm", max_norm, "because the gradients never exist all at once"),
+            ("scaler", enabled, "because the gradients never exist all at once"),
+            ("accumulate", accumulate, "which accumulates nothing"),
+        ):
+            if in_backward and given is not None:
+                raise ValueError(
+                    f"{name} must be None when in_backward is True, {reason}, got {describe(given)}"
+                )
         self._warned = False  # about BatchNorm
         self._buckets = {}  # parameter -> its gradient in DDP's buckets, for `in_buckets`
         # number by which each sum of losses is divided before its backward pass
@@ -144,7 +168,7 @@ class AccumulatedStep:
 
         Args:
             micro_batches: Several micro-batches, such as `split(batch, 8)` or a list. Each is
-                passed to `loss_sum`.
+                passed to `loss_sum`. With `in_backward`, exactly one.
 
         Raises:
             TypeError, ValueError: `micro_batches` is a single batch, or empty; `loss_sum` did not
@@ -158,15 +182,19 @@ class AccumulatedStep:
         optimized = dict.fromkeys(_optimized_parameters(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in optimized]
         with random_numbers_undone(), _gradients_apart([*optimized], others, self.ranks):
-            for parameter, gradient in self._buckets.items():
-                parameter.grad = gradient.zero_()
-            with _fp32_sums([*optimized, *others] if self.accumulate else []) as sums:
-                loss, weight = self._accumulate(micro_batches)
-            if self.in_buckets:
-                self._buckets = {p: p.grad for p in (*optimized, *others) if p.grad is not None}
-            # .grad is now the gradient of (sum of losses) / unit, averaged over the ranks.
-            _scale_to_mean([*optimized, *others], sums, self._unit * self.ranks.count / weight)
-            grad_norm, stepped = self._step(_gradients(others))
+            if self.in_backward:
+                loss, weight = self._update_in_backward(list(micro_batches), optimized)
+                grad_norm, stepped = None, True
+            else:
+                for parameter, gradient in self._buckets.items():
+                    parameter.grad = gradient.zero_()
+                with _fp32_sums([*optimized, *others] if self.accumulate else []) as sums:
+                    loss, weight = self._accumulate(micro_batches)
+                if self.in_buckets:
+                    self._buckets = {p: p.grad for p in (*optimized, *others) if p.grad is not None}
+                # .grad is now the gradient of (sum of losses) / unit, averaged over the ranks.
+                _scale_to_mean([*optimized, *others], sums, self._unit * self.ranks.count / weight)
+                grad_norm, stepped = self._step(_gradients(others))
         # The weight of the next step is unknown before its last forward pass, but will be similar.
         self._unit = _power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
@@ -193,8 +221,10 @@ class AccumulatedStep:
             )
         # The values are read only after all micro-batches, because reading makes the host wait for
         # a GPU.
-        losses = _values(losses)
-        weights = [math.nan if is_symbolic(weight) else float(weight) for weight in weights]
+        return self._sums(_values(losses), [_value(weight) for weight in weights])
+
+    def _sums(self, losses: list[float], weights: list[float]) -> tuple[float, float]:
+        """Return (sum of losses, sum of weights) over all micro-batches and ranks, if valid."""
         problem = ""
         for i, (loss, weight) in enumerate(
             () if is_symbolic() else zip(losses, weights, strict=True)
@@ -240,7 +270,23 @@ class AccumulatedStep:
         Returns:
             The sum of losses, without its graph.
         """
-        name = f"micro-batch {len(weights)}"
+        loss, weight = self._forward(micro_batch, f"micro-batch {len(weights)}", last)
+        if self._unit is None:
+            self._unit = _power_of_two(*self.ranks.sum_over_ranks(_value(weight)))
+        # The total weight, by which the mean loss is divided, is known only after the last forward
+        # pass. Until then .grad holds gradients of sums. Sums are much larger than means, so in
+        # fp16 they would overflow at a loss scale that suits means. They are therefore divided by a
+        # unit close to the total weight. The unit is a power of two, so that the division does not
+        # round, and it is the same on all ranks.
+        scaled = self.scaler.scale(loss)
+        weights.append(weight)
+        scaled.backward(torch.full_like(scaled, 1 / self._unit))  # adds gradients of scaled / unit
+        return loss.detach()
+
+    def _forward(
+        self, micro_batch: Any, name: str, last: bool = True
+    ) -> tuple[Tensor, Real | Tensor]:
+        """Return `loss_sum` of a micro-batch, after checking it."""
         autocast = (
             torch.autocast(self.device_type, self.autocast_dtype)
             if self.autocast_dtype
@@ -252,25 +298,13 @@ class AccumulatedStep:
                 self.model if last and self.model is self.ranks.replica else None
             ) as calls,
         ):
-            loss, weight = check_loss_sum(self.loss_sum(self.model, micro_batch), name)
+            loss, weight = _check_loss_sum(self.loss_sum(self.model, micro_batch), name)
         if not calls:
             raise RuntimeError(
                 "loss_sum did not call the DDP model, so gradients would not be synchronized;"
                 " loss_sum must call model(...)"
             )
-        if self._unit is None:
-            self._unit = _power_of_two(
-                *self.ranks.sum_over_ranks(math.nan if is_symbolic(weight) else float(weight))
-            )
-        # The total weight, by which the mean loss is divided, is known only after the last forward
-        # pass. Until then .grad holds gradients of sums. Sums are much larger than means, so in
-        # fp16 they would overflow at a loss scale that suits means. They are therefore divided by a
-        # unit close to the total weight. The unit is a power of two, so that the division does not
-        # round, and it is the same on all ranks.
-        scaled = self.scaler.scale(loss)
-        weights.append(weight)
-        scaled.backward(torch.full_like(scaled, 1 / self._unit))  # adds gradients of scaled / unit
-        return loss.detach()
+        return loss, weight
 
     def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
         """Unscale and clip gradients, step, and update the scaler.
@@ -284,10 +318,7 @@ class AccumulatedStep:
         """
         parameters = _optimized_parameters(self.optimizer)
         if not _gradients(parameters):
-            raise RuntimeError(
-                "no parameter of the optimizer got a gradient; the optimizer must hold"
-                " parameters of this model"
-            )
+            raise RuntimeError(NO_GRADIENT)
         scale = self.scaler.get_scale()
         try:
             self.scaler.unscale_(self.optimizer)
@@ -303,6 +334,35 @@ class AccumulatedStep:
         self.scaler.update()
         # the scaler lowers the scale if, and only if, gradients were inf or NaN
         return grad_norm, self.scaler.get_scale() >= scale > 0
+
+    def _update_in_backward(
+        self, micro_batches: list[Any], parameters: Iterable[nn.Parameter]
+    ) -> tuple[float, float]:
+        """Update each parameter during backward, and return (sum of losses, weight)."""
+        if len(micro_batches) != 1:
+            raise ValueError(
+                "micro_batches must be 1 micro-batch when in_backward is True, got"
+                f" {len(micro_batches)}"
+            )
+        updated = []
+
+        def update(parameter: nn.Parameter) -> None:
+            self.optimizer.step()  # no other parameter of the optimizer has a gradient
+            parameter.grad = None
+            updated.append(parameter)
+
+        loss, weight = self._forward(micro_batches[0], "micro-batch 0")
+        mean = loss / (weight if torch.is_tensor(weight) else float(weight))
+        # The values are read before backward, because backward already changes parameters.
+        value, weight = self._sums([_value(loss.detach())], [_value(weight)])
+        with ExitStack() as hooks:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(update))
+            mean.backward()
+        if not updated:
+            raise RuntimeError(NO_GRADIENT)
+        return value, weight
 
 
 # ---- gradients
@@ -359,13 +419,11 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
         gradient, parameter.grad = parameter.grad, None
         sums[parameter] = sums[parameter].add_(gradient) if parameter in sums else gradient.float()
 
-    narrow = [p for p in parameters if p.requires_grad and p.dtype in NARROW]
-    hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in narrow]
-    try:
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype in NARROW:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(add))
         yield sums
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _scale_to_mean(
@@ -434,11 +492,8 @@ def _recorded_calls(model: nn.Module | None) -> Iterator[list]:
         yield [True]
         return
     calls: list[bool] = []
-    hook = model.register_forward_pre_hook(lambda *_: calls.append(True))
-    try:
+    with model.register_forward_pre_hook(lambda *_: calls.append(True)):
         yield calls
-    finally:
-        hook.remove()
 
 
 def _mark_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -453,6 +508,11 @@ def _power_of_two(weight: float) -> float:
     return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
+def _value(scalar: Real | Tensor) -> float:
+    """Return the value of a number or scalar tensor, which is NaN for a symbolic tensor."""
+    return math.nan if is_symbolic(scalar) else float(scalar)
+
+
 def _values(scalars: list[Tensor]) -> list[float]:
     """Return the values of scalar tensors, which are NaN in a symbolic step."""
     return [math.nan] * len(scalars) if is_symbolic() else torch.stack(scalars).tolist()
@@ -461,7 +521,7 @@ def _values(scalars: list[Tensor]) -> list[float]:
 # ---- argument checks
 
 
-def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | Tensor]:
+def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
     """Check and return the result of a `loss_sum`, which must be (sum of losses, weight).
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -19,10 +18,9 @@ from course_lib._torch import (
     check_in_training,
     check_no_closure,
     is_symbolic,
-    random_numbers_undone,
     tensors_in,
 )
-from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum
+from course_lib.accumulation import AccumulatedStep, StepResult
 from course_lib.checkpoint.blocks import names_of
 from course_lib.offload import OffloadedOptimizer
 from course_lib.schedule import Chain, ScheduledBlocks
@@ -217,10 +215,7 @@ def train_step(
         recipe: Recipe of the step. With "segments" and "optimal", the step runs the model's own
             chain if the model has a method `stages(batch)` in addition to its loss (see
             `course_lib.models.Decoder.stages`). Otherwise the blocks must form a chain (see
-            `course_lib.schedule.schedule_blocks`). With `in_backward`, a parameter is updated
-            each time autograd accumulates its gradient. Under reentrant checkpoints in the model's
-            own code this may happen for several parts of the gradient. A block that is recomputed
-            after the update and uses the parameter detached computes with the new value.
+            `course_lib.schedule.schedule_blocks`). `AccumulatedStep` describes `in_backward`.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in
             `course_lib.accumulation.AccumulatedStep`. The default is `model.loss_sum(batch)` if the
             model has this method. Otherwise it is `model.loss(batch)`, a mean, with which only one
@@ -274,11 +269,6 @@ def run_micro_batches(
     max_norm=None,
 ) -> StepResult:
     """Run the step of `train_step` on a batch that has been split into micro-batches."""
-    if max_norm is not None and recipe.in_backward:
-        raise ValueError(
-            "max_norm must be None when in_backward is True, because the gradients never exist all"
-            f" at once, got {max_norm}"
-        )
 
     def loss(_, micro_batch) -> tuple[Tensor, float | Tensor]:
         with ExitStack() as stack:
@@ -290,60 +280,15 @@ def run_micro_batches(
         return pair
 
     with apply_techniques(model, recipe) as check:
-        if not recipe.in_backward:
-            step = AccumulatedStep(
-                model, optimizer, loss, max_norm=max_norm, accumulate=recipe.accumulate
-            )
-            return step(micro_batches)
-        [micro_batch] = micro_batches
-        with random_numbers_undone():
-            return _step_in_backward(model, optimizer, loss, micro_batch)
-
-
-def _step_in_backward(model, optimizer, loss_sum, micro_batch) -> StepResult:
-    """Run a step that updates each parameter and releases its gradient during backward."""
-
-    def step_now(parameter: Tensor) -> None:
-        # Only this parameter has a gradient, so the optimizer updates no other one.
-        optimizer.step()
-        parameter.grad = None
-        stepped.add(parameter)
-
-    optimized = {p for group in optimizer.param_groups for p in group["params"]}
-    stepped = set()
-    parameters = list({*model.parameters(), *optimized})
-    # After an error, these gradients are restored.
-    gradients = [p.grad for p in parameters]
-    hooks = []
-    try:
-        for p in parameters:
-            p.grad = None
-        hooks += [
-            p.register_post_accumulate_grad_hook(step_now) for p in trainable_parameters(model)
-        ]
-        loss, weight = check_loss_sum(loss_sum(model, micro_batch))
-        mean = loss / weight
-        value, weight = (
-            (math.nan, math.nan) if is_symbolic() else (float(loss.detach()), float(weight))
+        step = AccumulatedStep(
+            model,
+            optimizer,
+            loss,
+            max_norm=max_norm,
+            accumulate=recipe.accumulate,
+            in_backward=recipe.in_backward,
         )
-        if not is_symbolic() and not (math.isfinite(value) and 0 < weight < math.inf):
-            raise ValueError(
-                "the loss must be finite, and its weight must be finite and above 0, got loss"
-                f" {value} and weight {weight}"
-            )
-        mean.backward()
-        if not stepped & optimized:
-            raise RuntimeError(
-                "no parameter of the optimizer got a gradient; the optimizer must hold"
-                " parameters of this model"
-            )
-        gradients = [None] * len(parameters)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
-    return StepResult(value / weight, weight, None, True)
+        return step(micro_batches)
 
 
 @contextmanager

@@ -71,7 +71,6 @@ class Plain(Loop):
             [f"batch = {lines.to_device('make_batch()', _dtype(recipe))}"],
             checkpoints(lines),
             _optimizer(lines),
-            _in_backward(lines) if recipe.in_backward else [],
             _accumulation_loop(lines) if _accumulates(recipe) else _plain_loop(lines),
         )
 
@@ -131,34 +130,20 @@ def _keywords(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
-def _in_backward(lines: Lines) -> list[str]:
-    """Return lines that update each parameter as soon as its gradient is complete."""
-    return [
-        "",
-        "def update(parameter):",
-        "    optimizer.step()  # no other parameter has a gradient now",
-        "    parameter.grad = None",
-        "",
-        f"for parameter in {lines.trained_parameters()}:",
-        "    parameter.register_post_accumulate_grad_hook(update)",
-    ]
-
-
 # ---- training
 
 
 def _accumulates(recipe: Recipe) -> bool:
     """Return whether the training loop calls an `AccumulatedStep`."""
-    if recipe.in_backward:
-        return False
     # The loss of a plain loop is live while the optimizer updates the parameters, and with segments
     # it keeps the constant arguments of the blocks.
     scheduled = recipe.checkpoint == "segments"
-    return recipe.micro_batches > 1 or recipe.accumulate is not None or scheduled
+    accumulated = recipe.micro_batches > 1 or recipe.accumulate is not None
+    return accumulated or scheduled or recipe.in_backward
 
 
 def _plain_loop(lines: Lines) -> list[str]:
-    """Return the training loop of a single micro-batch."""
+    """Return the training loop of a single micro-batch, without an `AccumulatedStep`."""
     defined: list[str] = []
     prepared, expression = loss(lines)
     if prepared:  # a function releases its tensors when it returns
@@ -171,8 +156,7 @@ def _plain_loop(lines: Lines) -> list[str]:
     around = contexts(lines)
     if around and not prepared:
         forward = [f"with {', '.join(around)}:", *(f"    {line}" for line in forward)]
-    update = [] if lines.recipe.in_backward else ["optimizer.step()", "optimizer.zero_grad()"]
-    inside = [*forward, f"{mean}.backward()", *update]
+    inside = [*forward, f"{mean}.backward()", "optimizer.step()", "optimizer.zero_grad()"]
     inside.append(f'print(f"step {{step}}: loss {{{shown}.item():.4f}}")')
     if any(True for _ in quantization_state(lines.model)):
         # The graph of bitsandbytes' 8-bit layers keeps tensors after backward.
@@ -181,7 +165,7 @@ def _plain_loop(lines: Lines) -> list[str]:
 
 
 def _accumulation_loop(lines: Lines) -> list[str]:
-    """Return the training loop of several micro-batches."""
+    """Return the training loop of an `AccumulatedStep`."""
     lines.use("course_lib.accumulation", "AccumulatedStep")
     recipe, workload = lines.recipe, lines.workload
     if recipe.micro_batches == 1:
@@ -191,11 +175,12 @@ def _accumulation_loop(lines: Lines) -> list[str]:
     else:
         lines.use("course_lib.accumulation", "split")
         parts = f"split(batch, {math.ceil(workload.samples / recipe.micro_batches)})"
-    sums = "" if recipe.accumulate is None else f', accumulate="{recipe.accumulate}"'
+    options = "" if recipe.accumulate is None else f', accumulate="{recipe.accumulate}"'
+    options += ", in_backward=True" if recipe.in_backward else ""
     defined, name = loss_sum(lines, parts=recipe.micro_batches)
     return [
         *defined,
-        f"train_step = AccumulatedStep(model, optimizer, {name}{sums})",
+        f"train_step = AccumulatedStep(model, optimizer, {name}{options})",
         "for step in range(2):",
         f'    print(f"step {{step}}: loss {{train_step({parts}).loss:.4f}}")',
     ]
