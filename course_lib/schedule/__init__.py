@@ -19,6 +19,10 @@ Example:
 Source of the cost model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing
 for heterogeneous chains: how to train deep neural networks with limited memory" (Rotor),
 arXiv:1911.13214.
+
+To use this package alone, copy it together with `checkpoint/`, `_check.py` and `_torch.py`.
+That is enough for chains given by hand. Measuring a chain and plotting a schedule also use other
+parts of the library.
 """
 
 from course_lib._check import InfeasibleBudget

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from course_lib._check import kind, one_of, whole
-from course_lib.labels.drawing import pyplot
 
 from .chain import Chain
 
@@ -299,9 +298,10 @@ def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, fl
 
 def _draw(schedule: Schedule, ax, chain: Chain | None):
     """Implement `Schedule.plot`."""
-    ax = (
-        pyplot().subplots()[1] if ax is None else ax
-    )  # first, so that a missing matplotlib raises a clear error
+    if ax is None:  # first, so that a missing matplotlib raises a clear error
+        from course_lib.labels.drawing import pyplot
+
+        ax = pyplot().subplots()[1]
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
 
