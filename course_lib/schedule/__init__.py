@@ -27,16 +27,7 @@ parts of the library.
 
 from course_lib._check import InfeasibleBudget
 
-from .actions import (
-    COLORS,
-    Backward,
-    Cost,
-    Forward,
-    IllegalSchedule,
-    Schedule,
-    live_bytes,
-    simulate,
-)
+from .actions import COLORS, Backward, Cost, Forward, IllegalSchedule, Schedule, simulate
 from .blocks import ScheduledBlocks, schedule_blocks
 from .chain import Chain, Stage
 from .executor import ScheduledSequential
@@ -57,7 +48,6 @@ __all__ = [
     "Stage",
     "binomial",
     "frontier",
-    "live_bytes",
     "optimal",
     "recursive",
     "schedule_blocks",
