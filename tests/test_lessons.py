@@ -41,6 +41,7 @@ from course_lib.lessons import (
 from course_lib.lessons.lesson_02 import own_code
 from course_lib.lessons.lesson_02.display import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
+from course_lib.lessons.lesson_03.display import live_bytes
 from course_lib.lessons.lesson_05 import mean_of_means, ranks
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
 from course_lib.lessons.lesson_07.checks import make_batch, make_model
@@ -53,7 +54,6 @@ from course_lib.schedule import (
     Chain,
     Stage,
     frontier,
-    live_bytes,
     recursive,
     simulate,
     sqrt_segments,

@@ -19,20 +19,15 @@ Example:
 Source of the cost model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing
 for heterogeneous chains: how to train deep neural networks with limited memory" (Rotor),
 arXiv:1911.13214.
+
+To use this package alone, copy it together with `checkpoint/`, `_check.py` and `_torch.py`.
+That is enough for chains given by hand. Measuring a chain and plotting a schedule also use other
+parts of the library.
 """
 
 from course_lib._check import InfeasibleBudget
 
-from .actions import (
-    COLORS,
-    Backward,
-    Cost,
-    Forward,
-    IllegalSchedule,
-    Schedule,
-    live_bytes,
-    simulate,
-)
+from .actions import COLORS, Backward, Cost, Forward, IllegalSchedule, Schedule, simulate
 from .blocks import ScheduledBlocks, schedule_blocks
 from .chain import Chain, Stage
 from .executor import ScheduledSequential
@@ -53,7 +48,6 @@ __all__ = [
     "Stage",
     "binomial",
     "frontier",
-    "live_bytes",
     "optimal",
     "recursive",
     "schedule_blocks",

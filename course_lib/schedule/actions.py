@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from course_lib._check import kind, one_of, whole
-from course_lib.labels.drawing import pyplot
 
 from .chain import Chain
 
@@ -169,7 +168,7 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     Source: Beaumont et al., arXiv:1911.13214, section 3, except that d_L counts only from
     Backward(L-1) on, since the loss is not a stage here.
     """
-    simulation = _Simulation(chain)
+    simulation = Simulation(chain)
     for action in schedule if isinstance(schedule, Schedule) else Schedule(schedule):
         simulation.run_action(action)
     if simulation.next_backward >= 0:
@@ -180,7 +179,7 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     return Cost(simulation.peak_bytes, math.fsum(simulation.times), simulation.forward_steps)
 
 
-class _Simulation:
+class Simulation:
     """The data that are live while a schedule runs, and the cost so far.
 
     Attributes:
@@ -272,36 +271,15 @@ class _Simulation:
         raise IllegalSchedule(f"action {self.number}, {action!r}, is illegal: {reason}")
 
 
-# ---- live bytes over time, and the plot
-
-
-def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, float, int]]:
-    """Return (start, end, live bytes) for each action of a schedule.
-
-    Times are in the chain's unit. The largest number of bytes is the `peak_bytes` of `simulate`.
-
-    Args:
-        schedule: The actions.
-        chain: The chain on which they run.
-
-    Raises:
-        IllegalSchedule: An action breaks a rule.
-    """
-    simulation = _Simulation(chain)
-    now = 0.0
-    live = []
-    for action in schedule:
-        simulation.run_action(action)
-        start, now = now, now + simulation.times[-1]
-        live.append((start, now, simulation.during_bytes))
-    return live
+# ---- the plot
 
 
 def _draw(schedule: Schedule, ax, chain: Chain | None):
     """Implement `Schedule.plot`."""
-    ax = (
-        pyplot().subplots()[1] if ax is None else ax
-    )  # first, so that a missing matplotlib raises a clear error
+    if ax is None:  # first, so that a missing matplotlib raises a clear error
+        from course_lib.labels.drawing import pyplot
+
+        ax = pyplot().subplots()[1]
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
 
@@ -347,7 +325,7 @@ def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
 
     A bar is (stage, start, end, kind). The kind of a kept value is "all" or "input".
     """
-    simulation = _Simulation(chain)
+    simulation = Simulation(chain)
     now = 0.0
     runs = []
     kept = []

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from course_lib._check import describe, function, kind
 from course_lib._torch import autocast_of, kind_of, look_of, tensors_in
 from course_lib.checkpoint.blocks import BlocksInPlace, names_of
-from course_lib.memory.storages import hooks_active
 
 from .actions import Backward, Schedule, simulate
 from .chain import Chain, symbolic_chain
@@ -170,6 +169,8 @@ class ScheduledBlocks(BlocksInPlace):
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
         """Measure the blocks on symbolic copies, or return the chain from the cache."""
+        from course_lib.memory.storages import hooks_active
+
         if hooks_active():  # the hooks would also receive tensors of the copies
             raise ValueError(
                 "schedule must be a Schedule for blocks that run inside saved-tensor hooks, such as"

@@ -1,6 +1,8 @@
 """Costs of a network as a chain of stages, given by hand or measured.
 
 A `Chain` holds numbers only: the times and bytes from which `simulate` and the planner compute.
+The meter and the symbolic mode are imported when a chain is measured, so that the package can be
+copied without them for chains given by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from course_lib._check import kind, number, whole
-from course_lib._origin import NEEDS_DATA, needs_values, place_of, silence_operator_log
 from course_lib._torch import (
     AllRandomState,
     AutocastState,
@@ -32,10 +33,6 @@ from course_lib._torch import (
     wait_for,
 )
 from course_lib.checkpoint.state import ModuleState
-from course_lib.memory import MemoryMeter
-from course_lib.memory.measurement import flop_counter
-from course_lib.symbolic import Symbolic
-from course_lib.symbolic.quantization import copy_parameter_subclasses, parameter_subclasses
 
 from .stages import (
     GradientSlot,
@@ -218,6 +215,10 @@ def symbolic_chain(
     Raises:
         ValueError: A stage reads values of its data, or cannot be copied.
     """
+    from course_lib._origin import NEEDS_DATA, needs_values, place_of, silence_operator_log
+    from course_lib.symbolic import Symbolic
+    from course_lib.symbolic.quantization import copy_parameter_subclasses, parameter_subclasses
+
     mode = detect_fake_mode()
     inside = mode is not None  # inside an estimate, which raises its own error instead
     with _disable_current_modes():
@@ -274,6 +275,9 @@ def _profile(
         needs_gradient: Whether the gradient of the input is computed.
         timed_runs: Number of runs whose seconds are measured; with 0, times are FLOPs.
     """
+    from course_lib.memory import MemoryMeter
+    from course_lib.memory.measurement import flop_counter
+
     device = main_tensor(value).device
     autocast = AutocastState([device.type])
 

@@ -1,7 +1,7 @@
 """Measurements and figures of lesson 03: sweeps of segments, and schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +10,8 @@ from torch import Tensor, nn
 from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.schedule import COLORS as KEEP_COLORS
-from course_lib.schedule import (
-    Chain,
-    Schedule,
-    live_bytes,
-    simulate,
-    store_all,
-)
+from course_lib.schedule import Chain, Schedule, simulate, store_all
+from course_lib.schedule.actions import Simulation
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
 
@@ -294,6 +289,20 @@ def schedule_pictures(
         costs=join_labels(description, "; "),
     )
     return shown_once(drawn)
+
+
+def live_bytes(schedule: Schedule, chain: Chain) -> list[tuple[float, float, int]]:
+    """Return (start, end, live bytes) for each action of a schedule.
+
+    Times are in the chain's unit. The largest number of bytes is the `peak_bytes` of `simulate`.
+    """
+    simulation = Simulation(chain)
+    counts = []
+    for action in schedule:
+        simulation.run_action(action)
+        counts.append(simulation.during_bytes)
+    edges = pairwise(accumulate(simulation.times, initial=0.0))
+    return [(*edge, count) for edge, count in zip(edges, counts, strict=True)]
 
 
 def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: float) -> None:
