@@ -179,7 +179,7 @@ def test_an_example_of_the_readme_prints_what_it_says(example):
 
 @pytest.fixture(scope="module")
 def result():
-    """What the README's command finds: its recipe, and the steps on the way to it. They are
+    """The result of the README's command: its recipe, and the steps on the way to it. They are
     estimated one by one, because the search takes several times as long."""
     line = re.search(r"course_lib\.budget (.*?)\n```", README["en"], re.S)[1].replace("\\", "")
     given = command.arguments().parse_args(shlex.split(line))

@@ -148,7 +148,7 @@ def test_a_recipe_that_the_trainer_cannot_run_is_refused(recipe, message):
         ({"framework": 7}, "framework must be .*, got 7"),
         ({"blocks": "model.layers.*"}, "blocks must be None .*framework='torch' can"),
         ({"loss_sum": lambda model, batch: (model(**batch).loss, 1)}, "loss_sum must be None"),
-        ({"split": lambda batch, parts: [batch] * parts}, "make_batch must return a dict"),
+        ({"split": lambda batch, parts: [batch] * parts}, "split must be None"),
     ],
 )
 def test_an_argument_that_the_trainer_cannot_use_is_refused(options, message):

@@ -15,7 +15,7 @@ import pytest
 
 LIBRARY = Path(__file__).parents[1] / "course_lib"
 
-# Script of somebody who has copied one package.
+# Scripts that use one copied package.
 ACCUMULATION = """
 import torch
 from course_lib.accumulation import AccumulatedStep, split

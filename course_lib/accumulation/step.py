@@ -141,16 +141,8 @@ class AccumulatedStep:
         self.in_backward = in_backward
         if in_backward and self.ranks.model:
             raise ValueError("in_backward must be False for a DDP or FSDP2 model, got True")
-        enabled = scaler if self.scaler.is_enabled() else None
-        for name, given, reason in (
-            ("max_norm", max_norm, "because the gradients never exist all at once"),
-            ("scaler", enabled, "because the gradients never exist all at once"),
-            ("accumulate", accumulate, "which accumulates nothing"),
-        ):
-            if in_backward and given is not None:
-                raise ValueError(
-                    f"{name} must be None when in_backward is True, {reason}, got {describe(given)}"
-                )
+        if in_backward:
+            _refuse_with_in_backward(max_norm, self.scaler, accumulate)
         self._warned = False  # about BatchNorm
         self._buckets = {}  # parameter -> its gradient in DDP's buckets, for `in_buckets`
         # number by which each sum of losses is divided before its backward pass
@@ -344,25 +336,54 @@ class AccumulatedStep:
                 "micro_batches must be 1 micro-batch when in_backward is True, got"
                 f" {len(micro_batches)}"
             )
-        updated = []
-
-        def update(parameter: nn.Parameter) -> None:
-            self.optimizer.step()  # no other parameter of the optimizer has a gradient
-            parameter.grad = None
-            updated.append(parameter)
-
         loss, weight = self._forward(micro_batches[0], "micro-batch 0")
         mean = loss / (weight if torch.is_tensor(weight) else float(weight))
         # The values are read before backward, because backward already changes parameters.
         value, weight = self._sums([_value(loss.detach())], [_value(weight)])
-        with ExitStack() as hooks:
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(update))
+        with _updates_in_backward(self.optimizer, parameters) as updated:
             mean.backward()
         if not updated:
             raise RuntimeError(NO_GRADIENT)
         return value, weight
+
+
+def _refuse_with_in_backward(max_norm: Any, scaler: Any, accumulate: Any) -> None:
+    """Raise ValueError for an option that needs all gradients at once."""
+    for name, given, reason in (
+        ("max_norm", max_norm, "because the gradients never exist all at once"),
+        (
+            "scaler",
+            scaler if scaler.is_enabled() else None,
+            "because the gradients never exist all at once",
+        ),
+        ("accumulate", accumulate, "which accumulates nothing"),
+    ):
+        if given is not None:
+            raise ValueError(
+                f"{name} must be None when in_backward is True, {reason}, got {describe(given)}"
+            )
+
+
+@contextmanager
+def _updates_in_backward(
+    optimizer: torch.optim.Optimizer | _OptimizerGroup, parameters: Iterable[nn.Parameter]
+) -> Iterator[list[nn.Parameter]]:
+    """Update each parameter inside the block when its gradient is complete.
+
+    The block gets the list of the parameters that are updated.
+    """
+    updated = []
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizer.step()  # no other parameter of the optimizer has a gradient
+        parameter.grad = None
+        updated.append(parameter)
+
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(update))
+        yield updated
 
 
 # ---- gradients

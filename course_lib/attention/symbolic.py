@@ -95,7 +95,7 @@ def _replace_tiles(
         *((x.shape, x.stride(), x.dtype, x.device) for x in (*queries, *keys)),
     )
     if key not in _peaks:
-        # Whoever copies this package needs the meter only if they estimate it, too.
+        # A copy of this package needs the meter only for estimates.
         from course_lib.memory import MemoryMeter
 
         with _disable_current_modes(), q.fake_mode, MemoryMeter(device=q.device) as meter:

@@ -71,7 +71,7 @@ class Result:
 
     @cached_property
     def on_gpu(self) -> OnDevice | None:
-        """What the cheapest step holds on a GPU; None on a CPU."""
+        """GPU memory of a step of the cheapest recipe; None on a CPU."""
         machine = self.machine
         if machine.kind != "cuda":
             return None

@@ -3,8 +3,8 @@ merged and released.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13, and names in comments are
 from that file. The simulation has one stream, no CUDA graphs and no private pools. Memory that
-libraries request from CUDA directly (the context, NCCL) is not included. Of the settings in
-PYTORCH_CUDA_ALLOC_CONF only `expandable_segments` is simulated.
+libraries request from CUDA directly (the context, NCCL) is not included. The simulation has one
+setting of PYTORCH_CUDA_ALLOC_CONF, `expandable_segments`.
 """
 
 from __future__ import annotations

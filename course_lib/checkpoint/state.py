@@ -1,4 +1,4 @@
-"""State as it was before the first run of a block or a step, from which later runs start.
+"""State before the first run of a block or a step, from which later runs start.
 
 A checkpoint, a schedule and a measurement run the same function several times. They need the state
 that the first run started from: random numbers, attributes, buffers, running statistics. This
@@ -206,7 +206,7 @@ class ModuleState:
     """The attributes and buffers of a block's modules, at the moment when this object is made.
 
     Attributes are tensors, NumPy arrays, generators, and lists, tuples, dicts, sets and deques of
-    these. Of other objects only the reference is kept. Parameters and submodules are not kept.
+    these. For other objects only the reference is kept. Parameters and submodules are not kept.
 
     Args:
         block: The block.

@@ -50,7 +50,7 @@ __all__ = [
     "transformer_activation_bytes",
 ]
 
-# Whoever copies the meter needs none of these.
+# A copy of the meter needs none of these.
 _ON_FIRST_USE = {
     "Block": "course_lib.caching_allocator",
     "CachingAllocator": "course_lib.caching_allocator",
