@@ -19,14 +19,9 @@ from course_lib.budget import Recipe, build, estimate, train_step
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.checkpoint.readable import checkpoint
 from course_lib.memory import MemoryMeter
-from course_lib.offload import (
-    DiskStore,
-    HostStore,
-    OffloadedOptimizer,
-    SimulatedDevice,
-    offload_activations,
-)
+from course_lib.offload import DiskStore, HostStore, OffloadedOptimizer, offload_activations
 from course_lib.schedule import recursive, schedule_blocks
+from course_lib.simulated import SimulatedDevice
 
 aten = torch.ops.aten
 SGD = partial(torch.optim.SGD, lr=0.5)

@@ -274,7 +274,7 @@ def test_command_says_what_leaves_a_machine_if_there_are_several(capsys):
         "two": ["--ranks", "16", "--device", "H100"],
         "desktop": ["--ranks", "16", "--device", "RTX 4090"],
     }.items():
-        assert main([*asked, *options]) == 0
+        assert main([*asked, *options, "--details"]) == 0
         told[name] = " ".join(capsys.readouterr().out.split())
     assert "leave each of" not in told["one"]
     assert "8 devices, whose network cards together carry 400 GB/s in each" in told["two"]

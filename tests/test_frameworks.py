@@ -190,7 +190,8 @@ def printed(tmp_path, capsys):
         file = tmp_path / "config.json"
         file.write_text(json.dumps(config), "utf-8")
         size = ["--config", str(file), "--sequence", str(LENGTH), "--batch", str(SAMPLES)]
-        assert command.main([*size, "--device", "A100", "--quick", *more]) == 0
+        asked = [*size, "--device", "A100", "--quick", "--details", *more]
+        assert command.main(asked) == 0
         return capsys.readouterr().out
 
     return run
@@ -199,7 +200,7 @@ def printed(tmp_path, capsys):
 def test_the_command_prints_training_arguments_that_can_be_pasted(printed):
     names = {"TrainingArguments": partial(transformers.TrainingArguments, use_cpu=True)}
     code = printed(LLAMA)
-    call = code[code.index("TrainingArguments(") :].partition("\n)")
+    call = code[code.index("\nTrainingArguments(") :].partition("\n)")
     arguments = eval("".join(call[:2]), names)
     assert arguments.bf16 and arguments.per_device_train_batch_size == SAMPLES
     told = json.loads(printed(LLAMA, "--json"))["training_arguments"]
@@ -216,6 +217,6 @@ def test_the_command_prints_lines_of_fsdp2_with_the_blocks_of_the_model(printed)
 
 def test_the_command_says_what_a_step_takes_without_the_missing_techniques(capsys):
     size = "--hidden 64 --layers 4 --heads 2 --vocabulary 97 --sequence 32 --batch 8"
-    asked = f"{size} --precision fp32 --device laptop --quick --budget 3MB"
+    asked = f"{size} --precision fp32 --device laptop --quick --budget 3MB --details"
     assert command.main(asked.split()) == 0
     assert "with these arguments alone, a step takes about" in capsys.readouterr().out
