@@ -46,8 +46,6 @@ language()
 # </div>
 
 # %%
-import os
-
 import torch
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
@@ -530,8 +528,7 @@ lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
 # </div>
 
 # %% slide="code" minutes=3
-file = os.path.relpath(lesson_09.LLAMA_3_8B)
-sizes = ["--config", file, "--sequence", "4096", "--batch", "1"]
+sizes = ["--config", lesson_09.LLAMA_3_8B, "--sequence", "4096", "--batch", "1"]
 _ = budget_command([*sizes, "--device", "H100", "--quick"])
 
 # %% [markdown]

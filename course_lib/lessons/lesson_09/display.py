@@ -24,7 +24,7 @@ from course_lib.teaching import (
 )
 from course_lib.teaching.figures import shown_once
 
-from .checks import LLAMA_3_8B
+from .checks import CONFIG_OF_LLAMA_3_8B
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,7 +164,7 @@ def other_architectures() -> Table:
 
 def update_in_backward() -> Table:
     """Show the peaks of 8 layers of Llama 3 8B with the update at the end, and inside backward."""
-    config = {**read_config(LLAMA_3_8B), "num_hidden_layers": 8}
+    config = {**read_config(CONFIG_OF_LLAMA_3_8B), "num_hidden_layers": 8}
     make_model = partial(model_from, config, sequence=4096)
     given = make_model, partial(random_tokens, 1, 4096, config["vocab_size"])
     rows = []
