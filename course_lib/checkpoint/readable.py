@@ -140,7 +140,7 @@ class _Region:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         # Only the node holds the tensors, so that hooks around this checkpoint can move them.
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        self.node = _SaveInputs.apply(anchor, *tensors).grad_fn
+        self.holder = _SaveInputs.apply(anchor, *tensors)  # while it lives, its node does, too
         self.leaves = [_Slot if isinstance(x, Tensor) else x for x in leaves]
         self.surroundings = _Surroundings(tensors, preserve_rng_state)
         self.slots: list[weakref.ref[_Slot]] = []
@@ -168,7 +168,7 @@ class _Region:
 
     def recompute(self, backward: int) -> None:
         """Run the function again. The i-th tensor that autograd saves goes into the i-th slot."""
-        saved = iter(self.node.saved_tensors)  # autograd raises an error if one has changed
+        saved = iter(self.holder.grad_fn.saved_tensors)  # an error if one has changed
         leaves = [next(saved) if leaf is _Slot else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
         numbers, last = count(), len(self.slots) - 1
