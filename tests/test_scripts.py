@@ -218,7 +218,7 @@ class Normed(Mixer):
             "llama",
             {},
             {"attention": "flash"},
-            "attention must not be 'flash' in a script for .*Llama",
+            "attention must be .* in a script for .*Llama.*, got 'flash'",
         ),
         (
             "mixer",

@@ -331,10 +331,12 @@ def test_the_reference_describes_a_name_where_it_is_defined(pages):
     assert "ObserverMode" not in memory
     assert 'id="course_lib.symbolic.cast"' in pages["en/api/symbolic.html"]
     assert 'id="course_lib.memory.cast"' not in memory
-    # `offload` gives these names on request
-    same = "The same as in ``course_lib.simulated``: ``SimulatedDevice``, ``Race``."
-    assert same in site._api_page("offload")
-    assert "The same as" not in site._api_page("simulated")
+    assert "The same as in ``course_lib.symbolic``: ``symbolic``, ``cast``." in site._api_page(
+        "memory"
+    )
+    assert "The same as" not in site._api_page("symbolic")
+    # `memory` gives this name on request, and describes it
+    assert 'id="course_lib.memory.CachingAllocator"' in memory
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -201,6 +201,7 @@ class CheckpointedBlocks(BlocksInPlace):
         # The compiler does not accept PyTorch's default `context_fn` if it is passed explicitly.
         contexts = partial(create_selective_checkpoint_contexts, policy)
         self._contexts = {} if policy is None else {"context_fn": contexts}
+        self._given_policy = None if policy is None else policy.given
         self._preserve_rng_state = preserve_rng_state
         self._preserve_module_state = preserve_module_state
         self._called = False
@@ -228,7 +229,10 @@ class CheckpointedBlocks(BlocksInPlace):
             # PyTorch's checkpoint becomes a part of the compiled graph, which repeats random
             # numbers in its own way. The compiler cannot trace variables that change in between.
             function = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
-            return checkpoint(function, args, kwargs, use_reentrant=False, **self._contexts)
+            # Nor can it trace the checks of a `Policy`, on torch 2.9.
+            contexts = partial(create_selective_checkpoint_contexts, self._given_policy)
+            options = {} if self._given_policy is None else {"context_fn": contexts}
+            return checkpoint(function, args, kwargs, use_reentrant=False, **options)
         if torch._C._are_functorch_transforms_active():
             warnings.warn(
                 f"{self.names[i]} runs without a checkpoint inside a transform of torch.func, so"

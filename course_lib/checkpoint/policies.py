@@ -32,7 +32,7 @@ class Policy:
 
     def __init__(self, policy: Callable | list):
         create_selective_checkpoint_contexts(policy)  # raises if the policy is wrong
-        self._policy = policy
+        self.given = policy
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = self._choose(context, operator, *args, **kwargs)
@@ -56,7 +56,7 @@ class Policy:
         return chosen
 
     def _choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._policy(context, operator, *args, **kwargs)
+        return self.given(context, operator, *args, **kwargs)
 
     def warn_if_none_has_run(self, names: Sequence[str]) -> None:
         """Do nothing, because a policy function may keep no outputs on purpose."""
