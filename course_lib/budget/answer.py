@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from course_lib._origin import message
 from course_lib.labels import text, verbatim
 from course_lib.labels.command import translated_error
 from course_lib.memory.show import bytes_text
+from course_lib.symbolic import symbolic
 from course_lib.workload import Workload, workload_of
 
 from .device_memory import kept_bytes
@@ -125,17 +127,22 @@ def search(
             failed.append(error)
         else:
             return found
-    raise min(failed, key=lambda error: (error.least_bytes is None, error.least_bytes))
+    raise min(failed, key=lambda error: error.least_bytes or math.inf)
 
 
 def _check_framework(
     given: Namespace, model: Workload, machine: Machine, framework: Framework
 ) -> None:
     """Raise ValueError if the framework cannot train the model, or not with these options."""
-    if given.lora and (given.ranks or framework.name == "fsdp2"):
+    if given.lora and framework.name == "fsdp2":
         raise ValueError(
-            f"--for {framework.name} cannot be combined with --lora on several ranks; --for trainer"
-            " and --for torch can run adapters on a single rank"
+            "--for fsdp2 cannot be combined with --lora; --for trainer and --for torch can run"
+            " adapters on a single rank"
+        )
+    if given.check and framework.has_own_step:
+        raise ValueError(
+            f"--check cannot be combined with --for {framework.name}, whose step is another one;"
+            " run the printed script under course_lib.memory.MemoryMeter"
         )
     # The number of ranks comes first, because it decides which precisions there are.
     ranks = Recipe("fp32", ranks=given.ranks or 1, shard=given.shard if given.ranks else None)
@@ -270,7 +277,7 @@ def for_each_framework(
         return [ForFramework(FRAMEWORKS[given.framework], model, found)]
     answers = [_answer(given, machine, found, each) for each in FRAMEWORKS.values()]
     return sorted(
-        answers, key=lambda each: machine.rates.seconds(each.found[0]) if each.found else 1e99
+        answers, key=lambda each: machine.rates.seconds(each.found[0]) if each.found else math.inf
     )
 
 
@@ -281,7 +288,7 @@ def _answer(
     try:
         own = workload_for(given, framework)
         # A script trains a config's model as transformers builds it.
-        if given.config or not _runs_as_it_is(found[0].recipe, own, framework):
+        if given.config or not _can_run(given, own, found[0].recipe, framework):
             quick = Namespace(**vars(given) | {"quick": True})
             found = search(quick, own, machine, False, framework)
         answer = ForFramework(framework, own, found)
@@ -297,12 +304,13 @@ def _answer(
         return ForFramework(framework, own, None, translated_error(message(error)))
 
 
-def _runs_as_it_is(recipe: Recipe, model: Workload, framework: Framework) -> bool:
-    return (
-        framework.refuse(model) is None
-        and framework.conflict(recipe) is None
-        and recipe.precision in (None, *framework.precisions)
-    )
+def _can_run(given: Namespace, model: Workload, recipe: Recipe, framework: Framework) -> bool:
+    """Return whether a recipe of the search among all is one of a framework's, at the same cost."""
+    precisions = [base.precision for base in _bases(given, model, framework)]
+    if framework.has_own_step or recipe.precision not in precisions or framework.refuse(model):
+        return False
+    with symbolic():
+        return framework.for_model(model.make_model()).conflict(recipe) is None
 
 
 def workload_for(given: Namespace, framework: Framework | None) -> Workload:

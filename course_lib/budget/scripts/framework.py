@@ -28,6 +28,7 @@ class Framework:
         only: Mapping from a field of `Recipe` to the values that the framework can run. A field
             that is missing here may have any value.
         equal_micro_batches: Whether all micro-batches must have the same number of samples.
+        has_own_step: Whether its step differs from `train_step`, and with it the estimate.
         max_norm: Norm to which the script clips the gradients, because the framework does so by
             default; None if it does not clip them.
     """
@@ -37,6 +38,7 @@ class Framework:
     precisions: tuple[str | None, ...]
     only: Mapping[str, Collection[Any]] = MappingProxyType({})
     equal_micro_batches: bool = False
+    has_own_step: bool = False
     max_norm: float | None = None
 
     def allows(self, values: Mapping[str, Any]) -> bool:
@@ -55,7 +57,7 @@ class Framework:
         return None
 
     def script(self, recipe: Recipe, workload: Workload) -> str:
-        """Return a script of ten to twenty lines that trains the workload's model by the recipe.
+        """Return a short script that trains the workload's model by the recipe.
 
         Its last statement is the training. If it is executed, it leaves the name `model`.
         """

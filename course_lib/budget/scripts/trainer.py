@@ -80,6 +80,7 @@ class Trainer(Framework):
         }
     )
     equal_micro_batches = True
+    has_own_step = True
     max_norm = 1.0
 
     def conflict(self, recipe: Recipe) -> str | None:
@@ -222,10 +223,9 @@ def _cast(recipe: Recipe, workload: Workload) -> str:
 
 def _other_for(name: str, value: Any) -> str:
     """Return what can run a recipe with a value that the Trainer cannot run."""
-    by_torch = not (name == "checkpoint" and value == "optimal")
-    return (
-        f"{'framework=' + repr('torch') if by_torch else 'course_lib.budget.train_step'} can run it"
-    )
+    if (name, value) == ("checkpoint", "optimal"):
+        return "course_lib.budget.train_step can run it"
+    return "framework='torch' can run it"
 
 
 def _training_arguments(recipe: Recipe, samples: int | None) -> list[str]:
