@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from patience import HANGS_SECONDS
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,7 +50,6 @@ from course_lib.distributed import (
 from course_lib.distributed import __main__ as command
 from course_lib.distributed.prediction import fake_rank
 from course_lib.distributed.sharded_checkpoint import check_fits
-from course_lib.distributed.tasks import Task
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
 
 ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
@@ -102,6 +101,18 @@ def halting():
     return small()
 
 
+def dropping():
+    torch.manual_seed(0)
+    blocks = ([torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)] for _ in range(2))
+    model = torch.nn.Sequential(*(torch.nn.Sequential(*block) for block in blocks))
+    torch.manual_seed(int(os.environ.get("RANK", 0)))  # each rank drops other numbers
+    return model
+
+
+dropping.loss_sum = lambda model, x: (model(x).square().sum(), len(x))
+dropping.make_batch = lambda: torch.ones(4, 8)
+
+
 def wrong(model, batch):
     return model(batch[:, :-1]) @ batch.float(), 1
 
@@ -151,8 +162,9 @@ def options(folder):
 
 @pytest.fixture(scope="module")
 def two(folder, options):
-    """All modes on 2 processes, saved in the end."""
+    """All modes on 2 processes, saved before the measured step and in the end."""
     asked = ["--mode", ",".join(ON_CPU), "--steps", str(STEPS), "--save", str(folder / "saved")]
+    asked += ["--every", "2"]
     return {line["mode"]: line for line in launch(2, *options, *asked, timeout=HANGS_SECONDS)}
 
 
@@ -623,8 +635,12 @@ def test_public_names_are_imported_on_first_use_and_others_are_refused(monkeypat
 
 
 def test_newest_checkpoint_has_the_largest_step_and_not_the_last_name(tmp_path):
-    for name in ("step-99999999", "step-100000000.replaced", "step-100000000", "step-7"):
+    (tmp_path / "step-100000001").mkdir()  # not complete
+    with pytest.raises(ValueError, match="must be a folder with a complete checkpoint"):
+        last_complete(tmp_path)
+    for name in ("step-99999999", "step-100000000.replaced", "step-100000000", "step-100000002-b"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
     assert last_complete(tmp_path).name == "step-100000000"
 
 
@@ -651,7 +667,7 @@ def test_an_interrupt_while_saving_leaves_no_process_and_the_last_checkpoint(
     )
     # ranks talk on the loopback alone
     assert addresses and addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    names = ["step-00000002", "step-00000004.incomplete"]
+    names = ["step-00000002", "step-00000004"]
     assert sorted(path.name for path in (saved / "fsdp").iterdir()) == names
     task = task_of(model="faulty:small")
     with only_rank():
@@ -768,45 +784,54 @@ def test_a_trainer_is_loaded_as_it_was_saved_and_for_its_model_alone(one_process
         check_fits(saved, task_of().make_model())
 
 
-def test_a_model_with_dropout_goes_on_from_a_checkpoint_as_without_it(one_process, tmp_path):
-    def make_model():
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)))
-
-    def loss_sum(model, x):
-        return model(x).square().sum(), len(x)
-
-    dropping = Task(make_model, lambda _: torch.ones(4, 8), loss_sum, 4)
-    straight = train(dropping, "fsdp", 4)
-    train(dropping, "fsdp", 2, save_to=tmp_path)
-    resumed = train(dropping, "fsdp", 2, resume=last_complete(tmp_path))
-    assert resumed.losses == straight.losses[2:]
-
-
-def test_of_each_rank_the_random_state_is_saved(two, folder):
-    reader = FileSystemReader(last_complete(folder / "saved" / "fsdp"))
-    names = reader.read_metadata().state_dict_metadata
-    assert [name for name in names if name.startswith("random")] == ["random.0.cpu", "random.1.cpu"]
+def test_two_ranks_resume_with_the_losses_of_a_run_without_interruption(folder):
+    """Dropout shows whether each rank continues with its own random state."""
+    asked = ["--model", "faulty:dropping", "--mode", ",".join(ON_CPU)]
+    saved = ["--save", str(folder / "dropping"), "--every", "2"]
+    straight = launch(2, *asked, "--steps", "4", *saved, timeout=HANGS_SECONDS)
+    for each in (folder / "dropping").glob("*/step-00000004/.metadata"):
+        each.unlink()  # so that step 2 is the last complete one
+    asked += ["--steps", "2", "--resume", str(folder / "dropping")]
+    resumed = launch(2, *asked, timeout=HANGS_SECONDS)
+    assert [line["mode"] for line in resumed] == ON_CPU
+    for line, whole in zip(resumed, straight, strict=True):
+        assert line["losses"] == whole["losses"][2:]
 
 
-def test_saving_again_always_leaves_a_whole_checkpoint(one_process, task, tmp_path, monkeypatch):
-    found, remove = [], shutil.rmtree
+def test_saving_again_always_leaves_a_whole_checkpoint(one_process, folder, tmp_path, monkeypatch):
+    task = task_of(model="faulty:dropping")
+    trainer, other = (Trainer("fsdp", task.make_model(), task.loss_sum) for _ in range(2))
+    found, remove, write = [], shutil.rmtree, FileSystemWriter.write_data
 
     def looking(function, *given, **options):
-        found.append((last_complete(tmp_path) / ".metadata").exists())
-        function(*given, **options)
-        found.append((last_complete(tmp_path) / ".metadata").exists())
+        found.append(load(last_complete(tmp_path), other))
+        result = function(*given, **options)
+        found.append(load(last_complete(tmp_path), other))
+        return result
 
     def removing(path, **options):
-        (Path(path) / ".metadata").unlink(missing_ok=True)  # it may be stopped there
+        for part in Path(path).glob("*.distcp"):
+            part.unlink()  # it may be stopped there
         looking(remove, path, **options)
 
-    trainer = Trainer("fsdp", task.make_model(), task.loss_sum)
+    def stopping(*given):
+        looking(write, *given)
+        raise KeyboardInterrupt
+
     first = save(tmp_path, trainer, 1)
+    replaced = first.with_suffix(".replaced")
     monkeypatch.setattr(os, "rename", partial(looking, os.rename))
     monkeypatch.setattr(shutil, "rmtree", removing)
     trainer(task.part(0, 1, 0))
-    assert save(tmp_path, trainer, 1) == first and len(found) >= 6 and all(found)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointException):
+        patch.setattr(FileSystemWriter, "write_data", stopping)
+        save(tmp_path, trainer, 1)
+    assert last_complete(tmp_path) == replaced
+    assert save(tmp_path, trainer, 1) == first and not replaced.exists()
+    replaced.mkdir()
+    (replaced / "part").touch()  # left by a save that was stopped while it deleted
+    assert save(tmp_path, trainer, 1) == first
+    assert len(found) >= 16 and set(found) == {1}
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 

@@ -1,10 +1,9 @@
-"""Sharded checkpoints by `torch.distributed.checkpoint`.
+"""Sharded checkpoints by `torch.distributed.checkpoint`, in one folder per step.
 
-Each rank writes its part, and any number of ranks can read them. A checkpoint is written to a
-folder `step-00000010.incomplete`, which is renamed once all ranks have finished. If a process is
-killed before that, no folder has the name of a complete checkpoint, and the previous one is used.
-An older checkpoint of the same step is renamed to `step-00000010.replaced` meanwhile, and deleted
-afterwards, so a complete checkpoint exists at every moment.
+Each rank writes its part, and any number of ranks can read them. PyTorch writes the file
+`.metadata` once all ranks have finished, so a folder without it is not a complete checkpoint. An
+older checkpoint of the same step is renamed to `step-00000010.replaced` before the new one is
+written, and deleted afterwards, so a complete checkpoint exists at every moment.
 
 A checkpoint holds parameters, Adam's state, the step, and each rank's random generator states.
 """
@@ -16,7 +15,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as states
@@ -32,23 +30,19 @@ _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
     """Write a checkpoint after `step` steps; all ranks call this and see the same folder."""
-    complete = Path(folder) / f"step-{step:08}"
-    unfinished, replaced = complete.with_suffix(".incomplete"), complete.with_suffix(".replaced")
+    checkpoint = Path(folder) / f"step-{step:08}"
+    replaced = checkpoint.with_suffix(".replaced")
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    random = _by_rank(RandomState([trainer.device]))
-    dcp.save({**_state(trainer), **random, "step": step}, checkpoint_id=unfinished)
-    dist.barrier()  # waits until all ranks have written their parts
-    if dist.get_rank() == 0:
-        if complete.exists():
+        if (checkpoint / ".metadata").exists():
             shutil.rmtree(replaced, ignore_errors=True)
-            complete.rename(replaced)
-        unfinished.rename(complete)
+            checkpoint.rename(replaced)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    dist.barrier()  # no rank writes before the older checkpoint has been renamed
+    random = _by_rank(RandomState([trainer.device]))
+    dcp.save({**_state(trainer), **random, "step": step}, checkpoint_id=checkpoint)
+    if dist.get_rank() == 0:
         shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
-    return complete
+    return checkpoint
 
 
 def last_complete(folder: Path | str) -> Path:
@@ -58,7 +52,8 @@ def last_complete(folder: Path | str) -> Path:
         ValueError: The folder has no complete checkpoint.
     """
     names = re.compile(r"step-\d{8,}(\.replaced)?")
-    found = [path for path in Path(folder).glob("step-*") if names.fullmatch(path.name)]
+    complete = [path.parent for path in Path(folder).glob("step-*/.metadata")]
+    found = [path for path in complete if names.fullmatch(path.name)]
     # If two are of the same step, the new one comes last, after the one that it replaces.
     found.sort(key=lambda path: (int(path.stem.removeprefix("step-")), not path.suffix))
     if not found:
@@ -77,19 +72,15 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
     Raises:
         ValueError: Names or shapes differ; the message names the first difference.
     """
-    saved = _metadata(checkpoint)
-    saved_shapes = {
+    saved = {
         name.removeprefix("model."): tuple(entry.size)
-        for name, entry in saved.items()
+        for name, entry in _metadata(checkpoint).items()
         if name.startswith("model.")
     }
-    model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in sorted({*saved_shapes, *model_shapes}):
-        if saved_shapes.get(name) != model_shapes.get(name):
-            actual, expected = (
-                f"{shapes[name]}" if name in shapes else "nothing"
-                for shapes in (saved_shapes, model_shapes)
-            )
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted({*saved, *own}):
+        actual, expected = (shapes.get(name, "nothing") for shapes in (saved, own))
+        if actual != expected:
             raise ValueError(
                 f"resume must be a checkpoint of this model, got {str(checkpoint)!r}, in which"
                 f" {name} is {actual} instead of {expected}"
@@ -107,9 +98,12 @@ def load(checkpoint: Path, trainer: Trainer) -> int:
     own = {name: tensor for name, tensor in _by_rank(random).items() if name in saved}
     state = {**_state(trainer), **own, "step": 0}
     dcp.load(state, checkpoint_id=checkpoint)  # overwrites the tensors of `state`
-    states.set_model_state_dict(trainer.model, state["model"])
-    states.set_optimizer_state_dict(
-        trainer.model, trainer.local, state["optimizer"], options=_BY_NAME
+    states.set_state_dict(
+        trainer.model,
+        trainer.local,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_BY_NAME,
     )
     random.restore()
     return int(state["step"])
@@ -127,6 +121,5 @@ def _by_rank(random: RandomState) -> dict[str, Tensor]:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     """Return the trainer's state with its sharding; Adam's state is created if needed."""
-    with torch.no_grad():
-        optimizer = states.get_optimizer_state_dict(trainer.model, trainer.local, options=_BY_NAME)
-        return {"model": states.get_model_state_dict(trainer.model), "optimizer": optimizer}
+    model, optimizer = states.get_state_dict(trainer.model, trainer.local, options=_BY_NAME)
+    return {"model": model, "optimizer": optimizer}
