@@ -14,7 +14,7 @@ from patience import HANGS_SECONDS
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.distributed.torchrun import IMPORTED_ONCE, IN_LAUNCHER
+from course_lib.distributed.training.torchrun import IMPORTED_ONCE, IN_LAUNCHER
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 from course_lib.workload import Source, Workload

@@ -25,7 +25,7 @@ from course_lib.budget.rates import RATES
 from course_lib.budget.search import InfeasibleBudget
 from course_lib.budget.techniques.micro_batches import counts_by_split, counts_of_batch
 from course_lib.distributed.prediction import predict
-from course_lib.distributed.tasks import task_of
+from course_lib.distributed.training.tasks import task_of
 from course_lib.workload import Workload, samples_of
 
 WIDTH, CLASSES = 8, 3

@@ -49,7 +49,7 @@ from course_lib.distributed import (
 )
 from course_lib.distributed import __main__ as command
 from course_lib.distributed.prediction import fake_rank
-from course_lib.distributed.sharded_checkpoint import check_fits
+from course_lib.distributed.training.sharded_checkpoint import check_fits
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
 
 ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]

@@ -145,6 +145,15 @@ def test_dependencies_point_one_way():
     assert [problem for name in modules() for problem in wrong_ways(name)] == []
 
 
+def test_formulas_and_predictions_of_ranks_do_not_import_the_training():
+    package, found = "course_lib.distributed", []
+    for name in ("formulas", "measurement", "modes", "prediction"):
+        found += [(name, to) for to, _ in imports(f"{package}.{name}")]
+    # the package itself would import any of its modules
+    bad = [each for each in found if re.fullmatch(rf"{package}(\.training.*)?", each[1])]
+    assert bad == [] and ("prediction", f"{package}.modes") in found
+
+
 def test_no_module_reaches_itself_through_its_imports():
     """Imports for types alone do not count, because they never run."""
     found = {name: {module for module, _ in imports(name, types=False)} for name in modules()}

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .measurement import CommunicationCounter, RankUsage, Watch
     from .modes import Trainer
     from .prediction import predict
-    from .sharded_checkpoint import last_complete, load, save
-    from .tasks import task_of
-    from .torchrun import launch, process_group, train
+    from .training.sharded_checkpoint import last_complete, load, save
+    from .training.tasks import task_of
+    from .training.torchrun import launch, process_group, train
 
 __all__ = [
     "MODES",
@@ -49,9 +49,9 @@ _MODULES = {
     "measurement": ("CommunicationCounter", "RankUsage", "Watch"),
     "modes": ("Trainer",),
     "prediction": ("predict",),
-    "sharded_checkpoint": ("last_complete", "load", "save"),
-    "tasks": ("task_of",),
-    "torchrun": ("launch", "process_group", "train"),
+    "training.sharded_checkpoint": ("last_complete", "load", "save"),
+    "training.tasks": ("task_of",),
+    "training.torchrun": ("launch", "process_group", "train"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -44,8 +44,8 @@ from course_lib.distributed.formulas import STATE, STEP_BYTES, Shapes, shapes_of
 from course_lib.distributed.measurement import RankUsage, Watch
 from course_lib.distributed.modes import LossSum
 from course_lib.distributed.prediction import fake_rank
-from course_lib.distributed.tasks import Task, task_of
-from course_lib.distributed.torchrun import process_group
+from course_lib.distributed.training.tasks import Task, task_of
+from course_lib.distributed.training.torchrun import process_group
 
 TENSOR_MODES = ("tp", "tp-sp")
 #: Ends of the names of parameters that are cut. Norms are whole on every rank, and so are the

@@ -15,12 +15,12 @@ from course_lib.distributed import (
     task_of,
 )
 from course_lib.distributed.formulas import Shapes, ring_bytes
-from course_lib.distributed.tasks import BATCH, DECODER, SEQUENCE, Task
 from course_lib.distributed.tensor_parallel import (
     predict_tensor,
     tensor_held_bytes,
     tensor_sent_bytes,
 )
+from course_lib.distributed.training.tasks import BATCH, DECODER, SEQUENCE, Task
 from course_lib.memory import symbolic
 from course_lib.models import Decoder
 from course_lib.teaching import Table, table, text

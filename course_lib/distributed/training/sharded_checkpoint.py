@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from course_lib._torch import RandomState
 
-from .modes import Trainer
+from ..modes import Trainer
 
 # State is saved by parameter name, so that it can be loaded with other shares per rank (zero1).
 _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from course_lib.labels import say, text, verbatim
 from course_lib.symbolic import symbolic
 
-from .formulas import STATE, held_bytes, sent_bytes, shapes_of
-from .measurement import RankUsage, Watch
-from .modes import Trainer
+from ..formulas import STATE, held_bytes, sent_bytes, shapes_of
+from ..measurement import RankUsage, Watch
+from ..modes import Trainer
 from .sharded_checkpoint import check_fits, last_complete, load, save
 from .tasks import Task
 
@@ -262,7 +262,7 @@ def launch(
             "--run-path",
             "--start-method",
             "fork",
-            str(Path(__file__).with_name(f"{file}.py")),
+            str(Path(__file__).parents[1] / f"{file}.py"),
         ]
     command = [
         sys.executable,
