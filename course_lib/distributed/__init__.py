@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from .measurement import CommunicationCounter, RankUsage, Watch
     from .modes import Trainer
     from .prediction import predict
+    from .training.loop import train
     from .training.sharded_checkpoint import last_complete, load, save
     from .training.tasks import task_of
-    from .training.torchrun import launch, process_group, train
+    from .training.torchrun import launch, process_group
 
 __all__ = [
     "MODES",
@@ -49,9 +50,10 @@ _MODULES = {
     "measurement": ("CommunicationCounter", "RankUsage", "Watch"),
     "modes": ("Trainer",),
     "prediction": ("predict",),
+    "training.loop": ("train",),
     "training.sharded_checkpoint": ("last_complete", "load", "save"),
     "training.tasks": ("task_of",),
-    "training.torchrun": ("launch", "process_group", "train"),
+    "training.torchrun": ("launch", "process_group"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

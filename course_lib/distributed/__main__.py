@@ -30,8 +30,9 @@ from course_lib._origin import (
 )
 from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, held_bytes, shapes_of
 from course_lib.distributed.prediction import predict
+from course_lib.distributed.training.loop import checkpoint_to_resume, train
 from course_lib.distributed.training.tasks import Task, check_divides, task_of
-from course_lib.distributed.training.torchrun import checkpoint_to_resume, process_group, train
+from course_lib.distributed.training.torchrun import process_group
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
 from course_lib.memory import MemoryBudgetExceeded
