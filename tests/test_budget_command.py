@@ -399,7 +399,7 @@ def test_every_sentence_of_an_error_in_the_catalog_is_said_in_chinese_by_a_comma
     said = [refused(capfd, *given.split())[1][0] for given, _ in IN_BOTH_LANGUAGES]
     assert said[0].startswith("错误：参数 --budget：") and "'80Gob' 里的 'Gob'" in said[0]
     monkeypatch.setattr(ranks_command.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(ranks_command, "end_with", lambda parent: None)
+    monkeypatch.setattr(ranks_command, "end_with_torchrun", lambda: None)
     monkeypatch.setattr(ranks_command.os, "_exit", sys.exit)
     for given in OF_RANKS:
         monkeypatch.setattr(sys, "argv", ["command", *given.split()])

@@ -50,6 +50,7 @@ from course_lib.distributed import (
 from course_lib.distributed import __main__ as command
 from course_lib.distributed.prediction import fake_rank
 from course_lib.distributed.training.sharded_checkpoint import check_fits
+from course_lib.distributed.training.torchrun import end_with
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
 
 ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
@@ -644,9 +645,7 @@ def test_newest_checkpoint_has_the_largest_step_and_not_the_last_name(tmp_path):
     assert last_complete(tmp_path).name == "step-100000000"
 
 
-def test_an_interrupt_while_saving_leaves_no_process_and_the_last_checkpoint(
-    folder,
-):
+def test_an_interrupt_while_saving_leaves_no_process_and_the_last_checkpoint(folder):
     """It comes while rank 1 is in the middle of its second checkpoint."""
     psutil = pytest.importorskip("psutil")
     saved = folder / "interrupted"
@@ -682,7 +681,7 @@ def test_a_rank_whose_torchrun_was_killed_ends(monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    command.end_with(7)
+    end_with(7)
     assert ended == [1] and list(parents) == []  # after as long as its parent was there
 
 

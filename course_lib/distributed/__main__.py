@@ -32,7 +32,7 @@ from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, he
 from course_lib.distributed.prediction import predict
 from course_lib.distributed.training.loop import checkpoint_to_resume, train
 from course_lib.distributed.training.tasks import Task, check_divides, task_of
-from course_lib.distributed.training.torchrun import process_group
+from course_lib.distributed.training.torchrun import end_with_torchrun, process_group
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
 from course_lib.memory import MemoryBudgetExceeded
@@ -166,23 +166,17 @@ def arguments() -> argparse.ArgumentParser:
 @record  # reports an error to torchrun, which ends the other ranks
 @silence_operator_log()
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits torchrun's handler
+    end_with_torchrun()
     signal.signal(signal.SIGINT, _interrupt)
     args = arguments().parse_args()
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
         modes = _modes(args.mode)
         for name in ("steps", "micro_batches", "every", "ranks"):
             if getattr(args, name) is not None:
                 whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
         _check_together(args)
-        task = task_of(
-            args.config,
-            args.model,
-            batch=args.batch,
-            sequence=args.sequence,
-            unequal=args.unequal,
-        )
+        sizes = {name: getattr(args, name) for name in ("batch", "sequence", "unequal")}
+        task = task_of(args.config, args.model, **sizes)
         options = _options(args)
         budgets = _budgets(args.budget, modes)
         with symbolic():
@@ -211,19 +205,12 @@ def main() -> None:
     if RANK == 0:
         _warn_about_root(shapes, modes)
     for mode in modes:
-        options |= {
-            "save_to": args.save and Path(args.save) / mode,
-            "every": args.every,
-            "device": device,
-        }
+        options |= {"save_to": args.save and Path(args.save) / mode, "every": args.every}
+        options |= {"resume": checkpoints[mode], "budget_bytes": budgets.get(mode)}
         with _report_cause_first():
-            bounds = {"resume": checkpoints[mode], "budget_bytes": budgets.get(mode)}
-            run = train(task, mode, args.steps, say=_print_status, **bounds, **options)
+            run = train(task, mode, args.steps, device=device, say=_print_status, **options)
         if RANK == 0:
-            print(
-                json.dumps(run.as_dict(args.details)) if args.json else run,
-                flush=True,
-            )
+            print(json.dumps(run.as_dict(args.details)) if args.json else run, flush=True)
     group.__exit__(None, None, None)
 
 
@@ -359,27 +346,11 @@ def _predict(
         held = [sum(each.values()) for each in held_bytes(shapes, mode, args.ranks)]
         rank = held.index(max(held))  # rank 0, except with zero1
         part = partial(task.part, 0, args.ranks, rank)
-        usage = predict(
-            task.make_model,
-            part,
-            task.loss_sum,
-            mode,
-            args.ranks,
-            rank=rank,
-            split=task.split,
-            **options,
-        )
-        line = {
-            "mode": mode,
-            "ranks": args.ranks,
-            "predicted": usage.held,
-            "peak_bytes": usage.peak_bytes,
-        }
-        line |= {
-            "at_peak": usage.at_peak,
-            "flops": usage.flops,
-            "communicated": {"predicted": usage.sent_bytes},
-        }
+        options |= {"rank": rank, "split": task.split}
+        usage = predict(task.make_model, part, task.loss_sum, mode, args.ranks, **options)
+        line = {"mode": mode, "ranks": args.ranks, "predicted": usage.held}
+        line |= {"peak_bytes": usage.peak_bytes, "at_peak": usage.at_peak, "flops": usage.flops}
+        line["communicated"] = {"predicted": usage.sent_bytes}
         if args.json:
             print(json.dumps({**line, "seconds": time.perf_counter() - start}), flush=True)
             continue
@@ -406,13 +377,6 @@ def _refuse(message: str, status: int = 2) -> NoReturn:
         flush=True,
     )
     os._exit(status)
-
-
-def end_with(parent: int) -> None:
-    """End this rank if its torchrun was killed."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 if __name__ == "__main__":

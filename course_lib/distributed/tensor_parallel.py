@@ -17,9 +17,6 @@ arXiv:2205.05198 (sequence parallelism).
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -45,7 +42,7 @@ from course_lib.distributed.measurement import RankUsage, Watch
 from course_lib.distributed.modes import LossSum
 from course_lib.distributed.prediction import fake_rank
 from course_lib.distributed.training.tasks import Task, task_of
-from course_lib.distributed.training.torchrun import process_group
+from course_lib.distributed.training.torchrun import end_with_torchrun, process_group
 
 TENSOR_MODES = ("tp", "tp-sp")
 #: Ends of the names of parameters that are cut. Norms are whole on every rank, and so are the
@@ -258,10 +255,7 @@ def measure(task: Task, mode: str, whole: Mapping[str, Tensor]) -> dict[str, Any
 
 
 def main() -> None:
-    from course_lib.distributed.__main__ import end_with
-
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_torchrun()
     with process_group("gloo"):
         task = task_of()
         whole = whole_gradients(task)

@@ -133,15 +133,9 @@ def train(
             if step - start + 1 == min(steps, METERED):
                 watching.close()
             if rank == 0:
-                done = {"step": step + 1 - start, "steps": steps, "loss": f"{losses[-1]:.4f}"}
-                say(
-                    text(
-                        "{mode} on {ranks} ranks: step {step} of {steps}, loss {loss}",
-                        mode=verbatim(mode),
-                        ranks=ranks,
-                        **done,
-                    )
-                )
+                done = {"mode": verbatim(mode), "ranks": ranks, "step": step + 1 - start}
+                done |= {"steps": steps, "loss": f"{losses[-1]:.4f}"}
+                say(text("{mode} on {ranks} ranks: step {step} of {steps}, loss {loss}", **done))
             if save_to is not None and (
                 step + 1 == start + steps or (every and (step + 1) % every == 0)
             ):

@@ -98,16 +98,8 @@ def task_of(
         ValueError: The file or the function cannot be found or used, or arguments cannot be
             combined.
     """
-    options = [
-        name
-        for name, value in (
-            ("config", config),
-            ("batch", batch),
-            ("sequence", sequence),
-            ("unequal", unequal),
-        )
-        if value
-    ]
+    values = {"config": config, "batch": batch, "sequence": sequence, "unequal": unequal}
+    options = [name for name, value in values.items() if value]
     if model is not None:
         if options:
             raise ValueError(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,19 @@ def process_group(backend: str | None = None):
     dist.destroy_process_group()
 
 
+def end_with_torchrun() -> None:
+    """Let SIGTERM end this rank, and end the rank if its torchrun was killed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def end_with(parent: int) -> None:
+    """Wait until this process has another parent, then end it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def launch(
     ranks: int,
     *arguments: str,
@@ -105,22 +121,10 @@ def launch(
     if sys.platform == "linux" and not torch.cuda.is_available():
         launcher = ["-c", IN_LAUNCHER.format(modules=", ".join((script, *IMPORTED_ONCE)))]
         file = "__main__" if script == "course_lib.distributed" else script.rpartition(".")[2]
-        run = [
-            "--run-path",
-            "--start-method",
-            "fork",
-            str(Path(__file__).parents[1] / f"{file}.py"),
-        ]
-    command = [
-        sys.executable,
-        *launcher,
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *run,
-        *arguments,
-        "--json",
-    ]
+        path = Path(__file__).parents[1] / f"{file}.py"
+        run = ["--run-path", "--start-method", "fork", str(path)]
+    command = [sys.executable, *launcher, "--standalone", "--nproc-per-node", str(ranks)]
+    command += [*run, *arguments, "--json"]
     # torch.jit is disabled, because nothing here uses it
     environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
