@@ -11,7 +11,7 @@ from fuzz_cases import DIFFERENT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._torch import not_collecting
+from course_lib._torch.steps import not_collecting
 from course_lib.budget import Estimate, InfeasibleBudget, Rates, Recipe, estimate, fit, run
 from course_lib.models import Decoder, random_tokens
 

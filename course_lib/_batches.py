@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ._check import describe, must_be, whole
-from ._torch import items_in, map_tensors, tensors_in
+from ._torch.tensors import items_in, map_tensors, tensors_in
 
 #: Function (batch, parts) -> a list of `parts` batches.
 Split = Callable[[Any, int], Sequence[Any]]

@@ -19,6 +19,13 @@ from types import FrameType, ModuleType
 
 import torch
 
+from ._torch.symbolic import (
+    LOG,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
 LIBRARY = f"{Path(__file__).parent}{os.sep}"
 PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
@@ -26,8 +33,7 @@ INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 CELL = re.compile(r"ipykernel_|<ipython-input")
 REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_fake = torch._subclasses.fake_tensor
-NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 # messages of errors that Python code raises if it reads the values of a symbolic tensor
 _NEEDS_NUMBERS = re.compile(
     r"\.numpy\(\) is not supported|FakeTensor\.__format__|data is not allocated yet"
@@ -54,7 +60,7 @@ INITIALIZE = (
     "Give the layer its sizes, as nn.Linear(8, 4) does instead of nn.LazyLinear(4); or call the"
     f" model once inside make_model, and {MEASURE}"
 )
-_SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_SYMBOLIC_LOG = logging.getLogger(LOG)
 
 
 def origin(error: BaseException) -> traceback.FrameSummary | None:
@@ -273,7 +279,7 @@ def _tensors_and_operators_refused() -> Iterator[None]:
                 f"the step runs {operator[1]}{place_of(error)}, which has no symbolic kernel;"
                 f" register one with torch.library.register_fake, or {MEASURE}"
             )
-        elif isinstance(error, _fake.UnsupportedOperatorException):
+        elif isinstance(error, UnsupportedOperatorException):
             sentence = (
                 f"the step runs {error.func}{place_of(error)}, which has no symbolic kernel;"
                 f" {MEASURE}"

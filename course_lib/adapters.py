@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from course_lib._check import describe, one_of, whole
-from course_lib._torch import is_symbolic
+from course_lib._torch.symbolic import is_symbolic
 
 BASES = ("fp32", "bf16", "int8", "nf4", "nf4-double")
 

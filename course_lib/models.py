@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib._check import whole
-from course_lib._torch import is_symbolic
+from course_lib._torch.symbolic import is_symbolic
 
 
 @contextmanager

@@ -43,7 +43,7 @@ _OUTSIDE = _words(
     publish requests runpy shutil socket sqlite3 subprocess sys tempfile threading _thread
     traceback tracemalloc unittest urllib mock _os _sys _io benchmark bdb cProfile codeop copyreg
     ctypeslib doctest f2py fx library _library package pdb rundocs runstring timeit _C
-    _dynamo _inductor formatwarning showwarning
+    _dynamo _inductor _torch formatwarning showwarning
     """
 )
 _BUILTINS = _words(
@@ -58,7 +58,8 @@ _MACHINERY = re.compile(
     r"|_getframe|_current_frames|attrgetter|methodcaller|_check|_hints|_make_subclass"
     r"|bltns|get_type_hints|ForwardRef|evaluate_forward_ref|make_dataclass|singledispatch(method)?"
     r"|CodeType|FunctionType|CompilationUnit|Formatter|update_wrapper"
-    r"|_disable_\w+|unset_fake_temporarily|_pop_mode\w*|_?DisableTorch\w*|_disabled_torch\w*)"
+    r"|_disable_\w+|disable_current_modes|unset_fake_temporarily|_pop_mode\w*"
+    r"|_?DisableTorch\w*|_?disabled_torch\w*)"
 )
 _HARMLESS = _dunders(
     """

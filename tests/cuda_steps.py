@@ -14,7 +14,8 @@ from measured import feasible
 from test_estimate_equals_run import CASES, options_of
 from torch import nn
 
-from course_lib._torch import map_tensors, not_collecting
+from course_lib._torch.steps import not_collecting
+from course_lib._torch.tensors import map_tensors
 from course_lib.budget import Recipe, build
 from course_lib.budget.step import default_dtype, make_state, micro_batches_of, run_micro_batches
 from course_lib.memory import MemoryMeter

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from course_lib._torch import not_collecting
+from course_lib._torch.steps import not_collecting
 from course_lib.budget import Estimate, InfeasibleBudget, Recipe, estimate, run
 from course_lib.budget.extrapolate import BlockExtrapolator, NotComposable
 from course_lib.memory import CATEGORIES

@@ -34,7 +34,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils.checkpoint import checkpoint as pytorch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from course_lib._torch import map_tensors, tensors_in
+from course_lib._torch.tensors import map_tensors, tensors_in
 from course_lib.checkpoint import readable
 from course_lib.checkpoint.comparison import ComparedFunction, Comparison
 from course_lib.checkpoint.repeatable import BlockState, Repeatable

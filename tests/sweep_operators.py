@@ -51,7 +51,7 @@ from torch.testing._internal.opinfo import core as opinfo_core
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib._torch import map_tensors, tensors_in
+from course_lib._torch.tensors import map_tensors, tensors_in
 from course_lib.memory import MemoryMeter, symbolic
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -24,7 +24,7 @@ from test_configs import GPT_2, LLAMA_3_8B, MIXTRAL, QWEN_3_8B, QWEN_25_HALF_B, 
 from test_matrix import MODELS, TABLE
 from torch import nn
 
-from course_lib._torch import map_tensors, tensors_in
+from course_lib._torch.tensors import map_tensors, tensors_in
 from course_lib.budget import Recipe, estimate, fit, run
 from course_lib.budget.extrapolate import MANY
 from course_lib.configs import model_from

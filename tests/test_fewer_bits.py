@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from course_lib._torch import tensors_in
+from course_lib._torch.tensors import tensors_in
 from course_lib.budget import Recipe, estimate, run
 from course_lib.lessons import lesson_07
 from course_lib.lessons.lesson_01 import with_adapters

@@ -653,6 +653,8 @@ REACHES = [
     ("import warnings\nwarnings.formatwarning('', UserWarning, 'x', 1)", "uses formatwarning"),
     ("from torch.utils._python_dispatch import _disable_current_modes", "imports torch.utils"),
     ("import torch.utils._python_dispatch as d\nd._disable_current_modes()", "uses _disable_curr"),
+    ("from course_lib._torch.modes import dispatch_modes", "imports course_lib._torch"),
+    ("import course_lib.models as m\nm.disable_current_modes()", "uses disable_curr"),
     ("n = next(n for n in x if lesson_01.check_meter(n))", "tries answers with a check"),
     ("x = lesson_01.check_meter", "tries answers with a check"),
     ("from typing import get_type_hints", "imports typing.get_type_hints"),

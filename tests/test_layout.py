@@ -36,7 +36,7 @@ CORE |= {"adapters", "distributed", "budget"}
 ALLOWED = {
     "_batches": {"_check", "_torch"},
     "_check": set(),
-    "_origin": set(),
+    "_origin": {"_torch"},
     "_torch": {"_check"},
     "_hugging_face_losses": {"_batches", "_check", "_torch"},
     "labels": set(),

@@ -21,7 +21,7 @@ from answers.lesson_08 import HELD, stages
 from torch import nn
 
 from course_lib import lessons
-from course_lib._torch import is_symbolic
+from course_lib._torch.symbolic import is_symbolic
 from course_lib.attention import kernels
 from course_lib.budget import Recipe, estimate
 from course_lib.checkpoint import checkpoint_blocks

@@ -21,7 +21,7 @@ from training_steps import (
     train,
 )
 
-from course_lib._torch import tensors_in
+from course_lib._torch.tensors import tensors_in
 from course_lib.memory import MemoryMeter, measure
 from course_lib.models import Decoder, random_tokens
 

@@ -14,7 +14,7 @@ from sweep_operators import LAYOUTS, Finding, check_results, findings
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib._torch import tensors_in
+from course_lib._torch.tensors import tensors_in
 from course_lib.budget import Recipe, estimate, run
 from course_lib.memory import symbolic
 

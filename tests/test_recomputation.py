@@ -19,7 +19,8 @@ pytest.importorskip("expecttest", reason="PyTorch's operator database needs expe
 from sweep_gradients import UNCHANGED, WAYS, compare
 from sweep_operators import VERDICTS, findings
 
-from course_lib._torch import attributes_of, saved_value_may_differ
+from course_lib._torch.autograd import saved_value_may_differ
+from course_lib._torch.modules import attributes_of
 from course_lib.budget import Recipe, build, train_step
 from course_lib.checkpoint import checkpoint_blocks, comparison
 from course_lib.checkpoint.comparison import Sketch

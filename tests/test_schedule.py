@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.chains import random_chain
-from course_lib._torch import look_of
+from course_lib._torch.modules import look_of
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, DecoderLayer, loss_stages, random_tokens
 from course_lib.schedule import (

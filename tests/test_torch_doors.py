@@ -1,7 +1,7 @@
 """What the library uses of PyTorch that is private or undocumented: torch has each of these names,
 and where a new version could change what it does without an error, that is tested.
 
-This is the checklist for a new torch.
+This is the checklist for a new torch. Its private modules are named only in `course_lib/_torch/`.
 """
 
 import ast
@@ -11,6 +11,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -46,7 +47,7 @@ DOORS = [
     ("torch._C", "_storage_Use_Count"),
     ("torch._C.DispatchKey", "ADInplaceOrView BackendSelect"),
     ("torch._C._TorchDispatchModeKey", "FAKE"),
-    ("torch._C._autograd", "_get_sequence_nr _top_saved_tensors_default_hooks"),
+    ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
     ("torch._C._dynamo", "guards"),
     ("torch._C._functions", "AccumulateGrad"),
     ("torch._C._profiler._EventType", "Allocation"),
@@ -60,6 +61,7 @@ DOORS = [
     ("torch._prims_common", "make_contiguous_strides_for suggest_memory_format"),
     ("torch._subclasses.fake_tensor", "DataDependentOutputException FakeCopyMode FakeTensor"),
     ("torch._subclasses.fake_tensor", "DynamicOutputShapeException FakeTensorMode"),
+    ("torch._subclasses.fake_tensor", "UnsupportedOperatorException"),
     (FAKE, "_is_param constant fake_device fake_mode"),
     (MODE, "_allow_unsafe_data_ptr_access fake_tensor_converter.add_constant_storage_mapping"),
     (MODE, "fake_tensor_converter.from_real_tensor"),
@@ -131,7 +133,8 @@ def private(names):
 def private_names():
     """Private names that the library defines, those that it uses, and those in its strings."""
     paths = [path for path in LIBRARY.rglob("*.py") if "fonts" not in path.parts]
-    own, used, strings = {path.stem for path in paths}, set(), set()
+    own = {name for path in paths for name in (path.stem, path.parent.name)}
+    used, strings = set(), set()
     for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -162,6 +165,76 @@ def test_the_table_lists_the_private_names_that_the_library_uses():
     assert sorted(found - listed - OTHERS) == []
     # of the names of saved tensors the library has the beginnings
     assert sorted(listed - own - used - strings) == ["_raw_saved_self", "_saved_self"]
+
+
+# ---- the modules
+
+
+def private_module(path):
+    """The first private module on a path, or None. Namespaces of operators do not count."""
+    parts = path.split(".")
+    for count, part in enumerate(parts, 1):
+        place = ".".join(parts[:count])
+        if private([part]) and not place.startswith("torch.ops."):
+            try:
+                if isinstance(resolve_name(place), ModuleType):
+                    return place
+            except (ImportError, AttributeError):  # a word of a sentence, or another version's name
+                return None
+    return None
+
+
+def private_modules(source):
+    """Private modules of torch that code imports, reaches through attributes, or has as strings."""
+    nodes = [*ast.walk(ast.parse(source))]
+    imported = [("torch", "torch")]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imported += [(alias.asname or "torch", alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            aliases = node.names
+            imported += [
+                (each.asname or each.name, f"{node.module}.{each.name}") for each in aliases
+            ]
+    paths = [path for _, path in imported]
+    of_name = {name: path for name, path in imported if name != "torch"} | {"torch": "torch"}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            paths.append(node.value)
+        elif isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            paths.append(f"{of_name.get(first)}.{rest}")
+    return {private_module(path) for path in paths if path.startswith("torch.")} - {None}
+
+
+# It imports only torch, so that it can be copied alone.
+ALONE = LIBRARY / "checkpoint" / "readable.py"
+
+
+def test_one_package_names_the_private_modules_of_torch():
+    paths = [path for path in LIBRARY.rglob("*.py") if path.parent.name != "_torch"]
+    found = {path: private_modules(path.read_text("utf-8")) for path in paths}
+    assert found.pop(ALONE)
+    assert {path: modules for path, modules in found.items() if modules} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("import torch._dynamo as dynamo", "torch._dynamo"),
+        ("from torch import _C", "torch._C"),
+        ("def f():\n    from torch.utils._pytree import tree_map", "torch.utils._pytree"),
+        ("hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)", "torch._C"),
+        ("import torch.distributed as dist\ndist._tools.mod_tracker", "torch.distributed._tools"),
+        ("from torch import testing as t\nt._internal", "torch.testing._internal"),
+        ("sys.modules.get('torch._inductor.codecache')", "torch._inductor"),
+        ("from torch.overrides import _get_current_function_mode_stack", None),
+        ("torch._foreach_mul_(x, 2), torch.autograd._profiler_enabled()", None),
+        ("torch.ops._c10d_functional.all_reduce, torch.ops.aten._to_copy.default", None),
+    ],
+)
+def test_a_private_module_is_found(source, module):
+    assert private_modules(source) == {module} - {None}
 
 
 # ---- operators

@@ -6,7 +6,7 @@ parameters, gradients and optimizer state do not depend on the number of micro-b
 therefore a constant number of bytes, plus a fixed number of bytes per sample of a micro-batch.
 Lesson 05 explains accumulation.
 
-To use this package alone, copy it together with `_batches.py`, `_check.py` and `_torch.py`.
+To use this package alone, copy it together with `_batches.py`, `_check.py` and `_torch/`.
 """
 
 from .._batches import split

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._check import describe, one_of
-from .._torch import is_symbolic
+from .._torch.symbolic import is_symbolic
 
 
 class Ranks:

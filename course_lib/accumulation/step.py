@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from .._batches import ALLOWS_BATCH_NORM, mixes_samples
 from .._check import describe, kind, one_of, positive
-from .._torch import check_in_training, check_no_closure, is_symbolic, random_numbers_undone
+from .._torch.generators import random_numbers_undone
+from .._torch.steps import check_in_training, check_no_closure
+from .._torch.symbolic import is_symbolic
 from .ranks import Ranks
 
 NARROW = (torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ plain torch or in Triton. `online_softmax` is the softmax over blocks of columns
 possible. `attention_cost` counts the FLOPs and the bytes moved of both kinds of attention. Lesson
 06 explains them.
 
-To use this package alone, copy it together with `_check.py` and `_torch.py`.
+To use this package alone, copy it together with `_check.py` and `_torch/`.
 """
 
 from .costs import AttentionCost, attention_cost

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from course_lib import _check
-from course_lib._torch import is_symbolic
+from course_lib._torch.symbolic import is_symbolic
 
 from . import symbolic, tiled
 

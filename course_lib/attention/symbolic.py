@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
-from course_lib._torch import counted_kind
+from course_lib._torch.modes import disable_current_modes
+from course_lib._torch.symbolic import counted_kind
 
 from . import tiled
 from .tiled import Options
@@ -98,7 +98,7 @@ def _replace_tiles(
         # A copy of this package needs the meter only for estimates.
         from course_lib.memory import MemoryMeter
 
-        with _disable_current_modes(), q.fake_mode, MemoryMeter(device=q.device) as meter:
+        with disable_current_modes(), q.fake_mode, MemoryMeter(device=q.device) as meter:
             run_last_tiles(queries, keys, options)
         trace = meter.trace(events=False)
         _peaks[key] = trace.peak_bytes, trace.peak_operator if meter.operator_count else ""

@@ -17,6 +17,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from course_lib._torch.modes import dispatch_mode_count
+
 # A pass with fewer scores takes about as long as waking a thread.
 MIN_SCORES_FOR_THREADS = 2**18
 
@@ -56,9 +58,7 @@ def _operators_observed() -> bool:
     miss operators that run in other threads.
     """
     return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.autograd._profiler_enabled()
+        torch.compiler.is_compiling() or dispatch_mode_count() or torch.autograd._profiler_enabled()
     )
 
 

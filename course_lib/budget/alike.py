@@ -11,10 +11,11 @@ from operator import is_not
 from typing import Any
 
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib._torch import RandomState, items_in, tensors_in
+from course_lib._torch.generators import RandomState
+from course_lib._torch.modes import TorchDispatchMode
+from course_lib._torch.symbolic import detect_fake_mode
+from course_lib._torch.tensors import items_in, tensors_in
 
 from .hugging_face import without_cache
 from .loss import LossSum, loss_of

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from course_lib._torch import look_of
+from course_lib._torch.modules import look_of
 
 
 def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:

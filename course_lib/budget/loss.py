@@ -23,7 +23,8 @@ from course_lib._hugging_face_losses import (
     takes_arguments,
     wrapped_in,
 )
-from course_lib._torch import check_gradients_enabled, is_symbolic
+from course_lib._torch.steps import check_gradients_enabled
+from course_lib._torch.symbolic import is_symbolic
 from course_lib.symbolic.views import views_by_geometry
 
 from .stages import CHAINED, runs_stages, staged_loss

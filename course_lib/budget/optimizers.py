@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from course_lib._check import one_of, whole
-from course_lib._torch import counted_kind, is_symbolic
+from course_lib._torch.symbolic import FakeTensor, counted_kind, is_symbolic
 from course_lib.checkpoint.blocks import names_of
 
 LR = 1e-3

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from course_lib._batches import Split
 from course_lib._origin import MEASURE
-from course_lib._torch import counted_kind, look_of, not_collecting, tensors_in
+from course_lib._torch.modules import look_of
+from course_lib._torch.steps import not_collecting
+from course_lib._torch.symbolic import counted_kind
+from course_lib._torch.tensors import tensors_in
 from course_lib.attention.symbolic import TILES
 from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter

@@ -27,7 +27,7 @@ from course_lib._batches import Split, parts_of, samples_to_split
 from course_lib._batches import split as cut
 from course_lib._check import any_of
 from course_lib._hugging_face_losses import GIVE_LOSS_SUM
-from course_lib._torch import tensors_in
+from course_lib._torch.tensors import tensors_in
 from course_lib.budget.growth import Irregular
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.memory import CATEGORIES, Trace

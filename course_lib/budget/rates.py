@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from course_lib._check import number, positive, whole
-from course_lib._torch import wait_for
+from course_lib._torch.devices import wait_for
 from course_lib.distributed.formulas import ring_bytes
 from course_lib.labels import join_labels, text, verbatim
 from course_lib.options import parse_name

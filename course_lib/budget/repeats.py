@@ -17,11 +17,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from course_lib._torch import attributes_of, tensors_in
+from course_lib._torch.autograd import current_node
+from course_lib._torch.modules import attributes_of
+from course_lib._torch.symbolic import FakeTensor
+from course_lib._torch.tensors import tensors_in
 from course_lib.memory.categories import CategoryTracker
 from course_lib.memory.timeline import CATEGORIES, Ledger, Record
 from course_lib.symbolic.shape_cache import Outline, extent, make_fake
@@ -116,7 +117,7 @@ class Repeats:
         kind = self.kinds[stage]
         if kind is None:
             return None
-        in_backward = torch._C._current_autograd_node() is not None
+        in_backward = current_node() is not None
         return kind, context, in_backward, tuple(map(self._state, given))
 
     def _state(self, tensor: Tensor) -> Hashable:
@@ -175,7 +176,7 @@ class Repeats:
     def _replay_record(self, found: ForwardRun) -> Tensor:
         """Add the moments of an earlier equal run to the ledger, and return a new output."""
         ledger, usage = self.ledger, self.usage
-        usage.inputs(None, (), {}, torch._C._current_autograd_node())
+        usage.inputs(None, (), {}, current_node())
         ledger.bury()
         start = len(ledger.operators)
         ledger.operators += found.operators[: found.born + 1]

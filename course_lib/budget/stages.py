@@ -24,7 +24,10 @@ from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
 from course_lib._hugging_face_losses import takes_arguments
-from course_lib._torch import autocast_of, is_symbolic, kind_of, look_of, tensors_in
+from course_lib._torch.modes import autocast_of
+from course_lib._torch.modules import kind_of, look_of
+from course_lib._torch.symbolic import is_symbolic
+from course_lib._torch.tensors import tensors_in
 from course_lib.checkpoint.comparison import ComparedFunction, Comparison
 from course_lib.checkpoint.repeatable import BlockState, Repeatable
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal

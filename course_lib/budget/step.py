@@ -14,12 +14,9 @@ from torch.overrides import TorchFunctionMode
 from course_lib._batches import Split, parts_of, samples_in
 from course_lib._check import any_of, describe, kind
 from course_lib._origin import INITIALIZE, UNINITIALIZED
-from course_lib._torch import (
-    check_in_training,
-    check_no_closure,
-    is_symbolic,
-    tensors_in,
-)
+from course_lib._torch.steps import check_in_training, check_no_closure
+from course_lib._torch.symbolic import is_symbolic
+from course_lib._torch.tensors import tensors_in
 from course_lib.accumulation import AccumulatedStep, StepResult
 from course_lib.checkpoint.blocks import names_of
 from course_lib.offload import OffloadedOptimizer

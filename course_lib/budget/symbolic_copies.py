@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import describe
-from course_lib._torch import check_in_training, check_no_closure
+from course_lib._torch.modes import disable_current_modes
+from course_lib._torch.steps import check_in_training, check_no_closure
 from course_lib.checkpoint.blocks import blocks_in_place
 from course_lib.symbolic.quantization import copy_parameter_subclasses, is_parameter_subclass
 
@@ -251,7 +251,7 @@ class _Copies(TorchFunctionMode):
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise TypeError(f"a tensor of PyTorch's own class is needed, not {describe(tensor)}")
         # Symbolic tensors are on the CPU, also those of an estimate for a GPU.
-        with _disable_current_modes():
+        with disable_current_modes():
             shared = tensor.untyped_storage()._cdata in self._storages
             if not (tensor.is_floating_point() or tensor.is_complex() or shared):
                 return tensor.detach().to("cpu", copy=True)

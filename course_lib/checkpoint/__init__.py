@@ -18,7 +18,7 @@ statistics a second time. Lesson 02 shows this, with a `context_fn` that prevent
 reentrant and the non-reentrant mode and selective checkpointing. Nothing else in the library uses
 it.
 
-To use this package alone, copy it together with `_check.py` and `_torch.py`.
+To use this package alone, copy it together with `_check.py` and `_torch/`.
 """
 
 from .blocks import CheckpointedBlocks, checkpoint_blocks

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import version
+from .._torch.tensors import version
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _WITHOUT_PARTS = (*_PLAIN, Tensor, type, ModuleType, FunctionType)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .._check import describe, kind, whole
+from .._torch.autograd import are_functorch_transforms_active
 from .comparison import STATE_PRESERVED, ComparedFunction, Comparison, FirstComparison
 from .policies import ListedOperators, Policy
 from .repeatable import BlockState, Repeatable
@@ -233,7 +234,7 @@ class CheckpointedBlocks(BlocksInPlace):
             contexts = partial(create_selective_checkpoint_contexts, self._given_policy)
             options = {} if self._given_policy is None else {"context_fn": contexts}
             return checkpoint(function, args, kwargs, use_reentrant=False, **options)
-        if torch._C._are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             warnings.warn(
                 f"{self.names[i]} runs without a checkpoint inside a transform of torch.func, so"
                 " its activations are kept",

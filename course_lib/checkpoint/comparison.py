@@ -17,10 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError
 
-from .._torch import saved_value_may_differ, writes_after_saving
+from .._torch.autograd import (
+    current_node,
+    saved_value_may_differ,
+    top_saved_tensors_hooks,
+    writes_after_saving,
+)
+from .._torch.modes import disable_current_modes
 from .arguments import ObjectArguments
 
 # (pack, unpack), the arguments of `torch.autograd.graph.saved_tensors_hooks`
@@ -139,7 +144,7 @@ class ComparedFunction:
         self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = top_saved_tensors_hooks(False)
         if self.has_run or hooks is None:  # without hooks, no checkpoint is around the function
             return self.function(*args, **kwargs)
         self.has_run = True
@@ -183,7 +188,7 @@ class ComparingHooks:
     def _check_complete(self, position: int) -> None:
         """Raise an error if early stop ended the recomputation before this tensor was written."""
         last = position == self.count - 1
-        if last and writes_after_saving(torch._C._current_autograd_node()):
+        if last and writes_after_saving(current_node()):
             self.comparison.fail(
                 "its last operator is rrelu in training mode, which fills its noise only after it"
                 " has saved it, and the recomputation stops when everything is saved",
@@ -194,7 +199,7 @@ class ComparingHooks:
     @torch._disable_dynamo
     def _compare(self, packed: list[Any], tensor: Tensor) -> None:
         position, first, _ = packed
-        if first is None or saved_value_may_differ(torch._C._current_autograd_node(), tensor):
+        if first is None or saved_value_may_differ(current_node(), tensor):
             return
         name = f"tensor {position} saved for backward"
         if difference := self.comparison.difference(first, tensor, name):
@@ -224,7 +229,7 @@ def checksum(tensor: Tensor) -> Any:
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
         return None
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         tensor = tensor.detach()
         tensor = tensor.conj() if tensor.is_conj() else tensor
         tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
@@ -278,7 +283,7 @@ class Sketch:
 
     def differs(self, other: Sketch) -> bool:
         # Modes that follow the block's operators, such as selective checkpointing, must not see it.
-        with _disable_current_modes():
+        with disable_current_modes():
             values = torch.stack([self.sum, other.sum, self.square]).tolist()
         value, other_value, square = values
         if not np.isfinite(values).all():

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from .._torch import WRITES_AFTER_SAVING
+from .._torch.autograd import WRITES_AFTER_SAVING
 
 
 class Policy:

@@ -29,7 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from .._torch import map_tensors, modes_when_recomputed, tensors_in, torch_func_refused
+from .._torch.autograd import torch_func_refused
+from .._torch.modes import modes_when_recomputed
+from .._torch.tensors import map_tensors, tensors_in
 from .comparison import Comparison, checksum
 from .state import StateBefore
 

@@ -24,9 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from .._torch import Namespace, ObserverMode, RandomState, attributes_of, is_symbolic, version
+from .._torch.generators import RandomState
+from .._torch.modes import ObserverMode, disable_current_modes
+from .._torch.modules import Namespace, attributes_of
+from .._torch.symbolic import is_symbolic
+from .._torch.tensors import version
 
 # ---- random numbers
 
@@ -249,7 +252,7 @@ class ModuleState:
             RuntimeError: The first run changed an attribute that shares its memory with another
                 tensor, and copies of the two would not share memory.
         """
-        with _disable_current_modes():
+        with disable_current_modes():
             for tensor in self.tensors:
                 tensor.drop_unchanged()
         changed = [
@@ -369,11 +372,11 @@ class StateBefore:
         drawing = _RandomOperatorDetector() if symbolic else nullcontext()
         modules = self.modules = ModuleState(self.block, buffers=self.buffers)
         self.running = statistics_of(self.block)
-        with _disable_current_modes():  # hides generator states from meters and symbolic modes
+        with disable_current_modes():  # hides generator states from meters and symbolic modes
             generators = _GeneratorStates((*_GLOBAL, *modules.generators))
         yield drawing
         modules.drop_unchanged()
-        with _disable_current_modes():
+        with disable_current_modes():
             generators.drop_unchanged()
             if self.random is not None:
                 drew = drawing.seen if symbolic else self.random != RandomState([device])
@@ -384,7 +387,7 @@ class StateBefore:
     def repeat(self, last: bool = False) -> Iterator[Any]:
         """Restore the state before the first run, and after the `with` block the current state."""
         current_random = None if self.random is None else RandomState(self.random.devices)
-        with _disable_current_modes():
+        with disable_current_modes():
             current = self.generators.current()
             self.generators.restore()
         statistics = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
@@ -397,7 +400,7 @@ class StateBefore:
             with torch.no_grad():
                 for buffer, value in statistics:
                     buffer.copy_(value)
-            with _disable_current_modes():
+            with disable_current_modes():
                 current.restore()
             if current_random is not None:
                 current_random.restore()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib._torch import ObserverMode, tensors_in
+from course_lib._torch.modes import ObserverMode
+from course_lib._torch.tensors import tensors_in
 from course_lib.memory import MemoryMeter
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.memory.storages import storages_of

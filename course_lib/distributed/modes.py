@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib._batches import Split, parts_of
 from course_lib._check import one_of
+from course_lib._torch.ranks import checkpoint_wrapper
 from course_lib.accumulation import AccumulatedStep
 from course_lib.checkpoint import checkpoint_blocks
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import whole
-from course_lib._torch import not_collecting
+from course_lib._torch.modes import disable_current_modes
+from course_lib._torch.steps import not_collecting
 from course_lib.symbolic import symbolic
 
 from .formulas import REPLICATED
@@ -122,9 +122,8 @@ SHAPES = "_propagate_tensor_meta_non_cached"
 @contextmanager
 def fake_rank(ranks: int, rank: int) -> Iterator[None]:
     """Use symbolic tensors, and a process group that sends nothing, inside the block."""
-    from torch.distributed._tools import fake_collectives  # noqa: F401 - registers kernels
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from course_lib._torch.dtensor import ShardingPropagator
+    from course_lib._torch.fake_group import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError(
@@ -133,7 +132,7 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
     propagate = getattr(ShardingPropagator, SHAPES)
 
     def propagate_unmeasured(*args):
-        with _disable_current_modes():
+        with disable_current_modes():
             return propagate(*args)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

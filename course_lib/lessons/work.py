@@ -6,8 +6,7 @@ machine.
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from course_lib._torch.modes import TorchDispatchMode
 from course_lib.teaching.exercises import WrongAnswer
 
 

@@ -6,7 +6,7 @@ these numbers. `CachingAllocator` follows PyTorch's rules for the memory that a 
 addition. Lesson 01 explains them.
 
 To use the meter alone, copy it together with `symbolic/`, `_check.py`, `_origin.py` and
-`_torch.py`.
+`_torch/`.
 """
 
 import importlib

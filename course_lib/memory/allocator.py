@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
-from torch._C._profiler import _EventType
 from torch.autograd.profiler import record_function
 
-from .._torch import ObserverMode
+from .._torch.devices import EventType
+from .._torch.modes import ObserverMode
 
 _MARK = "course_lib.memory: "
 
@@ -67,7 +67,7 @@ def _profile(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[s
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
-        if event.typed[0] == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+        if event.typed[0] == EventType.Allocation and event.extra_fields.device.type == "cpu":
             moves.append(
                 (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
             )

@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch import holders_of, tensors_among
+from .._torch.autograd import AccumulateGrad, current_node
+from .._torch.modes import WRAPPERS, TorchDispatchMode
+from .._torch.symbolic import FakeTensor, FakeTensorMode
+from .._torch.tensors import holders_of, tensors_among
 from ..symbolic import Symbolic
 from .compiler import BuffersForBackward
-from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of
+from .storages import held_by, hooks_active, saved_by, storages_of
 from .timeline import Ledger, Record
 
 ADD = torch.ops.aten.add.Tensor
@@ -283,7 +284,7 @@ def _of_a_mode(frame) -> bool:
 
 
 # This module, and those of the functions in which PyTorch wraps dispatch modes.
-_WRAPPERS = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._ops")
+_WRAPPERS = (__name__, *WRAPPERS)
 
 
 class OptimizerPhase:
@@ -318,7 +319,7 @@ class OptimizerPhase:
     def _begin_step(self, optimizer, args, kwargs) -> None:
         if self._outermost is None:
             self._outermost = optimizer
-            self._node = torch._C._current_autograd_node()
+            self._node = current_node()
 
     def _end_step(self, optimizer, args, kwargs) -> None:
         if self._outermost is optimizer:

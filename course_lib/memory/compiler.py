@@ -3,16 +3,16 @@ without an operator."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from .._torch.compiler import generated_modules, guards, load_eval_frame
+from .._torch.modes import TorchDispatchMode, dispatch_modes
 
 # Functions with which TorchInductor's generated code allocates buffers. A generated module binds
 # each of these functions of `torch._C._dynamo.guards` to the same name without its underscore.
@@ -39,19 +39,18 @@ def buffers_of_generated_code(
     def wrap(allocate: Callable) -> Callable:
         def call(*args: Any) -> torch.Tensor:
             buffer = allocate(*args)
-            if mode in _get_current_dispatch_mode_stack():
+            if mode in dispatch_modes():
                 made(buffer.untyped_storage())
             return buffer
 
         return call
 
-    source = torch._C._dynamo.guards
-    own = {name: getattr(source, name) for name in _ALLOCATES if hasattr(source, name)}
+    own = {name: getattr(guards, name) for name in _ALLOCATES if hasattr(guards, name)}
     counted = {name: wrap(function) for name, function in own.items()}
 
     def bind(functions: dict[str, Callable]) -> None:
         for name, function in functions.items():
-            for module in _generated_modules():
+            for module in generated_modules():
                 if name.removeprefix("_") in vars(module):
                     setattr(module, name.removeprefix("_"), function)
 
@@ -60,7 +59,7 @@ def buffers_of_generated_code(
         with ExitStack() as stack:
             for name, function in counted.items():
                 # Code that is generated inside the block binds this function.
-                stack.enter_context(patch.object(source, name, function))
+                stack.enter_context(patch.object(guards, name, function))
             yield
     finally:
         bind(own)
@@ -93,17 +92,11 @@ class BuffersForBackward:
         return [record for record in records if record() is not None]
 
 
-def _generated_modules() -> list[ModuleType]:
-    codecache = sys.modules.get("torch._inductor.codecache")
-    return list(codecache.PyCodeCache.modules) if codecache is not None else []
-
-
 @contextmanager
 def compiled_calls(called: Callable[[], None]) -> Iterator[None]:
     """Call `called()` whenever a function made by `torch.compile` is called inside the block."""
     # This loads the compiler, as a meter's first operator does.
-    import torch._dynamo.eval_frame as dynamo
-
+    dynamo = load_eval_frame()
     chosen = dynamo._callback_from_stance
 
     def wrap(callback: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils.flop_counter import flop_registry
+
+from course_lib._torch.operators import HigherOrderOperator, OpOverload, run_and_save_rng_state
 
 _aten = torch.ops.aten
 # The fused attention of a CPU has no formula, so it is counted by the formula of a GPU's.

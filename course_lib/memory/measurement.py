@@ -14,19 +14,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DispatchKey
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 from course_lib.labels import join_labels, text, verbatim
 
 from .. import _check
-from .._torch import ObserverMode, is_symbolic, tensors_among, wait_for
+from .._torch.autograd import AccumulateGrad, current_node
+from .._torch.devices import wait_for
+from .._torch.modes import ObserverMode
+from .._torch.operators import DispatchKey
+from .._torch.symbolic import is_symbolic
+from .._torch.tensors import tensors_among
 from .allocator import allocator_peak, workspace_by_operator
 from .flops import own_formulas
 from .meter import MemoryMeter
 from .show import Table
 from .snapshot import Snapshot
-from .storages import AccumulateGrad, check_model_and_optimizer
+from .storages import check_model_and_optimizer
 
 _MOST_METERED = 4  # largest number of runs after the warm-up until two agree
 
@@ -265,7 +269,7 @@ class _Leaves(ObserverMode):
         self.meet = meet
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None and _returns_tensors(func):
             met = [
                 tensor

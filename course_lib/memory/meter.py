@@ -26,12 +26,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .._check import kind, whole
 from .._origin import own_line
-from .._torch import ObserverMode, is_symbolic
+from .._torch.autograd import current_node
+from .._torch.modes import DYNAMO, ObserverMode, disable_current_modes
+from .._torch.symbolic import FakeTensor, active_fake_mode, is_symbolic
 from .categories import IN_PLACE_WITHOUT_MODES, CategoryTracker, OptimizerPhase
 from .compiler import buffers_of_generated_code, compiled_calls
 from .flops import flops_of
@@ -307,7 +307,7 @@ class MemoryMeter(Figures, ObserverMode):
         self._ledger.add_all(self._belongings())
         if self.budget_bytes is not None and self.entry_bytes > self.budget_bytes:
             raise MemoryBudgetExceeded(ENTRY, 0, self.entry_bytes, self.budget_bytes)
-        self._usage.fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        self._usage.fake_mode = active_fake_mode()
         super().__enter__()
         self._optimizer_phase = OptimizerPhase(self._ledger)
         self._undo.callback(self._optimizer_phase.remove)
@@ -318,7 +318,7 @@ class MemoryMeter(Figures, ObserverMode):
         self._undo.enter_context(patch.object(torch.utils, "swap_tensors", swap))
         # Compiled code is watched only if it can run. A symbolic step calls none. In other steps
         # the compiler must be loaded, either before or by this meter's own operators.
-        if not is_symbolic() and ("torch._dynamo" in sys.modules or self._should_skip_dynamo()):
+        if not is_symbolic() and (DYNAMO in sys.modules or self._should_skip_dynamo()):
             self._undo.enter_context(buffers_of_generated_code(self, self._count_buffer))
             self._undo.enter_context(compiled_calls(self._called_compiled))
         if self._module_paths:
@@ -367,7 +367,7 @@ class MemoryMeter(Figures, ObserverMode):
             return NotImplemented
         ledger = self._ledger
         usage = self._usage
-        node = torch._C._current_autograd_node()
+        node = current_node()
         with ledger.lock:
             made_in, sources = usage.inputs(func, args, kwargs, node)
             taken_over = (
@@ -416,9 +416,9 @@ class MemoryMeter(Figures, ObserverMode):
 
     def _count_buffer(self, storage: torch.UntypedStorage) -> None:
         """Count a buffer that compiler-generated code has allocated."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         # Reading the parts of a sparse tensor runs operators, which do not belong to the step.
-        with _disable_current_modes(), self._ledger.lock:
+        with disable_current_modes(), self._ledger.lock:
             made_in, _ = self._usage.inputs(None, (), {}, node)
             self._begin_moment(COMPILED_CODE, node)
             # Compiled code reads its buffers without operators.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .storages import AccumulateGrad
+from .._torch.autograd import AccumulateGrad
 
 
 class ModulePaths(AbstractContextManager):

@@ -13,9 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import _check
-from .._torch import tensors_in, torch_func_refused
+from .._torch.autograd import AccumulateGrad, torch_func_refused
+from .._torch.tensors import tensors_in
 from .show import Table, bytes_text
-from .storages import AccumulateGrad, saved_names, storages_of
+from .storages import saved_names, storages_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def saved_tensors(
     packed: list[weakref.ref[_SavedTensor]] = []
 
     def pack(tensor: Tensor) -> _SavedTensor:
-        item = _SavedTensor(tensor, torch._C._autograd._get_sequence_nr() - 1)
+        item = _SavedTensor(tensor, torch.autograd._get_sequence_nr() - 1)
         packed.append(weakref.ref(item))
         return item
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import AllRandomState, Namespace
+from .._torch.generators import AllRandomState
+from .._torch.modules import Namespace
 
 
 class Snapshot:

@@ -11,14 +11,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from .._check import kind
-from .._torch import counted_kind, tensors_among, tensors_in
+from .._torch.autograd import top_saved_tensors_hooks
+from .._torch.modes import TorchDispatchMode, disabled_torch_dispatch, dispatch_modes
+from .._torch.symbolic import FakeTensor, counted_kind
+from .._torch.tensors import tensors_among, tensors_in
 from ..symbolic.quantization import quantization_state
-
-AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
@@ -85,7 +84,7 @@ def holds_bytes(tensor_type: type) -> bool:
     wrapper subclasses do."""
     if tensor_type is FakeTensor or tensor_type is Tensor:
         return True
-    plain = tensor_type.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    plain = tensor_type.__torch_dispatch__ is disabled_torch_dispatch
     return plain or issubclass(tensor_type, FakeTensor)
 
 
@@ -138,7 +137,7 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
 def hooks_active() -> bool:
     """Return whether saved-tensor hooks are active, such as those of non-reentrant checkpointing or
     of offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return top_saved_tensors_hooks(False) is not None
 
 
 @cache
@@ -197,7 +196,7 @@ def storages_without_operators(
         def call(*args):
             empty = [not args[0].nbytes()] if tell is resized else []
             result = function(*args)
-            if mode in _get_current_dispatch_mode_stack():
+            if mode in dispatch_modes():
                 tell(result.untyped_storage() if isinstance(result, Tensor) else result, *empty)
             return result
 

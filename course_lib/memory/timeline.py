@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from course_lib._torch.autograd import current_node
+
 from .storages import storages_of
 
 CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "temporary", "input")
@@ -278,7 +280,7 @@ class Ledger:
 
     def _moment(self) -> None:
         self.bury()
-        node = torch._C._current_autograd_node()
+        node = current_node()
         self.operators.append((NO_OPERATOR, "forward" if node is None else "backward"))
 
     def bury(self) -> None:

@@ -7,7 +7,7 @@ For CUDA tensors the lower tier is pinned host memory, with copies on side strea
 it is a file, which a small pool of threads writes and reads while the main thread computes.
 Offloading therefore runs on every machine. Lesson 04 explains how it works.
 
-To use this package alone, copy it together with `_check.py` and `_torch.py`.
+To use this package alone, copy it together with `_check.py` and `_torch/`.
 """
 
 from .activations import offload_activations

@@ -40,13 +40,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from course_lib._check import kind, whole
-from course_lib._torch import (
+from course_lib._torch.autograd import (
     check_torch_func,
-    elements_spanned,
-    is_symbolic,
+    current_graph_task_id,
+    current_node,
     torch_func_refused,
     writes_after_saving,
 )
+from course_lib._torch.symbolic import is_symbolic
+from course_lib._torch.tensors import elements_spanned
 
 from .device import Device
 from .stores import Guard, Reservation, Store, bytes_of, default_store, view_of
@@ -389,7 +391,7 @@ class _SavedStorage:
                 _CHANGED.format(shape=handle.view[1], when=" before it was offloaded")
             )
         # It may have been copied before the operator wrote it.
-        if self.reservation is not None and writes_after_saving(torch._C._current_autograd_node()):
+        if self.reservation is not None and writes_after_saving(current_node()):
             raise RuntimeError(
                 "rrelu in training cannot be combined with offload_activations, because it saves"
                 f" its noise, of shape {handle.view[1]}, before it draws it. Use leaky_relu, or run"
@@ -427,8 +429,8 @@ def _running_node() -> Any:
 
     The node itself is not returned, because a reference to it would keep its graph alive.
     """
-    node = torch._C._current_autograd_node()
-    return None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
+    node = current_node()
+    return None if node is None else (current_graph_task_id(), node._sequence_nr())
 
 
 def _has_storage(tensor: Tensor) -> bool:

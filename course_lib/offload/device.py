@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from course_lib._torch import is_symbolic
+from course_lib._torch.symbolic import is_symbolic
 
 
 class Device:

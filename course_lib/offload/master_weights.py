@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from course_lib._torch import is_symbolic
+from course_lib._torch.symbolic import is_symbolic
 
 from .device import Device
 from .stores import DiskStore, Store, SymbolicStore

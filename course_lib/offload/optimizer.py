@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import describe, kind, must_be, number, whole
-from course_lib._torch import needs_closure
+from course_lib._torch.steps import needs_closure
 
 from .device import Device
 from .master_weights import MasterWeights, StateOptions, is_large

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from course_lib._check import describe, kind, whole
-from course_lib._torch import map_tensors, tensors_in
+from course_lib._torch.tensors import map_tensors, tensors_in
 
 from .device import Device
 

@@ -9,7 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from course_lib._torch import holders_of, is_symbolic
+from course_lib._torch.symbolic import is_symbolic
+from course_lib._torch.tensors import holders_of
 
 from .master_weights import MasterWeights, StateOptions, is_large, pages
 from .stores import Reservation, StoreFull

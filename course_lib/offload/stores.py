@@ -22,12 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import whole
-from course_lib._torch import is_symbolic
+from course_lib._torch.modes import disable_current_modes
+from course_lib._torch.symbolic import FakeTensor, detect_fake_mode, is_symbolic
 
 from .device import Device
 
@@ -61,7 +59,7 @@ def view_of(
     version counter, so a tensor that is saved again, as in a backward pass that builds a graph,
     would not be recognized.
     """
-    with nullcontext() if is_symbolic(data) else _disable_current_modes():
+    with nullcontext() if is_symbolic(data) else disable_current_modes():
         data = data.detach().conj() if data.is_conj() else data.detach()
         data = torch._neg_view(data) if data.is_neg() else data
         if data.dtype != dtype:
@@ -153,7 +151,7 @@ class Reservation:
         storages = (spare or {}).get(self.nbytes)
         if storages:
             shape, stride, dtype, device = self._like
-            with _disable_current_modes():  # a meter has counted this memory already
+            with disable_current_modes():  # a meter has counted this memory already
                 empty = torch.empty(0, dtype=dtype, device=device)
                 tensor = empty.set_(storages.pop(), 0, shape, stride)
         else:  # allocated in this thread, so that a meter sees it
@@ -279,7 +277,7 @@ class SymbolicStore(Store):
         knows = getattr(detect_fake_mode(), "knows", None)
         reservation.place = None
         if knows is not None and knows(data):
-            with _disable_current_modes():
+            with disable_current_modes():
                 reservation.place = data.clone()
         return lambda: None
 

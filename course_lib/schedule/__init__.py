@@ -20,7 +20,7 @@ Source of the cost model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Opt
 for heterogeneous chains: how to train deep neural networks with limited memory" (Rotor),
 arXiv:1911.13214.
 
-To use this package alone, copy it together with `checkpoint/`, `_check.py` and `_torch.py`.
+To use this package alone, copy it together with `checkpoint/`, `_check.py` and `_torch/`.
 That is enough for chains given by hand. Measuring a chain and plotting a schedule also use other
 parts of the library.
 """

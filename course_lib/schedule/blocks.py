@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import describe, function, kind
-from course_lib._torch import autocast_of, kind_of, look_of, tensors_in
+from course_lib._torch.modes import autocast_of, graph_break
+from course_lib._torch.modules import kind_of, look_of
+from course_lib._torch.tensors import tensors_in
 from course_lib.checkpoint.blocks import BlocksInPlace, names_of
 
 from .actions import Backward, Schedule, simulate
@@ -113,7 +115,7 @@ class ScheduledBlocks(BlocksInPlace):
         if torch.compiler.is_dynamo_compiling():
             # With fullgraph=True the compiler raises an error here. Otherwise the blocks run
             # outside its graph.
-            torch._dynamo.graph_break(
+            graph_break(
                 "schedule_blocks runs blocks in the order of the schedule, also during backward,"
                 " which one graph cannot do; compile the blocks instead of the model, or leave out"
                 " fullgraph=True"

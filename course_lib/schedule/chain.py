@@ -17,21 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeCopyMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from course_lib._check import kind, number, whole
-from course_lib._torch import (
-    AllRandomState,
-    AutocastState,
-    attributes_of,
-    kind_of,
-    look_of,
-    tensors_in,
-    wait_for,
-)
+from course_lib._torch.devices import wait_for
+from course_lib._torch.generators import AllRandomState
+from course_lib._torch.modes import AutocastState, disable_current_modes
+from course_lib._torch.modules import attributes_of, kind_of, look_of
+from course_lib._torch.symbolic import FakeCopyMode, detect_fake_mode
+from course_lib._torch.tensors import tensors_in, tree_leaves
 from course_lib.checkpoint.state import ModuleState
 
 from .stages import (
@@ -221,7 +214,7 @@ def symbolic_chain(
 
     mode = detect_fake_mode()
     inside = mode is not None  # inside an estimate, which raises its own error instead
-    with _disable_current_modes():
+    with disable_current_modes():
         if mode is None:
             modules = [each for each in tree_leaves(probe) if isinstance(each, nn.Module)]
             on_gpu = any(p.is_cuda for module in modules for p in module.parameters())

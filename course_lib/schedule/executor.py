@@ -19,11 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from course_lib._check import kind
-from course_lib._torch import (
-    AutocastState,
-    modes_when_recomputed,
-    tensors_in,
-)
+from course_lib._torch.modes import AutocastState, modes_when_recomputed
+from course_lib._torch.tensors import tensors_in
 from course_lib.checkpoint.comparison import Comparison
 from course_lib.checkpoint.repeatable import BlockState
 

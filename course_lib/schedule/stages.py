@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import describe, function, kind, whole
-from course_lib._torch import map_tensors, tensors_in
+from course_lib._torch.tensors import map_tensors, tensors_in
 
 # ---- the checks of a stage and of the value between two stages
 

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import any_of, positive, whole
-from course_lib._torch import map_tensors
+from course_lib._torch.modes import disable_current_modes
+from course_lib._torch.tensors import map_tensors
 from course_lib.offload import Device
 
 from .lanes import draw_bytes, draw_lanes
@@ -290,7 +290,7 @@ class SimulatedDevice(_Streams):
         if self.holds(tensor):
             return tensor
         if self.host_memory.block_of(tensor) is None:
-            with _disable_current_modes():
+            with disable_current_modes():
                 tensor = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
         copy = self.log.new(self.memory, self.current(), tensor.shape, tensor.dtype)
         self.transfer(copy, tensor)
@@ -317,7 +317,7 @@ class SimulatedDevice(_Streams):
                 block.used_by.add(stream)  # PyTorch also records the streams of pinned memory
 
     def _copy(self, stream: Actor, target: Tensor, source: Tensor) -> None:
-        with _disable_current_modes(), self.log.run_early(stream, [target, source], [target]):
+        with disable_current_modes(), self.log.run_early(stream, [target, source], [target]):
             target.copy_(source)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from course_lib._torch import written_arguments
+from course_lib._torch.modes import TorchDispatchMode
+from course_lib._torch.operators import written_arguments
+from course_lib._torch.tensors import tree_map
 
 aten = torch.ops.aten
 #: Operators that write a tensor without reading it, although their schema does not show this.

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._torch import elements_spanned
+from course_lib._torch.modes import disable_current_modes
+from course_lib._torch.tensors import elements_spanned
 
 ACTORS = 512  # largest number of actors
 ROUNDED = 512  # block sizes are multiples of it (bytes), as in PyTorch's allocator
@@ -201,7 +201,7 @@ class Arena:
         block = self.block_of(tensor)
         if block is None:
             return tensor
-        with _disable_current_modes():
+        with disable_current_modes():
             bytes_ = torch.from_numpy(self.memory[block.start : block.start + block.nbytes])
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             return torch.empty(0, dtype=tensor.dtype).set_(bytes_.untyped_storage(), *place)
@@ -329,7 +329,7 @@ class AccessLog:
 
         The allocation counts as a write, so other actors must be ordered after it.
         """
-        with self.lock, _disable_current_modes():
+        with self.lock, disable_current_modes():
             pool = 0 if actor.name == HOST else actor.index
             tensor = (
                 arena.block(math.prod(shape) * dtype.itemsize, actor, pool).view(dtype).view(*shape)

@@ -7,9 +7,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from .._torch import is_symbolic
+from .._torch.symbolic import FakeTensor, is_symbolic
 from .quantization import is_quantized
 
 _apply = nn.Module._apply

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._prims_common import (
+
+from .._torch.operators import (
+    OpOverload,
     make_channels_last_strides_for,
     make_contiguous_strides_for,
     suggest_memory_format,
 )
-
-from .._torch import tensors_in
+from .._torch.tensors import tensors_in
 
 _aten = torch.ops.aten
 Dispatch = Callable[..., Any]  # (operator, types, args, kwargs) -> result on symbolic tensors

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import map_tensors
+from .._torch.tensors import map_tensors
 
 # Names of the functions that call an operator of `AT_FORALL_FP32`, of
 # `AT_FORALL_FP32_SET_OPT_DTYPE`, or `norm`. For example, `cross_entropy` calls `log_softmax`, and

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .._torch import autocast_of, map_tensors
+from .._torch.modes import autocast_of
+from .._torch.tensors import map_tensors
 from .cpu_kernels import Dispatch, make_result
 
 _aten = torch.ops.aten

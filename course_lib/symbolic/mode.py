@@ -14,10 +14,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .._torch import AllRandomState, map_tensors, tensors_among, tensors_in, written_arguments
+from .._torch.generators import AllRandomState
+from .._torch.modes import DYNAMO
+from .._torch.operators import OpOverload, written_arguments
+from .._torch.symbolic import FakeTensor, FakeTensorMode
+from .._torch.tensors import map_tensors, tensors_among, tensors_in
 from . import cpu_kernels, cuda_kernels, shape_cache
 from .conversion import apply_to_module
 from .cuda_kernels import Gpu
@@ -394,7 +396,7 @@ def _compiled_code_set_aside() -> Iterator[None]:
             return result
 
         # Nothing can be compiled before the compiler is loaded, and loading it takes seconds.
-        if "torch._dynamo" in sys.modules:
+        if DYNAMO in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         else:
             stack.enter_context(patch.object(torch, "compile", compile_and_disable))

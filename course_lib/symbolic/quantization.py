@@ -20,10 +20,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from .._torch import is_symbolic
+from .._torch.modes import disable_current_modes
+from .._torch.symbolic import FakeTensor, FakeTensorMode, is_symbolic
 
 _make_subclass = Tensor._make_subclass
 # On some CPUs bitsandbytes warns when it is imported without the package `kernels`, which it uses
@@ -55,7 +54,7 @@ def _adapt_bitsandbytes(mode: FakeTensorMode, stack: ExitStack) -> None:
     if functional is None or is_symbolic(functional.name2qmap.get("dynamic")):
         return
     # The table of double quantization, which bitsandbytes makes once per process.
-    with _disable_current_modes(), mode:  # it does not belong to a step that is metered
+    with disable_current_modes(), mode:  # it does not belong to a step that is metered
         table = torch.empty(256, dtype=torch.float32)
     stack.enter_context(patch.dict(functional.name2qmap, dynamic=table))
     if getattr(mode, "kind", "cpu") == "cuda":
@@ -80,7 +79,7 @@ def copy_parameter_subclasses(
     """
     for parameter in parameters:
         if is_parameter_subclass(type(parameter)) and id(parameter) not in memo:
-            with _disable_current_modes():
+            with disable_current_modes():
                 plain = parameter.detach()  # a tensor of PyTorch's own class
             bare = symbolic(plain)
             # Attributes may refer to the parameter, so the memo contains it before they are copied.

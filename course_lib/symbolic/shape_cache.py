@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .._torch import elements_spanned, tensors_in
+from .._torch.modes import DisableTorchDispatch
+from .._torch.symbolic import FakeTensor, FakeTensorMode, allow_data_pointers, refuse_data_pointers
+from .._torch.tensors import elements_spanned, tensors_in
 from . import cpu_kernels
 
 # Largest number of entries, after which the cache is cleared.
@@ -69,7 +70,7 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
         if func is _ITEM:
             return known.item()
         if len(args) == 2 and type(args[1]) in (int, float) and not kwargs:
-            with torch._C._DisableTorchDispatch():
+            with DisableTorchDispatch():
                 known.add_(args[1])
             return args[0]
     given: list[Tensor] = []
@@ -111,7 +112,7 @@ def _constant(mode: FakeTensorMode, number: Tensor) -> FakeTensor:
     """
     outline = Outline(None, number.size(), number.stride(), 0, number.dtype, number.device)
     result = make_fake(mode, outline, [])
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         result.constant = number.clone()
     mode.fake_tensor_converter.add_constant_storage_mapping(result)
     return result
@@ -229,7 +230,7 @@ def _recreate(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
 def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeTensor:
     """Make a `FakeTensor` with the attributes that PyTorch gives it, in a quarter of the time that
     PyTorch takes."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         if made.of is None:
             bare = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
         else:
@@ -241,8 +242,8 @@ def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeT
     tensor = Tensor._make_subclass(FakeTensor, bare, False, **like)
     # This setting allows access to the data pointer although there are no bytes behind it.
     if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+        allow_data_pointers(tensor)
     else:
-        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        refuse_data_pointers(tensor)
     vars(tensor).update(alike)
     return tensor

@@ -16,8 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from course_lib._torch.symbolic import FakeTensor
 
 
 def views_by_geometry() -> AbstractContextManager:

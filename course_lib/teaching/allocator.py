@@ -3,7 +3,9 @@
 import gc
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_lib._torch.devices import empty_caches
+from course_lib._torch.modes import TorchDispatchMode
 
 
 def release(device: torch.device) -> None:
@@ -11,9 +13,7 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.init()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", lambda: None)()  # frees cached pinned memory
+        empty_caches()
 
 
 class Allocator:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib._torch import wait_for
+from course_lib._torch.devices import wait_for
+from course_lib._torch.modes import TorchDispatchMode
 from course_lib.labels import text
 from course_lib.memory import measure
 from course_lib.models import Decoder, random_tokens, seed_generators

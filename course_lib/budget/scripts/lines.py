@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import describe
-from course_lib._torch import tensors_in
+from course_lib._torch.tensors import tensors_in
 from course_lib.budget.recipe import Recipe
 from course_lib.budget.step import model_of
 from course_lib.symbolic import symbolic

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._torch import AutocastState, autocast_of, tensors_in
+from course_lib._torch.modes import AutocastState, DisableTorchFunctionSubclass, autocast_of
+from course_lib._torch.tensors import tensors_in
 from course_lib.checkpoint import checkpointed_loss
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text
@@ -177,7 +178,7 @@ class Logits(Tensor):
         name = func.__name__
         kwargs = kwargs or {}
         if name in LOOKED_AT:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         logits = next(x for x in (*args, *kwargs.values()) if isinstance(x, Logits))
         if func is F.cross_entropy:

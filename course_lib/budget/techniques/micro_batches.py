@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from course_lib._batches import Split, has_samples, parts_of, samples_in, samples_to_split
-from course_lib._torch import tensors_in
+from course_lib._torch.tensors import tensors_in
 from course_lib.labels import text, verbatim
 from course_lib.labels.command import translated_error
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from course_lib._check import describe
-from course_lib._torch import counted_kind, map_tensors
+from course_lib._torch.symbolic import counted_kind
+from course_lib._torch.tensors import map_tensors
 from course_lib.labels import text
 from course_lib.symbolic.cuda_autocast import CudaCasts, in_fp32
 from course_lib.symbolic.quantization import is_quantized

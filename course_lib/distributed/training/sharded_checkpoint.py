@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as states
 from torch import Tensor, nn
 
-from course_lib._torch import RandomState
+from course_lib._torch.generators import RandomState
 
 from ..modes import Trainer
 

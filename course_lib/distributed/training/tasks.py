@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from course_lib._batches import Split, parts_of
 from course_lib._check import describe, whole
 from course_lib._hugging_face_losses import has_loss_sum, own_loss, takes_arguments
-from course_lib._torch import map_tensors
+from course_lib._torch.tensors import map_tensors
 from course_lib.models import Decoder, random_tokens
 from course_lib.symbolic import symbolic
 from course_lib.workload import model_of_config, named_function, samples_of

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_lib._torch.modes import DYNAMO
 from course_lib.labels import say, text
 
 # Modules that every rank would import otherwise. DTensor and fake tensors import `torch._dynamo`.
 IMPORTED_ONCE = (
     "course_lib.distributed.__main__",
-    "torch._dynamo",
+    DYNAMO,
     "torch.distributed.optim",
     "torch.distributed.run",
 )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from course_lib._torch.tensors import tree_leaves
 from course_lib.labels import join_labels, verbatim
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import draw_case, exercise, not_answered, right, wrong

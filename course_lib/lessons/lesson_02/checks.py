@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError
 
+from course_lib._torch.operators import OpOverload
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
 from course_lib.memory import MemoryMeter, symbolic
@@ -687,7 +688,7 @@ def check_policy(operators: Any) -> Verdict:
     """
     if not isinstance(operators, list | tuple | set | frozenset):
         return wrong("Return a list of operators.", exact=True)
-    if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
+    if not all(isinstance(operator, OpOverload) for operator in operators):
         return wrong(
             "Write each operator as in the example, `torch.ops.aten.gelu.default`.", exact=True
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from course_lib._torch.compiler import activation_memory_budget
 from course_lib.models import random_tokens
 from course_lib.teaching.experiments import (
     TINY,
@@ -108,7 +109,7 @@ def lines_of_a_script(
     }
     for variant, (options, budget) in budgets.items():
         torch.compiler.reset()  # otherwise one model's compiled code could serve the next
-        with torch._functorch.config.patch(activation_memory_budget=budget):
+        with activation_memory_budget(budget):
             step, model = _llama_step(device, tokens, options, vocabulary=vocabulary, **sizes)
             model.compile()
             found = peaks(variant, step, model=model) | seconds(device, {variant: step})

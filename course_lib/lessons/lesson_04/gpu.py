@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from course_lib._torch import wait_for
+from course_lib._torch.devices import wait_for
 from course_lib.offload import OffloadedOptimizer, offload_activations
 from course_lib.teaching.experiments import (
     TINY,

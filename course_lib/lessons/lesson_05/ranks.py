@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from course_lib._torch.modes import DYNAMO
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.models import Decoder, random_tokens
 
 # Modules that every rank would import otherwise. DDP imports `torch._dynamo`.
 IMPORTED_ONCE = (
-    "torch._dynamo",
+    DYNAMO,
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.nn.functional",
 )

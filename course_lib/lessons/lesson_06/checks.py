@@ -9,9 +9,9 @@ import numpy
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib._torch import tensors_in
+from course_lib._torch.modes import TorchDispatchMode
+from course_lib._torch.tensors import tensors_in
 from course_lib.labels import say
 from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Verdict, expect_number, text

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib._torch import tensors_in
+from course_lib._torch.modes import TorchDispatchMode
+from course_lib._torch.tensors import tensors_in
 from course_lib.lessons.work import WorkLimit
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, text

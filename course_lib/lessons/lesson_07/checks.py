@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from course_lib._torch import is_symbolic
+from course_lib._torch.symbolic import is_symbolic
 from course_lib.budget import Estimate, Recipe, estimate
 from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic

@@ -311,7 +311,7 @@ def as_rank_of(ranks: int) -> Iterator[None]:
 
     Bytes are right, but values are not.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from course_lib._torch.fake_group import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._hugging_face_losses import has_loss_sum, own_loss, samples_in
-from course_lib._torch import tensors_in
+from course_lib._torch.tensors import tensors_in
 from course_lib.accumulation import split
 from course_lib.budget import Recipe, estimate, run
 from course_lib.checkpoint.blocks import names_of

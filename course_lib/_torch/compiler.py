@@ -1,0 +1,27 @@
+"""Parts of the compiler; the functions load those that take seconds."""
+
+import sys
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import torch
+
+guards = torch._C._dynamo.guards
+
+
+def load_eval_frame() -> ModuleType:
+    """Load Dynamo, and return the module that calls compiled functions."""
+    import torch._dynamo.eval_frame
+
+    return torch._dynamo.eval_frame
+
+
+def generated_modules() -> list[ModuleType]:
+    """Return the modules that TorchInductor has generated."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    return list(codecache.PyCodeCache.modules) if codecache is not None else []
+
+
+def activation_memory_budget(budget: float) -> AbstractContextManager[None]:
+    """Return a context in which compiled functions keep this part of their activations."""
+    return torch._functorch.config.patch(activation_memory_budget=budget)

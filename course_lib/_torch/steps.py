@@ -1,0 +1,58 @@
+"""Requirements of a training step: its optimizer, gradients and garbage collector."""
+
+import gc
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .._check import describe
+
+
+def needs_closure(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> bool:
+    """Return whether `step` needs a closure that computes the loss, as for LBFGS."""
+    arguments = inspect.signature(optimizer.step).parameters.values()
+    return any(each.name == "closure" and each.default is each.empty for each in arguments)
+
+
+def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer's step runs forward and backward passes itself."""
+    if needs_closure(optimizer):
+        raise TypeError(
+            f"optimizer must step without a closure, got {describe(optimizer)}, whose step()"
+            " computes the loss itself. Call its step(closure) in a loop of your own"
+        )
+
+
+def check_in_training(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer is in evaluation mode, as schedule-free ones are before `train()`."""
+    if any(group.get("train_mode") is False for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer must be in training mode, got {describe(optimizer)} in evaluation mode."
+            " Call optimizer.train() before the step"
+        )
+
+
+def check_gradients_enabled() -> None:
+    """Raise if gradients are switched off, because a training step needs them."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients must be enabled for a training step, got a call inside torch.no_grad(),"
+            " torch.inference_mode() or torch.set_grad_enabled(False)"
+        )
+
+
+@contextmanager
+def not_collecting() -> Iterator[None]:
+    """Disable garbage collection inside the block.
+
+    Otherwise the collector would examine all symbolic tensors again in each of its runs.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

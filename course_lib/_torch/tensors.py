@@ -1,0 +1,116 @@
+"""Tensors: in containers, and in storages."""
+
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order.
+
+    Other objects are not searched.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for item in items_in(value):
+            yield from tensors_in(item)
+
+
+def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
+    """Return the tensors among an operator's arguments, and in lists and tuples among them.
+
+    This is faster than `tensors_in`, which also searches nested containers.
+    """
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
+
+
+def map_tensors(
+    function: Callable[[Any], Any],
+    value: Any,
+    *,
+    kinds: type | tuple[type, ...] = Tensor,
+    copied: tuple[type, ...] = (),
+) -> Any:
+    """Replace each tensor in `value` by `function(tensor)`.
+
+    A container without tensors is returned as the same object, unless it is of one of the types
+    `copied`.
+
+    Args:
+        function: Function of a tensor.
+        value: A tensor, or a container of tensors.
+        kinds: Types of the values that are replaced.
+        copied: Types of containers that are always copied.
+    """
+    if isinstance(value, kinds):
+        return function(value)
+    old = items_in(value)
+    new = [map_tensors(function, item, kinds=kinds, copied=copied) for item in old]
+    same = all(map(operator.is_, old, new)) and not isinstance(value, copied)
+    return value if same else _rebuild(value, new)
+
+
+def items_in(value: Any) -> Collection[Any]:
+    """Return the items of a list or tuple, the values of a mapping, or the fields of a dataclass.
+
+    Any other object has none.
+    """
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _rebuild(value: Any, items: list) -> Any:
+    """Return a new container of the same type as `value` with these items."""
+    if isinstance(value, tuple):
+        # torch.return_types take a list of items, unlike named tuples
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    result = copy.copy(value)  # keeps the type and other attributes of the object
+    if isinstance(value, list):
+        result[:] = items
+    # before dataclasses, because a Hugging Face output is a mapping and a dataclass
+    elif isinstance(value, Mapping):
+        for key, item in zip(value, items, strict=True):
+            result[key] = item
+    else:
+        for field, item in zip(dataclasses.fields(value), items, strict=True):
+            object.__setattr__(result, field.name, item)
+    return result
+
+
+def version(tensor: Tensor) -> int | None:
+    """Return the number of in-place changes of a tensor, or None for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def elements_spanned(tensor: Tensor) -> int:
+    """Count the elements from a tensor's first to its last in memory, including skipped ones.
+
+    The tensor must have at least one element.
+    """
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """Return the number of a storage's holders: the tensors that share it, and its Python object,
+    which counts as one holder or none, depending on the version of torch."""
+    return torch._C._storage_Use_Count(storage._cdata)
