@@ -9,7 +9,7 @@ from loops import by_hand, with_accelerate
 from scoreboard import COURSE, Row, compare, installed, missing
 
 from course_lib.accumulation import AccumulatedStep, split
-from course_lib.lessons.lesson_05 import on_ranks
+from course_lib.lessons.lesson_05.results import on_ranks
 from course_lib.models import Decoder, random_tokens
 
 WORK = "AdamW step of a decoder, 8 micro-batches"

@@ -57,10 +57,15 @@ class Library:
         self.texts = {name: path.read_text("utf-8") for name, path in self.paths.items()}
 
     def used_by(self, name: str) -> frozenset[str]:
-        """Return the modules that a module uses directly, and the packages that contain it."""
+        """Return the modules that a module uses directly, and the packages that contain it.
+
+        A package uses its `gpu`, which `course_lib.lessons.on_gpu` imports by the lesson's number.
+        """
         is_package = self.paths[name].name == "__init__.py"
         package = name if is_package else name.rpartition(".")[0]
-        return self._among(_modules_in(self.texts[name], package)) | self._among([package])
+        return self._among(_modules_in(self.texts[name], package)) | self._among(
+            [package, f"{package}.gpu"]
+        )
 
     def _among(self, names: Iterable[str]) -> frozenset[str]:
         return frozenset(names) & self.paths.keys()

@@ -68,6 +68,8 @@ _HARMLESS = _dunders(
     """
 )
 _LESSONS = Path(lessons.__file__).parent
+EXERCISES = "exercises"  # the name by which cells call a lesson's checks
+_FILE = re.compile(r"course_lib\.lessons\.lesson_\d\d\.[a-z]\w*")
 # Modules of the course in which the checks and their right results are.
 _CHECKING = frozenset(
     {"lessons", "teaching", "exercises"}
@@ -190,22 +192,30 @@ def _passes(value: ast.expr, foreign: set[str]) -> bool:
     return False
 
 
-def reaches(source: str, foreign: set[str], modules: Iterable[str] = ()) -> list[Reach]:
+def reaches(
+    source: str, foreign: set[str], modules: Iterable[str] = (), of_exercises: Iterable[str] = ()
+) -> list[Reach]:
     """Return the lines of a cell that reach beyond an answer, in their order.
 
     Args:
         foreign: Names that stand for objects of the course and of libraries (`foreign_names`).
         modules: Modules that the lesson imports, which its answers may import as well.
+        of_exercises: Names, other than checks, that the lesson's cells use of `exercises`.
     """
     try:
         tree = tree_of(source)
         allowed = set(modules)
+        files = {path.rpartition(".")[2] for path in allowed if _FILE.fullmatch(path)}
+        always = {"course_lib", EXERCISES}
+        inside = _inside_functions(tree)
         found = {
             Reach(getattr(node, "lineno", 1), what)
             for node, own in _with_own_names(tree)
-            for what in (*_reach(node, foreign - own, own), *_import(node, allowed))
+            for kept in [always if id(node) in inside else always | files]
+            for what in (*_reach(node, foreign - own, own, kept), *_import(node, allowed, kept))
         }
         found |= {Reach(line, "tries answers with a check") for line in _tries(tree)}
+        found |= {Reach(line, what) for line, what in _of_exercises(tree, {*of_exercises})}
     except _UNREADABLE:
         return [Reach(1, "is nested too deeply to be read")]
     return sorted(found, key=lambda each: (each.line, each.what))
@@ -223,12 +233,47 @@ def _tries(tree: ast.Module) -> Iterator[int]:
     while todo:
         node, repeated, is_used = todo.pop()
         if isinstance(node, ast.Attribute) and node.attr.startswith("check_"):
-            if _is_lesson(_last_name(node.value)) and (repeated or not is_used):
+            if _last_name(node.value) == EXERCISES and (repeated or not is_used):
                 yield node.lineno
         repeated |= isinstance(node, _REPEATED)
         for child in ast.iter_child_nodes(node):
             called = isinstance(node, ast.Call) and child is node.func
             todo.append((child, repeated, called or isinstance(node, ast.Attribute)))
+
+
+def _inside_functions(tree: ast.Module) -> set[int]:
+    """Return the ids of the nodes that bind only names of a function, which other cells never see.
+
+    With a `global` in the cell there are none.
+    """
+    nodes = [*ast.walk(tree)]
+    if any(isinstance(node, ast.Global) for node in nodes):
+        return set()
+    functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {id(node) for function in functions for each in function.body for node in ast.walk(each)}
+
+
+def _of_exercises(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, what) of each use of `exercises` other than its checks and the known names.
+
+    Under another name it could not be followed, so it is used with a dot behind it only.
+    """
+    names = {
+        id(node.value): node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _is_exercises(node.value)
+    }
+    for node in ast.walk(tree):
+        if _is_exercises(node):
+            name = names.get(id(node), "")
+            if not name:
+                yield node.lineno, f"passes {EXERCISES} on"
+            elif not name.startswith("check_") and name not in known:
+                yield node.lineno, f"uses {EXERCISES}.{name}, a part of the checks"
+
+
+def _is_exercises(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == EXERCISES and isinstance(node.ctx, ast.Load)
 
 
 def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
@@ -242,14 +287,14 @@ def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
         todo += [(child, own) for child in ast.iter_child_nodes(node)]
 
 
-def _reach(node: ast.AST, foreign: set[str], own: frozenset[str]) -> Iterator[str]:
+def _reach(node: ast.AST, foreign: set[str], own: frozenset[str], files: set[str]) -> Iterator[str]:
     """Yield how a node other than an import reaches beyond an answer."""
     match node:
         case ast.Name(id=name) if name in _BUILTINS - own:
             yield f"uses {name}"
         case ast.Name(id=name) if name in _OUTSIDE & foreign:
             yield f"uses {name}"
-        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) if _is_lesson(name):
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) if _is_lesson(name, files):
             yield f"changes {name}, which the lesson imports"
         case (
             ast.FunctionDef(name=str(name))
@@ -257,7 +302,7 @@ def _reach(node: ast.AST, foreign: set[str], own: frozenset[str]) -> Iterator[st
             | ast.ExceptHandler(name=str(name))
             | ast.MatchAs(name=str(name))
             | ast.MatchStar(name=str(name))
-        ) if _is_lesson(name):
+        ) if _is_lesson(name, files):
             yield f"changes {name}, which the lesson imports"
         case ast.Attribute(attr=name) if name in _OUTSIDE or _is_machinery(name):
             yield f"uses {name}"
@@ -329,7 +374,7 @@ def _has_computed_match_args(node: ast.stmt) -> bool:
     )
 
 
-def _import(node: ast.AST, allowed: set[str]) -> Iterator[str]:
+def _import(node: ast.AST, allowed: set[str], files: set[str]) -> Iterator[str]:
     """Yield how an import reaches beyond an answer."""
     if isinstance(node, ast.Import):
         pairs = [(alias.name, alias.asname or "") for alias in node.names]
@@ -344,6 +389,8 @@ def _import(node: ast.AST, allowed: set[str]) -> Iterator[str]:
         home = ".".join(parts[:-1]) if isinstance(node, ast.ImportFrom) else path
         inner = re.match(r"course_lib\.(lessons|teaching)", path)
         known = {path, home} & (allowed | _SINGLE)
+        if path.startswith("course_lib.lessons"):  # each name by itself, and under this name
+            known = {path} & allowed if isinstance(node, ast.ImportFrom) and not name else set()
         if (
             (parts[0] not in MODULES and not known)
             or (inner and not known)
@@ -352,12 +399,13 @@ def _import(node: ast.AST, allowed: set[str]) -> Iterator[str]:
             or any(_is_machinery(part) for part in parts)
         ):
             yield f"imports {path}"
-        if _is_lesson(name or parts[-1]) and not inner:
+        if _is_lesson(name or parts[-1], files) and not (inner and known):
             yield f"changes {name or parts[-1]}, which the lesson imports"
 
 
-def _is_lesson(name: str) -> bool:
-    return bool(re.fullmatch(r"lesson_\d\d|course_lib", name))
+def _is_lesson(name: str, files: set[str]) -> bool:
+    """Whether a name stands for a lesson, of this edition or an older one, or for a file of it."""
+    return name in files or bool(re.fullmatch(r"lesson_\d\d", name))
 
 
 def _is_machinery(name: str) -> bool:

@@ -202,7 +202,7 @@ def _downloads(stored: dict[str, Any], repository: str) -> Iterator[tuple[str, s
 
 
 #: Matches a cell that shows a table of claims.
-CLAIMS = re.compile(r"^(what_you_may_have_read|\w+\.(older|allocator)_claims)\(", re.M)
+CLAIMS = re.compile(r"^\w+\.(what_you_may_have_read|(older|allocator)_claims)\(", re.M)
 
 
 def _ready(path: Path, notebook: Any, language: str) -> Lesson:

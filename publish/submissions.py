@@ -29,10 +29,12 @@ from .cells import (
     read_lessons,
     without_solutions,
 )
-from .reading import Reach, foreign_names, reaches
+from .reading import EXERCISES, Reach, foreign_names, reaches
 from .student import check_of
 
 _LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has about 1 MB
+# A call of a check in an edition in which a lesson's package had all names.
+_OLDER = re.compile(r"^lesson_\d\d\.(check_\w+)\(", re.M)
 _INSTALLS = "install"  # id of a cell of the one-language edition, which installs the library
 
 
@@ -45,6 +47,7 @@ class Lesson:
         calls: Check -> the line that calls it.
         stubs: Check -> the cell of its exercise before anything is answered.
         imports: Modules that the cells import, of any library.
+        of_exercises: Names that the cells use of `exercises`.
     """
 
     number: str
@@ -52,6 +55,7 @@ class Lesson:
     calls: dict[str, str]
     stubs: dict[str, str]
     imports: frozenset[str]
+    of_exercises: frozenset[str]
 
 
 @dataclass
@@ -103,7 +107,8 @@ def lessons_of(notebooks: Path) -> dict[str, Lesson]:
         stubs = {check: cell.source for cell in cells if (check := check_of(cell))}
         calls = {check: _last_line(source) for check, source in stubs.items()}
         imports = frozenset(module for cell in cells for module in _imports(parse(cell.source)))
-        found[name[:2]] = Lesson(name[:2], cells, calls, stubs, imports)
+        used = frozenset(_of_exercises("\n".join(cell.source for cell in cells)))
+        found[name[:2]] = Lesson(name[:2], cells, calls, stubs, imports, used)
     return found
 
 
@@ -118,6 +123,11 @@ def _imports(tree: ast.AST) -> set[str]:
     return found
 
 
+def _of_exercises(code: str) -> set[str]:
+    """Return the names that code uses of `exercises`."""
+    return set(re.findall(rf"\b{EXERCISES}\.(\w+)", code))
+
+
 # --- what was handed in ---
 
 
@@ -127,7 +137,7 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     Outputs, and the course's solutions, which a learner's copy has, are taken out.
 
     Raises:
-        Problem: The file is not a notebook, or not a lesson.
+        Problem: The file is not a notebook, not a lesson, or of an older edition.
     """
     try:
         if not path.is_file():  # opening a pipe would wait for a writer
@@ -150,6 +160,10 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     lesson = lessons.get(f"{int(number[1]):02}") if number else None
     if lesson is None:
         raise Problem(f"It is not a lesson of this course; its title is {title[:60]!r}.")
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    if not lesson.calls.keys().isdisjoint(_OLDER.findall("\n".join(code))):
+        older = "It is of an older edition of the course: `make update` brings its answers into"
+        raise Problem(f"{older} the present one, which can be graded.", lesson.number)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -192,7 +206,7 @@ def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
             at = at_code[bare(cell.source)]
             continue
         at = at_check[check] if check else at_id.get(cell.get("id"), at)
-        if found := reaches(cell.source, foreign, lesson.imports):
+        if found := reaches(cell.source, foreign, lesson.imports, lesson.of_exercises):
             names = frozenset(names_in(cell.source)[0])
             changed = id_of(cell) != cell.get("id", "").partition("-")[0]
             held = Held(place + 1, names, found[0], changed)

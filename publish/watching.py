@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from course_lib.teaching import exercises
 
 from .fingerprint import OF_IPYTHON, fingerprints, function_of
-from .reading import FOOLING, VALUES
+from .reading import EXERCISES, FOOLING, VALUES
 
 _HOMES = (builtins, math, torch, nn.functional, torch.Tensor)
 _CHECKED = exercises.Exercise.__call__.__code__
@@ -123,14 +123,14 @@ def watch() -> None:
 def report(lesson: str, check: str, ticket: str) -> None:
     """Print a line of JSON: whether the check accepted its last answer, and what was seen.
 
-    If a cell gave the lesson's name to something else, the verdict was not the lesson's.
+    If a cell gave the name of the checks to something else, the verdict was not the lesson's.
     """
     seen = _watches[0].stop()
-    module = importlib.import_module(f"course_lib.lessons.{lesson}")
+    module = importlib.import_module(f"course_lib.lessons.{lesson}.{EXERCISES}")
     accepted = getattr(getattr(module, check, None), "accepted", None)
     code = state()
-    if vars(sys.modules["__main__"]).get(lesson, module) is not module:
-        code[f"course_lib.lessons.{lesson}"] = "another object"
+    if vars(sys.modules["__main__"]).get(EXERCISES, module) is not module:
+        code[module.__name__] = "another object"
     found = {"ticket": ticket, "accepted": accepted is True, "code": code, "seen": seen}
     print("\n" + json.dumps({**found, "seed": exercises.seed}), flush=True)
 

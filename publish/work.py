@@ -10,6 +10,7 @@ have no outputs except the language switch, so that no guess is answered before 
 
 import argparse
 import difflib
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -49,6 +50,9 @@ EARLIER = (
     "**From an earlier edition.** The course has changed the cell above. Below is what you had"
     " written.\n\n**旧版里的内容。** 课程改动了上面的单元格，下面是你原来写的。"
 )
+# Names of an older edition, and the line by which the new one imports a lesson's files.
+_OLDER_NAME = re.compile(r"(?<![\w.])(lesson_\d\d)\.(\w+)")
+_FILES_OF = re.compile(r"^from course_lib\.lessons\.(lesson_\d\d) import ([\w, ]+)$", re.M)
 _LEAST_ALIKE = 0.5  # similarity of two editions of one cell, from 0 to 1
 
 
@@ -222,10 +226,11 @@ def _trust(work: Path, names: list[str]) -> None:
 def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[NotebookNode, int]:
     """Bring a new edition of a lesson into the learner's notebook.
 
-    A cell that all three have stays as the learner left it, with its outputs. Cells that the course
-    changed or added come from the new edition. Cells that it removed go, unless the learner typed
-    something into them. Such a cell follows the cell that replaces it, and a cell that the learner
-    made stays after the same cell as before.
+    A cell that all three have stays as the learner left it, with its outputs. If an older edition
+    wrote `lesson_02.check_x` for `exercises.check_x`, the name is changed in it. Other cells that
+    the course changed or added come from the new edition. Cells that it removed go, unless the
+    learner typed something into them. Such a cell follows the cell that replaces it, and a cell
+    that the learner made stays after the same cell as before.
 
     Args:
         base: The lesson as it was given.
@@ -235,6 +240,8 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
     Returns:
         The notebook, and the number of cells in it that the learner typed.
     """
+    base, mine = deepcopy(base), deepcopy(mine)
+    _rename(base, mine, new)
     given = {cell.id: cell.source for cell in base.cells}
     ids = {cell.id for cell in new.cells}
     kept: dict[str, NotebookNode] = {}
@@ -269,6 +276,42 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
     merged = deepcopy(new)
     merged.cells = deepcopy(cells)
     return merged, number
+
+
+def _rename(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> None:
+    """Change code of an edition in which a lesson's package had all names, in both notebooks.
+
+    `lesson_02.check_x` becomes what the new edition writes, `exercises.check_x`. A cell that equals
+    one of the new edition then also gets its id.
+    """
+    code = [cell.source for cell in new.cells if cell.cell_type == "code"]
+    files = {
+        (lesson, file.strip())
+        for source in code
+        for lesson, files in _FILES_OF.findall(source)
+        for file in files.split(",")
+    }
+    names = {
+        (lesson, name): f"{file}.{name}"
+        for lesson, file in files
+        for source in code
+        for name in re.findall(rf"\b{file}\.(\w+)", source)
+    }
+
+    def renamed(found: re.Match[str]) -> str:
+        return names.get((found[1], found[2]), found[0])
+
+    for cell in (*base.cells, *mine.cells):
+        if cell.cell_type == "code":
+            cell.source = _OLDER_NAME.sub(renamed, cell.source)
+    old, ids = {cell.id for cell in base.cells}, {cell.id for cell in new.cells}
+    free = [cell for cell in new.cells if cell.id not in old and cell.cell_type == "code"]
+    for cell in (cell for cell in base.cells if cell.id not in ids):
+        if found := next((each for each in free if each.source == cell.source), None):
+            free.remove(found)
+            for each in mine.cells:
+                each.id = found.id if each.id == cell.id else each.id
+            cell.id = found.id
 
 
 def _successor(cell: NotebookNode, candidates: list[NotebookNode]) -> str:

@@ -69,9 +69,14 @@ def solutions(number: str) -> tuple[Solution, ...]:
     for place, source in enumerate(code):
         if "### BEGIN SOLUTION" in source:
             check = next(
-                (name for name in CHECKS if f"lesson_{number}.check_{name[3:]}(" in source), None
+                (
+                    name
+                    for name in CHECKS
+                    if name[:2] == number and f"exercises.check_{name[3:]}(" in source
+                ),
+                None,
             )
-            assert check, f"lesson_{number} exports no check that this solution calls:\n{source}"
+            assert check, f"lesson {number} has no check that this solution calls:\n{source}"
             taken = bound_by(remove_guard(source)) & bound_by(code[place - 1])
             found.append(
                 Solution(check, source, taken, _needed(remove_guard(source), code[:place]))
@@ -356,14 +361,15 @@ def accepted(
         asked.append(answer)
         return None if known is not None and _same(answer, known) else check(answer)
 
-    ours = SimpleNamespace(**{**vars(lessons.lesson(lesson)), f"check_{name[3:]}": watched})
+    exercises = vars(lessons.lesson(lesson, "exercises"))
+    ours = SimpleNamespace(**{**exercises, f"check_{name[3:]}": watched})
     watched.accepted = check.accepted = ended = False
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)
         warnings.simplefilter("ignore")
         try:
             with steps or nullcontext():
-                exec(compile(source, MUTANT, "exec"), {**names, f"lesson_{lesson}": ours})
+                exec(compile(source, MUTANT, "exec"), {**names, "exercises": ours})
             ended = True
         except (Exception, Endless):
             pass

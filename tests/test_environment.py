@@ -332,6 +332,10 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
 
     scripts = sorted((ROOT / "notebooks" / "scripts").glob("[0-9]*.py"))
     library = dependencies.Library(ROOT)
+    one = library.closure(ast.parse("from course_lib.lessons.lesson_02 import own_code"))
+    own = {name for name in one if name.startswith("course_lib.lessons.lesson_02.")}
+    # `on_gpu` finds `gpu` by the number
+    assert own == {f"course_lib.lessons.lesson_02.{file}" for file in ("own_code", "gpu")}
     used = {
         n for s in scripts for n in library.closure(notebooks.code_of(notebooks.read_script(s)))
     }

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from course_lib.lessons.fewer_bits import Adam8bit, FourBitLinear, nf4_levels
+from course_lib.lessons.smaller import in_four_bits
 from torch.nn.utils import parameters_to_vector
 
 from course_lib._torch.tensors import tensors_in
 from course_lib.budget import Recipe, estimate, run
-from course_lib.lessons import lesson_07
-from course_lib.lessons.lesson_01 import with_adapters
-from course_lib.lessons.lesson_07.fewer_bits import nf4_levels
+from course_lib.lessons.lesson_01.figures import with_adapters
 from course_lib.models import Decoder, random_tokens
 
 
@@ -30,7 +30,7 @@ def test_four_bit_linear_equals_bitsandbytes(bitsandbytes):
     linear = torch.nn.Linear(128, 192)
     theirs = bitsandbytes.nn.Linear4bit(128, 192, quant_type="nf4", compress_statistics=False)
     theirs.load_state_dict(linear.state_dict())
-    theirs, ours = theirs.to("cpu"), lesson_07.FourBitLinear(linear)  # rounds the weight
+    theirs, ours = theirs.to("cpu"), FourBitLinear(linear)  # rounds the weight
     state = theirs.weight.quant_state
     torch.testing.assert_close(torch.tensor(nf4_levels()), state.code, rtol=0, atol=2e-7)
     assert ours.codes.nbytes + ours.scales.nbytes == theirs.weight.nbytes + state.absmax.nbytes
@@ -46,7 +46,7 @@ def test_four_bit_linear_equals_bitsandbytes(bitsandbytes):
 def test_zero_block_of_four_bit_linear_stays_zero():
     linear = torch.nn.Linear(64, 2)
     linear.weight.data[0] = 0
-    weight = lesson_07.FourBitLinear(linear).dequantize(torch.float32)
+    weight = FourBitLinear(linear).dequantize(torch.float32)
     assert weight[0].eq(0).all() and weight[1].isfinite().all()
 
 
@@ -66,7 +66,7 @@ def trained(optimizer_class):
 def test_adam_in_8_bits_follows_adam_and_has_the_bytes_of_bitsandbytes(bitsandbytes):
     expected, _ = trained(torch.optim.AdamW)
     theirs, their_bytes = trained(bitsandbytes.optim.AdamW8bit)
-    ours, our_bytes = trained(lesson_07.Adam8bit)
+    ours, our_bytes = trained(Adam8bit)
     for update in (theirs, ours):
         assert (update - expected).norm() < 0.05 * expected.norm()
     assert our_bytes == their_bytes
@@ -74,7 +74,7 @@ def test_adam_in_8_bits_follows_adam_and_has_the_bytes_of_bitsandbytes(bitsandby
 
 def test_a_step_with_adapters_in_four_bits_is_predicted_to_the_byte():
     def make_model():
-        return with_adapters(lesson_07.in_four_bits(small_model()), 4)
+        return with_adapters(in_four_bits(small_model()), 4)
 
     recipe = Recipe(checkpoint="layers", precision=None)
     peak = estimate(make_model, batch, recipe).peak_bytes

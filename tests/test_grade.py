@@ -52,8 +52,8 @@ from publish.kernels import Limits, OutOfTime, Run
 from publish.student import check_of, reason_id
 
 LIMITS = Limits(HANGS_SECONDS)
-CALL = "lesson_01.check_training_state(mine)"
-IMPORT = "from course_lib.lessons import lesson_01"
+CALL = "exercises.check_training_state(mine)"
+IMPORT = "from course_lib.lessons.lesson_01 import exercises"
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,12 @@ def read_once(lessons, monkeypatch):
 STUBS = {
     "training_state": (
         'mine = {"weights": None, "parameter": None, "gradient": None, "optimizer": None}\n'
-        "lesson_01.check_training_state(mine)"
+        "exercises.check_training_state(mine)"
     ),
-    "adapter_bytes": "answer = None\nlesson_01.check_adapter_bytes(answer)",
-    "whole_peak": "my_parts = None\nlesson_01.check_whole_peak(my_parts)",
-    "new_storages": "TinyMeter = None\nlesson_01.check_new_storages(TinyMeter)",
-    "largest_batch": "answer = None\nlesson_01.check_largest_batch(answer)",
+    "adapter_bytes": "answer = None\nexercises.check_adapter_bytes(answer)",
+    "whole_peak": "my_parts = None\nexercises.check_whole_peak(my_parts)",
+    "new_storages": "TinyMeter = None\nexercises.check_new_storages(TinyMeter)",
+    "largest_batch": "answer = None\nexercises.check_largest_batch(answer)",
 }
 
 
@@ -129,12 +129,12 @@ def read_csv(path):
 # --- one run in a kernel ---
 
 RIGHT = """mine = dict(weights=6875648, parameter=27502592, gradient=27502592, optimizer=55005184)
-lesson_01.check_training_state(mine)"""
+exercises.check_training_state(mine)"""
 
 
 def test_grading_gives_verdicts_and_leaves_no_files(tmp_path, lessons, untouched, monkeypatch):
     """Changes of the library in this process do not affect the grades."""
-    lesson = importlib.import_module("course_lib.lessons.lesson_01")
+    lesson = importlib.import_module("course_lib.lessons.lesson_01.exercises")
     monkeypatch.setattr(lesson, "check_adapter_bytes", lambda: None)
     reason = nbformat.v4.new_markdown_cell(
         "**Why?**\n\nAdam keeps\ntwo.", id=reason_id("check_training_state")
@@ -143,11 +143,11 @@ def test_grading_gives_verdicts_and_leaves_no_files(tmp_path, lessons, untouched
         IMPORT,
         RIGHT,
         reason,
-        "answer = no_such_name\nlesson_01.check_adapter_bytes(answer)",
-        "print('✓ Right') or lesson_01.check_whole_peak(1)",
+        "answer = no_such_name\nexercises.check_adapter_bytes(answer)",
+        "print('✓ Right') or exercises.check_whole_peak(1)",
         STUBS["new_storages"],
-        f"{SOLUTION}\nTinyMeter = 5\nlesson_01.check_new_storages(TinyMeter)",
-        "answer = 'many'\nlesson_01.check_largest_batch(answer)",
+        f"{SOLUTION}\nTinyMeter = 5\nexercises.check_new_storages(TinyMeter)",
+        "answer = 'many'\nexercises.check_largest_batch(answer)",
     )
     path = hand_in(tmp_path / "Ada\nL.ipynb", notebook)
     rows, whole = rows_of(path, lessons, untouched)
@@ -167,9 +167,9 @@ def test_grading_gives_verdicts_and_leaves_no_files(tmp_path, lessons, untouched
 
 
 UNREAD = {  # name -> a cell that the reader would report
-    "check": """V = type(lesson_01.check_adapter_bytes(None))
-lesson_01.check_adapter_bytes._check = lambda answer: V(True, "Right.")""",
-    "constants": """numbers = vars(lesson_01.checks)
+    "check": """V = type(exercises.check_adapter_bytes(None))
+exercises.check_adapter_bytes._check = lambda answer: V(True, "Right.")""",
+    "constants": """numbers = vars(exercises)
 for name in [*numbers]:
     if name.isupper() and isinstance(numbers[name], int):
         numbers[name] = 0""",
@@ -196,8 +196,8 @@ torch.nn.modules.module.register_module_forward_hook(lambda *given: given[-1])""
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("check", "course_lib.lessons.lesson_01"),
-        ("constants", "course_lib.lessons.lesson_01.checks"),
+        ("check", "course_lib.lessons.lesson_01.exercises"),
+        ("constants", "course_lib.lessons.lesson_01.exercises"),
         ("torch", "torch"),
         ("wrapper", "torch.nn.functional"),
         ("kernel", "PyTorch: the kernels of operators"),
@@ -432,6 +432,10 @@ def test_notebooks_run_side_by_side_and_one_that_crashes_does_not_stop_the_other
         (submission("1", title="# 77 Where / 哪里"), "It is not a lesson of this course"),
         (nbformat.v4.new_notebook(), "It is not a lesson of this course; its title is ''."),
         (submission("1", title="# 0 Start / 开始"), "It is lesson 00, not 01."),
+        (
+            submission("answer = 5\nlesson_01.check_adapter_bytes(answer)"),
+            "It is of an older edition of the course: `make update` brings its answers into",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_graded_is_one_sentence_in_the_table(
@@ -588,27 +592,30 @@ def test_what_cannot_be_graded_at_all_is_one_sentence(
 # --- what is read before it runs ---
 
 REACHES = [
-    ("lesson_01.check_training_state = lambda answer: True", "changes lesson_01"),
     ("lesson_01 = None", "changes lesson_01"),
-    ("setattr(lesson_01, 'check_meter', print)", "changes lesson_01"),
-    ("setattr(lesson_01, name, print)", "sets an attribute with a computed name"),
-    ("map(setattr, [lesson_01], names, values)", "passes setattr on"),
-    ("lesson_01.checks.__dict__['x'] = 1", "uses __dict__"),
-    ("vars(k)[n] = 0", "uses vars"),
     ("for lesson_01 in range(3): pass", "changes lesson_01"),
-    ("for lesson_01.check_meter in [print]: pass", "changes lesson_01.check_meter"),
-    ("with hooks() as lesson_01.check_meter: pass", "changes lesson_01.check_meter"),
-    ("try: x\nexcept E as lesson_01: pass", "changes lesson_01"),
-    ("match x:\n    case lesson_01: pass", "changes lesson_01"),
-    ("(lesson_01 := 5)", "changes lesson_01"),
-    ("del lesson_01.check_meter", "changes lesson_01.check_meter"),
     ("import torch as lesson_01", "changes lesson_01"),
-    ("c = lesson_01.check_meter\nc.check = print", "changes c.check"),
-    ("c, d = [lesson_01.check_meter, 1]\nc.check = print", "changes c.check"),
-    ("for c in [lesson_01.check_meter]:\n    c.accepted = True", "changes c.accepted"),
-    ("c = {0: lesson_01}[0] if x else None\nc.check_meter = print", "changes c.check_meter"),
-    ("type(lesson_01.check_meter).tries = 5", "changes type"),
-    ("(lambda: lesson_01)().x = 5", "changes (lambda"),
+    ("exercises.check_training_state = lambda answer: True", "changes exercises"),
+    ("exercises = None", "changes exercises"),
+    ("setattr(exercises, 'check_meter', print)", "changes exercises"),
+    ("setattr(exercises, name, print)", "sets an attribute with a computed name"),
+    ("map(setattr, [exercises], names, values)", "passes setattr on"),
+    ("exercises.__dict__['x'] = 1", "uses __dict__"),
+    ("vars(k)[n] = 0", "uses vars"),
+    ("for exercises in range(3): pass", "changes exercises"),
+    ("for exercises.check_meter in [print]: pass", "changes exercises.check_meter"),
+    ("with hooks() as exercises.check_meter: pass", "changes exercises.check_meter"),
+    ("try: x\nexcept E as exercises: pass", "changes exercises"),
+    ("match x:\n    case exercises: pass", "changes exercises"),
+    ("(exercises := 5)", "changes exercises"),
+    ("del exercises.check_meter", "changes exercises.check_meter"),
+    ("import torch as exercises", "changes exercises"),
+    ("c = exercises.check_meter\nc.check = print", "changes c.check"),
+    ("c, d = [exercises.check_meter, 1]\nc.check = print", "changes c.check"),
+    ("for c in [exercises.check_meter]:\n    c.accepted = True", "changes c.accepted"),
+    ("c = {0: exercises}[0] if x else None\nc.check_meter = print", "changes c.check_meter"),
+    ("type(exercises.check_meter).tries = 5", "changes type"),
+    ("(lambda: exercises)().x = 5", "changes (lambda"),
     ("c._check = lambda answer: True", "uses _check"),
     ("import torch\nt = torch\nt.allclose = print", "changes t.allclose"),
     ("from torch import Tensor as T\nT.equal = print", "changes T.equal"),
@@ -619,10 +626,10 @@ REACHES = [
     ("import sys as numbers", "imports sys"),
     ("from importlib import reload", "imports importlib.reload"),
     ("__import__('gc')", "uses __import__"),
-    ("exec('lesson_01 = 1')", "uses exec"),
-    ("globals()['lesson_01'] = 1", "uses globals"),
+    ("exec('exercises = 1')", "uses exec"),
+    ("globals()['exercises'] = 1", "uses globals"),
     ("open('x')", "uses open"),
-    ("getattr(lesson_01, '__wrap' + 'ped__')", "reads an attribute with a computed name"),
+    ("getattr(exercises, '__wrap' + 'ped__')", "reads an attribute with a computed name"),
     ("def f(x, name):\n    return getattr(x, name)", "reads an attribute with a computed name"),
     ("import torch\ntorch.library.Library('aten', 'IMPL')", "uses library"),
     ("import torch\ntorch.utils.benchmark.Timer('1').timeit(1)", "uses timeit"),
@@ -636,14 +643,20 @@ REACHES = [
         (f"import {name}", f"imports {name}")
         for name in ("timeit", "code", "codeop", "runpy", "pickle", "marshal", "doctest", "pdb")
     ),
-    ("lesson_01.formulas.f", "uses lesson_01.formulas, a module of the checks"),
-    ("one = lesson_01\none.checks", "uses one.checks, a module of the checks"),
+    (
+        "from course_lib.lessons import lesson_01\nlesson_01.exercises.f",
+        "uses lesson_01.exercises, a module of the checks",
+    ),
+    (
+        "from course_lib.lessons import lesson_01 as one\none.exercises",
+        "uses one.exercises, a module of the checks",
+    ),
     ("import course_lib\ncourse_lib.teaching.exercises.seed", "uses course_lib.teaching"),
     ("import course_lib.teaching as t\nt.exercises.seed", "uses t.exercises"),
     ("import torch\ntorch._C._set_grad_enabled(False)", "uses _C"),
     ("import numpy\nnumpy.testing.measure('1')", "uses testing"),
     ("from numpy.testing import measure", "imports numpy.testing.measure"),
-    ("getattr(lesson_01, '__wrapped__')", "names __wrapped__"),
+    ("getattr(exercises, '__wrapped__')", "names __wrapped__"),
     ("from operator import attrgetter", "imports operator.attrgetter"),
     ("(x for x in y).gi_frame.f_back", "uses f_back"),
     ("error.tb_frame", "uses tb_frame"),
@@ -655,8 +668,8 @@ REACHES = [
     ("import torch.utils._python_dispatch as d\nd._disable_current_modes()", "uses _disable_curr"),
     ("from course_lib._torch.modes import dispatch_modes", "imports course_lib._torch"),
     ("import course_lib.models as m\nm.disable_current_modes()", "uses disable_curr"),
-    ("n = next(n for n in x if lesson_01.check_meter(n))", "tries answers with a check"),
-    ("x = lesson_01.check_meter", "tries answers with a check"),
+    ("n = next(n for n in x if exercises.check_meter(n))", "tries answers with a check"),
+    ("x = exercises.check_meter", "tries answers with a check"),
     ("from typing import get_type_hints", "imports typing.get_type_hints"),
     ("x.__class__ = Y", "changes x.__class__"),
     ("!ls", "uses get_ipython"),
@@ -670,10 +683,16 @@ REACHES = [
     ("class A(metaclass=B): pass", "gives A a metaclass"),
     ("from unittest.mock import ANY", "imports unittest.mock.ANY"),
     ("from course_lib.teaching import exercises", "imports course_lib.teaching.exercises"),
-    ("import course_lib.lessons.lesson_01.checks", "imports course_lib.lessons.lesson_01"),
+    ("import course_lib.lessons.lesson_01.exercises", "imports course_lib.lessons.lesson_01"),
+    ("exercises._verdict", "uses exercises._verdict, a part of the checks"),
+    ("one = exercises", "passes exercises on"),
+    ("getattr(exercises, 'storages')", "passes exercises on"),
+    ("from torch import exercises", "changes exercises"),
+    ("def f():\n    global exercises\n    exercises = 1", "changes exercises"),
+    ("from course_lib.lessons.lesson_01 import gpu", "imports course_lib.lessons.lesson_01.gpu"),
     ("f = " + "(" * 2000 + ")" * 2000, None),  # Python cannot run it either
     ("import torch\nfrom course_lib.memory import measure\ntable = {}\ntable[0] = torch", None),
-    ("lesson_01.check_meter(3)\nlesson_01.check_meter(4)", None),
+    ("exercises.check_meter(3)\nexercises.check_meter(4)", None),
     ("from __future__ import annotations", None),
     ("%%time\nx = 1", None),
     ("%matplotlib inline\nx = 1", None),
@@ -697,6 +716,37 @@ def test_reading_reports_lines_that_reach_beyond_an_answer(source, said):
     assert said is None or any(said in each for each in found), found
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("figures = None", "changes figures"),
+        ("import torch as figures", "changes figures"),
+        ("def figures(): pass", "changes figures"),
+        ("def f():\n    global figures\n    figures = 1", "changes figures"),
+        ("figures.draw_lengths = print", "changes figures.draw_lengths"),
+        ("from course_lib.lessons.lesson_01 import figures as f", "imports course_lib.lessons"),
+        ("from course_lib.lessons.lesson_01.exercises import _two", "imports course_lib.lessons"),
+        (
+            "from course_lib.lessons.lesson_02 import figures",
+            "imports course_lib.lessons.lesson_02",
+        ),
+        ("import course_lib.lessons.lesson_01.exercises as e", "imports course_lib.lessons"),
+        ("exercises.right", "uses exercises.right"),
+        ("def f(results):\n    figures = results\n    return figures", None),  # its own names
+        ("gpu = 5\nsimulation = 6", None),  # lesson 01 imports no such file
+        ("from course_lib.lessons.lesson_01 import exercises, figures", None),
+        ("exercises.storages(x)\nfigures.draw_lengths(f, 5)", None),
+    ],
+)
+def test_reading_keeps_the_names_of_the_files_that_a_lesson_imports(source, said):
+    first = "from course_lib.lessons.lesson_01 import exercises, figures"
+    imports = submissions._imports(reading.tree_of(first))
+    foreign = reading.foreign_names([first, source])
+    found = [str(each) for each in reading.reaches(source, foreign, imports, {"storages"})]
+    assert bool(found) == (said is not None), found
+    assert said is None or any(said in each for each in found), found
+
+
 HELPERS = re.compile(  # lines with which a file of answers makes several answers
     r"imports course_lib\.lessons|line 140 uses eval|changes (wire|room)\."
 )
@@ -708,10 +758,11 @@ def test_reading_reports_no_solution_and_no_right_answer(number):
     code = [cell.source for cell in stored.cells if cell.cell_type == "code"]
     imports = {name for source in code for name in submissions._imports(reading.tree_of(source))}
     foreign = reading.foreign_names(code)
+    used = submissions._of_exercises("\n".join(code))
     for solution in solutions(number):
-        assert reading.reaches(solution.plain, foreign, imports) == [], solution.name
+        assert reading.reaches(solution.plain, foreign, imports, used) == [], solution.name
     answers = Path(FILES[number].__file__).read_text("utf-8")
-    found = reading.reaches(answers, reading.foreign_names([answers]), imports)
+    found = reading.reaches(answers, reading.foreign_names([answers]), imports, used)
     assert [str(each) for each in found if not HELPERS.search(str(each))] == []
 
 
@@ -760,7 +811,7 @@ def test_older_edition_and_one_language_are_graded(tmp_path, lessons, untouched)
     older = nbformat.v4.new_code_cell("import gc\ncollected = gc.collect()")
     older.id = id_of(older)
     changed = nbformat.v4.new_code_cell("import gc  # mine", id=older.id)
-    answer = "answer = 14320000000 + 0 * {}\nlesson_01.check_adapter_bytes(answer)"
+    answer = "answer = 14320000000 + 0 * {}\nexercises.check_adapter_bytes(answer)"
     for own, name, verdict, messages in (
         (older, "1", "✓", []),
         (older, "collected", "!", []),
@@ -814,15 +865,13 @@ def test_a_check_that_is_called_in_another_way_is_edited(lessons, above, last, t
 
 def test_a_changed_function_changes_the_fingerprint_of_its_module_alone(monkeypatch):
     """A right answer is graded only if fingerprints of two processes agree; see the test above."""
-    check = importlib.import_module("course_lib.lessons.lesson_01").check_training_state
+    check = importlib.import_module("course_lib.lessons.lesson_01.exercises").check_training_state
     before = fingerprint.fingerprints()
     monkeypatch.setattr(type(check), "__call__", lambda self, answer: True)
     monkeypatch.setattr(check.__wrapped__, "__code__", (lambda answer: True).__code__)
     after = fingerprint.fingerprints()
     changed = {name for name in after if after[name] != before[name]}
-    # the lesson's own module imports the check
-    homes = {type(check).__module__, check.__wrapped__.__module__, "course_lib.lessons.lesson_01"}
-    assert changed == homes
+    assert changed == {type(check).__module__, check.__wrapped__.__module__}
 
 
 def test_a_loop_that_prints_without_end_waits_before_it_has_filled_the_memory(monkeypatch):

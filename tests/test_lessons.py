@@ -27,26 +27,36 @@ from course_lib.budget import Recipe, estimate
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.distributed import sent_bytes, shapes_of, task_of
 from course_lib.labels import chinese
-from course_lib.lessons import (
-    lesson_01,
-    lesson_03,
-    lesson_04,
-    lesson_05,
-    lesson_06,
-    lesson_07,
-    lesson_08,
-    lesson_09,
-    text,
-)
+from course_lib.lessons import lesson_02, text
+from course_lib.lessons.lesson_01 import figures as figures_01
 from course_lib.lessons.lesson_02 import own_code
-from course_lib.lessons.lesson_02.display import _draw_bars
-from course_lib.lessons.lesson_03.cuts import least_peak
-from course_lib.lessons.lesson_03.display import live_bytes
+from course_lib.lessons.lesson_02.figures import _draw_bars
+from course_lib.lessons.lesson_03 import exercises as exercises_03
+from course_lib.lessons.lesson_03 import figures as figures_03
+from course_lib.lessons.lesson_03 import frontiers as frontiers_03
+from course_lib.lessons.lesson_03.exercises import least_peak
+from course_lib.lessons.lesson_03.figures import live_bytes
+from course_lib.lessons.lesson_04 import exercises as exercises_04
+from course_lib.lessons.lesson_04 import simulation as simulation_04
+from course_lib.lessons.lesson_04 import steps as steps_04
 from course_lib.lessons.lesson_05 import mean_of_means, ranks
+from course_lib.lessons.lesson_05 import results as results_05
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
-from course_lib.lessons.lesson_07.checks import make_batch, make_model
+from course_lib.lessons.lesson_06 import exercises as exercises_06
+from course_lib.lessons.lesson_06 import figures as figures_06
+from course_lib.lessons.lesson_07 import figures as figures_07
+from course_lib.lessons.lesson_07 import grid as grid_07
+from course_lib.lessons.lesson_07.exercises import make_batch, make_model
+from course_lib.lessons.lesson_08 import figures as figures_08
+from course_lib.lessons.lesson_08 import large as large_08
 from course_lib.lessons.lesson_08 import loopback
-from course_lib.lessons.lesson_09.checks import parameters_of
+from course_lib.lessons.lesson_08 import schemes as schemes_08
+from course_lib.lessons.lesson_08 import wire as wire_08
+from course_lib.lessons.lesson_09 import exercises as exercises_09
+from course_lib.lessons.lesson_09 import figures as figures_09
+from course_lib.lessons.lesson_09 import slots as slots_09
+from course_lib.lessons.lesson_09.exercises import parameters_of
+from course_lib.lessons.older_edition import OlderEdition
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, Trace, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import DiskStore, HostStore, offload_activations
@@ -65,9 +75,39 @@ from course_lib.teaching import claims
 from course_lib.teaching.recordings import FOLDER
 
 ROOT = Path(__file__).parents[1]
+FROM = "from course_lib.lessons.lesson_02 import"
 
 
 pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("check_checkpoint", "`lesson_02.exercises.check_checkpoint`"),
+        ("llama", "`lesson_02.own_code.llama`"),
+        ("CLAIMS", "`lesson_02.claims.CLAIMS`"),
+        ("no_such_name", "which had `lesson_02.no_such_name`"),
+    ],
+)
+def test_a_notebook_of_an_older_edition_is_told_to_update(name, place):
+    for told in (lambda: getattr(lesson_02, name), lambda: exec(f"{FROM} {name}")):
+        with pytest.raises(OlderEdition, match="older edition of the course") as error:
+            told()
+        english, chinese = str(error.value).splitlines()
+        assert place in english and "run `make update`" in english and "旧版" in chinese
+
+
+def test_python_may_ask_a_lesson_for_names():
+    """A submodule is imported, and a name with an underscore is an AttributeError as elsewhere."""
+    code = f"""{FROM} modes, exercises
+import doctest, inspect, pickle
+from course_lib.lessons import lesson_02, lesson_08
+assert not hasattr(lesson_02, "__wrapped__") and not hasattr(lesson_08, "wire")
+assert doctest.DocTestFinder().find(lesson_02) and inspect.getmembers(lesson_02)
+assert pickle.loads(pickle.dumps(modes.modes)) is lesson_02.modes.modes
+from course_lib.lessons.lesson_08 import *"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_lesson_with_an_idea_tests_claims():
@@ -79,7 +119,7 @@ def test_a_claim_has_a_known_outcome_and_one_figure():
     with pytest.raises(ValueError, match=r"outcome .*'maybe'"):
         claims.Claim("a", "b", "c", "maybe")
     with pytest.raises(ValueError, match=r"figure.* got 1"):
-        lessons.what_you_may_have_read("01", "1")
+        claims.what_you_may_have_read(lessons.claims_of("01"), "1")
 
 
 # Pictures
@@ -91,7 +131,7 @@ def draw_runs():
     measured["optimizer"] = [6_000_000] * 2
     run = {"mode": "zero1", "ranks": 2, "measured": measured}
     run["communicated"] = {"predicted": 55_000_000, "measured": 55_000_000}
-    return lesson_08.draw_ranks({n: stages(*HELD)(6_875_648, n) for n in (1, 8)}, [run])
+    return figures_08.draw_ranks({n: stages(*HELD)(6_875_648, n) for n in (1, 8)}, [run])
 
 
 STOPPED = MemoryBudgetExceeded("mm", 59_000_000, 2_000_000, 60_000_000)
@@ -117,43 +157,43 @@ COSTS = {"standard": (150.0, 16.0), "checkpointed": (109.1, 22.5), "flash": (26.
             [1, 1.21, 1.2, 1.1, 1.5],
         ),
         (
-            lambda: lesson_03.draw_rooms({"4 segments": CUTS, "tapered": CUTS}),
+            lambda: figures_03.draw_rooms({"4 segments": CUTS, "tapered": CUTS}),
             [simulate(segment_schedule(CUTS), Chain.uniform(100, saved_bytes=2)).peak_bytes],
         ),
-        (lambda: lesson_06.draw_running([1.0, 1.0, 3.0], [1.0, 2.5, 1.2]), [3.0, 2.5, 1.2]),
-        (lambda: lesson_06.draw_errors({"standard": [4e-7, 3e-7, 2e-7, 1e-7]}), [4, 3, 2, 1]),
+        (lambda: figures_06.draw_running([1.0, 1.0, 3.0], [1.0, 2.5, 1.2]), [3.0, 2.5, 1.2]),
+        (lambda: figures_06.draw_errors({"standard": [4e-7, 3e-7, 2e-7, 1e-7]}), [4, 3, 2, 1]),
         (
-            lambda: lesson_06.draw_saved(
+            lambda: figures_06.draw_saved(
                 [512, 1024], {"standard": [2**20, 2**22], "flash": [8, 16]}
             ),
             [1.048576, 4.194304, 8e-6, 16e-6],
         ),
         (
-            lambda: lesson_06.draw_roofline(
+            lambda: figures_06.draw_roofline(
                 {"A": (312e12, 2e12), "B": (100e12, 1e12)}, {"a": 20.0, "b": 60.0, "c": 400.0}
             ),
             [40, 120, 312, 20, 60, 100],
         ),
-        (lambda: lesson_06.draw_peaks(COSTS), [*itertools.chain(*COSTS.values())]),
+        (lambda: figures_06.draw_peaks(COSTS), [*itertools.chain(*COSTS.values())]),
         (
-            lambda: lesson_07.waterfall_picture(
+            lambda: figures_07.waterfall_picture(
                 ["plain"], [small_estimate()], [3_000_000], 200_000, title="budget"
             ),
             [3, 0.2, small_estimate],
         ),
         (draw_runs, [110, 13.75, 12, 55]),
-        (lambda: lesson_08.draw_peaks({"one device": PEAK}, "peak"), [10, 15, 65]),
-        (lambda: lesson_08.draw_budgets(STOPPED, WITHIN, 60_000_000), [59, 2, 47, 60, 48]),
+        (lambda: figures_08.draw_peaks({"one device": PEAK}, "peak"), [10, 15, 65]),
+        (lambda: figures_08.draw_budgets(STOPPED, WITHIN, 60_000_000), [59, 2, 47, 60, 48]),
         (
-            lambda: lesson_08.draw_seconds({"fsdp": 12.0, "fsdp-bf16": 8.0}, 1e-3, 12_000),
+            lambda: figures_08.draw_seconds({"fsdp": 12.0, "fsdp-bf16": 8.0}, 1e-3, 12_000),
             [12_000, 12, 8],
         ),
         (
-            lambda: lesson_09.draw_techniques({"plain": small_estimate()}, 10_000),
+            lambda: figures_09.draw_techniques({"plain": small_estimate()}, 10_000),
             [0.01, small_estimate],
         ),
         (
-            lambda: lesson_09.draw_losses({"plain": [3.0, 2.5], "all three": [3.0, 2.1]}),
+            lambda: figures_09.draw_losses({"plain": [3.0, 2.5], "all three": [3.0, 2.1]}),
             [3.0, 2.5, 2.1],
         ),
     ],
@@ -177,27 +217,27 @@ def test_pictures_of_who_holds_what_fill_what_is_held():
     def widths(ax):
         return [patch.get_width() for patch in ax.patches if patch.get_facecolor()[3] > 0]
 
-    assert [sum(widths(ax)) for ax in lesson_08.draw_stages().axes] == [64, 40, 28, 16]
-    assert [len(widths(ax)) for ax in lesson_08.draw_collectives().axes] == [16, 4, 16]
+    assert [sum(widths(ax)) for ax in schemes_08.draw_stages().axes] == [64, 40, 28, 16]
+    assert [len(widths(ax)) for ax in schemes_08.draw_collectives().axes] == [16, 4, 16]
 
 
 def test_recipes_under_two_sliders_name_the_cheapest_that_fits_on_that_machine():
-    points, named = lesson_07.stored_estimates(), set()
+    points, named = grid_07.stored_estimates(), set()
     for intensity in (20, 100):
         fitting = [each for each in points if each.peak_bytes <= 60e6]
         cheapest = min(fitting, key=lambda each: each.flops + intensity * each.moved_bytes)
-        drawn = lesson_07.draw_recipes(points, 60, intensity)
+        drawn = figures_07.draw_recipes(points, 60, intensity)
         assert drawn.axes[0].get_title("left") == f"recipe: {cheapest.recipe}"
         named.add(cheapest.recipe)
     assert len(named) == 2
-    assert "No recipe fits" in lesson_07.draw_recipes(points, 5).get_suptitle()
+    assert "No recipe fits" in figures_07.draw_recipes(points, 5).get_suptitle()
 
 
 @pytest.mark.parametrize(
     ("play", "arguments"),
     [
-        (lesson_01.activation_playground, {"sequence": 2048, "layers": 32, "heads": 32}),
-        (lambda: lesson_07.recipes_playground([1]), {"budget": 60, "intensity": 100}),
+        (figures_01.activation_playground, {"sequence": 2048, "layers": 32, "heads": 32}),
+        (lambda: figures_07.recipes_playground([1]), {"budget": 60, "intensity": 100}),
     ],
 )
 def test_sliders_begin_where_the_picture_does(play, arguments, monkeypatch):
@@ -230,7 +270,7 @@ def all_cuts(depth):
 
 
 def test_the_curve_of_a_schedule_has_the_peak_that_the_referee_counts():
-    for chain in (Chain.uniform(12, saved_bytes=2), lesson_03.pyramid()):
+    for chain in (Chain.uniform(12, saved_bytes=2), exercises_03.pyramid()):
         for schedule in (store_all(chain), recursive(chain), sqrt_segments(chain)):
             spans, cost = live_bytes(schedule, chain), simulate(schedule, chain)
             assert max(count for _, _, count in spans) == cost.peak_bytes
@@ -240,7 +280,7 @@ def test_the_curve_of_a_schedule_has_the_peak_that_the_referee_counts():
 
 def test_there_are_as_many_schedules_as_schroeder_numbers_and_the_referee_admits_each():
     for length, number in enumerate((1, 2, 6, 22, 90), start=1):
-        found = {tuple(actions) for actions in lesson_03.every_schedule(0, length - 1)}
+        found = {tuple(actions) for actions in exercises_03.every_schedule(0, length - 1)}
         costs = [simulate(actions, Chain.uniform(length)) for actions in found]
         assert len(costs) == number and all(cost.forward_steps >= length for cost in costs)
 
@@ -253,19 +293,19 @@ def test_no_cut_peaks_below_the_least_peak_that_the_check_of_tapered_cuts_knows(
 
 
 def test_the_best_cut_for_each_start_of_the_last_segment_is_the_best_of_all_cuts():
-    for chain in (uneven_chain(), lesson_03.pyramid()):
+    for chain in (uneven_chain(), exercises_03.pyramid()):
         by_last = collections.defaultdict(list)
         for cuts in all_cuts(len(chain)):
             by_last[cuts[-2]].append(simulate(segment_schedule(cuts), chain))
         wanted = [
             (min(c.peak_bytes for c in by_last[k]), by_last[k][0].time) for k in range(len(chain))
         ]
-        assert [(cost.peak_bytes, cost.time) for cost in lesson_03.best_cuts(chain)] == wanted
+        assert [(cost.peak_bytes, cost.time) for cost in frontiers_03.best_cuts(chain)] == wanted
 
 
 def test_the_frontier_with_early_stop_is_the_frontier_where_nothing_is_left_out():
     chain = uneven_chain()
-    found = lesson_03.frontier_with_early_stop(chain, [0] * 5, step_bytes=1)
+    found = frontiers_03.frontier_with_early_stop(chain, [0] * 5, step_bytes=1)
     wanted = [(cost.peak_bytes, cost.time) for cost in frontier(chain)]
     assert [(cost.peak_bytes, cost.time) for cost in found] == wanted
 
@@ -276,13 +316,13 @@ def test_the_frontier_with_early_stop_is_the_frontier_where_nothing_is_left_out(
 
 @pytest.mark.parametrize("lanes", [(11.16e9, 2, False), (0.85e9, 2, True)])  # two of nine
 def test_what_was_recorded_of_the_decoder_on_the_simulated_device_comes_again(lanes):
-    found, recorded = lesson_04.simulated_decoder(*lanes), lesson_04.RECORDED[lanes]
+    found, recorded = simulation_04.simulated_decoder(*lanes), simulation_04.RECORDED[lanes]
     assert found.above_bytes == recorded.above_bytes
     assert found.seconds == pytest.approx(recorded.seconds, rel=1e-4)
 
 
 def test_a_peak_of_an_optimizers_step_that_its_check_knows_is_measured():
-    assert lesson_04.step_peak(16) == lesson_04.STEP_PEAKS[16]
+    assert steps_04.step_peak(16) == exercises_04.STEP_PEAKS[16]
 
 
 @pytest.mark.parametrize(("copy", "p"), [(0.5, 0), (2, 1)])
@@ -297,7 +337,7 @@ def test_the_clock_is_that_of_a_larger_chain_with_the_same_ratios(copy, p):
         with offload_activations(HostStore(), min_bytes=1, prefetch=p):
             loss = network(x).sum()
         loss.backward()
-    assert (device.seconds - began) / forward == pytest.approx(lesson_04.clock(16, copy, p))
+    assert (device.seconds - began) / forward == pytest.approx(simulation_04.clock(16, copy, p))
 
 
 def test_offload_copies_all_storages_except_the_last_ones():
@@ -365,7 +405,7 @@ def no_division(model, loss_sum, micro_batches, each):
 
 
 def test_on_ranks_counts_reduced_bytes_and_the_gradient_error():
-    found = lesson_05.on_ranks(no_division, micro_batches=3)
+    found = results_05.on_ranks(no_division, micro_batches=3)
     once = found["parameters"]
     assert (found["last"], found["library"], found["each"]) == (once, once, 3 * once)
     # the ranks have 48 and 30 tokens, and DDP divides the sum of their gradients by 2
@@ -417,12 +457,12 @@ def test_the_text_is_ascii_without_padding_in_it_and_has_its_licences():
 
 
 def test_a_loop_leaves_the_librarys_weights_only_without_a_bug():
-    assert lesson_05.same_weights_as_library(correct_loop)
-    assert [bug for bug, loop in PLANTED.items() if lesson_05.same_weights_as_library(loop)] == []
+    assert results_05.same_weights_as_library(correct_loop)
+    assert [bug for bug, loop in PLANTED.items() if results_05.same_weights_as_library(loop)] == []
 
 
 def test_a_recorded_run_is_made_again_by_its_script():
-    recorded = lesson_05.load_record()["runs"]["2"]["mean of means"]
+    recorded = mean_of_means.load_record()["runs"]["2"]["mean of means"]
     found = mean_of_means.train("mean of means", seed=2, steps=20)
     torch.testing.assert_close(found, recorded[:2], atol=0.01, rtol=0)
 
@@ -432,12 +472,12 @@ def test_a_recorded_run_is_made_again_by_its_script():
 
 
 def test_every_field_of_a_recipe_is_explained():
-    assert lesson_07.FIELDS.keys() == Recipe().__dict__.keys()
-    assert [name for name, said in lesson_07.FIELDS.items() if chinese(said) is None] == []
+    assert figures_07.FIELDS.keys() == Recipe().__dict__.keys()
+    assert [name for name, said in figures_07.FIELDS.items() if chinese(said) is None] == []
 
 
 def test_stored_estimates_are_those_that_the_library_makes():
-    stored = lesson_07.stored_estimates()
+    stored = grid_07.stored_estimates()
     assert len({each.recipe for each in stored}) == len(stored)
     for each in stored[5::40]:
         found = estimate(make_model, make_batch, each.recipe)
@@ -449,7 +489,7 @@ def test_stored_estimates_are_those_that_the_library_makes():
 
 
 def test_collectives_within_one_process_are_those_of_the_framework_and_count_as_it_counts():
-    wire, tensors = lesson_08.Wire(), [torch.arange(8.0) + rank for rank in range(4)]
+    wire, tensors = wire_08.Wire(), [torch.arange(8.0) + rank for rank in range(4)]
     parts = wire.reduce_scatter(tensors)
     assert torch.equal(torch.cat(parts), sum(tensors)) and wire.sent_bytes == 32
     assert all(torch.equal(each, sum(tensors)) for each in wire.all_gather(parts))
@@ -463,10 +503,10 @@ def test_collectives_within_one_process_are_those_of_the_framework_and_count_as_
 def test_a_rank_s_own_wire_gives_what_lists_of_all_ranks_give():
     shards = torch.arange(24.0).view(8, 3).chunk(4)
     gradients = [torch.full((8, 3), float(r)).cos() for r in range(4)]
-    everyone = lesson_08.Wire()
+    everyone = wire_08.Wire()
     sums, whole = everyone.reduce_scatter(gradients), everyone.all_gather(shards)[0]
     for rank in range(4):
-        wire = lesson_08.RankWire(rank, shards, gradients)
+        wire = wire_08.RankWire(rank, shards, gradients)
         assert torch.equal(wire.all_gather(shards[rank]), whole)
         assert torch.allclose(wire.reduce_scatter(gradients[rank]), sums[rank])
         assert wire.sent_bytes == everyone.sent_bytes
@@ -480,25 +520,25 @@ def test_a_rank_s_own_wire_gives_what_lists_of_all_ranks_give():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_recorded_bytes_are_those_of_a_ring_except_for_reduce_scatter(ranks):
-    recorded, shapes = lesson_08.RECORDED[ranks], shapes_of(task_of().make_model())
+    recorded, shapes = wire_08.RECORDED[ranks], shapes_of(task_of().make_model())
     share, close = (ranks - 1) / ranks, functools.partial(pytest.approx, rel=5e-3)
     for mode in ("ddp", "zero1", "fsdp"):
         # with fsdp once more: gloo sends the whole sum of a reduce-scatter
         scattered = 4 * shapes.numbers if mode == "fsdp" else 0
         assert recorded[mode] == close(share * (sent_bytes(shapes, mode, ranks) + scattered))
     assert recorded["reduce_scatter"] == close(recorded["all_reduce"])
-    assert recorded["all_gather"] == close(share * lesson_08.TENSOR_BYTES)
+    assert recorded["all_gather"] == close(share * wire_08.TENSOR_BYTES)
 
 
 def test_splits_send_out_of_a_machine_what_rings_send_step_by_step():
-    shapes, gpus = lesson_08.seventy_billion(), range(64)
+    shapes, gpus = large_08.seventy_billion(), range(64)
     across = [[gpus[first::8], 8] for first in range(8)]  # one GPU of each machine
     ways = [
         ([[gpus, 1]], sent_bytes(shapes, "fsdp", 64)),
         (across, 2 * shapes.updated_bytes),
         (across, sent_bytes(shapes, "fsdp", 8)),
     ]
-    found = lesson_08.compare_splits(shapes, 50e9).data.iloc[:, 2:].values.tolist()
+    found = large_08.compare_splits(shapes, 50e9).data.iloc[:, 2:].values.tolist()
     for row, (rings, given) in zip(found, ways, strict=True):
         out = collections.Counter()
         for ring, parts in rings:
@@ -516,7 +556,7 @@ def test_an_empty_network_namespace_counts_an_all_gather():
         found = loopback.bytes_sent(2, ["all_gather"])
     except RuntimeError as error:
         pytest.skip(f"{error}"[:200])
-    assert found["all_gather"] == pytest.approx(lesson_08.TENSOR_BYTES / 2, rel=0.02)
+    assert found["all_gather"] == pytest.approx(wire_08.TENSOR_BYTES / 2, rel=0.02)
 
 
 def test_where_no_namespace_can_be_made_it_says_so(monkeypatch, tmp_path):
@@ -534,10 +574,10 @@ def test_compiled_triton_without_gpu_says_to_restart_the_kernel(monkeypatch, int
     monkeypatch.setattr(kernels, "INTERPRETED", interpreted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     if interpreted or gpu:
-        assert lesson_06.triton_here()[0].__name__ == "triton"
+        assert exercises_06.triton_here()[0].__name__ == "triton"
     else:
         with pytest.raises(RuntimeError, match=r"(?s)restart the kernel.*请重启内核"):
-            lesson_06.triton_here()
+            exercises_06.triton_here()
 
 
 @pytest.mark.parametrize(("new", "correct"), [("largest", False), ("tl.maximum(largest)", None)])
@@ -545,11 +585,11 @@ def test_kernel_check_without_triton_judges_no_answer_except_a_stub(monkeypatch,
     monkeypatch.setitem(sys.modules, "triton", None)
     source = f"def fold(largest): return tl.exp({new})\ndef run(q, k, v): return q, q[:, 0]"
     exec(source, cell := {"tl": None})
-    assert lesson_06.check_kernel(cell["run"]).correct is correct
+    assert exercises_06.check_kernel(cell["run"]).correct is correct
 
 
 def test_the_adam_of_the_exercise_is_the_framework_s():
-    weight, ours = torch.nn.Parameter(torch.linspace(-1, 1, 8)), lesson_08.Adam()
+    weight, ours = torch.nn.Parameter(torch.linspace(-1, 1, 8)), wire_08.Adam()
     adam, piece = torch.optim.Adam([weight], lr=1e-3), weight.detach().clone()
     for step in range(3):
         weight.grad = torch.linspace(-1, step, 8).sin()
@@ -625,7 +665,7 @@ def weight_of_numpy(model, batch):
 )
 def test_what_is_wrong_with_a_slot_is_said(slots, told):
     given = {"make_model": small_decoder, "make_batch": small_batch} | slots
-    assert told in lesson_09.check_slots(*given.values()).message
+    assert told in slots_09.check_slots(*given.values()).message
 
 
 def test_the_first_operator_that_holds_other_bytes_is_named():
@@ -633,15 +673,15 @@ def test_the_first_operator_that_holds_other_bytes_is_named():
         operators = [("entry", "forward"), ("mm", "forward"), ("sum", "backward")]
         return Trace(operators[: len(live)], np.array([[count] for count in live]))
 
-    told = lesson_09.first_difference(trace(8, 16, 32), trace(8, 24, 40))
+    told = slots_09.first_difference(trace(8, 16, 32), trace(8, 24, 40))
     assert "`mm`, 16 live bytes were predicted, but 24 were" in told
-    assert "the same 1 operators" in lesson_09.first_difference(trace(8, 16), trace(8, 16, 32))
+    assert "the same 1 operators" in slots_09.first_difference(trace(8, 16), trace(8, 16, 32))
 
 
 @pytest.mark.parametrize("name", ["llama.json", "llama_3_8b.json"])
 def test_parameters_by_hand_are_those_of_the_models(name):
     transformers = pytest.importorskip("transformers")
-    config = json.loads((lesson_09.FOLDER / name).read_text("utf-8"))
+    config = json.loads((exercises_09.FOLDER / name).read_text("utf-8"))
     with symbolic():
         config_of_model = transformers.AutoConfig.for_model(**config)
         model = transformers.AutoModelForCausalLM.from_config(config_of_model)

@@ -60,7 +60,8 @@ def test_a_check_refuses_its_solution_with_a_slip_in_it_unless_that_is_right_as_
 def test_running_all_cells_leaves_an_accepted_answer_in_its_name(number):
     for each in solutions(number):
         answer = ANSWERS[each.name][0][0]
-        names = dict.fromkeys(each.taken, answer) | {f"lesson_{number}": lessons.lesson(number)}
+        exercises = lessons.lesson(number, "exercises")
+        names = dict.fromkeys(each.taken, answer) | {"exercises": exercises}
         if each.taken:
             assert CHECKS[each.name](answer)
             exec(each.source, names)

@@ -1,5 +1,6 @@
 """Open code cells show the idea: short, in English, and with every name in sight."""
 
+import ast
 import builtins
 import re
 import symtable
@@ -58,7 +59,26 @@ def names_out_of_sight(sources):
     return sorted(used - known - set(dir(builtins)))
 
 
-RULES = (too_long, too_wide, chinese, names_out_of_sight)
+def hidden_files(sources):
+    """Files of a lesson, such as `figures`, whose name another line of the cells takes."""
+    tree = ast.parse("\n".join(sources))
+    files = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and re.fullmatch(r"course_lib\.lessons\.lesson_\d\d", node.module or "")
+        for alias in node.names
+    }
+    taken = {
+        getattr(node, "id", getattr(node, "name", getattr(node, "arg", "")))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.arg)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    }
+    return sorted(files & taken)
+
+
+RULES = (too_long, too_wide, chinese, names_out_of_sight, hidden_files)
 
 
 # --- the lessons ---
@@ -77,6 +97,11 @@ def test_the_open_cells_of_a_lesson_keep_the_rules(script):
     ("rule", "right", "wrong"),
     [
         (too_long, "x = 1\n" * 15, "x = 1\n" * 15 + "# a comment is read too\n"),
+        (
+            hidden_files,
+            "from course_lib.lessons.lesson_01 import figures\ndrawn = figures.f()",
+            "from course_lib.lessons.lesson_01 import figures\nfigures = figures.f()",
+        ),
         (too_wide, f"x = '{'a' * 94}'", f"x = '{'a' * 95}'"),
         (chinese, "x = 'peak'", "x = 'peak'  # 峰值"),
         (names_out_of_sight, "import math\nmath.pi", "math.pi"),

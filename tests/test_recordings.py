@@ -124,7 +124,7 @@ def test_the_experiments_find_on_a_cpu_what_their_titles_say():
     assert monitor["step_live_bytes"] - monitor["zero_grad_live_bytes"] == weights
     assert monitor["forward_live_bytes"] > monitor["backward_live_bytes"] > 2 * weights
     recipes = small_run("07.three_recipes").figures
-    for recipe in lessons.lesson("07").RECIPES:
+    for recipe in lessons.lesson("07", "gpu").RECIPES:
         assert recipes[f"{recipe}_peak_bytes"] == recipes[f"{recipe}_predicted_bytes"]
 
 

@@ -307,7 +307,7 @@ def test_no_function_of_a_solution_is_in_the_library(library):
     solutions = {found for source in code for found in definitions_in(source)}
     modules = [name for name in library.namelist() if name.endswith(".py")]
     told = {found for name in modules for found in definitions_in(library.read(name))}
-    assert "course_lib/lessons/lesson_02/checks.py" in modules
+    assert "course_lib/lessons/lesson_02/exercises.py" in modules
     assert len(solutions) > 10 and solutions & told == set()
 
 

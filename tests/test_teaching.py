@@ -585,10 +585,10 @@ NOTEBOOK = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 for cell in (
-    "import torch\\nfrom course_lib.lessons import lesson_02",
+    "import torch\\nfrom course_lib.lessons.lesson_02 import exercises",
     "def mine(block, x):\\n    y = block(x)\\n    return y @ y",
     "def mine_too(block, x):\\n    return blok(x)",
-    "print(lesson_02.check_checkpoint(mine), lesson_02.check_checkpoint(mine_too), sep='|')",
+    "print(exercises.check_checkpoint(mine), exercises.check_checkpoint(mine_too), sep='|')",
 ):
     shell.run_cell(cell)
 """

@@ -14,7 +14,7 @@ from course_lib.distributed.tensor_parallel import (
     tensor_held_bytes,
     tensor_sent_bytes,
 )
-from course_lib.lessons import lesson_08
+from course_lib.lessons.lesson_08.large import kept_per_layer
 from course_lib.models import Decoder
 
 SCRIPT = "course_lib.distributed.tensor_parallel"
@@ -46,9 +46,9 @@ def test_two_ranks_train_as_one_process_and_ranks_need_the_predicted_bytes():
 def test_a_layer_keeps_gathered_inputs_with_sequence_parallelism():
     b, s, h, a = 8, 128, 256, 8
     norms, inside = 4 * s * b * h + 4 * s * b, 12 * s * b * h + a * s * s * b
-    assert lesson_08.kept_per_layer("tp", 2) == 4 * (norms + inside / 2)
+    assert kept_per_layer("tp", 2) == 4 * (norms + inside / 2)
     gathered = 2 * (4 * s * b * h) / 2  # the halves of two inputs that another rank computed
-    assert lesson_08.kept_per_layer("tp-sp", 2) == 4 * (norms + inside) / 2 + gathered
+    assert kept_per_layer("tp-sp", 2) == 4 * (norms + inside) / 2 + gathered
 
 
 def test_heads_that_ranks_do_not_divide_are_refused():

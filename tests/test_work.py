@@ -54,6 +54,21 @@ CELLS = {
     "P": cell("plot", "draw(answer)", "-"),
     "p": cell("plot", "draw(answer)", "figure"),  # P, which the learner ran
     "Q": cell("plot2", "draw(answer, 2)", "-"),  # P in a new edition
+    # Before an edition in which lessons import their files, and in it:
+    "K": cell("old", "from course_lib.lessons import lesson_01", "-"),
+    "L": cell("new", "from course_lib.lessons.lesson_01 import exercises, figures", "-"),
+    "O": cell("old-stub", "answer = None\nlesson_01.check_sum(answer)", "-"),
+    "o": cell("old-stub", "answer = 42\nlesson_01.check_sum(answer)", "right"),
+    "N": cell("new-stub", "answer = None\nexercises.check_sum(answer)", "-"),
+    "w": cell("new-stub", "answer = 42\nexercises.check_sum(answer)", "right"),
+    "V": cell("new-stub2", "answer = ...  # in bytes\nexercises.check_sum(answer)", "-"),
+    "v": cell("old-stub", "answer = 42\nexercises.check_sum(answer)", "right"),
+    "D": cell("old-plot", "lesson_01.draw(answer)", "-"),
+    "d": cell("old-plot", "lesson_01.draw(answer)", "figure"),  # D, which the learner ran
+    "E": cell("new-plot", "figures.draw(answer)", "-"),
+    "f": cell("new-plot", "figures.draw(answer)", "figure"),
+    "g": cell("mine2", "lesson_01.draw(42)\nmy.lesson_01.draw(1)", "-"),
+    "h": cell("mine2", "figures.draw(42)\nmy.lesson_01.draw(1)", "-"),
     "M": cell("more", "more()", "-"),
     "m": cell("mine", "my_own = 1", "-"),
     "n": cell("notes", "My notes"),
@@ -129,6 +144,9 @@ MERGED = {
     "the update after that": ("TSIBP", "TSIBeaP", "TSIBQ", "TSIBeaQ", 2),
     "an answer to a removed exercise": ("TSIAP", "TSIaP", "TSIP", "TSIaP", 1),
     "new cells of both": ("TSIAP", "nTSIamP", "TSIAMP", "nTSIamMP", 3),
+    "an edition that imports files": ("TSKOD", "TSKodg", "TSLNE", "TSLwfh", 2),
+    "such an edition with another exercise": ("TSKOD", "TSKoD", "TSLVE", "TSLVevE", 1),
+    "such an edition, of which nothing was typed": ("TSKOD", "TSKOD", "TSLNE", "TSLNE", 0),
     "edited prose and the new switch": ("TSIAP", "tSIAP", "URIAP", "UetRIAP", 1),
 }
 
@@ -252,7 +270,7 @@ LESSON_01 = NOTEBOOKS / "01_memory_bottleneck.ipynb"
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lesson_01", ("is imported further up", "import weakref", "由上面的一个单元格导入")),
+        ("exercises", ("is imported further up", "import weakref", "由上面的一个单元格导入")),
         ("make_decoder", ("is defined further up", "def make_decoder(**changes):", "定义")),
     ],
 )
@@ -273,7 +291,7 @@ def test_the_kernel_shows_the_sentence_below_the_error(monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", str(LESSON_01))
     shell = InteractiveShell()
     missing_names.load_ipython_extension(shell)
-    shell.run_cell("lesson_01.check_training_state(None)")
+    shell.run_cell("exercises.check_training_state(None)")
     printed = capsys.readouterr().out
     assert printed.index("NameError") < printed.index("is imported further up")
     shell.run_cell("1 / 0")

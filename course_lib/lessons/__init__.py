@@ -1,10 +1,10 @@
-"""Code that belongs to a single lesson: its checks, claims, GPU experiments and figures.
+"""Code that belongs to a single lesson: its exercises, claims, GPU experiments and figures.
 
-    from course_lib.lessons.lesson_05 import check_loop   # in lesson 05
-    python -m course_lib.lessons                          # all GPU experiments, as `make gpu`
+    from course_lib.lessons.lesson_05 import exercises, figures  # in lesson 05
+    python -m course_lib.lessons                                 # all GPU experiments: `make gpu`
 
-A lesson's module may have `CLAIMS`, which its learners may have read, and `Experiment`s. This
-module finds them by the lesson's number.
+A lesson's package may have the files `exercises`, with its checks, `claims`, which its learners may
+have read, and `gpu`, with `Experiment`s. This module finds them by the lesson's number.
 """
 
 import gc
@@ -13,13 +13,13 @@ import pkgutil
 from pathlib import Path
 from types import ModuleType
 
-from course_lib.teaching import claims
+from course_lib.teaching.claims import Claim
+from course_lib.teaching.exercises import Exercise
 from course_lib.teaching.experiments import Experiment
 from course_lib.teaching.gpu import GpuFigures
 from course_lib.teaching.recordings import FOLDER, figures_of_gpus
-from course_lib.teaching.tables import Table
 
-__all__ = ["LESSONS", "claims_of", "experiments", "lesson", "on_gpu", "what_you_may_have_read"]
+__all__ = ["LESSONS", "checks_of", "claims_of", "experiments", "lesson", "on_gpu"]
 
 # `measure` collects garbage. It takes a tenth of a second more if all of PyTorch is searched, too.
 gc.freeze()
@@ -30,39 +30,45 @@ LESSONS = sorted(
 )
 
 
-def lesson(number: str) -> ModuleType:
-    """Return the module of a lesson.
+def lesson(number: str, file: str) -> ModuleType | None:
+    """Return a file of a lesson, such as "exercises", or None if the lesson has no such file.
 
     Raises:
         ValueError: There is no such lesson.
     """
     if number not in LESSONS:
         raise ValueError(f"lesson must be one of {', '.join(LESSONS)}, got {number!r}")
-    return importlib.import_module(f"{__name__}.lesson_{number}")
+    if not Path(__file__).with_name(f"lesson_{number}").joinpath(f"{file}.py").exists():
+        return None
+    return importlib.import_module(f"{__name__}.lesson_{number}.{file}")
 
 
-def claims_of(number: str) -> tuple[claims.Claim, ...]:
+def checks_of(number: str) -> dict[str, Exercise]:
+    """Return the checks of a lesson's exercises by their names, such as "check_loop"."""
+    found = vars(lesson(number, "exercises") or object)
+    return {
+        name: each
+        for name, each in found.items()
+        if name.startswith("check_") and isinstance(each, Exercise)
+    }
+
+
+def claims_of(number: str) -> tuple[Claim, ...]:
     """Return the claims that a lesson tests, those of its optional sections last."""
+    module = lesson(number, "claims")
     names = ("CLAIMS", "ALLOCATOR_CLAIMS", "OLDER_CLAIMS")  # in the order of the notebooks
-    return tuple(claim for name in names for claim in getattr(lesson(number), name, ()))
-
-
-def what_you_may_have_read(number: str, *measured: str) -> Table:
-    """Return the table of a lesson's claims, with the figure that the lesson has measured for each.
-
-    Raises:
-        ValueError: There is no such lesson, or the numbers of figures and of claims differ.
-    """
-    return claims.what_you_may_have_read(lesson(number).CLAIMS, *measured)
+    return tuple(claim for name in names for claim in getattr(module, name, ()))
 
 
 def experiments(number: str | None = None) -> list[Experiment]:
     """Return the GPU experiments of one lesson, or of all, in the order of their definition."""
-    modules = [lesson(each) for each in (LESSONS if number is None else [number])]
-    # a lesson that is a package has them in its module `gpu`
-    own = [getattr(module, "gpu", module) for module in modules]
+    modules = [lesson(each, "gpu") for each in (LESSONS if number is None else [number])]
     return [
-        found for module in own for found in vars(module).values() if isinstance(found, Experiment)
+        found
+        for module in modules
+        if module
+        for found in vars(module).values()
+        if isinstance(found, Experiment)
     ]
 
 

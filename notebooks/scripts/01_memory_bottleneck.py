@@ -53,8 +53,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.lessons import lesson_01, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
+from course_lib.lessons.lesson_01 import exercises, figures
 from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import category_label, predictions, table, timelines
@@ -107,18 +107,18 @@ from course_lib.teaching import category_label, predictions, table, timelines
 
 # %% minutes=6
 mine = {"weights": None, "parameter": None, "gradient": None, "optimizer": None}
-lesson_01.check_training_state(mine)
+exercises.check_training_state(mine)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_training_state.accepted:
+if not exercises.check_training_state.accepted:
     h = 256
     layer = (3 + 1 + 4 + 4) * h**2 + (3 + 1 + 4 + 1) * h + 2 * 2 * h
     weights = 8 * layer + (2048 + 128) * h + 2 * h  # 6,875,648
     mine = {"weights": weights, "parameter": 4 * weights, "gradient": 4 * weights}
     mine["optimizer"] = 2 * 4 * weights
 
-lesson_01.check_training_state(mine)
+exercises.check_training_state(mine)
 ### END SOLUTION
 
 # %% [markdown]
@@ -196,7 +196,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # The bytes of a tensor are in its **storage**, and a view shares the storage of its base. A storage is new if an operator returns it and did not get it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
 #
-# In PyTorch, every operator passes through the **dispatcher**. A `TorchDispatchMode` is called there instead of the operator, so it sees the arguments and the result. `lesson_01.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
+# In PyTorch, every operator passes through the **dispatcher**. A `TorchDispatchMode` is called there instead of the operator, so it sees the arguments and the result. `exercises.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
 #
 # **Exercise 2.** One condition is missing in this meter. Replace `None`, so that it counts the new storages and no others. The check tries views, operators that work in place, operators that write into `out=`, and tensors that are released.
 #
@@ -205,7 +205,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # 张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。如果一个存储区由算子返回，却不在传给它的参数里，就是新的。计量器遇到新的存储区，就加上它的字节，等它释放，再减掉。
 #
-# PyTorch 的每个算子都要经过**分发器**（dispatcher）。`TorchDispatchMode` 在那里代替算子被调用，因此能看到参数和结果。`lesson_01.storages(values)` 返回 `values` 中全部张量的存储区，结果是一个字典，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
+# PyTorch 的每个算子都要经过**分发器**（dispatcher）。`TorchDispatchMode` 在那里代替算子被调用，因此能看到参数和结果。`exercises.storages(values)` 返回 `values` 中全部张量的存储区，结果是一个字典，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
 #
 # **练习 2。** 下面的计量器缺一个条件。请把 `None` 换掉，让它统计新的存储区，而且只统计新的。检查会试这些情形：视图、原地算子、写入 `out=` 的算子，以及会释放的张量。
 #
@@ -218,8 +218,8 @@ class TinyMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        given = lesson_01.storages((args, kwargs))
-        for address, storage in lesson_01.storages(result).items():
+        given = exercises.storages((args, kwargs))
+        for address, storage in exercises.storages(result).items():
             if None:  # the condition: is this storage new?
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
@@ -230,20 +230,20 @@ class TinyMeter(TorchDispatchMode):
         self.live -= nbytes
 
 
-lesson_01.check_new_storages(TinyMeter)
+exercises.check_new_storages(TinyMeter)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_new_storages.accepted:
+if not exercises.check_new_storages.accepted:
 
     class TinyMeter(TorchDispatchMode):
         live = peak = 0
 
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             result = operator(*args, **(kwargs or {}))
-            given = lesson_01.storages((args, kwargs))
-            for address, storage in lesson_01.storages(result).items():
+            given = exercises.storages((args, kwargs))
+            for address, storage in exercises.storages(result).items():
                 if address not in given:
                     self.live += storage.nbytes()
                     self.peak = max(self.peak, self.live)
@@ -254,7 +254,7 @@ if not lesson_01.check_new_storages.accepted:
             self.live -= nbytes
 
 
-lesson_01.check_new_storages(TinyMeter)
+exercises.check_new_storages(TinyMeter)
 ### END SOLUTION
 
 # %% slide="both"
@@ -328,7 +328,7 @@ timelines({"one step": meter}, title="Activations are released before the gradie
 # </div>
 
 # %% slide="result"
-lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
+figures.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 
 # %% [markdown]
 # <div lang="en">
@@ -485,12 +485,12 @@ def saved_by_one_layer(b, s, h, a):
     }
 
 
-lesson_01.check_layer_formula(saved_by_one_layer)
+exercises.check_layer_formula(saved_by_one_layer)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_layer_formula.accepted:
+if not exercises.check_layer_formula.accepted:
 
     def saved_by_one_layer(b, s, h, a):
         return {
@@ -502,7 +502,7 @@ if not lesson_01.check_layer_formula.accepted:
         }
 
 
-lesson_01.check_layer_formula(saved_by_one_layer)
+exercises.check_layer_formula(saved_by_one_layer)
 ### END SOLUTION
 
 # %% [markdown]
@@ -519,7 +519,7 @@ lesson_01.check_layer_formula(saved_by_one_layer)
 
 # %% slide="result"
 listed = saved_tensors(DecoderLayer(256, 8), torch.randn(8, 128, 256))  # 8 heads; (b, s, h)
-lesson_01.rows_of_the_formula(listed)
+figures.rows_of_the_formula(listed)
 
 # %% slide="result"
 one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
@@ -557,7 +557,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 
 # %% tags=["guess"] slide="result"
 my_length = None
-lesson_01.draw_lengths(saved_by_one_layer, my_length)
+figures.draw_lengths(saved_by_one_layer, my_length)
 
 # %% [markdown]
 # <div lang="en">
@@ -663,12 +663,12 @@ def saved_by_llama_layer(b, s, h, a, n, f):
     return rows
 
 
-lesson_01.check_llama_formula(saved_by_llama_layer)
+exercises.check_llama_formula(saved_by_llama_layer)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_llama_formula.accepted:
+if not exercises.check_llama_formula.accepted:
 
     def saved_by_llama_layer(b, s, h, a, n, f):
         return {
@@ -680,7 +680,7 @@ if not lesson_01.check_llama_formula.accepted:
         }
 
 
-lesson_01.check_llama_formula(saved_by_llama_layer)
+exercises.check_llama_formula(saved_by_llama_layer)
 ### END SOLUTION
 
 # %% slide="result"
@@ -723,11 +723,11 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 
 # %% minutes=7
 my_parts = {"state": None, "layers": None, "norm and head": None, "logits": None}
-lesson_01.check_whole_peak(my_parts)
+exercises.check_whole_peak(my_parts)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_whole_peak.accepted:
+if not exercises.check_whole_peak.accepted:
     b, s, h, v = 8, 128, 256, 2048
     my_parts = {
         "state": left["parameter"] + left["optimizer"],
@@ -736,7 +736,7 @@ if not lesson_01.check_whole_peak.accepted:
         "logits": 3 * 4 * s * b * v,
     }
 
-lesson_01.check_whole_peak(my_parts)
+exercises.check_whole_peak(my_parts)
 ### END SOLUTION
 
 # %% slide="result"
@@ -761,7 +761,7 @@ for vocabulary in (2048, 8192, 32768):
     with symbolic():
         model, batch = make_decoder(vocabulary=vocabulary), random_tokens(8, 128, vocabulary)
         found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
-    rows.append((vocabulary, *lesson_01.peak_and_sum(found, 3 * 4 * 8 * 128 * vocabulary)))
+    rows.append((vocabulary, *figures.peak_and_sum(found, 3 * 4 * 8 * 128 * vocabulary)))
 table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"], rows)
 
 # %% [markdown]
@@ -841,8 +841,8 @@ table(["meter", "bytes"], [("`MemTracker`", found)])  # with 8,256 bytes of toke
 # </div>
 
 # %% slide="result"
-autocast, stays = lesson_01.under_autocast(make_decoder)
-what_you_may_have_read("01", *lesson_01.figures_of_claims(meter, autocast, stays))
+autocast, stays = figures.under_autocast(make_decoder)
+figures.what_you_may_have_read(meter, autocast, stays)
 
 # %% [markdown] slide={"en": "The same step of the same decoder, one technique per row.\n\nWhich of the parts would you reduce first?", "zh": "同一个解码器的同一步，每种技术占一行。\n\n这些部分，你会先减少哪一个？"}
 # ## 1.10 The ledger / 账本
@@ -862,7 +862,7 @@ what_you_may_have_read("01", *lesson_01.figures_of_claims(meter, autocast, stays
 ledger("01", "autocast, bf16", autocast)
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_01.parts_of_the_peak(meter, one_layer)
+figures.parts_of_the_peak(meter, one_layer)
 
 # %% [markdown] slide={"en": "Count storages. Activations are released as gradients are created.\n\nAsk each operator what its derivative needs, in your model.", "zh": "要按存储区统计。激活值逐渐释放，梯度才逐渐产生。\n\n对你自己的模型，也逐个问算子求导时要用什么。"}
 # ## 1.11 Summary / 小结
@@ -909,12 +909,12 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# **Exercise 6.** Write the whole meter of section 1.2, without `lesson_01.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is its address, which is the same for every view. The check also tries results that share a storage or don't fill it.
+# **Exercise 6.** Write the whole meter of section 1.2, without `exercises.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is its address, which is the same for every view. The check also tries results that share a storage or don't fill it.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 不用 `lesson_01.storages`，写出 1.2 节的整个计量器。`tree_leaves(values)` 把嵌套的列表、元组和字典里的东西列出来，`tensor.untyped_storage()` 是张量的存储区，`_cdata` 是它的地址，各个视图都一样。检查还会试几个结果共用一个存储区，或没有占满存储区的情形。
+# **练习 6。** 不用 `exercises.storages`，写出 1.2 节的整个计量器。`tree_leaves(values)` 把嵌套的列表、元组和字典里的东西列出来，`tensor.untyped_storage()` 是张量的存储区，`_cdata` 是它的地址，各个视图都一样。检查还会试几个结果共用一个存储区，或没有占满存储区的情形。
 #
 # </div>
 
@@ -930,11 +930,11 @@ class WholeMeter(TorchDispatchMode):
         return result
 
 
-lesson_01.check_meter(WholeMeter)
+exercises.check_meter(WholeMeter)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_meter.accepted:
+if not exercises.check_meter.accepted:
 
     class WholeMeter(TorchDispatchMode):
         live = peak = 0
@@ -956,7 +956,7 @@ if not lesson_01.check_meter.accepted:
             self.peak = max(self.peak, self.live)
 
 
-lesson_01.check_meter(WholeMeter)
+exercises.check_meter(WholeMeter)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1016,7 +1016,7 @@ def giant_step(hidden, heads, layers, batch=1):
     sizes = {"vocabulary": 32_000, "hidden": hidden, "heads": heads, "layers": layers}
     with symbolic(), MemoryMeter() as meter:
         model = Decoder(**sizes, sequence=2048, fused=True).bfloat16()
-        adam = lesson_01.MixedAdam(model)  # fp32 master weights and moments
+        adam = figures.MixedAdam(model)  # fp32 master weights and moments
         model.loss(random_tokens(batch, 2048, 32_000)).backward()
         adam.step()
     return meter
@@ -1103,7 +1103,7 @@ from course_lib.memory import cast
 with symbolic():  # many CPUs are slow in bf16
     model, batch = cast(make_decoder(), torch.bfloat16), random_tokens(8, 128, 2048)
     all_bf16 = metered_step(model, batch, torch.optim.Adam(model.parameters()))
-model = lesson_01.with_adapters(make_decoder(), rank=8)
+model = figures.with_adapters(make_decoder(), rank=8)
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 adapters = metered_step(model, tokens, torch.optim.Adam(trained))
 variants = {"plain": meter, "autocast, bf16": autocast, "all bf16, no master weights": all_bf16}
@@ -1124,15 +1124,15 @@ table(["variant", "peak (MB)"], [(k, round(v.peak_bytes / 1e6, 1)) for k, v in v
 
 # %% minutes=3
 answer = None
-lesson_01.check_adapter_bytes(answer)
+exercises.check_adapter_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_adapter_bytes.accepted:
+if not exercises.check_adapter_bytes.accepted:
     frozen, trained = 7_000_000_000, 20_000_000
     answer = 2 * frozen + (4 + 4 + 8) * trained
 
-lesson_01.check_adapter_bytes(answer)
+exercises.check_adapter_bytes(answer)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1160,7 +1160,7 @@ for name, norm_first in cases.items():
     kinds = {"dtype_bytes": dtype.itemsize, "statistic_bytes": dtype.itemsize}
     measured = saved_tensors(layer, torch.randn(1, 512, 512, dtype=dtype)).total_bytes
     rows.append((name, transformer_activation_bytes(**sizes, **kinds), measured))
-layer = lesson_01.with_factor_dropout(DecoderLayer(512, 8, dropout=0.1).to(torch.bfloat16))
+layer = figures.with_factor_dropout(DecoderLayer(512, 8, dropout=0.1).to(torch.bfloat16))
 factors = saved_tensors(layer, torch.randn(1, 512, 512, dtype=torch.bfloat16)).total_bytes
 rows.append(("`F.dropout`, `bfloat16`", rows[0][1], factors))
 predictions(rows, unit="bytes")
@@ -1251,8 +1251,10 @@ table(["step", *headings], rows)
 # </div>
 
 # %%
+from course_lib.lessons.lesson_01 import allocator
+
 trace = monitor.trace()
-lesson_01.reserved_after(trace, marks[:10])
+allocator.reserved_after(trace, marks[:10])
 
 # %% [markdown]
 # <div lang="en">
@@ -1267,7 +1269,7 @@ lesson_01.reserved_after(trace, marks[:10])
 # </div>
 
 # %%
-lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
+allocator.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 
 # %% [markdown]
 # ## 1.20 Fragmentation: the same bytes, in another order / 显存碎片：同样的字节，换个顺序
@@ -1284,11 +1286,11 @@ lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 # </div>
 
 # %%
-scenes, ends = lesson_01.four_orders(make_decoder)
-lesson_01.orders_on(scenes, 388 << 20)
+scenes, ends = allocator.four_orders(make_decoder)
+allocator.orders_on(scenes, 388 << 20)
 
 # %%
-print(lesson_01.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If reserved")[0])
+print(allocator.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If reserved")[0])
 
 # %% [markdown]
 # <div lang="en">
@@ -1305,7 +1307,7 @@ print(lesson_01.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If 
 # %%
 stats = [trace[: marks[i]].allocator().memory_stats() for i in (9, 14)]
 after_steps = [each["reserved_bytes.all.current"] for each in stats]
-lesson_01.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends, after_steps)
+allocator.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends, after_steps)
 
 # %% [markdown]
 # ## 1.21 How to compare fairly / 怎样公平地比较
@@ -1359,11 +1361,13 @@ table(headings, [("growth", *grown), ("`measure`", *fair)])
 # </div>
 
 # %%
+from course_lib.lessons.lesson_01 import claims
+
 qkv = [torch.randn(1, 12, 512, 64, requires_grad=True) for _ in range(3)]
 attention, activations = saved_tensors(standard, *qkv), saved_tensors(mlp, x)
 forward = meter.timeline[meter.phases().index("backward") - 1].live_bytes
 counts = (attention.total_bytes, activations.total_bytes / x.nbytes)
-lesson_01.older_claims(grown, *counts, forward, meter.peak_bytes)
+claims.older_claims(grown, *counts, forward, meter.peak_bytes)
 
 # %% [markdown]
 # ## 1.22 What the meter leaves out / 计量器没有统计的部分
@@ -1428,9 +1432,9 @@ with TinyMeter() as tiny:
 weight.grad = None
 with MemoryMeter() as full:
     used_four_times()
-allocator = measure(used_four_times, repeats=1).allocator_peak_bytes
+allocated = measure(used_four_times, repeats=1).allocator_peak_bytes
 headings = ["TinyMeter (bytes)", "MemoryMeter (bytes)", "allocator, no mode (bytes)"]
-table(headings, [(tiny.peak, full.peak_bytes, allocator)])
+table(headings, [(tiny.peak, full.peak_bytes, allocated)])
 
 # %% [markdown]
 # ## 1.24 On a GPU / 在 GPU 上
@@ -1478,10 +1482,10 @@ on_gpu("01")
 # </div>
 
 # %%
-lesson_01.draw_activation_bytes()
+figures.draw_activation_bytes()
 
 # %% tags=["nbval-ignore-output", "shows-picture"]
-lesson_01.activation_playground()
+figures.activation_playground()
 
 # %% [markdown]
 # ## 1.26 One more exercise / 再做一道练习
@@ -1499,11 +1503,11 @@ lesson_01.activation_playground()
 
 # %% minutes=6
 answer = None
-lesson_01.check_largest_batch(answer)
+exercises.check_largest_batch(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_01.check_largest_batch.accepted:
+if not exercises.check_largest_batch.accepted:
     peaks = []
     for size in (4, 8):
         with symbolic():
@@ -1513,7 +1517,7 @@ if not lesson_01.check_largest_batch.accepted:
     each = (peaks[1] - peaks[0]) // 4
     answer = 4 + (1_300_000_000 - peaks[0]) // each
 
-lesson_01.check_largest_batch(answer)
+exercises.check_largest_batch(answer)
 ### END SOLUTION
 
 # %% [markdown]

@@ -55,8 +55,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.lessons import lesson_02, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
+from course_lib.lessons.lesson_02 import exercises, figures, own_code
 from course_lib.models import Decoder, DecoderLayer
 from course_lib.teaching import predictions, table, timelines
 
@@ -96,7 +96,7 @@ for name in ("a", "b", "c"):
     x.register_hook(partial(done, name))  # called when the gradient of x has come
     x = checkpoint(block, name, x, use_reentrant=False)
 x.sum().backward()
-lesson_02.draw_order(heard)
+figures.draw_order(heard)
 
 # %% [markdown]
 # <div lang="en">
@@ -163,11 +163,11 @@ class MyCheckpoint(torch.autograd.Function):
         return None, gradient
 
 
-lesson_02.check_checkpoint(MyCheckpoint)
+exercises.check_checkpoint(MyCheckpoint)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_02.check_checkpoint.accepted:
+if not exercises.check_checkpoint.accepted:
 
     class MyCheckpoint(torch.autograd.Function):
         @staticmethod
@@ -187,7 +187,7 @@ if not lesson_02.check_checkpoint.accepted:
             return None, again.grad
 
 
-lesson_02.check_checkpoint(MyCheckpoint)
+exercises.check_checkpoint(MyCheckpoint)
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "The newer mode keeps a **number** in place of each tensor, and brings the tensor back later.\n\nAre the gradients equal, in all modes?", "zh": "较新的模式给每个张量留下**编号**，以后再找回来。\n\n各种模式下，梯度都相等吗？"}
@@ -301,7 +301,7 @@ sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence":
 make_decoder = partial(Decoder, **sizes)
 plain, forgetful = make_decoder(), make_decoder()
 checkpoint_blocks(forgetful, "layers.*")
-step = lesson_02.metered_step  # lesson 01's step with Adam, under the meter
+step = figures.metered_step  # lesson 01's step with Adam, under the meter
 meters = {"plain": step(plain), "checkpointed": step(forgetful)}
 table(["weights equal"], [[all(map(torch.equal, plain.parameters(), forgetful.parameters()))]])
 
@@ -332,18 +332,18 @@ def predicted_peak(k):
     return None
 
 
-lesson_02.check_peak_formula(predicted_peak)
+exercises.check_peak_formula(predicted_peak)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_02.check_peak_formula.accepted:
+if not exercises.check_peak_formula.accepted:
 
     def predicted_peak(k):
         one_input = 4 * 8 * 128 * 256
         return 277_682_584 - k * (20_987_904 - one_input - 5_056)
 
 
-lesson_02.check_peak_formula(predicted_peak)
+exercises.check_peak_formula(predicted_peak)
 ### END SOLUTION
 
 # %% slide="result"
@@ -384,18 +384,18 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 
 # %% minutes=2
 layer, saves_in_decoder = None, None
-lesson_02.check_which_block((layer, saves_in_decoder))
+exercises.check_which_block((layer, saves_in_decoder))
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-lesson_02.check_which_block((7, True))
+exercises.check_which_block((7, True))
 ### END SOLUTION
 
 # %% slide="result"
-peak = lesson_02.peak_with_checkpoint  # of forward and backward; around no layer if it is None
+peak = figures.peak_with_checkpoint  # of forward and backward; around no layer if it is None
 alone = {layer: peak(layer, head=False) for layer in (None, *range(8))}
 whole = {layer: peak(layer) for layer in (None, *range(8))}
-lesson_02.draw_which_block(alone, whole)
+figures.draw_which_block(alone, whole)
 
 # %%
 table(["saved around the last of the layers alone (bytes)"], [[alone[None] - alone[7]]])
@@ -442,12 +442,12 @@ def decoder_with(group=1, **options):
 
 # %% slide="result"
 products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-measured = lesson_02.measured_step  # symbolic: its peak, and the FLOPs of forward and backward
+measured = figures.measured_step  # symbolic: its peak, and the FLOPs of forward and backward
 ways = {"each layer": {}, "products kept": {"policy": products}}
 ways |= {"two layers per checkpoint": {"group": 2}, "eight layers per checkpoint": {"group": 8}}
 arms = {"plain": measured(make_decoder)}
 arms |= {name: measured(decoder_with, **options) for name, options in ways.items()}
-lesson_02.draw_policies(arms)
+figures.draw_policies(arms)
 
 # %% [markdown] slide={"en": "One forward more, all weights trained: about a third. Here: 1.21.\n\nProducts kept: 84 MB saved, for 2% more FLOPs.", "zh": "全部权重都训练，多一次前向约增加三分之一；这里是 1.21 倍。\n\n保留乘积：省 84 MB，FLOPs 多 2%。"}
 # <div lang="en">
@@ -484,7 +484,7 @@ lesson_02.draw_policies(arms)
 # </div>
 
 # %% slide="result"
-rows = [(n, *(lesson_02.peak_of_groups(n, size) for size in (1, 2))) for n in (8, 48)]
+rows = [(n, *(figures.peak_of_groups(n, size) for size in (1, 2))) for n in (8, 48)]
 table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 
 # %% [markdown]
@@ -523,11 +523,11 @@ def loss_in_pieces(hidden, weight, targets, chunk):  # (n, h), (v, h), (n,)
     return None
 
 
-lesson_02.check_loss_in_pieces(loss_in_pieces)
+exercises.check_loss_in_pieces(loss_in_pieces)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_02.check_loss_in_pieces.accepted:
+if not exercises.check_loss_in_pieces.accepted:
 
     def loss_of_chunk(hidden, weight, targets):
         return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
@@ -539,7 +539,7 @@ if not lesson_02.check_loss_in_pieces.accepted:
         return total / (targets != -100).sum()  # the others add nothing to the sum
 
 
-lesson_02.check_loss_in_pieces(loss_in_pieces)
+exercises.check_loss_in_pieces(loss_in_pieces)
 ### END SOLUTION
 
 # %% [markdown]
@@ -571,9 +571,9 @@ def backward_by_chunk(hidden, weight, targets, chunk):
 
 
 # %% slide="result"
-ways = one_backward, lesson_02.one_backward_transposed, backward_by_chunk
-sizes = (1024, 256, 128, 32) if lesson_02.check_loss_in_pieces.accepted else ()
-rows = [(n, *(lesson_02.head_peak(way, n) for way in ways)) for n in sizes]
+ways = one_backward, figures.one_backward_transposed, backward_by_chunk
+sizes = (1024, 256, 128, 32) if exercises.check_loss_in_pieces.accepted else ()
+rows = [(n, *(figures.head_peak(way, n) for way in ways)) for n in sizes]
 table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward per chunk"], rows)
 
 # %% [markdown]
@@ -593,14 +593,14 @@ table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward
 #
 # <div lang="en">
 #
-# You probably train a model of Hugging Face. `lesson_02.llama` makes a small Llama from a configuration: 4 layers, hidden size 256, 8 query heads, 4 key-value heads. The vocabulary of 8,192 is 32 times the hidden size, about as in Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompts and padding have the label −100.
+# You probably train a model of Hugging Face. `own_code.llama` makes a small Llama from a configuration: 4 layers, hidden size 256, 8 query heads, 4 key-value heads. The vocabulary of 8,192 is 32 times the hidden size, about as in Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompts and padding have the label −100.
 #
 # **Exercise 5.** Fill in the last row of the table below. Checkpoint the layers by `model.activation_checkpointing_enable()`, and take the loss in chunks. `model.model(tokens).last_hidden_state` has the hidden states before the head, `model.lm_head.weight` is its matrix, and position $t$ predicts the label of position $t + 1$. The loss and the gradients must be the model's own, and the peak at most 80 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 你训练的很可能是 Hugging Face 的模型。`lesson_02.llama` 用一份配置生成一个小的 Llama，有 4 层，隐藏维度 256，8 个查询头，4 个键值头。词表为 8,192，是隐藏维度的 32 倍，与 Llama 3 8B 相近。8 条各 128 个 token 的序列，前向加反向需要 215.2 MB。提示词和填充的 token，标签是 −100。
+# 你训练的很可能是 Hugging Face 的模型。`own_code.llama` 用一份配置生成一个小的 Llama，有 4 层，隐藏维度 256，8 个查询头，4 个键值头。词表为 8,192，是隐藏维度的 32 倍，与 Llama 3 8B 相近。8 条各 128 个 token 的序列，前向加反向需要 215.2 MB。提示词和填充的 token，标签是 −100。
 #
 # **练习 5。** 填写下表的最后一行。用 `model.activation_checkpointing_enable()` 给各层加检查点，损失分成小段计算。`model.model(tokens).last_hidden_state` 是输出头之前的隐藏状态，`model.lm_head.weight` 是输出头的矩阵，位置 $t$ 预测位置 $t + 1$ 的标签。损失和梯度要与模型自己算出的相同，峰值不超过 80 MB。
 #
@@ -612,11 +612,11 @@ def in_chunks(model, tokens, labels):  # both (8, 128)
     return None
 
 
-lesson_02.check_in_chunks(in_chunks)
+exercises.check_in_chunks(in_chunks)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_02.check_in_chunks.accepted:
+if not exercises.check_in_chunks.accepted:
 
     def in_chunks(model, tokens, labels):
         model.activation_checkpointing_enable()
@@ -625,7 +625,7 @@ if not lesson_02.check_in_chunks.accepted:
         return loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets, 128)
 
 
-lesson_02.check_in_chunks(in_chunks)
+exercises.check_in_chunks(in_chunks)
 ### END SOLUTION
 
 # %% [markdown]
@@ -652,7 +652,7 @@ attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 keep_addmm = keep(torch.ops.aten.addmm.default)
 keep_mm, older = keep(torch.ops.aten.mm.default, attention), {"use_reentrant": True}
 torch._functorch.config.activation_memory_budget = 0.5  # read by the compiler alone
-lesson_02.measured_lines(in_chunks, keep_addmm=keep_addmm, keep_mm=keep_mm, older=older)
+own_code.measured_lines(in_chunks, keep_addmm=keep_addmm, keep_mm=keep_mm, older=older)
 
 # %% [markdown]
 # <div lang="en">
@@ -717,7 +717,7 @@ lesson_02.measured_lines(in_chunks, keep_addmm=keep_addmm, keep_mm=keep_mm, olde
 # </div>
 
 # %% slide="result"
-what_you_may_have_read("02", *lesson_02.figures_of_claims(arms, alone))
+figures.what_you_may_have_read(arms, alone)
 
 # %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nWhat is the largest part of these 134.0 MB?", "zh": "同一个解码器的同一步，一种技术一行。\n\n这 134.0 MB 里，最大的是哪一部分？"}
 # ## 2.11 The ledger / 账本
@@ -824,11 +824,11 @@ def with_hooks(block, x):
         return block(x)
 
 
-lesson_02.check_hooks(with_hooks)
+exercises.check_hooks(with_hooks)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_02.check_hooks.accepted:
+if not exercises.check_hooks.accepted:
 
     def with_hooks(block, x):
         numbers, found = count(), []
@@ -849,12 +849,14 @@ if not lesson_02.check_hooks.accepted:
             return block(x)
 
 
-lesson_02.check_hooks(with_hooks)
+exercises.check_hooks(with_hooks)
 ### END SOLUTION
 
 # %%
+from course_lib.lessons.lesson_02.modes import gaps
+
 runs = {"MyCheckpoint": MyCheckpoint.apply, "with_hooks": with_hooks, **runs}
-lesson_02.gaps(runs)
+gaps(runs)
 
 # %% [markdown]
 # <div lang="en">
@@ -898,8 +900,10 @@ for cause, run in causes.items():
 # </div>
 
 # %%
-answers = lesson_02.modes(readable)
-print("as in PyTorch:", answers == lesson_02.modes(checkpoint))
+from course_lib.lessons.lesson_02.modes import modes
+
+answers = modes(readable)
+print("as in PyTorch:", answers == modes(checkpoint))
 table(["case", "reentrant", "non-reentrant"], answers)
 
 # %% [markdown]
@@ -947,6 +951,9 @@ class Keep(TorchDispatchMode):
 
 
 # %%
+from course_lib.lessons.lesson_02 import in_depth
+
+
 def selective():
     kept = []
     return Keep(kept, second=False), Keep(kept, second=True)
@@ -954,7 +961,7 @@ def selective():
 
 block = DecoderLayer(256, 8)
 kept = {"none kept": None, "products kept": selective}
-lesson_02.compare_kept(gradients, block, x, kept)
+in_depth.compare_kept(gradients, block, x, kept)
 
 # %% [markdown]
 # ## 2.16 Random numbers and state / 随机数与状态
@@ -971,7 +978,7 @@ lesson_02.compare_kept(gradients, block, x, kept)
 # </div>
 
 # %%
-lesson_02.repeats()
+in_depth.repeats()
 
 # %% [markdown]
 # <div lang="en">
@@ -990,10 +997,10 @@ from contextlib import nullcontext
 
 
 def run_twice(norm):
-    return nullcontext(), lesson_02.statistics_unchanged(norm)  # for the first run, for the second
+    return nullcontext(), in_depth.statistics_unchanged(norm)  # for the first run, for the second
 
 
-lesson_02.statistics_after(run_twice)
+in_depth.statistics_after(run_twice)
 
 # %% [markdown]
 # ## 2.17 Attention over longer sequences / 更长序列上的注意力
@@ -1013,7 +1020,7 @@ lesson_02.statistics_after(run_twice)
 rows = []
 for s in (256, 512, 1024):  # the outputs are equal, too
     predicted = 4 * 2 * (5 * s * 128 + 4 * s**2 - s * 128)
-    rows.append((f"s = {s}", predicted, lesson_02.attention_saving(s)))
+    rows.append((f"s = {s}", predicted, in_depth.attention_saving(s)))
 predictions(rows)
 
 # %% [markdown]
@@ -1031,8 +1038,8 @@ predictions(rows)
 # </div>
 
 # %%
-losses, log = lesson_02.train(checkpointed=True)
-without, _ = lesson_02.train(checkpointed=False)
+losses, log = in_depth.train(checkpointed=True)
+without, _ = in_depth.train(checkpointed=False)
 table(["log", "losses equal"], [(f"`{log[0]}`", losses == without)])
 
 # %% [markdown]
@@ -1052,10 +1059,12 @@ table(["log", "losses equal"], [(f"`{log[0]}`", losses == without)])
 # %%
 from torch.utils.checkpoint import checkpoint_sequential
 
-lesson_02.peaks_of_segments(partial(checkpoint_sequential, use_reentrant=False))
+in_depth.peaks_of_segments(partial(checkpoint_sequential, use_reentrant=False))
 
 # %%
-lesson_02.older_claims()
+from course_lib.lessons.lesson_02 import claims
+
+claims.older_claims()
 
 # %% [markdown]
 # ## 2.20 Seconds, here and on a GPU / 秒数：本机与 GPU
@@ -1078,7 +1087,7 @@ lesson_02.older_claims()
 # %% tags=["nbval-ignore-output", "shows-seconds"]
 decoders = {"plain": make_decoder(), "each layer": decoder_with()}
 decoders["products kept"] = decoder_with(policy=products)
-lesson_02.seconds_beside_flops(decoders, arms)
+figures.seconds_beside_flops(decoders, arms)
 
 # %% tags=["nbval-ignore-output", "shows-device"]
 from course_lib.lessons import on_gpu
@@ -1101,7 +1110,7 @@ on_gpu("02")
 
 # %% minutes=6
 careful_checkpoint = None
-lesson_02.check_dropout_checkpoint(careful_checkpoint)
+exercises.check_dropout_checkpoint(careful_checkpoint)
 
 
 # %% jupyter={"source_hidden": true}
@@ -1124,7 +1133,7 @@ class Careful(torch.autograd.Function):
         return None, again.grad
 
 
-lesson_02.check_dropout_checkpoint(Careful.apply)
+exercises.check_dropout_checkpoint(Careful.apply)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1141,11 +1150,11 @@ lesson_02.check_dropout_checkpoint(Careful.apply)
 
 # %% minutes=4
 operators = None
-lesson_02.check_policy(operators)
+exercises.check_policy(operators)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-lesson_02.check_policy([torch.ops.aten.bmm.default])
+exercises.check_policy([torch.ops.aten.bmm.default])
 ### END SOLUTION
 
 # %% [markdown]
@@ -1162,11 +1171,11 @@ lesson_02.check_policy([torch.ops.aten.bmm.default])
 
 # %% minutes=2
 answer = None
-lesson_02.check_head_chunk(answer)
+exercises.check_head_chunk(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 matrix, hidden_bytes = 4 * 32_000 * 256, 4 * 1024 * 256
 fits = [n for n in (64, 128, 256, 512) if 3 * 4 * n * 32_000 + matrix + hidden_bytes <= 150e6]
-lesson_02.check_head_chunk(max(fits))
+exercises.check_head_chunk(max(fits))
 ### END SOLUTION

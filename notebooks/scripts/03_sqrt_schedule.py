@@ -54,7 +54,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from course_lib.lessons import lesson_03, what_you_may_have_read
+from course_lib.lessons.lesson_03 import exercises, figures, own_model
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.teaching import predictions, table
@@ -123,14 +123,14 @@ def compiled(module, x, budget):
 # %% [markdown] slide={"en": "None, each layer, pairs, products kept, loss in chunks, compiler.\n\n**Guess first.** Which peaks lowest with 8 layers, and with 48?", "zh": "不用、每层、两层一组、保留乘积、损失分成小段、编译器。\n\n**先猜**：8 层时哪种峰值最低？48 层时呢？"}
 # <div lang="en">
 #
-# `lesson_03.cost_of` measures peak and FLOPs on symbolic tensors, which take no memory. The compiled decoder needs real ones, and runs with 8 layers only.
+# `figures.cost_of` measures peak and FLOPs on symbolic tensors, which take no memory. The compiled decoder needs real ones, and runs with 8 layers only.
 #
 # **Guess first.** Which way has the lowest peak with 8 layers, and which with 48? Which of them add less than 5% to the FLOPs?
 #
 # </div>
 # <div lang="zh">
 #
-# `lesson_03.cost_of` 在符号张量上测量峰值和 FLOPs，符号张量不占内存。编译后的解码器要用真实的张量，因此只跑 8 层。
+# `figures.cost_of` 在符号张量上测量峰值和 FLOPs，符号张量不占内存。编译后的解码器要用真实的张量，因此只跑 8 层。
 #
 # **先猜**：8 层时，哪种做法的峰值最低？48 层时又是哪种？哪几种做法多花的 FLOPs 不到 5%？
 #
@@ -141,11 +141,11 @@ def compiled(module, x, budget):
 def ways(n):
     each, pairs = ([0, *range(1, 2 * n, step), 2 * n + 1, 2 * n + 2] for step in (2, 4))
     keeping = partial(contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
-    whole, cost = [0, 2 * n + 2], partial(lesson_03.cost_of, make_stages, layers=n)
+    whole, cost = [0, 2 * n + 2], partial(figures.cost_of, make_stages, layers=n)
     found = {"no checkpoint": cost(in_segments, whole), "each layer": cost(in_segments, each)}
     found["two layers per checkpoint"] = cost(in_segments, pairs)
     found["products kept"] = cost(partial(in_segments, context_fn=keeping), each)
-    found["loss in chunks"] = cost(lesson_03.with_chunked_loss, 128)
+    found["loss in chunks"] = cost(own_model.with_chunked_loss, 128)
     return found
 
 
@@ -157,7 +157,7 @@ run = compiled(stages, inputs, 0.5)
 with MemoryMeter() as meter:
     run(inputs).backward()
 eight["compiler's budget, 0.5"] = meter.peak_bytes + inputs.nbytes, meter.flops
-lesson_03.decision_table({8: eight, 48: deep})
+own_model.decision_table({8: eight, 48: deep})
 
 # %% [markdown]
 # <div lang="en">
@@ -183,7 +183,7 @@ lesson_03.decision_table({8: eight, 48: deep})
 rows = []
 models = {"Llama 3 8B": (32, 4096, 14336, 32), "Llama 3 70B": (80, 8192, 28672, 64)}
 for name, (depth, *sizes) in models.items():
-    kept, its_input, gradients = lesson_03.llama_layer_bytes(*sizes, tokens=4096)
+    kept, its_input, gradients = own_model.llama_layer_bytes(*sizes, tokens=4096)
     in_mb = (round(size / 1e6, 1) for size in (kept, its_input, gradients))
     rows.append((name, depth, *in_mb, round(2 * kept / its_input)))
 table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"], rows)
@@ -245,7 +245,7 @@ x = torch.linspace(-1, 1, 25_000).view(1000, 25)
 hundred = nn.Sequential(*(deep_mlp(depth=1, width=25, seed=i) for i in range(100)))
 framework = partial(checkpoint_sequential, use_reentrant=False, preserve_rng_state=False)
 plain, tenths = (in_segments, [0, 100]), (framework, 10)  # one segment has no checkpoint
-table(["gradients equal"], [[lesson_03.equal_gradients(hundred, x, plain, tenths)]])
+table(["gradients equal"], [[figures.equal_gradients(hundred, x, plain, tenths)]])
 
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会连成平滑的曲线吗？"}
 # <div lang="en">
@@ -262,8 +262,8 @@ table(["gradients equal"], [[lesson_03.equal_gradients(hundred, x, plain, tenths
 
 # %% slide="result"
 ks = [1, 4, 10, 14, 17, 20, 25, 26, 33, 34, 50, 51, 100]
-sweep = {k: lesson_03.peak_and_flops(framework, hundred, k)[0] for k in ks}
-lesson_03.draw_sweep(100, sweep, marked=(50, 51))
+sweep = {k: figures.peak_and_flops(framework, hundred, k)[0] for k in ks}
+figures.draw_sweep(100, sweep, marked=(50, 51))
 
 # %% [markdown]
 # <div lang="en">
@@ -287,19 +287,19 @@ def predicted_peak(cuts):
     return 0
 
 
-lesson_03.check_predicted_peak(predicted_peak)
+exercises.check_predicted_peak(predicted_peak)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_03.check_predicted_peak.accepted:
+if not exercises.check_predicted_peak.accepted:
 
     def predicted_peak(cuts):
         sizes = [end - start for start, end in pairwise(cuts)]
         return max((j + 1) * B + size * A for j, size in enumerate(sizes)) + B
 
 
-lesson_03.check_predicted_peak(predicted_peak)
+exercises.check_predicted_peak(predicted_peak)
 ### END SOLUTION
 
 
@@ -337,18 +337,18 @@ def best_count(L, A, B):
     return None
 
 
-lesson_03.check_best_count(best_count)
+exercises.check_best_count(best_count)
 
 
 # %% jupyter={"source_hidden": true} slide="both"
 ### BEGIN SOLUTION
-if not lesson_03.check_best_count.accepted:
+if not exercises.check_best_count.accepted:
 
     def best_count(L, A, B):
         return (L * A / B) ** 0.5
 
 
-lesson_03.check_best_count(best_count)
+exercises.check_best_count(best_count)
 ### END SOLUTION
 
 # %% [markdown]
@@ -403,12 +403,12 @@ def tapered(depth):
     return [0, depth]
 
 
-lesson_03.check_tapered(tapered)
+exercises.check_tapered(tapered)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_03.check_tapered.accepted:
+if not exercises.check_tapered.accepted:
 
     def tapered(depth):
         for room in count(A + B, B):
@@ -417,7 +417,7 @@ if not lesson_03.check_tapered.accepted:
                 return sorted({min(depth, cut) for cut in accumulate(sizes, initial=0)})
 
 
-lesson_03.check_tapered(tapered)
+exercises.check_tapered(tapered)
 ### END SOLUTION
 
 
@@ -426,16 +426,16 @@ def balanced(depth, k):  # the longer segments first
     return list(accumulate((depth // k + (j < depth % k) for j in range(k)), initial=0))
 
 
-_, once = lesson_03.peak_and_flops(in_segments, hundred, [0, 100])
+_, once = figures.peak_and_flops(in_segments, hundred, [0, 100])
 arms = {"10 equal segments": range(0, 101, 10), "17 balanced": balanced(100, 17)}
 arms["tapered"], rows = tapered(100), []
 for name, cuts in arms.items():
-    peak, flops = lesson_03.peak_and_flops(in_segments, hundred, cuts)
+    peak, flops = figures.peak_and_flops(in_segments, hundred, cuts)
     rows.append((name, predicted_peak(cuts) // B, round(peak / B, 1), round(flops / once, 3)))
 table(["cut", "predicted (units of B)", "measured (units of B)", "FLOPs (× baseline)"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapered")})
+figures.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapered")})
 
 # %% [markdown]
 # <div lang="en">
@@ -477,7 +477,7 @@ lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapere
 
 # %% slide="result"
 layers16, budgets = hundred[:16], {f"`{budget}`": budget for budget in (1, 0.75, 0.5, 0.25, 0)}
-lesson_03.budget_table(compiled, layers16, x, budgets)
+own_model.budget_table(compiled, layers16, x, budgets)
 
 # %% [markdown]
 # <div lang="en">
@@ -574,12 +574,12 @@ def fastest(stages, room):
     return min(times, default=inf)
 
 
-lesson_03.check_recurrence(fastest)
+exercises.check_recurrence(fastest)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_03.check_recurrence.accepted:
+if not exercises.check_recurrence.accepted:
 
     def run_on(stages, e, room):
         ahead = sum(stage.forward_time for stage in stages[:e])
@@ -598,7 +598,7 @@ if not lesson_03.check_recurrence.accepted:
         return min(times, default=inf)
 
 
-lesson_03.check_recurrence(fastest)
+exercises.check_recurrence(fastest)
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "A checkpoint around each layer costs no search.\n\n**Guess first.** How much better is the fastest schedule, on the decoder and on a pyramid?", "zh": "每层一个检查点，用不着搜索。\n\n**先猜**：最快的调度比它好多少？在解码器上、在金字塔上各是多少？"}
@@ -624,10 +624,12 @@ lesson_03.check_recurrence(fastest)
 # </div>
 
 # %% slide="result"
+from course_lib.lessons.lesson_03 import frontiers
+
 with symbolic():
     chain = Chain.profile(*make_stages())
-chains = {"the decoder, 18 stages": chain, "a pyramid, 12 stages": lesson_03.pyramid()}
-lesson_03.draw_cuts(chains)
+chains = {"the decoder, 18 stages": chain, "a pyramid, 12 stages": exercises.pyramid()}
+frontiers.draw_cuts(chains)
 
 # %% [markdown]
 # <div lang="en">
@@ -655,11 +657,11 @@ def scheduled(layers, schedule, x):
     return ScheduledSequential(layers, schedule)(x)
 
 
-cost_of = partial(lesson_03.cost_of, make_stages)
+cost_of = partial(figures.cost_of, make_stages)
 halved = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
 half = cost_of(scheduled, halved)
 plain = in_segments, [0, 18]
-equal = lesson_03.equal_gradients(stages, inputs, plain, (scheduled, halved))
+equal = figures.equal_gradients(stages, inputs, plain, (scheduled, halved))
 display(table(["gradients equal"], [[equal]]))
 predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes")
 
@@ -681,14 +683,14 @@ predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes
 
 # %% jupyter={"source_hidden": true} slide="result"
 products = [2 * 1024 * 256 * 256, 2 * 1024 * 1024 * 256]  # FLOPs: attention's last, feed-forward's
-finer = lesson_03.frontier_with_early_stop(chain, [0, *products * 8, 0])
+finer = frontiers.frontier_with_early_stop(chain, [0, *products * 8, 0])
 lines = {"frontier": frontier(chain), "frontier with early stop": finer}
 arms = {"optimal (run)": ({"half": half}, "o", "#228833")}
 names = ("each layer", "two layers per checkpoint", "products kept")
 arms["checkpoints (run)"] = ({name: eight[name] for name in names}, "D", "#AA3377")
 arms["compiler's budget, 0.5"] = ({0.5: eight["compiler's budget, 0.5"]}, "^", "#4477AA")
 title = "Products kept and the compiler's budget lie below both frontiers of whole stages"
-lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
+frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 
 # %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nHere the model had whole stages only. Which choices did it leave out?", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n这里的模型只有整级。它漏掉了哪些选择？"}
 # <div lang="en">
@@ -745,11 +747,11 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
-from course_lib.lessons import lesson_02
+from course_lib.lessons.lesson_02 import own_code
 
 lines = ["", "model.activation_checkpointing_enable()"]
 lines.append("model.activation_checkpointing_enable(every_n_layers=2)")
-lesson_02.measured_lines(lines=lines)
+own_code.measured_lines(lines=lines)
 
 # %% [markdown]
 # ## 3.9 Claims and measurements / 说法与实测
@@ -772,11 +774,11 @@ lesson_02.measured_lines(lines=lines)
 
 # %% jupyter={"source_hidden": true} slide="result"
 def measured_peak(cuts):
-    return lesson_03.peak_and_flops(in_segments, hundred[: cuts[-1]], cuts)[0]
+    return figures.peak_and_flops(in_segments, hundred[: cuts[-1]], cuts)[0]
 
 
 groups = [eight[name][0] for name in ("each layer", "two layers per checkpoint")]
-what_you_may_have_read("03", *lesson_03.figures_of_claims(measured_peak, tapered, groups))
+figures.what_you_may_have_read(measured_peak, tapered, groups)
 
 # %% [markdown] slide={"en": "The same step as ever, one technique per row.\n\nHalf the activations: what do these 180.1 MB consist of?", "zh": "还是那一步，一种技术一行。\n\n激活值减半：这 180.1 MB 由什么组成？"}
 # ## 3.10 The ledger / 账本
@@ -883,14 +885,17 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 
 
 # %% jupyter={"source_hidden": true}
+from course_lib.lessons.lesson_03 import in_depth
+
+
 def predicted_for(depth, k):
     return predicted_peak(framework_cuts(depth, k))
 
 
-lesson_03.draw_other_depths(framework, hundred, predicted_for)
+in_depth.draw_other_depths(framework, hundred, predicted_for)
 
 # %% jupyter={"source_hidden": true}
-lesson_03.compare_cuts(balanced, tapered, predicted_peak, measured_peak)
+in_depth.compare_cuts(balanced, tapered, predicted_peak, measured_peak)
 
 # %% [markdown]
 # <div lang="en">
@@ -937,8 +942,8 @@ inside, shorter = KeptLinears(*hundred), accumulate(range(14, 0, -1), initial=0)
 ways, rows = {"tapered": (hundred, tapered(100))}, []
 ways["tapered, inside the layers"] = inside, sorted({min(100, cut) for cut in shorter})
 for name, (layers, cuts) in ways.items():
-    equal = lesson_03.equal_gradients(layers, x, (in_segments, [0, 100]), (in_segments, cuts))
-    peak, flops = lesson_03.peak_and_flops(in_segments, layers, cuts)
+    equal = figures.equal_gradients(layers, x, (in_segments, [0, 100]), (in_segments, cuts))
+    peak, flops = figures.peak_and_flops(in_segments, layers, cuts)
     rows.append((name, equal, round(peak / B, 1), flops))
 table(["cut", "gradients equal", "measured (units of B)", "FLOPs"], rows)
 
@@ -969,7 +974,7 @@ table(["cut", "gradients equal", "measured (units of B)", "FLOPs"], rows)
 # </div>
 
 # %%
-five = lesson_03.five_stages()
+five = exercises.five_stages()
 [*optimal(five, 13)], simulate(optimal(five, 13), five)
 
 # %% [markdown]
@@ -986,18 +991,18 @@ five = lesson_03.five_stages()
 
 # %% minutes=12
 actions = [*optimal(five, 13)]
-lesson_03.check_gives_up_early(actions)
+exercises.check_gives_up_early(actions)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_03.check_gives_up_early.accepted:
+if not exercises.check_gives_up_early.accepted:
     actions = [Forward(0, "input"), Forward(1, "input"), Forward(2, "nothing")]
     actions += [Forward(3, "nothing"), Forward(4, "all"), Backward(4)]
     actions += [Forward(1, "nothing"), Forward(2, "all"), Forward(3, "all")]  # x_1 is released
     actions += [Backward(3), Backward(2)]
     actions += [Forward(0, "all"), Forward(1, "all"), Backward(1), Backward(0)]
 
-lesson_03.check_gives_up_early(actions)
+exercises.check_gives_up_early(actions)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1022,9 +1027,9 @@ def scheduled(layers, schedule, x):
 
 
 early, layers5 = Schedule(actions), hundred[:5]
-print(lesson_03.equal_gradients(layers5, x, (in_segments, [0, 5]), (scheduled, early)))
+print(figures.equal_gradients(layers5, x, (in_segments, [0, 5]), (scheduled, early)))
 promised = simulate(early, Chain.profile(layers5, x)).peak_bytes
-ran, _ = lesson_03.peak_and_flops(scheduled, layers5, early)
+ran, _ = figures.peak_and_flops(scheduled, layers5, early)
 predictions([("discarded early", promised, ran)], unit="bytes")
 
 # %% [markdown]
@@ -1065,7 +1070,7 @@ from course_lib.schedule.rules import segment_schedule
 hundred.zero_grad()
 execute(hundred, segment_schedule(tapered(100)), x, torch.linspace(-1, 2, 25_000).view(1000, 25))
 mine = [parameter.grad for parameter in hundred.parameters()]
-equal = all(map(torch.equal, lesson_03.gradients(in_segments, hundred, [0, 100], x), mine))
+equal = all(map(torch.equal, figures.gradients(in_segments, hundred, [0, 100], x), mine))
 table(["gradients equal"], [[equal]])
 
 # %% [markdown]
@@ -1081,7 +1086,7 @@ table(["gradients equal"], [[equal]])
 # </div>
 
 # %%
-cost_of = partial(lesson_03.cost_of, make_stages)
+cost_of = partial(figures.cost_of, make_stages)
 quarter = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 4)
 promised = simulate(quarter, chain).peak_bytes
 rows = [("a quarter", promised, cost_of(scheduled, quarter)[0])]
@@ -1205,14 +1210,14 @@ sixteen = Chain.uniform(16, saved_bytes=2)
 plans = {"recursive": recursive(sixteen), "binomial, 4 slots": binomial(16, 4)}
 plans["optimal"] = optimal(sixteen, 8)
 title = "The same peak in less time: late stages keep single inputs, early ones are kept whole"
-lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
+figures.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 
 # %%
 measured_chain = Chain.profile(hundred[:16], x)
 rows = []
 for name, plan in plans.items():
     promised = simulate(plan, measured_chain).peak_bytes
-    rows.append((name, promised, lesson_03.peak_and_flops(scheduled, hundred[:16], plan)[0]))
+    rows.append((name, promised, figures.peak_and_flops(scheduled, hundred[:16], plan)[0]))
 predictions(rows, unit="bytes")
 
 # %% [markdown]
@@ -1245,7 +1250,7 @@ def spread(sizes, flops, most):
 
 
 with mock.patch("torch._functorch.partitioners.dp_knapsack", spread):  # the compiler's solver
-    evenly = lesson_03.budget_table(compiled, layers16, x, {"`0.25`, seven spread evenly": 0.25})
+    evenly = own_model.budget_table(compiled, layers16, x, {"`0.25`, seven spread evenly": 0.25})
 print(*chosen)
 evenly
 
@@ -1309,8 +1314,10 @@ table(["trap", "found"], rows)
 # </div>
 
 # %%
-measured = lesson_03.figures_of_older_claims(in_segments, hundred, tapered(100))
-lesson_03.older_claims(*measured)
+from course_lib.lessons.lesson_03 import claims, in_depth
+
+measured = in_depth.figures_of_older_claims(in_segments, hundred, tapered(100))
+claims.older_claims(*measured)
 
 # %% [markdown]
 # ## 3.18 On a GPU / 在 GPU 上
@@ -1347,18 +1354,18 @@ on_gpu("03")
 
 # %% minutes=6
 actions = [Forward(0, "input"), Forward(1, "nothing"), ...]
-lesson_03.check_drawn_schedule(actions)
+exercises.check_drawn_schedule(actions)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_03.check_drawn_schedule.accepted:
+if not exercises.check_drawn_schedule.accepted:
     keeps = ["input", "nothing", "input", "nothing", "input"]  # segments of 2, 2, 1 and 1 stages
     actions = [Forward(i, keep) for i, keep in enumerate(keeps)]
     for start, end in ((5, 6), (4, 5), (2, 4), (0, 2)):
         actions += [Forward(i, "all") for i in range(start, end)]
         actions += [Backward(i) for i in reversed(range(start, end))]
 
-lesson_03.check_drawn_schedule(actions)
+exercises.check_drawn_schedule(actions)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1379,12 +1386,12 @@ def plan(first, stages, room):
     return []
 
 
-lesson_03.check_plan(plan)
+exercises.check_plan(plan)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_03.check_plan.accepted:
+if not exercises.check_plan.accepted:
 
     def plan(first, stages, room):
         if not stages:
@@ -1399,5 +1406,5 @@ if not lesson_03.check_plan.accepted:
         return [Forward(first, "all"), *rest, Backward(first)]
 
 
-lesson_03.check_plan(plan)
+exercises.check_plan(plan)
 ### END SOLUTION

@@ -53,9 +53,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from course_lib.lessons import lesson_04, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
-from course_lib.lessons.lesson_04 import started_down, started_up
+from course_lib.lessons.lesson_04 import exercises, figures, simulation
+from course_lib.lessons.lesson_04.steps import metered_step, started_down, started_up, step_peak
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import DiskStore, OffloadedOptimizer, offload_activations
@@ -78,7 +78,7 @@ from course_lib.teaching import predictions, table, text, timelines
 # </div>
 
 # %% slide="result"
-lesson_04.draw_tiers()
+figures.draw_tiers()
 
 # %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs per byte does a copy need to hide?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
@@ -166,7 +166,7 @@ def step_on_device(p, link, in_flight=2):
 threshold = 2 * B / f  # bytes a second: two copies in the time of one layer's forward
 plain = 47 * f  # 16 f + 16 g, less the gradient of the batch, f
 runs = {p: step_on_device(p, threshold) for p in (0, 1, 2)}
-lesson_04.draw_step(0, runs[0], plain)
+figures.draw_step(0, runs[0], plain)
 
 # %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\n**Guess first.** How long is the step with $p$ = 1, 2?", "zh": "反向开始使用第 5 份存储区时，启动第 $5 + p$ 份的取回。\n\n**先猜**：$p$ = 1、2 时各要多久？"}
 # <div lang="en">
@@ -189,10 +189,10 @@ lesson_04.draw_step(0, runs[0], plain)
 # </div>
 
 # %% slide="result"
-lesson_04.draw_step(1, runs[1], plain)
+figures.draw_step(1, runs[1], plain)
 
 # %% slide="result"
-lesson_04.draw_step(2, runs[2], plain)
+figures.draw_step(2, runs[2], plain)
 
 # %% [markdown]
 # <div lang="en">
@@ -216,12 +216,12 @@ def step_time(L, f, g, c, p):
     return None
 
 
-lesson_04.check_step_time(step_time)
+exercises.check_step_time(step_time)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_04.check_step_time.accepted:
+if not exercises.check_step_time.accepted:
 
     def step_time(L, f, g, c, p):
         backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
@@ -229,12 +229,12 @@ if not lesson_04.check_step_time.accepted:
         return L * max(f, 2 * c) + L * backward - f
 
 
-lesson_04.check_step_time(step_time)
+exercises.check_step_time(step_time)
 ### END SOLUTION
 
 # %% slide="result"
-clock = {(c, p): lesson_04.clock(16, c, p) for c in (0.25, 0.5, 1, 2) for p in (0, 1, 2)}
-lesson_04.draw_times(step_time, clock)
+clock = {(c, p): simulation.clock(16, c, p) for c in (0.25, 0.5, 1, 2) for p in (0, 1, 2)}
+figures.draw_times(step_time, clock)
 
 # %% [markdown] slide={"en": "$p$ hides the copies to the GPU.\n\n**Guess first.** Only one copy to the host may be unfinished at a time. Does forward slow down?", "zh": "$p$ 掩盖的是换入。\n\n**先猜**：如果同时只许一次换出没有完成，前向会变慢吗？"}
 # ## 4.3 Copies in flight / 在途的拷贝
@@ -256,7 +256,7 @@ lesson_04.draw_times(step_time, clock)
 
 # %% slide="result"
 one_in_flight = step_on_device(2, threshold, in_flight=1)
-lesson_04.draw_forward(one_in_flight, 8 * f)
+figures.draw_forward(one_in_flight, 8 * f)
 
 # %% slide="result"
 cases = {(0, 2): runs[0], (1, 2): runs[1], (2, 2): runs[2], (2, 1): one_in_flight}
@@ -349,12 +349,12 @@ def offloading(store, stay):
     return saved_tensors_hooks(pack, unpack)
 
 
-lesson_04.check_offloading(offloading)
+exercises.check_offloading(offloading)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_04.check_offloading.accepted:
+if not exercises.check_offloading.accepted:
 
     def offloading(store, stay):
         rooms = WeakKeyDictionary()
@@ -377,7 +377,7 @@ if not lesson_04.check_offloading.accepted:
         return saved_tensors_hooks(pack, unpack)
 
 
-lesson_04.check_offloading(offloading)
+exercises.check_offloading(offloading)
 ### END SOLUTION
 
 # %% [markdown]
@@ -433,7 +433,7 @@ table(["", "equal"], [(k, all(map(torch.equal, expected, gradients(c)))) for k, 
 print(inspect.getsource(SimulatedDevice.copy))
 
 # %% slide="result"
-lesson_04.draw_order()
+figures.draw_order()
 
 # %% [markdown]
 # <div lang="en">
@@ -510,7 +510,7 @@ for name in ("on", "side", "event", "wait", "finish", "used", "pinned"):
 # </div>
 
 # %% slide="result"
-lesson_04.without_waits()
+simulation.without_waits()
 
 # %% [markdown]
 # <div lang="en">
@@ -563,11 +563,11 @@ def let_go(device, x):
     return host.tolist()
 
 
-lesson_04.check_waits((read, use, let_go))
+exercises.check_waits((read, use, let_go))
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_04.check_waits.accepted:
+if not exercises.check_waits.accepted:
 
     def read(device, x):
         y = x * 2
@@ -590,7 +590,7 @@ if not lesson_04.check_waits.accepted:
         return host.tolist()
 
 
-lesson_04.check_waits((read, use, let_go))
+exercises.check_waits((read, use, let_go))
 ### END SOLUTION
 
 # %% [markdown]
@@ -606,7 +606,7 @@ lesson_04.check_waits((read, use, let_go))
 # </div>
 
 # %% slide="result"
-numbers_read = [lesson_04.read_late(waits) for waits in (False, True)]
+numbers_read = [simulation.read_late(waits) for waits in (False, True)]
 rows = zip(("reads at once", "waits, then reads"), map("`{}`".format, numbers_read), strict=True)
 table(["host", "numbers read"], rows)
 
@@ -625,7 +625,7 @@ table(["host", "numbers read"], rows)
 # </div>
 
 # %% slide="result"
-steps = {(k, p): lesson_04.metered_step(k, p) for k in (False, True) for p in (None, 1)}
+steps = {(k, p): metered_step(k, p) for k in (False, True) for p in (None, 1)}
 names = "plain", "offload", "checkpoint", "checkpoints and offload"
 rows = [(n, f"{m.peak_bytes:,}", d) for n, (m, d) in zip(names, steps.values(), strict=True)]
 table(["step", "peak (bytes)", "copied to the file (bytes)"], rows)
@@ -653,7 +653,7 @@ timelines(two, title=title, panel_height=1.9)
 
 # %%
 now = (20e9, 2, False), (2e9, 2, True)  # link, p, checkpointed
-lesson_04.decoder_table({lanes: lesson_04.simulated_decoder(*lanes) for lanes in now})
+simulation.decoder_table({lanes: simulation.simulated_decoder(*lanes) for lanes in now})
 
 # %% [markdown] slide={"en": "On a link of 2 GB/s, offload alone takes almost four times as long.\n\nHow fast must the link be?", "zh": "链路为 2 GB/s 时，只卸载要花基线将近四倍的时间。\n\n链路到底要多快？"}
 # <div lang="en">
@@ -668,7 +668,7 @@ lesson_04.decoder_table({lanes: lesson_04.simulated_decoder(*lanes) for lanes in
 # </div>
 
 # %% slide="result"
-lesson_04.link_table()
+simulation.link_table()
 
 # %% [markdown]
 # <div lang="en">
@@ -697,8 +697,8 @@ lesson_04.link_table()
 # </div>
 
 # %% slide="result"
-peaks = {"all the state in memory": lesson_04.step_peak(16, fraction=0)}
-peaks |= {text("pages of {mib} MiB", mib=mib): lesson_04.step_peak(mib) for mib in (16, 4)}
+peaks = {"all the state in memory": step_peak(16, fraction=0)}
+peaks |= {text("pages of {mib} MiB", mib=mib): step_peak(mib) for mib in (16, 4)}
 table(["state", "peak of `step()` (MB)"], [(k, round(v / 1e6, 1)) for k, v in peaks.items()])
 
 # %% [markdown]
@@ -820,7 +820,7 @@ except RuntimeError as error:
 # </div>
 
 # %% slide="result"
-what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_read))
+figures.what_you_may_have_read(steps, times, numbers_read)
 
 # %% [markdown] slide={"en": "The same step of the same decoder, one technique per row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
 # ## 4.11 The ledger / 账本
@@ -905,7 +905,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 
 # %%
-lesson_04.draw_threshold(rate, links)
+figures.draw_threshold(rate, links)
 
 # %%
 import math
@@ -1126,25 +1126,25 @@ def peak_in_step(parameters, page_bytes):
     return None
 
 
-lesson_04.check_peak_in_step(peak_in_step)
+exercises.check_peak_in_step(peak_in_step)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_04.check_peak_in_step.accepted:
+if not exercises.check_peak_in_step.accepted:
 
     def peak_in_step(parameters, page_bytes):
         return 8 * parameters + min(3 * page_bytes, 8 * parameters)
 
 
-lesson_04.check_peak_in_step(peak_in_step)
+exercises.check_peak_in_step(peak_in_step)
 ### END SOLUTION
 
 
 # %%
-all_above = lesson_04.step_peak(16, fraction=0)
-measured = {mib: lesson_04.step_peak(mib) for mib in (1, 4, 16, 32)}
-lesson_04.draw_pages(peak_in_step, measured, plain=all_above)
+all_above = step_peak(16, fraction=0)
+measured = {mib: step_peak(mib) for mib in (1, 4, 16, 32)}
+figures.draw_pages(peak_in_step, measured, plain=all_above)
 
 # %% [markdown]
 # <div lang="en">
@@ -1179,7 +1179,9 @@ runs = [trained(OffloadedOptimizer, fraction=fraction) for fraction in (0, 0.25,
 [all(map(torch.equal, weights, found)) for found, _ in runs]
 
 # %%
-lesson_04.peaks_of_fractions(measured)
+from course_lib.lessons.lesson_04.steps import peaks_of_fractions
+
+peaks_of_fractions(measured)
 
 # %% [markdown]
 # <div lang="en">
@@ -1265,7 +1267,9 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
-lesson_04.loops()
+from course_lib.lessons.lesson_04.steps import loops
+
+loops()
 
 # %% [markdown]
 # ## 4.20 Older claims / 更早的说法
@@ -1282,7 +1286,9 @@ lesson_04.loops()
 # </div>
 
 # %%
-lesson_04.older_claims(ratio, kept)
+from course_lib.lessons.lesson_04 import older
+
+older.older_claims(ratio, kept)
 
 # %% [markdown]
 # ## 4.21 On a GPU / 在 GPU 上

@@ -54,9 +54,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.accumulation import AccumulatedStep, split
-from course_lib.lessons import lesson_02, lesson_05, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
-from course_lib.lessons.lesson_05 import error, gradient_of
+from course_lib.lessons.lesson_05 import exercises, figures, results
 from course_lib.memory import MemoryMeter, measure, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import predictions, table
@@ -130,12 +129,12 @@ def predicted_peak(m):
     return None
 
 
-lesson_05.check_peaks(predicted_peak)
+exercises.check_peaks(predicted_peak)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_05.check_peaks.accepted:
+if not exercises.check_peaks.accepted:
 
     def predicted_peak(m):
         slope = (207_597_976 - 158_804_376) / 2
@@ -143,7 +142,7 @@ if not lesson_05.check_peaks.accepted:
         return floor + m * slope - (27_502_592 if m == 8 else 0)
 
 
-lesson_05.check_peaks(predicted_peak)
+exercises.check_peaks(predicted_peak)
 ### END SOLUTION
 
 # %% slide="result"
@@ -167,7 +166,7 @@ predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in mete
 # </div>
 
 # %% slide="result"
-lesson_05.peak_moments({m: meters[m] for m in (2, 1)})
+results.peak_moments({m: meters[m] for m in (2, 1)})
 
 # %% [markdown]
 # <div lang="en">
@@ -182,29 +181,30 @@ lesson_05.peak_moments({m: meters[m] for m in (2, 1)})
 # </div>
 
 # %% slide="result"
-lesson_05.draw_peaks(meters, predicted_peak)
+figures.draw_peaks(meters, predicted_peak)
 
 # %% [markdown] slide={"en": "One loop takes the mean of each micro-batch's mean. The other sums all losses and divides once.\n\n**Guess first.** How far apart are the gradients?", "zh": "一种循环先求每个微批次的平均，再求平均。另一种把损失全部加起来，只除一次。\n\n**先猜**：两种梯度差多少？"}
 # ## 5.2 Which divisor? / 该除以什么
 #
 # <div lang="en">
 #
-# The sequences of section 5.1 had equal lengths, unlike real text. The course's own text has lines of code and paragraphs of prose, read character by character and cut at 128. A batch has 16 such samples. (`lesson_05.loss_sum` is the function above without the padding.)
+# The sequences of section 5.1 had equal lengths, unlike real text. The course's own text has lines of code and paragraphs of prose, read character by character and cut at 128. A batch has 16 such samples. (`mean_of_means.loss_sum` is the function above without the padding.)
 #
 # Many loops divide the **mean** loss of each micro-batch by the number of micro-batches. The other way is to add up sums and to divide once by the number of all tokens. **Guess first:** how far apart are the two gradients with one sample per micro-batch, and with eight?
 #
 # </div>
 # <div lang="zh">
 #
-# 5.1 节的随机 token 长度都一样，文本却不是。课程自带一份文本，按字符处理，其中有代码行，也有成段的文字，每条最长取 128 个字符，一个批次 16 条。（`lesson_05.loss_sum` 与上面的函数相同，只是不计填充。）
+# 5.1 节的随机 token 长度都一样，文本却不是。课程自带一份文本，按字符处理，其中有代码行，也有成段的文字，每条最长取 128 个字符，一个批次 16 条。（`mean_of_means.loss_sum` 与上面的函数相同，只是不计填充。）
 #
 # 许多循环先求每个微批次的**平均**损失，再除以微批次数。另一种做法是把总和加起来，最后除一次，除以全部 token 数。**先猜**：每个微批次一条样本时，两种梯度差多少？八条时呢？
 #
 # </div>
 
 # %% slide="both"
-text_loss_sum = lesson_05.loss_sum
-batch = lesson_05.batch(0)  # (16, 129), padded with zeros
+from course_lib.lessons.lesson_05 import mean_of_means
+
+batch = mean_of_means.batch(0)  # (16, 129), padded with zeros
 lengths = (batch[:, 1:] != 0).sum(1).tolist()
 
 
@@ -212,29 +212,29 @@ lengths = (batch[:, 1:] != 0).sum(1).tolist()
 def add_gradients(model, micro_batches, kind):
     total = sum(int((micro_batch[:, 1:] != 0).sum()) for micro_batch in micro_batches)
     for micro_batch in micro_batches:
-        loss, count = text_loss_sum(model, micro_batch)
+        loss, count = mean_of_means.loss_sum(model, micro_batch)
         divisor = count * len(micro_batches) if kind == "mean of means" else total
         (loss / divisor).backward()
 
 
 # %%
 def error_of(kind, batch, size):
-    decoder = lesson_05.small_decoder()
+    decoder = mean_of_means.small_decoder()
     add_gradients(decoder, [batch], "token mean")  # all at once
-    wanted = gradient_of(decoder)
+    wanted = results.gradient_of(decoder)
     decoder.zero_grad()
     add_gradients(decoder, batch.split(size), kind)
-    return error(gradient_of(decoder), wanted)
+    return results.error(results.gradient_of(decoder), wanted)
 
 
 # %%
-batches = [lesson_05.batch(seed) for seed in range(8)]
+batches = [mean_of_means.batch(seed) for seed in range(8)]
 exact = [error_of("token mean", batch, size) for size in (8, 3, 1)]
 off = {m: [error_of("mean of means", each, m) for each in batches] for m in (8, 4, 2, 1)}
 print("token mean, in micro-batches of 8, 3 and 1: below 1e-6:", max(exact) < 1e-6)
 
 # %% slide="result"
-lesson_05.draw_say(lengths, off)
+figures.draw_say(lengths, off)
 
 # %% [markdown]
 # <div lang="en">
@@ -266,7 +266,9 @@ lesson_05.draw_say(lengths, off)
 
 
 # %%
-llama, tokens = lesson_02.llama(), random_tokens(8, 127, 2048)  # (8, 128)
+from course_lib.lessons.lesson_02 import own_code
+
+llama, tokens = own_code.llama(), random_tokens(8, 127, 2048)  # (8, 128)
 prompts = torch.arange(0, 96, 12)  # tokens in the prompt of each sample: 0, 12, ..., 84
 labels = tokens.masked_fill(torch.arange(128) < prompts[:, None], -100)
 targets = (labels[:, 1:] != -100).sum()  # nothing predicts the first token
@@ -278,14 +280,14 @@ def llama_gradient(size, **options):
     for ids, wanted in zip(tokens.split(size), labels.split(size), strict=True):
         loss = llama(input_ids=ids, labels=wanted, **options).loss
         (loss if options else loss * size / 8).backward()
-    return gradient_of(llama)
+    return results.gradient_of(llama)
 
 
 # %% slide="result"
 whole = llama_gradient(8)
 counted = llama_gradient(2, num_items_in_batch=targets)
-print(f"mean of means: {error(llama_gradient(2), whole):.0%} off")
-print("with num_items_in_batch: below 1e-6:", error(counted, whole) < 1e-6)
+print(f"mean of means: {results.error(llama_gradient(2), whole):.0%} off")
+print("with num_items_in_batch: below 1e-6:", results.error(counted, whole) < 1e-6)
 
 # %% [markdown]
 # <div lang="en">
@@ -322,7 +324,7 @@ print("with num_items_in_batch: below 1e-6:", error(counted, whole) < 1e-6)
 # </div>
 
 # %% slide="result"
-lesson_05.draw_training()
+figures.draw_training()
 
 # %% [markdown]
 # <div lang="en">
@@ -378,12 +380,12 @@ def train_epoch(model, loss_sum, micro_batches, optimizer, scheduler, scaler, ev
             optimizer.zero_grad()
 
 
-lesson_05.check_loop(train_epoch)
+exercises.check_loop(train_epoch)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_05.check_loop.accepted:
+if not exercises.check_loop.accepted:
 
     def train_epoch(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
         for start in range(0, len(micro_batches), every):
@@ -402,14 +404,14 @@ if not lesson_05.check_loop.accepted:
             optimizer.zero_grad()
 
 
-lesson_05.check_loop(train_epoch)
+exercises.check_loop(train_epoch)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_05.draw_order()
+figures.draw_order()
 
 # %% slide="result"
-lesson_05.five_bugs()
+figures.five_bugs()
 
 # %% [markdown]
 # <div lang="en">
@@ -428,7 +430,7 @@ lesson_05.five_bugs()
 # </div>
 
 # %% slide="both"
-table(["weights equal"], [[lesson_05.same_weights_as_library(train_epoch)]])
+table(["weights equal"], [[results.same_weights_as_library(train_epoch)]])
 
 # %% [markdown] slide={"en": "Parameters, gradients and their sums are bf16, with 8 bits of precision.\n\n**Guess first.** Draw the gradient's error from 1 micro-batch to 256.", "zh": "参数、梯度、梯度之和都是 bf16，有效精度 8 位。\n\n**先猜**：从 1 个微批次到 256 个，梯度的误差怎样变？画出来。"}
 # ## 5.5 The accumulator's dtype / 累加器的 dtype
@@ -459,12 +461,12 @@ def accumulate_in_fp32(parameters):
     return sums
 
 
-lesson_05.check_fp32_sums(accumulate_in_fp32)
+exercises.check_fp32_sums(accumulate_in_fp32)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_05.check_fp32_sums.accepted:
+if not exercises.check_fp32_sums.accepted:
 
     def accumulate_in_fp32(parameters):
         sums = {}
@@ -481,13 +483,13 @@ if not lesson_05.check_fp32_sums.accepted:
         return sums
 
 
-lesson_05.check_fp32_sums(accumulate_in_fp32)
+exercises.check_fp32_sums(accumulate_in_fp32)
 ### END SOLUTION
 
 
 # %%
 def gradient_in(n, dtype, seed, in_fp32=False):  # in n micro-batches
-    model, tokens = lesson_05.rounded_decoder(seed), random_tokens(256, 16, 127, seed=seed) + 1
+    model, tokens = mean_of_means.rounded_decoder(seed), random_tokens(256, 16, 127, seed=seed) + 1
     model = model.to(dtype)  # its weights are bf16 numbers, whatever the dtype
     sums = accumulate_in_fp32(model.parameters()) if in_fp32 else {}
     for micro_batch in tokens.split(256 // n):
@@ -499,8 +501,8 @@ def gradient_in(n, dtype, seed, in_fp32=False):  # in n micro-batches
 
 
 # %% slide="result"
-errors = lesson_05.errors_of_sums(gradient_in)  # two seeds, compared with float64
-lesson_05.draw_sums(errors)
+errors = results.errors_of_sums(gradient_in)  # two seeds, compared with float64
+figures.draw_sums(errors)
 
 # %% [markdown]
 # <div lang="en">
@@ -560,11 +562,11 @@ def step_on_a_rank(model, loss_sum, micro_batches, each):
 
 
 # %% slide="result"
-ranks = lesson_05.on_ranks(step_on_a_rank, micro_batches=8)  # two processes run the cell above
+ranks = results.on_ranks(step_on_a_rank, micro_batches=8)  # two processes run the cell above
 table(["equal to one process with all tokens, to 1e-5"], [[ranks["error"] < 1e-5]])
 
 # %% slide="result"
-lesson_05.bytes_reduced(ranks, micro_batches=8)
+results.bytes_reduced(ranks, micro_batches=8)
 
 # %% [markdown]
 # <div lang="en">
@@ -627,7 +629,7 @@ lesson_05.bytes_reduced(ranks, micro_batches=8)
 # </div>
 
 # %% slide="result"
-what_you_may_have_read("05", *lesson_05.figures_of_claims(off, errors, exact))
+figures.what_you_may_have_read(off, errors, exact)
 
 # %% [markdown]
 # ## 5.9 The ledger / 账本
@@ -759,9 +761,9 @@ cases["bf16"] = torch.bfloat16, 1
 # </div>
 
 # %%
-decoder, sgd, _, _ = lesson_05.training_parts(0)
+decoder, sgd, _, _ = results.training_parts(0)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-step = AccumulatedStep(decoder, sgd, text_loss_sum, scaler=scaler, max_norm=0.1)
+step = AccumulatedStep(decoder, sgd, mean_of_means.loss_sum, scaler=scaler, max_norm=0.1)
 {"stepped": step(split(batch, 4)).stepped, "scale": scaler.get_scale() / 2.0**127}
 
 # %% [markdown]
@@ -806,11 +808,13 @@ def moves_without_gradient(set_to_none):
 # </div>
 
 # %%
-decoder, sgd, _, _ = lesson_05.training_parts(0)
-step = AccumulatedStep(decoder, sgd, text_loss_sum, max_norm=1.0, autocast_dtype=torch.bfloat16)
+decoder, sgd, _, _ = results.training_parts(0)
+step = AccumulatedStep(
+    decoder, sgd, mean_of_means.loss_sum, max_norm=1.0, autocast_dtype=torch.bfloat16
+)
 for each in batches:
     with torch.no_grad():
-        last, count = text_loss_sum(decoder, each[-4:])
+        last, count = mean_of_means.loss_sum(decoder, each[-4:])
     true = step(split(each, 4)).loss
 print("more than 0.1 apart:", abs(float(last) / count - true) > 0.1)
 
@@ -835,11 +839,11 @@ def gradient_with(norm, size):
     model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 1)).double()
     for micro_batch in torch.randn(32, 8).double().split(size):
         (model(micro_batch).square().sum() / 32).backward()
-    return gradient_of(model)
+    return results.gradient_of(model)
 
 
 for norm in (nn.BatchNorm1d, nn.LayerNorm):
-    difference = error(gradient_with(norm(8), 4), gradient_with(norm(8), 32))
+    difference = results.error(gradient_with(norm(8), 4), gradient_with(norm(8), 32))
     print(norm.__name__, f"{difference:.0%} off" if difference > 1e-9 else "equal")
 
 # %% [markdown]
@@ -879,7 +883,7 @@ def grad_cache(net, x, y, size):
 
 
 # %%
-lesson_05.errors_of_pairs(by_size, grad_cache)
+results.errors_of_pairs(by_size, grad_cache)
 
 # %% [markdown]
 # ## 5.17 FSDP: the opposite advice / FSDP：相反的建议
@@ -958,11 +962,12 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # </div>
 
 # %%
-decoder, total, squares = lesson_05.small_decoder(), 0, 0
+decoder, total, squares = mean_of_means.small_decoder(), 0, 0
 for micro_batch in batch.split(1):
     decoder.zero_grad()
-    (text_loss_sum(decoder, micro_batch)[0] / sum(lengths)).backward()
-    total, squares = total + gradient_of(decoder), squares + gradient_of(decoder) ** 2
+    (mean_of_means.loss_sum(decoder, micro_batch)[0] / sum(lengths)).backward()
+    gradient = results.gradient_of(decoder)
+    total, squares = total + gradient, squares + gradient**2
 ratio = float(squares.sum() / (total**2).sum())
 f"second moments: {ratio:.1f} of Adam's"
 
@@ -999,12 +1004,12 @@ on_gpu("05")
 
 # %%
 answer = None  # sequences
-lesson_05.check_largest_micro_batch(answer)
+exercises.check_largest_micro_batch(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 fits = [m for m in (1, 2, 4, 8, 16, 32) if 110_010_776 + 24_396_800 * m <= 10**9]
-lesson_05.check_largest_micro_batch(max(fits))
+exercises.check_largest_micro_batch(max(fits))
 ### END SOLUTION
 
 # %% [markdown]
@@ -1021,17 +1026,19 @@ lesson_05.check_largest_micro_batch(max(fits))
 
 # %%
 answer = None  # samples
-lesson_05.check_fast_micro_batch(answer)
+exercises.check_fast_micro_batch(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 fast = [m for m in (1, 2, 4, 8, 16, 32, 64) if m / (5 + m) >= 0.8 * 64 / (5 + 64)]
-lesson_05.check_fast_micro_batch(min(fast))
+exercises.check_fast_micro_batch(min(fast))
 ### END SOLUTION
 
 # %% [markdown]
 # ## 5.20 More claims / 更多的说法
 
 # %%
+from course_lib.lessons.lesson_05 import claims
+
 used = 60 // (4 * 4) * (4 * 4)  # samples in complete groups
-lesson_05.older_claims((used, 60), (meters[8].peak_bytes, meters[1].peak_bytes), ratio)
+claims.older_claims((used, 60), (meters[8].peak_bytes, meters[1].peak_bytes), ratio)

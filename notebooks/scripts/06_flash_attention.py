@@ -57,7 +57,7 @@ from functools import partial
 from torch.nn import functional as F
 
 from course_lib.attention import flash_attention, standard_attention
-from course_lib.lessons import lesson_06
+from course_lib.lessons.lesson_06 import exercises, figures
 from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.memory.measurement import flop_counter
 
@@ -85,11 +85,11 @@ def log_sum_exp_in_blocks(scores, block):
     return None
 
 
-lesson_06.check_log_sum_exp(log_sum_exp_in_blocks)
+exercises.check_log_sum_exp(log_sum_exp_in_blocks)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_06.check_log_sum_exp.accepted:
+if not exercises.check_log_sum_exp.accepted:
 
     def log_sum_exp_in_blocks(scores, block):
         largest = scores.new_full(scores.shape[:1], float("-inf"))
@@ -101,12 +101,11 @@ if not lesson_06.check_log_sum_exp.accepted:
         return largest + total.log()
 
 
-lesson_06.check_log_sum_exp(log_sum_exp_in_blocks)
+exercises.check_log_sum_exp(log_sum_exp_in_blocks)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
 from course_lib.attention import attention_cost
-from course_lib.lessons import what_you_may_have_read
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import attention_saved_bytes
 from course_lib.teaching import predictions, table, text
@@ -115,7 +114,7 @@ torch.manual_seed(0)
 scores = torch.randn(512) + torch.linspace(-2, 2, 512)
 maxima = [scores[: 32 * n].max().item() for n in range(1, 17)]
 sums = [(scores[: 32 * n] - m).exp().sum().item() for n, m in enumerate(maxima, 1)]
-lesson_06.draw_running(maxima, sums)
+figures.draw_running(maxima, sums)
 
 # %% [markdown]
 # <div lang="en">
@@ -157,11 +156,11 @@ def forward(q, k, v, block_q, block_k):
     return None
 
 
-lesson_06.check_forward(forward)
+exercises.check_forward(forward)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_06.check_forward.accepted:
+if not exercises.check_forward.accepted:
 
     def forward(q, k, v, block_q, block_k):
         outputs, log_sums = [], []
@@ -180,11 +179,11 @@ if not lesson_06.check_forward.accepted:
         return torch.cat(outputs), torch.cat(log_sums)
 
 
-lesson_06.check_forward(forward)
+exercises.check_forward(forward)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_06.draw_passes()
+figures.draw_passes()
 
 # %% [markdown] slide={"en": "Backward needs P, which was not kept.\n\n**Write it**: dQ, dK, dV from Q, K, V, O and one number per row.", "zh": "反向要用 P，而 P 没有保存。\n\n**自己写**：由 Q、K、V、O 和每行一个数，求 dQ、dK、dV。"}
 # ## 6.3 Backward: dQ, dK, dV / 反向：dQ、dK、dV
@@ -218,11 +217,11 @@ def backward(q, k, v, o, lse, grad_o, block_q, block_k):
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-lesson_06.check_backward(backward)
+exercises.check_backward(backward)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_06.check_backward.accepted:
+if not exercises.check_backward.accepted:
 
     def backward(q, k, v, o, lse, grad_o, block_q, block_k):
         scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)  # D
@@ -239,7 +238,7 @@ if not lesson_06.check_backward.accepted:
         return dq, dk, dv
 
 
-lesson_06.check_backward(backward)
+exercises.check_backward(backward)
 ### END SOLUTION
 
 # %% [markdown]
@@ -272,7 +271,7 @@ def yours():
 
 exact = by_autograd(standard_attention, torch.float64)
 ways = {"standard": by_autograd(standard_attention, torch.float32)}
-solved = lesson_06.check_forward.accepted and lesson_06.check_backward.accepted
+solved = exercises.check_forward.accepted and exercises.check_backward.accepted
 if solved:
     ways["yours"] = yours()
 ways["the library"] = by_autograd(flash_attention, torch.float32)
@@ -280,7 +279,7 @@ errors = {}
 for name, way in ways.items():
     pairs = zip(way, exact, strict=True)
     errors[name] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-lesson_06.draw_errors(errors)
+figures.draw_errors(errors)
 
 # %% [markdown]
 # <div lang="en">
@@ -327,7 +326,7 @@ kept(flash_attention, 512)
 kinds = {"standard": standard_attention, "flash": flash_attention}
 lengths = (512, 1024, 2048, 4096, 8192)
 saved = {name: [kept(way, n).total_bytes for n in lengths] for name, way in kinds.items()}
-lesson_06.draw_saved(lengths, saved)
+figures.draw_saved(lengths, saved)
 
 # %% jupyter={"source_hidden": true}
 rows = []
@@ -357,12 +356,12 @@ predictions([rows[i] for i in (0, 4, 5, 9)], unit="bytes")
 
 # %% minutes=3
 answer = None  # bytes
-lesson_06.check_grouped_bytes(answer)
+exercises.check_grouped_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 one_head = 4096 * 128 * 2
-lesson_06.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
+exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "FLOPs in $N^2 d$: forward, your backward, and a backward in two passes.\n\nWhy would anyone pass over the tiles twice?", "zh": "以 $N^2 d$ 计的 FLOPs：前向、你的反向、遍历两次的反向。\n\n为什么会有人愿意把分块遍历两次？"}
@@ -381,13 +380,13 @@ lesson_06.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 
 # %% minutes=4
 flops = {"forward": None, "backward": None, "two passes": None}  # N² d
-lesson_06.check_flops(flops)
+exercises.check_flops(flops)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_06.check_flops.accepted:
+if not exercises.check_flops.accepted:
     flops = {"forward": 4, "backward": 10, "two passes": 14}
-lesson_06.check_flops(flops)
+exercises.check_flops(flops)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
@@ -441,7 +440,7 @@ for count in (64, 128):  # queries per block: M / (4 d), 2 bytes per number
     reached[text("flash, {count} queries", count=count)] = cost.arithmetic_intensity
 devices = {"A100: 312 TFLOP/s, 2.0 TB/s": (312e12, 2.0e12)}
 devices["H100: 989 TFLOP/s, 3.35 TB/s"] = 989e12, 3.35e12
-lesson_06.draw_roofline(devices, reached)
+figures.draw_roofline(devices, reached)
 
 # %% jupyter={"source_hidden": true}
 ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
@@ -493,7 +492,7 @@ def costs_of(layer, depth=3):
 no_random = {"use_reentrant": False, "preserve_rng_state": False}
 checkpointed = partial(checkpoint, standard_attention, **no_random)
 layers = {"standard": standard_attention, "checkpointed": checkpointed, "flash": flash_attention}
-lesson_06.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
+figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 
 # %% [markdown]
 # <div lang="en">
@@ -530,7 +529,7 @@ lesson_06.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # </div>
 
 # %%
-triton, tl, jit = lesson_06.triton_here()
+triton, tl, jit = exercises.triton_here()
 
 
 @jit
@@ -568,11 +567,11 @@ def run(q, k, v):
     return o, lse
 
 
-lesson_06.check_kernel(run)
+exercises.check_kernel(run)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_06.check_kernel.accepted:
+if not exercises.check_kernel.accepted:
 
     @jit
     def fold(o, total, largest, scores, value):
@@ -583,7 +582,7 @@ if not lesson_06.check_kernel.accepted:
         return o, total * shrink + tl.sum(weights, 1), new
 
 
-lesson_06.check_kernel(run)
+exercises.check_kernel(run)
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "Six calls of PyTorch's attention.\n\n**Guess first.** Which one keeps the scores on this CPU? Which ones on an H200?", "zh": "六种调用 PyTorch 注意力的写法。\n\n**先猜**：哪一种在这个 CPU 上会保存分数？哪几种在 H200 上会？"}
@@ -776,8 +775,7 @@ sizes = {"head_dim": 64, "kind": "flash"}
 one, other = (attention_cost(sequence=n, **sizes).flops for n in (512, 1024))
 sizes |= {"sequence": 512, "pass_": "backward"}
 backs = [attention_cost(**sizes, tile_passes=n).flops for n in (1, 2)]
-what_you_may_have_read(
-    "06",
+figures.what_you_may_have_read(
     f"{double:.1f} × / {other / one:.1f} ×",
     "; ".join(f"{2 * back / one:.0f}" for back in backs),
     " / ".join(f"{back / one:.2f} ×" for back in backs),
@@ -893,7 +891,7 @@ table(["attention", "peak (GB)"], rows)
 # </div>
 
 # %% jupyter={"source_hidden": true}
-lesson_06.draw_causal_tiles()
+figures.draw_causal_tiles()
 
 # %% [markdown]
 # <div lang="en">
@@ -913,11 +911,11 @@ def tiles(queries, keys, block_q, block_k):
     return None
 
 
-lesson_06.check_causal_tiles(tiles)
+exercises.check_causal_tiles(tiles)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_06.check_causal_tiles.accepted:
+if not exercises.check_causal_tiles.accepted:
 
     def tiles(queries, keys, block_q, block_k):
         count = 0
@@ -927,7 +925,7 @@ if not lesson_06.check_causal_tiles.accepted:
         return count
 
 
-lesson_06.check_causal_tiles(tiles)
+exercises.check_causal_tiles(tiles)
 ### END SOLUTION
 
 # %% [markdown]
@@ -975,17 +973,17 @@ def probabilities(q, k, lse):
     return None
 
 
-lesson_06.check_probabilities(probabilities)
+exercises.check_probabilities(probabilities)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_06.check_probabilities.accepted:
+if not exercises.check_probabilities.accepted:
 
     def probabilities(q, k, lse):
         return (q @ k.T * q.shape[1] ** -0.5 - lse[:, None]).exp()
 
 
-lesson_06.check_probabilities(probabilities)
+exercises.check_probabilities(probabilities)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1003,7 +1001,7 @@ lesson_06.check_probabilities(probabilities)
 # </div>
 
 # %% jupyter={"source_hidden": true}
-lesson_06.costs_of_both_passes(sequence=4096, head_dim=64)
+figures.costs_of_both_passes(sequence=4096, head_dim=64)
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
 from timeit import repeat
@@ -1077,6 +1075,8 @@ masks = (False, True) if triton else ()
 # ## 6.19 Older claims / 更早的说法
 
 # %% jupyter={"source_hidden": true}
+from course_lib.lessons.lesson_06 import claims
+
 in_bf16 = kept(flash_attention, 1024, torch.bfloat16)
 vectors = [row for row in in_bf16 if len(row.shape) == 3]
 
@@ -1091,7 +1091,7 @@ def peak(layer, depth):
 
 
 savings = [1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 3, 6)]
-lesson_06.older_claims(
+claims.older_claims(
     f"{len(vectors)}",
     f"{vectors[0].dtype}".removeprefix("torch."),
     " / ".join(f"{100 * saving:.0f} %" for saving in savings),

@@ -49,8 +49,8 @@ language()
 import torch
 
 from course_lib.budget import RATES, InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
-from course_lib.lessons import lesson_07, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
+from course_lib.lessons.lesson_07 import exercises, figures, grid
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import predictions, table
@@ -134,11 +134,11 @@ def peak_of_step(make_model, make_batch):
     return None
 
 
-lesson_07.check_peak_without_memory(peak_of_step)
+exercises.check_peak_without_memory(peak_of_step)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_07.check_peak_without_memory.accepted:
+if not exercises.check_peak_without_memory.accepted:
 
     def peak_of_step(make_model, make_batch):
         with symbolic():
@@ -152,7 +152,7 @@ if not lesson_07.check_peak_without_memory.accepted:
         return meter.peak_bytes
 
 
-lesson_07.check_peak_without_memory(peak_of_step)
+exercises.check_peak_without_memory(peak_of_step)
 ### END SOLUTION
 
 # %% [markdown]
@@ -168,7 +168,7 @@ lesson_07.check_peak_without_memory(peak_of_step)
 # </div>
 
 # %%
-lesson_07.recipe_fields()
+figures.recipe_fields()
 
 # %% slide="result"
 plain = estimate(make_model, make_batch, Recipe())
@@ -273,7 +273,7 @@ steps["+ 8 micro-batches"] = {**checkpoints, "micro_batches": 8}
 steps["+ state offloaded"] = {**steps["+ 8 micro-batches"], "offload_optimizer": 1.0}
 steps["+ small pages"] = {**steps["+ state offloaded"], "page_bytes": 1 << 20}
 found = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in steps.items()}
-lesson_07.what_fills(found, found.values())
+figures.what_fills(found, found.values())
 
 # %% [markdown]
 # <div lang="en">
@@ -317,7 +317,7 @@ lesson_07.what_fills(found, found.values())
 more = {"in backward, whole batch": {**checkpoints, **early}}
 more["+ activations offloaded"] = {**checkpoints, **early, **offloaded}
 found |= {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in more.items()}
-lesson_07.what_fills(more, [found[name] for name in more])
+figures.what_fills(more, [found[name] for name in more])
 
 # %% [markdown]
 # <div lang="en">
@@ -347,7 +347,7 @@ predictions([(name, found[name].peak_bytes, measured[name]) for name in ways], u
 # %% jupyter={"source_hidden": true} slide="result"
 title = "From 277.7 to 57.9 MB, each technique changes what fills the peak"
 peaks = list(measured.values())
-lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, title=title)
+figures.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, title=title)
 
 # %% [markdown] slide={"en": "57.9 MB: it fits. Now take the checkpoints **out** again.\n\n**Guess first.** What is the peak?", "zh": "57.9 MB，装得下了。现在把检查点**去掉**。\n\n**先猜**：峰值是多少？"}
 # ## 7.5 Take the checkpoints out / 去掉检查点
@@ -371,7 +371,7 @@ lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, ti
 without = run(make_model, make_batch, Recipe(**early, **offloaded))
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_07.both_timelines(stepped.meter, without.meter)
+figures.both_timelines(stepped.meter, without.meter)
 
 # %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
@@ -399,17 +399,17 @@ def break_even(first, second):
     return None
 
 
-lesson_07.check_break_even(break_even)
+exercises.check_break_even(break_even)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_07.check_break_even.accepted:
+if not exercises.check_break_even.accepted:
 
     def break_even(first, second):
         return (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
 
 
-lesson_07.check_break_even(break_even)
+exercises.check_break_even(break_even)
 ### END SOLUTION
 
 # %% slide="result"
@@ -418,7 +418,7 @@ pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
 table(["equally fast at (FLOPs per byte)"], [(round(break_even(*pair) or 0, 1),)])
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_07.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"])
+figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"])
 
 # %% [markdown]
 # <div lang="en">
@@ -550,10 +550,10 @@ except InfeasibleBudget as refused:
 # </div>
 
 # %% slide="result"
-lesson_07.draw_recipes(lesson_07.stored_estimates())
+figures.draw_recipes(grid.stored_estimates())
 
 # %% tags=["nbval-ignore-output", "shows-picture"]
-lesson_07.recipes_playground(lesson_07.stored_estimates())
+figures.recipes_playground(grid.stored_estimates())
 
 # %% [markdown] slide={"en": "160 MB, no extra FLOPs, nothing offloaded.\n\nWhich single technique is enough?", "zh": "160 MB，FLOPs 不增加，也不搬运数据。\n\n只用哪一种技术就够了？"}
 # ## 7.8 Three budgets / 三个预算
@@ -575,11 +575,11 @@ lesson_07.recipes_playground(lesson_07.stored_estimates())
 
 # %% minutes=5
 recipe = None  # Recipe(...)
-lesson_07.check_same_flops(recipe)
+exercises.check_same_flops(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-lesson_07.check_same_flops(Recipe(micro_batches=4))
+exercises.check_same_flops(Recipe(micro_batches=4))
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "120 MB, nothing moved, clipping kept, at most 1.19 times the FLOPs.\n\nWhich layer's checkpoint is wasted?", "zh": "120 MB，不搬运数据，保留裁剪，FLOPs 至多 1.19 倍。\n\n哪一层的检查点是多余的？"}
@@ -596,11 +596,11 @@ lesson_07.check_same_flops(Recipe(micro_batches=4))
 
 # %% minutes=8
 recipe = None  # Recipe(...)
-lesson_07.check_keeps_clipping(recipe)
+exercises.check_keeps_clipping(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-lesson_07.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro_batches=8))
+exercises.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro_batches=8))
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "50 MB, by any means.\n\nWhat fills the peak of the recipe without checkpoints?", "zh": "50 MB，什么办法都行。\n\n去掉检查点的配方，峰值由什么占满？"}
@@ -617,12 +617,12 @@ lesson_07.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro
 
 # %% minutes=8
 recipe = None  # Recipe(...)
-lesson_07.check_fifty(recipe)
+exercises.check_fifty(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 least = {"offload_optimizer": 1.0, "in_backward": True, "offload_activations": True}
-lesson_07.check_fifty(Recipe(**least, head_chunk=128))
+exercises.check_fifty(Recipe(**least, head_chunk=128))
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "LoRA, QLoRA, 8-bit Adam, bf16: what most people try first.\n\n**Guess first.** Which of them fits into 60 MB?", "zh": "LoRA、QLoRA、8 位 Adam、bf16：很多人最先试的是这些。\n\n**先猜**：哪一种能装进 60 MB？"}
@@ -664,7 +664,8 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 # %%
 from dataclasses import replace
 
-from course_lib.lessons.lesson_01 import with_adapters
+from course_lib.lessons.lesson_01.figures import with_adapters
+from course_lib.lessons.lesson_07.smaller import compare_smaller, in_four_bits, what_stays_right
 
 as_made = Recipe(precision=None, **checkpoints)  # keeps the dtypes of the model
 smaller = {
@@ -673,11 +674,11 @@ smaller = {
     "bf16 without master weights": (lambda: make_model().bfloat16(), as_made),
     "8-bit Adam": (make_model, Recipe(optimizer="adam8bit", **checkpoints)),
     "LoRA": (lambda: with_adapters(make_model(), 8), as_made),
-    "QLoRA": (lambda: with_adapters(lesson_07.in_four_bits(make_model()), 8), as_made),
+    "QLoRA": (lambda: with_adapters(in_four_bits(make_model()), 8), as_made),
 }
 
 # %% slide="result"
-lesson_07.compare_smaller(smaller, make_batch)
+compare_smaller(smaller, make_batch)
 
 # %% [markdown]
 # <div lang="en">
@@ -705,7 +706,7 @@ def two_layers():
     return Decoder(vocabulary=2048, hidden=256, heads=8, layers=2, sequence=128)
 
 
-lesson_07.what_stays_right(two_layers, make_batch)
+what_stays_right(two_layers, make_batch)
 
 # %% [markdown]
 # <div lang="en">
@@ -822,7 +823,7 @@ alone = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in 
 alone["checkpoints"] = found["+ checkpoints"]
 
 # %% jupyter={"source_hidden": true} slide="result"
-what_you_may_have_read("07", *lesson_07.figures_of_claims(plain, alone, pair[0]))
+figures.what_you_may_have_read(plain, alone, pair[0])
 
 # %% [markdown] slide={"en": "The ledger, complete for one device.", "zh": "账本：一台设备上的各行都齐了。"}
 # ## 7.12 The ledger / 账本
@@ -912,7 +913,7 @@ ledger(
 # </div>
 
 # %%
-lesson_07.recipe_fields(others=True)
+figures.recipe_fields(others=True)
 
 # %% [markdown]
 # ## 7.15 Ninety-nine million parameters in 550 MB / 把 9900 万参数装进 550 MB
@@ -974,7 +975,7 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 # %%
 cut = [Recipe(**small, micro_batches=m) for m in (1, 2)]
 halves = [estimate(lambda: large_model(6), two_sequences, each) for each in cut]
-lesson_07.what_fills(["1", "2"], halves)
+figures.what_fills(["1", "2"], halves)
 
 # %% [markdown]
 # <div lang="en">
@@ -1052,6 +1053,7 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 # </div>
 
 # %%
+from course_lib.lessons.lesson_07 import claims
 from course_lib.teaching import text
 
 
@@ -1065,7 +1067,7 @@ def flops(layers, count, length, attention):
 ratios = [flops(*s, "flash") / flops(*s, "standard") for s in ((6, 2, 384), (2, 1, 4096))]
 seven = giants["7 B", "+ steps in backward"]
 peak, moved = f"{seven.peak_bytes / 1e9:.1f} GB", f"{seven.moved_bytes / 1e9:.0f} GB"
-lesson_07.older_claims(
+claims.older_claims(
     f"{halves[0].peak_bytes / 1e6:,.0f} → {halves[1].peak_bytes / 1e6:,.0f} MB",
     text("{peak}, {moved} moved", peak=peak, moved=moved),
     f"{ratios[0]:.3f} / {ratios[1]:.3f}",

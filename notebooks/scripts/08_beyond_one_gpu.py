@@ -49,8 +49,8 @@ import torch
 from course_lib.accumulation import split
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.distributed import launch, predict, sent_bytes, task_of
-from course_lib.lessons import lesson_08, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
+from course_lib.lessons.lesson_08 import exercises, figures, schemes
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
 from course_lib.teaching import predictions, table
 
@@ -117,7 +117,7 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 # </div>
 
 # %% slide="result"
-lesson_08.draw_stages()
+schemes.draw_stages()
 
 # %% [markdown] slide={"en": "Whole or sharded: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the four formulas.**", "zh": "完整，还是分片：权重 4 字节，梯度 4，Adam 的状态 8。\n\n**写出四个公式。**"}
 # <div lang="en">
@@ -137,12 +137,12 @@ def held(psi, n):
     return {"DDP": 0, "ZeRO 1": 0, "ZeRO 2": 0, "ZeRO 3": 0}  # bytes per rank, in fp32
 
 
-lesson_08.check_held(held)
+exercises.check_held(held)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_08.check_held.accepted:
+if not exercises.check_held.accepted:
 
     def held(psi, n):
         return {
@@ -153,7 +153,7 @@ if not lesson_08.check_held.accepted:
         }
 
 
-lesson_08.check_held(held)
+exercises.check_held(held)
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** A DDP rank with 4 sequences? An FSDP2 rank?", "zh": "一台设备处理 4 条序列，峰值 180.1 MB，此刻没有一个梯度。\n\n**先猜**：DDP 的一个进程处理 4 条序列呢？FSDP2 呢？"}
@@ -222,7 +222,7 @@ predicted = {n: held(psi, n) for n in range(1, 9)}
 stage_of = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "ZeRO 3"}
 rows = []
 for mode, stage in stage_of.items():
-    rows.append((stage, predicted[2][stage], lesson_08.held_by(two[mode])))
+    rows.append((stage, predicted[2][stage], figures.held_by(two[mode])))
 predictions(rows, unit="bytes")
 
 # %% [markdown]
@@ -265,7 +265,7 @@ labels = {
 }
 at_peak |= {labels[mode]: run["taken"][0]["at_peak"] for mode, run in two.items()}
 title = "At its peak DDP holds memory for all gradients, while one device and FSDP2 hold none"
-lesson_08.draw_peaks(at_peak, title)
+figures.draw_peaks(at_peak, title)
 
 # %% [markdown]
 # <div lang="en">
@@ -308,14 +308,16 @@ lesson_08.draw_peaks(at_peak, title)
 # </div>
 
 # %% slide="both"
-wire = lesson_08.Wire()
+from course_lib.lessons.lesson_08.wire import Wire
+
+wire = Wire()
 tensors = [torch.full((8,), float(rank)) for rank in range(4)]  # 0, 1, 2, 3
 shards = wire.reduce_scatter(tensors)
 first, gathered = shards[0].tolist(), wire.all_gather(shards)[0].tolist()
 table(["rank 0's shard", "gathered", "sent (bytes)"], [[first, gathered, wire.sent_bytes]])
 
 # %% slide="result"
-lesson_08.draw_collectives()
+schemes.draw_collectives()
 
 # %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees only its shard. At the end every rank has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的分片，最后每个进程都有全部权重。"}
 # <div lang="en">
@@ -339,12 +341,12 @@ def sharded_step(weights, gradients, adams, wire):
     return None  # the new weights: a list with one whole tensor per rank
 
 
-lesson_08.check_sharded_step(sharded_step)
+exercises.check_sharded_step(sharded_step)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_08.check_sharded_step.accepted:
+if not exercises.check_sharded_step.accepted:
 
     def sharded_step(weights, gradients, adams, wire):
         n = len(weights)
@@ -354,7 +356,7 @@ if not lesson_08.check_sharded_step.accepted:
         return wire.all_gather(updated)
 
 
-lesson_08.check_sharded_step(sharded_step)
+exercises.check_sharded_step(sharded_step)
 ### END SOLUTION
 
 # %% [markdown]
@@ -400,12 +402,12 @@ class GatheredLinear(torch.autograd.Function):
         return gradient, None, None
 
 
-lesson_08.check_gathered_linear(GatheredLinear)
+exercises.check_gathered_linear(GatheredLinear)
 
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_08.check_gathered_linear.accepted:
+if not exercises.check_gathered_linear.accepted:
 
     class GatheredLinear(torch.autograd.Function):
         @staticmethod
@@ -421,7 +423,7 @@ if not lesson_08.check_gathered_linear.accepted:
             return gradient @ whole, context.wire.reduce_scatter(gradient.mT @ x), None
 
 
-lesson_08.check_gathered_linear(GatheredLinear)
+exercises.check_gathered_linear(GatheredLinear)
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "FSDP2 does this for each block. Its root stays gathered.\n\n**How many bytes does a step communicate?**", "zh": "FSDP2 对每个块都这样做，根模块则一直保持完整。\n\n**一步的通信量是多少字节？**"}
@@ -452,19 +454,19 @@ def communicated(psi, root):
     return {"DDP": 8 * psi, "FSDP2": 0}  # bytes
 
 
-lesson_08.check_sent(communicated)
+exercises.check_sent(communicated)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_08.check_sent.accepted:
+if not exercises.check_sent.accepted:
 
     def communicated(psi, root):
         blocks = psi - root
         return {"DDP": 8 * psi, "FSDP2": 4 * (2 * blocks + root + psi)}
 
 
-lesson_08.check_sent(communicated)
+exercises.check_sent(communicated)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
@@ -494,12 +496,14 @@ predictions(rows, unit="bytes")
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
+from course_lib.lessons.lesson_08.wire import GIVEN_TIMES, RECORDED, TENSOR_BYTES
+
 given = dict(sent)
-for name, times in lesson_08.GIVEN_TIMES.items():
-    given[name] = times * lesson_08.TENSOR_BYTES
+for name, times in GIVEN_TIMES.items():
+    given[name] = times * TENSOR_BYTES
 rows = []
 for name, count in given.items():
-    counts = count, count / 2, lesson_08.RECORDED[2][name]
+    counts = count, count / 2, RECORDED[2][name]
     rows.append((f"`{name}`", *(round(each / 1e6, 1) for each in counts)))
 columns = ["communicated (MB)", "sent in a ring (MB)", "sent over the wire (MB)"]
 table(["2 ranks", *columns], rows)
@@ -567,7 +571,7 @@ rows = [(f"`{m}`", follows(run, losses[:2], within.get(m, 1e-5))) for m, run in 
 table(["`mode`", "losses equal"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000_000)
+figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000_000)
 
 # %% [markdown]
 # <div lang="en">
@@ -597,7 +601,7 @@ lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_0
 
 # %% jupyter={"source_hidden": true} slide="result"
 drawn = [run for run in (*two.values(), *four.values()) if run["mode"] != "fsdp-bf16"]
-lesson_08.draw_ranks(predicted, drawn)
+figures.draw_ranks(predicted, drawn)
 
 # %% [markdown]
 # <div lang="en">
@@ -654,12 +658,12 @@ def tokens_to_hide(psi, rate, link):
     return 0
 
 
-lesson_08.check_tokens_to_hide(tokens_to_hide)
+exercises.check_tokens_to_hide(tokens_to_hide)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_08.check_tokens_to_hide.accepted:
+if not exercises.check_tokens_to_hide.accepted:
 
     def tokens_to_hide(psi, rate, link):
         traffic = 12 * psi / link  # seconds
@@ -667,15 +671,17 @@ if not lesson_08.check_tokens_to_hide.accepted:
         return traffic / compute_per_token
 
 
-lesson_08.check_tokens_to_hide(tokens_to_hide)
+exercises.check_tokens_to_hide(tokens_to_hide)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
-seventy = lesson_08.seventy_billion()  # shapes only: nothing is allocated
+from course_lib.lessons.lesson_08 import large
+
+seventy = large.seventy_billion()  # shapes only: nothing is allocated
 rate, link, psi_70 = 200e12, 50e9, seventy.numbers  # FLOPs and bytes per second
 traffic = {"fsdp": sent_bytes(seventy, "fsdp", 64) / link}
 least = tokens_to_hide(psi_70, rate, link)
-lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
+figures.draw_seconds(traffic, 6 * psi_70 / rate, least)
 
 # %% [markdown]
 # <div lang="en">
@@ -690,7 +696,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_08.compare_splits(seventy, link)
+large.compare_splits(seventy, link)
 
 # %% [markdown]
 # <div lang="en">
@@ -761,10 +767,9 @@ lesson_08.compare_splits(seventy, link)
 # %% jupyter={"source_hidden": true} slide="result"
 spared = []
 for tokens in (128, 16):
-    without, with_view = (lesson_08.ddp_peak(tokens, view=view) for view in (False, True))
+    without, with_view = (figures.ddp_peak(tokens, view=view) for view in (False, True))
     spared.append(without - with_view)
-figures = lesson_08.figures_of_claims(two, four["fsdp"], quarter, spared)
-what_you_may_have_read("08", *figures)
+figures.what_you_may_have_read(two, four["fsdp"], quarter, spared)
 
 # %% [markdown] slide={"en": "The same step, a row for one rank of four.\n\nWhat shrinks with the ranks, and what does not?", "zh": "同样的一步，这一行是四个进程中的一个。\n\n哪些随进程数变小，哪些不变？"}
 # ## 8.13 The ledger / 账本
@@ -855,7 +860,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # </div>
 
 # %% slide="result"
-lesson_08.parallelisms()
+schemes.parallelisms()
 
 # %% [markdown] slide={"en": "Two ranks divide each matrix. Activations between matrices stay whole, or are cut, too.\n\n**Guess first**: one device peaks at 277.7 MB. And a rank?", "zh": "两个进程分摊每个矩阵。矩阵之间的激活值保持完整，或者也切开。\n\n**先猜**：一台设备的峰值是 277.7 MB，每个进程呢？"}
 # ## 8.16 Tensor parallelism on two ranks / 用两个进程运行张量并行
@@ -912,7 +917,9 @@ table(["`mode`", "losses equal", "gradients equal"], rows)
 # </div>
 
 # %% slide="result"
-predictions(lesson_08.tensor_rows(task, tensor), unit="bytes")
+from course_lib.lessons.lesson_08 import large
+
+predictions(large.tensor_rows(task, tensor), unit="bytes")
 
 # %% [markdown]
 # <div lang="en">
@@ -934,7 +941,7 @@ predictions(lesson_08.tensor_rows(task, tensor), unit="bytes")
 b, s, h, a = 8, 128, 256, 8  # this decoder; numbers of 4 bytes
 norms, inside = 4 * s * b * h + 4 * s * b, 12 * s * b * h + a * s * s * b
 paper = {"tp": 4 * (norms + inside / 2), "tp-sp": 4 * (norms + inside) / 2}
-kept = {mode: lesson_08.kept_per_layer(mode, ranks=2) for mode in paper}
+kept = {mode: large.kept_per_layer(mode, ranks=2) for mode in paper}
 predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="bytes")
 
 # %% [markdown]
@@ -1014,7 +1021,7 @@ ways = {
     "FSDP2, with the last one": ("fsdp", {}),
 }
 taken = {way: one_rank(mode, 2, micro_batches=2, **more) for way, (mode, more) in ways.items()}
-lesson_08.sync_table(taken)
+large.sync_table(taken)
 
 # %% [markdown]
 # <div lang="en">
@@ -1044,16 +1051,16 @@ lesson_08.sync_table(taken)
 
 # %% minutes=5
 answer = {"DDP": None, "ZeRO 1": None, "ZeRO 2": None, "ZeRO 3": None}  # bytes
-lesson_08.check_seven_billion(answer)
+exercises.check_seven_billion(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_08.check_seven_billion.accepted:
+if not exercises.check_seven_billion.accepted:
     seven, n = 7_000_000_000, 8
     answer = {"DDP": 16 * seven, "ZeRO 1": 4 * seven + 12 * seven / n}
     answer |= {"ZeRO 2": 2 * seven + 14 * seven / n, "ZeRO 3": 16 * seven / n}
 
-lesson_08.check_seven_billion(answer)
+exercises.check_seven_billion(answer)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1081,10 +1088,10 @@ def sharded(model, mesh):
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-with lesson_08.as_rank_of(4):
+with figures.as_rank_of(4):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hsdp = lesson_08.own_and_given(sharded(task.make_model(), mesh))
-    fsdp = lesson_08.own_and_given(sharded(task.make_model(), init_device_mesh("cpu", (4,))))
+    hsdp = large.own_and_given(sharded(task.make_model(), mesh))
+    fsdp = large.own_and_given(sharded(task.make_model(), init_device_mesh("cpu", (4,))))
 columns = ["4 ranks", "weights per rank (MB)", "communicated (MB)"]
 table(columns, [("FSDP2", *fsdp), ("HSDP", *hsdp)])
 
@@ -1126,7 +1133,7 @@ def made_on(device):
     return f"`{device}`", meter.peak_bytes, meter.live_bytes
 
 
-with lesson_08.as_rank_of(4):
+with figures.as_rank_of(4):
     rows = [made_on(device) for device in ("cpu", "meta")]
 table(["created on", "peak (bytes)", "held afterwards (bytes)"], rows)
 
@@ -1145,7 +1152,7 @@ table(["created on", "peak (bytes)", "held afterwards (bytes)"], rows)
 # </div>
 
 # %%
-went_on = lesson_08.resumed_alone(f"{saved.name}/fsdp")
+went_on = figures.resumed_alone(f"{saved.name}/fsdp")
 saved.cleanup()
 table(["losses equal"], [[follows({"losses": went_on}, losses[2:])]])
 

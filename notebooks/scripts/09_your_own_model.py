@@ -52,8 +52,8 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from course_lib.budget import Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.__main__ import main as budget_command
-from course_lib.lessons import lesson_09, what_you_may_have_read
 from course_lib.lessons.ledger import whole_ledger
+from course_lib.lessons.lesson_09 import exercises, figures, practice
 from course_lib.teaching import predictions, table
 
 BUDGET = 200_000_000  # bytes
@@ -84,14 +84,14 @@ STEPS = 2  # 200 steps take minutes
 
 # %% tags=["fill-in"] slide="code"
 def make_model():  # transformers' LlamaForCausalLM, from a configuration of nine lines
-    return lesson_09.model_of(lesson_09.LLAMA)
+    return exercises.model_of(exercises.LLAMA)
 
 
 def make_batch(step=0):  # four passages of the course's own English, one token per character
-    return lesson_09.passages(step)
+    return exercises.passages(step)
 
 
-print(type(make_model()).__name__, *lesson_09.LLAMA.items(), sep="\n")
+print(type(make_model()).__name__, *exercises.LLAMA.items(), sep="\n")
 {name: tuple(tensor.shape) for name, tensor in make_batch().items()}
 
 # %% [markdown]
@@ -112,11 +112,11 @@ def loss_sum(model, batch):
     return None  # the sum of the losses, and how many there are
 
 
-lesson_09.check_loss_sum(loss_sum)
+exercises.check_loss_sum(loss_sum)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_09.check_loss_sum.accepted:
+if not exercises.check_loss_sum.accepted:
 
     def loss_sum(model, batch):
         logits = model(batch["input_ids"]).logits[:, :-1]
@@ -125,7 +125,7 @@ if not lesson_09.check_loss_sum.accepted:
         return losses, (targets != -100).sum()
 
 
-lesson_09.check_loss_sum(loss_sum)
+exercises.check_loss_sum(loss_sum)
 ### END SOLUTION
 
 # %% [markdown]
@@ -179,11 +179,11 @@ def parameters(config):
     return None
 
 
-lesson_09.check_parameters(parameters)
+exercises.check_parameters(parameters)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_09.check_parameters.accepted:
+if not exercises.check_parameters.accepted:
 
     def parameters(config):
         hidden, width = config["hidden_size"], config["intermediate_size"]
@@ -195,7 +195,7 @@ if not lesson_09.check_parameters.accepted:
         return config["num_hidden_layers"] * layer + hidden + tables
 
 
-lesson_09.check_parameters(parameters)
+exercises.check_parameters(parameters)
 ### END SOLUTION
 
 # %% [markdown]
@@ -212,7 +212,7 @@ lesson_09.check_parameters(parameters)
 
 # %% slide="result"
 plain = estimate(make_model, make_batch, Recipe())
-count = parameters(lesson_09.LLAMA) or 0
+count = parameters(exercises.LLAMA) or 0
 rows = [("16 bytes per parameter", 16 * count), ("estimate for the step", plain.peak_bytes)]
 table(["", "bytes"], rows)
 
@@ -229,7 +229,9 @@ table(["", "bytes"], rows)
 # </div>
 
 # %% slide="result" minutes=1
-lesson_09.own_model(make_model, make_batch, None)
+from course_lib.lessons.lesson_09 import slots
+
+slots.own_model(make_model, make_batch, None)
 
 # %% [markdown] slide={"en": "609.1 MB. Checkpoints, four micro-batches, offloaded state, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、四个微批次、状态卸载、在反向中更新，只用其中一种。\n\n**先猜**：哪一种省得最多？哪一种等于没省？"}
 # ## 9.3 What fills the peak / 峰值里有什么
@@ -261,7 +263,7 @@ ways = {
 three = {"checkpoint": "layers", "offload_optimizer": 1.0, "in_backward": True}
 ways["all three"] = three
 found = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in ways.items()}
-lesson_09.draw_techniques(found, BUDGET)
+figures.draw_techniques(found, BUDGET)
 
 # %% [markdown]
 # <div lang="en">
@@ -297,11 +299,11 @@ lesson_09.draw_techniques(found, BUDGET)
 # %% slide="code"
 def train(recipe, steps, length):
     model, optimizer = build(make_model, recipe, lr=1e-3)
-    start, losses = lesson_09.weights(model), []
+    start, losses = practice.weights(model), []
     for step in range(steps):
-        batch = lesson_09.passages(step, length=length)
+        batch = exercises.passages(step, length=length)
         losses.append(float(train_step(model, optimizer, batch, recipe).loss))
-    end = lesson_09.weights(model)
+    end = practice.weights(model)
     return end, losses, (end - start).norm()
 
 
@@ -310,7 +312,7 @@ rows, losses = [], {}
 for length, steps in ((65, 1), (64, STEPS)):
     expected, losses["plain"], update = train(Recipe(), steps, length)
     lean, losses["all three"], _ = train(Recipe(**three), steps, length)
-    rows.append((4 * (length - 1), steps, lesson_09.difference(lean, expected, update)))
+    rows.append((4 * (length - 1), steps, practice.difference(lean, expected, update)))
 table(["tokens predicted", "steps", "difference of the weights (in units of the update)"], rows)
 
 # %% [markdown]
@@ -330,7 +332,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # </div>
 
 # %% slide="result"
-lesson_09.draw_losses(losses)
+figures.draw_losses(losses)
 
 # %% [markdown] slide={"en": "200 MB.\n\n**Write a recipe**, and run it under a meter that stops it at 200 MB.", "zh": "200 MB。\n\n**写一个配方**，再运行它；超过 200 MB，计量器就会拦下。"}
 # ## 9.5 By hand, then by search / 先自己配，再让搜索来配
@@ -348,14 +350,14 @@ lesson_09.draw_losses(losses)
 
 # %% minutes=8
 recipe = None  # Recipe(...)
-lesson_09.check_recipe(recipe)
+exercises.check_recipe(recipe)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if not lesson_09.check_recipe.accepted:
+if not exercises.check_recipe.accepted:
     below = {"offload_optimizer": 1.0, "offload_activations": True}
     recipe = Recipe(in_backward=True, **below)
-lesson_09.check_recipe(recipe)
+exercises.check_recipe(recipe)
 ### END SOLUTION
 
 # %% [markdown]
@@ -430,13 +432,13 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False)
 # %%
 def make_vit():
     torch.manual_seed(0)
-    return ViTForImageClassification(ViTConfig(**lesson_09.VIT))
+    return ViTForImageClassification(ViTConfig(**practice.VIT))
 
 
 # %% slide="result" minutes=1
 rows, vit = [], {}
 for name, way in ways.items():
-    vit[name] = estimate(make_vit, lesson_09.pictures, Recipe(**way))
+    vit[name] = estimate(make_vit, practice.pictures, Recipe(**way))
     rows.append((name, *(f"{each[name].peak_bytes / 1e6:.1f}" for each in (found, vit))))
 table(["", "Llama (MB)", "ViT (MB)"], rows)
 
@@ -454,7 +456,7 @@ table(["", "Llama (MB)", "ViT (MB)"], rows)
 
 # %% slide="result"
 chosen = {name: vit[name] for name in ("plain", "checkpoints")}
-lesson_09.run_predicted(make_vit, lesson_09.pictures, chosen)
+practice.run_predicted(make_vit, practice.pictures, chosen)
 
 # %% [markdown] slide={"en": "LoRA trains 2.5% of the Llama's parameters.\n\n**Guess first.** How much of the 609.1 MB does its step still take?", "zh": "LoRA 只训练 Llama 2.5% 的参数。\n\n**先猜**：609.1 MB 里，它的一步还要占多少？"}
 # ## 9.7 Few trained parameters: LoRA / 只训练少量参数：LoRA
@@ -488,10 +490,10 @@ def make_lora():
 # %% slide="result" minutes=1
 recipes = {"LoRA": Recipe(), "LoRA, checkpoints": Recipe(checkpoint="layers")}
 peaks = {name: estimate(make_lora, make_batch, each) for name, each in recipes.items()}
-lesson_09.run_predicted(make_lora, make_batch, peaks)
+practice.run_predicted(make_lora, make_batch, peaks)
 
 # %% slide="result"
-lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
+figures.draw_lora({"plain": plain, **peaks}, BUDGET)
 
 # %% [markdown]
 # <div lang="en">
@@ -528,7 +530,7 @@ lesson_09.draw_lora({"plain": plain, **peaks}, BUDGET)
 # </div>
 
 # %% slide="code" minutes=3
-sizes = ["--config", lesson_09.LLAMA_3_8B, "--sequence", "4096", "--batch", "1"]
+sizes = ["--config", exercises.LLAMA_3_8B, "--sequence", "4096", "--batch", "1"]
 _ = budget_command([*sizes, "--device", "H100", "--quick"])
 
 # %% [markdown]
@@ -582,7 +584,7 @@ lines = Recipe(**three).as_training_arguments(samples=4)
 lines
 
 # %% slide="result" minutes=1
-peak = lesson_09.peak_in_trainer(make_model(), lines.arguments)
+peak = practice.peak_in_trainer(make_model(), lines.arguments)
 expected = estimate(make_model, make_batch, lines.recipe).peak_bytes
 predictions([("Trainer", expected, peak)], unit="bytes")
 
@@ -641,7 +643,7 @@ model, tokens = make_model().eval(), make_batch()["input_ids"]
 with torch.no_grad():
     layers = model(tokens, use_cache=True).past_key_values.layers
 held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-predictions([("cache", cache_bytes(lesson_09.LLAMA, *tokens.shape, 4), held)], unit="bytes")
+predictions([("cache", cache_bytes(exercises.LLAMA, *tokens.shape, 4), held)], unit="bytes")
 
 # %% [markdown]
 # <div lang="en">
@@ -660,8 +662,7 @@ predictions([("cache", cache_bytes(lesson_09.LLAMA, *tokens.shape, 4), held)], u
 
 # %% slide="result"
 flash = estimate(make_model, make_batch, Recipe(checkpoint="layers", attention="flash"))
-figures = lesson_09.figures_of_claims(plain, found["checkpoints"], flash)
-what_you_may_have_read("09", *figures)
+figures.what_you_may_have_read(plain, found["checkpoints"], flash)
 
 # %% [markdown]
 # ## 9.12 Hand in / 交作业
@@ -705,7 +706,7 @@ what_you_may_have_read("09", *figures)
 model_slot = None  # your make_model
 batch_slot = None  # your make_batch(step)
 loss_slot = None  # your loss_sum(model, batch), or None for the model's own
-lesson_09.own_model(model_slot, batch_slot, loss_slot)
+slots.own_model(model_slot, batch_slot, loss_slot)
 
 # %% [markdown]
 # ## 9.13 The ledger / 账本
@@ -785,7 +786,7 @@ whole_ledger()
 
 # %% slide="result"
 def padded(count):
-    batch = lesson_09.passages(0)
+    batch = exercises.passages(0)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, mask.shape[1] - count :] = 0
     return {**batch, "attention_mask": mask}
@@ -793,7 +794,7 @@ def padded(count):
 
 guess = estimate(make_model, lambda: padded(0), Recipe())
 taken = run(make_model, lambda: padded(40), Recipe())
-lesson_09.first_difference(guess.trace(), taken.meter.trace())
+slots.first_difference(guess.trace(), taken.meter.trace())
 
 # %% [markdown]
 # <div lang="en">
@@ -822,7 +823,7 @@ lesson_09.first_difference(guess.trace(), taken.meter.trace())
 # </div>
 
 # %% slide="result"
-lesson_09.other_architectures()
+figures.other_architectures()
 
 # %% [markdown]
 # ## 9.17 A technique that raises the peak / 反而升高峰值的技术
@@ -839,7 +840,7 @@ lesson_09.other_architectures()
 # </div>
 
 # %% slide="result"
-lesson_09.update_in_backward()
+figures.update_in_backward()
 
 # %% [markdown]
 # <div lang="en">

@@ -10,13 +10,11 @@ from importlib import import_module
 from pathlib import Path
 
 from course_lib import lessons
-from course_lib.teaching.exercises import Exercise
 
 CHECKS = {
     f"{number}.{name.removeprefix('check_')}": check
     for number in lessons.LESSONS
-    for name, check in vars(lessons.lesson(number)).items()
-    if name.startswith("check_") and isinstance(check, Exercise)
+    for name, check in lessons.checks_of(number).items()
 }
 FILES = {
     path.stem[-2:]: import_module(f"answers.{path.stem}")

@@ -5,8 +5,8 @@ import weakref
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from course_lib.lessons import lesson_01
 from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
+from course_lib.lessons.lesson_01.exercises import storages
 
 WEIGHTS = 6_875_648
 
@@ -39,7 +39,7 @@ def meter(*, go_in=True, named=True, dies=True, first=False, tensors=False, own=
 
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             result = operator(*args, **(kwargs or {}))
-            known = set(lesson_01.storages((args, kwargs) if named else args) if go_in else ())
+            known = set(storages((args, kwargs) if named else args) if go_in else ())
             for tensor in tree_leaves(result)[: 1 if first else None]:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in known:
@@ -66,8 +66,8 @@ def condition(is_new):
 
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             result = operator(*args, **(kwargs or {}))
-            given = lesson_01.storages((args, kwargs))
-            for address, storage in lesson_01.storages(result).items():
+            given = storages((args, kwargs))
+            for address, storage in storages(result).items():
                 if self.is_new(address, storage, given):
                     self.live += storage.nbytes()
                     self.peak = max(self.peak, self.live)

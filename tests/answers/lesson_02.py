@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.checkpoint import checkpointed_loss
 from course_lib.lessons.ledger import BASELINE
-from course_lib.lessons.lesson_02.checks import INPUT, LAYER, RNG
+from course_lib.lessons.lesson_02.exercises import INPUT, LAYER, RNG
 
 PEAK = BASELINE.peak_bytes
 

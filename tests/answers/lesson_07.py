@@ -159,12 +159,12 @@ EQUIVALENT = {
         ),
     },
     "keeps_clipping": {
-        "7 → 6 in `lesson_07.check_keeps_clipping(Recipe(checkpoint='layers', first_blocks=7, micro_batches=8))`": (
+        "7 → 6 in `exercises.check_keeps_clipping(Recipe(checkpoint='layers', first_blocks=7, micro_batches=8))`": (
             "119.8 MB and still fewer FLOPs: the layer before the last needs no checkpoint either"
         ),
     },
     "fifty": {
-        f"128 → {chunk} in `lesson_07.check_fifty(Recipe(**least, head_chunk=128))`": (
+        f"128 → {chunk} in `exercises.check_fifty(Recipe(**least, head_chunk=128))`": (
             "the head is not the peak any more, whether a chunk has a token more or less"
         )
         for chunk in (127, 129)

@@ -11,42 +11,16 @@ import torch
 from course_lib.budget.step import make_state
 from course_lib.memory import CATEGORIES, CachingAllocator, MemoryMeter, Trace, symbolic
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import Claim, Table, category_label, figure, table, text
+from course_lib.teaching import Table, category_label, figure, table, text
 from course_lib.teaching.claims import what_you_may_have_read
 from course_lib.teaching.figures import category_look, phase_label, shown_once
+
+from .claims import ALLOCATOR_CLAIMS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIB = 1 << 20
-
-#: Claims on reserved memory that learners may have read; for the in-depth part.
-ALLOCATOR_CLAIMS = (
-    Claim(
-        "Emptying the cache frees memory for my model.",
-        "A, B, A, B on 388 MiB: cache emptied when memory ran out, or after each batch",
-        "Partly: before it reports the error, PyTorch has already emptied its cache. Emptying it"
-        " after each batch helps here, because blocks are then placed elsewhere.",
-        outcome="partly",
-        source="PyTorch documentation, torch.cuda.empty_cache: no, but it may reduce fragmentation",
-    ),
-    Claim(
-        "Reserved memory is leaked.",
-        "the monitor's steps: memory reserved after steps 2 and 3",
-        "No. The next step uses it again, and PyTorch returns it to the driver before it reports"
-        " an error.",
-        outcome="fails",
-        source="discuss.pytorch.org, How to delete PyTorch objects correctly from memory",
-    ),
-    Claim(
-        "“Tried to allocate 20.00 MiB”: that is the tensor's size.",
-        "the tensor for which A, B, A, B ran out of memory",
-        "No. It is the segment that PyTorch asked CUDA for: 20 MiB for any tensor between 1 and 10"
-        " MiB.",
-        outcome="fails",
-        source="wording of the message; the rule is in c10/cuda/CUDACachingAllocator.cpp",
-    ),
-)
 
 
 def replay_trace(

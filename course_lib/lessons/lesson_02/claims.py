@@ -1,8 +1,7 @@
 """Claims about checkpoints that learners may have read, and the figures measured for them."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -84,26 +83,6 @@ OLDER_CLAIMS = (
         outcome="partly",
     ),
 )
-
-
-def figures_of_claims(variants: Mapping[str, Any], alone: Mapping[int | None, int]) -> list[str]:
-    """Return the figures measured for each of `CLAIMS`.
-
-    Args:
-        variants: Name of a policy -> its result, with `flops`; "plain", "each layer" and "products
-            kept" must be among them.
-        alone: Layer with the checkpoint, or None -> peak in bytes of eight layers without a head.
-    """
-    plain, layer, kept = (variants[name].flops for name in ("plain", "each layer", "products kept"))
-    head = 3 * 2 * 1024 * 256 * 2048  # products of the head, which no policy recomputes
-    whole = plain + (plain - head) // 3  # each layer without early stop: one more forward of all
-    peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[None], alone[0], alone[7]))
-    return [
-        f"+{layer / plain - 1:.0%}",
-        f"+{(layer - plain) / (plain - head):.0%}",
-        f"−{1 - (kept - plain) / (whole - plain):.0%}; −{1 - (kept - plain) / (layer - plain):.0%}",
-        text("none / first / last: {peaks} MB", peaks=peaks),
-    ]
 
 
 def older_claims() -> Table:

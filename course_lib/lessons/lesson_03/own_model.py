@@ -10,8 +10,8 @@ from course_lib.checkpoint import checkpointed_loss
 from course_lib.memory import saved_tensors, symbolic
 from course_lib.teaching import Table, table, text
 
-from .cuts import B
-from .display import peak_and_flops
+from .exercises import B
+from .figures import peak_and_flops
 
 Cost = tuple[int, int]  # peak in bytes, FLOPs
 

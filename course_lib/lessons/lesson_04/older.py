@@ -8,37 +8,10 @@ from torch import nn
 
 from course_lib.memory import MemoryMeter
 from course_lib.models import deep_mlp
-from course_lib.teaching import Claim, Table, text
+from course_lib.teaching import Table, text
 from course_lib.teaching.claims import what_you_may_have_read
 
-#: Claims found only in the teaching documents from which the course was developed.
-OLDER_CLAIMS = (
-    Claim(
-        "An autograd function that copies its input to the CPU offloads the activation.",
-        "gradient relative to the baseline; bytes in the graph without the function and with it",
-        "No: the next operator keeps the same storage, and the function doubles the gradient.",
-        outcome="fails",
-    ),
-    Claim(
-        '`value.to("cpu")` over `optimizer.state` offloads the optimizer.',
-        "state tensors still at their old addresses",
-        "No: on a GPU `.to` returns a copy (here: `copy=True`), and the code throws it away.",
-        outcome="fails",
-    ),
-    Claim(
-        "This prefetcher works: it loads the first batch in `__init__`.",
-        "error when it is created",
-        "No: it uses an iterator that `__iter__` has not created yet.",
-        outcome="fails",
-    ),
-    Claim(
-        "Make the causal mask with the method of a new `nn.Transformer()`.",
-        "peak with it, and with the static method alone, n = 512",
-        "Partly: the mask is right, but every call creates 44 million parameters and throws"
-        " them away.",
-        outcome="partly",
-    ),
-)
+from .claims import OLDER_CLAIMS
 
 
 def older_claims(ratio: float, kept: Sequence[int]) -> Table:

@@ -1,6 +1,12 @@
 """Measurements that lesson 05 shows but does not write out."""
 
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +16,7 @@ from course_lib.accumulation import AccumulatedStep, split
 from course_lib.models import Decoder
 from course_lib.teaching import Table, predictions, table, text
 
+from . import ranks
 from .mean_of_means import batch, loss_sum, small_decoder
 
 COUNTS = (1, 4, 16, 64, 256)  # numbers of micro-batches in `errors_of_sums`
@@ -124,3 +131,48 @@ def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None
         ["8 pairs at a time", "error of the gradient"],
         [("`by_size`", shown[0]), ("`grad_cache`", shown[1])],
     )
+
+
+def on_ranks(
+    step: Callable[..., Any], micro_batches: int = 8, processes: int = 2
+) -> dict[str, float]:
+    """Run a function of the reader's in several processes with DDP over gloo, on CPUs.
+
+    On Linux without a GPU, one process imports the modules and forks the ranks. Otherwise each rank
+    is a new process, because CUDA cannot be used in a forked process.
+
+    Args:
+        step: `step(model, loss_sum, micro_batches, each)` leaves the gradient of the mean over the
+            tokens of all ranks in `.grad`. `each` says whether every backward pass reduces, or only
+            the last one. Its source is run, with `torch`, `dist` and `nullcontext`.
+
+    Returns:
+        A dict: bytes of the "parameters"; bytes that one rank gives to all-reduce, "each" time or
+        only the "last"; the relative "error" of the gradient against one process with all tokens;
+        and the bytes of the "library"'s `AccumulatedStep`.
+
+    Raises:
+        RuntimeError: A process failed; the message has the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = inspect.cleandoc("\n" + inspect.getsource(step))
+        (Path(folder) / "step.py").write_text(source, encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            ranks.__name__,
+            folder,
+            step.__name__,
+            str(micro_batches),
+            str(processes),
+        ]
+        forks = sys.platform == "linux" and not torch.cuda.is_available()
+        commands = [command] if forks else [[*command, str(rank)] for rank in range(processes)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running = [subprocess.Popen(each, **pipes) for each in commands]
+        outputs = [process.communicate(timeout=300)[0] for process in running]
+        for number, process in enumerate(running):
+            if process.returncode:
+                failed = "a rank" if forks else f"rank {number}"
+                raise RuntimeError(f"{failed} failed: {outputs[number][-2000:]}")
+        return json.loads((Path(folder) / "bytes.json").read_text())

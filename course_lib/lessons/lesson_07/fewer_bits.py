@@ -17,7 +17,6 @@ from course_lib.budget import Recipe, build, train_step
 from course_lib.budget.optimizers import MOMENTS
 from course_lib.budget.optimizers import Adam8bit as Adam8bitState
 from course_lib.memory import MemoryMeter
-from course_lib.models import Decoder
 
 
 @cache
@@ -85,17 +84,6 @@ class FourBitLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Product.apply(x, self)
-
-
-def in_four_bits(decoder: Decoder) -> Decoder:
-    """Freeze the decoder and round the weights of all linear layers in its blocks to 4 bits."""
-    decoder.requires_grad_(False)
-    for layer in decoder.layers:
-        for parent in (layer.attention, layer.feedforward):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(parent, name, FourBitLinear(child))
-    return decoder
 
 
 class Adam8bit(Adam8bitState):

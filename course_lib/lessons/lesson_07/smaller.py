@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.budget import Estimate, Recipe, estimate, run
-from course_lib.lessons.lesson_01 import with_adapters
+from course_lib.lessons.lesson_01.figures import with_adapters
 from course_lib.models import Decoder
 from course_lib.teaching import Table, table, text
 
-from .fewer_bits import Adam8bit, FourBitLinear, in_four_bits, run_in_8_bits
+from .fewer_bits import Adam8bit, FourBitLinear, run_in_8_bits
 
 Variants = Mapping[str, tuple[Callable[[], nn.Module], Recipe]]
 
@@ -181,3 +181,14 @@ def _chain_rule_difference(
         expected = one.attention.qkv.weight.grad @ adapter.down.weight.T
         differences.append((adapter.up.weight.grad - expected).norm() / expected.norm())
     return max(differences).item()
+
+
+def in_four_bits(decoder: Decoder) -> Decoder:
+    """Freeze the decoder and round the weights of all linear layers in its blocks to 4 bits."""
+    decoder.requires_grad_(False)
+    for layer in decoder.layers:
+        for parent in (layer.attention, layer.feedforward):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, FourBitLinear(child))
+    return decoder

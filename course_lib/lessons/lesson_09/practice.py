@@ -12,7 +12,7 @@ from course_lib.budget import Estimate, run
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Table, predictions
 
-from .checks import passages
+from .exercises import passages
 
 # peft asks transformers 5.23 for an attribute whose name has changed.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -98,18 +98,3 @@ def peak_in_trainer(model: nn.Module, arguments: Mapping[str, Any]) -> int:
         with MemoryMeter(model) as meter:
             trainer.train()
     return meter.peak_bytes
-
-
-def figures_of_claims(plain: Estimate, kept: Estimate, flash: Estimate) -> tuple[str, str, str]:
-    """Return the figure that is measured for each claim of the lesson.
-
-    Args:
-        plain: Estimate of the baseline.
-        kept: Estimate with checkpoints.
-        flash: Estimate with checkpoints and the course's flash attention.
-    """
-    return (
-        f"{kept.flops / plain.flops:.2f} ×",
-        f"{plain.peak_bytes / plain.at_peak['parameter']:.2f} ×",
-        f"{kept.peak_bytes / 1e6:.1f}; {flash.peak_bytes / 1e6:.1f}",
-    )

@@ -17,6 +17,7 @@ from course_lib.teaching import (
     Table,
     category_label,
     category_look,
+    claims,
     figure,
     predictions,
     table,
@@ -24,7 +25,10 @@ from course_lib.teaching import (
 )
 from course_lib.teaching.figures import shown_once
 
-from .checks import CONFIG_OF_LLAMA_3_8B
+from .claims import CLAIMS
+from .exercises import (
+    CONFIG_OF_LLAMA_3_8B,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -178,3 +182,19 @@ def update_in_backward() -> Table:
 def _labelled_image() -> dict[str, Any]:
     tokens = random_tokens(4, _LENGTH, _VOCABULARY)[:, :_LENGTH].contiguous()
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def what_you_may_have_read(plain: Estimate, kept: Estimate, flash: Estimate) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each.
+
+    Args:
+        plain: Estimate of the baseline.
+        kept: Estimate with checkpoints.
+        flash: Estimate with checkpoints and the course's flash attention.
+    """
+    return claims.what_you_may_have_read(
+        CLAIMS,
+        f"{kept.flops / plain.flops:.2f} ×",
+        f"{plain.peak_bytes / plain.at_peak['parameter']:.2f} ×",
+        f"{kept.peak_bytes / 1e6:.1f}; {flash.peak_bytes / 1e6:.1f}",
+    )

@@ -21,6 +21,7 @@ from course_lib.teaching import (
     COLORS,
     Table,
     category_label,
+    claims,
     figure,
     playground,
     predicted_and_measured,
@@ -29,6 +30,11 @@ from course_lib.teaching import (
 )
 from course_lib.teaching.figures import category_look, shown_once
 from course_lib.teaching.tables import NumberText
+
+from .claims import CLAIMS
+from .exercises import (
+    WEIGHTS,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -357,4 +363,22 @@ def activation_playground() -> None:
                 options=[8, 16, 32, 64, 128], value=32, description=text("heads")
             ),
         },
+    )
+
+
+def what_you_may_have_read(meter: MemoryMeter, autocast: Measurement, stays: int) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each.
+
+    Args:
+        meter: A meter after the baseline's step.
+        autocast: The step under autocast.
+        stays: Bytes of weights, gradients and optimizer state after the step under autocast.
+    """
+    added = sum_of_kinds(meter)
+    peak = f"{meter.peak_bytes / 1e6:.1f} MB"
+    return claims.what_you_may_have_read(
+        CLAIMS,
+        text("{sum} against {peak}", sum=f"{added / 1e6:.1f} MB", peak=peak),
+        f"{peak} → {autocast.peak_bytes / 1e6:.1f} MB",
+        text("{count} bytes per parameter", count=f"{stays / WEIGHTS:.1f}"),
     )

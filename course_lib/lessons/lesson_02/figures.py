@@ -14,8 +14,10 @@ from course_lib.checkpoint import checkpoint_blocks
 from course_lib.labels import join_labels
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import COLORS, figure, text
+from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
+
+from .claims import CLAIMS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -352,3 +354,24 @@ def _draw_bars(
 
 def _mb(count: int) -> str:
     return f"{round(count / 1e6, 1) + 0.0:.1f}"  # + 0.0 removes the minus of -0.0
+
+
+def what_you_may_have_read(variants: Mapping[str, Any], alone: Mapping[int | None, int]) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each.
+
+    Args:
+        variants: Name of a policy -> its result, with `flops`; "plain", "each layer" and "products
+            kept" must be among them.
+        alone: Layer with the checkpoint, or None -> peak in bytes of eight layers without a head.
+    """
+    plain, layer, kept = (variants[name].flops for name in ("plain", "each layer", "products kept"))
+    head = 3 * 2 * 1024 * 256 * 2048  # products of the head, which no policy recomputes
+    whole = plain + (plain - head) // 3  # each layer without early stop: one more forward of all
+    peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[None], alone[0], alone[7]))
+    return claims.what_you_may_have_read(
+        CLAIMS,
+        f"+{layer / plain - 1:.0%}",
+        f"+{(layer - plain) / (plain - head):.0%}",
+        f"−{1 - (kept - plain) / (whole - plain):.0%}; −{1 - (kept - plain) / (layer - plain):.0%}",
+        text("none / first / last: {peaks} MB", peaks=peaks),
+    )

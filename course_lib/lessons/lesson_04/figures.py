@@ -1,14 +1,19 @@
 """Figures of lesson 04: tiers, lanes, the order of copies, times, pages and the threshold."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from course_lib.labels import join_labels
 from course_lib.lessons.ledger import PARAMETERS
 from course_lib.simulated import SimulatedDevice
 from course_lib.simulated.lanes import LANE_COLORS
-from course_lib.teaching import COLORS, figure, text
+from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
+
+from .claims import CLAIMS
+from .simulation import (
+    RECORDED,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -300,3 +305,39 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
         ax.annotate(name, place, xytext=(0, 2), textcoords="offset points", fontsize=9)
     ax.legend(loc="upper left", fontsize=9)
     return shown_once(drawn)
+
+
+def what_you_may_have_read(
+    steps: Mapping[tuple[bool, int | None], tuple[Any, int]],
+    times: Mapping[tuple[int, int], float],
+    read: Sequence[list[float]],
+) -> Table:
+    """Return the table of the lesson's claims, with the figure found for each.
+
+    Args:
+        steps: (checkpointed, p) -> a step's meter and its bytes copied down; those for p = 1 are
+            shown.
+        times: (p, in flight) -> time at the threshold relative to the baseline; those with two in
+            flight are shown.
+        read: Numbers that the host read immediately, and after waiting.
+    """
+    (alone, down), (both, less) = steps[False, 1], steps[True, 1]
+    plain = RECORDED[None, 0, False].seconds
+    decoder = [
+        RECORDED[key].seconds / plain
+        for key in ((None, 0, True), (20e9, 2, False), (2e9, 2, False))
+    ]
+    return claims.what_you_may_have_read(
+        CLAIMS,
+        text(
+            "{alone} / {both} MB; {down} / {less} MB copied to the file",
+            alone=f"{alone.peak_bytes / 1e6:.1f}",
+            both=f"{both.peak_bytes / 1e6:.1f}",
+            down=f"{down / 1e6:.1f}",
+            less=f"{less / 1e6:.1f}",
+        ),
+        " / ".join(f"{times[p, 2]:.2f}" for p in (0, 1, 2)) + "; 1.95",
+        " / ".join(f"{each:.2f}" for each in decoder),
+        " / ".join(f"{[round(number) for number in numbers]}" for numbers in read),
+        text("28 bytes; 2 bytes of gradient, 2 of weight (bf16)"),
+    )

@@ -1,6 +1,6 @@
 """Tables and figures of lesson 07: fields of a recipe, contents of each peak, and a playground."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from course_lib.teaching import (
     COLORS,
     Table,
     category_label,
+    claims,
     figure,
     phase_label,
     playground,
@@ -21,7 +22,8 @@ from course_lib.teaching import (
 )
 from course_lib.teaching.figures import shown_once
 
-from .checks import peak_phase
+from .claims import CLAIMS
+from .exercises import peak_phase
 from .grid import RecipeCosts
 
 if TYPE_CHECKING:
@@ -300,4 +302,41 @@ def recipes_playground(points: Sequence[RecipeCosts]) -> None:
                 100, 5, 200, 5, description="FLOP/byte", continuous_update=False
             ),
         },
+    )
+
+
+def what_you_may_have_read(plain: Estimate, alone: Mapping[str, Estimate], last: Estimate) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each.
+
+    Args:
+        plain: Estimate of the baseline.
+        alone: Estimates named "micro_batches", "checkpoints", "offloaded", and "both" for the last
+            two together.
+        last: Estimate of the recipe that fits.
+    """
+    peaks = {name: f"{found.peak_bytes / 1e6:.1f}" for name, found in alone.items()}
+    flops = [f"{alone[name].flops / plain.flops:.2f}" for name in ("micro_batches", "checkpoints")]
+    saved = [
+        f"{(plain.peak_bytes - alone[name].peak_bytes) / 1e6:.1f}"
+        for name in ("checkpoints", "offloaded", "both")
+    ]
+    each = 4 / plain.at_peak["parameter"]  # 1 / number of parameters, which have 4 bytes each
+    return claims.what_you_may_have_read(
+        CLAIMS,
+        text(
+            "{one} MB, {less} times the FLOPs; {other} MB, {more} times",
+            one=peaks["micro_batches"],
+            less=flops[0],
+            other=peaks["checkpoints"],
+            more=flops[1],
+        ),
+        f"{plain.peak_bytes * each:.1f}; {last.peak_bytes * each:.1f}",
+        f"{saved[0]}; {saved[1]}; {saved[2]} MB",
+        text(
+            "{peaks} MB; {moved} MB moved",
+            peaks=f"{peaks['offloaded']} → {peaks['both']}",
+            moved=" → ".join(
+                f"{alone[name].moved_bytes / 1e6:.1f}" for name in ("offloaded", "both")
+            ),
+        ),
     )

@@ -11,8 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from course_lib.distributed import RankUsage, Trainer, last_complete, load, predict, task_of
 from course_lib.labels import join_labels, verbatim
 from course_lib.memory import CATEGORIES, MemoryMeter
-from course_lib.teaching import COLORS, category_label, figure, text
+from course_lib.teaching import COLORS, Table, category_label, claims, figure, text
 from course_lib.teaching.figures import category_look, shown_once
+
+from .claims import CLAIMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -359,3 +361,32 @@ def ddp_peak(tokens: int, *, view: bool) -> int:
                 (loss / count).backward()
                 adam.step()
             return int(sum(meter.series().values())[began:].max())
+
+
+def what_you_may_have_read(
+    runs: Mapping[str, Mapping[str, Any]],
+    sharded: Mapping[str, Any],
+    alone: Mapping[str, int],
+    saved: tuple[int, int],
+) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each.
+
+    Args:
+        runs: Mode -> line of `launch`, on 2 ranks.
+        sharded: Line of FSDP2 on 4 ranks.
+        alone: Category -> bytes at the peak of one device with 2 sequences.
+        saved: Bytes by which the bucket view lowers the peak, with 128 and with 16 tokens.
+    """
+    sent = [runs[mode]["communicated"]["measured"] for mode in ("ddp", "zero1")]
+    whole, part = held_by(runs["ddp"]), held_by(sharded)
+    peaks = sum(alone.values()), sharded["taken"][0]["peak_bytes"]
+    return claims.what_you_may_have_read(
+        CLAIMS,
+        f"{sent[0] / 1e6:.1f} → {sent[1] / 1e6:.1f} MB",
+        text(
+            "held {times}, peak {fewer}",
+            times=f"÷ {whole / part:.1f}",
+            fewer=f"÷ {peaks[0] / peaks[1]:.1f}",
+        ),
+        f"{saved[0] / 1e6:.1f} / {saved[1] / 1e6:.1f} MB",
+    )

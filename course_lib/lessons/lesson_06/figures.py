@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 from course_lib.attention import attention_cost
 from course_lib.labels import join_labels
-from course_lib.teaching import COLORS, Table, figure, table, text
+from course_lib.teaching import COLORS, Table, claims, figure, table, text
 from course_lib.teaching.figures import shown_once
+
+from .claims import CLAIMS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -295,3 +297,8 @@ def costs_of_both_passes(sequence: int, head_dim: int) -> Table:
     heading = f"N = {sequence}, d = {head_dim}, bf16"
     columns = [heading, "GFLOPs", "moved (MB)", "FLOPs per byte", "time (µs): compute; memory"]
     return table(columns, rows)
+
+
+def what_you_may_have_read(*measured: str) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each."""
+    return claims.what_you_may_have_read(CLAIMS, *measured)

@@ -12,10 +12,14 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.schedule import COLORS as KEEP_COLORS
 from course_lib.schedule import Chain, Schedule, simulate, store_all
 from course_lib.schedule.actions import Simulation
-from course_lib.teaching import COLORS, figure, text
+from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
 
-from .cuts import A, B
+from .claims import CLAIMS
+from .exercises import (
+    A,
+    B,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -340,4 +344,23 @@ def _blend(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tupl
     return tuple(
         alpha * above + (1 - alpha) * under
         for above, under in zip(to_rgb(color), below, strict=True)
+    )
+
+
+def what_you_may_have_read(
+    peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
+) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each.
+
+    Args:
+        peak: Function of cuts that returns the measured peak in bytes.
+        tapered: Function of the depth that returns cuts.
+        groups: Peaks in bytes of groups of one and of two layers.
+    """
+    shorter, equal, longer = (
+        peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100))
+    )
+    measured = " → ".join(f"{count / 1e6:.1f}" for count in groups)
+    return claims.what_you_may_have_read(
+        CLAIMS, f"{shorter} B → {longer} B", f"{equal} B → {longer} B", f"{measured} MB"
     )

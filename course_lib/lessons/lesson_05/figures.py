@@ -5,11 +5,14 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from course_lib.labels import join_labels
-from course_lib.teaching import COLORS, Table, category_label, figure, table, text
+from course_lib.teaching import COLORS, Table, category_label, claims, figure, table, text
 from course_lib.teaching.figures import category_look, shown_once
 
 from .bugs import PLANTED
-from .checks import FIVE
+from .claims import CLAIMS
+from .exercises import (
+    FIVE,
+)
 from .mean_of_means import load_record
 
 if TYPE_CHECKING:
@@ -274,3 +277,31 @@ def five_bugs() -> Table:
         others = sum(symptom is not None for other, symptom in seen.items() if other != name)
         rows.append((name, seen[name] or "–", others))
     return table(["the only bug", "report of the check for it", "other checks that fail"], rows)
+
+
+def what_you_may_have_read(
+    off: Mapping[int, Sequence[float]],
+    sums: Mapping[str, Mapping[int, Sequence[float]]],
+    exact: Sequence[float],
+) -> Table:
+    """Return the table of the lesson's claims, with the figure measured for each.
+
+    Args:
+        off: Samples in a micro-batch -> errors of the mean of means, one for each batch; 1 and 8
+            are among them.
+        sums: "fp32" -> number of micro-batches -> errors of Linear weights' gradients, which are in
+            bf16 and are added in fp32.
+        exact: Errors of the token mean in fp32.
+    """
+    small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
+    large = text(
+        "other values: {fp32} and {bf16}",
+        fp32=f"{max(exact):.0e}",
+        bf16=f"{max(sums['fp32'][256]):.1%}",
+    )
+    return claims.what_you_may_have_read(
+        CLAIMS,
+        f"{min(off[1]):.0%} – {max(off[1]):.0%}",
+        f"{min(off[8]):.1%} – {max(off[8]):.0%}",
+        small if max(exact) < 1e-6 and max(sums["fp32"][256]) < 0.01 else large,
+    )
