@@ -169,7 +169,7 @@ def test_grading_gives_verdicts_and_leaves_no_files(tmp_path, lessons, untouched
 UNREAD = {  # name -> a cell that the reader would report
     "check": """V = type(lesson_01.check_adapter_bytes(None))
 lesson_01.check_adapter_bytes._check = lambda answer: V(True, "Right.")""",
-    "constants": """numbers = vars(lesson_01.checks)
+    "constants": """numbers = vars(lesson_01.exercises)
 for name in [*numbers]:
     if name.isupper() and isinstance(numbers[name], int):
         numbers[name] = 0""",
@@ -197,7 +197,7 @@ torch.nn.modules.module.register_module_forward_hook(lambda *given: given[-1])""
     ("name", "changed"),
     [
         ("check", "course_lib.lessons.lesson_01"),
-        ("constants", "course_lib.lessons.lesson_01.checks"),
+        ("constants", "course_lib.lessons.lesson_01.exercises"),
         ("torch", "torch"),
         ("wrapper", "torch.nn.functional"),
         ("kernel", "PyTorch: the kernels of operators"),
@@ -593,7 +593,7 @@ REACHES = [
     ("setattr(lesson_01, 'check_meter', print)", "changes lesson_01"),
     ("setattr(lesson_01, name, print)", "sets an attribute with a computed name"),
     ("map(setattr, [lesson_01], names, values)", "passes setattr on"),
-    ("lesson_01.checks.__dict__['x'] = 1", "uses __dict__"),
+    ("lesson_01.exercises.__dict__['x'] = 1", "uses __dict__"),
     ("vars(k)[n] = 0", "uses vars"),
     ("for lesson_01 in range(3): pass", "changes lesson_01"),
     ("for lesson_01.check_meter in [print]: pass", "changes lesson_01.check_meter"),
@@ -637,7 +637,7 @@ REACHES = [
         for name in ("timeit", "code", "codeop", "runpy", "pickle", "marshal", "doctest", "pdb")
     ),
     ("lesson_01.formulas.f", "uses lesson_01.formulas, a module of the checks"),
-    ("one = lesson_01\none.checks", "uses one.checks, a module of the checks"),
+    ("one = lesson_01\none.exercises", "uses one.exercises, a module of the checks"),
     ("import course_lib\ncourse_lib.teaching.exercises.seed", "uses course_lib.teaching"),
     ("import course_lib.teaching as t\nt.exercises.seed", "uses t.exercises"),
     ("import torch\ntorch._C._set_grad_enabled(False)", "uses _C"),
@@ -668,7 +668,7 @@ REACHES = [
     ("class A(metaclass=B): pass", "gives A a metaclass"),
     ("from unittest.mock import ANY", "imports unittest.mock.ANY"),
     ("from course_lib.teaching import exercises", "imports course_lib.teaching.exercises"),
-    ("import course_lib.lessons.lesson_01.checks", "imports course_lib.lessons.lesson_01"),
+    ("import course_lib.lessons.lesson_01.exercises", "imports course_lib.lessons.lesson_01"),
     ("f = " + "(" * 2000 + ")" * 2000, None),  # Python cannot run it either
     ("import torch\nfrom course_lib.memory import measure\ntable = {}\ntable[0] = torch", None),
     ("lesson_01.check_meter(3)\nlesson_01.check_meter(4)", None),

@@ -8,7 +8,7 @@ import torch
 from course_lib.budget import Recipe, estimate
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons.ledger import ROWS, ledger
-from course_lib.lessons.lesson_07.checks import make_batch, make_model
+from course_lib.lessons.lesson_07.exercises import make_batch, make_model
 from course_lib.memory import measure, symbolic
 from course_lib.models import loss_stages
 from course_lib.schedule import Chain, ScheduledSequential, optimal, simulate, store_all

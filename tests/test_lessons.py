@@ -39,14 +39,14 @@ from course_lib.lessons import (
     text,
 )
 from course_lib.lessons.lesson_02 import own_code
-from course_lib.lessons.lesson_02.display import _draw_bars
+from course_lib.lessons.lesson_02.figures import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
-from course_lib.lessons.lesson_03.display import live_bytes
+from course_lib.lessons.lesson_03.figures import live_bytes
 from course_lib.lessons.lesson_05 import mean_of_means, ranks
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
-from course_lib.lessons.lesson_07.checks import make_batch, make_model
+from course_lib.lessons.lesson_07.exercises import make_batch, make_model
 from course_lib.lessons.lesson_08 import loopback
-from course_lib.lessons.lesson_09.checks import parameters_of
+from course_lib.lessons.lesson_09.exercises import parameters_of
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, Trace, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import DiskStore, HostStore, offload_activations

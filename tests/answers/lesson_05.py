@@ -9,7 +9,7 @@ from torch import nn
 
 from course_lib.accumulation import AccumulatedStep
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
-from course_lib.lessons.lesson_05.checks import FLOOR, SLOPE, WEIGHTS
+from course_lib.lessons.lesson_05.exercises import FLOOR, SLOPE, WEIGHTS
 
 
 def fitted(m):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.budget import Recipe
-from course_lib.lessons.lesson_09.checks import model_of, parameters_of
+from course_lib.lessons.lesson_09.exercises import model_of, parameters_of
 
 
 def loss_sum(model, batch, shift=1, reduction="sum", count=lambda labels: (labels != -100).sum()):

@@ -18,14 +18,14 @@ from .allocator import (
     replay_trace,
     reserved_after,
 )
-from .checks import (
+from .exercises import (
     WEIGHTS,
     check_adapter_bytes,
     check_largest_batch,
     check_training_state,
     check_whole_peak,
 )
-from .display import (
+from .figures import (
     MixedAdam,
     activation_playground,
     draw_activation_bytes,

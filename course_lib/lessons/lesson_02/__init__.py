@@ -2,18 +2,19 @@
 
 from course_lib.memory.measurement import flop_counter
 
-from .checks import (
+from .claims import CLAIMS, OLDER_CLAIMS, figures_of_claims, older_claims
+from .exercises import (
     check_checkpoint,
     check_dropout_checkpoint,
     check_head_chunk,
     check_hooks,
+    check_in_chunks,
     check_loss_in_pieces,
     check_peak_formula,
     check_policy,
     check_which_block,
 )
-from .claims import CLAIMS, OLDER_CLAIMS, figures_of_claims, older_claims
-from .display import (
+from .figures import (
     draw_order,
     draw_policies,
     draw_which_block,
@@ -35,7 +36,6 @@ from .in_depth import (
     statistics_unchanged,
     train,
 )
-from .llama_checks import check_in_chunks
 from .modes import gaps, modes
 from .own_code import llama, measured_lines
 

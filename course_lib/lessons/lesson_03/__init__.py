@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from course_lib.teaching import Claim, Table
 from course_lib.teaching.claims import what_you_may_have_read
 
-from .checks import (
+from .cuts import B, check_best_count, check_predicted_peak, check_tapered
+from .exercises import (
     check_drawn_schedule,
     check_gives_up_early,
     check_plan,
@@ -14,8 +15,7 @@ from .checks import (
     five_stages,
     pyramid,
 )
-from .cuts import B, check_best_count, check_predicted_peak, check_tapered
-from .display import (
+from .figures import (
     cost_of,
     draw_rooms,
     draw_sweep,

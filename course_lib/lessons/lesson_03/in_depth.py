@@ -10,7 +10,7 @@ from course_lib.models import deep_mlp
 from course_lib.teaching import Table, table
 
 from .cuts import B
-from .display import draw_sweeps, peak_and_flops
+from .figures import draw_sweeps, peak_and_flops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

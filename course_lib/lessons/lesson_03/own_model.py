@@ -11,7 +11,7 @@ from course_lib.memory import saved_tensors, symbolic
 from course_lib.teaching import Table, table, text
 
 from .cuts import B
-from .display import peak_and_flops
+from .figures import peak_and_flops
 
 Cost = tuple[int, int]  # peak in bytes, FLOPs
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from course_lib.teaching import Claim, text
 
-from .checks import (
+from .exercises import (
     STEP_PEAKS,
     check_offloading,
     check_peak_in_step,
     check_step_time,
     check_waits,
 )
-from .display import (
+from .figures import (
     draw_forward,
     draw_order,
     draw_pages,

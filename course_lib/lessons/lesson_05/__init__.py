@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from course_lib.teaching import Claim, Table, text
 from course_lib.teaching.claims import what_you_may_have_read
 
-from .checks import (
+from .exercises import (
     check_fast_micro_batch,
     check_fp32_sums,
     check_largest_micro_batch,
     check_loop,
     check_peaks,
 )
-from .display import (
+from .figures import (
     draw_order,
     draw_peaks,
     draw_say,

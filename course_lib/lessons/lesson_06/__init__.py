@@ -9,7 +9,7 @@ from course_lib.labels import in_both_languages, say, text
 from course_lib.teaching import Claim, Table
 from course_lib.teaching.claims import what_you_may_have_read
 
-from .checks import (
+from .exercises import (
     check_causal_tiles,
     check_flops,
     check_grouped_bytes,
@@ -17,7 +17,7 @@ from .checks import (
     check_log_sum_exp,
     check_probabilities,
 )
-from .display import (
+from .figures import (
     costs_of_both_passes,
     draw_causal_tiles,
     draw_errors,

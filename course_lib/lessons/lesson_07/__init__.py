@@ -6,14 +6,15 @@ from course_lib.budget import Estimate
 from course_lib.teaching import Claim, Table, text
 from course_lib.teaching.claims import what_you_may_have_read
 
-from .checks import (
+from .exercises import (
     check_break_even,
     check_fifty,
     check_keeps_clipping,
     check_peak_without_memory,
     check_same_flops,
 )
-from .display import (
+from .fewer_bits import Adam8bit, FourBitLinear, in_four_bits, run_in_8_bits
+from .figures import (
     FIELDS,
     both_timelines,
     draw_break_even,
@@ -23,7 +24,6 @@ from .display import (
     waterfall_picture,
     what_fills,
 )
-from .fewer_bits import Adam8bit, FourBitLinear, in_four_bits, run_in_8_bits
 from .gpu import RECIPES, three_recipes
 from .grid import stored_estimates
 from .smaller import compare_smaller, what_stays_right

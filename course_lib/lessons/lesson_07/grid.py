@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from course_lib.budget import Recipe, estimate
 
-from .checks import make_batch, make_model
+from .exercises import make_batch, make_model
 
 
 class RecipeCosts(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 from course_lib.teaching import Claim, text
 
-from .checks import (
+from .exercises import (
     check_gathered_linear,
     check_held,
     check_sent,
@@ -13,7 +13,7 @@ from .checks import (
     check_sharded_step,
     check_tokens_to_hide,
 )
-from .display import (
+from .figures import (
     as_rank_of,
     ddp_peak,
     draw_budgets,

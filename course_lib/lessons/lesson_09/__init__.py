@@ -2,7 +2,7 @@
 
 from course_lib.teaching import Claim
 
-from .checks import (
+from .exercises import (
     BUDGET,
     FOLDER,
     LLAMA,
@@ -13,7 +13,7 @@ from .checks import (
     model_of,
     passages,
 )
-from .display import (
+from .figures import (
     draw_lora,
     draw_losses,
     draw_techniques,

@@ -12,7 +12,7 @@ from course_lib.budget import Estimate, run
 from course_lib.memory import MemoryMeter
 from course_lib.teaching import Table, predictions
 
-from .checks import passages
+from .exercises import passages
 
 # peft asks transformers 5.23 for an attribute whose name has changed.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -9,7 +9,7 @@ from course_lib.teaching import COLORS, Table, category_label, figure, table, te
 from course_lib.teaching.figures import category_look, shown_once
 
 from .bugs import PLANTED
-from .checks import FIVE
+from .exercises import FIVE
 from .mean_of_means import load_record
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from course_lib.teaching import (
 )
 from course_lib.teaching.figures import shown_once
 
-from .checks import peak_phase
+from .exercises import peak_phase
 from .grid import RecipeCosts
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from course_lib.teaching import (
 )
 from course_lib.teaching.figures import shown_once
 
-from .checks import CONFIG_OF_LLAMA_3_8B
+from .exercises import CONFIG_OF_LLAMA_3_8B
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
