@@ -128,13 +128,13 @@ def told_by(
     hints: list[str] = [say(f"{table}.hint")]
     hints += [say(name) for name in (f"{table}.later_hint",) if name in say]
 
-    def raised(error: str) -> str:
+    def message_for(error: str) -> str:
         if f"{table}.raised" in say:
             return say(f"{table}.raised", error=error)
         return text("It raised {error}.", error=error)
 
     meanings: dict[str, str] = {part: say(name) for part, name in errors.items()}
-    return hints, raised, meanings
+    return hints, message_for, meanings
 
 
 def table_of(check: Callable) -> str:

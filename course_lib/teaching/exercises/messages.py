@@ -46,7 +46,7 @@ class Messages:
             raise LabelError(f"{self._file.parent.name}/{self._file.name} has no message {name!r}")
         return pair(*self._messages[name], **values)
 
-    def filled(self, name: str, /, **values: object) -> Label:
+    def fill(self, name: str, /, **values: object) -> Label:
         """Return a message with those of the values that it has placeholders for."""
         wanted = placeholders(self._messages[name][0]) if name in self else ()
         return self(name, **{each: values[each] for each in wanted})

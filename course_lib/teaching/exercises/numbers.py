@@ -228,7 +228,7 @@ class Numbers(Exercise):
         return [{row: way[i] for row, way in ways.items() if i < len(way)} for i in range(most)]
 
     def _verdict(self, answer: Any) -> Verdict:
-        given = self._given(answer)
+        given = self._answers_of(answer)
         if self._same and self._cases is not None:
             first, *others = given = list(given)
             numbers = [self._problem(first[0], each) for _, each in (first, *others)]
@@ -240,7 +240,7 @@ class Numbers(Exercise):
                 return problem
         return self._say.right(f"{self._table}.right")
 
-    def _given(self, answer: Any) -> Iterator[tuple[tuple, Any]]:
+    def _answers_of(self, answer: Any) -> Iterator[tuple[tuple, Any]]:
         """Yield each case with what the answer gives for it.
 
         Raises:
@@ -255,7 +255,7 @@ class Numbers(Exercise):
             if self._is_blank(given):
                 others = (answer(*other) for other in cases if other != case)
                 nothing = case == cases[0] and all(map(self._is_blank, others))
-                verdict = not_answered() if nothing else returns_none(self._named(case))
+                verdict = not_answered() if nothing else returns_none(self._case_name(case))
                 raise WrongAnswer(verdict.message, exact=True)
             yield case, given
 
@@ -264,7 +264,7 @@ class Numbers(Exercise):
             return all(map(self._is_blank, given.values()))
         return any(given is blank or (blank == 0 and _is_zero(given)) for blank in self._blank)
 
-    def _named(self, case: tuple) -> str:
+    def _case_name(self, case: tuple) -> str:
         pairs = zip(self._names, case, strict=True)
         return verbatim(", ".join(f"{name} = {value:,}" for name, value in pairs))
 
@@ -305,18 +305,18 @@ class Numbers(Exercise):
                 continue
             if self._hint_below and row != next(iter(wanted)) and not verdict.exact:
                 verdict = replace(verdict, hint=self._say(f"{self._table}.{self._hint_below}"))
-            return replace(verdict, message=self._placed(case, row, verdict.message))
+            return replace(verdict, message=self._with_place(case, row, verdict.message))
         return None
 
-    def _placed(self, case: tuple, row: Any, message: str) -> str:
+    def _with_place(self, case: tuple, row: Any, message: str) -> str:
         """Put the case and the row before the message of a verdict."""
         if self._place:
             values = dict(zip(self._names, case, strict=True)) | {"row": row, "message": message}
-            return self._say.filled(f"{self._table}.{self._place}", **values)
+            return self._say.fill(f"{self._table}.{self._place}", **values)
         if row is not None:
             message = text("{name}: {message}", name=f"`{row}`", message=message)
         return (
-            text("For {case}: {message}", case=self._named(case), message=message)
+            text("For {case}: {message}", case=self._case_name(case), message=message)
             if case
             else (message)
         )
@@ -414,7 +414,7 @@ class Largest(Exercise):
             answer, self._sizes, self._peak, self._budget, self._say(f"{self._table}.not_a_size")
         )
         values = {"size": size, "here": here, "next": size + 1, "above": above}
-        return right(self._say.filled(f"{self._table}.right", **values))
+        return right(self._say.fill(f"{self._table}.right", **values))
 
 
 def largest(
