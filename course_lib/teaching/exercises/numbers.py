@@ -396,10 +396,6 @@ class Largest(Exercise):
         self._budget, self.mistakes, self._table = budget_bytes, mistakes, table_of(peak)
         self._say = Messages(inspect.getfile(peak))
 
-    def right_answer(self) -> int:
-        """Return the largest size that fits."""
-        return max(size for size in self._sizes if self._peak(size) <= self._budget)
-
     def wrong_answers(self) -> Iterator[tuple[int, str]]:
         """Yield each wrong size of the table, and what it is told."""
         for name, sizes in self.mistakes.items():
