@@ -6,8 +6,8 @@
 
 The rules know patterns, not meaning: a hit is a place to look at, and a text without hits may still
 be hard to read. English is searched in docstrings, comments, messages of errors and warnings, the
-help of commands, lessons, slides, Markdown files and the keys of `zh.toml`. In Chinese, colons and
-semicolons are counted in lessons, slides, Markdown files and the values of `zh.toml`.
+help of commands, lessons, slides, Markdown files and labels. In Chinese, colons and
+semicolons are counted in lessons, slides, Markdown files and labels.
 """
 
 from __future__ import annotations
@@ -228,6 +228,8 @@ def in_catalog(source: str) -> Iterator[tuple[int, str]]:
     for n, line in enumerate(source.split("\n"), 1):
         if line.startswith('"'):
             yield from ((n, words) for pair in tomllib.loads(line).items() for words in pair)
+        elif line.startswith(("en = ", "zh = ")):  # a message of an exercise
+            yield from ((n, words) for words in tomllib.loads(line).values())
 
 
 def texts(path: str) -> Iterator[Text]:
@@ -236,7 +238,7 @@ def texts(path: str) -> Iterator[Text]:
     if path.startswith("notebooks/scripts/"):
         yield from (Text(folder, path, n, words) for folder, n, words in in_lesson(source))
         return
-    if path.endswith("zh.toml"):
+    if path.endswith(".toml"):
         folder, found = "labels", in_catalog(source)
     else:
         folder = folder_of(path)
@@ -247,7 +249,7 @@ def texts(path: str) -> Iterator[Text]:
 def files() -> list[str]:
     """The files with texts, tracked by git or new."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    patterns = ["*.py", "*.md", "course_lib/labels/zh.toml"]
+    patterns = ["*.py", "*.md", "course_lib/labels/zh.toml", "course_lib/lessons/*/messages.toml"]
     done = subprocess.run(
         [*command, *patterns], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -13,7 +13,8 @@ from answers import ANSWERS, CHECKS, FILES
 from markup import spoken_problems
 from test_teaching import Hostile
 
-from course_lib.teaching import Verdict, exercises
+from course_lib.teaching import Verdict
+from course_lib.teaching.exercises import graded_cases
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -79,9 +80,9 @@ def test_a_check_accepts_right_answers_on_the_cases_that_grading_draws(name, mon
             draws.append(seed)
             super().__init__(seed)
 
-    monkeypatch.setattr(exercises.random, "Random", Recorded)
+    monkeypatch.setattr(graded_cases.random, "Random", Recorded)
     for seed in "123" if name not in SAME_IN_GRADING else "1":
-        monkeypatch.setattr(exercises, "seed", seed)
+        monkeypatch.setattr(graded_cases, "seed", seed)
         # a second seed for all answers would take minutes
         for answer in ANSWERS[name][0] if seed == "1" else ANSWERS[name][0][:1]:
             assert CHECKS[name](answer), (seed, answer)
@@ -114,7 +115,7 @@ def test_a_table_of_the_answers_for_the_page_is_no_right_answer_in_grading(name,
 
     assert CHECKS[name](answer_by(recorded))
     assert CHECKS[name](answer_by(partial(from_table, iter(results))))
-    monkeypatch.setattr(exercises, "seed", "1")
+    monkeypatch.setattr(graded_cases, "seed", "1")
     assert not CHECKS[name](answer_by(partial(from_table, iter(results))))
 
 

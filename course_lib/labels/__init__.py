@@ -1,6 +1,7 @@
 """Labels: the text that the course's code shows, in English or in Chinese.
 
-The code contains only the English. All Chinese is in `zh.toml` next to this file.
+The code contains only the English. All Chinese is in `zh.toml` next to this file, but messages of
+exercises stand in both languages in their lesson's `messages.toml` (`course_lib.teaching`).
 
     text("{n:,} tokens", n=1024)  # "1,024 tokens", a string that can be translated later
     say("peak (MB)")              # plain text in the current language
@@ -109,10 +110,12 @@ class Label(str):
     Attributes:
         template: English with placeholders, a key of the catalog.
         values: Name of a placeholder -> its value.
+        own_chinese: Chinese of the template if it is not in the catalog but was given (`pair`).
     """
 
     template: str
     values: dict[str, object]
+    own_chinese: str | None = None
 
     def in_chinese(self) -> str | None:
         """Return the Chinese text with its values, or None if a translation is needed but missing.
@@ -120,7 +123,7 @@ class Label(str):
         Raises:
             LabelError: A value is English without Chinese, and COURSE_LABELS is "strict".
         """
-        zh = catalog().get(self.template)
+        zh = self.own_chinese or catalog().get(self.template)
         if zh is None:
             if is_english(self.template):
                 return None
@@ -166,10 +169,26 @@ def text(english: str, /, **values: object) -> Label:
             f"label {english!r} has placeholders {sorted(placeholders(english))}, but got"
             f" {sorted(values)}"
         )
-    if isinstance(english, Label):
-        return english
+    return english if isinstance(english, Label) else _made_label(english, values)
+
+
+def pair(english: str, chinese: str, /, **values: object) -> Label:
+    """Create a label from English and its Chinese, as a lesson's file of messages has them.
+
+    Raises:
+        LabelError: The placeholders of the two languages differ, or are not those of the values.
+    """
+    if not placeholders(english) == placeholders(chinese) == set(values):
+        raise LabelError(
+            f"message {english!r} has placeholders {sorted(placeholders(english))}, its Chinese"
+            f" has {sorted(placeholders(chinese))}, and the values are {sorted(values)}"
+        )
+    return _made_label(english, values, chinese)
+
+
+def _made_label(english: str, values: dict[str, object], zh: str | None = None) -> Label:
     label = Label(english.format(**values) if values else english)
-    label.template, label.values = english, values
+    label.template, label.values, label.own_chinese = english, values, zh
     _remember(label)
     return label
 
@@ -180,7 +199,7 @@ def _remember(label: Label) -> None:
     A label that is in the catalog and has no values is always kept, since there are few such
     labels. Only the newest `_MOST_MADE` of the other labels are kept.
     """
-    if not label.values and label in catalog():
+    if not label.values and (label.own_chinese or label in catalog()):
         _fixed[str(label)] = label
         return
     _made.pop(label, None)

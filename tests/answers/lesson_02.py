@@ -484,22 +484,8 @@ ANSWERS = {
     "peak_formula": (
         [lambda k: PEAK - k * (LAYER - INPUT - RNG)],
         [
-            (lambda k: PEAK - k * LAYER, "k = 1: Not yet. You left out the inputs"),
-            (lambda k: PEAK - k * (LAYER - INPUT), "random number generator"),
-            (lambda k: PEAK - k * (LAYER - RNG), "b · s · h"),
-            (lambda k: PEAK - k * (LAYER - 262_144 - RNG), "takes 4 bytes"),
-            (
-                lambda k: PEAK - k * (LAYER - INPUT) + RNG * (k > 0),
-                "k = 2: Not yet. You counted the generator's state only once",
-            ),
-            (lambda k: 118_208_408, "k = 0: Not yet. You counted a checkpoint around all eight"),
             (lambda k: PEAK, "the same for every k"),
             (lambda k: None if k else PEAK, "returns None for k = 1"),
-            (lambda k: PEAK + k * (LAYER - INPUT - RNG), "grows with k"),
-            (
-                lambda k: PEAK - k * (LAYER - INPUT - RNG) + LAYER * (k > 0),
-                "no layer has been recomputed yet",
-            ),
             (lambda k: None, "Not answered"),
             lambda k: PEAK * (8 - k) / 8,
             3,

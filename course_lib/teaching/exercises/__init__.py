@@ -1,0 +1,36 @@
+"""Exercises: a check returns a `Verdict` for any answer, and never raises an error.
+
+An exercise whose answers are numbers is a table of them (`numbers`, `largest`); any other one is a
+function that tries the answer (`exercise`). Messages are in the lesson's `messages.toml`, in both
+languages (`Messages`). Probes that several exercises need are in `probes`.
+"""
+
+from .exercise import Exercise, exercise, in_words
+from .graded_cases import GRADING_SEED, cases, draw_case, seed_of
+from .messages import Messages
+from .numbers import Largest, Numbers, each, expect_number, largest, largest_that_fits, numbers
+from .verdicts import Verdict, WrongAnswer, not_answered, returns_none, right, wrong
+
+__all__ = [
+    "GRADING_SEED",
+    "Exercise",
+    "Largest",
+    "Messages",
+    "Numbers",
+    "Verdict",
+    "WrongAnswer",
+    "cases",
+    "draw_case",
+    "each",
+    "exercise",
+    "expect_number",
+    "in_words",
+    "largest",
+    "largest_that_fits",
+    "not_answered",
+    "numbers",
+    "returns_none",
+    "right",
+    "seed_of",
+    "wrong",
+]

@@ -1,0 +1,226 @@
+"""Checks of exercises: `exercise` turns a function into a check that returns a `Verdict`.
+
+A check never raises an error, whatever the answer is.
+"""
+
+import functools
+import inspect
+import linecache
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from course_lib.labels import text, verbatim
+
+from .messages import Messages
+from .verdicts import UNANSWERED, Verdict, WrongAnswer, not_answered, wrong
+
+# Python's messages for a call that does not match a function's arguments; other TypeErrors are
+# about values.
+_MISCALLED = re.compile(
+    r"\(\) (takes|missing|got an unexpected keyword|got multiple values|got some positional)"
+)
+
+
+class Exercise:
+    """A check, made by `exercise`: a function of an answer that returns a `Verdict` for any answer.
+
+    Attributes:
+        accepted: Whether the last answer was right. A solution cell reads this before it overwrites
+            the reader's names.
+        tries: Number of wrong answers in this process that were shown with one of the exercise's
+            hints.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[Any], Verdict],
+        hints: Sequence[str],
+        raised: Callable[[str], str],
+        errors: Mapping[str, str] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, check)
+        self._check, self._hints, self._raised = check, hints, raised
+        self._errors = errors or {}
+        self.accepted, self.tries = False, 0
+
+    def __call__(self, answer: Any) -> Verdict:
+        self.accepted = False
+        verdict = self._verdict_on(answer)
+        if verdict.message == UNANSWERED:
+            return not_answered()
+        if verdict.correct is not False:
+            self.accepted = bool(verdict)
+            return verdict
+        if verdict.hint or verdict.exact:
+            return verdict
+        self.tries += 1
+        return replace(verdict, hint=self._hints[min(self.tries, len(self._hints)) - 1])
+
+    def _verdict_on(self, answer: Any) -> Verdict:
+        if answer is None or answer is ...:
+            return not_answered()
+        try:
+            return self._check(answer)
+        except WrongAnswer as refused:
+            return refused.verdict
+        except Exception as error:
+            if type(error) is NotImplementedError and not error.args:  # raised by a stub
+                return not_answered()
+            for part, message in self._errors.items():
+                if part in _first_line(error):
+                    return wrong(message, exact=True)
+            if (
+                type(error) is TypeError
+                and not callable(answer)
+                and f"{error}".endswith("object is not callable")
+            ):
+                return wrong(
+                    text("Expected a function, got a `{kind}`.", kind=type(answer).__name__),
+                    exact=True,
+                )
+            mistyped = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
+            return wrong(
+                _own_line(error, answer) or self._raised(verbatim(_error_repr(error))),
+                exact=mistyped or _is_from_library(error),
+            )
+
+
+def exercise(
+    hint: str | Sequence[str] | None = None,
+    *,
+    raised: str = "It raised {error}.",
+    errors: Mapping[str, str] | None = None,
+) -> Callable[[Callable[[Any], Verdict]], Exercise]:
+    """Decorate a function `check_NAME` as a check, which returns a `Verdict` for any answer.
+
+    Its messages are in the lesson's `messages.toml` (`Messages`). The table NAME has `hint`, for
+    the first wrong answer, and may have `later_hint`, for later ones. No hint is shown before an
+    answer was tried, with a message that names the mistake (`exact`, or with its own hint), with a
+    ValueError or TypeError that the library raises, or with a typing mistake: a name that does not
+    exist, or a call with wrong arguments.
+
+    The function is not called with `None` or `...`, which mean that a cell is not answered yet. An
+    error of the function counts as a wrong answer, and the learner's own line is shown if there is
+    one. The table may have `raised`, the message for an error that no line of the learner's led to,
+    with `{error}` for the error.
+
+    Args:
+        errors: Part of an error's first line -> name of the message that says what it means here.
+    """
+    if hint is not None:
+        hints = (hint,) if isinstance(hint, str) else tuple(hint)
+        return lambda check: Exercise(check, hints, lambda error: text(raised, error=error))
+
+    def decorate(check: Callable[[Any], Verdict]) -> Exercise:
+        return Exercise(check, *told_by(check, errors or {}))
+
+    return decorate
+
+
+def told_by(
+    check: Callable, errors: Mapping[str, str]
+) -> tuple[list[str], Callable[[str], str], dict[str, str]]:
+    """Return the hints of a check, its message for an error, and its meanings of errors."""
+    say, table = Messages(inspect.getfile(check)), table_of(check)
+    hints: list[str] = [say(f"{table}.hint")]
+    hints += [say(name) for name in (f"{table}.later_hint",) if name in say]
+
+    def message_for(error: str) -> str:
+        if f"{table}.raised" in say:
+            return say(f"{table}.raised", error=error)
+        return text("It raised {error}.", error=error)
+
+    meanings: dict[str, str] = {part: say(name) for part, name in errors.items()}
+    return hints, message_for, meanings
+
+
+def table_of(check: Callable) -> str:
+    """Return the table of a check's messages: its name without `check_`."""
+    return check.__name__.removeprefix("check_")
+
+
+def in_words(model: str) -> Exercise:
+    """Create an exercise for a reason in the reader's own words.
+
+    It is not judged; a model answer is shown for comparison.
+
+    Args:
+        model: One or two sentences that would get full marks.
+    """
+
+    def reason(answer: Any) -> Verdict:
+        if not isinstance(answer, str):
+            return wrong("Write a sentence in quotes.", exact=True)
+        if not answer.strip():
+            return not_answered()
+        return Verdict(None, text("Compare with yours: {model}", model=model), exact=True)
+
+    return Exercise(reason, (), lambda error: text("It raised {error}.", error=error))
+
+
+def _error_repr(error: Exception) -> str:
+    try:
+        return repr(error)
+    except Exception:  # the error's arguments may have methods that raise
+        return type(error).__name__
+
+
+def _own_line(error: Exception, answer: Any) -> str | None:
+    """Return the error with the last line of the reader's code that was running, or None.
+
+    Cells run as `__main__`, and `linecache` has their text. If a call does not match the reader's
+    function, no line of it runs, so its first line is shown.
+    """
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == "__main__"
+    ]
+    if not frames and _is_miscalled(error) and inspect.isfunction(function := _unwrap(answer)):
+        if function.__module__ == "__main__":
+            frames = [(function.__code__.co_filename, function.__code__.co_firstlineno)]
+    if not frames:
+        return None
+    filename, line = frames[-1]
+    code = linecache.getline(filename, line).strip()
+    message = verbatim(f"{type(error).__name__}: {_first_line(error)}".removesuffix(": "))
+    if not code:
+        return text("Line {line} of your cell: {error}", line=line, error=message)
+    return text(
+        "Line {line} of your cell, {code}: {error}", line=line, code=f"`{code}`", error=message
+    )
+
+
+def _is_miscalled(error: Exception) -> bool:
+    return type(error) is TypeError and bool(_MISCALLED.search(_first_line(error)))
+
+
+def _is_from_library(error: Exception) -> bool:
+    """Return whether a `raise` statement of the library raised the error.
+
+    Its message then says what to do. An expression of the library that fails, such as `None + 1` in
+    a check, has a message of Python's instead.
+    """
+    if not isinstance(error, ValueError | TypeError):
+        return False
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    statement = linecache.getline(frame.f_code.co_filename, line)
+    return package == "course_lib" and statement.lstrip().startswith("raise ")
+
+
+def _first_line(error: Exception) -> str:
+    try:
+        return str(error).strip().partition("\n")[0][:200]
+    except Exception:  # the error's arguments may have methods that raise
+        return ""
+
+
+def _unwrap(answer: Any) -> Any:
+    try:
+        return inspect.unwrap(answer)  # the function inside `functools.cache`
+    except Exception:  # the answer's own attributes may raise
+        return None

@@ -1,0 +1,430 @@
+"""Exercises whose answers are numbers: the right ones, and the wrong ones with their mistakes."""
+
+import inspect
+import math
+import numbers as kinds
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from course_lib.labels import join_labels, text, verbatim
+
+from .exercise import Exercise, table_of, told_by
+from .messages import Messages
+from .verdicts import Verdict, WrongAnswer, not_answered, returns_none, right, wrong
+
+_BYTE_UNITS = {
+    **{name: 1000**power for power, name in enumerate(("kB", "MB", "GB", "TB"), 1)},
+    **{name: 1024**power for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
+}
+
+
+def largest_that_fits(
+    answer: Any,
+    sizes: Sequence[int],
+    peak: Callable[[int], int],
+    budget_bytes: int,
+    not_a_size: str,
+) -> tuple[int, int, int | None]:
+    """Check that the answer is the largest size whose peak is within the budget.
+
+    Args:
+        answer: The reader's answer.
+        sizes: Allowed sizes in ascending order.
+        peak: Function of a size that returns its peak in bytes.
+        budget_bytes: The budget.
+        not_a_size: Message if the answer is not one of the sizes.
+
+    Returns:
+        The answer, its peak, and the peak of the next size, or None if there is no next size.
+
+    Raises:
+        WrongAnswer: The answer is wrong.
+    """
+    number = _number(answer)
+    if number not in sizes:
+        raise WrongAnswer(not_a_size, exact=True)
+    place = sizes.index(number)
+    size, here = sizes[place], peak(sizes[place])
+    if here > budget_bytes:
+        raise WrongAnswer(
+            text("Your size is too large: {size} peaks at {here:,} bytes.", size=size, here=here)
+        )
+    if place + 1 == len(sizes):
+        return size, here, None
+    above = peak(sizes[place + 1])
+    if above <= budget_bytes:
+        raise WrongAnswer(
+            text(
+                "Your size fits, with a peak of {here:,} bytes, but {next} fits as well, with"
+                " {above:,} bytes.",
+                here=here,
+                next=sizes[place + 1],
+                above=above,
+            )
+        )
+    return size, here, above
+
+
+def expect_number(
+    answer: Any,
+    expected: float,
+    *,
+    tolerance: float = 0.0,
+    wrong_answers: Mapping[float, str] | None = None,
+    why: str | None = None,
+    in_bytes: bool = False,
+) -> Verdict:
+    """Check a number. Never raises, whatever the answer is.
+
+    Args:
+        answer: A number of any type, including a tensor with one element. `None` and `...` mean
+            that the cell is not answered yet.
+        expected: The right answer.
+        tolerance: Relative tolerance, for the right answer and for the wrong ones.
+        wrong_answers: Wrong number -> what went wrong. The verdict is then `exact`.
+        why: Why the right answer is right; shown only with it.
+        in_bytes: Whether bytes are expected. The right answer in another unit, such as MB or GiB,
+            exact or rounded, then gets its own message.
+    """
+    if answer is None or answer is ...:
+        return not_answered()
+    number = _number(answer)
+    if number is None:
+        kind = type(answer).__name__
+        return wrong(text("Expected one number, got a `{kind}`.", kind=kind), exact=True)
+    if _close(number, expected, max(tolerance, _rounding_error(answer))):
+        return right("Right." if why is None else text("Right. {why}", why=why))
+    for mistaken, reason in (wrong_answers or {}).items():
+        if _close(number, mistaken, tolerance):
+            return wrong(text("Not yet. {reason}", reason=reason), exact=True)
+    for unit, size in _BYTE_UNITS.items() if in_bytes else ():
+        if _close(number * size, expected, 0.01):
+            return wrong(text("That is in {unit}. Give bytes.", unit=unit), exact=True)
+    return wrong(
+        "Not yet. The number is too small."
+        if number < expected
+        else "Not yet. The number is too large."
+    )
+
+
+def _number(answer: Any) -> Fraction | float | None:
+    """Return the answer as a number that can be compared without overflow, or None.
+
+    Infinity stays a float.
+    """
+    try:
+        # a tensor or an array with one element, or a NumPy number
+        if hasattr(answer, "item"):
+            answer = answer.item()
+        if isinstance(answer, bool) or not isinstance(answer, (kinds.Real, Decimal)):
+            return None
+        if isinstance(answer, kinds.Rational):
+            return Fraction(answer.numerator, answer.denominator)
+        answer = float(answer)
+        if math.isnan(answer):
+            return None
+        return answer if math.isinf(answer) else Fraction(answer)
+    except Exception:  # the answer's own methods may raise, but the reader gets a verdict
+        return None
+
+
+def _rounding_error(answer: Any) -> float:
+    """Return the relative error of a number that has fp32's 24 bits, and 0 for other numbers."""
+    return 2.0**-23 if str(getattr(answer, "dtype", "")).endswith("float32") else 0.0
+
+
+def _close(number: Fraction | float, expected: float, tolerance: float) -> bool:
+    if isinstance(number, float):  # infinite
+        return False
+    return abs(number - Fraction(expected)) <= Fraction(tolerance) * abs(Fraction(expected))
+
+
+@dataclass(frozen=True)
+class each:
+    """A mistake that is possible in each row: a function of the row's right number, and of the
+    case."""
+
+    of: Callable[..., Any]
+
+
+class Numbers(Exercise):
+    """An exercise whose answer is a number, or a table of them, or a function that returns one of
+    these; `numbers` makes it.
+
+    Attributes:
+        mistakes: Names of the messages that say what went wrong.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[..., Any],
+        mistakes: Mapping[str, Any],
+        *,
+        cases: Callable[[], Iterable] | Iterable | None,
+        also: Any,
+        tolerance: float,
+        in_bytes: bool,
+        place: str | None,
+        hint_below: str | None,
+        blank: tuple,
+        same: str | None,
+    ) -> None:
+        super().__init__(compute, *told_by(compute, {}))
+        self._check, self._compute, self._table = self._verdict, compute, table_of(compute)
+        self._say = Messages(inspect.getfile(compute))
+        self.mistakes, self._also, self._cases = mistakes, also, cases
+        self._tolerance, self._in_bytes, self._blank = tolerance, in_bytes, blank
+        self._place, self._hint_below, self._same = place, hint_below, same
+        self._names = list(inspect.signature(compute).parameters)
+
+    def cases(self) -> list[tuple]:
+        """Return the arguments of each case, or one case without arguments if the answer is no
+        function."""
+        if self._cases is None:
+            return [()]
+        found = self._cases() if callable(self._cases) else self._cases
+        return [case if isinstance(case, tuple) else (case,) for case in found]
+
+    def right_answer(self) -> Any:
+        """Return an answer that is right."""
+        return self._compute() if self._cases is None else self._compute
+
+    def wrong_answers(self) -> Iterator[tuple[Any, str]]:
+        """Yield an answer for each wrong number of the table, and what it is told."""
+        for name, mistake in self.mistakes.items():
+            for choice in range(max(len(self._values(mistake, *case)) for case in self.cases())):
+
+                def answer(*case: Any, mistake: Any = mistake, choice: int = choice) -> Any:
+                    wanted, wrong_rows = self._rows(*case), self._values(mistake, *case)
+                    if choice < len(wrong_rows):
+                        wanted |= wrong_rows[choice]
+                    return wanted if self._has_rows(*case) else wanted[None]
+
+                yield (
+                    answer() if self._cases is None else answer,
+                    self._say(f"{self._table}.{name}"),
+                )
+
+    def _has_rows(self, *case: Any) -> bool:
+        return isinstance(self._compute(*case), Mapping)
+
+    def _rows(self, *case: Any) -> dict[Any, Any]:
+        """Return row -> right number; a single number is in row None."""
+        wanted = self._compute(*case)
+        return dict(wanted) if isinstance(wanted, Mapping) else {None: wanted}
+
+    def _values(self, mistake: Any, *case: Any) -> list[dict[Any, Any]]:
+        """Return what a mistake gives in a case: row -> wrong number, for each way to make it."""
+        if isinstance(mistake, each):
+            found: Any = {row: mistake.of(count, *case) for row, count in self._rows(*case).items()}
+        else:
+            found = mistake(*case) if callable(mistake) else mistake
+        rows = found if isinstance(found, Mapping) else {None: found}
+        ways = {row: _several(value) for row, value in rows.items() if value is not None}
+        most = max(map(len, ways.values()), default=0)
+        return [{row: way[i] for row, way in ways.items() if i < len(way)} for i in range(most)]
+
+    def _verdict(self, answer: Any) -> Verdict:
+        given = self._answers_of(answer)
+        if self._same and self._cases is not None:
+            first, *others = given = list(given)
+            numbers = [self._problem(first[0], each) for _, each in (first, *others)]
+            if others and all(problem is None for problem in numbers):
+                return wrong(self._say(f"{self._table}.{self._same}"), exact=True)
+        for case, numbers in given:
+            problem = self._problem(case, numbers)
+            if problem is not None:
+                return problem
+        return self._say.right(f"{self._table}.right")
+
+    def _answers_of(self, answer: Any) -> Iterator[tuple[tuple, Any]]:
+        """Yield each case with what the answer gives for it.
+
+        Raises:
+            WrongAnswer: It gives nothing for a case.
+        """
+        if self._cases is None:
+            yield (), answer
+            return
+        cases = self.cases()
+        for case in cases:
+            given = answer(*case)
+            if self._is_blank(given):
+                others = (answer(*other) for other in cases if other != case)
+                nothing = case == cases[0] and all(map(self._is_blank, others))
+                verdict = not_answered() if nothing else returns_none(self._case_name(case))
+                raise WrongAnswer(verdict.message, exact=True)
+            yield case, given
+
+    def _is_blank(self, given: Any) -> bool:
+        if isinstance(given, Mapping):
+            return all(map(self._is_blank, given.values()))
+        return any(given is blank or (blank == 0 and _is_zero(given)) for blank in self._blank)
+
+    def _case_name(self, case: tuple) -> str:
+        pairs = zip(self._names, case, strict=True)
+        return verbatim(", ".join(f"{name} = {value:,}" for name, value in pairs))
+
+    def _problem(self, case: tuple, given: Any) -> Verdict | None:
+        """Return the verdict on what was given for a case, or None if it is right."""
+        wanted = self._rows(*case)
+        if self._has_rows(*case):
+            if not isinstance(given, Mapping) or set(given) != set(wanted):
+                names = join_labels(f"`{name}`" for name in wanted)
+                keys = f"{self._table}.keys"
+                return wrong(
+                    self._say(keys)
+                    if keys in self._say
+                    else text("Give a dictionary with the keys {names}.", names=names),
+                    exact=True,
+                )
+            if self._is_blank(given):
+                return not_answered()
+        else:
+            given = {None: given}
+        for row, count in wanted.items():
+            others = self._values(self._also, *case)
+            if any(row in also and _is(given[row], also[row], self._tolerance) for also in others):
+                continue
+            reasons: dict[float, str] = {}
+            for name, mistake in self.mistakes.items():
+                for values in self._values(mistake, *case):
+                    if row in values:
+                        reasons.setdefault(values[row], self._say(f"{self._table}.{name}"))
+            verdict = expect_number(
+                given[row],
+                count,
+                tolerance=self._tolerance,
+                wrong_answers=reasons,
+                in_bytes=self._in_bytes,
+            )
+            if verdict:
+                continue
+            if self._hint_below and row != next(iter(wanted)) and not verdict.exact:
+                verdict = replace(verdict, hint=self._say(f"{self._table}.{self._hint_below}"))
+            return replace(verdict, message=self._with_place(case, row, verdict.message))
+        return None
+
+    def _with_place(self, case: tuple, row: Any, message: str) -> str:
+        """Put the case and the row before the message of a verdict."""
+        if self._place:
+            values = dict(zip(self._names, case, strict=True)) | {"row": row, "message": message}
+            return self._say.fill(f"{self._table}.{self._place}", **values)
+        if row is not None:
+            message = text("{name}: {message}", name=f"`{row}`", message=message)
+        return (
+            text("For {case}: {message}", case=self._case_name(case), message=message)
+            if case
+            else (message)
+        )
+
+
+def _several(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_zero(given: Any) -> bool:
+    return isinstance(given, int | float) and given == 0
+
+
+def _is(given: Any, expected: float, tolerance: float) -> bool:
+    return bool(expect_number(given, expected, tolerance=tolerance))
+
+
+def numbers(
+    mistakes: Mapping[str, Any],
+    *,
+    cases: Callable[[], Iterable] | Iterable | None = None,
+    also: Any = None,
+    tolerance: float = 0.0,
+    in_bytes: bool = False,
+    place: str | None = None,
+    hint_below: str | None = None,
+    blank: tuple = (None, ...),
+    same: str | None = None,
+) -> Callable[[Callable[..., Any]], Numbers]:
+    """Decorate a function `check_NAME` that computes the right answer as the check of an answer.
+
+    It returns a number, or row -> number. If `cases` are given, it has a case's arguments, and the
+    learner's answer is a function of the same arguments. Messages are in the table NAME of the
+    lesson's `messages.toml`: `hint`, `later_hint`, `right`, and one for each mistake.
+
+    Args:
+        mistakes: Name of a message -> the wrong number that it explains; several in a tuple, or
+            row -> number. With cases, a function of a case that returns one of these, or None where
+            the mistake makes no difference. `each` stands for a mistake in every row. Of two
+            mistakes with the same number, the first one is named.
+        cases: Arguments of each case (a tuple, or one argument), or a function that returns them.
+        also: Numbers that are right as well, in the same form as a mistake's.
+        tolerance: Relative tolerance, for right and wrong numbers.
+        in_bytes: Whether bytes are expected (`expect_number`).
+        place: Name of a message that puts case and row before another {message}; its placeholders
+            are the case's arguments, {row} and {message}. By default "For k = 3: " and "`row`: ".
+        hint_below: Name of the hint for all rows after the first.
+        blank: Values that mean that nothing was answered yet.
+        same: Name of a message on a function that gives the first case's number for all cases.
+    """
+    return lambda compute: Numbers(
+        compute,
+        mistakes,
+        cases=cases,
+        also=also,
+        tolerance=tolerance,
+        in_bytes=in_bytes,
+        place=place,
+        hint_below=hint_below,
+        blank=blank,
+        same=same,
+    )
+
+
+class Largest(Exercise):
+    """An exercise that asks for the largest size within a budget of bytes; `largest` makes it."""
+
+    def __init__(
+        self,
+        peak: Callable[[int], int],
+        sizes: Sequence[int],
+        budget_bytes: int,
+        mistakes: Mapping[str, Any],
+    ) -> None:
+        super().__init__(peak, *told_by(peak, {}))
+        self._check, self._peak, self._sizes = self._verdict, peak, sizes
+        self._budget, self.mistakes, self._table = budget_bytes, mistakes, table_of(peak)
+        self._say = Messages(inspect.getfile(peak))
+
+    def wrong_answers(self) -> Iterator[tuple[int, str]]:
+        """Yield each wrong size of the table, and what it is told."""
+        for name, sizes in self.mistakes.items():
+            for size in _several(sizes):
+                yield size, self._say(f"{self._table}.{name}")
+
+    def _verdict(self, answer: Any) -> Verdict:
+        for mistaken, message in self.wrong_answers():
+            if expect_number(answer, mistaken):
+                raise WrongAnswer(text("Not yet. {reason}", reason=message), exact=True)
+        size, here, above = largest_that_fits(
+            answer, self._sizes, self._peak, self._budget, self._say(f"{self._table}.not_a_size")
+        )
+        values = {"size": size, "here": here, "next": size + 1, "above": above}
+        return right(self._say.fill(f"{self._table}.right", **values))
+
+
+def largest(
+    sizes: Sequence[int], budget_bytes: int, mistakes: Mapping[str, Any] | None = None
+) -> Callable[[Callable[[int], int]], Largest]:
+    """Decorate a function `check_NAME`, the peak in bytes of a size, as the check of an answer.
+
+    The right answer is the largest size whose peak is within the budget. The table NAME of the
+    messages has `hint`, `right`, with placeholders among {size}, {here}, {next} and {above} (the
+    sizes and their peaks), and `not_a_size`.
+
+    Args:
+        sizes: Allowed sizes in ascending order.
+        budget_bytes: The budget.
+        mistakes: Name of a message -> the wrong size that it explains, or a tuple of them.
+    """
+    return lambda peak: Largest(peak, sizes, budget_bytes, mistakes or {})

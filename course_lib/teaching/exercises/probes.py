@@ -1,0 +1,72 @@
+"""Probes: what several exercises find out about an answer that is a program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.memory import MemoryMeter
+
+from .messages import Messages
+
+
+def is_close(found: Any, wanted: Any, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+    """Return whether numbers or tensors, or sequences of them, agree; a missing tensor does not."""
+    if isinstance(wanted, Sequence):
+        return len(found) == len(wanted) and all(
+            is_close(one, other, rtol=rtol, atol=atol)
+            for one, other in zip(found, wanted, strict=True)
+        )
+    if found is None:
+        return False
+    if isinstance(wanted, Tensor):
+        return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rtol, atol=atol)
+    return abs(found - wanted) <= atol + rtol * abs(wanted)
+
+
+def refuse_mistakes(
+    say: Messages,
+    found: Any,
+    mistakes: Mapping[str, Any],
+    *,
+    within: str | None = None,
+    **tolerance: float,
+) -> None:
+    """Refuse a result that is what a known mistake gives.
+
+    Args:
+        say: The lesson's messages.
+        found: The answer's result: a number, a tensor, or a sequence of tensors.
+        mistakes: Name of a message -> the result of the mistake, or a tuple of results.
+        within: Name of a message that has the mistake's as its {reason}.
+        tolerance: `rtol` and `atol` of `is_close`.
+
+    Raises:
+        WrongAnswer: The result is that of a mistake.
+    """
+    for name, results in mistakes.items():
+        for result in results if isinstance(results, tuple) else (results,):
+            if is_close(found, result, **tolerance):
+                if within is None:
+                    say.refuse(name)
+                say.refuse(within, reason=say(name))
+
+
+def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
+    """Run an answer's forward under a meter; return its output and the bytes kept besides it.
+
+    Raises:
+        NotImplementedError: The cell is unchanged, because it returns nothing.
+    """
+    with MemoryMeter() as meter:
+        output = function(*inputs)
+        if output is None or output is ...:
+            raise NotImplementedError
+        kept = meter.live_bytes - (output.nbytes if isinstance(output, Tensor) else 0)
+    return output, kept
+
+
+def uneven_gradient(like: Tensor) -> Tensor:
+    """Return a gradient that differs at each place and has both signs, like that of a real loss."""
+    return torch.linspace(-1, 2, like.numel()).view_as(like)

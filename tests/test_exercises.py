@@ -1,0 +1,196 @@
+"""The engine of exercises: tables of mistakes, messages in both languages, and probes."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from answers import CHECKS, TABLES
+
+from course_lib import labels, lessons
+from course_lib.labels import LabelError, in_both_languages
+from course_lib.teaching.exercises import Messages, each, exercise, largest, numbers
+from course_lib.teaching.exercises.messages import read
+from course_lib.teaching.exercises.probes import is_close, refuse_mistakes, run_forward
+from course_lib.teaching.exercises.verdicts import WrongAnswer
+
+FOLDER = Path(lessons.__file__).parent
+FILES = sorted(FOLDER.glob("*/messages.toml"))
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+# The lessons' messages
+# --------------------------------------------------------------------------------------------------
+
+
+def names_in(file):
+    """Return the strings and f-strings in the code of a lesson, and the table of each check."""
+    for path in file.parent.glob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+def test_each_message_is_used_and_belongs_to_an_exercise(file):
+    used, number = set(names_in(file)), file.parent.name[-2:]
+    tables = {name[3:] for name in CHECKS if name[:2] == number} | {"common"}
+    of_all = {"hint", "later_hint", "right", "raised", "keys", "not_a_size"}
+    unused = [
+        name
+        for name in read(file)
+        if name not in used and name.partition(".")[2] not in used | of_all
+    ]
+    assert unused == []
+    assert {name.partition(".")[0] for name in read(file)} <= tables
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+def test_messages_are_in_two_languages_and_stand_once(file):
+    english, chinese = zip(*read(file).values(), strict=True)
+    assert len(set(english)) == len(english), "a message of several exercises is in `common`"
+    assert not any(re.search("[\u3400-\u9fff]", words) for words in english)
+    assert all(re.search("[\u3400-\u9fff]", words) for words in chinese)
+    assert set(english).isdisjoint(labels.catalog()), "in the catalog as well"
+
+
+@pytest.mark.parametrize(
+    ("written", "complaint"),
+    [
+        ('[a.b]\nen = "x"', "message a.b of .* must have `en` and `zh`"),
+        ('[a.b]\nen = "x"\nzh = ""', "must have `en` and `zh`"),
+        ('[a.b]\nen = "{n} x"\nzh = "{m} 甲"', "the same placeholders"),
+    ],
+)
+def test_message_without_a_language_is_an_error(tmp_path, written, complaint):
+    (tmp_path / "messages.toml").write_text(written, "utf-8")
+    with pytest.raises(LabelError, match=complaint):
+        Messages(tmp_path / "exercises.py")
+
+
+def test_unknown_message_or_wrong_values_are_errors(tmp_path):
+    (tmp_path / "messages.toml").write_text('[a.b]\nen = "{n} x"\nzh = "{n} 甲"', "utf-8")
+    say = Messages(tmp_path / "exercises.py")
+    assert in_both_languages(say("a.b", n=3)) == ("3 x", "3 甲")
+    with pytest.raises(LabelError, match=r"has no message 'a\.c'"):
+        say("a.c")
+    with pytest.raises(LabelError, match="placeholders"):
+        say("a.b", m=3)
+
+
+# Tables of mistakes
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_mistake_of_a_table_is_told_its_own_message(name):
+    """So no two mistakes give the same numbers, and no mistake the right ones."""
+    check, told = TABLES[name], {}
+    for answer, message in check.wrong_answers():
+        verdict = check(answer)
+        assert not verdict and message in verdict.message, (message, verdict)
+        told.setdefault(message, verdict)
+    assert len(told) == len(check.mistakes)
+
+
+MESSAGES = """
+[rows]
+hint = {en = "hint", zh = "提示"}
+right = {en = "Right.", zh = "对。"}
+double = {en = "You doubled it.", zh = "翻倍了。"}
+swapped = {en = "You swapped them.", zh = "换了。"}
+[size]
+hint = {en = "hint", zh = "提示"}
+right = {en = "Right: {here}, then {above}.", zh = "对：{here}，{above}。"}
+not_a_size = {en = "No size.", zh = "不是大小。"}
+zero = {en = "It fits always.", zh = "总放得下。"}
+"""
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Return the checks of a small module with a table of rows and a largest size."""
+    (tmp_path / "messages.toml").write_text(MESSAGES, "utf-8")
+    source = """
+@numbers(
+    {"swapped": lambda n: {"a": n + 5, "b": n}, "double": each(lambda count, n: 2 * count)},
+    cases=(3, 7),
+)
+def check_rows(n):
+    return {"a": n, "b": n + 5}
+
+@largest(range(10), 42, {"zero": 0})
+def check_size(size):
+    return 10 * size
+"""
+    path = tmp_path / "made.py"
+    path.write_text(source, "utf-8")
+    names = {"numbers": numbers, "each": each, "largest": largest}
+    exec(compile(source, str(path), "exec"), names)
+    return names["check_rows"], names["check_size"]
+
+
+def test_table_with_rows_and_cases_names_case_row_and_mistake(made):
+    check, _ = made
+    assert check(lambda n: {"a": n, "b": n + 5})
+    wrong = check(lambda n: {"a": n + 5 * (n == 7), "b": n + 5 - 5 * (n == 7)})
+    assert "n = 7" in wrong.message and "`a`" in wrong.message and "swapped" in wrong.message
+    assert "doubled" in check(lambda n: {"a": n, "b": 2 * n + 10}).message
+    assert "keys `a`, `b`" in check(lambda n: {"a": n}).message
+    assert check(lambda n: {"a": None, "b": None}).message == "Not answered yet."
+    assert "returns None for n = 7" in check(lambda n: {3: {"a": 3, "b": 8}}.get(n)).message
+    assert check(lambda n: {"a": n + 1, "b": n + 5}).hint == "hint"
+
+
+def test_largest_size_names_the_peaks_of_the_answer_and_of_the_next_size(made):
+    _, check = made
+    assert check(4) and check(4).message == "Right: 40, then 50."
+    assert "fits as well" in check(3).message and "too large" in check(5).message
+    assert "It fits always" in check(0).message and check(77).message == "No size."
+
+
+def test_error_of_an_answer_is_told_what_it_means_where_that_is_known(tmp_path):
+    (tmp_path / "messages.toml").write_text(
+        '[x]\nhint = {en = "h", zh = "提"}\nzero = {en = "Divided by 0.", zh = "除零。"}',
+        "utf-8",
+    )
+    source = '@exercise(errors={"division": "x.zero"})\ndef check_x(answer):\n    answer()'
+    (tmp_path / "made.py").write_text(source, "utf-8")
+    exec(compile(source, str(tmp_path / "made.py"), "exec"), names := {"exercise": exercise})
+    assert names["check_x"](lambda: 1 / 0).message == "Divided by 0."
+    assert "KeyError" in names["check_x"](lambda: {}[1]).message
+
+
+# Probes
+# --------------------------------------------------------------------------------------------------
+
+
+def test_results_are_close_only_if_each_part_is_there_and_close():
+    one = torch.ones(3)
+    assert is_close([one, 1.0], [one + 1e-7, 1.0]) and is_close(2.0, 2.0 + 1e-9)
+    assert not is_close([one, None], [one, one]) and not is_close([one], [one, one])
+    assert not is_close(torch.ones(1, 3), one) and not is_close(1.0, 1.1)
+
+
+def test_result_of_a_known_mistake_is_refused_with_its_message(tmp_path):
+    (tmp_path / "messages.toml").write_text(
+        '[a]\nm = {en = "m", zh = "甲"}\nin = {en = "It is {reason}.", zh = "是{reason}。"}',
+        "utf-8",
+    )
+    say = Messages(tmp_path / "exercises.py")
+    refuse_mistakes(say, 1.0, {"a.m": (2.0, 3.0)})
+    for within, told in ((None, "m"), ("a.in", "It is m.")):
+        with pytest.raises(WrongAnswer) as caught:
+            refuse_mistakes(say, 3.0, {"a.m": (2.0, 3.0)}, within=within)
+        assert caught.value.verdict.message == told and caught.value.verdict.exact
+
+
+def test_forward_keeps_what_is_alive_beside_its_output():
+    keep = []
+    output, kept = run_forward(lambda x: keep.append(x * 2) or x + 1, torch.ones(100))
+    assert output.shape == (100,) and kept == 400
+    with pytest.raises(NotImplementedError):
+        run_forward(lambda x: None, torch.ones(1))
