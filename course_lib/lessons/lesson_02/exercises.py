@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError
 
+from course_lib._torch.operators import OpOverload
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
 from course_lib.memory import MemoryMeter, symbolic
@@ -281,7 +282,7 @@ def check_policy(operators: Any) -> Verdict:
     The limits are 110 MB for forward and backward, and 1.2 times the FLOPs.
     """
     say.refuse_if(not isinstance(operators, list | tuple | set | frozenset), "policy.list")
-    proper = all(isinstance(operator, torch._ops.OpOverload) for operator in operators)
+    proper = all(isinstance(operator, OpOverload) for operator in operators)
     say.refuse_if(not proper, "policy.operators")
     with symbolic():
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
