@@ -1,13 +1,18 @@
 """Categories of live bytes, compared with figures worked out by hand."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from training_steps import at_end, bytes_of, empty_gradients, one_more_sample
+from training_steps import Wrapper, at_end, bytes_of, empty_gradients, one_more_sample
 
-from course_lib.memory import CATEGORIES, MemoryMeter
+from course_lib._torch.tensors import tensors_in
+from course_lib.memory import CATEGORIES, MemoryMeter, categories
+from course_lib.memory.storages import held_by
 from course_lib.models import deep_mlp
+from course_lib.offload import OffloadedOptimizer
 
 DEPTH, WIDTH, BATCH = 3, 64, 32
 WEIGHTS = DEPTH * (WIDTH * WIDTH + WIDTH) * 4
@@ -65,6 +70,62 @@ def test_state_that_adam_makes_in_the_block_is_optimizer_state():
     with MemoryMeter(model, optimizer) as meter:
         assert meter.live_bytes == meter.entry_bytes == meter.peak_bytes
     assert meter.at_peak() == only(optimizer=ADAM, gradient=WEIGHTS, parameter=WEIGHTS)
+
+
+def step_in_backward(model, optimizer):
+    """Run a step of `optimizer` for each parameter as soon as its gradient is complete."""
+
+    def update(parameter):
+        optimizer.step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+OPTIMIZERS = {
+    "state made by the steps": torch.optim.AdamW,
+    "state made by the constructor": torch.optim.Adagrad,
+    "state in another optimizer": Wrapper,
+    "state in a file": OffloadedOptimizer,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_state_of_steps_in_backward_is_optimizer_state(make):
+    model = deep_mlp(DEPTH, WIDTH).to(torch.bfloat16)
+    with MemoryMeter(model) as meter:
+        optimizer = make(list(model.parameters()))
+        step_in_backward(model, optimizer)
+        for _ in range(2):
+            model(batch().to(torch.bfloat16)).sum().backward()
+            torch.empty(0)  # what the step has released counts up to its last operator
+            elsewhere = hasattr(optimizer, "held_tensors")
+            state = list(optimizer.held_tensors() if elsewhere else tensors_in(optimizer.state))
+            assert meter.series()["optimizer"][-1] == bytes_of(state) > 0
+            del state
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_steps_in_backward_look_only_at_new_state(monkeypatch):
+    looks = []
+
+    def counted(*args, **kwargs):
+        for tensor in held_by(*args, **kwargs):
+            looks.append(tensor)
+            yield tensor
+
+    monkeypatch.setattr(categories, "held_by", counted)
+    for depth in (2, 4, 8):
+        model = deep_mlp(depth, 8).to(torch.bfloat16)
+        optimizer = OffloadedOptimizer(model.parameters(), fraction=0.5)
+        step_in_backward(model, optimizer)
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        looks.clear()
+        with MemoryMeter(model, optimizer):
+            model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        held = len(list(optimizer.held_tensors()))
+        assert held <= len(looks) <= 3 * held
 
 
 def test_buffers_and_parameters_converted_in_the_block_stay_what_they_are():

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .._torch.autograd import AccumulateGrad, current_node
+from .._torch.autograd import AccumulateGrad, current_graph_task_id, current_node
 from .._torch.modes import WRAPPERS, TorchDispatchMode
 from .._torch.symbolic import FakeTensor, FakeTensorMode
 from .._torch.tensors import holders_of, tensors_among
@@ -297,8 +297,11 @@ class OptimizerPhase:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self._outermost: torch.optim.Optimizer | None = None
-        # The autograd node in which the step was called.
+        # The autograd node in which the step was called, and the number of records at that time.
         self._node: Any = None
+        self._began = 0
+        # The optimizers that have stepped in the current backward pass, and the number of the pass.
+        self._stepped, self._backward = weakref.WeakSet(), -1
         self._hooks = (
             register_optimizer_step_pre_hook(self._begin_step),
             register_optimizer_step_post_hook(self._end_step),
@@ -320,10 +323,28 @@ class OptimizerPhase:
         if self._outermost is None:
             self._outermost = optimizer
             self._node = current_node()
+            self._began = len(self.ledger.records)
 
     def _end_step(self, optimizer, args, kwargs) -> None:
         if self._outermost is optimizer:
             self._outermost = None
         with self.ledger.lock:
-            for tensor in held_by(optimizer, of_groups=True):
+            for tensor in held_by(optimizer, of_groups=True) if self._is_due(optimizer) else ():
                 self.ledger.assign(tensor, "optimizer")
+
+    def _is_due(self, optimizer) -> bool:
+        """Return whether an optimizer's state is to be looked at after its step.
+
+        Steps in backward update one parameter each. If each of them were followed by a look at the
+        state of all parameters, the time would grow with the square of their number. Therefore, if
+        an optimizer has stepped before in the same backward pass, its state is looked at only if
+        the step made a tensor that is still live and has no role.
+        """
+        backward = current_graph_task_id()  # -1 outside of a backward pass
+        if backward != self._backward:
+            self._stepped, self._backward = weakref.WeakSet(), backward
+        if backward == -1 or optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            return True
+        made = self.ledger.records[self._began :]
+        return any(r.nbytes and r.role in (None, "input") and r() is not None for r in made)

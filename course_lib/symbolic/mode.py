@@ -48,6 +48,7 @@ _MARKERS = {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
+_DEVICE = torch.ops.prim.device.default
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
@@ -107,6 +108,9 @@ class Symbolic(FakeTensorMode):
         # must be symbolic too, because real numbers would be combined with symbolic tensors.
         if self._inside:
             return shape_cache.fake(self, func, types, args, kwargs or {})
+        # Autograd and conversions call this operator very often, so it comes first.
+        if func is _DEVICE:
+            return args[0].fake_device
         self._inside = True
         try:
             result = self._dispatch(func, types, args, kwargs or {})

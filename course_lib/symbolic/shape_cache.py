@@ -32,7 +32,6 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-_DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add_.Tensor
@@ -61,8 +60,6 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     sparse, quantized or constant tensors, and all other calls that cannot be cached here, are
     passed on to it.
     """
-    if func is _DEVICE:
-        return args[0].fake_device
     if func is _LIFT and type(args[0]) is Tensor and args[0].dim() == 0:
         return _constant(mode, args[0])
     # Optimizers count their steps with these two operators.
