@@ -10,8 +10,10 @@ from course_lib.teaching import Claim, Table
 from course_lib.teaching.claims import what_you_may_have_read
 
 from .exercises import (
+    check_backward,
     check_causal_tiles,
     check_flops,
+    check_forward,
     check_grouped_bytes,
     check_kernel,
     check_log_sum_exp,
@@ -28,7 +30,6 @@ from .figures import (
     draw_saved,
 )
 from .gpu import attention_forward_and_backward
-from .tiles import check_backward, check_forward
 
 __all__ = [
     "CLAIMS",
