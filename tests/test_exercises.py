@@ -173,6 +173,8 @@ def test_results_are_close_only_if_each_part_is_there_and_close():
     assert is_close([one, 1.0], [one + 1e-7, 1.0]) and is_close(2.0, 2.0 + 1e-9)
     assert not is_close([one, None], [one, one]) and not is_close([one], [one, one])
     assert not is_close(torch.ones(1, 3), one) and not is_close(1.0, 1.1)
+    nan = [one, torch.full((2,), torch.nan)]
+    assert is_close(nan, nan, equal_nan=True) and not is_close(nan, nan)
 
 
 def test_result_of_a_known_mistake_is_refused_with_its_message(tmp_path):

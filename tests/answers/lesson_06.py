@@ -5,37 +5,38 @@ from functools import partial
 
 import numpy
 import torch
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib.lessons.lesson_06.tiles import reference_backward, reference_forward
-
-
-def in_blocks(
-    scores,
-    block,
-    *,
-    step=1,
-    start=-math.inf,
-    of_rows=lambda part: part.amax(1),
-    larger=torch.maximum,
-    keep=True,
-    factor=lambda old, new: (old - new).exp(),
-    result=lambda largest, logarithm: largest + logarithm,
-):
-    largest, total = scores.new_full(scores.shape[:1], start), scores.new_zeros(len(scores))
-    for part in scores.split(block, dim=1)[::step]:
-        new = larger(largest, of_rows(part))
-        total = total * factor(largest, new) + (part - new[:, None]).exp().sum(1)
-        largest = new if keep else largest
-    return result(largest, total.log())
+from course_lib.lessons.lesson_06.exercises import (
+    BACKWARD_MISTAKES,
+    FORWARD_MISTAKES,
+    KERNEL_MISTAKES,
+    LOG_SUM_EXP_MISTAKES,
+    counted,
+    log_sum_exp,
+    say,
+)
+from course_lib.lessons.lesson_06.tiles import (
+    attention,
+    backward_in_tiles,
+    fold,
+    forward_in_tiles,
+)
 
 
-def whole_blocks(scores, block):
-    return in_blocks(scores[:, : scores.shape[1] // block * block], block)
+def made(compute, mistakes):
+    """Wrong answers of a table of mistakes, each with its message."""
+    return [(partial(compute, **mistake), say(name)) for name, mistake in mistakes.items()]
+
+
+def last_block_first(scores, block):
+    blocks = reversed(scores.split(block, 1))
+    return fold((part, torch.ones(part.shape[1], 1)) for part in blocks)[1]
 
 
 def padded(scores, block):
-    missing = -scores.shape[1] % block
-    return in_blocks(torch.nn.functional.pad(scores, (0, missing), value=-math.inf), block)
+    return log_sum_exp(pad(scores, (0, -scores.shape[1] % block), value=-math.inf), block)
 
 
 def of_transposed(scores, block):
@@ -96,11 +97,6 @@ def keys_outside(q, k, v, block_q, block_k):
     return o / total[:, None], largest + total.log()
 
 
-def one_loop(q, k, v, block_q, block_k):
-    """Right numbers, with all queries at once: (n, block_k) scores."""
-    return reference_forward(q, k, v, len(q), block_k)
-
-
 def twice(function):
     """Right numbers, with the products of the case once more."""
 
@@ -112,9 +108,7 @@ def twice(function):
 
 
 def whole_forward(q, k, v, *blocks):
-    """Right numbers, through N x N and without a kernel."""
-    scores = q @ k.T * q.shape[1] ** -0.5
-    return scores.softmax(1) @ v, torch.logsumexp(scores, 1)
+    return attention(q, k, v)
 
 
 def times(function, place, factor):
@@ -130,8 +124,8 @@ def times(function, place, factor):
 
 def padded_queries(q, k, v, block_q, block_k):
     """Computes whole blocks of queries, as a kernel does."""
-    whole = torch.nn.functional.pad(q, (0, 0, 0, -len(q) % block_q))
-    return tuple(x[: len(q)] for x in reference_forward(whole, k, v, block_q, block_k))
+    whole = pad(q, (0, 0, 0, -len(q) % block_q))
+    return tuple(x[: len(q)] for x in forward_in_tiles(whole, k, v, block_q, block_k))
 
 
 def forward_by_numpy(q, k, v, block_q, block_k):
@@ -190,7 +184,7 @@ def by_autograd(q, k, v, o, lse, grad_o, block_q, block_k):
 def all_tiles_kept(q, k, v, o, lse, grad_o, block_q, block_k):
     """Right numbers, while the scores of all tiles are live."""
     kept = [rows @ keys.T for rows in q.split(block_q) for keys in k.split(block_k)]
-    found = reference_backward(q, k, v, o, lse, grad_o, block_q, block_k)
+    found = backward_in_tiles(q, k, v, o, lse, grad_o, block_q, block_k)
     del kept
     return found
 
@@ -201,7 +195,7 @@ def queries_outside(q, k, v, o, lse, grad_o, block_q, block_k):
     parts, sizes = [], (block_q, block_k)
     for start in range(0, len(q), block_q):
         rows = slice(start, start + block_q)
-        dq, more_k, more_v = reference_backward(
+        dq, more_k, more_v = backward_in_tiles(
             q[rows], k, v, o[rows], lse[rows], grad_o[rows], *sizes
         )
         parts.append(dq)
@@ -217,50 +211,15 @@ def wrapped_error(q, k, v):
         raise RuntimeError(repr(error)) from error
 
 
-def kernel(
-    new=lambda largest, scores: torch.maximum(largest, scores.amax(1)),
-    shrink=lambda old, new: (old - new).exp(),
-    output=lambda o, shrink, added: o * shrink + added,
-    beyond=-math.inf,
-):
-    """The lesson's kernel, line by line and without matrix products; one line may be wrong.
-
-    `beyond` is the score of the places after the last key.
-    """
-
-    def run(q, k, v):
-        n, missing = len(q), -len(q) % 16
-        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
-        blocks = [instance(query, k, v, n) for query in q.split(16)]
-        return tuple(torch.cat(each)[:n] for each in zip(*blocks, strict=True))
-
-    def instance(query, k, v, n):
-        o, total, largest = 0, 0, torch.full((16,), -math.inf)
-        for start in range(0, len(k), 16):
-            scores = (query[:, None] * k[start : start + 16]).sum(2) * query.shape[1] ** -0.5
-            scores[:, max(0, n - start) :] = beyond
-            largest, old = new(largest, scores), largest
-            factor, weights = shrink(old, largest), (scores - largest[:, None]).exp()
-            o = output(o, factor[:, None], (weights[:, :, None] * v[start : start + 16]).sum(1))
-            total = total * factor + weights.sum(1)
-        return o / total[:, None], largest + total.log()
-
-    return run
+def kernel(q, k, v, **mistake):
+    """What the lesson's kernel computes, without PyTorch's products as far as a mode sees."""
+    with _disable_current_modes():
+        found = forward_in_tiles(pad(q, (0, 0, 0, -len(q) % 16)), k, v, 16, 16, **mistake)
+    return [x[: len(q)] for x in found]
 
 
-def causal_tiles(
-    queries,
-    keys,
-    block_q,
-    block_k,
-    *,
-    last=lambda first, block_q, queries: min(first + block_q, queries),
-    seen=lambda last, queries, keys: max(0, last + keys - queries),
-    rounded=lambda n, d: -(-n // d),
-):
-    """Count the tiles up to the keys that the last query of each block sees."""
-    lasts = [last(first, block_q, queries) for first in range(0, queries, block_q)]
-    return sum(rounded(seen(each, queries, keys), block_k) for each in lasts)
+def sees_padding(q, k, v):
+    return kernel(q, *(pad(x, (0, 0, 0, -len(x) % 16)) for x in (k, v)))
 
 
 def over_the_row(q, k, lse):
@@ -276,15 +235,13 @@ def probabilities(q, k, lse):
 ANSWERS = {
     "log_sum_exp": (
         [
-            *(in_blocks, padded, partial(in_blocks, step=-1), of_transposed, in_python),
-            lambda scores, block: in_blocks(scores, block).double(),
+            *(log_sum_exp, padded, last_block_first, of_transposed, in_python),
+            lambda scores, block: log_sum_exp(scores, block).double(),
         ],
         [
-            (partial(in_blocks, larger=lambda old, new: new), "this block alone"),
-            (partial(in_blocks, keep=False), "still −∞ at the end"),
-            (partial(in_blocks, start=-100.0), "or at another number"),
-            (partial(in_blocks, result=lambda largest, log: log), "returned log ℓ"),
-            (whole_blocks, "left out the last block"),
+            *made(log_sum_exp, LOG_SUM_EXP_MISTAKES),
+            (lambda scores, block: log_sum_exp(scores[:, :21], block), "left out the last block"),
+            (lambda scores, block: torch.full((7,), -math.inf), "still −∞ at the end"),
             (lambda scores, block: shifted(scores, block, scores.amax(1)), "`amax` read more"),
             (
                 lambda scores, block: shifted(scores, block, scores.sort(1).values[:, -1]),
@@ -294,10 +251,6 @@ ANSWERS = {
             (two_passes, "One pass is enough"),
             (lambda scores, block: scores.exp().sum(1).log(), "overflow"),
             lambda scores, block: torch.logsumexp(scores, 1),
-            (partial(in_blocks, factor=lambda old, new: 1), "do not rescale the old sum"),
-            (partial(in_blocks, factor=lambda old, new: (new - old).exp()), "exp(old − new)"),
-            (partial(in_blocks, factor=lambda old, new: 0), "loses the sum of the earlier blocks"),
-            (partial(in_blocks, of_rows=torch.max), "one maximum for all rows"),
             (lambda scores, block: in_python(scores, 23), "`tolist` read more than one block"),
             (through_numpy, "`numpy` read more than one block"),
             (
@@ -309,148 +262,92 @@ ANSWERS = {
         ],
     ),
     "forward": (
-        [reference_forward, keys_outside, padded_queries],
+        [forward_in_tiles, keys_outside, padded_queries],
         [
-            (partial(reference_forward, mistake="no maximum"), "You keep no maximum"),
-            (partial(reference_forward, mistake="starts at 0"), "starts at 0"),
-            (partial(reference_forward, mistake="maximum of the tile"), "of this tile alone"),
-            (partial(reference_forward, mistake="one maximum for all rows"), "for all rows"),
-            (partial(reference_forward, mistake="sum not rescaled"), "rescale the old sum"),
-            (partial(reference_forward, mistake="output not rescaled"), "rescale the old output"),
-            (partial(reference_forward, mistake="last tile"), "only the last tile"),
-            (partial(reference_forward, mistake="not divided"), "did not divide"),
-            (partial(reference_forward, mistake="softmax of the tile"), "1 in every tile"),
-            (partial(reference_forward, mistake="scale forgotten"), "lack the scale"),
-            (partial(reference_forward, mistake="scaled twice"), "by d. Divide"),
-            (partial(reference_forward, mistake="sum returned"), "returned log ℓ"),
+            *made(forward_in_tiles, FORWARD_MISTAKES),
+            (lambda q, *case: forward_in_tiles(4 * q, *case), "lack the scale"),
+            (lambda q, *case: forward_in_tiles(q / 4, *case), "by d. Divide"),
             # the first two of three key blocks, and as many keys as queries
-            (lambda q, k, v, *blocks: reference_forward(q, k[:48], v[:48], *blocks), "last keys"),
-            (lambda q, k, v, *blocks: reference_forward(q, k[:40], v[:40], *blocks), "last keys"),
-            (lambda *case: [x.numpy() for x in reference_forward(*case)], "as two tensors"),
-            (one_loop, "`(256, 32)` has more scores than a tile"),
-            (whole_forward, "N × N"),
-            (twice(reference_forward), "4.0 products"),
+            (lambda q, k, v, *blocks: forward_in_tiles(q, k[:48], v[:48], *blocks), "last keys"),
+            (lambda q, k, v, *blocks: forward_in_tiles(q, k[:40], v[:40], *blocks), "last keys"),
+            (lambda *case: [x.numpy() for x in forward_in_tiles(*case)], "as two tensors"),
             (
-                lambda q, k, v, block_q, block_k: reference_forward(q, k, v, block_k, block_q),
+                lambda q, k, v, block_q, block_k: forward_in_tiles(q, k, v, len(q), block_k),
+                "`(256, 32)` has more scores than a tile",
+            ),
+            (whole_forward, "N × N"),
+            (twice(forward_in_tiles), "4.0 products"),
+            (
+                lambda q, k, v, block_q, block_k: forward_in_tiles(q, k, v, block_k, block_q),
                 "Did you exchange block_q and block_k?",
             ),
-            (lambda *case: reference_forward(*case[:3], 1, 1), "operators for 128 tiles"),
+            (lambda *case: forward_in_tiles(*case[:3], 1, 1), "operators for 128 tiles"),
             (forward_by_numpy, "Use `@` on tensors"),
-            (last_queries_left_out(reference_forward), "those of the last queries"),
+            (last_queries_left_out(forward_in_tiles), "those of the last queries"),
             (
-                lambda q, k, v, *blocks: reference_forward(q * (16 / len(k)) ** 0.5, k, v, *blocks),
+                lambda q, k, v, *blocks: forward_in_tiles(q * (16 / len(k)) ** 0.5, k, v, *blocks),
                 "root of the number of keys",
             ),
-            (times(reference_forward, 0, 1.5), "the output is not"),
-            (times(reference_forward, 1, 1.5), "the log-sum-exp is not"),
+            (times(forward_in_tiles, 0, 1.5), "the output is not"),
+            (times(forward_in_tiles, 1, 1.5), "the log-sum-exp is not"),
         ],
     ),
     "backward": (
-        [reference_backward, queries_outside, in_two_passes],
+        [backward_in_tiles, queries_outside, in_two_passes],
         [
-            (partial(reference_backward, mistake="no D"), "subtracts D"),
-            (partial(reference_backward, mistake="D of the tile"), "over one key block"),
-            (partial(reference_backward, mistake="softmax of the tile"), "1 in every tile"),
-            (partial(reference_backward, mistake="S not scaled"), "S lacks the scale"),
-            (partial(reference_backward, mistake="scale forgotten"), "dS must contain it"),
-            (partial(reference_backward, mistake="dQ overwritten"), "only the last key block"),
-            (partial(reference_backward, mistake="dK and dV overwritten"), "last block of queries"),
-            (partial(reference_backward, mistake="all overwritten"), "only the last tile"),
-            (partial(reference_backward, mistake="dV overwritten"), "your dV has only"),
-            (partial(reference_backward, mistake="dK overwritten"), "your dK has only"),
-            (partial(reference_backward, mistake="D outside"), "Subtract it from dP"),
-            (partial(reference_backward, mistake="D added"), "You add D"),
-            (partial(reference_backward, mistake="diagonal"), "the diagonal"),
+            *made(backward_in_tiles, BACKWARD_MISTAKES),
             (
-                lambda *case: reference_backward(*case[:6], *case[:5:-1]),
+                lambda *case: backward_in_tiles(*case[:6], *case[:5:-1]),
                 "Did you exchange block_q and block_k?",
             ),
-            (lambda *case: reference_backward(*case[:6], 1, 1), "operators for 128 tiles"),
-            (partial(reference_backward, mistake="divided"), "Subtract first"),
-            (times(reference_backward, 0, 1.5), "dQ"),
-            (times(reference_backward, 2, 1.5), "dV"),
-            (times(reference_backward, 1, 4.0), "dK, by a factor of √d. It is too large"),
-            (times(reference_backward, 2, 0.25), "dV, by a factor of √d. It is too small"),
+            (lambda *case: backward_in_tiles(*case[:6], 1, 1), "operators for 128 tiles"),
+            (times(backward_in_tiles, 0, 1.5), "dQ"),
+            (times(backward_in_tiles, 2, 1.5), "dV"),
+            (times(backward_in_tiles, 1, 4.0), "dK, by a factor of √d. It is too large"),
+            (times(backward_in_tiles, 2, 0.25), "dV, by a factor of √d. It is too small"),
             (by_autograd, "N × N"),
             (all_tiles_kept, "N × N"),
             # one loop, over key blocks alone
             (
-                lambda q, *case: reference_backward(q, *case[:5], len(q), case[6]),
+                lambda q, *case: backward_in_tiles(q, *case[:5], len(q), case[6]),
                 "more scores than a tile",
             ),
-            (twice(reference_backward), "10.0 products"),
-            (lambda *case: tuple(reference_backward(*case)[i] for i in (0, 2, 1)), "wrong order"),
-            (lambda *case: tuple(x.numpy() for x in reference_backward(*case)), "three tensors"),
-            (lambda *case: reference_backward(*case)[:2], "three tensors"),
+            (twice(backward_in_tiles), "10.0 products"),
+            (lambda *case: tuple(backward_in_tiles(*case)[i] for i in (0, 2, 1)), "wrong order"),
+            (lambda *case: tuple(x.numpy() for x in backward_in_tiles(*case)), "three tensors"),
+            (lambda *case: backward_in_tiles(*case)[:2], "three tensors"),
             (lambda *case: 3, "three tensors"),
         ],
     ),
     "flops": (
-        [{"forward": 4, "backward": 10, "two passes": 14}],
+        [],
         [
-            ({"forward": 2, "backward": 5, "two passes": 7}, "count as two"),
-            ({"forward": 4, "backward": 8, "two passes": 14}, "backward computes S again"),
             (
                 {"forward": 8, "backward": 10, "two passes": 14},
                 "`forward`: Not yet. The number is too large",
             ),
-            ({"forward": 4, "backward": 10, "two passes": 10}, "the number for one pass"),
-            ({"forward": 4, "backward": 10, "two passes": 12}, "dP only once"),
-            ({"forward": 4, "backward": 10, "two passes": 20}, "Only S and dP"),
             (4, "Give a dictionary"),
             ({"forward": 4}, "Give a dictionary"),
         ],
     ),
     "kernel": (
-        [kernel()],
+        [kernel],
         [
             (whole_forward, "products with PyTorch"),
             (wrapped_error, "It raised AttributeError('amax')"),
-            (kernel(beyond=0.0), "after the last key"),
+            (sees_padding, "after the last key"),
+            *made(kernel, KERNEL_MISTAKES),
+            (times(kernel, 0, 2), "the output is not"),
             (
-                kernel(new=lambda *_: torch.zeros(16), shrink=lambda *_: torch.ones(16)),
-                "keeps no maximum",
+                partial(kernel, factor=lambda old, new: (old - new).exp() / 2),
+                "log-sum-exp is wrong",
             ),
-            (kernel(new=lambda largest, scores: scores.amax(1)), "the maximum of this key block"),
-            (kernel(new=lambda old, scores: torch.maximum(old, scores.max())), "for all rows"),
-            (kernel(shrink=lambda *_: torch.ones(16)), "do not rescale the old sum"),
-            (kernel(shrink=lambda old, new: (new - old).exp()), "Every number is nan"),
-            (kernel(output=lambda o, shrink, added: o * shrink.T + added), "the columns"),
-            (kernel(output=lambda o, shrink, added: o + added), "do not rescale the old output"),
-            (kernel(output=lambda o, shrink, added: added), "only the last key block"),
-            (kernel(output=lambda o, shrink, added: (o + added) * shrink), "only the old output"),
-            (kernel(output=lambda o, shrink, added: 2 * (o * shrink + added)), "the output is not"),
-            (kernel(shrink=lambda old, new: (old - new).exp() / 2), "log-sum-exp is wrong"),
         ],
     ),
     "causal_tiles": (
-        [causal_tiles],
+        [counted()],
         [
-            (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk), "all tiles"),
-            (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk) / 2, "tiles on the diagonal"),
-            (
-                partial(causal_tiles, seen=lambda last, queries, keys: min(last, keys)),
-                "bottom right",
-            ),
-            (
-                partial(causal_tiles, seen=lambda last, queries, keys: last + keys - queries),
-                "negative number",
-            ),
-            (partial(causal_tiles, rounded=lambda n, d: n // d), "only in part"),
-            (partial(causal_tiles, rounded=lambda n, d: n // d + 1), "one tile too many"),
-            (
-                partial(causal_tiles, last=lambda first, block_q, _: first + block_q),
-                "past the last query",
-            ),
-            (
-                partial(causal_tiles, last=lambda first, *_: first + 1),
-                "the first query of each block",
-            ),
-            (
-                partial(causal_tiles, rounded=lambda n, d: -(-max(0, n - 1) // d)),
-                "the key on the diagonal",
-            ),
-            (lambda *case: causal_tiles(*case) if case[0] <= case[1] else None, "returns None for"),
+            (lambda *case: counted()(*case) if case[0] <= case[1] else None, "returns None for"),
             lambda q, k, bq, bk: 36,
         ],
     ),
@@ -472,22 +369,7 @@ ANSWERS = {
             (over_the_row, "∞ / ∞ is nan"),
         ],
     ),
-    "grouped_bytes": (
-        [84_410_368],
-        [
-            (84_017_152, "own log-sum-exps"),
-            (41_943_040, "Give bytes"),
-            (83_886_080, "left out the log-sum-exp"),
-            (84_148_224, "It is fp32"),
-            (134_742_016, "for K and V. They have 8."),
-            (134_217_728, "missing, too"),
-            (84_934_656, "two numbers per row"),
-            (50_855_936, "left out the output"),
-            (168_296_448, "In bf16 it is two"),
-            (84.410368, "in MB"),
-            (80.5, "in MiB"),
-        ],
-    ),
+    "grouped_bytes": ([], [(84.410368, "in MB"), (80.5, "in MiB")]),
 }
 
 ONE_NUMBER = "one number in place of one a row: the first block broadcasts it"

@@ -1,50 +1,64 @@
-"""The exercises of lesson 06. The right results of those in tiles are in `tiles.py`."""
+"""The exercises of lesson 06."""
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from course_lib._torch.modes import TorchDispatchMode
 from course_lib._torch.tensors import tensors_in
-from course_lib.labels import in_both_languages, say
+from course_lib.labels import in_both_languages, text
+from course_lib.labels import say as say_label
 from course_lib.lessons.work import WorkLimit
 from course_lib.memory import MemoryMeter
 from course_lib.memory.measurement import flop_counter
-from course_lib.teaching import Verdict, expect_number, text
+from course_lib.teaching import Verdict
 from course_lib.teaching.exercises import (
-    WrongAnswer,
+    Messages,
     cases,
     draw_case,
     exercise,
     not_answered,
-    returns_none,
-    right,
-    wrong,
+    numbers,
+)
+from course_lib.teaching.exercises.probes import is_close, refuse_mistakes
+
+from .tiles import (
+    attention,
+    backward_in_tiles,
+    fold,
+    forward_in_tiles,
+    large_and_small,
+    one_head,
 )
 
-from .tiles import reference_backward, reference_forward
+say = Messages(__file__)
 
-# Exercise 1: softmax in one pass
-# --------------------------------------------------------------------------------------
+# A table of mistakes is message -> the arguments of `fold` or `backward_in_tiles` that make the
+# mistake. These are in several tables:
+_NO_MAXIMUM: dict[str, Any] = {"start": 0.0, "larger": lambda old, new: old}
+_OF_ONE_BLOCK = {"larger": lambda old, new: new}
+_OF_ALL_ROWS = {"of_rows": lambda scores: scores.max().expand(len(scores), 1)}
+_FACTOR_OF_ONE = {"factor": lambda old, new: torch.ones_like(new)}
+_UPSIDE_DOWN = {"factor": lambda old, new: (new - old).exp()}
+_OUTPUT_NOT_RESCALED = {"output": lambda old, shrink, added: old + added}
+_LAST_OUTPUT = {"output": lambda old, shrink, added: added}
+
+
+# Softmax in one pass
+# --------------------------------------------------------------------------------------------------
 
 #: Operators that only move numbers or allocate memory: these may see all scores at once.
-_COPYING = (
-    "_to_copy",
-    "_unsafe_view",
-    "cat",
-    "clone",
-    "constant_pad_nd",
-    "copy_",
-    "index",
-    "index_select",
-)
+_COPYING = {"_to_copy", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_"}
+_INDEXING = {"index", "index_select"}
 _ALLOCATING = ("new_", "empty", "full", "ones", "zeros")
 
 
@@ -54,7 +68,7 @@ class _ReadRecorder(TorchDispatchMode):
     It also records which blocks are read, in order.
     """
 
-    def __init__(self, scores: torch.Tensor, block: int) -> None:
+    def __init__(self, scores: Tensor, block: int) -> None:
         super().__init__()
         self.scores, self.block = scores, block
         self.too_wide: list[str] = []
@@ -62,17 +76,15 @@ class _ReadRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.overloadpacket.__name__
-        if not (operator.is_view or name in _COPYING or name.startswith(_ALLOCATING)):
+        if not (operator.is_view or name in _COPYING | _INDEXING or name.startswith(_ALLOCATING)):
             for tensor in tensors_in(args):
                 self.look(name, tensor)
         return operator(*args, **(kwargs or {}))
 
     def look(self, name: str, tensor: Tensor) -> None:
         """Record that an operator of this name reads the tensor."""
-        if (
-            tensor.numel() > len(self.scores) * self.block
-            or max(tensor.shape, default=0) > self.block
-        ):
+        most = len(self.scores) * self.block
+        if tensor.numel() > most or max(tensor.shape, default=0) > self.block:
             self.too_wide.append(name)
         elif tensor.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr():
             if [tensor.storage_offset()] != self.blocks_read[-1:]:
@@ -99,69 +111,24 @@ class _HostReadRecorder(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-Factor = Callable[[Tensor, Tensor], Tensor]
-
-
-def _log_sum_exp_by_blocks(
-    scores: Tensor,
-    block: int,
-    *,
-    start: float = -math.inf,
-    factor: Factor = lambda old, new: (old - new).exp(),
-    of_rows: Callable[[Tensor], Tensor] = lambda part: part.amax(1),
-    larger: Factor = torch.maximum,
-    whole_blocks: bool = False,
-    result: Factor = lambda largest, logarithm: largest + logarithm,
-) -> Tensor:
-    """Return the log-sum-exp of each row in one pass; other arguments introduce a mistake."""
-    largest, total = scores.new_full(scores.shape[:1], start), scores.new_zeros(len(scores))
-    columns = scores.shape[1] // block * block if whole_blocks else scores.shape[1]
-    for part in scores[:, :columns].split(block, 1):
-        new = larger(largest, of_rows(part))
-        total = total * factor(largest, new) + (part - new[:, None]).exp().sum(1)
-        largest = new
-    return result(largest, total.log())
-
-
-#: Message -> the arguments of `_log_sum_exp_by_blocks` that introduce the mistake.
-_LOG_SUM_EXP_MISTAKES: dict[str, dict[str, Any]] = {
-    (
-        "Your running maximum starts at 0 or at another number, so the sum of a row whose scores"
-        " are all far below it becomes 0. Start at −∞."
-    ): {"start": 0.0},
-    "You do not rescale the old sum when the maximum rises.": {
-        "factor": lambda old, new: torch.ones_like(old)
-    },
-    (
-        "Your result is nan even for small scores, because your code computes 0 · ∞ or ∞ − ∞. The"
-        " factor must be exp(old − new)."
-    ): {"factor": lambda old, new: (new - old).exp()},
-    (
-        "Your loop loses the sum of the earlier blocks. Rescale the old sum and add the new block's"
-        " part to it."
-    ): {"factor": lambda old, new: torch.zeros_like(old)},
-    (
-        "You keep one maximum for all rows, so the sum of a row far below it becomes 0. Keep one"
-        " maximum per row."
-    ): {"of_rows": lambda part: part.max().expand(len(part))},
-    (
-        "Your new maximum is the maximum of this block alone. If an earlier block has a larger one,"
-        " the factor overflows. Take the larger of the two."
-    ): {"larger": lambda old, new: new},
-    "You left out the last block, which is shorter than `block`.": {"whole_blocks": True},
-    "You returned log ℓ. The log-sum-exp is m + log ℓ, because ℓ is relative to m.": {
-        "result": lambda largest, logarithm: logarithm
-    },
+LOG_SUM_EXP_MISTAKES = {
+    "common.starts_at_zero": {"start": 0.0},
+    "common.sum_not_rescaled": _FACTOR_OF_ONE,
+    "log_sum_exp.upside_down": _UPSIDE_DOWN,
+    "log_sum_exp.earlier_blocks": {"factor": lambda old, new: torch.zeros_like(new)},
+    "common.one_maximum": _OF_ALL_ROWS,
+    "log_sum_exp.block_alone": _OF_ONE_BLOCK,
+    "log_sum_exp.log_alone": {"result": lambda o, total, largest: (o, total.log())},
 }
 
 
-@exercise(
-    hint=(
-        "Keep a running maximum and a running sum. Rescale the sum when the maximum rises.",
-        "The old sum is relative to the old maximum. Which factor makes it relative to the new"
-        " one?",
-    )
-)
+def log_sum_exp(scores: Tensor, block: int, **mistake: Any) -> Tensor:
+    """Return the log-sum-exp of each row by `fold`, whose arguments introduce a mistake."""
+    blocks = ((part, part.new_ones(part.shape[1], 1)) for part in scores.split(block, 1))
+    return fold(blocks, **mistake)[1]
+
+
+@exercise()
 def check_log_sum_exp(function: Any) -> Verdict:
     """Check the log-sum-exp of each row, in one pass over blocks, for large scores too."""
     rows, block, columns = 7, 7, 23
@@ -170,484 +137,45 @@ def check_log_sum_exp(function: Any) -> Verdict:
     waves = torch.linspace(-3 + shift, 3 + shift, 4 * columns).sin().view(4, columns)
     # small scores that rise and fall, large ones of both signs, a row far below 0, and one that
     # falls by more than `exp` can hold
-    scores = torch.stack(
-        [
-            *(along, -along, 10 * waves[0], 500 * waves[1], 1000 * waves[2], waves[3] - 1000),
-            -500 * along,
-        ]
-    )
+    large = 10 * waves[0], 500 * waves[1], 1000 * waves[2]
+    scores = torch.stack([along, -along, *large, waves[3] - 1000, -500 * along])
     given = scores.clone()
     with _ReadRecorder(given, block) as recorder, _HostReadRecorder(recorder):
         found = function(given, block)
     if found is None:
         return not_answered()
-    if not isinstance(found, torch.Tensor) or found.numel() != rows:
-        return wrong("Return a tensor with one number per row.", exact=True)
+    proper = isinstance(found, Tensor) and found.numel() == rows
+    say.refuse_if(not proper, "log_sum_exp.no_tensor")
     found = found.flatten().float()
-    if not torch.allclose(found, torch.logsumexp(scores, 1), atol=1e-4):
-        for message, mistake in _LOG_SUM_EXP_MISTAKES.items():
-            if torch.allclose(
-                found, _log_sum_exp_by_blocks(scores, block, **mistake), atol=1e-4, equal_nan=True
-            ):
-                return wrong(message, exact=True)
-        if (found[:2] == -math.inf).all():
-            return wrong(
-                "Your running maximum is still −∞ at the end. Set it to the new maximum after each"
-                " block.",
-                exact=True,
-            )
+    if not is_close(found, scores.logsumexp(1), atol=1e-4):
+        table = LOG_SUM_EXP_MISTAKES.items()
+        mistakes = {name: log_sum_exp(scores, block, **mistake) for name, mistake in table}
+        mistakes["log_sum_exp.last_block"] = log_sum_exp(scores[:, :21], block)
+        refuse_mistakes(say, found, mistakes, atol=1e-4, equal_nan=True)
+        say.refuse_if((found[:2] == -math.inf).all(), "log_sum_exp.never_set")
         if found[:2].isnan().any():  # the scores of these rows lie between -1 and 1
-            return wrong(
-                "Your result is nan even for small scores, because your code computes 0 · ∞ or"
-                " ∞ − ∞."
-            )
-        if (found == math.inf).any() or found.isnan().any():
-            return wrong("Your code overflows for large scores.")
+            say.wrong("log_sum_exp.nan")
+        if found.isnan().any() or (found == math.inf).any():
+            say.wrong("log_sum_exp.overflow")
         if (found == -math.inf).any():
-            return wrong(
-                "The sum of a row has become 0. Before `exp`, subtract the largest score of"
-                " this row so far."
-            )
-        return wrong("Your numbers are not the log-sum-exps of the rows.")
-    if recorder.too_wide:
-        name = recorder.too_wide[0]
-        return wrong(
-            text(
-                "The numbers are right, but `{name}` read more than one block at once.", name=name
-            ),
-            exact=True,
-        )
-    if len(set(recorder.blocks_read)) < len(recorder.blocks_read):
-        return wrong(
-            "The numbers are right, but your code reads a block again after it has left it. One"
-            " pass is enough.",
-            exact=True,
-        )
-    return right("Right: computed in blocks, and without overflow.")
+            say.wrong("log_sum_exp.sum_of_zero")
+        say.wrong("log_sum_exp.other_numbers")
+    for name in recorder.too_wide:
+        say.refuse("log_sum_exp.more_than_a_block", name=name)
+    again = len(set(recorder.blocks_read)) < len(recorder.blocks_read)
+    say.refuse_if(again, "log_sum_exp.second_pass")
+    return say.right("log_sum_exp.right")
 
 
-# Exercise 5: FLOPs by hand
-# --------------------------------------------------------------------------------------------
-
-_TWO = "You counted a multiplication and an addition as one FLOP. They count as two."
-#: Name -> FLOPs in N² d, the reason, and the mistakes that lead to other numbers.
-_PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
-    "forward": (4, "Forward computes S = Q Kᵀ and O = P V, which are two products.", {2: _TWO}),
-    "backward": (
-        10,
-        "Backward computes S again, then dV, dP, dQ and dK, which are five products.",
-        {5: _TWO, 8: "You left out that backward computes S again, for P."},
-    ),
-    "two passes": (
-        14,
-        "Both passes compute S and dP, so there are seven products.",
-        {
-            7: _TWO,
-            10: (
-                "That is the number for one pass. With two passes, each computes S and dP for"
-                " itself."
-            ),
-            12: (
-                "You counted S twice but dP only once. Each pass needs dS, so each pass"
-                " computes dP, too."
-            ),
-            20: (
-                "You counted five products twice. Only S and dP are computed twice; dQ belongs"
-                " to one pass, dK and dV to the other."
-            ),
-        },
-    ),
-}
-
-
-@exercise(
-    hint=(
-        "A product of (N, d) and (d, N) takes 2 N² d FLOPs. Which products does each of the"
-        " three compute?",
-        "Backward computes S again before anything else. In two passes, which products occur in"
-        " both?",
-    )
-)
-def check_flops(answer: Any) -> Verdict:
-    """Check {"forward", "backward", "two passes"}: FLOPs of each in N² d."""
-    if not isinstance(answer, Mapping) or set(answer) != set(_PRODUCTS):
-        return wrong(
-            "Give a dictionary with the keys `forward`, `backward` and `two passes`.", exact=True
-        )
-    if all(value is None for value in answer.values()):
-        return not_answered()
-    for name, (expected, why, mistakes) in _PRODUCTS.items():
-        verdict = expect_number(answer[name], expected, wrong_answers=mistakes)
-        if not verdict:
-            message = text("{name}: {why}", name=f"`{name}`", why=say(verdict.message))
-            return wrong(message, hint=None if verdict.exact else why, exact=verdict.exact)
-    return right("Right: 4, 10 and 14 N² d FLOPs.")
-
-
-# Exercise 6: three lines of a kernel
-# ----------------------------------------------------------------------------------
-
-
-@exercise(
-    hint=(
-        (
-            "The three lines are those of your `forward`: the new maximum, the factor for the old"
-            " sum, and the output."
-        ),
-        (
-            "`scores` has one row per query, so `new` and `shrink` have one number per row. What"
-            " must `shrink` be multiplied with, and what is added to it?"
-        ),
-    )
-)
-def check_kernel(run: Any) -> Verdict:
-    """Check `run(q, k, v)` -> (o, lse) of one head by the reader's kernel, with Triton."""
-    if _is_untouched(run):
-        return not_answered()
-    try:
-        import triton  # noqa: F401 - whether it is installed
-    except ImportError:
-        return Verdict(
-            None,
-            "Triton is not installed here (on Linux: pip install triton), so this answer is not"
-            " checked.",
-        )
-    q, k, v = large_and_small(45, 45)  # the last block of 16 has 13 rows
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with flop_counter() as counter, numpy.errstate(all="ignore"):  # Triton's interpreter is NumPy
-        try:
-            found = run(*(x.to(device) for x in (q, k, v)))
-        except Exception as error:  # Triton's interpreter wraps errors in errors
-            raise _root_cause(error) from None
-    if found is None:
-        return not_answered()
-    if counter.get_total_flops():
-        return wrong(
-            "You computed the products with PyTorch. Compute them in your kernel.", exact=True
-        )
-    found = tuple(
-        x.float().cpu().reshape(y.shape) for x, y in zip(found, (q, q[:, 0]), strict=True)
-    )
-
-    def equal(other: tuple[Tensor, ...]) -> list[bool]:
-        return [
-            torch.allclose(one, two, atol=2e-3, equal_nan=True)
-            for one, two in zip(found, other, strict=True)
-        ]
-
-    right_o, right_lse = equal(_kernel_result(q, k, v))
-    if right_o and right_lse:
-        return right(
-            "Right: each instance gives what your `forward` gives, for large scores and for edges,"
-            " too."
-        )
-    for message, mistake in _KERNEL_MISTAKES.items():
-        if all(equal(_kernel_result(q, k, v, **mistake))):
-            return wrong(message, exact=True)
-    if right_lse:
-        return wrong(
-            "The log-sum-exp is right, but the output is not. Multiply the old output by the same"
-            " factor as the old sum, and add the product of the weights and V.",
-            exact=True,
-        )
-    if not all(x.isfinite().all() for x in found):
-        return wrong(
-            "Your kernel overflows for scores of 1000 and −1000. Look at how you compute the"
-            " new maximum."
-        )
-    return wrong(
-        "The log-sum-exp is wrong. Look at the new maximum and at the factor for the old sum."
-    )
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _kernel_result(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    block: int = 16,
-    new_maximum: Callable[[Tensor, Tensor], Tensor] = lambda largest, scores: torch.maximum(
-        largest, scores.amax(1)
-    ),
-    factor: Factor = lambda old, new: (old - new).exp(),
-    output: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda o, shrink, added: (
-        o * shrink + added
-    ),
-    beyond: float = -math.inf,
-) -> tuple[Tensor, Tensor]:
-    """Compute the kernel's output and log-sum-exp in PyTorch, one block of queries at a time.
-
-    `beyond` is the score of the places after the last key in the last block. Other arguments
-    introduce a mistake in one of the kernel's three lines.
-    """
-    missing = -len(k) % block
-    columns = torch.arange(len(k) + missing)
-    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
-    n = len(q) - missing
-    outputs, log_sums = [], []
-    for query in q.split(block):
-        o, total = torch.zeros_like(query), query.new_zeros(len(query))
-        largest = query.new_full((len(query),), -math.inf)
-        for key, value, places in zip(*(x.split(block) for x in (k, v, columns)), strict=True):
-            scores = query @ key.T * q.shape[1] ** -0.5
-            scores[:, places >= n] = beyond
-            new = new_maximum(largest, scores)
-            shrink, weights = factor(largest, new), (scores - new[:, None]).exp()
-            o = output(o, shrink[:, None], weights @ value)
-            total, largest = total * shrink + weights.sum(1), new
-        outputs.append(o / total[:, None])
-        log_sums.append(largest + total.log())
-    return torch.cat(outputs)[:n], torch.cat(log_sums)[:n]
-
-
-#: Message -> the arguments of `_kernel_result` that introduce the mistake.
-_KERNEL_MISTAKES: dict[str, dict[str, Any]] = {
-    (
-        "Places after the last key count as keys with score 0. Their scores must be −∞, so that"
-        " their weights are 0."
-    ): {"beyond": 0.0},
-    (
-        "Your kernel keeps no maximum, so `exp` overflows for scores of 1000, and every weight is 0"
-        " for scores of −1000. `new` must be the largest score so far."
-    ): {
-        "new_maximum": lambda largest, scores: torch.zeros(len(scores)),
-        "factor": lambda old, new: torch.ones_like(old),
-    },
-    (
-        "Your `new` is the maximum of this key block alone. If an earlier key block has a larger"
-        " one, the factor overflows. Compare it with `largest` row by row, which Python's `max`"
-        " does not do."
-    ): {"new_maximum": lambda largest, scores: scores.amax(1)},
-    (
-        "Your `new` is one number for all rows, so the sum of a row far below it becomes 0. Take"
-        " the maximum of each row."
-    ): {"new_maximum": lambda largest, scores: torch.maximum(largest, scores.max())},
-    "You do not rescale the old sum when the maximum rises.": {
-        "factor": lambda old, new: torch.ones_like(old)
-    },
-    (
-        "Every number is nan, because your code computes 0 · ∞ or ∞ − ∞. The factor must be"
-        " exp(largest − new), and `new` must be at least the key block's maximum."
-    ): {"factor": lambda old, new: (new - old).exp()},
-    "The log-sum-exp is right, but you do not rescale the old output when the maximum rises.": {
-        "output": lambda o, shrink, added: o + added
-    },
-    (
-        "The log-sum-exp is right, but you multiplied the columns of the output by `shrink`, which"
-        " has one number per row. Write `shrink[:, None]`."
-    ): {"output": lambda o, shrink, added: o * shrink.T + added},
-    (
-        "The log-sum-exp is right, but your output has only the last key block. Add each key"
-        " block's part to the old output."
-    ): {"output": lambda o, shrink, added: added},
-    (
-        "The log-sum-exp is right, but you multiplied the whole output by `shrink`. Multiply only"
-        " the old output, because the new key block's part is already relative to `new`."
-    ): {"output": lambda o, shrink, added: (o + added) * shrink},
-}
-
-
-def _is_untouched(run: Any) -> bool:
-    """Return whether `fold`, which the kernel calls, is still the cell's original.
-
-    That contains only exp and sum.
-    """
-    fold = getattr(run, "__globals__", {}).get("fold")
-    code = getattr(getattr(fold, "fn", fold), "__code__", None)
-    return code is not None and set(code.co_names) <= {"tl", "exp", "sum"}
-
-
-# In depth
+# Forward and backward in tiles
 # --------------------------------------------------------------------------------------------------
 
-
-@exercise(
-    hint=(
-        "softmax divides by the sum of the exponentials, and the log-sum-exp is the logarithm"
-        " of this sum.",
-        "A division by exp(lse) is a subtraction in the exponent. To which axis of the scores does"
-        " `lse` belong?",
-    )
-)
-def check_probabilities(function: Any) -> Verdict:
-    """Check P of one head, `(n, n)`, computed from Q, K and the log-sum-exp."""
-    # q @ k.T is not symmetric, so that q and k cannot be exchanged
-    end = draw_case(2.0, lambda rng: rng.uniform(1.8, 2.2))
-    q, k = torch.linspace(-2, end, 80).view(5, 16), torch.linspace(1, 41, 80).sin().view(5, 16)
-    scores = q @ k.T / 4
-    lse = torch.logsumexp(scores, 1)
-
-    def result(*given: Tensor) -> Any:
-        found = function(*(x.clone() for x in given))
-        return found.float() if isinstance(found, Tensor) else found
-
-    found = result(q, k, lse)
-    if found is None:
-        return not_answered()
-    if not isinstance(found, torch.Tensor) or found.shape != (5, 5):
-        return wrong("Return a matrix of shape (n, n), as a tensor.", exact=True)
-    large = result(50 * q, 50 * k, torch.logsumexp(2500 * scores, 1))
-    if isinstance(large, torch.Tensor) and large.isnan().any() and not found.isnan().any():
-        return wrong(
-            "For large scores your `exp` overflows, and ∞ / ∞ is nan. Subtract first:"
-            " p = exp(s − lse).",
-            exact=True,
-        )
-    if torch.allclose(found, (q @ k.T - lse[:, None]).exp(), atol=1e-5):
-        return wrong("Your scores lack the scale 1 / √d.", exact=True)
-    if torch.allclose(found, (scores - lse).exp(), atol=1e-5):
-        return wrong(
-            "You subtracted `lse` along the wrong axis. It has one number per row, so write"
-            " lse[:, None].",
-            exact=True,
-        )
-    if torch.allclose(found, scores - lse[:, None], atol=1e-5):
-        return wrong("You returned the logarithms of P.", exact=True)
-    if not torch.allclose(found, scores.softmax(1), atol=1e-5):
-        sums = found.sum(1)
-        if torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
-            return wrong("The rows of your result sum to 1, but the probabilities are wrong.")
-        return wrong("The rows of your result do not sum to 1.")
-    halved = result(q, k, lse + math.log(2))  # the lse if every key occurred twice
-    if not isinstance(halved, torch.Tensor) or not torch.allclose(2 * halved, found, atol=1e-5):
-        return wrong(
-            "The numbers are right, but you did not compute them from `lse`. If `lse` grows by"
-            " log 2, they should be halved. Does your code contain a softmax, or a sum over the"
-            " row?"
-        )
-    return right("Right: this is softmax, computed without a sum over the row.")
-
-
-@exercise(hint="Which tensors does section 6.4 list, and how many heads does each have?")
-def check_grouped_bytes(answer: Any) -> Verdict:
-    """Check the bytes that flash attention keeps with 32 query heads and 8 key heads.
-
-    The other sizes are d = 128, 4096 tokens, and bf16.
-    """
-    one = 4096 * 128 * 2
-    right = 80 * one + 32 * 4096 * 4
-    return expect_number(
-        answer,
-        right,
-        wrong_answers={
-            128 * one + 32 * 4096 * 4: "You counted 32 heads for K and V. They have 8.",
-            80 * one: "You left out the log-sum-exp.",
-            80 * one + 32 * 4096 * 2: "You counted two bytes for each log-sum-exp. It is fp32.",
-            80 * one + 2 * 32 * 4096 * 4: (
-                "You counted two numbers per row. Flash attention keeps only one, the log-sum-exp."
-            ),
-            80 * one + 8 * 4096 * 4: "Each of the 32 query heads has its own log-sum-exps.",
-            48 * one + 32 * 4096 * 4: "You left out the output. It is kept, too.",
-            **dict.fromkeys(
-                (40 * one, 40 * one + 32 * 4096), "You counted numbers. Give bytes: bf16 has two."
-            ),
-            128 * one: (
-                "You counted 32 heads for K and V, but they have 8. The log-sum-exp is missing,"
-                " too."
-            ),
-            2 * right - 32 * 4096 * 4: (
-                "You counted four bytes per number for Q, K, V and O. In bf16 it is two."
-            ),
-        },
-        in_bytes=True,
-        why=(
-            "Q and O have 32 heads, K and V have 8, and each row has 4 bytes for its log-sum-exp."
-        ),
-    )
-
-
-def _draw_tiles(rng: random.Random) -> tuple[int, int, int, int]:
-    return rng.randint(40, 200), rng.randint(40, 200), rng.randint(8, 40), rng.randint(8, 40)
-
-
-@exercise(
-    hint=(
-        "Count the tiles that the diagonal crosses and the tiles below them.",
-        (
-            "How many keys does the last query of a block see? How many key blocks begin before"
-            " the last of them?"
-        ),
-    )
-)
-def check_causal_tiles(function: Any) -> Verdict:
-    """Check `function(queries, keys, block_q, block_k)`: the tiles of a causal pass.
-
-    The mask is aligned at the bottom right.
-    """
-    sizes = (
-        (512, 512, 64, 64),
-        (100, 100, 32, 16),
-        (64, 256, 32, 64),
-        (64, 16, 16, 16),  # the first three blocks of queries see no key
-        (128, 64, 32, 32),
-        (100, 70, 32, 16),
-        (8, 4, 2, 1),
-    )
-    for queries, keys, block_q, block_k in cases(sizes, _draw_tiles):
-        # the mask itself, tile by tile
-        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-        parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]
-        expected = sum(bool(part.any()) for part in parts)
-        case = f"{queries}, {keys}, {block_q}, {block_k}"
-        firsts = range(0, queries, block_q)
-        last = [min(first + block_q, queries) for first in firsts]
-        seen = [each + keys - queries for each in last]  # keys seen by the last query of each block
-        mistakes = {
-            sum(-(-min(each, keys) // block_k) for each in last): (
-                "You aligned the mask at the top left. The last query sees all keys, so count"
-                " from the bottom right."
-            ),
-            len(parts): "You counted all tiles. Those above the diagonal are skipped.",
-            len(parts) / 2: (
-                "You counted half of the tiles. All tiles on the diagonal are computed, too."
-            ),
-            sum(-(-each // block_k) for each in seen): (
-                "A block of queries that sees no key has 0 tiles. You count a negative number"
-                " for it."
-            ),
-            sum(max(0, each) // block_k for each in seen): (
-                "You left out the tiles that a block of queries sees only in part. They are"
-                " computed, too."
-            ),
-            sum(-(-max(0, first + block_q + keys - queries) // block_k) for first in firsts): (
-                "You counted past the last query. The last block of queries may be shorter."
-            ),
-            sum(-(-max(0, first + 1 + keys - queries) // block_k) for first in firsts): (
-                "You counted the tiles that the first query of each block sees. Its last query may"
-                " see more."
-            ),
-            sum(-(-max(0, each - 1) // block_k) for each in seen): (
-                "You left out the key on the diagonal. A query sees this key, too."
-            ),
-            sum(max(0, each) // block_k + 1 for each in seen): (
-                "You count one tile too many for a block of queries that sees a whole number of"
-                " tiles."
-            ),
-        }
-        mistakes = {number: message for number, message in mistakes.items() if number != expected}
-        answer = function(queries, keys, block_q, block_k)
-        if answer is None:
-            return not_answered() if queries == 512 else returns_none(f"`{case}`")
-        verdict = expect_number(answer, expected, wrong_answers=mistakes)
-        if not verdict:
-            return wrong(
-                text("For {case}: {said}", case=f"`{case}`", said=say(verdict.message)),
-                exact=verdict.exact,
-            )
-    return right(
-        "Right: a tile is skipped if its first key comes after the last key that its last query"
-        " sees."
-    )
-
-
-#: Blocks of the checks' small case, which divide neither its 40 queries nor its 56 keys.
+#: Blocks of the small case, which divide neither its 40 queries nor its 56 keys.
 _BLOCKS = 16, 24
+#: Operators that an answer may run on the 128 tiles of the case of `_products`.
+_OPERATORS = 50_000
+
+_close = partial(is_close, rtol=1e-6, equal_nan=True)
 
 
 class _TileRecorder(TorchDispatchMode):
@@ -659,19 +187,15 @@ class _TileRecorder(TorchDispatchMode):
     def __init__(self, block_q: int, block_k: int, d: int) -> None:
         super().__init__()
         self.tile, self.d = block_q * block_k, d
-        self.too_large: list[tuple[int, ...]] = []
+        self.too_large: list[str] = []  # their shapes
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             axes = [size for size in tensor.shape if size > 1]
             if len(axes) > 1 and self.d not in axes and math.prod(axes) > self.tile:
-                self.too_large.append(tuple(tensor.shape))
+                self.too_large.append(f"`{tuple(tensor.shape)}`")
         return result
-
-
-#: Operators that an answer may run on the 128 tiles of the case of `_products`.
-_OPERATORS = 50_000
 
 
 def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
@@ -687,39 +211,17 @@ def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
             the tiles are much smaller than asked, or the products are not PyTorch's.
     """
     (n, d), blocks = case[0].shape, (16, 32)
-    slow = text(
-        "The numbers are right, but your code runs more than {limit:,} operators for 128 tiles."
-        " Compute all scores of a tile with one product.",
-        limit=_OPERATORS,
-    )
+    slow = say("common.too_many_operators", limit=_OPERATORS)
     with MemoryMeter() as meter, WorkLimit(_OPERATORS, slow):
         function(*case, *blocks)
     with _TileRecorder(*blocks, d) as recorder:
         function(*case, *blocks)
-    if meter.peak_bytes >= n * n * 4:
-        raise WrongAnswer(
-            "The numbers are right, but N × N numbers are live at once. Compute the scores of"
-            " one tile, use them, and release them before the next tile.",
-            exact=True,
-        )
-    if recorder.too_large:
-        raise WrongAnswer(
-            text(
-                "The numbers are right, but a tensor of shape {shape} has more scores than a tile"
-                " of (block_q, block_k). Write two loops, one over blocks of queries and one over"
-                " blocks of keys.",
-                shape=f"`{recorder.too_large[0]}`",
-            ),
-            exact=True,
-        )
-    if not meter.flops:
-        raise WrongAnswer(
-            "The numbers are right, but no product was computed by PyTorch. Use `@` on tensors, so"
-            " that the products can be counted.",
-            exact=True,
-        )
+    say.refuse_if(meter.peak_bytes >= n * n * 4, "common.all_scores_live")
+    for shape in recorder.too_large:
+        say.refuse("common.larger_than_a_tile", shape=shape)
+    say.refuse_if(not meter.flops, "common.no_product")
     _check_block_order(function, case, meter.flops / n)
-    return meter.flops / (2 * n * n * d)
+    return round(meter.flops / (2 * n * n * d), 2)
 
 
 def _check_block_order(
@@ -735,100 +237,30 @@ def _check_block_order(
     few = (q[:queries], k, v, *(x[:queries] for x in rest))
     with MemoryMeter() as meter, _TileRecorder(queries, blocks[1], q.shape[1]) as recorder:
         function(*few, *blocks)
-    if recorder.too_large and meter.flops <= queries * flops_per_query:
-        raise WrongAnswer(
-            text(
-                "The numbers are right, but with block_q = 64, block_k = 32 and 48 queries, a"
-                " tensor of shape {shape} has more scores than a tile. Did you exchange block_q"
-                " and block_k?",
-                shape=f"`{recorder.too_large[0]}`",
-            ),
-            exact=True,
-        )
+    if meter.flops <= queries * flops_per_query:
+        for shape in recorder.too_large:
+            say.refuse("common.blocks_exchanged", shape=shape)
 
 
-# Exercise 2: forward in tiles
-# -----------------------------------------------------------------------------------------------
-
-
-def _draw_shift(rng: random.Random) -> float:
-    return rng.uniform(0, 1)
-
-
-def large_and_small(
-    queries: int, keys: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v of one head with 16 features, equal on every machine.
-
-    Scores of some rows are all near 1000 or −1000, and those of others rise or fall by hundreds
-    from the first key to the last. All numbers are multiples of 1/16, small enough for products
-    that are exact in TF32 too.
-    """
-    d, shift = 16, draw_case(0.0, _draw_shift)
-    q, k, v = (
-        (torch.linspace(start, start + 40 * n, n * d).sin() * 24).round().view(n, d) / 16
-        for start, n in ((shift, queries), (1.0 + shift, keys), (2.0 + shift, keys))
-    )
-    k[:, 0], k[:, 1] = 4.0, (torch.arange(keys) - keys // 2) / 8
-    every = torch.arange(queries) % 6
-    q[:, 0] = torch.tensor([0.0, 0.0, 0.0, 1024.0, -1024.0, 1024.0])[every]
-    q[:, 1] = torch.tensor([0.0, 512.0, -512.0, 0.0, 0.0, -512.0])[every]
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-_FORWARD_MISTAKES = {
-    "no maximum": (
-        "You keep no maximum, so `exp` overflows for scores of 8000, and every weight is 0 for"
-        " scores of −8000."
-    ),
-    "starts at 0": (
-        "Your running maximum starts at 0 or at another number, so the sum of a row whose scores"
-        " are all far below it becomes 0. Start at −∞."
-    ),
-    "maximum of the tile": (
-        "Your new maximum is the maximum of this tile alone. If an earlier tile has a larger one,"
-        " the factor overflows. Take the larger of the two."
-    ),
-    "one maximum for all rows": (
-        "You keep one maximum for all rows, so the sum of a row far below it becomes 0. Keep one"
-        " maximum per row."
-    ),
-    "sum not rescaled": "You do not rescale the old sum when the maximum rises.",
-    "output not rescaled": (
-        "The log-sum-exp is right, but you do not rescale the old output when the maximum rises."
-    ),
-    "last tile": (
-        "The log-sum-exp is right, but your output has only the last tile. Add each tile's part to"
-        " the old output."
-    ),
-    "not divided": (
-        "The log-sum-exp is right, but you did not divide the output by the sum at the end."
-    ),
-    "softmax of the tile": (
-        "You took the softmax of each tile, which sums to 1 in every tile. Weights of one row must"
-        " sum to 1 over all tiles."
-    ),
-    "scale forgotten": "Your scores lack the scale 1 / √d.",
-    "scaled twice": "You divided the scores by d. Divide them by √d, and only once.",
-    "sum returned": (
-        "The output is right, but you returned log ℓ. The log-sum-exp is m + log ℓ, because ℓ is"
-        " relative to m."
-    ),
+FORWARD_MISTAKES = {
+    "forward.no_maximum": _NO_MAXIMUM,
+    "common.starts_at_zero": {"start": 0.0},
+    "forward.tile_alone": _OF_ONE_BLOCK,
+    "common.one_maximum": _OF_ALL_ROWS,
+    "common.sum_not_rescaled": {"total": lambda old, shrink, added: old + added},
+    "common.output_not_rescaled": _OUTPUT_NOT_RESCALED,
+    "forward.last_tile": _LAST_OUTPUT,
+    "forward.not_divided": {"result": lambda o, total, largest: (o, largest + total.log())},
+    "forward.softmax_of_a_tile": {
+        "weigh": lambda scores, new: scores.softmax(1),
+        **_FACTOR_OF_ONE,
+        "result": lambda o, total, largest: (o, largest + total.log()),
+    },
+    "forward.log_alone": {"result": lambda o, total, largest: (o / total, total.log())},
 }
 
 
-@exercise(
-    hint=(
-        (
-            "The outer loop takes a block of queries and starts m at −∞, and ℓ and O at 0. The"
-            " inner loop passes over the key blocks and updates all three, as in exercise 1."
-        ),
-        (
-            "Which of m, ℓ and O were computed relative to the old maximum, and so need a factor"
-            " when it rises? What remains to be done with O after the last key block?"
-        ),
-    )
-)
+@exercise()
 def check_forward(function: Any) -> Verdict:
     """Check `function(q, k, v, block_q, block_k)` -> (o, lse) of one head.
 
@@ -840,238 +272,310 @@ def check_forward(function: Any) -> Verdict:
     found = function(*(x.clone() for x in case), *_BLOCKS)
     if found is None:
         return not_answered()
-    if (
-        not isinstance(found, tuple | list)
-        or [getattr(x, "numel", int)() for x in found] != [40 * 16, 40]
-        or tuple(found[0].shape) != (40, 16)
-    ):
-        return wrong(
-            "Return the output, (n, d), and the log-sum-exps, (n,), as two tensors.", exact=True
-        )
-    found = found[0], found[1].flatten()
-    expected = reference_forward(*case, *_BLOCKS)
-    if not all(map(_equal, found, expected)):
-        return _wrong_forward(found, expected, case)
-    products = _products(function, _one_head(256, 256, 8, torch.float32)[:3])
-    if round(products, 2) != 2:
-        return wrong(
-            text(
-                "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs."
-                " Two are enough.",
-                products=products,
-            ),
-            exact=True,
-        )
-    return right("Right: two products per tile, and never more scores at once than a tile has.")
+    numels = [getattr(x, "numel", int)() for x in found] if isinstance(found, tuple | list) else []
+    say.refuse_if(numels != [640, 40] or found[0].shape != (40, 16), "forward.two_tensors")
+    found = [found[0].double(), found[1].flatten().double()]
+    if not _close(found, wanted := attention(*case)):
+        _refuse_forward(found, wanted, *case)
+    products = _products(function, one_head(256, 256, 8, torch.float32)[:3])
+    say.refuse_if(products != 2, "forward.products", products=products)
+    return say.right("forward.right")
 
 
-def _wrong_forward(
-    found: tuple[Tensor, ...], expected: tuple[Tensor, ...], case: tuple[Tensor, ...]
-) -> Verdict:
-    for mistake, message in _FORWARD_MISTAKES.items():
-        if all(map(_equal, found, reference_forward(*case, *_BLOCKS, mistake))):
-            return wrong(message, exact=True)
-    q, k, v = case
-    for keys in (len(q), len(k) // _BLOCKS[1] * _BLOCKS[1]):
-        if all(map(_equal, found, reference_forward(q, k[:keys], v[:keys], *_BLOCKS))):
-            return wrong(
-                "You left out the last keys. There may be more keys than queries, and the last key"
-                " block may be shorter.",
-                exact=True,
-            )
-    whole = len(q) // _BLOCKS[0] * _BLOCKS[0]
-    if all(_equal(x[:whole], y[:whole]) for x, y in zip(found, expected, strict=True)):
-        return wrong(
-            "All rows are right, except those of the last queries. The last block of queries may be"
-            " shorter.",
-            exact=True,
-        )
-    scaled = q * (q.shape[1] / len(k)) ** 0.5
-    if all(map(_equal, found, reference_forward(scaled, k, v, *_BLOCKS))):
-        return wrong(
-            "You divided the scores by the root of the number of keys. Divide them by √d, where d"
-            " is the number of features.",
-            exact=True,
-        )
-    if _equal(found[1], expected[1]):
-        return wrong(
-            "The log-sum-exp is right, but the output is not. Multiply the old output by the same"
-            " factor as the old sum, and add the product of the weights and V.",
-            exact=True,
-        )
+def _refuse_forward(
+    found: list[Tensor], wanted: list[Tensor], q: Tensor, k: Tensor, v: Tensor
+) -> NoReturn:
+    def in_tiles(q: Tensor, keys: int = len(k), **mistake: Any) -> list[Tensor]:
+        return forward_in_tiles(q, k[:keys], v[:keys], *_BLOCKS, **mistake)
+
+    (n, d), (block_q, block_k) = q.shape, _BLOCKS
+    whole_q, whole_k = n // block_q * block_q, len(k) // block_k * block_k
+    mistakes = {name: in_tiles(q, **mistake) for name, mistake in FORWARD_MISTAKES.items()}
+    other_cases = {
+        "common.no_scale": in_tiles(q * d**0.5),
+        "forward.divided_by_d": in_tiles(q * d**-0.5),
+        "forward.divided_by_keys": in_tiles(q * (d / len(k)) ** 0.5),
+        "forward.last_keys": (in_tiles(q, n), in_tiles(q, whole_k)),
+    }
+    refuse_mistakes(say, found, mistakes | other_cases, rtol=1e-6, equal_nan=True)
+    first_rows = _close([x[:whole_q] for x in found], [x[:whole_q] for x in wanted])
+    say.refuse_if(first_rows, "forward.last_queries")
+    right_output, right_lse = map(_close, found, wanted)
+    say.refuse_if(right_lse, "common.output")
     if not all(x.isfinite().all() for x in found):
-        return wrong(
-            "Your code overflows for scores of 8000 and −8000. Look at how you compute the new"
-            " maximum."
-        )
-    if _equal(found[0], expected[0]):
-        return wrong("The output is right, but the log-sum-exp is not. It is m + log ℓ.")
-    return wrong(
-        "The log-sum-exp is wrong. Look at the new maximum and at the factor for the old sum."
-    )
+        say.wrong("forward.overflow")
+    say.wrong("forward.log_sum_exp" if right_output else "common.log_sum_exp")
 
 
-# Exercise 3: dQ, dK, dV
-# -----------------------------------------------------------------------------------------------
-
-_GRADIENT_MISTAKES = {
-    "no D": (
-        "dV is right, but dQ and dK are not. The gradient of softmax subtracts D, the row sums"
-        " of dO ∘ O."
-    ),
-    "D of the tile": (
-        "dV is right, but dQ and dK are not. You summed D over one key block, but D is the sum"
-        " over the whole row. Compute it from dO and O."
-    ),
-    "softmax of the tile": (
-        "All three are wrong, because you took the softmax of each tile, which sums to 1 in every"
-        " tile. P is exp(S − lse)."
-    ),
-    "S not scaled": "All three are wrong, because your S lacks the scale 1 / √d.",
-    "scale forgotten": (
-        "dV is right, but dQ and dK are √d times too large. S contains the scale, so dS must"
-        " contain it, too."
-    ),
-    "dQ overwritten": (
-        "dK and dV are right, but your dQ has only the last key block. Every key block adds to dQ."
-    ),
-    "dK and dV overwritten": (
-        "dQ is right, but your dK and dV have only the last block of queries. Every block of"
-        " queries adds to them."
-    ),
-    "dV overwritten": (
-        "dQ and dK are right, but your dV has only the last block of queries. Every block of"
-        " queries adds to it."
-    ),
-    "dK overwritten": (
-        "dQ and dV are right, but your dK has only the last block of queries. Every block of"
-        " queries adds to it."
-    ),
-    "D outside": (
-        "dV is right, but dQ and dK are not. You subtract D from P ∘ dP. Subtract it from dP, and"
-        " multiply the difference by P."
-    ),
-    "D added": "dV is right, but dQ and dK are not. You add D to dP. Subtract it.",
-    "diagonal": (
-        "dV is right, but dQ and dK are not. You used only the diagonal of softmax's Jacobian. A"
-        " score changes all probabilities of its row."
-    ),
-    "all overwritten": (
-        "All three have only the last tile of their row or column. Every tile adds to dQ, dK and"
-        " dV."
-    ),
-    "divided": (
-        "You divide exp(S) by exp(lse), and both overflow for large scores. Subtract first: P"
-        " is exp(S − lse)."
-    ),
+# The small case has 16 features, so √d = 4.
+BACKWARD_MISTAKES: dict[str, dict[str, Any]] = {
+    "backward.no_d": {"gradient": lambda p, dp, d: p * dp},
+    "backward.d_of_a_tile": {"gradient": lambda p, dp, d: p * (dp - (p * dp).sum(1, keepdim=True))},
+    "backward.softmax_of_a_tile": {"weigh": lambda scores, lse: scores.softmax(1)},
+    "backward.s_not_scaled": {"weigh": lambda scores, lse: (4 * scores - lse).exp()},
+    "backward.ds_not_scaled": {"gradient": lambda p, dp, d: 4 * p * (dp - d)},
+    "backward.dq_overwritten": {"adds": (False, True, True)},
+    "backward.dk_and_dv_overwritten": {"adds": (True, False, False)},
+    "backward.dv_overwritten": {"adds": (True, True, False)},
+    "backward.dk_overwritten": {"adds": (True, False, True)},
+    "backward.d_outside": {"gradient": lambda p, dp, d: p * dp - d},
+    "backward.d_added": {"gradient": lambda p, dp, d: p * (dp + d)},
+    "backward.diagonal": {"gradient": lambda p, dp, d: p * (1 - p) * dp},
+    "backward.all_overwritten": {"adds": (False, False, False)},
+    "backward.divided": {"weigh": lambda scores, lse: scores.exp() / lse.exp()},
 }
 
 
-@exercise(
-    hint=(
-        (
-            "For each tile, compute P from S and lse, then dP and dS. Which quantity belongs to a"
-            " whole row, so that it must be computed before the loops?"
-        ),
-        (
-            "Each tile adds to some rows of dQ, and to some rows of dK and dV. Which rows are"
-            " these, and into which of the products does the scale enter?"
-        ),
-    )
-)
+@exercise()
 def check_backward(function: Any) -> Verdict:
     """Check `function(q, k, v, o, lse, grad_o, block_q, block_k)`.
 
     The gradients must be right in float64, with no more scores at once than a tile has. Five
     products per tile are enough in one pass; two passes need seven.
     """
-    case = _one_head(40, 56, 16, torch.float64)
+    case = one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), *_BLOCKS)
     if found is None or (
         isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found)
     ):
         return not_answered()
-    expected = reference_backward(*case, *_BLOCKS)
-    problem = _wrong_gradients(found, expected, case)
-    if problem is not None:
-        return problem
-    products = round(_products(function, _one_head(256, 256, 8, torch.float32)), 2)
-    if products == 7:
-        return right(
-            "Right: equal to the exact gradients in float64, in two passes with seven products per"
-            " tile. One pass needs five (section 6.5)."
-        )
-    if products != 5:
-        return wrong(
-            text(
-                "The numbers are right, but you compute {products:.1f} products of 2 N² d FLOPs."
-                " Five are enough.",
-                products=products,
-            ),
-            exact=True,
-        )
-    return right(
-        "Right: equal to the exact gradients in float64, with five products per tile and never"
-        " more scores at once than a tile has."
-    )
+    inputs = [x.clone().requires_grad_() for x in case[:3]]
+    wanted = torch.autograd.grad(attention(*inputs)[0], inputs, case[-1])
+    three = isinstance(found, tuple | list) and all(isinstance(x, Tensor) for x in found)
+    shapes = [x.shape for x in wanted]
+    say.refuse_if(not three or [x.shape for x in found] != shapes, "backward.three_tensors")
+    found = [x.double() for x in found]
+    if not _close(found, wanted):
+        mistakes = {
+            name: backward_in_tiles(*case, *_BLOCKS, **mistake)
+            for name, mistake in BACKWARD_MISTAKES.items()
+        }
+        refuse_mistakes(say, found, mistakes, rtol=1e-6, equal_nan=True)
+        _refuse_gradients(found, wanted)
+    products = _products(function, one_head(256, 256, 8, torch.float32))
+    say.refuse_if(products not in (5, 7), "backward.products", products=products)
+    return say.right("backward.right" if products == 5 else "backward.right_in_two_passes")
 
 
-def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return q, k, v, o, lse and an uneven gradient of o, equal on every machine.
+def _refuse_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn:
+    elsewhere = all(any(_close(one, other) for other in wanted) for one in found)
+    say.refuse_if(elsewhere, "backward.order")
+    pairs = list(zip(found, wanted, strict=True))
+    off = [name for name, pair in zip(("dQ", "dK", "dV"), pairs, strict=True) if not _close(*pair)]
+    for name, times in (("backward.too_large", 4), ("backward.too_small", 1 / 4)):
+        all_of_them = all(_close(one, other) or _close(one, times * other) for one, other in pairs)
+        say.refuse_if(all_of_them, name, names=", ".join(off))
+    say.wrong("backward.not_yet", names=", ".join(off))
 
-    Every fifth query has scores of 1000 and more.
+
+# Counts
+# --------------------------------------------------------------------------------------------------
+
+
+@numbers(
+    {
+        "one_for_two": {"forward": 2, "backward": 5, "two passes": 7},
+        "s_not_again": {"backward": 8},
+        "one_pass": {"two passes": 10},
+        "dp_once": {"two passes": 12},
+        "all_twice": {"two passes": 20},
+    }
+)
+def check_flops() -> dict[str, int]:
+    """Check {"forward", "backward", "two passes"}: FLOPs of each in N² d."""
+    return {"forward": 4, "backward": 10, "two passes": 14}
+
+
+#: Bytes of Q in one head, and of the log-sum-exps of all 32 heads
+_ONE, _LSE = 4096 * 128 * 2, 32 * 4096 * 4
+
+
+@numbers(
+    {
+        "all_heads": 128 * _ONE + _LSE,
+        "no_log_sum_exp": 80 * _ONE,
+        "bf16_log_sum_exp": 80 * _ONE + _LSE // 2,
+        "two_per_row": 80 * _ONE + 2 * _LSE,
+        "of_key_heads": 80 * _ONE + _LSE // 4,
+        "no_output": 48 * _ONE + _LSE,
+        "numbers": (40 * _ONE, 40 * _ONE + _LSE // 4),
+        "two_mistakes": 128 * _ONE,
+        "four_bytes": 160 * _ONE + _LSE,
+    },
+    in_bytes=True,
+)
+def check_grouped_bytes() -> int:
+    """Check the bytes that flash attention keeps with 32 query heads and 8 key heads.
+
+    The other sizes are d = 128, 4096 tokens, and bf16.
     """
-    shift = draw_case(0.0, _draw_shift)
-    q, k, v, grad_o = (
-        torch.linspace(start, start + 40 * n, n * d, dtype=dtype).sin().view(n, d) * 1.5
-        for start, n in (
-            (shift, queries),
-            (1.0 + shift, keys),
-            (2.0 + shift, keys),
-            (3.0 + shift, queries),
-        )
-    )
-    q[::5] *= 400
-    scores = q @ k.T * d**-0.5
-    return q, k, v, scores.softmax(1) @ v, torch.logsumexp(scores, 1), grad_o
+    return (32 + 8 + 8 + 32) * _ONE + _LSE
 
 
-def _wrong_gradients(
-    found: Any, expected: tuple[Tensor, ...], case: tuple[Tensor, ...]
-) -> Verdict | None:
-    shapes = [tuple(x.shape) for x in expected]
-    if (
-        not isinstance(found, tuple | list)
-        or not all(isinstance(x, Tensor) for x in found)
-        or [tuple(x.shape) for x in found] != shapes
-    ):
-        return wrong(
-            "Return three tensors dQ, dK and dV, with the shapes of q, k and v.", exact=True
-        )
-    if all(map(_equal, found, expected)):
-        return None
-    for mistake, message in _GRADIENT_MISTAKES.items():
-        if all(map(_equal, found, reference_backward(*case, *_BLOCKS, mistake))):
-            return wrong(message, exact=True)
-    if all(any(_equal(one, other) for other in expected) for one in found):
-        return wrong("You returned dQ, dK and dV in the wrong order.", exact=True)
-    pairs = list(zip(found, expected, strict=True))
-    off = [name for name, pair in zip(("dQ", "dK", "dV"), pairs, strict=True) if not _equal(*pair)]
-    names = ", ".join(off)
-    for power, message in (
-        (0.5, "Not right yet: {names}, by a factor of √d. It is too large."),
-        (-0.5, "Not right yet: {names}, by a factor of √d. It is too small."),
-    ):
-        times = case[0].shape[1] ** power
-        if all(_equal(one, other) or _equal(one, times * other) for one, other in pairs):
-            return wrong(text(message, names=names), exact=True)
-    return wrong(text("Not right yet: {names}.", names=names))
+def _draw_tiles(rng: random.Random) -> tuple[int, int, int, int]:
+    return rng.randint(40, 200), rng.randint(40, 200), rng.randint(8, 40), rng.randint(8, 40)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(
-        one.double(), other, rtol=1e-6, atol=1e-8, equal_nan=True
-    )
+def counted(
+    last: Callable[..., int] = lambda first, block_q, queries: min(first + block_q, queries),
+    seen: Callable[..., int] = lambda last, queries, keys: max(0, last + keys - queries),
+    rounded: Callable[..., int] = lambda seen, block_k: -(-seen // block_k),
+) -> Callable[[int, int, int, int], int]:
+    """Return a function that counts the tiles up to the keys that each block's last query sees.
+
+    Other arguments than the defaults introduce a mistake.
+    """
+
+    def count(queries: int, keys: int, block_q: int, block_k: int) -> int:
+        lasts = [last(first, block_q, queries) for first in range(0, queries, block_q)]
+        return sum(rounded(seen(each, queries, keys), block_k) for each in lasts)
+
+    return count
+
+
+@numbers(
+    {
+        "all": counted(seen=lambda last, queries, keys: keys),
+        "top_left": counted(seen=lambda last, queries, keys: min(last, keys)),
+        "half": lambda *case: counted(seen=lambda last, queries, keys: keys)(*case) / 2,
+        "diagonal": counted(rounded=lambda seen, block_k: -(-max(0, seen - 1) // block_k)),
+        "negative": counted(seen=lambda last, queries, keys: last + keys - queries),
+        "seen_in_part": counted(rounded=lambda seen, block_k: seen // block_k),
+        "past_the_last": counted(last=lambda first, block_q, queries: first + block_q),
+        "first_query": counted(last=lambda first, block_q, queries: first + 1),
+        "one_too_many": counted(rounded=lambda seen, block_k: seen // block_k + 1),
+    },
+    cases=lambda: cases(
+        (
+            (512, 512, 64, 64),
+            (100, 100, 32, 16),
+            (64, 256, 32, 64),
+            (64, 16, 16, 16),  # the first three blocks of queries see no key
+            (128, 64, 32, 32),
+            (100, 70, 32, 16),
+            (8, 4, 2, 1),
+        ),
+        _draw_tiles,
+    ),
+)
+def check_causal_tiles(queries: int, keys: int, block_q: int, block_k: int) -> int:
+    """Check `function(queries, keys, block_q, block_k)`: the tiles of a causal pass.
+
+    The mask is aligned at the bottom right.
+    """
+    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]
+    return sum(bool(part.any()) for part in parts)
+
+
+# Three lines of a kernel
+# --------------------------------------------------------------------------------------------------
+
+KERNEL_MISTAKES = {
+    "kernel.no_maximum": _NO_MAXIMUM,
+    "kernel.block_alone": _OF_ONE_BLOCK,
+    "kernel.one_maximum": _OF_ALL_ROWS,
+    "common.sum_not_rescaled": _FACTOR_OF_ONE,
+    "kernel.upside_down": _UPSIDE_DOWN,
+    "common.output_not_rescaled": _OUTPUT_NOT_RESCALED,
+    "kernel.columns": {"output": lambda old, shrink, added: old * shrink.T + added},
+    "kernel.last_block": _LAST_OUTPUT,
+    "kernel.all_rescaled": {"output": lambda old, shrink, added: (old + added) * shrink},
+}
+
+
+@exercise()
+def check_kernel(run: Any) -> Verdict:
+    """Check `run(q, k, v)` -> (o, lse) of one head by the reader's kernel, with Triton."""
+    if _is_untouched(run):
+        return not_answered()
+    try:
+        import triton  # noqa: F401 - whether it is installed
+    except ImportError:
+        return Verdict(None, say("kernel.no_triton"))
+    q, k, v = large_and_small(45, 45)  # the last block of 16 has 13 rows
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with flop_counter() as counter, numpy.errstate(all="ignore"):  # Triton's interpreter is NumPy
+        try:
+            found = run(*(x.to(device) for x in (q, k, v)))
+        except Exception as error:  # Triton's interpreter wraps errors in errors
+            raise _root_cause(error) from None
+    if found is None:
+        return not_answered()
+    say.refuse_if(counter.get_total_flops(), "kernel.by_pytorch")
+    wanted = attention(q, k, v)
+    found = [x.float().cpu().reshape(y.shape) for x, y in zip(found, wanted, strict=True)]
+    right_output, right_lse = map(partial(is_close, atol=2e-3, equal_nan=True), found, wanted)
+    if not (right_output and right_lse):
+        # the kernel computes whole blocks: queries after the last one are zeros
+        queries, keys, values = (pad(x, (0, 0, 0, 3)) for x in (q, k, v))
+
+        def of_kernel(k: Tensor, v: Tensor, **mistake: Any) -> list[Tensor]:
+            return [x[:45] for x in forward_in_tiles(queries, k, v, 16, 16, **mistake)]
+
+        mistakes = {name: of_kernel(k, v, **mistake) for name, mistake in KERNEL_MISTAKES.items()}
+        mistakes["kernel.beyond"] = of_kernel(keys, values)
+        refuse_mistakes(say, found, mistakes, atol=2e-3, equal_nan=True)
+        say.refuse_if(right_lse, "common.output")
+        finite = all(x.isfinite().all() for x in found)
+        say.wrong("common.log_sum_exp" if finite else "kernel.overflow")
+    return say.right("kernel.right")
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_untouched(run: Any) -> bool:
+    """Return whether `fold`, which the kernel calls, is still the cell's original.
+
+    That contains only exp and sum.
+    """
+    function = getattr(run, "__globals__", {}).get("fold")
+    code = getattr(getattr(function, "fn", function), "__code__", None)
+    return code is not None and set(code.co_names) <= {"tl", "exp", "sum"}
+
+
+# Probabilities from the log-sum-exp
+# --------------------------------------------------------------------------------------------------
+
+
+@exercise()
+def check_probabilities(function: Any) -> Verdict:
+    """Check P of one head, `(n, n)`, computed from Q, K and the log-sum-exp."""
+    # q @ k.T is not symmetric, so that q and k cannot be exchanged
+    end = draw_case(2.0, lambda rng: rng.uniform(1.8, 2.2))
+    q, k = torch.linspace(-2, end, 80).view(5, 16), torch.linspace(1, 41, 80).sin().view(5, 16)
+    scores = q @ k.T / 4
+    lse = scores.logsumexp(1)
+
+    def result(*given: Tensor) -> Any:
+        found = function(*(x.clone() for x in given))
+        return found.float() if isinstance(found, Tensor) else found
+
+    found = result(q, k, lse)
+    if found is None:
+        return not_answered()
+    matrix = isinstance(found, Tensor) and found.shape == (5, 5)
+    say.refuse_if(not matrix, "probabilities.no_matrix")
+    large = result(50 * q, 50 * k, (2500 * scores).logsumexp(1))
+    overflows = isinstance(large, Tensor) and large.isnan().any() and not found.isnan().any()
+    say.refuse_if(overflows, "probabilities.overflow")
+    mistakes = {
+        "common.no_scale": (q @ k.T - lse[:, None]).exp(),
+        "probabilities.wrong_axis": (scores - lse).exp(),
+        "probabilities.logarithms": scores - lse[:, None],
+    }
+    refuse_mistakes(say, found, mistakes, atol=1e-5)
+    if not is_close(found, scores.softmax(1), atol=1e-5):
+        sums_of_one = is_close(found.sum(1), torch.ones(5), atol=1e-4)
+        say.wrong("probabilities.other" if sums_of_one else "probabilities.sums")
+    halved = result(q, k, lse + math.log(2))  # the lse if every key occurred twice
+    if not isinstance(halved, Tensor) or not is_close(2 * halved, found, atol=1e-5):
+        say.wrong("probabilities.not_from_lse")
+    return say.right("probabilities.right")
 
 
 def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:
@@ -1085,11 +589,11 @@ def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Call
         import triton
         import triton.language as tl
     except ImportError:
-        missing = (
+        missing = text(
             "Triton is not installed here (on Linux: pip install triton), so you can read this"
             " section's kernels but not run them."
         )
-        print(say(missing))
+        print(say_label(missing))
         return None, SimpleNamespace(constexpr=int), lambda function: function
     from course_lib.attention.kernels import INTERPRETED
 

@@ -1,47 +1,68 @@
-"""Attention of one head in tiles of queries and keys, forward and backward."""
+"""Attention of one head, at once and in tiles of queries and keys.
+
+The functions in tiles introduce a mistake where other arguments than their defaults are given.
+"""
 
 import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from course_lib.teaching.exercises import draw_case
 
-def reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, block_q: int, block_k: int, mistake: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of one head, (n, d) and (n,), tile by tile.
 
-    `mistake` names a mistake that learners make, which is then included.
+def attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return the output and the log-sum-exp, (n, d) and (n,), from all scores at once."""
+    scores = q @ k.T * q.shape[1] ** -0.5
+    return [scores.softmax(1) @ v, scores.logsumexp(1)]
+
+
+Step = Callable[..., Tensor]  # what is computed in one line of a loop
+
+
+def fold(
+    tiles: Iterable[tuple[Tensor, Tensor]],
+    *,
+    start: float = -math.inf,
+    of_rows: Step = lambda scores: scores.amax(1, keepdim=True),
+    larger: Step = torch.maximum,
+    factor: Step = lambda old, new: (old - new).exp(),
+    weigh: Step = lambda scores, new: (scores - new).exp(),
+    total: Step = lambda old, shrink, added: old * shrink + added,
+    output: Step = lambda old, shrink, added: old * shrink + added,
+    result: Callable = lambda o, total, largest: (o / total, largest + total.log()),
+) -> list[Tensor]:
+    """Return the output and the log-sum-exp of a block of queries, (n, d) and (n,).
+
+    Args:
+        tiles: Scores, (n, keys), and values, (keys, d), of each tile.
     """
-    power = {"scale forgotten": 0.0, "scaled twice": -1.0}.get(mistake, -0.5)
-    scale = q.shape[1] ** power
-    outputs, log_sums = [], []
-    for query in q.split(block_q):
-        o, total = torch.zeros_like(query), query.new_zeros(len(query), 1)
-        start = 0.0 if mistake in ("starts at 0", "no maximum") else -math.inf
-        largest = query.new_full((len(query), 1), start)
-        for key, value in zip(k.split(block_k), v.split(block_k), strict=True):
-            scores = query @ key.T * scale
-            highest = scores.amax(1, keepdim=True)
-            if mistake == "one maximum for all rows":
-                highest = scores.max().expand_as(highest)
-            new = highest if mistake == "maximum of the tile" else torch.maximum(largest, highest)
-            new = largest if mistake == "no maximum" else new
-            weights, shrink = (scores - new).exp(), (largest - new).exp()
-            if mistake == "softmax of the tile":
-                weights, shrink = scores.softmax(1), torch.ones_like(shrink)
-            added = weights @ value
-            kept = {"output not rescaled": o, "last tile": torch.zeros_like(o)}
-            o = kept.get(mistake, o * shrink) + added
-            old = total if mistake == "sum not rescaled" else total * shrink
-            total, largest = old + weights.sum(1, keepdim=True), new
-        whole = mistake in ("not divided", "softmax of the tile")
-        outputs.append(o if whole else o / total)
-        log_sums.append((total.log() if mistake == "sum returned" else largest + total.log())[:, 0])
-    return torch.cat(outputs), torch.cat(log_sums)
+    largest, sums, o = torch.tensor(start), torch.tensor(0.0), torch.tensor(0.0)
+    for scores, value in tiles:
+        new = larger(largest, of_rows(scores))
+        shrink, weights = factor(largest, new), weigh(scores, new)
+        o = output(o, shrink, weights @ value)
+        sums, largest = total(sums, shrink, weights.sum(1, keepdim=True)), new
+    found, lse = result(o, sums, largest)
+    return [found, lse.flatten()]
 
 
-def reference_backward(
+def forward_in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, block_q: int, block_k: int, **mistake: Any
+) -> list[Tensor]:
+    """Return what `attention` returns, computed by `fold` with its arguments."""
+    blocks = list(zip(k.split(block_k), v.split(block_k), strict=True))
+    parts = [
+        fold(((rows @ key.T * q.shape[1] ** -0.5, value) for key, value in blocks), **mistake)
+        for rows in q.split(block_q)
+    ]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def backward_in_tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,43 +71,72 @@ def reference_backward(
     grad_o: Tensor,
     block_q: int,
     block_k: int,
-    mistake: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV of one head, (n, d) each, computed tile by tile.
+    *,
+    weigh: Step = lambda scores, lse: (scores - lse).exp(),
+    gradient: Step = lambda p, dp, d: p * (dp - d),
+    adds: tuple[bool, bool, bool] = (True, True, True),
+) -> list[Tensor]:
+    """Return dQ, dK and dV, with the shapes of q, k and v.
 
-    `mistake` names a mistake that learners make, which is then included.
+    Args:
+        q: Shape (n, d), as o and its gradient `grad_o`; k and v may have another length.
+        lse: Log-sum-exp of each query, (n,).
+        gradient: Function of P, dP and D, the row sums of dO ∘ O, that returns dS.
+        adds: Whether each tile adds to dQ, dK and dV.
     """
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    keep_q = mistake not in ("dQ overwritten", "all overwritten")
-    keep_k, keep_v = (
-        mistake not in ("dK and dV overwritten", "all overwritten", f"{name} overwritten")
-        for name in ("dK", "dV")
-    )
-    for start in range(0, len(k), block_k):
-        keys = slice(start, start + block_k)
-        for first in range(0, len(q), block_q):
-            rows = slice(first, first + block_q)
-            scores = q[rows] @ k[keys].T * (1 if mistake == "S not scaled" else scale)
-            p = (scores - lse[rows, None]).exp()
-            if mistake == "softmax of the tile":
-                p = scores.softmax(1)
-            if mistake == "divided":
-                p = scores.exp() / lse[rows, None].exp()
-            dp = grad_o[rows] @ v[keys].T
-            ds = _gradient_of_softmax(p, dp, dots[rows], mistake)
-            ds = ds * (1 if mistake == "scale forgotten" else scale)
-            dv[keys] = dv[keys] * keep_v + p.T @ grad_o[rows]
-            dk[keys] = dk[keys] * keep_k + ds.T @ q[rows]
-            dq[rows] = dq[rows] * keep_q + ds @ k[keys]
-    return dq, dk, dv
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for keys in torch.arange(len(k)).split(block_k):
+        for rows in torch.arange(len(q)).split(block_q):
+            p = weigh(q[rows] @ k[keys].T * scale, lse[rows, None])
+            ds = gradient(p, grad_o[rows] @ v[keys].T, dots[rows]) * scale
+            parts = (rows, ds @ k[keys]), (keys, ds.T @ q[rows]), (keys, p.T @ grad_o[rows])
+            for whole, (places, part), add in zip(found, parts, adds, strict=True):
+                whole[places] = whole[places] * add + part
+    return found
 
 
-def _gradient_of_softmax(p: Tensor, dp: Tensor, dots: Tensor, mistake: str) -> Tensor:
-    if mistake == "D outside":
-        return p * dp - dots
-    if mistake == "diagonal":
-        return p * (1 - p) * dp
-    if mistake == "D of the tile":
-        dots = (p * dp).sum(1, keepdim=True)
-    return p * (dp - dots * {"no D": 0, "D added": -1}.get(mistake, 1))
+# Cases
+# --------------------------------------------------------------------------------------------------
+
+
+def _draw_shift(rng: random.Random) -> float:
+    return rng.uniform(0, 1)
+
+
+def _waves(*lengths: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of these lengths with d features between -1 and 1, equal on every machine."""
+    shift = draw_case(0.0, _draw_shift)
+    return [
+        torch.linspace(place + shift, place + shift + 40 * n, n * d, dtype=dtype).sin().view(n, d)
+        for place, n in enumerate(lengths)
+    ]
+
+
+def large_and_small(
+    queries: int, keys: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of one head with 16 features, equal on every machine.
+
+    Scores of some rows are all near 1000 or −1000, and those of others rise or fall by hundreds
+    from the first key to the last. All numbers are multiples of 1/16, small enough for products
+    that are exact in TF32 too.
+    """
+    waves = _waves(queries, keys, keys, d=16, dtype=torch.float32)
+    q, k, v = ((x * 24).round() / 16 for x in waves)
+    k[:, 0], k[:, 1] = 4.0, (torch.arange(keys) - keys // 2) / 8
+    every = torch.arange(queries) % 6
+    q[:, 0] = torch.tensor([0.0, 0.0, 0.0, 1024.0, -1024.0, 1024.0])[every]
+    q[:, 1] = torch.tensor([0.0, 512.0, -512.0, 0.0, 0.0, -512.0])[every]
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return q, k, v, o, lse and an uneven gradient of o, equal on every machine.
+
+    Every fifth query has scores of 1000 and more.
+    """
+    waves = _waves(queries, keys, keys, queries, d=d, dtype=dtype)
+    q, k, v, grad_o = (x * 1.5 for x in waves)
+    q[::5] *= 400
+    return q, k, v, *attention(q, k, v), grad_o

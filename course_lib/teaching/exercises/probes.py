@@ -11,17 +11,22 @@ from course_lib.memory import MemoryMeter
 from .messages import Messages
 
 
-def is_close(found: Any, wanted: Any, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether numbers or tensors, or sequences of them, agree; a missing tensor does not."""
+def is_close(
+    found: Any, wanted: Any, *, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """Return whether numbers or tensors, or sequences of them, agree; a missing tensor does not.
+
+    With `equal_nan`, tensors also agree where both are nan.
+    """
+    options: dict[str, Any] = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}
     if isinstance(wanted, Sequence):
         return len(found) == len(wanted) and all(
-            is_close(one, other, rtol=rtol, atol=atol)
-            for one, other in zip(found, wanted, strict=True)
+            is_close(one, other, **options) for one, other in zip(found, wanted, strict=True)
         )
     if found is None:
         return False
     if isinstance(wanted, Tensor):
-        return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rtol, atol=atol)
+        return found.shape == wanted.shape and torch.allclose(found, wanted, **options)
     return abs(found - wanted) <= atol + rtol * abs(wanted)
 
 
@@ -31,7 +36,7 @@ def refuse_mistakes(
     mistakes: Mapping[str, Any],
     *,
     within: str | None = None,
-    **tolerance: float,
+    **tolerance: Any,
 ) -> None:
     """Refuse a result that is what a known mistake gives.
 
@@ -40,7 +45,7 @@ def refuse_mistakes(
         found: The answer's result: a number, a tensor, or a sequence of tensors.
         mistakes: Name of a message -> the result of the mistake, or a tuple of results.
         within: Name of a message that has the mistake's as its {reason}.
-        tolerance: `rtol` and `atol` of `is_close`.
+        tolerance: `rtol`, `atol` and `equal_nan` of `is_close`.
 
     Raises:
         WrongAnswer: The result is that of a mistake.
