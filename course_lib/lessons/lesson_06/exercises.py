@@ -416,7 +416,7 @@ def _draw_tiles(rng: random.Random) -> tuple[int, int, int, int]:
     return rng.randint(40, 200), rng.randint(40, 200), rng.randint(8, 40), rng.randint(8, 40)
 
 
-def counted(
+def tile_count(
     last: Callable[..., int] = lambda first, block_q, queries: min(first + block_q, queries),
     seen: Callable[..., int] = lambda last, queries, keys: max(0, last + keys - queries),
     rounded: Callable[..., int] = lambda seen, block_k: -(-seen // block_k),
@@ -435,15 +435,15 @@ def counted(
 
 @numbers(
     {
-        "all": counted(seen=lambda last, queries, keys: keys),
-        "top_left": counted(seen=lambda last, queries, keys: min(last, keys)),
-        "half": lambda *case: counted(seen=lambda last, queries, keys: keys)(*case) / 2,
-        "diagonal": counted(rounded=lambda seen, block_k: -(-max(0, seen - 1) // block_k)),
-        "negative": counted(seen=lambda last, queries, keys: last + keys - queries),
-        "seen_in_part": counted(rounded=lambda seen, block_k: seen // block_k),
-        "past_the_last": counted(last=lambda first, block_q, queries: first + block_q),
-        "first_query": counted(last=lambda first, block_q, queries: first + 1),
-        "one_too_many": counted(rounded=lambda seen, block_k: seen // block_k + 1),
+        "all": tile_count(seen=lambda last, queries, keys: keys),
+        "top_left": tile_count(seen=lambda last, queries, keys: min(last, keys)),
+        "half": lambda *case: tile_count(seen=lambda last, queries, keys: keys)(*case) / 2,
+        "diagonal": tile_count(rounded=lambda seen, block_k: -(-max(0, seen - 1) // block_k)),
+        "negative": tile_count(seen=lambda last, queries, keys: last + keys - queries),
+        "seen_in_part": tile_count(rounded=lambda seen, block_k: seen // block_k),
+        "past_the_last": tile_count(last=lambda first, block_q, queries: first + block_q),
+        "first_query": tile_count(last=lambda first, block_q, queries: first + 1),
+        "one_too_many": tile_count(rounded=lambda seen, block_k: seen // block_k + 1),
     },
     cases=lambda: cases(
         (
