@@ -636,7 +636,7 @@ REACHES = [
         (f"import {name}", f"imports {name}")
         for name in ("timeit", "code", "codeop", "runpy", "pickle", "marshal", "doctest", "pdb")
     ),
-    ("lesson_01.formulas.f", "uses lesson_01.formulas, a module of the checks"),
+    ("lesson_01.exercises.f", "uses lesson_01.exercises, a module of the checks"),
     ("one = lesson_01\none.exercises", "uses one.exercises, a module of the checks"),
     ("import course_lib\ncourse_lib.teaching.exercises.seed", "uses course_lib.teaching"),
     ("import course_lib.teaching as t\nt.exercises.seed", "uses t.exercises"),
@@ -696,7 +696,7 @@ def test_reading_reports_lines_that_reach_beyond_an_answer(source, said):
 
 
 HELPERS = re.compile(  # lines with which a file of answers makes several answers
-    r"imports course_lib\.lessons|line 140 uses eval|changes (wire|room)\."
+    r"imports course_lib\.lessons|line 135 uses eval|changes (wire|room)\."
 )
 
 

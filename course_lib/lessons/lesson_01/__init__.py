@@ -22,6 +22,10 @@ from .exercises import (
     WEIGHTS,
     check_adapter_bytes,
     check_largest_batch,
+    check_layer_formula,
+    check_llama_formula,
+    check_meter,
+    check_new_storages,
     check_training_state,
     check_whole_peak,
 )
@@ -39,9 +43,8 @@ from .figures import (
     with_adapters,
     with_factor_dropout,
 )
-from .formulas import check_layer_formula, check_llama_formula
 from .gpu import attention_sequence, decoder_step, korthikanti, monitor
-from .meters import check_meter, check_new_storages, storages
+from .meters import storages
 
 __all__ = [
     "ALLOCATOR_CLAIMS",
