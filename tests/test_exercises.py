@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from answers import CHECKS, TABLES
 
 from course_lib import labels, lessons
 from course_lib.labels import LabelError, in_both_languages
-from course_lib.teaching.exercises import Messages, each, exercise, largest, numbers
+from course_lib.teaching.exercises import Messages, each, exercise, largest, numbers, throughout
 from course_lib.teaching.exercises.messages import read
 from course_lib.teaching.exercises.probes import is_close, refuse_mistakes, run_forward
 from course_lib.teaching.exercises.verdicts import WrongAnswer
@@ -26,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def names_in(file):
-    """Return the strings and f-strings in the code of a lesson, and the table of each check."""
+    """Return the strings in the code of a lesson, and their words."""
     for path in file.parent.glob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+                yield from {node.value, *node.value.split()}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
@@ -102,6 +103,10 @@ hint = {en = "hint", zh = "提示"}
 right = {en = "Right.", zh = "对。"}
 double = {en = "You doubled it.", zh = "翻倍了。"}
 swapped = {en = "You swapped them.", zh = "换了。"}
+[area]
+hint = {en = "hint", zh = "提示"}
+right = {en = "Right.", zh = "对。"}
+other = {en = "{sides}: not {given:g} but {wanted}.", zh = "{sides}：是 {wanted}，不是 {given:g}。"}
 [size]
 hint = {en = "hint", zh = "提示"}
 right = {en = "Right: {here}, then {above}.", zh = "对：{here}，{above}。"}
@@ -112,7 +117,7 @@ zero = {en = "It fits always.", zh = "总放得下。"}
 
 @pytest.fixture
 def made(tmp_path):
-    """Return the checks of a small module with a table of rows and a largest size."""
+    """Return the checks of a small module: a table of rows, one number, and a largest size."""
     (tmp_path / "messages.toml").write_text(MESSAGES, "utf-8")
     source = """
 @numbers(
@@ -122,6 +127,12 @@ def made(tmp_path):
 def check_rows(n):
     return {"a": n, "b": n + 5}
 
+@numbers(
+    {}, cases=([2, 3], [4, 5]), blank=(None, 0), otherwise="other", in_bytes=True
+)
+def check_area(sides):
+    return sides[0] * sides[1]
+
 @largest(range(10), 42, {"zero": 0})
 def check_size(size):
     return 10 * size
@@ -130,11 +141,11 @@ def check_size(size):
     path.write_text(source, "utf-8")
     names = {"numbers": numbers, "each": each, "largest": largest}
     exec(compile(source, str(path), "exec"), names)
-    return names["check_rows"], names["check_size"]
+    return names["check_rows"], names["check_area"], names["check_size"]
 
 
 def test_table_with_rows_and_cases_names_case_row_and_mistake(made):
-    check, _ = made
+    check, *_ = made
     assert check(lambda n: {"a": n, "b": n + 5})
     wrong = check(lambda n: {"a": n + 5 * (n == 7), "b": n + 5 - 5 * (n == 7)})
     assert "n = 7" in wrong.message and "`a`" in wrong.message and "swapped" in wrong.message
@@ -145,8 +156,125 @@ def test_table_with_rows_and_cases_names_case_row_and_mistake(made):
     assert check(lambda n: {"a": n + 1, "b": n + 5}).hint == "hint"
 
 
+def test_number_that_no_mistake_explains_is_shown_beside_the_right_one(made):
+    _, check, _ = made
+    for answer, message in (
+        (lambda sides: 20, "[2, 3]: not 20 but 6."),
+        (lambda sides: (sides[0] - 2) * 10, "[2, 3]: not 0 but 6."),
+        (lambda sides: 0.006, "For sides = [2, 3]: That is in kB. Give bytes."),
+        (lambda sides: "6", "For sides = [2, 3]: Expected one number, got a `str`."),
+        (lambda sides: 0, "Not answered yet."),
+    ):
+        assert check(answer).message == message
+    once = check(lambda sides: 6 if sides == [2, 3] else None)
+    assert "returns None for sides = [4, 5]" in once.message
+
+
+FORMULA = """
+[formula]
+hint = {en = "hint", zh = "提示"}
+right = {en = "Right.", zh = "对。"}
+one_size = {en = "{row}: right for {right}, not {wrong}.", zh = "{row}：{right} 对，{wrong} 不对。"}
+halved = {en = "All halved.", zh = "全折半。"}
+no_s = {en = "No s.", zh = "漏 s。"}
+[common]
+no_h = {en = "No h.", zh = "漏 h。"}
+"""
+
+
+@pytest.fixture
+def formula(tmp_path):
+    """Return the check of a function with rows, of which `bytes` is in bytes."""
+    (tmp_path / "messages.toml").write_text(FORMULA, "utf-8")
+    source = """
+@numbers(
+    {
+        "halved": throughout(each(lambda count, *_: count // 2)),
+        "no_h": lambda s, h: {"bytes": 1000 * s},
+        "no_s no_h": lambda s, h: {"bytes": 1000},
+    },
+    cases=((2, 8), (4, 6)),
+    in_bytes=["bytes"],
+    blank=lambda given, s, h: given == {"count": s, "bytes": 0},
+    elsewhere="one_size",
+)
+def check_formula(s, h):
+    return {"count": 10 * s, "bytes": 1000 * s * h}
+"""
+    path = tmp_path / "made.py"
+    path.write_text(source, "utf-8")
+    names = {"numbers": numbers, "each": each, "throughout": throughout}
+    exec(compile(source, str(path), "exec"), names)
+    return names["check_formula"]
+
+
+def of_rows(count="10 * s", size="1000 * s * h"):
+    return lambda s, h: {
+        name: eval(row, {"s": s, "h": h})
+        for name, row in zip(("count", "bytes"), (count, size), strict=True)
+    }
+
+
+def test_table_of_formulas_names_mistakes_of_a_row_of_all_rows_and_of_one_case(formula):
+    assert formula(of_rows()) and formula(of_rows(count="5 * s + 5 * s"))
+    for answer, message in (
+        (of_rows(size="1000 * s"), "`bytes`: Not yet. No h."),
+        (of_rows(size="1000"), "`bytes`: Not yet. No s. No h."),
+        (of_rows("5 * s", "500 * s * h"), "Not yet. All halved."),
+        (of_rows(count="5 * s"), "`count`: Not yet. The number is too small."),
+        (of_rows(count="20"), "`count`: right for s = 2, h = 8, not s = 4, h = 6."),
+        (of_rows(count="40"), "`count`: right for s = 4, h = 6, not s = 2, h = 8."),
+        (of_rows(size="s * h"), "`bytes`: That is in kB. Give bytes."),
+        (of_rows(count="s / 100"), "`count`: Not yet. The number is too small."),
+        (of_rows("s", "0"), "Not answered yet."),
+        (of_rows("s", "1"), "`count`: Not yet. The number is too small."),
+        (lambda s, h: s, "Return a dictionary with the keys `count`, `bytes`."),
+    ):
+        assert formula(answer).message == message
+
+
+SECONDS = """
+[seconds]
+hint = {en = "hint", zh = "提示"}
+right = {en = "Right: {worst:.2f}.", zh = "对：{worst:.2f}。"}
+place = {en = "Case {n}: {message}", zh = "{n} 时：{message}"}
+half = {en = "Half.", zh = "一半。"}
+"""
+
+
+def test_table_has_tolerances_of_cases_and_of_mistakes_and_measures_the_answer(tmp_path):
+    (tmp_path / "messages.toml").write_text(SECONDS, "utf-8")
+    source = """
+@numbers(
+    {"half": throughout(lambda n: n / 2, tolerance=0.1)},
+    cases=[10, 1000],
+    tolerance=lambda n: 0.5 if n == 10 else 0.01,
+    place="place",
+    within=lambda: entered.append(1) or nullcontext(),
+    right_values=lambda answers: {"worst": max(abs(given / n - 1) for (n,), given in answers)},
+)
+def check_seconds(n):
+    return n
+"""
+    (tmp_path / "made.py").write_text(source, "utf-8")
+    names = {
+        "numbers": numbers,
+        "throughout": throughout,
+        "nullcontext": nullcontext,
+        "entered": [],
+    }
+    exec(compile(source, str(tmp_path / "made.py"), "exec"), names)
+    check = names["check_seconds"]
+    assert check(lambda n: n + 4) and check(lambda n: n + 4).message == "Right: 0.40."
+    assert check(lambda n: n + 40).message == "Case 10: Not yet. The number is too large."
+    assert check(lambda n: n * 1.4).message == "Case 1000: Not yet. The number is too large."
+    assert check(lambda n: n * 0.46).message == "Not yet. Half."
+    assert check(lambda n: n * 0.55 - 2).message == "Case 10: Not yet. The number is too small."
+    assert len(names["entered"]) == 12
+
+
 def test_largest_size_names_the_peaks_of_the_answer_and_of_the_next_size(made):
-    _, check = made
+    *_, check = made
     assert check(4) and check(4).message == "Right: 40, then 50."
     assert "fits as well" in check(3).message and "too large" in check(5).message
     assert "It fits always" in check(0).message and check(77).message == "No size."

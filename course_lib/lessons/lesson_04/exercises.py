@@ -20,173 +20,79 @@ from course_lib.lessons.work import WorkLimit
 from course_lib.offload import Store
 from course_lib.simulated import SimulatedDevice
 from course_lib.simulated.operators import HOST_READS
-from course_lib.teaching import Verdict, expect_number, text
+from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import (
-    WrongAnswer,
+    Messages,
     cases,
     draw_case,
     exercise,
     not_answered,
-    right,
+    numbers,
+    throughout,
     wrong,
 )
+from course_lib.teaching.exercises.probes import uneven_gradient
 
 from .simulation import clock
 
-#: Verdict on a mistake -> the formula with that mistake, or several such formulas.
-Mistakes = Mapping[str, Callable[..., float] | tuple[Callable[..., float], ...]]
-
-
-def _differs(
-    function: Any,
-    wanted: Mapping[tuple, tuple[float, float]],
-    mistakes: Mistakes,
-    close: float,
-    case_is: Callable[..., str],
-    in_bytes: bool = False,
-) -> tuple[Verdict | None, dict[tuple, Any]]:
-    """Compare a function of numbers with the right values.
-
-    Args:
-        function: The reader's function.
-        wanted: Case -> right value, and a relative tolerance.
-        mistakes: Mistakes to look for. The verdict is that of the first one whose formula gives the
-            reader's results in all cases, within `close`.
-        close: Relative tolerance for `mistakes`.
-        case_is: Function that describes a case.
-        in_bytes: Whether bytes are expected, so that other units are named.
-
-    Returns:
-        The verdict, or None if the function is right; and its result for each case.
-    """
-    given = {case: function(*case) for case in wanted}
-    empty = [case for case, value in given.items() if value is None or value is ...]
-    if len(empty) == len(given):
-        return not_answered(), given
-    if empty:
-        message = text("{case}: your function returned nothing.", case=case_is(*empty[0]))
-        return wrong(message, exact=True), given
-    for case, (value, tolerance) in wanted.items():
-        verdict = expect_number(given[case], value, tolerance=tolerance, in_bytes=in_bytes)
-        if verdict.exact and not verdict:
-            return verdict, given
-        if not verdict:
-            for message, formulas in mistakes.items():
-                for formula in formulas if isinstance(formulas, tuple) else (formulas,):
-                    if all(
-                        expect_number(each, formula(*at), tolerance=close)
-                        for at, each in given.items()
-                    ):
-                        return wrong(text("Not yet. {reason}", reason=message), exact=True), given
-            return (
-                wrong(text("{case}: {message}", case=case_is(*case), message=verdict.message)),
-                given,
-            )
-    return None, given
-
+say = Messages(__file__)
 
 # The time of a step
 # --------------------------------------------------------------------------------------------------
 
-
-def _backward(g: float, c: float, p: int) -> float:
-    """Return the time of a layer's backward: its products take g, its two copies c each.
-
-    With p = 0 both copies come before the products, with p = 1 one of them runs next to the
-    products, and with p = 2 both do.
-    """
-    return {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
+Time = Callable[..., Any]
 
 
-def _step_time(layers: int, f: float, g: float, c: float, p: int) -> float:
-    """Return the time of forward and backward.
+def _step(
+    forward: Time = lambda f, c: max(f, 2 * c),
+    p0: Time = lambda g, c: g + 2 * c,
+    p1: Time = lambda g, c: c + max(g, c),
+    p2: Time = lambda g, c: max(g, 2 * c),
+) -> Time:
+    """Return the formula of the time of forward and backward.
 
-    In forward both copies run next to the product. The first layer computes no gradient of its
+    In forward both copies of a layer run next to its product. The products of its backward take g,
+    its two copies c each. With p = 0 both copies come before the products, with p = 1 one of them
+    runs next to the products, and with p = 2 both do. The first layer computes no gradient of its
     input, which saves the time of one product, f.
-    """
-    return layers * max(f, 2 * c) + layers * _backward(g, c, p) - f
-
-
-def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
-    """Return the time of forward and backward of layers that save only one storage."""
-    return layers * max(f, c) + layers * (g + c if p == 0 else max(g, c))
-
-
-def _with_backward(
-    times: Mapping[int, Callable[[float, float], float]], *, short_copies: bool = False
-) -> Callable[..., float]:
-    """Return the formula of the step's time with a mistake in the time of a layer's backward.
 
     Args:
-        times: p -> the wrong time, a function of g and c.
-        short_copies: Whether a layer's forward takes f even if the copies take longer.
+        forward: Time of a layer's forward, a function of f and c.
+        p0, p1, p2: Time of a layer's backward for each p, a function of g and c.
     """
-
-    def time(layers: int, f: float, g: float, c: float, p: int) -> float:
-        extra = times[p](g, c) - _backward(g, c, p) if p in times else 0.0
-        extra += f - max(f, 2 * c) if short_copies else 0.0
-        return _step_time(layers, f, g, c, p) + layers * extra
-
-    return time
+    return lambda L, f, g, c, p: L * (forward(f, c) + (p0, p1, p2)[p](g, c)) - f
 
 
-_PRODUCTS = {1: lambda g, c: g + c, 2: lambda g, c: g}  # as if copies never took longer
-
-_TIMES: Mistakes = {
-    "You left out the copies.": lambda layers, f, g, c, p: layers * (f + g),
-    "You took the longer of all products and all copies. That holds only if every copy is"
-    " ready at once. In backward, the products wait for copies.": lambda layers, f, g, c, p: max(
-        layers * (f + g), 4 * layers * c
+_step_time = _step()
+_TIMES: dict[str, Time] = {
+    "no_copies": lambda L, f, g, c, p: L * (f + g),
+    "all_at_once": lambda L, f, g, c, p: max(L * (f + g), 4 * L * c),
+    "always_p2": lambda L, f, g, c, p: _step_time(L, f, g, c, 2),
+    "always_p0": lambda L, f, g, c, p: _step_time(L, f, g, c, 0),
+    "one_storage": lambda L, f, g, c, p: L * (max(f, c) + (max(g, c) if p else g + c)),
+    "sum_in_forward": _step(forward=lambda f, c: f + 2 * c),
+    "f_in_backward": lambda L, f, g, c, p: _step_time(L, f, f, c, p),
+    "two_f_in_backward": lambda L, f, g, c, p: _step_time(L, f, 2 * f, c, p),
+    "backward_alone": _step(forward=lambda f, c: 0),
+    "product_with_p1": _step(p1=lambda g, c: g + c),
+    # as if copies never took longer
+    "products_alone": lambda *case: tuple(
+        time(*case)
+        for time in (
+            _step(p1=lambda g, c: g + c, p2=lambda g, c: g),
+            _step(lambda f, c: f, p1=lambda g, c: g + c, p2=lambda g, c: g),
+            _step(p2=lambda g, c: g),
+            _step(lambda f, c: f),
+        )
     ),
-    "You used the time of p = 2 for every p. With p = 0 or 1, backward waits for copies,"
-    " however fast the link is.": (lambda layers, f, g, c, p: _step_time(layers, f, g, c, 2)),
-    "You used the time of p = 0 for every p. With p = 2, both copies for the next product run"
-    " at the same time as this product.": (
-        lambda layers, f, g, c, p: _step_time(layers, f, g, c, 0)
-    ),
-    "You counted one storage per layer. A layer saves two, the inputs of Linear and of GELU,"
-    " and each is copied to the host and back.": _one_copy,
-    "In forward you added the copies to the products. They run at the same time, so take the"
-    " longer of the two.": (
-        lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) + layers * min(f, 2 * c)
-    ),
-    "You took f for a layer's backward. It has its own time, g.": lambda layers, f, g, c, p: (
-        _step_time(layers, f, f, c, p)
-    ),
-    "You took 2 f for a layer's backward. Use g, because backward does not always take twice"
-    " as long as forward.": (lambda layers, f, g, c, p: _step_time(layers, f, 2 * f, c, p)),
-    "You gave the time of backward alone. Add that of forward.": (
-        lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) - layers * max(f, 2 * c)
-    ),
-    "With p = 1 one copy runs next to the product, so take the longer of the two. You always"
-    " took the product, but that may be the shorter one.": _with_backward({1: lambda g, c: g + c}),
-    "You took the time of the products wherever copies run next to them. On a slow link the"
-    " copies take longer.": (
-        _with_backward(_PRODUCTS),
-        _with_backward(_PRODUCTS, short_copies=True),
-        _with_backward({2: lambda g, c: g}),
-        _with_backward({}, short_copies=True),
-    ),
-    "With p = 2 you took the longer of the product and one copy. Both copies run next to the"
-    " product, one after the other.": _with_backward({2: lambda g, c: max(g, c)}),
-    "In backward you counted one copy per layer. There are two.": _with_backward(
-        {0: lambda g, c: g + c, 1: lambda g, c: max(g, c), 2: lambda g, c: max(g, c)}
-    ),
-    "With p = 1 you let both copies run next to the product. Only one of them does, and"
-    " backward waits for the other one.": _with_backward({1: lambda g, c: max(g, 2 * c)}),
-    "With p = 1 you let backward wait for both copies. One of them runs next to the product,"
-    " so backward waits only for the other one.": _with_backward({1: lambda g, c: g + 2 * c}),
-    "With p = 0 you let one copy run next to the product. Nothing is fetched ahead, so"
-    " backward waits for both copies.": _with_backward({0: lambda g, c: c + max(g, c)}),
-    "In forward you counted one copy per layer. There are two.": lambda layers, f, g, c, p: (
-        _step_time(layers, f, g, c, p) + layers * (max(f, c) - max(f, 2 * c))
-    ),
-    "You gave the time of one layer. The step has L layers.": lambda layers, f, g, c, p: (
-        _step_time(layers, f, g, c, p) / layers
-    ),
-    "You gave milliseconds. Give seconds.": lambda layers, f, g, c, p: (
-        1000 * _step_time(layers, f, g, c, p)
-    ),
+    "one_copy_with_p2": _step(p2=max),
+    "one_copy_in_backward": _step(p0=lambda g, c: g + c, p1=max, p2=max),
+    "both_copies_with_p1": _step(p1=lambda g, c: max(g, 2 * c)),
+    "waits_twice_with_p1": _step(p1=lambda g, c: g + 2 * c),
+    "fetches_ahead_with_p0": _step(p0=lambda g, c: c + max(g, c)),
+    "one_copy_in_forward": _step(forward=max),
+    "one_layer": lambda L, f, g, c, p: _step_time(L, f, g, c, p) / L,
+    "milliseconds": lambda L, f, g, c, p: 1000 * _step_time(L, f, g, c, p),
 }
 
 
@@ -195,51 +101,38 @@ def _draw_times(rng: random.Random) -> tuple[int, float, float, float]:
     return rng.randint(900, 1100), f, g, c
 
 
-def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
-    return text("L = {L}, f = {f}, g = {g}, c = {c}, p = {p}", L=L, f=f, g=g, c=c, p=p)
+def _time_cases() -> list[tuple]:
+    """Return cases of the simulated clock, and long ones.
+
+    With 999 layers the ends of the step hardly count. Each of f, g and c is the longest of the
+    three in one case, and backward does not take twice as long as forward.
+    """
+    lengths = ((2.0, 7.0, 0.5), (2.0, 7.0, 2.5), (2.0, 7.0, 6.0), (2.0, 7.0, 9.0), (9.0, 4.0, 1.5))
+    links = [(16, 1.0, 2.0, c) for c in (0.25, 0.5, 1.0, 2.0)]
+    sizes = cases([(999, *times) for times in lengths], _draw_times)
+    return [(*case, p) for case in (*links, *sizes) for p in (0, 1, 2)]
 
 
-@exercise(
-    hint=(
-        (
-            "Look at one layer's forward, then at its backward. What runs at the same time,"
-            " and what must wait?"
-        ),
-        (
-            "Write down the time of one layer for each p. In backward, how many of the layer's"
-            " two copies run next to its product, and how many come before it?"
-        ),
-    )
+@numbers(
+    {name: throughout(time, tolerance=0.04) for name, time in _TIMES.items()},
+    cases=_time_cases,
+    tolerance=lambda L, *_: 0.09 if L == 16 else 0.01,
+    within=lambda: WorkLimit(10_000, say("step_time.slow", limit=10_000)),
+    right_values=lambda answers: {
+        "worst": max(
+            abs(float(seconds) / clock(16, c, p) - 1)
+            for (L, _, _, c, p), seconds in answers
+            if L == 16
+        )
+    },
 )
-def check_step_time(function: Any) -> Verdict:
+def check_step_time(L: int, f: float, g: float, c: float, p: int) -> float:
     """Check `step_time(L, f, g, c, p)`, the seconds of forward and backward.
 
     It must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that copies
     all storages, and not all but the last p + 1, differs by 8.4%.
     """
-    on_the_clock = {
-        (16, 1.0, 2.0, c, p): clock(16, c, p) for c in (0.25, 0.5, 1.0, 2.0) for p in (0, 1, 2)
-    }
-    # With 999 layers the ends of the step hardly count. Each of f, g and c is the longest of the
-    # three in one case, and backward does not take twice as long as forward.
-    lengths = ((2.0, 7.0, 0.5), (2.0, 7.0, 2.5), (2.0, 7.0, 6.0), (2.0, 7.0, 9.0), (9.0, 4.0, 1.5))
-    sizes = cases([(999, *times) for times in lengths], _draw_times)
-    long = {(*each, p): _step_time(*each, p) for each in sizes for p in (0, 1, 2)}
-    wanted = {case: (seconds, 0.09) for case, seconds in on_the_clock.items()}
-    wanted |= {case: (seconds, 0.01) for case, seconds in long.items()}
-    slow = text("Your function ran more than {limit:,} operators. Type a formula.", limit=10_000)
-    with WorkLimit(10_000, slow):
-        problem, given = _differs(function, wanted, _TIMES, 0.04, _time_case)
-    if problem is not None:
-        return problem
-    worst = max(abs(float(given[case]) / seconds - 1) for case, seconds in on_the_clock.items())
-    return right(
-        text(
-            "Right: for p = 0, 1 and 2, on four links, your times differ from the clock by at"
-            " most {worst:.1%}.",
-            worst=worst,
-        )
-    )
+    return clock(16, c, p) if L == 16 else _step_time(L, f, g, c, p)
 
 
 # Hooks
@@ -264,19 +157,7 @@ class _Below(Store):
         return lambda: None
 
 
-@exercise(
-    hint=(
-        (
-            "`pack` returns a room and the position of the tensor in its storage. `unpack`"
-            " copies the storage back and restores that view of it."
-        ),
-        (
-            "In `pack`, ask two questions: is this storage in `stay`, and does `rooms` already"
-            " have this version of it? In `unpack`, how does a tensor that stayed differ from a"
-            " room with a view?"
-        ),
-    )
-)
+@exercise()
 def check_offloading(function: Any) -> Verdict:
     """Check `offloading(store, stay)`, which returns saved-tensor hooks.
 
@@ -285,8 +166,7 @@ def check_offloading(function: Any) -> Verdict:
     """
     linear = nn.Linear(128, 128)
     x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
-    uneven, seen = torch.linspace(-1, 2, 128 * 128).view(128, 128), []
-
+    uneven, seen = uneven_gradient(x), []
     run = partial(_program, linear, x, seen, torch.Tensor.clone)
     parameters = {each.untyped_storage().data_ptr() for each in linear.parameters()}
     large, least = _to_be_moved(run, parameters)
@@ -295,14 +175,8 @@ def check_offloading(function: Any) -> Verdict:
     context = function(store, stay)
     if context is ...:
         return not_answered()
-    if not hasattr(context, "__enter__"):
-        return wrong(
-            text(
-                "`offloading` must return `saved_tensors_hooks(pack, unpack)`, got a `{kind}`.",
-                kind=type(context).__name__,
-            ),
-            exact=True,
-        )
+    is_context = hasattr(context, "__enter__")
+    say.refuse_if(not is_context, "offloading.no_hooks", kind=type(context).__name__)
     out = _program(linear, x, seen, _at_one_address(), context)
     if any(each() is not None for each in seen):
         gc.collect()  # the answer's own objects may refer to each other
@@ -311,68 +185,25 @@ def check_offloading(function: Any) -> Verdict:
     if not moved and getattr(context, "pack_hook", lambda tensor: None)(x) is x:  # unchanged
         return not_answered()
     if not moved:
-        return wrong("Your hooks moved nothing into the store.")
-    if parameters & set(store.addresses):
-        return wrong(
-            "Your hooks moved a parameter. The model keeps it in any case, so moving it frees"
-            " nothing. A view of a parameter is another tensor with the same storage.",
-            exact=True,
-        )
+        say.wrong("offloading.nothing_moved")
+    say.refuse_if(parameters & set(store.addresses), "offloading.parameter")
     if held:
-        message = (
-            "{held} of {count} storages are still held after forward, so their memory is not freed."
-        )
-        return wrong(text(message, held=held, count=len(seen)), hint=_RETURN_THE_ROOM)
-    if store.stats.bytes_up:
-        return wrong(
-            "You copied back during forward, so the memory is in use again at once. Call"
-            " `room.get()` in `unpack`, not in `pack`.",
-            exact=True,
-        )
+        say.wrong("offloading.held", hint="offloading.return_room", held=held, count=len(seen))
+    say.refuse_if(store.stats.bytes_up, "offloading.copied_back_at_once")
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
-    equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    if not equal and store.stats.bytes_down < least:
-        raise WrongAnswer(
-            "The gradients are wrong, and too few bytes were moved. After a storage is freed,"
-            " its address is given to another one, and you took the second for the first. Use"
-            " the storage itself as the key.",
-            exact=True,
-        )
-    if not equal:
-        raise WrongAnswer(
-            "The gradients are wrong. `unpack` must restore the view that was saved, with its"
-            " own shape, stride and offset."
-        )
-    if store.stats.bytes_down > least + 64:
-        message = (
-            "The gradients are right, but you made {moved} copies of {large} storages. Move"
-            " each storage once, even if it is saved twice."
-        )
-        return wrong(text(message, moved=moved, large=large), exact=True)
+    moved_bytes = store.stats.bytes_down
+    if not all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+        say.refuse_if(moved_bytes < least, "offloading.address_used_again")
+        say.wrong("offloading.another_view")
+    twice = moved_bytes > least + 64
+    say.refuse_if(twice, "offloading.moved_twice", moved=moved, large=large)
     del out
     if store.used_bytes:
         gc.collect()
-    if store.used_bytes:
-        message = (
-            "After backward, {count:,} bytes are still in the store, because one of your"
-            " objects still refers to their rooms."
-        )
-        return wrong(text(message, count=store.used_bytes), exact=True)
-    if not _equal_after_a_change(function):
-        return wrong(
-            "A tensor was changed in place after its storage had been moved, and your hooks"
-            " bring back the old values. Move the storage again if `tensor._version` has"
-            " changed.",
-            exact=True,
-        )
-    return right(
-        text(
-            "Right: {large} storages were moved, each once. The gradients are equal, and all"
-            " copies were released.",
-            large=large,
-        )
-    )
+    say.refuse_if(store.used_bytes, "offloading.rooms_kept", count=store.used_bytes)
+    say.refuse_if(not _equal_after_a_change(function), "offloading.old_version")
+    return say.right("offloading.right", large=large)
 
 
 def _program(
@@ -463,12 +294,6 @@ def _equal_after_a_change(function: Callable) -> bool:
     return torch.equal(gradient(function(_Below(), stay)), gradient(nullcontext()))
 
 
-_RETURN_THE_ROOM = (
-    "The graph keeps what `pack` returns. Return the room and the view's shape, stride and"
-    " offset, and do not keep the tensor or its storage anywhere."
-)
-
-
 # Waits
 # --------------------------------------------------------------------------------------------------
 
@@ -496,66 +321,40 @@ class _RecordingDevice(SimulatedDevice):
         super().transfer(target, source)
 
 
-#: Program -> its error without the wait, and how often the host may wait, `tolist` included.
+#: Program -> message without its wait, and how often the host may wait, `tolist` included
 _PROGRAMS = {
-    "read": ("The host reads before the copy is complete.", 2),
-    "use": ("The product reads memory that the copy has not written yet.", 0),
-    "let_go": ("The memory is used again while the copy still reads it.", 2),
+    "read": ("waits.host_reads", 2),
+    "use": ("waits.product_reads", 0),
+    "let_go": ("waits.used_again", 2),
+}
+#: Messages that name the mistake so precisely that no hint follows
+_WITHOUT_HINT = {
+    f"waits.{name}" for name in ("host_waits", "stream_waits", "nothing", "no_list", "reads_device")
 }
 
 
-@exercise(
-    hint=(
-        (
-            "Which one must not go on before the copy is complete: the host, the compute"
-            " stream, or the tensor that gets the memory next?"
-        ),
-        (
-            "`device.finish(copied)` makes the host wait, and `device.wait(copied)` makes the"
-            " current stream wait. Before which line must one of them stand?"
-        ),
-    )
-)
+@exercise()
 def check_waits(functions: Any) -> Verdict:
     """Check three programs, each with the wait that it lacked.
 
     There must be no race, numbers must be right, and the host must not wait more often than needed.
     """
-    if not isinstance(functions, tuple | list) or len(functions) != len(_PROGRAMS):
-        return wrong("Pass the three functions as a tuple, `(read, use, let_go)`.", exact=True)
-    found = {
-        name: _in_all_modes(name, each) for name, each in zip(_PROGRAMS, functions, strict=True)
-    }
+    three = isinstance(functions, tuple | list) and len(functions) == len(_PROGRAMS)
+    say.refuse_if(not three, "waits.three_functions")
+    found = {}
+    for name, function in zip(_PROGRAMS, functions, strict=True):
+        problems = (
+            _problem(name, function, mode) for mode in ({}, {"late": True}, {"early": True})
+        )
+        found[name] = next((problem for problem in problems if problem is not None), None)
     unchanged = [unordered for unordered, _ in _PROGRAMS.values()]
-    if list(found.values()) in (unchanged, [_NOTHING] * len(_PROGRAMS)):
+    if list(found.values()) in (unchanged, ["waits.nothing"] * len(_PROGRAMS)):
         return not_answered()
     for name, problem in found.items():
         if problem is not None:
-            message = text("{name}: {problem}", name=f"`{name}`", problem=problem)
-            return wrong(message, exact=problem in _EXACT)
-    return right(
-        "Right: in every mode there is no race and the numbers are right, and the host waits"
-        " only before it reads."
-    )
-
-
-def _in_all_modes(name: str, function: Any) -> str | None:
-    problems = (_problem(name, function, mode) for mode in ({}, {"late": True}, {"early": True}))
-    return next((problem for problem in problems if problem is not None), None)
-
-
-_HOST_WAITS = (
-    "The numbers are right, but the host waits and cannot queue more work meanwhile. Make the"
-    " stream wait instead."
-)
-_STREAM_WAITS = (
-    "The numbers are right, but the compute stream waits as well, and nothing on it uses the"
-    " copy. Remove `device.wait(copied)`."
-)
-_NOTHING = "it returns nothing."
-_NO_LIST = "it must return a list of numbers, `host.tolist()`."
-_READS_DEVICE = "it reads the tensor on the GPU. Read the copy, `host`."
-_EXACT = (_HOST_WAITS, _STREAM_WAITS, _NOTHING, _NO_LIST, _READS_DEVICE)
+            message = text("{name}: {message}", name=f"`{name}`", message=say(problem))
+            return wrong(message, exact=problem in _WITHOUT_HINT)
+    return say.right("waits.right")
 
 
 class _DeviceReads(TorchFunctionMode):
@@ -571,14 +370,14 @@ class _DeviceReads(TorchFunctionMode):
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
-    """Return what is wrong with a program in a mode of the device, or None."""
+    """Return the message on what is wrong with a program in a mode of the device, or None."""
     unordered, waits = _PROGRAMS[name]
-    numbers = torch.linspace(-1, draw_case(2.0, lambda rng: rng.uniform(1, 2)), 1000)
+    values = torch.linspace(-1, draw_case(2.0, lambda rng: rng.uniform(1, 2)), 1000)
     with _RecordingDevice(**mode) as device:
         if name == "use":
-            given = device.pinned(numbers.shape, numbers.dtype).copy_(numbers)
+            given = device.pinned(values.shape, values.dtype).copy_(values)
         else:
-            given = device.move(numbers)
+            given = device.move(values)
         device.finished = device.waited = device.copied = 0
         before, made = device.live_bytes, len(device.samples)
         try:
@@ -596,85 +395,61 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
         finally:
             device.races.clear()
     if found is None or found is ...:
-        return _NOTHING
+        return "waits.nothing"
     if not copied:
-        return "nothing is copied."
+        return "waits.no_copy"
     if reads.count:
-        return _READS_DEVICE
-    if name == "let_go" and (made < 2 or above >= 2 * numbers.nbytes):
-        return (
-            "keep the order of the original: first `y` is freed, then the next tensor reuses"
-            " its memory."
-        )
+        return "waits.reads_device"
+    if name == "let_go" and (made < 2 or above >= 2 * values.nbytes):
+        return "waits.another_order"
     if races:
         host_reads = name == "let_go" and finished < waits  # the original has one `finish`
-        return _PROGRAMS["read"][0] if host_reads else unordered
+        return "waits.host_reads" if host_reads else unordered
     if name != "use" and isinstance(found, Tensor):
-        return _NO_LIST
-    if not isinstance(found, list) or found != (numbers * 2).tolist():
-        return "the numbers are wrong."
+        return "waits.no_list"
+    if not isinstance(found, list) or found != (values * 2).tolist():
+        return "waits.wrong_numbers"
     if finished > waits or (name == "let_go" and too_early):
-        return _HOST_WAITS
-    return _STREAM_WAITS if name == "read" and waited else None
+        return "waits.host_waits"
+    return "waits.stream_waits" if name == "read" and waited else None
 
 
 # Pages of the optimizer's state
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 #: Page size in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
-_PAGES: Mistakes = {
-    "You counted one page. While it is updated, the next one is read and the previous one is"
-    " written.": (
-        lambda n, page: 8 * n + page,
-        lambda n, page: 8 * n + min(page, 8 * n),
+_PAGES: dict[str, Callable[[int, int], Any]] = {
+    "one_page": lambda n, page: (8 * n + page, 8 * n + min(page, 8 * n)),
+    "two_pages": lambda n, page: (8 * n + 2 * page, 8 * n + min(2 * page, 8 * n)),
+    "more_than_the_state": lambda n, page: (
+        8 * n + 3 * page,
+        8 * n + min(3, -(-8 * n // page)) * page,  # rounded up to whole pages
+        8 * n + 3 * min(page, 8 * n),
     ),
-    "You counted two pages. One is read, one is updated and one is written.": (
-        lambda n, page: 8 * n + 2 * page,
-        lambda n, page: 8 * n + min(2 * page, 8 * n),
-    ),
-    "For large pages you counted more than all of the state. Its size is 8 bytes per"
-    " parameter, however large a page is.": (
-        lambda n, page: 8 * n + 3 * page,
-        lambda n, page: 8 * n + min(3, -(-8 * n // page)) * page,  # rounded up to whole pages
-        lambda n, page: 8 * n + 3 * min(page, 8 * n),
-    ),
-    "Besides the pages you counted 4 bytes per parameter. Both the weights and the gradients"
-    " are in memory, with 4 bytes each.": lambda n, page: 4 * n + min(3 * page, 8 * n),
-    "You counted the state alone. Weights and gradients are in memory, too, with 8 bytes per"
-    " parameter.": lambda n, page: min(3 * page, 8 * n),
-    "You counted all of the state. Only a few of its pages are in memory.": lambda n, page: 16 * n,
-    "You counted only one of Adam's two moments. A page holds both, so all of the state is 8"
-    " bytes per parameter.": lambda n, page: 8 * n + min(3 * page, 4 * n),
-    "You left out the state. It returns to memory, page by page.": lambda n, page: 8 * n,
+    "four_bytes": lambda n, page: 4 * n + min(3 * page, 8 * n),
+    "state_alone": lambda n, page: min(3 * page, 8 * n),
+    "all_of_the_state": lambda n, page: 16 * n,
+    "one_moment": lambda n, page: 8 * n + min(3 * page, 4 * n),
+    "no_state": lambda n, page: 8 * n,
 }
 
 
-@exercise(
-    hint=(
-        (
-            "Which bytes are in memory whatever the page size? And how many pages are in"
-            " memory at once, if the step reads ahead and writes back?"
-        ),
-        (
-            "Add up weights, gradients and pages. Which bound do the pages have together, if one"
-            " page is larger than the whole state?"
-        ),
-    )
-)
-def check_peak_in_step(function: Any) -> Verdict:
-    """Check `peak_in_step(parameters, page_bytes)` with all state offloaded; it may be 6% off."""
+def _page_cases() -> list[tuple[int, int]]:
     pages = ((50_000_000, 16 << 20), (50_000_000, 1 << 30), (7_000_000_000, 1 << 30))
     pages = cases(pages, lambda rng: (rng.randrange(10**8, 10**9), rng.randint(8, 64) << 20))
-    wanted = {(n, page): (8 * n + min(3 * page, 8 * n), 0.001) for n, page in pages}
-    wanted |= {(PARAMETERS, mib << 20): (peak, 0.06) for mib, peak in STEP_PEAKS.items()}
+    return [*pages, *((PARAMETERS, mib << 20) for mib in STEP_PEAKS)]
 
-    def case_is(n: int, page: int) -> str:
-        return text("{n:,} parameters, pages of {page:,} bytes", n=n, page=page)
 
-    problem, _ = _differs(function, wanted, _PAGES, 0.001, case_is, in_bytes=True)
-    if problem is not None:
-        return problem
-    return right(
-        "Right: weights, gradients, and three pages, or all of the state if the pages are large."
-    )
+@numbers(
+    {name: throughout(peak, tolerance=0.001) for name, peak in _PAGES.items()},
+    cases=_page_cases,
+    tolerance=lambda n, page: 0.06 if n == PARAMETERS else 0.001,
+    in_bytes=True,
+    place="place",
+)
+def check_peak_in_step(parameters: int, page_bytes: int) -> int:
+    """Check `peak_in_step(parameters, page_bytes)` with all state offloaded; it may be 6% off."""
+    if parameters == PARAMETERS:
+        return STEP_PEAKS[page_bytes >> 20]
+    return 8 * parameters + min(3 * page_bytes, 8 * parameters)

@@ -8,7 +8,16 @@ languages (`Messages`). Probes that several exercises need are in `probes`.
 from .exercise import Exercise, exercise, in_words
 from .graded_cases import GRADING_SEED, cases, draw_case, seed_of
 from .messages import Messages
-from .numbers import Largest, Numbers, each, expect_number, largest, largest_that_fits, numbers
+from .numbers import (
+    Largest,
+    Numbers,
+    each,
+    expect_number,
+    largest,
+    largest_that_fits,
+    numbers,
+    throughout,
+)
 from .verdicts import Verdict, WrongAnswer, not_answered, returns_none, right, wrong
 
 __all__ = [
@@ -32,5 +41,6 @@ __all__ = [
     "returns_none",
     "right",
     "seed_of",
+    "throughout",
     "wrong",
 ]

@@ -3,13 +3,15 @@
 import inspect
 import math
 import numbers as kinds
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
-from course_lib.labels import join_labels, text, verbatim
+from course_lib.labels import join_labels, text
 
 from .exercise import Exercise, table_of, told_by
 from .messages import Messages
@@ -142,12 +144,31 @@ def _close(number: Fraction | float, expected: float, tolerance: float) -> bool:
     return abs(number - Fraction(expected)) <= Fraction(tolerance) * abs(Fraction(expected))
 
 
+#: Each case, with what an answer gives for it
+_Answers = list[tuple[tuple, Any]]
+
+
 @dataclass(frozen=True)
 class each:
     """A mistake that is possible in each row: a function of the row's right number, and of the
     case."""
 
     of: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class throughout:
+    """A mistake that is named only if it gives all of the answer's numbers, in each row and case.
+
+    It comes before mistakes that give only a single number.
+
+    Attributes:
+        mistake: The mistake, in any of the other forms.
+        tolerance: Relative tolerance.
+    """
+
+    mistake: Any
+    tolerance: float = 0.0
 
 
 class Numbers(Exercise):
@@ -165,12 +186,16 @@ class Numbers(Exercise):
         *,
         cases: Callable[[], Iterable] | Iterable | None,
         also: Any,
-        tolerance: float,
-        in_bytes: bool,
+        tolerance: float | Callable[..., float],
+        in_bytes: bool | Collection[str],
         place: str | None,
         hint_below: str | None,
-        blank: tuple,
+        blank: tuple | Callable[..., bool],
         same: str | None,
+        elsewhere: str | None,
+        within: Callable[[], AbstractContextManager],
+        right_values: Callable[[_Answers], Mapping[str, Any]] | None,
+        otherwise: str | None,
     ) -> None:
         super().__init__(compute, *told_by(compute, {}))
         self._check, self._compute, self._table = self._verdict, compute, table_of(compute)
@@ -178,7 +203,18 @@ class Numbers(Exercise):
         self.mistakes, self._also, self._cases = mistakes, also, cases
         self._tolerance, self._in_bytes, self._blank = tolerance, in_bytes, blank
         self._place, self._hint_below, self._same = place, hint_below, same
+        self._elsewhere, self._otherwise = elsewhere, otherwise
+        self._within, self._right_values = within, right_values
         self._names = list(inspect.signature(compute).parameters)
+
+    def _full_name(self, name: str) -> str:
+        """Return "table.name" of a message: of the exercise's table, or else of `common`."""
+        own = f"{self._table}.{name}"
+        return own if own in self._say else f"common.{name}"
+
+    def _message(self, names: str) -> str:
+        """Return the message of a mistake, or of several with spaces between their names."""
+        return join_labels((self._say(self._full_name(name)) for name in names.split()), " ")
 
     def cases(self) -> list[tuple]:
         """Return the arguments of each case, or one case without arguments if the answer is no
@@ -203,10 +239,7 @@ class Numbers(Exercise):
                         wanted |= wrong_rows[choice]
                     return wanted if self._has_rows(*case) else wanted[None]
 
-                yield (
-                    answer() if self._cases is None else answer,
-                    self._say(f"{self._table}.{name}"),
-                )
+                yield answer() if self._cases is None else answer, self._message(name)
 
     def _has_rows(self, *case: Any) -> bool:
         return isinstance(self._compute(*case), Mapping)
@@ -218,6 +251,8 @@ class Numbers(Exercise):
 
     def _values(self, mistake: Any, *case: Any) -> list[dict[Any, Any]]:
         """Return what a mistake gives in a case: row -> wrong number, for each way to make it."""
+        if isinstance(mistake, throughout):
+            mistake = mistake.mistake
         if isinstance(mistake, each):
             found: Any = {row: mistake.of(count, *case) for row, count in self._rows(*case).items()}
         else:
@@ -228,17 +263,34 @@ class Numbers(Exercise):
         return [{row: way[i] for row, way in ways.items() if i < len(way)} for i in range(most)]
 
     def _verdict(self, answer: Any) -> Verdict:
-        given = self._answers_of(answer)
-        if self._same and self._cases is not None:
-            first, *others = given = list(given)
-            numbers = [self._problem(first[0], each) for _, each in (first, *others)]
-            if others and all(problem is None for problem in numbers):
-                return wrong(self._say(f"{self._table}.{self._same}"), exact=True)
-        for case, numbers in given:
-            problem = self._problem(case, numbers)
+        answers = list(self._answers_of(answer))
+        if self._same and len(answers) > 1:
+            first = answers[0][0]
+            if all(self._problem(first, given, answers) is None for _, given in answers):
+                return wrong(self._message(self._same), exact=True)
+        for case, given in answers:
+            problem = self._problem(case, given, answers)
             if problem is not None:
-                return problem
-        return self._say.right(f"{self._table}.right")
+                everywhere = self._problem_throughout(answers)
+                return problem if everywhere is None else everywhere
+        values = self._right_values(answers) if self._right_values else {}
+        return self._say.right(f"{self._table}.right", **values)
+
+    def _problem_throughout(self, answers: _Answers) -> Verdict | None:
+        """Return the verdict on a mistake that gives all of the numbers, or None."""
+        for name, mistake in self.mistakes.items():
+            if not isinstance(mistake, throughout):
+                continue
+            ways = zip(*(self._values(mistake, *case) for case, _ in answers), strict=True)
+            for way in ways:
+                pairs = zip(answers, way, strict=True)
+                if all(_are(given, rows, mistake.tolerance) for (_, given), rows in pairs):
+                    reason = self._message(name)
+                    return wrong(text("Not yet. {reason}", reason=reason), exact=True)
+        return None
+
+    def _tolerance_in(self, case: tuple) -> float:
+        return self._tolerance(*case) if callable(self._tolerance) else self._tolerance
 
     def _answers_of(self, answer: Any) -> Iterator[tuple[tuple, Any]]:
         """Yield each case with what the answer gives for it.
@@ -251,75 +303,106 @@ class Numbers(Exercise):
             return
         cases = self.cases()
         for case in cases:
-            given = answer(*case)
-            if self._is_blank(given):
-                others = (answer(*other) for other in cases if other != case)
-                nothing = case == cases[0] and all(map(self._is_blank, others))
-                verdict = not_answered() if nothing else returns_none(self._case_name(case))
-                raise WrongAnswer(verdict.message, exact=True)
+            with self._within():
+                given = answer(*case)
+            if self._is_blank(given, *case):
+                others = (self._is_blank(answer(*other), *other) for other in cases[1:])
+                if case == cases[0] and all(others):
+                    raise WrongAnswer(not_answered().message, exact=True)
+                if given is None or given is ...:
+                    verdict = returns_none(self._case_name(case))
+                    raise WrongAnswer(verdict.message, exact=True)
             yield case, given
 
-    def _is_blank(self, given: Any) -> bool:
+    def _is_blank(self, given: Any, *case: Any) -> bool:
+        if callable(self._blank):
+            return given is None or given is ... or self._blank(given, *case)
         if isinstance(given, Mapping):
             return all(map(self._is_blank, given.values()))
         return any(given is blank or (blank == 0 and _is_zero(given)) for blank in self._blank)
 
     def _case_name(self, case: tuple) -> str:
         pairs = zip(self._names, case, strict=True)
-        return verbatim(", ".join(f"{name} = {value:,}" for name, value in pairs))
+        return join_labels(
+            f"{name} = {value:,}" if isinstance(value, kinds.Number) else f"{name} = {value}"
+            for name, value in pairs
+        )
 
-    def _problem(self, case: tuple, given: Any) -> Verdict | None:
+    def _problem(self, case: tuple, given: Any, answers: _Answers) -> Verdict | None:
         """Return the verdict on what was given for a case, or None if it is right."""
         wanted = self._rows(*case)
         if self._has_rows(*case):
             if not isinstance(given, Mapping) or set(given) != set(wanted):
                 names = join_labels(f"`{name}`" for name in wanted)
                 keys = f"{self._table}.keys"
+                if keys in self._say:
+                    return wrong(self._say(keys), exact=True)
                 return wrong(
-                    self._say(keys)
-                    if keys in self._say
-                    else text("Give a dictionary with the keys {names}.", names=names),
+                    text("Give a dictionary with the keys {names}.", names=names)
+                    if self._cases is None
+                    else text("Return a dictionary with the keys {names}.", names=names),
                     exact=True,
                 )
-            if self._is_blank(given):
+            if self._is_blank(given, *case):
                 return not_answered()
         else:
             given = {None: given}
+        tolerance = self._tolerance_in(case)
         for row, count in wanted.items():
             others = self._values(self._also, *case)
-            if any(row in also and _is(given[row], also[row], self._tolerance) for also in others):
+            if any(row in also and _is(given[row], also[row], tolerance) for also in others):
                 continue
             reasons: dict[float, str] = {}
             for name, mistake in self.mistakes.items():
+                if isinstance(mistake, throughout):
+                    continue
                 for values in self._values(mistake, *case):
                     if row in values:
-                        reasons.setdefault(values[row], self._say(f"{self._table}.{name}"))
+                        reasons.setdefault(values[row], self._message(name))
             verdict = expect_number(
                 given[row],
                 count,
-                tolerance=self._tolerance,
+                tolerance=tolerance,
                 wrong_answers=reasons,
-                in_bytes=self._in_bytes,
+                in_bytes=self._in_bytes is True or row in (self._in_bytes or ()),
             )
             if verdict:
                 continue
+            if self._otherwise and not verdict.exact:
+                values = dict(zip(self._names, case, strict=True)) | {"row": row}
+                values |= {"given": float(given[row]), "wanted": count}
+                return wrong(self._say.fill(self._full_name(self._otherwise), **values))
+            if self._elsewhere and (other := self._right_case(row, answers)):
+                values = {
+                    "row": f"`{row}`",
+                    "right": self._case_name(other),
+                    "wrong": self._case_name(case),
+                }
+                message = self._say.fill(self._full_name(self._elsewhere), **values)
+                return wrong(message, exact=True)
             if self._hint_below and row != next(iter(wanted)) and not verdict.exact:
-                verdict = replace(verdict, hint=self._say(f"{self._table}.{self._hint_below}"))
+                verdict = replace(verdict, hint=self._message(self._hint_below))
             return replace(verdict, message=self._with_place(case, row, verdict.message))
+        return None
+
+    def _right_case(self, row: Any, answers: _Answers) -> tuple | None:
+        """Return the first case in which a row is right, or None."""
+        for case, given in answers:
+            rows = given if isinstance(given, Mapping) else {None: given}
+            if row in rows and _is(rows[row], self._rows(*case)[row], self._tolerance_in(case)):
+                return case
         return None
 
     def _with_place(self, case: tuple, row: Any, message: str) -> str:
         """Put the case and the row before the message of a verdict."""
         if self._place:
             values = dict(zip(self._names, case, strict=True)) | {"row": row, "message": message}
-            return self._say.fill(f"{self._table}.{self._place}", **values)
+            return self._say.fill(self._full_name(self._place), **values)
         if row is not None:
             message = text("{name}: {message}", name=f"`{row}`", message=message)
-        return (
-            text("For {case}: {message}", case=self._case_name(case), message=message)
-            if case
-            else (message)
-        )
+        if not case or self._elsewhere:
+            return message
+        return text("For {case}: {message}", case=self._case_name(case), message=message)
 
 
 def _several(value: Any) -> tuple:
@@ -334,38 +417,62 @@ def _is(given: Any, expected: float, tolerance: float) -> bool:
     return bool(expect_number(given, expected, tolerance=tolerance))
 
 
+def _are(given: Any, rows: Mapping[Any, Any], tolerance: float) -> bool:
+    """Return whether an answer gives these numbers: row -> number."""
+    given = given if isinstance(given, Mapping) else {None: given}
+    return given.keys() == rows.keys() and all(
+        _is(given[row], number, tolerance) for row, number in rows.items()
+    )
+
+
 def numbers(
     mistakes: Mapping[str, Any],
     *,
     cases: Callable[[], Iterable] | Iterable | None = None,
     also: Any = None,
-    tolerance: float = 0.0,
-    in_bytes: bool = False,
+    tolerance: float | Callable[..., float] = 0.0,
+    in_bytes: bool | Collection[str] = False,
     place: str | None = None,
     hint_below: str | None = None,
-    blank: tuple = (None, ...),
+    blank: tuple | Callable[..., bool] = (None, ...),
     same: str | None = None,
+    elsewhere: str | None = None,
+    within: Callable[[], AbstractContextManager] = nullcontext,
+    right_values: Callable[[_Answers], Mapping[str, Any]] | None = None,
+    otherwise: str | None = None,
 ) -> Callable[[Callable[..., Any]], Numbers]:
     """Decorate a function `check_NAME` that computes the right answer as the check of an answer.
 
     It returns a number, or row -> number. If `cases` are given, it has a case's arguments, and the
     learner's answer is a function of the same arguments. Messages are in the table NAME of the
-    lesson's `messages.toml`: `hint`, `later_hint`, `right`, and one for each mistake.
+    lesson's `messages.toml`: `hint`, `later_hint`, `right`, and one for each mistake, which may be
+    in the table `common` instead.
 
     Args:
         mistakes: Name of a message -> the wrong number that it explains; several in a tuple, or
             row -> number. With cases, a function of a case that returns one of these, or None where
-            the mistake makes no difference. `each` stands for a mistake in every row. Of two
-            mistakes with the same number, the first one is named.
+            the mistake makes no difference. `each` stands for a mistake in every row, and
+            `throughout` for one that must give all numbers. Of two mistakes with the same number,
+            the first one is named. A name "a b" stands for the two messages a and b.
         cases: Arguments of each case (a tuple, or one argument), or a function that returns them.
         also: Numbers that are right as well, in the same form as a mistake's.
-        tolerance: Relative tolerance, for right and wrong numbers.
-        in_bytes: Whether bytes are expected (`expect_number`).
+        tolerance: Relative tolerance, for right and wrong numbers, or a function of a case.
+        in_bytes: Whether bytes are expected (`expect_number`), or the rows with bytes.
         place: Name of a message that puts case and row before another {message}; its placeholders
             are the case's arguments, {row} and {message}. By default "For k = 3: " and "`row`: ".
         hint_below: Name of the hint for all rows after the first.
-        blank: Values that mean that nothing was answered yet.
+        blank: Values that mean that nothing was answered yet, or a function that returns whether
+            the cell is unchanged, of what the answer gives for a case and of the case.
         same: Name of a message on a function that gives the first case's number for all cases.
+        elsewhere: Name of a message on a number that is wrong in one case and right in another; its
+            placeholders are {row}, {right} and {wrong}, the two cases. No other message then names
+            its case.
+        within: Function that returns a context manager in which the answer runs for a case, such as
+            a limit of its work.
+        right_values: Function of the cases and what the answer gives for each; returns the values
+            for the message `right`.
+        otherwise: Name of a message on a number that no mistake explains, instead of "too small"
+            or "too large"; its placeholders are the case's arguments, {row}, {given} and {wanted}.
     """
     return lambda compute: Numbers(
         compute,
@@ -378,6 +485,10 @@ def numbers(
         hint_below=hint_below,
         blank=blank,
         same=same,
+        elsewhere=elsewhere,
+        within=within,
+        right_values=right_values,
+        otherwise=otherwise,
     )
 
 
@@ -392,7 +503,7 @@ class Largest(Exercise):
         mistakes: Mapping[str, Any],
     ) -> None:
         super().__init__(peak, *told_by(peak, {}))
-        self._check, self._peak, self._sizes = self._verdict, peak, sizes
+        self._check, self._peak, self._sizes = self._verdict, cache(peak), sizes
         self._budget, self.mistakes, self._table = budget_bytes, mistakes, table_of(peak)
         self._say = Messages(inspect.getfile(peak))
 
