@@ -103,6 +103,10 @@ hint = {en = "hint", zh = "提示"}
 right = {en = "Right.", zh = "对。"}
 double = {en = "You doubled it.", zh = "翻倍了。"}
 swapped = {en = "You swapped them.", zh = "换了。"}
+[area]
+hint = {en = "hint", zh = "提示"}
+right = {en = "Right.", zh = "对。"}
+other = {en = "{sides}: not {given:g} but {wanted}.", zh = "{sides}：是 {wanted}，不是 {given:g}。"}
 [size]
 hint = {en = "hint", zh = "提示"}
 right = {en = "Right: {here}, then {above}.", zh = "对：{here}，{above}。"}
@@ -113,7 +117,7 @@ zero = {en = "It fits always.", zh = "总放得下。"}
 
 @pytest.fixture
 def made(tmp_path):
-    """Return the checks of a small module with a table of rows and a largest size."""
+    """Return the checks of a small module: a table of rows, one number, and a largest size."""
     (tmp_path / "messages.toml").write_text(MESSAGES, "utf-8")
     source = """
 @numbers(
@@ -123,6 +127,12 @@ def made(tmp_path):
 def check_rows(n):
     return {"a": n, "b": n + 5}
 
+@numbers(
+    {}, cases=([2, 3], [4, 5]), blank=(None, 0), otherwise="other", in_bytes=True
+)
+def check_area(sides):
+    return sides[0] * sides[1]
+
 @largest(range(10), 42, {"zero": 0})
 def check_size(size):
     return 10 * size
@@ -131,11 +141,11 @@ def check_size(size):
     path.write_text(source, "utf-8")
     names = {"numbers": numbers, "each": each, "largest": largest}
     exec(compile(source, str(path), "exec"), names)
-    return names["check_rows"], names["check_size"]
+    return names["check_rows"], names["check_area"], names["check_size"]
 
 
 def test_table_with_rows_and_cases_names_case_row_and_mistake(made):
-    check, _ = made
+    check, *_ = made
     assert check(lambda n: {"a": n, "b": n + 5})
     wrong = check(lambda n: {"a": n + 5 * (n == 7), "b": n + 5 - 5 * (n == 7)})
     assert "n = 7" in wrong.message and "`a`" in wrong.message and "swapped" in wrong.message
@@ -144,6 +154,20 @@ def test_table_with_rows_and_cases_names_case_row_and_mistake(made):
     assert check(lambda n: {"a": None, "b": None}).message == "Not answered yet."
     assert "returns None for n = 7" in check(lambda n: {3: {"a": 3, "b": 8}}.get(n)).message
     assert check(lambda n: {"a": n + 1, "b": n + 5}).hint == "hint"
+
+
+def test_number_that_no_mistake_explains_is_shown_beside_the_right_one(made):
+    _, check, _ = made
+    for answer, message in (
+        (lambda sides: 20, "[2, 3]: not 20 but 6."),
+        (lambda sides: (sides[0] - 2) * 10, "[2, 3]: not 0 but 6."),
+        (lambda sides: 0.006, "For sides = [2, 3]: That is in kB. Give bytes."),
+        (lambda sides: "6", "For sides = [2, 3]: Expected one number, got a `str`."),
+        (lambda sides: 0, "Not answered yet."),
+    ):
+        assert check(answer).message == message
+    once = check(lambda sides: 6 if sides == [2, 3] else None)
+    assert "returns None for sides = [4, 5]" in once.message
 
 
 FORMULA = """
@@ -250,7 +274,7 @@ def check_seconds(n):
 
 
 def test_largest_size_names_the_peaks_of_the_answer_and_of_the_next_size(made):
-    _, check = made
+    *_, check = made
     assert check(4) and check(4).message == "Right: 40, then 50."
     assert "fits as well" in check(3).message and "too large" in check(5).message
     assert "It fits always" in check(0).message and check(77).message == "No size."

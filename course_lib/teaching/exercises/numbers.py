@@ -195,6 +195,7 @@ class Numbers(Exercise):
         elsewhere: str | None,
         within: Callable[[], AbstractContextManager],
         right_values: Callable[[_Answers], Mapping[str, Any]] | None,
+        otherwise: str | None,
     ) -> None:
         super().__init__(compute, *told_by(compute, {}))
         self._check, self._compute, self._table = self._verdict, compute, table_of(compute)
@@ -202,7 +203,8 @@ class Numbers(Exercise):
         self.mistakes, self._also, self._cases = mistakes, also, cases
         self._tolerance, self._in_bytes, self._blank = tolerance, in_bytes, blank
         self._place, self._hint_below, self._same = place, hint_below, same
-        self._elsewhere, self._within, self._right_values = elsewhere, within, right_values
+        self._elsewhere, self._otherwise = elsewhere, otherwise
+        self._within, self._right_values = within, right_values
         self._names = list(inspect.signature(compute).parameters)
 
     def _full_name(self, name: str) -> str:
@@ -305,9 +307,11 @@ class Numbers(Exercise):
                 given = answer(*case)
             if self._is_blank(given, *case):
                 others = (self._is_blank(answer(*other), *other) for other in cases[1:])
-                nothing = case == cases[0] and all(others)
-                verdict = not_answered() if nothing else returns_none(self._case_name(case))
-                raise WrongAnswer(verdict.message, exact=True)
+                if case == cases[0] and all(others):
+                    raise WrongAnswer(not_answered().message, exact=True)
+                if given is None or given is ...:
+                    verdict = returns_none(self._case_name(case))
+                    raise WrongAnswer(verdict.message, exact=True)
             yield case, given
 
     def _is_blank(self, given: Any, *case: Any) -> bool:
@@ -319,7 +323,10 @@ class Numbers(Exercise):
 
     def _case_name(self, case: tuple) -> str:
         pairs = zip(self._names, case, strict=True)
-        return join_labels(f"{name} = {value:,}" for name, value in pairs)
+        return join_labels(
+            f"{name} = {value:,}" if isinstance(value, kinds.Number) else f"{name} = {value}"
+            for name, value in pairs
+        )
 
     def _problem(self, case: tuple, given: Any, answers: _Answers) -> Verdict | None:
         """Return the verdict on what was given for a case, or None if it is right."""
@@ -347,8 +354,10 @@ class Numbers(Exercise):
                 continue
             reasons: dict[float, str] = {}
             for name, mistake in self.mistakes.items():
+                if isinstance(mistake, throughout):
+                    continue
                 for values in self._values(mistake, *case):
-                    if row in values and not isinstance(mistake, throughout):
+                    if row in values:
                         reasons.setdefault(values[row], self._message(name))
             verdict = expect_number(
                 given[row],
@@ -359,6 +368,10 @@ class Numbers(Exercise):
             )
             if verdict:
                 continue
+            if self._otherwise and not verdict.exact:
+                values = dict(zip(self._names, case, strict=True)) | {"row": row}
+                values |= {"given": float(given[row]), "wanted": count}
+                return wrong(self._say.fill(self._full_name(self._otherwise), **values))
             if self._elsewhere and (other := self._right_case(row, answers)):
                 values = {
                     "row": f"`{row}`",
@@ -426,6 +439,7 @@ def numbers(
     elsewhere: str | None = None,
     within: Callable[[], AbstractContextManager] = nullcontext,
     right_values: Callable[[_Answers], Mapping[str, Any]] | None = None,
+    otherwise: str | None = None,
 ) -> Callable[[Callable[..., Any]], Numbers]:
     """Decorate a function `check_NAME` that computes the right answer as the check of an answer.
 
@@ -457,6 +471,8 @@ def numbers(
             a limit of its work.
         right_values: Function of the cases and what the answer gives for each; returns the values
             for the message `right`.
+        otherwise: Name of a message on a number that no mistake explains, instead of "too small"
+            or "too large"; its placeholders are the case's arguments, {row}, {given} and {wanted}.
     """
     return lambda compute: Numbers(
         compute,
@@ -472,6 +488,7 @@ def numbers(
         elsewhere=elsewhere,
         within=within,
         right_values=right_values,
+        otherwise=otherwise,
     )
 
 
