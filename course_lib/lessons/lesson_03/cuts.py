@@ -8,278 +8,169 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from course_lib.teaching import Verdict, text
+from course_lib.teaching import Verdict
 from course_lib.teaching.exercises import (
-    WrongAnswer,
+    Messages,
     cases,
     exercise,
     not_answered,
+    numbers,
     returns_none,
-    right,
-    wrong,
+    throughout,
 )
+
+say = Messages(__file__)
 
 B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.2 to 3.4
 
-
-def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
-    """Return the peak of segments in bytes.
-
-    While segment j runs backward, j + 1 inputs, its own layers and one gradient are live.
-
-    Args:
-        cuts: First layer of each segment, and the number of layers.
-        mistake: A key of `_PEAK_MISTAKES` for the result of that mistake, or None.
-    """
-    sizes = [end - start for start, end in pairwise(cuts)]
-    inputs = [*range(1, len(sizes) + 1)]
-    if mistake == "mean":
-        sizes = [sum(sizes) / len(sizes)] * len(sizes)
-    if mistake == "reversed":
-        inputs.reverse()
-    if mistake == "all boundaries":
-        inputs = [len(sizes)] * len(sizes)
-    if mistake == "last":
-        inputs, sizes = inputs[-1:], sizes[-1:]
-    if mistake == "largest":
-        largest = max(range(len(sizes)), key=lambda j: (sizes[j], j))
-        inputs, sizes = [inputs[largest]], [sizes[largest]]
-    if mistake == "ends":
-        inputs, sizes = [inputs[0], inputs[-1]], [sizes[0], sizes[-1]]
-    if mistake in ("largest or last", "first largest or last"):
-        latest = mistake == "largest or last"
-        largest = max(range(len(sizes)), key=lambda j: (sizes[j], j if latest else -j))
-        inputs, sizes = [inputs[largest], inputs[-1]], [sizes[largest], sizes[-1]]
-    kept_by_layer = A + B if mistake == "output twice" else A
-    parts = [kept * B + size * kept_by_layer for kept, size in zip(inputs, sizes, strict=True)]
-    peak = (sum(parts) if mistake == "sum" else max(parts)) + (0 if mistake == "gradient" else B)
-    return {"units": peak / B, "megabytes": peak / 1e6, "loss": peak + 8}.get(mistake, peak)
+# The peak of segments
+# --------------------------------------------------------------------------------------------------
 
 
-#: Mistake in the peak -> verdict.
-_PEAK_MISTAKES = {
-    "units": "You counted in units of B. Return bytes.",
-    "megabytes": "That is in MB. Give bytes.",
-    "output twice": "You added a B for each layer. A includes everything that a layer keeps.",
-    "gradient": (
-        "One B is missing. Count the chain's own input, and also the gradient that is passed back."
+def _sizes(cuts: Sequence[int]) -> list[int]:
+    """Return the number of layers of each segment."""
+    return [end - start for start, end in pairwise(cuts)]
+
+
+def _sums(cuts: Sequence[int], layer_bytes: int = A) -> list[int]:
+    """Return the bytes of each segment's layers, and of the inputs kept while it runs backward."""
+    return [(j + 1) * B + size * layer_bytes for j, size in enumerate(_sizes(cuts))]
+
+
+def _peak(cuts: Sequence[int]) -> int:
+    """Return the peak of segments in bytes: the largest sum, and one gradient."""
+    return max(_sums(cuts)) + B
+
+
+def _sums_of_largest(cuts: Sequence[int]) -> list[int]:
+    """Return the sums of the segments with the most layers, of which the last is the greatest."""
+    sizes = _sizes(cuts)
+    return [total for total, size in zip(_sums(cuts), sizes, strict=True) if size == max(sizes)]
+
+
+def _largest_or_last(cuts: Sequence[int]) -> tuple[int, int]:
+    """Return the peak of the last segment and the largest one: the last such one, or the first."""
+    largest, last = _sums_of_largest(cuts), _sums(cuts)[-1]
+    return max(largest[-1], last) + B, max(largest[0], last) + B
+
+
+#: Message on a mistake -> the peak that it gives. Several mistakes are right for some cuts.
+_PEAKS: dict[str, Callable[[Sequence[int]], Any]] = {
+    "units": lambda cuts: _peak(cuts) / B,
+    "layer_and_boundary": lambda cuts: max(_sums(cuts, A + B)) + B,
+    "no_gradient": lambda cuts: _peak(cuts) - B,
+    "all_inputs": lambda cuts: (len(cuts) - 1) * B + max(_sizes(cuts)) * A + B,
+    "last": lambda cuts: _sums(cuts)[-1] + B,
+    "largest": lambda cuts: _sums_of_largest(cuts)[-1] + B,
+    "first_or_last": lambda cuts: max(_sums(cuts)[0], _sums(cuts)[-1]) + B,
+    "largest_or_last": _largest_or_last,
+    "mean": lambda cuts: (len(cuts) - 1) * B + cuts[-1] / (len(cuts) - 1) * A + B,
+    "sum": lambda cuts: sum(_sums(cuts)) + B,
+    "reversed": lambda cuts: (
+        max((len(cuts) - 1 - j) * B + size * A for j, size in enumerate(_sizes(cuts))) + B
     ),
-    "all boundaries": "You counted all inputs for every segment. By the time an early segment runs"
-    " backward, the inputs of the later ones have been released.",
-    "last": "You looked at the last segment only. Any segment may have the largest sum.",
-    "largest": (
-        "You looked at the largest segment only. A later one may be a little shorter, but"
-        " more inputs are kept next to it. Take the largest sum of all segments."
-    ),
-    "ends": (
-        "You looked at the first segment and the last. One between them may be the highest."
-        " Take the largest sum of all segments."
-    ),
-    **dict.fromkeys(
-        ("largest or last", "first largest or last"),
-        "You looked at the largest segment and the last. Another one may be the highest. Take the"
-        " largest sum of all segments.",
-    ),
-    "mean": "You took the mean number of layers for every segment. Take each segment's own number.",
-    "sum": "You added up the segments. Only one of them runs backward at a time, so take the"
-    " largest.",
-    "reversed": (
-        "You counted the inputs in the wrong order. While the first segment runs backward,"
-        " only its own input is kept. While the last one does, all of them are kept."
-    ),
-    "loss": (
-        "You counted the 8 bytes of the loss and its gradient. Count only the inputs, the"
-        " layers and one gradient of B bytes."
-    ),
+    "loss": lambda cuts: _peak(cuts) + 8,
 }
-
-
-@exercise(
-    hint=(
-        (
-            "Take segment j, counted from 0. While it runs backward, how many inputs are"
-            " kept, including its own? How many layers does it have?"
-        ),
-        (
-            "Add up the inputs, the layers and one gradient for each segment. Which segment"
-            " determines the peak?"
-        ),
-    )
-)
-def check_predicted_peak(answer: Any) -> Verdict:
-    """Check a function of cuts that returns the peak of segments in bytes.
-
-    Different mistakes give different results on the cuts that are tried.
-    """
-    tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
-    # The last segment has the peak though the first is the largest; then one in the middle has it.
-    tried += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
-    # Here it is neither the largest segment, nor the first, nor the last.
-    tried += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
-    tried = cases(tried, _draw_cuts)
-    given = [answer(cuts) for cuts in tried]
-    if not any(given):
-        return not_answered()
-    if all(map(_same, given, map(_peak, tried))):
-        return right("Right, for equal segments and for unequal ones.")
-    for mistake, reason in _PEAK_MISTAKES.items():
-        if all(_same(one, _peak(cuts, mistake)) for one, cuts in zip(given, tried, strict=True)):
-            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
-    one, cuts = next(
-        (one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts))
-    )
-    values = {
-        "cuts": _format_cuts(cuts),
-        "wanted": f"{_peak(cuts):,}",
-        "given": f"{float(one):,.0f}",
-    }
-    return wrong(
-        text(
-            "Not yet: for the cuts {cuts} the peak is {wanted} bytes, but you return {given}.",
-            **values,
-        )
-    )
 
 
 def _draw_cuts(rng: random.Random) -> list[int]:
     return [0, *itertools.accumulate(rng.randint(1, 9) for _ in range(rng.randint(3, 8)))]
 
 
-def _format_cuts(cuts: Sequence[int]) -> str:
-    """Return the cuts as they appear in a verdict, shortened if they are many."""
-    return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
+_CUTS = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], [*range(0, 101, 10)], [*range(8), 20]]
+# The last segment has the peak though the first is the largest; then one in the middle has it.
+_CUTS += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
+# Here it is neither the largest segment, nor the first, nor the last.
+_CUTS += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
 
+
+@numbers(
+    {name: throughout(peak, tolerance=1e-9) for name, peak in _PEAKS.items()},
+    cases=lambda: cases(_CUTS, _draw_cuts),
+    tolerance=1e-9,
+    in_bytes=True,
+    otherwise="otherwise",
+    blank=(None, ..., 0),
+)
+def check_predicted_peak(cuts: Sequence[int]) -> int:
+    """Check a function of cuts that returns the peak of segments in bytes.
+
+    While segment j runs backward, j + 1 inputs, its own layers and one gradient are live.
+    """
+    return _peak(cuts)
+
+
+# The number of equal segments
+# --------------------------------------------------------------------------------------------------
 
 # (L, A, B), with a best count below L in each. For (70, 5, 1) it is 18.7: rounding down is wrong.
 # For (25, 3, 2), L·A/B is not a whole number.
-_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
+_TRIPLES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
 
 
-def _draw_sizes(rng: random.Random) -> tuple[int, int, int]:
-    """Return sizes for which one whole number of segments is the best."""
+def _draw_triple(rng: random.Random) -> tuple[int, int, int]:
+    """Return L, A and B for which one whole number of segments is the best."""
     while True:
         layers, kept, boundary = rng.randint(20, 120), rng.randint(2, 9), rng.randint(1, 4)
-        sums = [_sum_of_parts(k, layers, kept, boundary) for k in range(1, layers + 1)]
-        if min(sums) + 1e-6 < sorted(sums)[1]:
+        sums = sorted(k * boundary + layers / k * kept for k in range(1, layers + 1))
+        if sums[0] + 1e-6 < sums[1]:
             return layers, kept, boundary
 
 
-def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:
-    """Return the two terms of the peak that depend on the number of segments, k."""
-    return k * boundary + layers / k * kept
+#: Message on a mistake -> the number of segments that it gives, or a tuple of them.
+_COUNTS: dict[str, Callable[[int, int, int], Any]] = {
+    "root_of_layers": lambda L, A, B: math.sqrt(L),
+    "no_root": lambda L, A, B: L * A / B,
+    "part_of_root": lambda L, A, B: math.sqrt(L) * A / B,
+    "no_boundary": lambda L, A, B: math.sqrt(L * A),
+    "no_layers": lambda L, A, B: math.sqrt(A / B),
+    "added": lambda L, A, B: math.sqrt(L * A / (A + B)),
+    "swapped": lambda L, A, B: math.sqrt(L * B / A),
+    "peak": lambda L, A, B: (2 * math.sqrt(L * A * B), 2 * math.sqrt(L * A * B) + B),
+    "this_chain": lambda L, A, B: math.sqrt(2 * L),
+    "whole_layers": lambda L, A, B: min(
+        range(1, L + 1), key=lambda k: k * B + math.ceil(L / k) * A
+    ),
+    "rounded_down": lambda L, A, B: math.floor(math.sqrt(L * A / B)),
+    "rounded_up": lambda L, A, B: math.ceil(math.sqrt(L * A / B)),
+    "rounded_layers": lambda L, A, B: L // round(math.sqrt(L * B / A)),
+}
 
 
-def _best_whole(layers: int, kept: int, boundary: int) -> int:
-    """Return the whole number of segments with the smallest sum."""
-    return min(range(1, layers + 1), key=lambda k: _sum_of_parts(k, layers, kept, boundary))
+def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
+    """Return the mistake with its numbers as they are, and rounded."""
+
+    def ways(L: int, A: int, B: int) -> tuple[float, ...]:
+        found = mistake(L, A, B)
+        found = found if isinstance(found, tuple) else (found,)
+        return *found, *map(round, found)
+
+    return throughout(ways, tolerance=1e-9)
 
 
-def _whole_layers(layers: int, kept: int, boundary: int) -> int:
-    """Return the best count if a segment has whole layers, which is another question."""
-    return min(range(1, layers + 1), key=lambda k: k * boundary + math.ceil(layers / k) * kept)
+def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
+    """Return the whole number with the smallest sum, and the rounded root."""
+    best = min(range(1, L + 1), key=lambda k: k * B + L / k * A)
+    return best, round(math.sqrt(L * A / B))
 
 
-#: Verdicts, each with the result of a function with that mistake.
-_COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
-    (
-        "You returned √L. This is right only if a layer keeps as much as one boundary, that"
-        " is if A = B.",
-        lambda n, a, b: math.sqrt(n),
-    ),
-    ("You returned L·A/B. Take its square root.", lambda n, a, b: n * a / b),
-    (
-        "You left A/B outside of the root. Take the square root of L·A/B.",
-        lambda n, a, b: math.sqrt(n) * a / b,
-    ),
-    ("You left out B. Divide L·A by B.", lambda n, a, b: math.sqrt(n * a)),
-    ("You left out L. The more layers, the more segments.", lambda n, a, b: math.sqrt(a / b)),
-    (
-        "You added A and B. Set the two terms that depend on k equal: k·B = L·A/k.",
-        lambda n, a, b: math.sqrt(n * a / (a + b)),
-    ),
-    (
-        "You swapped A and B. Your formula gives the layers of one segment.",
-        lambda n, a, b: math.sqrt(n * b / a),
-    ),
-    (
-        "You returned the peak for the best k. Return k, the number of segments.",
-        lambda n, a, b: 2 * math.sqrt(n * a * b),
-    ),
-    (
-        "You returned the peak for the best k. Return k, the number of segments.",
-        lambda n, a, b: 2 * math.sqrt(n * a * b) + b,
-    ),
-    (
-        "You used A = 2 B, which is true of this chain only. Write the formula for any A and B.",
-        lambda n, a, b: math.sqrt(2 * n),
-    ),
-    (
-        "You looked for the best k with whole layers in each segment. Here L/k may be any number.",
-        _whole_layers,
-    ),
-    (
-        "You rounded down. Do not round, or take the whole number with the smallest sum.",
-        lambda n, a, b: math.floor(math.sqrt(n * a / b)),
-    ),
-    (
-        "You rounded up. Do not round, or take the whole number with the smallest sum.",
-        lambda n, a, b: math.ceil(math.sqrt(n * a / b)),
-    ),
-    (
-        "You rounded the layers of a segment first. The number of segments need not divide L.",
-        lambda n, a, b: n // round(math.sqrt(n * b / a)),
-    ),
+@numbers(
+    {name: _rounded_or_not(mistake) for name, mistake in _COUNTS.items()},
+    cases=lambda: cases(_TRIPLES, _draw_triple),
+    also=_right_if_whole,
+    tolerance=1e-3,
+    otherwise="otherwise",
 )
-
-
-@exercise(
-    hint=(
-        "The peak is k·B + (L/k)·A + B. Which of these terms depend on k?",
-        "One term grows with k and one falls. Their product is the same for every k, so their sum"
-        " is smallest where they are equal.",
-    )
-)
-def check_best_count(answer: Any) -> Verdict:
+def check_best_count(L: int, A: int, B: int) -> float:
     """Check a function of L, A and B that returns the best number of equal segments.
 
     The best whole number is right, too.
     """
-    all_sizes = cases(_SIZES, _draw_sizes)
-    given = [answer(*sizes) for sizes in all_sizes]
-    if None in given:
-        return not_answered()
-    wanted = [math.sqrt(layers * kept / boundary) for layers, kept, boundary in all_sizes]
-    fit = [
-        _same(one, k, 1e-3) or one in (_best_whole(*sizes), round(k))
-        for one, k, sizes in zip(given, wanted, all_sizes, strict=True)
-    ]
-    if all(fit):
-        return right(
-            "Right: with this k both terms are √(L·A·B). For 100 layers that keep 2 B each, k"
-            " is 14."
-        )
-    for reason, mistake in _COUNT_MISTAKES:
-        theirs = [mistake(*sizes) for sizes in all_sizes]
-        if all(_same(one, k) or one == round(k) for one, k in zip(given, theirs, strict=True)):
-            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
-    first = fit.index(False)
-    values = dict(zip(("layers", "kept", "boundary"), all_sizes[first], strict=True))
-    values |= {"given": f"{float(given[first]):.4g}", "wanted": f"{wanted[first]:.4g}"}
-    message = (
-        "Not yet: with L = {layers}, A = {kept} and B = {boundary} you return {given}, but"
-        " the sum is smallest for k = {wanted}."
-    )
-    return wrong(text(message, **values))
+    return math.sqrt(L * A / B)
 
 
-def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
-    """Return whether a number is the right one, or refuse what is not a number."""
-    try:
-        return math.isclose(given + 0.0, wanted, rel_tol=tolerance)
-    except TypeError:
-        raise WrongAnswer(
-            text("Expected one number, got a `{kind}`.", kind=type(given).__name__), exact=True
-        ) from None
+# Tapered segments
+# --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -299,65 +190,7 @@ def least_peak(depth: int) -> int:
     return peak_of_rest(depth, 0) + B
 
 
-def _cuts_of(given: Any, depth: int) -> list[int]:
-    """Return the answer as cuts of `depth` layers, or refuse it."""
-    shown = f"{given}"[:60]
-    if not hasattr(given, "__iter__"):
-        kind = type(given).__name__
-        raise WrongAnswer(
-            text(
-                "Expected a list of cuts, such as `[0, 40, 70, 100]`, got a `{kind}`.",
-                kind=kind,
-            ),
-            exact=True,
-        )
-    if isinstance(given, set | frozenset):
-        raise WrongAnswer(text("A set has no order. Return a list of cuts."), exact=True)
-    try:
-        cuts = [float(cut) for cut in given]
-    except (TypeError, ValueError):
-        cuts = [math.nan]
-    if sum(cuts) == depth and cuts[1:] != [depth]:
-        raise WrongAnswer(
-            text("You returned the sizes of the segments, {cuts}. Return the cuts.", cuts=shown),
-            exact=True,
-        )
-    if not all(cut.is_integer() for cut in cuts):
-        raise WrongAnswer(
-            text(
-                "A cut lies between two layers, so it must be a whole number. Yours are {cuts}.",
-                cuts=shown,
-            ),
-            exact=True,
-        )
-    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != depth:
-        message = (
-            "The cuts of {depth} layers must begin with 0 and end with {depth}. Yours are {cuts}."
-        )
-        raise WrongAnswer(text(message, depth=depth, cuts=shown), exact=True)
-    if any(end <= start for start, end in pairwise(cuts)):
-        raise WrongAnswer(
-            text(
-                "Each segment has at least one layer, so the cuts must increase. Yours are {cuts}.",
-                cuts=shown,
-            ),
-            exact=True,
-        )
-    return [int(cut) for cut in cuts]
-
-
-@exercise(
-    hint=(
-        (
-            "Give every segment the same R bytes. While segment j runs backward, j + 1 inputs"
-            " are kept. How many layers fit next to them?"
-        ),
-        (
-            "For a given R, how many layers do all segments hold together? Which is the smallest R"
-            " that is enough?"
-        ),
-    )
-)
+@exercise()
 def check_tapered(answer: Any) -> Verdict:
     """Check a function depth -> cuts, whose peak must be the least one of all cuts.
 
@@ -376,34 +209,34 @@ def check_tapered(answer: Any) -> Verdict:
     given = [_cuts_of(one, depth) for one, depth in zip(raw, depths, strict=True)]
     peaks, least = [*map(_peak, given)], [*map(least_peak, depths)]
     if peaks == least:
-        count = f"{peaks[-1] / B:g}"
-        return right(
-            text(
-                "Right: no other cuts have a lower peak. With 100 layers it is {count} B.",
-                count=count,
-            )
-        )
-    first = next(i for i, (peak, best) in enumerate(zip(peaks, least, strict=True)) if peak != best)
+        return say.right("tapered.right", count=f"{peaks[-1] / B:g}")
     turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
-    if [*map(_peak, turned)] == least:
-        message = (
-            "Your cuts are the wrong way round. While the first segment runs backward, only"
-            " its own input is kept, so it may be the longest."
-        )
-        return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
-    sizes = [[end - start for start, end in pairwise(cuts)] for cuts in given]
-    if all(max(each) - min(each) <= 1 for each in sizes):
-        message = (
-            "Your segments are equal, so only the last one reaches the peak. Make the early"
-            " ones longer."
-        )
-        return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
-    values = {"depth": depths[first], "cuts": _format_cuts(given[first])}
-    values |= {"peak": f"{peaks[first] / B:g}", "least": f"{least[first] / B:g}"}
-    return wrong(
-        text(
-            "Not yet: {depth} layers with the cuts {cuts} have a peak of {peak} B, but other"
-            " cuts have one of {least} B.",
-            **values,
-        )
-    )
+    say.refuse_if([*map(_peak, turned)] == least, "tapered.turned")
+    equal = all(max(sizes) - min(sizes) <= 1 for sizes in map(_sizes, given))
+    say.refuse_if(equal, "tapered.equal")
+    for depth, cuts, peak, best in zip(depths, given, peaks, least, strict=True):
+        if peak != best:
+            shown = f"{cuts}" if len(cuts) < 9 else f"{cuts[:7]} …"
+            peaks_in_b = {"peak": f"{peak / B:g}", "least": f"{best / B:g}"}
+            say.wrong("tapered.higher", depth=depth, cuts=shown, **peaks_in_b)
+    raise AssertionError("no peak is higher than the least")
+
+
+def _cuts_of(given: Any, depth: int) -> list[int]:
+    """Return the answer as cuts of `depth` layers, or refuse it."""
+    listed = hasattr(given, "__iter__")
+    say.refuse_if(not listed, "tapered.list", kind=type(given).__name__)
+    say.refuse_if(isinstance(given, set | frozenset), "tapered.set")
+    try:
+        cuts = [float(cut) for cut in given]
+    except (TypeError, ValueError):
+        cuts = [math.nan]
+    shown = f"{given}"[:60]
+    say.refuse_if(sum(cuts) == depth and cuts[1:] != [depth], "tapered.sizes", cuts=shown)
+    whole = all(cut.is_integer() for cut in cuts)
+    say.refuse_if(not whole, "tapered.whole_numbers", cuts=shown)
+    ends = len(cuts) > 1 and cuts[0] == 0 and cuts[-1] == depth
+    say.refuse_if(not ends, "tapered.ends", depth=depth, cuts=shown)
+    increasing = all(start < end for start, end in pairwise(cuts))
+    say.refuse_if(not increasing, "tapered.increasing", cuts=shown)
+    return [int(cut) for cut in cuts]

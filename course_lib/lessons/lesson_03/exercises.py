@@ -3,7 +3,7 @@
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,9 @@ from course_lib.schedule import (
     simulate,
 )
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import WrongAnswer, cases, exercise, not_answered, right, wrong
+from course_lib.teaching.exercises import Messages, WrongAnswer, cases, exercise, not_answered
+
+say = Messages(__file__)
 
 # The recurrence
 # --------------------------------------------------------------------------------------------------
@@ -71,37 +73,30 @@ def _draw_chain(rng: random.Random) -> Chain:
     )
 
 
-def _chains() -> tuple[Chain, ...]:
-    return tuple(cases(_CHAINS, _draw_chain))
-
-
 @cache
-def _least_times(chains: tuple[Chain, ...]) -> list[list[float]]:
-    """Return the least times of each chain with 1, 2, ... bytes besides its input.
+def _least_times(chains: tuple[Chain, ...]) -> list[tuple[Chain, int, float]]:
+    """Return (chain, bytes besides its input, least time) for each chain and 1, 2, ... bytes.
 
-    They are found by simulating every schedule.
+    The least times are found by simulating every schedule.
     """
     found = []
     for chain in chains:
         costs = [simulate(actions, chain) for actions in every_schedule(0, len(chain) - 1)]
         most = max(cost.peak_bytes for cost in costs)
-        budgets = range(chain.input_bytes + 1, most + 3)
-        found.append(
-            [
-                min((c.time for c in costs if c.peak_bytes <= budget), default=math.inf)
-                for budget in budgets
-            ]
-        )
+        for budget in range(chain.input_bytes + 1, most + 3):
+            times = (cost.time for cost in costs if cost.peak_bytes <= budget)
+            found.append((chain, budget - chain.input_bytes, min(times, default=math.inf)))
     return found
 
 
+@cache
 def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
     """Return the least time of the stages by the recurrence, with one mistake in running on.
 
     Args:
         stages: The stages that are left to do.
         room: Bytes besides the input of the first stage.
-        mistake: A key of `_MISTAKES`, which says what the mistake is, or "never runs on".
+        mistake: A mistake of `_MISTAKES`, or "never runs on".
     """
     if not stages:
         return 0
@@ -117,193 +112,99 @@ def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float
     """Return the time of running on to stage e, with the mistake in it."""
     output = stages[e - 1].output_bytes
     kept = {
-        "saved": stages[e - 1].saved_bytes,
-        "next": stages[e].output_bytes,
-        "first": stages[0].output_bytes,
-        "all outputs": sum(stage.output_bytes for stage in stages[:e]),
-        "one byte": 1,
-        "input": 0,
+        "all_of_room": 0,
+        "one_byte": 1,
+        "output_of_e": stages[e].output_bytes,
+        "output_of_first": stages[0].output_bytes,
+        "saved_bytes": stages[e - 1].saved_bytes,
+        "all_outputs": sum(stage.output_bytes for stage in stages[:e]),
         "exchanged": 0,
     }.get(mistake, output)
     passed = {
-        "time": (),
-        "too far": stages[: e + 1],
-        "not the first": stages[1:e],
-        "only the first": stages[:1],
-        "of e": stages[e : e + 1],
+        "no_time": (),
+        "past_e": stages[: e + 1],
+        "not_first": stages[1:e],
+        "first_alone": stages[:1],
+        "e_alone": stages[e : e + 1],
         "twice": stages[:e] * 2,
     }.get(mistake, stages[:e])
     ahead = sum(stage.forward_time for stage in passed)
-    if mistake == "backward":
+    if mistake == "backward_times":
         ahead += sum(stage.backward_time for stage in passed)
-    behind = stages[e + 1 :] if mistake == "after e" else stages[e:]
+    behind = stages[e + 1 :] if mistake == "no_e" else stages[e:]
     later = _fastest(behind, room - kept, mistake)
-    if mistake == "earlier":
+    if mistake == "no_earlier":
         return ahead + later
-    earlier_room = room - output if mistake in ("gone", "exchanged") else room
+    earlier_room = room - output if mistake in ("earlier_too_little", "exchanged") else room
     earlier = _fastest(stages[:e], earlier_room, mistake)
     return ahead + (max(later, earlier) if mistake == "longer" else later + earlier)
 
 
-#: One message for four mistakes.
-_PASSED = (
-    "You added the forward times of the wrong stages. On the way to `e`, exactly `stages[:e]`"
-    " are passed."
-)
-#: Mistake in running on -> verdict.
+#: Mistake in running on -> the message on it.
 _MISTAKES = {
-    "input": "You gave the later stages all of `room`. The input that is kept takes some of it.",
-    "one byte": (
-        "You took 1 byte for the input that is kept. It takes the `output_bytes` of the stage"
-        " before it."
-    ),
-    "next": "You took the output of `stages[e]`. Its input is the output of the stage before it,"
-    " `stages[e - 1]`.",
-    "first": "You took the output of `stages[0]`. The input that is kept is that of stage `e`, the"
-    " output of `stages[e - 1]`.",
-    "saved": (
-        "You took `saved_bytes` for the input that is kept. An input takes the `output_bytes`"
-        " of the stage before it."
-    ),
-    "all outputs": (
-        "You subtracted the outputs of all stages that are passed. Only one is kept, the input of"
-        " stage `e`."
-    ),
-    "gone": (
-        "You gave the earlier stages too little. By then the input that was kept has been"
-        " released, so they have all of `room`."
-    ),
-    "exchanged": (
-        "You exchanged the bytes of the two parts. The kept input takes some of `room` while the"
-        " later stages run, and is released before the earlier ones."
-    ),
-    "time": "You left out the time of running on, which is the forward times of the stages that"
-    " are passed.",
-    "too far": _PASSED,
-    "not the first": _PASSED,
-    "only the first": _PASSED,
-    "of e": _PASSED,
-    "twice": (
-        "You counted the forwards of `stages[:e]` twice. `fastest` of these stages has their second"
-        " run."
-    ),
-    "backward": (
-        "You added backward times on the way. Running on runs forwards only, and `fastest` of"
-        " `stages[:e]` has the backwards."
-    ),
-    "earlier": "You left out `stages[:e]`. These stages still have to be done.",
-    "after e": "You left out stage `e` itself. It is the first of the later stages, `stages[e:]`.",
-    "longer": "You took the longer of the two parts. They run one after the other, so add them.",
+    **{
+        mistake: mistake
+        for mistake in (
+            "all_of_room",
+            "one_byte",
+            "output_of_e",
+            "output_of_first",
+            "saved_bytes",
+            "all_outputs",
+            "earlier_too_little",
+            "exchanged",
+            "no_time",
+            "twice",
+            "backward_times",
+            "no_earlier",
+            "no_e",
+            "longer",
+        )
+    },
+    **dict.fromkeys(("past_e", "not_first", "first_alone", "e_alone"), "other_stages"),
 }
 
 
-@exercise(
-    hint=(
-        (
-            "On the way to stage e, the stages before it run forward once. Then the stages from e"
-            " on are done, and then the stages before e."
-        ),
-        (
-            "One input is kept meanwhile. Which stage made it, and while which of the two parts is"
-            " it in memory?"
-        ),
-    )
-)
+@exercise(errors={"maximum recursion depth": "recurrence.endless"})
 def check_recurrence(answer: Any) -> Verdict:
     """Check `fastest(stages, room)` on four chains with every useful `room`, a number of bytes.
 
     The right times are found by simulating every schedule.
     """
-    chains = _chains()
-    wanted = _least_times(chains)
-    try:
-        given = [
-            _table_of(answer, chain, len(times))
-            for chain, times in zip(chains, wanted, strict=True)
-        ]
-    except RecursionError:
-        message = (
-            "Your function calls itself without end. Each call must have fewer stages, so e"
-            " must begin at 1 and be at most the last index."
-        )
-        return wrong(message, exact=True)
-    unanswered = _times_with("never runs on", chains)
-    if given == unanswered or any(one is None for times in given for one in times):
+    tried = _least_times(tuple(cases(_CHAINS, _draw_chain)))
+
+    def times_with(mistake: str) -> list[float]:
+        return [_fastest(chain.stages, room, mistake) for chain, room, _ in tried]
+
+    given = [answer(chain.stages, room) for chain, room, _ in tried]
+    if any(time is None for time in given) or given == times_with("never runs on"):
         return not_answered()
-    if given == wanted:
-        number = sum(len(times) for times in wanted)
-        return right(
-            text(
-                "Right: in all {number} cases, your time is that of the fastest schedule that"
-                " discards nothing early.",
-                number=number,
-            )
-        )
-    for mistake, reason in _MISTAKES.items():
-        if given == _times_with(mistake, chains):
-            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
-    return _first_difference(given, wanted)
+    if given == [least for *_, least in tried]:
+        return say.right("recurrence.right", number=len(tried))
+    for mistake, name in _MISTAKES.items():
+        say.refuse_if(given == times_with(mistake), f"recurrence.{name}")
+    for (chain, room, least), time in zip(tried, given, strict=True):
+        if time != least:
+            numbers = {"best": f"{least:g}", "given": f"{_number(time):g}"}
+            say.wrong("recurrence.longer_time", length=len(chain), room=room, **numbers)
+    raise AssertionError("no time differs from the least")
 
 
-@cache
-def _times_with(mistake: str, chains: tuple[Chain, ...]) -> list[list[float]]:
-    """Return the recurrence's times with a mistake in it, for each chain and budget."""
-    pairs = zip(chains, _least_times(chains), strict=True)
-    return [
-        _table_of(lambda stages, room: _fastest(stages, room, mistake), chain, len(times))
-        for chain, times in pairs
-    ]
-
-
-def _table_of(fastest: Callable, chain: Chain, count: int) -> list:
-    """Return the times that `fastest` gives for 1, 2, ..., `count` bytes besides the input."""
-    return [fastest(chain.stages, room) for room in range(1, count + 1)]
-
-
-def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
-    """Return the verdict on the first chain and number of bytes with a wrong time."""
-    for chain, (times, least) in enumerate(zip(given, wanted, strict=True)):
-        for room, (one, best) in enumerate(zip(times, least, strict=True), start=1):
-            if one != best:
-                try:
-                    shown = f"{float(one + 0.0):g}"
-                except TypeError:
-                    kind = type(one).__name__
-                    return wrong(
-                        text("Expected one number, got a `{kind}`.", kind=kind), exact=True
-                    )
-                values = {
-                    "length": len(_chains()[chain]),
-                    "room": room,
-                    "given": shown,
-                    "best": f"{best:g}",
-                }
-                return wrong(
-                    text(
-                        "Not yet: for {length} stages and room = {room}, the least time is"
-                        " {best}, but you return {given}.",
-                        **values,
-                    )
-                )
-    raise AssertionError("the tables do not differ")
+def _number(given: Any) -> float:
+    try:
+        return float(given + 0.0)
+    except TypeError:
+        kind = type(given).__name__
+        raise WrongAnswer(
+            text("Expected one number, got a `{kind}`.", kind=kind), exact=True
+        ) from None
 
 
 # Schedules by hand
 # --------------------------------------------------------------------------------------------------
 
 
-@exercise(
-    hint=(
-        (
-            "Use segments that get shorter. Keep the input of each segment, then work from"
-            " the last segment to the first."
-        ),
-        (
-            "With 11 forwards, five of six stages run twice, so the last segment has one stage. How"
-            " many stages fit into the one before it, and into the earlier ones?"
-        ),
-    )
-)
+@exercise()
 def check_drawn_schedule(actions: Any) -> Verdict:
     """Check a schedule for `Chain.uniform(6, saved_bytes=2)`.
 
@@ -313,15 +214,9 @@ def check_drawn_schedule(actions: Any) -> Verdict:
         return not_answered()
     cost = _simulate(actions, Chain.uniform(6, saved_bytes=2))
     found = {"peak": cost.peak_bytes, "forwards": cost.forward_steps}
-    if cost.peak_bytes <= 7 and cost.forward_steps <= 11:
-        return right(text("Right: the peak is {peak}, with {forwards} forwards.", **found))
-    return wrong(
-        text(
-            "Your schedule is legal, but it exceeds a limit: its peak is {peak}, and it has"
-            " {forwards} forwards.",
-            **found,
-        )
-    )
+    if cost.peak_bytes > 7 or cost.forward_steps > 11:
+        say.wrong("drawn_schedule.limit", **found)
+    return say.right("drawn_schedule.right", **found)
 
 
 def five_stages() -> Chain:
@@ -331,18 +226,7 @@ def five_stages() -> Chain:
     return Chain(tuple(Stage(forward, 1, output, kept) for forward, output, kept in sizes), 1)
 
 
-@exercise(
-    hint=(
-        (
-            "On the way, keep the inputs of stages 0 and 1. From which of them will you run"
-            " forward only once more?"
-        ),
-        (
-            "After the backward of stage 4, from which input do you reach stages 2 and 3 with the"
-            " fewest forwards? What must be released so that all of both fits?"
-        ),
-    )
-)
+@exercise()
 def check_gives_up_early(actions: Any) -> Verdict:
     """Check a schedule for `five_stages()` in 13 bytes that is faster than all persistent ones."""
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
@@ -350,20 +234,10 @@ def check_gives_up_early(actions: Any) -> Verdict:
     cost = _simulate(actions, five_stages())
     found = {"peak": cost.peak_bytes, "time": f"{cost.time:g}"}
     if cost.peak_bytes > 13:
-        return wrong(text("The peak of your schedule is {peak}, above 13.", peak=cost.peak_bytes))
+        say.wrong("gives_up_early.peak", peak=found["peak"])
     if cost.time >= 80:
-        return wrong(
-            text(
-                "The peak is at most 13, but your schedule takes {time}. `optimal` takes 80.",
-                time=found["time"],
-            )
-        )
-    return right(
-        text(
-            "Right: your schedule takes {time} within {peak} bytes, and `optimal` takes 80.",
-            **found,
-        )
-    )
+        say.wrong("gives_up_early.time", time=found["time"])
+    return say.right("gives_up_early.right", **found)
 
 
 def pyramid() -> Chain:
@@ -372,34 +246,18 @@ def pyramid() -> Chain:
     return Chain(tuple(Stage(4, 8, size * 10**6, 2 * size * 10**6) for size in sizes), 3 * 10**6)
 
 
-@exercise(
-    hint=(
-        (
-            "Ask `run_on` for each e, and compare with `fastest`. Where they are equal, this way"
-            " is one of the fastest."
-        ),
-        (
-            "Running on is a list of forwards, of which one keeps its input, and then two plans. In"
-            " which order do they come, and with which number does each begin?"
-        ),
-    )
-)
+@exercise()
 def check_plan(answer: Any) -> Verdict:
     """Check `plan(first, stages, room)`: its lists take the least time within the bytes.
 
     The chains are those of `check_recurrence`, with every number of bytes that suffices, and the
     pyramid within 150 MB.
     """
-    chains = _chains()
-    tried = [
-        (chain, room, time)
-        for chain, times in zip(chains, _least_times(chains), strict=True)
-        for room, time in enumerate(times, start=1)
-        if time < math.inf
-    ]
+    of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
+    tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]
     chain, budget = pyramid(), 150_000_000
-    time = simulate(optimal(chain, budget), chain).time
-    tried.append((chain, budget - chain.input_bytes, time))
+    least = simulate(optimal(chain, budget), chain).time
+    tried.append((chain, budget - chain.input_bytes, least))
     for chain, room, least in tried:
         actions = answer(0, chain.stages, room)
         unset = actions is None or actions is ...
@@ -407,62 +265,38 @@ def check_plan(answer: Any) -> Verdict:
             return not_answered()
         cost = _simulate(actions, chain)
         peak = cost.peak_bytes - chain.input_bytes
-        values = {"length": len(chain), "room": f"{room:,}"}
+        case = {"length": len(chain), "room": f"{room:,}"}
         if peak > room:
-            message = (
-                "Not yet: for {length} stages and room = {room}, your list needs {peak} bytes"
-                " besides the input."
-            )
-            return wrong(text(message, **values, peak=f"{peak:,}"))
+            say.wrong("plan.bytes", **case, peak=f"{peak:,}")
         if cost.time > least:
-            message = (
-                "Not yet: for {length} stages and room = {room}, your list takes {time}, but the"
-                " least time is {least}."
-            )
-            values |= {"time": f"{cost.time:g}", "least": f"{least:g}"}
-            return wrong(text(message, **values))
-    return right(
-        text(
-            "Right: in all {number} cases, your list takes the least time within the bytes.",
-            number=len(tried),
-        )
-    )
+            say.wrong("plan.time", **case, time=f"{cost.time:g}", least=f"{least:g}")
+    return say.right("plan.right", number=len(tried))
 
 
 #: Pattern of an error of `simulate` -> message. The errors themselves are in English only.
 _REFUSALS = {
-    r"runs only if its input is live, and (x_\d+) is not": "its input {what} is not in memory.",
-    r"its stage's input is live, and (x_\d+) is not": (
-        "it needs the stage's input, but {what} is not in memory."
-    ),
-    r"and S_(\d+) is not; run": (
-        'nothing that it needs of stage {what} is kept. Run that stage with `"all"` first.'
-    ),
-    r"first, and (Backward\(\d+\)) is next": (
-        "`{what}` must come next, because backwards run from the last stage to the first."
-    ),
-    r"(again) after its backward": "the backward of its stage is done, so it must not run again.",
-    r"and (Backward\(\d+\)) has not run": "the list ends before `{what}`.",
-    r"has the stages 0 to (\d+)": "the last stage of this chain is stage `{what}`.",
+    r"runs only if its input is live, and (x_\d+) is not": "common.no_input",
+    r"its stage's input is live, and (x_\d+) is not": "common.no_input_of_stage",
+    r"and S_(\d+) is not; run": "common.nothing_kept",
+    r"first, and (Backward\(\d+\)) is next": "common.another_backward",
+    r"(again) after its backward": "common.backward_done",
+    r"and (Backward\(\d+\)) has not run": "common.ends_early",
+    r"has the stages 0 to (\d+)": "common.last_stage",
 }
 
 
 def _refusal(refused: IllegalSchedule) -> str:
     """Return the message of an illegal schedule in the reader's language, if its rule is above."""
     message = f"{refused}"
-    number = re.search(r"action (\d+), (\w+\(.*?\))", message)
-    for pattern, words in _REFUSALS.items():
+    action = re.search(r"action (\d+), (\w+\(.*?\))", message)
+    for pattern, name in _REFUSALS.items():
         if found := re.search(pattern, message):
-            reason = text(words, what=found[1]) if "{what}" in words else text(words)
-            if number is None:
-                return text("`simulate` refuses: {reason}", reason=reason)
-            values = {"number": number[1], "action": f"`{number[2]}`", "reason": reason}
-            return text(
-                "`simulate` refuses {action}, action {number} of the list, counted from 0:"
-                " {reason}",
-                **values,
-            )
-    return text("`simulate` refuses: {problem}.", problem=f"`{message}`")
+            reason = say.fill(name, what=found[1])
+            if action is None:
+                return say("common.refuses", reason=reason)
+            values = {"number": action[1], "action": f"`{action[2]}`"}
+            return say("common.refuses_action", reason=reason, **values)
+    return say("common.refuses_otherwise", problem=f"`{message}`")
 
 
 def _simulate(actions: Any, chain: Chain) -> Cost:
@@ -472,6 +306,4 @@ def _simulate(actions: Any, chain: Chain) -> Cost:
     except IllegalSchedule as refused:
         raise WrongAnswer(_refusal(refused)) from None
     except Exception as error:
-        raise WrongAnswer(
-            text("Your schedule cannot be simulated: {error}.", error=f"`{error!r}`")
-        ) from None
+        say.wrong("common.cannot_simulate", error=f"`{error!r}`")
