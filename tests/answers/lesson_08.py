@@ -6,6 +6,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+HELD = (
+    lambda psi, n: 16 * psi,
+    lambda psi, n: 8 * psi + 8 * psi / n,
+    lambda psi, n: 4 * psi + 12 * psi / n,
+    lambda psi, n: 16 * psi / n,
+)
 
 
 def stages(*formulas):
@@ -13,19 +19,6 @@ def stages(*formulas):
     return lambda psi, n: {
         name: formula(psi, n) for name, formula in zip(STAGES, formulas, strict=True)
     }
-
-
-def but(place, formula):
-    """The right formulas, but for one of them."""
-    return stages(*(formula if i == place else right for i, right in enumerate(HELD)))
-
-
-HELD = (
-    lambda psi, n: 16 * psi,
-    lambda psi, n: 8 * psi + 8 * psi / n,
-    lambda psi, n: 4 * psi + 12 * psi / n,
-    lambda psi, n: 16 * psi / n,
-)
 
 
 def sevens(*billions):
@@ -82,32 +75,13 @@ class KeepsACopy(Gathered):
         return x @ wire.all_gather(shard).mT
 
 
-class AllReduces(Gathered):
-    @staticmethod
-    def gradient_of(wire, gradient):
-        wire.all_reduce(gradient)
-        return wire.reduce_scatter(gradient)  # to know which shard is ours
+def summed_by(function):
+    """A Linear whose weight gets another gradient, of the wire and of this rank's gradient."""
 
+    class Other(Gathered):
+        gradient_of = staticmethod(function)
 
-class AloneInTheWorld(Gathered):
-    """Takes the gradients of the others away again."""
-
-    @staticmethod
-    def gradient_of(wire, gradient):
-        return wire.reduce_scatter(gradient) - wire.reduce_scatter(torch.zeros_like(gradient))
-
-
-class Averages(Gathered):
-    @staticmethod
-    def gradient_of(wire, gradient):
-        own = wire.reduce_scatter(gradient)
-        return own * len(own) / len(gradient)
-
-
-class WholeGradient(Gathered):
-    @staticmethod
-    def gradient_of(wire, gradient):
-        return gradient
+    return Other
 
 
 class ForgetsTheWire(Gathered):
@@ -179,56 +153,27 @@ def ignores_the_gathered(weights, gradients, adams, wire):
     return [torch.cat(updated) for _ in weights]
 
 
-def sent(formula):
-    """The right bytes of DDP, and those of FSDP2 by a formula of psi and root."""
-    return lambda psi, root: {"DDP": 8 * psi, "FSDP2": formula(psi, root)}
-
-
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "held": (
-        [stages(*HELD), lambda psi, n: {**stages(*HELD)(psi, n), "ZeRO 3": 16 * psi // n}],
+        [lambda psi, n: {**stages(*HELD)(psi, n), "ZeRO 3": 16 * psi // n}],
         [
             (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
             (lambda psi, n: dict.fromkeys(STAGES, torch.ones(2)), "one number"),
             (lambda psi, n: 16 * psi, "keys"),
-            (stages(*(lambda psi, n, f=f: n * f(psi, n) for f in HELD)), "all ranks together"),
-            (but(1, lambda psi, n: 12 * psi + 4 * psi / n), "sharded the gradients"),
-            (but(1, lambda psi, n: 4 * psi + 8 * psi / n), "left out the gradients"),
-            (but(2, lambda psi, n: 12 * psi + 4 * psi / n), "sharded the gradients"),
-            (but(2, lambda psi, n: 4 * psi + 8 * psi / n), "left out the gradients"),
-            (but(3, lambda psi, n: 12 * psi / n), "left out the gradients"),
-            (but(0, lambda psi, n: 4 * psi), "You counted numbers"),
-            (but(0, lambda psi, n: 16 * psi / 1e6), "in MB"),
-            (but(2, lambda psi, n: (4 * psi + 12 * psi / n) / 2**20), "in MiB"),
-            (but(1, lambda psi, n: 4 * psi + 12 * psi / n), "does not shard the gradients"),
-            (but(1, lambda psi, n: 8 * psi + 4 * psi / n), "Adam keeps two"),
-            (but(1, lambda psi, n: 16 * psi / n), "shards only the optimizer state"),
-            (but(2, lambda psi, n: 2 * psi + 14 * psi / n), "mixed precision"),
-            (but(2, lambda psi, n: 8 * psi + 8 * psi / n), "left the gradients whole"),
-            (but(2, lambda psi, n: 16 * psi / n), "ZeRO 2 keeps them whole"),
-            (but(3, lambda psi, n: 4 * psi + 12 * psi / n), "left the weights whole"),
-            (but(3, lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two alone
-            (but(0, lambda psi, n: 16 * psi / n), "does not shard anything"),
-            (but(0, lambda psi, n: 12 * psi), "three numbers per parameter"),
+            (stages(lambda psi, n: 16 * psi / 1e6, *HELD[1:]), "in MB"),
+            (stages(*HELD[:2], lambda psi, n: (4 + 12 / n) * psi / 2**20, HELD[3]), "in MiB"),
+            (stages(*HELD[:3], lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two
         ],
     ),
     "seven_billion": (
-        [sevens(112, 38.5, 26.25, 14), sevens(112, 38.5, 26.3, 14)],
+        [sevens(112, 38.5, 26.3, 14)],
         [
             (dict.fromkeys(STAGES), "Not answered"),
             ({"DDP": 112e9}, "keys"),
-            (sevens(14, 38.5, 26.25, 14), "does not shard anything"),
-            (sevens(896, 308, 210, 112), "all ranks together"),
-            (sevens(112, 26.25, 26.25, 14), "does not shard the gradients"),
-            (sevens(112, 38.5, 26.25, 26.25), "left the weights whole"),
-            (sevens(112, 14, 26.25, 14), "does not shard everything"),
-            (sevens(112, 63, 38.5, 14), "as autocast keeps them"),
             (sevens(112, 38.5, 33.25, 14), "Not yet"),
-            (sevens(112, 38.5, 38.5, 14), "left the gradients whole"),
             (sevens(112e-9, 38.5, 26.25, 14), "in GB"),
             (sevens(112 / 2**30, 38.5, 26.25, 14), "in GiB"),
-            (sevens(112, 38.5, 26.25, 2e-9), "bytes per parameter"),
             sevens(112, 38.5, 26.25, 15),
         ],
     ),
@@ -263,50 +208,39 @@ ANSWERS = {
             (KeepsACopy, "not a copy"),
             (lambda x, shard, wire: x @ wire.all_gather(shard).mT, "Save `shard` itself"),
             (checkpointed, "autograd records no collective"),
-            (AllReduces, "You send 5 numbers"),
-            (AloneInTheWorld, "only this rank's gradient"),
-            (Averages, "averaging belongs in the loss"),
-            (WholeGradient, "Your second gradient"),
+            (
+                summed_by(lambda wire, g: (wire.all_reduce(g), wire.reduce_scatter(g))[1]),
+                "You send 5 numbers",
+            ),
+            (
+                summed_by(lambda wire, g: wire.reduce_scatter(g) - wire.reduce_scatter(0 * g)),
+                "only this rank's gradient",
+            ),
+            (
+                summed_by(lambda wire, g: (own := wire.reduce_scatter(g)) * len(own) / len(g)),
+                "averaging belongs in the loss",
+            ),
+            (summed_by(lambda wire, g: g), "Your second gradient"),
             (ForgetsTheWire, "`None` for the wire"),
             (UsesItsShard, "sent nothing through"),
         ],
     ),
     "tokens_to_hide": (
-        [
-            lambda psi, rate, link: 2 * rate / link,
-            lambda psi, rate, link: 12 * psi / link / (6 * psi / rate),
-        ],
+        [lambda psi, rate, link: 12 * psi / link / (6 * psi / rate)],
         [
             (lambda psi, rate, link: 0, "Not answered"),
             (lambda psi, rate, link: torch.ones(2), "one number"),
-            (lambda psi, rate, link: 6 * rate / link, "counted only forward"),
-            (lambda psi, rate, link: 3 * rate / link, "together take 6"),
-            (lambda psi, rate, link: 12 * rate / link, "left out the 6 FLOPs"),
-            (lambda psi, rate, link: rate / link, "communicates 12 bytes"),
-            (lambda psi, rate, link: 16 * rate / link, "counted bits"),
-            (lambda psi, rate, link: rate / link / 2, "counted the numbers that are sent"),
-            (lambda psi, rate, link: 4 / 3 * rate / link, "DDP's communication volume"),
-            (lambda psi, rate, link: 2 * link / rate, "upside down"),
-            (lambda psi, rate, link: 2 * rate / link * psi, "cancel"),
-            (lambda psi, rate, link: 16_000, "Not yet"),
+            (lambda psi, rate, link: 16_000, "Not yet"),  # right for the first device
         ],
     ),
     "sent": (
-        [sent(lambda psi, root: 12 * psi - 4 * root)],
+        [],
         [
-            (lambda psi, root: {"DDP": 0, "FSDP2": 0}, "Not answered"),
-            (sent(lambda psi, root: 0), "Not answered"),
+            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": 0}, "Not answered"),
             (lambda psi, root: 8 * psi, "keys"),
             (lambda psi, root: {"DDP": torch.ones(2), "FSDP2": torch.ones(2)}, "one number"),
-            (sent(lambda psi, root: torch.ones(2)), "one number"),
-            (lambda psi, root: {"DDP": 2 * psi, "FSDP2": 0}, "You counted numbers"),
+            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": torch.ones(2)}, "one number"),
             (lambda psi, root: {"DDP": 8 * psi / 1e6, "FSDP2": 0}, "in MB"),
-            (lambda psi, root: {"DDP": 4 * psi, "FSDP2": 0}, "counts twice"),
-            (sent(lambda psi, root: 12 * psi), "gathered only once"),
-            (sent(lambda psi, root: 12 * psi - 8 * root), "left out the root"),
-            (sent(lambda psi, root: 8 * psi), "gathered twice"),
-            (sent(lambda psi, root: 8 * psi - 4 * root), "left out the gradients"),
-            (sent(lambda psi, root: 16 * psi - 4 * root), "only scattered"),
         ],
     ),
 }

@@ -336,7 +336,6 @@ def storages(values: Any) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for storage in found}
 
 
-
 @dataclass(frozen=True)
 class _Case:
     """Code that runs under the reader's meter; what it creates stays alive until the meter is read.

@@ -1,4 +1,4 @@
-"""The exercises of lesson 03: segments, the recurrence, and schedules written by hand."""
+"""The exercises of lesson 03: segments and their peak, the recurrence, schedules by hand."""
 
 import itertools
 import math
@@ -22,14 +22,238 @@ from course_lib.schedule import (
 )
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import (
+    Messages,
     WrongAnswer,
     cases,
     exercise,
     not_answered,
+    numbers,
     returns_none,
-    right,
-    wrong,
+    throughout,
 )
+
+say = Messages(__file__)
+
+B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.2 to 3.4
+
+# The peak of segments
+# --------------------------------------------------------------------------------------------------
+
+
+def _sizes(cuts: Sequence[int]) -> list[int]:
+    """Return the number of layers of each segment."""
+    return [end - start for start, end in pairwise(cuts)]
+
+
+def _sums(cuts: Sequence[int], layer_bytes: int = A) -> list[int]:
+    """Return the bytes of each segment's layers, and of the inputs kept while it runs backward."""
+    return [(j + 1) * B + size * layer_bytes for j, size in enumerate(_sizes(cuts))]
+
+
+def _peak(cuts: Sequence[int]) -> int:
+    """Return the peak of segments in bytes: the largest sum, and one gradient."""
+    return max(_sums(cuts)) + B
+
+
+def _sums_of_largest(cuts: Sequence[int]) -> list[int]:
+    """Return the sums of the segments with the most layers, of which the last is the greatest."""
+    sizes = _sizes(cuts)
+    return [total for total, size in zip(_sums(cuts), sizes, strict=True) if size == max(sizes)]
+
+
+def _largest_or_last(cuts: Sequence[int]) -> tuple[int, int]:
+    """Return the peak of the last segment and the largest one: the last such one, or the first."""
+    largest, last = _sums_of_largest(cuts), _sums(cuts)[-1]
+    return max(largest[-1], last) + B, max(largest[0], last) + B
+
+
+#: Message on a mistake -> the peak that it gives. Several mistakes are right for some cuts.
+_PEAKS: dict[str, Callable[[Sequence[int]], Any]] = {
+    "units": lambda cuts: _peak(cuts) / B,
+    "layer_and_boundary": lambda cuts: max(_sums(cuts, A + B)) + B,
+    "no_gradient": lambda cuts: _peak(cuts) - B,
+    "all_inputs": lambda cuts: (len(cuts) - 1) * B + max(_sizes(cuts)) * A + B,
+    "last": lambda cuts: _sums(cuts)[-1] + B,
+    "largest": lambda cuts: _sums_of_largest(cuts)[-1] + B,
+    "first_or_last": lambda cuts: max(_sums(cuts)[0], _sums(cuts)[-1]) + B,
+    "largest_or_last": _largest_or_last,
+    "mean": lambda cuts: (len(cuts) - 1) * B + cuts[-1] / (len(cuts) - 1) * A + B,
+    "sum": lambda cuts: sum(_sums(cuts)) + B,
+    "reversed": lambda cuts: (
+        max((len(cuts) - 1 - j) * B + size * A for j, size in enumerate(_sizes(cuts))) + B
+    ),
+    "loss": lambda cuts: _peak(cuts) + 8,
+}
+
+
+def _draw_cuts(rng: random.Random) -> list[int]:
+    return [0, *itertools.accumulate(rng.randint(1, 9) for _ in range(rng.randint(3, 8)))]
+
+
+_CUTS = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], [*range(0, 101, 10)], [*range(8), 20]]
+# The last segment has the peak though the first is the largest; then one in the middle has it.
+_CUTS += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
+# Here it is neither the largest segment, nor the first, nor the last.
+_CUTS += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
+
+
+@numbers(
+    {name: throughout(peak, tolerance=1e-9) for name, peak in _PEAKS.items()},
+    cases=lambda: cases(_CUTS, _draw_cuts),
+    tolerance=1e-9,
+    in_bytes=True,
+    otherwise="otherwise",
+    blank=(None, ..., 0),
+)
+def check_predicted_peak(cuts: Sequence[int]) -> int:
+    """Check a function of cuts that returns the peak of segments in bytes.
+
+    While segment j runs backward, j + 1 inputs, its own layers and one gradient are live.
+    """
+    return _peak(cuts)
+
+
+# The number of equal segments
+# --------------------------------------------------------------------------------------------------
+
+# (L, A, B), with a best count below L in each. For (70, 5, 1) it is 18.7: rounding down is wrong.
+# For (25, 3, 2), L·A/B is not a whole number.
+_TRIPLES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
+
+
+def _draw_triple(rng: random.Random) -> tuple[int, int, int]:
+    """Return L, A and B for which one whole number of segments is the best."""
+    while True:
+        layers, kept, boundary = rng.randint(20, 120), rng.randint(2, 9), rng.randint(1, 4)
+        sums = sorted(k * boundary + layers / k * kept for k in range(1, layers + 1))
+        if sums[0] + 1e-6 < sums[1]:
+            return layers, kept, boundary
+
+
+#: Message on a mistake -> the number of segments that it gives, or a tuple of them.
+_COUNTS: dict[str, Callable[[int, int, int], Any]] = {
+    "root_of_layers": lambda L, A, B: math.sqrt(L),
+    "no_root": lambda L, A, B: L * A / B,
+    "part_of_root": lambda L, A, B: math.sqrt(L) * A / B,
+    "no_boundary": lambda L, A, B: math.sqrt(L * A),
+    "no_layers": lambda L, A, B: math.sqrt(A / B),
+    "added": lambda L, A, B: math.sqrt(L * A / (A + B)),
+    "swapped": lambda L, A, B: math.sqrt(L * B / A),
+    "peak": lambda L, A, B: (2 * math.sqrt(L * A * B), 2 * math.sqrt(L * A * B) + B),
+    "this_chain": lambda L, A, B: math.sqrt(2 * L),
+    "whole_layers": lambda L, A, B: min(
+        range(1, L + 1), key=lambda k: k * B + math.ceil(L / k) * A
+    ),
+    "rounded_down": lambda L, A, B: math.floor(math.sqrt(L * A / B)),
+    "rounded_up": lambda L, A, B: math.ceil(math.sqrt(L * A / B)),
+    "rounded_layers": lambda L, A, B: L // round(math.sqrt(L * B / A)),
+}
+
+
+def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
+    """Return the mistake with its numbers as they are, and rounded."""
+
+    def ways(L: int, A: int, B: int) -> tuple[float, ...]:
+        found = mistake(L, A, B)
+        found = found if isinstance(found, tuple) else (found,)
+        return *found, *map(round, found)
+
+    return throughout(ways, tolerance=1e-9)
+
+
+def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
+    """Return the whole number with the smallest sum, and the rounded root."""
+    best = min(range(1, L + 1), key=lambda k: k * B + L / k * A)
+    return best, round(math.sqrt(L * A / B))
+
+
+@numbers(
+    {name: _rounded_or_not(mistake) for name, mistake in _COUNTS.items()},
+    cases=lambda: cases(_TRIPLES, _draw_triple),
+    also=_right_if_whole,
+    tolerance=1e-3,
+    otherwise="otherwise",
+)
+def check_best_count(L: int, A: int, B: int) -> float:
+    """Check a function of L, A and B that returns the best number of equal segments.
+
+    The best whole number is right, too.
+    """
+    return math.sqrt(L * A / B)
+
+
+# Tapered segments
+# --------------------------------------------------------------------------------------------------
+
+
+@cache
+def least_peak(depth: int) -> int:
+    """Return the least peak, in bytes, of all cuts of `depth` equal layers."""
+
+    @cache
+    def peak_of_rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept before
+        if layers == 0:
+            return 0
+        sizes = range(1, layers + 1)
+        return min(
+            max((inputs + 1) * B + size * A, peak_of_rest(layers - size, inputs + 1))
+            for size in sizes
+        )
+
+    return peak_of_rest(depth, 0) + B
+
+
+@exercise()
+def check_tapered(answer: Any) -> Verdict:
+    """Check a function depth -> cuts, whose peak must be the least one of all cuts.
+
+    Some of the depths divide evenly and some do not.
+    """
+    depths = [*range(2, 20), *cases([25, 50, 64], lambda rng: rng.randint(20, 90)), 100]
+    raw = [answer(depth) for depth in depths]
+    if all(given is None for given in raw) or all(
+        hasattr(given, "__len__") and [*given] == [0, depth]
+        for given, depth in zip(raw, depths, strict=True)
+    ):
+        return not_answered()
+    for given, depth in zip(raw, depths, strict=True):
+        if given is None:
+            return returns_none(f"depth = {depth}")
+    given = [_cuts_of(one, depth) for one, depth in zip(raw, depths, strict=True)]
+    peaks, least = [*map(_peak, given)], [*map(least_peak, depths)]
+    if peaks == least:
+        return say.right("tapered.right", count=f"{peaks[-1] / B:g}")
+    turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
+    say.refuse_if([*map(_peak, turned)] == least, "tapered.turned")
+    equal = all(max(sizes) - min(sizes) <= 1 for sizes in map(_sizes, given))
+    say.refuse_if(equal, "tapered.equal")
+    for depth, cuts, peak, best in zip(depths, given, peaks, least, strict=True):
+        if peak != best:
+            shown = f"{cuts}" if len(cuts) < 9 else f"{cuts[:7]} …"
+            peaks_in_b = {"peak": f"{peak / B:g}", "least": f"{best / B:g}"}
+            say.wrong("tapered.higher", depth=depth, cuts=shown, **peaks_in_b)
+    raise AssertionError("no peak is higher than the least")
+
+
+def _cuts_of(given: Any, depth: int) -> list[int]:
+    """Return the answer as cuts of `depth` layers, or refuse it."""
+    listed = hasattr(given, "__iter__")
+    say.refuse_if(not listed, "tapered.list", kind=type(given).__name__)
+    say.refuse_if(isinstance(given, set | frozenset), "tapered.set")
+    try:
+        cuts = [float(cut) for cut in given]
+    except (TypeError, ValueError):
+        cuts = [math.nan]
+    shown = f"{given}"[:60]
+    say.refuse_if(sum(cuts) == depth and cuts[1:] != [depth], "tapered.sizes", cuts=shown)
+    whole = all(cut.is_integer() for cut in cuts)
+    say.refuse_if(not whole, "tapered.whole_numbers", cuts=shown)
+    ends = len(cuts) > 1 and cuts[0] == 0 and cuts[-1] == depth
+    say.refuse_if(not ends, "tapered.ends", depth=depth, cuts=shown)
+    increasing = all(start < end for start, end in pairwise(cuts))
+    say.refuse_if(not increasing, "tapered.increasing", cuts=shown)
+    return [int(cut) for cut in cuts]
+
 
 # The recurrence
 # --------------------------------------------------------------------------------------------------
@@ -81,37 +305,30 @@ def _draw_chain(rng: random.Random) -> Chain:
     )
 
 
-def _chains() -> tuple[Chain, ...]:
-    return tuple(cases(_CHAINS, _draw_chain))
-
-
 @cache
-def _least_times(chains: tuple[Chain, ...]) -> list[list[float]]:
-    """Return the least times of each chain with 1, 2, ... bytes besides its input.
+def _least_times(chains: tuple[Chain, ...]) -> list[tuple[Chain, int, float]]:
+    """Return (chain, bytes besides its input, least time) for each chain and 1, 2, ... bytes.
 
-    They are found by simulating every schedule.
+    The least times are found by simulating every schedule.
     """
     found = []
     for chain in chains:
         costs = [simulate(actions, chain) for actions in every_schedule(0, len(chain) - 1)]
         most = max(cost.peak_bytes for cost in costs)
-        budgets = range(chain.input_bytes + 1, most + 3)
-        found.append(
-            [
-                min((c.time for c in costs if c.peak_bytes <= budget), default=math.inf)
-                for budget in budgets
-            ]
-        )
+        for budget in range(chain.input_bytes + 1, most + 3):
+            times = (cost.time for cost in costs if cost.peak_bytes <= budget)
+            found.append((chain, budget - chain.input_bytes, min(times, default=math.inf)))
     return found
 
 
+@cache
 def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
     """Return the least time of the stages by the recurrence, with one mistake in running on.
 
     Args:
         stages: The stages that are left to do.
         room: Bytes besides the input of the first stage.
-        mistake: A key of `_MISTAKES`, which says what the mistake is, or "never runs on".
+        mistake: A mistake of `_MISTAKES`, or "never runs on".
     """
     if not stages:
         return 0
@@ -127,193 +344,99 @@ def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float
     """Return the time of running on to stage e, with the mistake in it."""
     output = stages[e - 1].output_bytes
     kept = {
-        "saved": stages[e - 1].saved_bytes,
-        "next": stages[e].output_bytes,
-        "first": stages[0].output_bytes,
-        "all outputs": sum(stage.output_bytes for stage in stages[:e]),
-        "one byte": 1,
-        "input": 0,
+        "all_of_room": 0,
+        "one_byte": 1,
+        "output_of_e": stages[e].output_bytes,
+        "output_of_first": stages[0].output_bytes,
+        "saved_bytes": stages[e - 1].saved_bytes,
+        "all_outputs": sum(stage.output_bytes for stage in stages[:e]),
         "exchanged": 0,
     }.get(mistake, output)
     passed = {
-        "time": (),
-        "too far": stages[: e + 1],
-        "not the first": stages[1:e],
-        "only the first": stages[:1],
-        "of e": stages[e : e + 1],
+        "no_time": (),
+        "past_e": stages[: e + 1],
+        "not_first": stages[1:e],
+        "first_alone": stages[:1],
+        "e_alone": stages[e : e + 1],
         "twice": stages[:e] * 2,
     }.get(mistake, stages[:e])
     ahead = sum(stage.forward_time for stage in passed)
-    if mistake == "backward":
+    if mistake == "backward_times":
         ahead += sum(stage.backward_time for stage in passed)
-    behind = stages[e + 1 :] if mistake == "after e" else stages[e:]
+    behind = stages[e + 1 :] if mistake == "no_e" else stages[e:]
     later = _fastest(behind, room - kept, mistake)
-    if mistake == "earlier":
+    if mistake == "no_earlier":
         return ahead + later
-    earlier_room = room - output if mistake in ("gone", "exchanged") else room
+    earlier_room = room - output if mistake in ("earlier_too_little", "exchanged") else room
     earlier = _fastest(stages[:e], earlier_room, mistake)
     return ahead + (max(later, earlier) if mistake == "longer" else later + earlier)
 
 
-#: One message for four mistakes.
-_PASSED = (
-    "You added the forward times of the wrong stages. On the way to `e`, exactly `stages[:e]`"
-    " are passed."
-)
-#: Mistake in running on -> verdict.
+#: Mistake in running on -> the message on it.
 _MISTAKES = {
-    "input": "You gave the later stages all of `room`. The input that is kept takes some of it.",
-    "one byte": (
-        "You took 1 byte for the input that is kept. It takes the `output_bytes` of the stage"
-        " before it."
-    ),
-    "next": "You took the output of `stages[e]`. Its input is the output of the stage before it,"
-    " `stages[e - 1]`.",
-    "first": "You took the output of `stages[0]`. The input that is kept is that of stage `e`, the"
-    " output of `stages[e - 1]`.",
-    "saved": (
-        "You took `saved_bytes` for the input that is kept. An input takes the `output_bytes`"
-        " of the stage before it."
-    ),
-    "all outputs": (
-        "You subtracted the outputs of all stages that are passed. Only one is kept, the input of"
-        " stage `e`."
-    ),
-    "gone": (
-        "You gave the earlier stages too little. By then the input that was kept has been"
-        " released, so they have all of `room`."
-    ),
-    "exchanged": (
-        "You exchanged the bytes of the two parts. The kept input takes some of `room` while the"
-        " later stages run, and is released before the earlier ones."
-    ),
-    "time": "You left out the time of running on, which is the forward times of the stages that"
-    " are passed.",
-    "too far": _PASSED,
-    "not the first": _PASSED,
-    "only the first": _PASSED,
-    "of e": _PASSED,
-    "twice": (
-        "You counted the forwards of `stages[:e]` twice. `fastest` of these stages has their second"
-        " run."
-    ),
-    "backward": (
-        "You added backward times on the way. Running on runs forwards only, and `fastest` of"
-        " `stages[:e]` has the backwards."
-    ),
-    "earlier": "You left out `stages[:e]`. These stages still have to be done.",
-    "after e": "You left out stage `e` itself. It is the first of the later stages, `stages[e:]`.",
-    "longer": "You took the longer of the two parts. They run one after the other, so add them.",
+    **{
+        mistake: mistake
+        for mistake in (
+            "all_of_room",
+            "one_byte",
+            "output_of_e",
+            "output_of_first",
+            "saved_bytes",
+            "all_outputs",
+            "earlier_too_little",
+            "exchanged",
+            "no_time",
+            "twice",
+            "backward_times",
+            "no_earlier",
+            "no_e",
+            "longer",
+        )
+    },
+    **dict.fromkeys(("past_e", "not_first", "first_alone", "e_alone"), "other_stages"),
 }
 
 
-@exercise(
-    hint=(
-        (
-            "On the way to stage e, the stages before it run forward once. Then the stages from e"
-            " on are done, and then the stages before e."
-        ),
-        (
-            "One input is kept meanwhile. Which stage made it, and while which of the two parts is"
-            " it in memory?"
-        ),
-    )
-)
+@exercise(errors={"maximum recursion depth": "recurrence.endless"})
 def check_recurrence(answer: Any) -> Verdict:
     """Check `fastest(stages, room)` on four chains with every useful `room`, a number of bytes.
 
     The right times are found by simulating every schedule.
     """
-    chains = _chains()
-    wanted = _least_times(chains)
-    try:
-        given = [
-            _table_of(answer, chain, len(times))
-            for chain, times in zip(chains, wanted, strict=True)
-        ]
-    except RecursionError:
-        message = (
-            "Your function calls itself without end. Each call must have fewer stages, so e"
-            " must begin at 1 and be at most the last index."
-        )
-        return wrong(message, exact=True)
-    unanswered = _times_with("never runs on", chains)
-    if given == unanswered or any(one is None for times in given for one in times):
+    tried = _least_times(tuple(cases(_CHAINS, _draw_chain)))
+
+    def times_with(mistake: str) -> list[float]:
+        return [_fastest(chain.stages, room, mistake) for chain, room, _ in tried]
+
+    given = [answer(chain.stages, room) for chain, room, _ in tried]
+    if any(time is None for time in given) or given == times_with("never runs on"):
         return not_answered()
-    if given == wanted:
-        number = sum(len(times) for times in wanted)
-        return right(
-            text(
-                "Right: in all {number} cases, your time is that of the fastest schedule that"
-                " discards nothing early.",
-                number=number,
-            )
-        )
-    for mistake, reason in _MISTAKES.items():
-        if given == _times_with(mistake, chains):
-            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
-    return _first_difference(given, wanted)
+    if given == [least for *_, least in tried]:
+        return say.right("recurrence.right", number=len(tried))
+    for mistake, name in _MISTAKES.items():
+        say.refuse_if(given == times_with(mistake), f"recurrence.{name}")
+    for (chain, room, least), time in zip(tried, given, strict=True):
+        if time != least:
+            numbers = {"best": f"{least:g}", "given": f"{_number(time):g}"}
+            say.wrong("recurrence.longer_time", length=len(chain), room=room, **numbers)
+    raise AssertionError("no time differs from the least")
 
 
-@cache
-def _times_with(mistake: str, chains: tuple[Chain, ...]) -> list[list[float]]:
-    """Return the recurrence's times with a mistake in it, for each chain and budget."""
-    pairs = zip(chains, _least_times(chains), strict=True)
-    return [
-        _table_of(lambda stages, room: _fastest(stages, room, mistake), chain, len(times))
-        for chain, times in pairs
-    ]
-
-
-def _table_of(fastest: Callable, chain: Chain, count: int) -> list:
-    """Return the times that `fastest` gives for 1, 2, ..., `count` bytes besides the input."""
-    return [fastest(chain.stages, room) for room in range(1, count + 1)]
-
-
-def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
-    """Return the verdict on the first chain and number of bytes with a wrong time."""
-    for chain, (times, least) in enumerate(zip(given, wanted, strict=True)):
-        for room, (one, best) in enumerate(zip(times, least, strict=True), start=1):
-            if one != best:
-                try:
-                    shown = f"{float(one + 0.0):g}"
-                except TypeError:
-                    kind = type(one).__name__
-                    return wrong(
-                        text("Expected one number, got a `{kind}`.", kind=kind), exact=True
-                    )
-                values = {
-                    "length": len(_chains()[chain]),
-                    "room": room,
-                    "given": shown,
-                    "best": f"{best:g}",
-                }
-                return wrong(
-                    text(
-                        "Not yet: for {length} stages and room = {room}, the least time is"
-                        " {best}, but you return {given}.",
-                        **values,
-                    )
-                )
-    raise AssertionError("the tables do not differ")
+def _number(given: Any) -> float:
+    try:
+        return float(given + 0.0)
+    except TypeError:
+        kind = type(given).__name__
+        raise WrongAnswer(
+            text("Expected one number, got a `{kind}`.", kind=kind), exact=True
+        ) from None
 
 
 # Schedules by hand
 # --------------------------------------------------------------------------------------------------
 
 
-@exercise(
-    hint=(
-        (
-            "Use segments that get shorter. Keep the input of each segment, then work from"
-            " the last segment to the first."
-        ),
-        (
-            "With 11 forwards, five of six stages run twice, so the last segment has one stage. How"
-            " many stages fit into the one before it, and into the earlier ones?"
-        ),
-    )
-)
+@exercise()
 def check_drawn_schedule(actions: Any) -> Verdict:
     """Check a schedule for `Chain.uniform(6, saved_bytes=2)`.
 
@@ -323,15 +446,9 @@ def check_drawn_schedule(actions: Any) -> Verdict:
         return not_answered()
     cost = _simulate(actions, Chain.uniform(6, saved_bytes=2))
     found = {"peak": cost.peak_bytes, "forwards": cost.forward_steps}
-    if cost.peak_bytes <= 7 and cost.forward_steps <= 11:
-        return right(text("Right: the peak is {peak}, with {forwards} forwards.", **found))
-    return wrong(
-        text(
-            "Your schedule is legal, but it exceeds a limit: its peak is {peak}, and it has"
-            " {forwards} forwards.",
-            **found,
-        )
-    )
+    if cost.peak_bytes > 7 or cost.forward_steps > 11:
+        say.wrong("drawn_schedule.limit", **found)
+    return say.right("drawn_schedule.right", **found)
 
 
 def five_stages() -> Chain:
@@ -341,18 +458,7 @@ def five_stages() -> Chain:
     return Chain(tuple(Stage(forward, 1, output, kept) for forward, output, kept in sizes), 1)
 
 
-@exercise(
-    hint=(
-        (
-            "On the way, keep the inputs of stages 0 and 1. From which of them will you run"
-            " forward only once more?"
-        ),
-        (
-            "After the backward of stage 4, from which input do you reach stages 2 and 3 with the"
-            " fewest forwards? What must be released so that all of both fits?"
-        ),
-    )
-)
+@exercise()
 def check_gives_up_early(actions: Any) -> Verdict:
     """Check a schedule for `five_stages()` in 13 bytes that is faster than all persistent ones."""
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
@@ -360,20 +466,10 @@ def check_gives_up_early(actions: Any) -> Verdict:
     cost = _simulate(actions, five_stages())
     found = {"peak": cost.peak_bytes, "time": f"{cost.time:g}"}
     if cost.peak_bytes > 13:
-        return wrong(text("The peak of your schedule is {peak}, above 13.", peak=cost.peak_bytes))
+        say.wrong("gives_up_early.peak", peak=found["peak"])
     if cost.time >= 80:
-        return wrong(
-            text(
-                "The peak is at most 13, but your schedule takes {time}. `optimal` takes 80.",
-                time=found["time"],
-            )
-        )
-    return right(
-        text(
-            "Right: your schedule takes {time} within {peak} bytes, and `optimal` takes 80.",
-            **found,
-        )
-    )
+        say.wrong("gives_up_early.time", time=found["time"])
+    return say.right("gives_up_early.right", **found)
 
 
 def pyramid() -> Chain:
@@ -382,34 +478,18 @@ def pyramid() -> Chain:
     return Chain(tuple(Stage(4, 8, size * 10**6, 2 * size * 10**6) for size in sizes), 3 * 10**6)
 
 
-@exercise(
-    hint=(
-        (
-            "Ask `run_on` for each e, and compare with `fastest`. Where they are equal, this way"
-            " is one of the fastest."
-        ),
-        (
-            "Running on is a list of forwards, of which one keeps its input, and then two plans. In"
-            " which order do they come, and with which number does each begin?"
-        ),
-    )
-)
+@exercise()
 def check_plan(answer: Any) -> Verdict:
     """Check `plan(first, stages, room)`: its lists take the least time within the bytes.
 
     The chains are those of `check_recurrence`, with every number of bytes that suffices, and the
     pyramid within 150 MB.
     """
-    chains = _chains()
-    tried = [
-        (chain, room, time)
-        for chain, times in zip(chains, _least_times(chains), strict=True)
-        for room, time in enumerate(times, start=1)
-        if time < math.inf
-    ]
+    of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
+    tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]
     chain, budget = pyramid(), 150_000_000
-    time = simulate(optimal(chain, budget), chain).time
-    tried.append((chain, budget - chain.input_bytes, time))
+    least = simulate(optimal(chain, budget), chain).time
+    tried.append((chain, budget - chain.input_bytes, least))
     for chain, room, least in tried:
         actions = answer(0, chain.stages, room)
         unset = actions is None or actions is ...
@@ -417,62 +497,38 @@ def check_plan(answer: Any) -> Verdict:
             return not_answered()
         cost = _simulate(actions, chain)
         peak = cost.peak_bytes - chain.input_bytes
-        values = {"length": len(chain), "room": f"{room:,}"}
+        case = {"length": len(chain), "room": f"{room:,}"}
         if peak > room:
-            message = (
-                "Not yet: for {length} stages and room = {room}, your list needs {peak} bytes"
-                " besides the input."
-            )
-            return wrong(text(message, **values, peak=f"{peak:,}"))
+            say.wrong("plan.bytes", **case, peak=f"{peak:,}")
         if cost.time > least:
-            message = (
-                "Not yet: for {length} stages and room = {room}, your list takes {time}, but the"
-                " least time is {least}."
-            )
-            values |= {"time": f"{cost.time:g}", "least": f"{least:g}"}
-            return wrong(text(message, **values))
-    return right(
-        text(
-            "Right: in all {number} cases, your list takes the least time within the bytes.",
-            number=len(tried),
-        )
-    )
+            say.wrong("plan.time", **case, time=f"{cost.time:g}", least=f"{least:g}")
+    return say.right("plan.right", number=len(tried))
 
 
 #: Pattern of an error of `simulate` -> message. The errors themselves are in English only.
 _REFUSALS = {
-    r"runs only if its input is live, and (x_\d+) is not": "its input {what} is not in memory.",
-    r"its stage's input is live, and (x_\d+) is not": (
-        "it needs the stage's input, but {what} is not in memory."
-    ),
-    r"and S_(\d+) is not; run": (
-        'nothing that it needs of stage {what} is kept. Run that stage with `"all"` first.'
-    ),
-    r"first, and (Backward\(\d+\)) is next": (
-        "`{what}` must come next, because backwards run from the last stage to the first."
-    ),
-    r"(again) after its backward": "the backward of its stage is done, so it must not run again.",
-    r"and (Backward\(\d+\)) has not run": "the list ends before `{what}`.",
-    r"has the stages 0 to (\d+)": "the last stage of this chain is stage `{what}`.",
+    r"runs only if its input is live, and (x_\d+) is not": "common.no_input",
+    r"its stage's input is live, and (x_\d+) is not": "common.no_input_of_stage",
+    r"and S_(\d+) is not; run": "common.nothing_kept",
+    r"first, and (Backward\(\d+\)) is next": "common.another_backward",
+    r"(again) after its backward": "common.backward_done",
+    r"and (Backward\(\d+\)) has not run": "common.ends_early",
+    r"has the stages 0 to (\d+)": "common.last_stage",
 }
 
 
 def _refusal(refused: IllegalSchedule) -> str:
     """Return the message of an illegal schedule in the reader's language, if its rule is above."""
     message = f"{refused}"
-    number = re.search(r"action (\d+), (\w+\(.*?\))", message)
-    for pattern, words in _REFUSALS.items():
+    action = re.search(r"action (\d+), (\w+\(.*?\))", message)
+    for pattern, name in _REFUSALS.items():
         if found := re.search(pattern, message):
-            reason = text(words, what=found[1]) if "{what}" in words else text(words)
-            if number is None:
-                return text("`simulate` refuses: {reason}", reason=reason)
-            values = {"number": number[1], "action": f"`{number[2]}`", "reason": reason}
-            return text(
-                "`simulate` refuses {action}, action {number} of the list, counted from 0:"
-                " {reason}",
-                **values,
-            )
-    return text("`simulate` refuses: {problem}.", problem=f"`{message}`")
+            reason = say.fill(name, what=found[1])
+            if action is None:
+                return say("common.refuses", reason=reason)
+            values = {"number": action[1], "action": f"`{action[2]}`"}
+            return say("common.refuses_action", reason=reason, **values)
+    return say("common.refuses_otherwise", problem=f"`{message}`")
 
 
 def _simulate(actions: Any, chain: Chain) -> Cost:
@@ -482,396 +538,4 @@ def _simulate(actions: Any, chain: Chain) -> Cost:
     except IllegalSchedule as refused:
         raise WrongAnswer(_refusal(refused)) from None
     except Exception as error:
-        raise WrongAnswer(
-            text("Your schedule cannot be simulated: {error}.", error=f"`{error!r}`")
-        ) from None
-
-
-B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.2 to 3.4
-
-
-def _peak(cuts: Sequence[int], mistake: str | None = None) -> float:
-    """Return the peak of segments in bytes.
-
-    While segment j runs backward, j + 1 inputs, its own layers and one gradient are live.
-
-    Args:
-        cuts: First layer of each segment, and the number of layers.
-        mistake: A key of `_PEAK_MISTAKES` for the result of that mistake, or None.
-    """
-    sizes = [end - start for start, end in pairwise(cuts)]
-    inputs = [*range(1, len(sizes) + 1)]
-    if mistake == "mean":
-        sizes = [sum(sizes) / len(sizes)] * len(sizes)
-    if mistake == "reversed":
-        inputs.reverse()
-    if mistake == "all boundaries":
-        inputs = [len(sizes)] * len(sizes)
-    if mistake == "last":
-        inputs, sizes = inputs[-1:], sizes[-1:]
-    if mistake == "largest":
-        largest = max(range(len(sizes)), key=lambda j: (sizes[j], j))
-        inputs, sizes = [inputs[largest]], [sizes[largest]]
-    if mistake == "ends":
-        inputs, sizes = [inputs[0], inputs[-1]], [sizes[0], sizes[-1]]
-    if mistake in ("largest or last", "first largest or last"):
-        latest = mistake == "largest or last"
-        largest = max(range(len(sizes)), key=lambda j: (sizes[j], j if latest else -j))
-        inputs, sizes = [inputs[largest], inputs[-1]], [sizes[largest], sizes[-1]]
-    kept_by_layer = A + B if mistake == "output twice" else A
-    parts = [kept * B + size * kept_by_layer for kept, size in zip(inputs, sizes, strict=True)]
-    peak = (sum(parts) if mistake == "sum" else max(parts)) + (0 if mistake == "gradient" else B)
-    return {"units": peak / B, "megabytes": peak / 1e6, "loss": peak + 8}.get(mistake, peak)
-
-
-#: Mistake in the peak -> verdict.
-_PEAK_MISTAKES = {
-    "units": "You counted in units of B. Return bytes.",
-    "megabytes": "That is in MB. Give bytes.",
-    "output twice": "You added a B for each layer. A includes everything that a layer keeps.",
-    "gradient": (
-        "One B is missing. Count the chain's own input, and also the gradient that is passed back."
-    ),
-    "all boundaries": "You counted all inputs for every segment. By the time an early segment runs"
-    " backward, the inputs of the later ones have been released.",
-    "last": "You looked at the last segment only. Any segment may have the largest sum.",
-    "largest": (
-        "You looked at the largest segment only. A later one may be a little shorter, but"
-        " more inputs are kept next to it. Take the largest sum of all segments."
-    ),
-    "ends": (
-        "You looked at the first segment and the last. One between them may be the highest."
-        " Take the largest sum of all segments."
-    ),
-    **dict.fromkeys(
-        ("largest or last", "first largest or last"),
-        "You looked at the largest segment and the last. Another one may be the highest. Take the"
-        " largest sum of all segments.",
-    ),
-    "mean": "You took the mean number of layers for every segment. Take each segment's own number.",
-    "sum": "You added up the segments. Only one of them runs backward at a time, so take the"
-    " largest.",
-    "reversed": (
-        "You counted the inputs in the wrong order. While the first segment runs backward,"
-        " only its own input is kept. While the last one does, all of them are kept."
-    ),
-    "loss": (
-        "You counted the 8 bytes of the loss and its gradient. Count only the inputs, the"
-        " layers and one gradient of B bytes."
-    ),
-}
-
-
-@exercise(
-    hint=(
-        (
-            "Take segment j, counted from 0. While it runs backward, how many inputs are"
-            " kept, including its own? How many layers does it have?"
-        ),
-        (
-            "Add up the inputs, the layers and one gradient for each segment. Which segment"
-            " determines the peak?"
-        ),
-    )
-)
-def check_predicted_peak(answer: Any) -> Verdict:
-    """Check a function of cuts that returns the peak of segments in bytes.
-
-    Different mistakes give different results on the cuts that are tried.
-    """
-    tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
-    # The last segment has the peak though the first is the largest; then one in the middle has it.
-    tried += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
-    # Here it is neither the largest segment, nor the first, nor the last.
-    tried += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
-    tried = cases(tried, _draw_cuts)
-    given = [answer(cuts) for cuts in tried]
-    if not any(given):
-        return not_answered()
-    if all(map(_same, given, map(_peak, tried))):
-        return right("Right, for equal segments and for unequal ones.")
-    for mistake, reason in _PEAK_MISTAKES.items():
-        if all(_same(one, _peak(cuts, mistake)) for one, cuts in zip(given, tried, strict=True)):
-            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
-    one, cuts = next(
-        (one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts))
-    )
-    values = {
-        "cuts": _format_cuts(cuts),
-        "wanted": f"{_peak(cuts):,}",
-        "given": f"{float(one):,.0f}",
-    }
-    return wrong(
-        text(
-            "Not yet: for the cuts {cuts} the peak is {wanted} bytes, but you return {given}.",
-            **values,
-        )
-    )
-
-
-def _draw_cuts(rng: random.Random) -> list[int]:
-    return [0, *itertools.accumulate(rng.randint(1, 9) for _ in range(rng.randint(3, 8)))]
-
-
-def _format_cuts(cuts: Sequence[int]) -> str:
-    """Return the cuts as they appear in a verdict, shortened if they are many."""
-    return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
-
-
-# (L, A, B), with a best count below L in each. For (70, 5, 1) it is 18.7: rounding down is wrong.
-# For (25, 3, 2), L·A/B is not a whole number.
-_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
-
-
-def _draw_sizes(rng: random.Random) -> tuple[int, int, int]:
-    """Return sizes for which one whole number of segments is the best."""
-    while True:
-        layers, kept, boundary = rng.randint(20, 120), rng.randint(2, 9), rng.randint(1, 4)
-        sums = [_sum_of_parts(k, layers, kept, boundary) for k in range(1, layers + 1)]
-        if min(sums) + 1e-6 < sorted(sums)[1]:
-            return layers, kept, boundary
-
-
-def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:
-    """Return the two terms of the peak that depend on the number of segments, k."""
-    return k * boundary + layers / k * kept
-
-
-def _best_whole(layers: int, kept: int, boundary: int) -> int:
-    """Return the whole number of segments with the smallest sum."""
-    return min(range(1, layers + 1), key=lambda k: _sum_of_parts(k, layers, kept, boundary))
-
-
-def _whole_layers(layers: int, kept: int, boundary: int) -> int:
-    """Return the best count if a segment has whole layers, which is another question."""
-    return min(range(1, layers + 1), key=lambda k: k * boundary + math.ceil(layers / k) * kept)
-
-
-#: Verdicts, each with the result of a function with that mistake.
-_COUNT_MISTAKES: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
-    (
-        "You returned √L. This is right only if a layer keeps as much as one boundary, that"
-        " is if A = B.",
-        lambda n, a, b: math.sqrt(n),
-    ),
-    ("You returned L·A/B. Take its square root.", lambda n, a, b: n * a / b),
-    (
-        "You left A/B outside of the root. Take the square root of L·A/B.",
-        lambda n, a, b: math.sqrt(n) * a / b,
-    ),
-    ("You left out B. Divide L·A by B.", lambda n, a, b: math.sqrt(n * a)),
-    ("You left out L. The more layers, the more segments.", lambda n, a, b: math.sqrt(a / b)),
-    (
-        "You added A and B. Set the two terms that depend on k equal: k·B = L·A/k.",
-        lambda n, a, b: math.sqrt(n * a / (a + b)),
-    ),
-    (
-        "You swapped A and B. Your formula gives the layers of one segment.",
-        lambda n, a, b: math.sqrt(n * b / a),
-    ),
-    (
-        "You returned the peak for the best k. Return k, the number of segments.",
-        lambda n, a, b: 2 * math.sqrt(n * a * b),
-    ),
-    (
-        "You returned the peak for the best k. Return k, the number of segments.",
-        lambda n, a, b: 2 * math.sqrt(n * a * b) + b,
-    ),
-    (
-        "You used A = 2 B, which is true of this chain only. Write the formula for any A and B.",
-        lambda n, a, b: math.sqrt(2 * n),
-    ),
-    (
-        "You looked for the best k with whole layers in each segment. Here L/k may be any number.",
-        _whole_layers,
-    ),
-    (
-        "You rounded down. Do not round, or take the whole number with the smallest sum.",
-        lambda n, a, b: math.floor(math.sqrt(n * a / b)),
-    ),
-    (
-        "You rounded up. Do not round, or take the whole number with the smallest sum.",
-        lambda n, a, b: math.ceil(math.sqrt(n * a / b)),
-    ),
-    (
-        "You rounded the layers of a segment first. The number of segments need not divide L.",
-        lambda n, a, b: n // round(math.sqrt(n * b / a)),
-    ),
-)
-
-
-@exercise(
-    hint=(
-        "The peak is k·B + (L/k)·A + B. Which of these terms depend on k?",
-        "One term grows with k and one falls. Their product is the same for every k, so their sum"
-        " is smallest where they are equal.",
-    )
-)
-def check_best_count(answer: Any) -> Verdict:
-    """Check a function of L, A and B that returns the best number of equal segments.
-
-    The best whole number is right, too.
-    """
-    all_sizes = cases(_SIZES, _draw_sizes)
-    given = [answer(*sizes) for sizes in all_sizes]
-    if None in given:
-        return not_answered()
-    wanted = [math.sqrt(layers * kept / boundary) for layers, kept, boundary in all_sizes]
-    fit = [
-        _same(one, k, 1e-3) or one in (_best_whole(*sizes), round(k))
-        for one, k, sizes in zip(given, wanted, all_sizes, strict=True)
-    ]
-    if all(fit):
-        return right(
-            "Right: with this k both terms are √(L·A·B). For 100 layers that keep 2 B each, k"
-            " is 14."
-        )
-    for reason, mistake in _COUNT_MISTAKES:
-        theirs = [mistake(*sizes) for sizes in all_sizes]
-        if all(_same(one, k) or one == round(k) for one, k in zip(given, theirs, strict=True)):
-            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
-    first = fit.index(False)
-    values = dict(zip(("layers", "kept", "boundary"), all_sizes[first], strict=True))
-    values |= {"given": f"{float(given[first]):.4g}", "wanted": f"{wanted[first]:.4g}"}
-    message = (
-        "Not yet: with L = {layers}, A = {kept} and B = {boundary} you return {given}, but"
-        " the sum is smallest for k = {wanted}."
-    )
-    return wrong(text(message, **values))
-
-
-def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
-    """Return whether a number is the right one, or refuse what is not a number."""
-    try:
-        return math.isclose(given + 0.0, wanted, rel_tol=tolerance)
-    except TypeError:
-        raise WrongAnswer(
-            text("Expected one number, got a `{kind}`.", kind=type(given).__name__), exact=True
-        ) from None
-
-
-@cache
-def least_peak(depth: int) -> int:
-    """Return the least peak, in bytes, of all cuts of `depth` equal layers."""
-
-    @cache
-    def peak_of_rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept before
-        if layers == 0:
-            return 0
-        sizes = range(1, layers + 1)
-        return min(
-            max((inputs + 1) * B + size * A, peak_of_rest(layers - size, inputs + 1))
-            for size in sizes
-        )
-
-    return peak_of_rest(depth, 0) + B
-
-
-def _cuts_of(given: Any, depth: int) -> list[int]:
-    """Return the answer as cuts of `depth` layers, or refuse it."""
-    shown = f"{given}"[:60]
-    if not hasattr(given, "__iter__"):
-        kind = type(given).__name__
-        raise WrongAnswer(
-            text(
-                "Expected a list of cuts, such as `[0, 40, 70, 100]`, got a `{kind}`.",
-                kind=kind,
-            ),
-            exact=True,
-        )
-    if isinstance(given, set | frozenset):
-        raise WrongAnswer(text("A set has no order. Return a list of cuts."), exact=True)
-    try:
-        cuts = [float(cut) for cut in given]
-    except (TypeError, ValueError):
-        cuts = [math.nan]
-    if sum(cuts) == depth and cuts[1:] != [depth]:
-        raise WrongAnswer(
-            text("You returned the sizes of the segments, {cuts}. Return the cuts.", cuts=shown),
-            exact=True,
-        )
-    if not all(cut.is_integer() for cut in cuts):
-        raise WrongAnswer(
-            text(
-                "A cut lies between two layers, so it must be a whole number. Yours are {cuts}.",
-                cuts=shown,
-            ),
-            exact=True,
-        )
-    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != depth:
-        message = (
-            "The cuts of {depth} layers must begin with 0 and end with {depth}. Yours are {cuts}."
-        )
-        raise WrongAnswer(text(message, depth=depth, cuts=shown), exact=True)
-    if any(end <= start for start, end in pairwise(cuts)):
-        raise WrongAnswer(
-            text(
-                "Each segment has at least one layer, so the cuts must increase. Yours are {cuts}.",
-                cuts=shown,
-            ),
-            exact=True,
-        )
-    return [int(cut) for cut in cuts]
-
-
-@exercise(
-    hint=(
-        (
-            "Give every segment the same R bytes. While segment j runs backward, j + 1 inputs"
-            " are kept. How many layers fit next to them?"
-        ),
-        (
-            "For a given R, how many layers do all segments hold together? Which is the smallest R"
-            " that is enough?"
-        ),
-    )
-)
-def check_tapered(answer: Any) -> Verdict:
-    """Check a function depth -> cuts, whose peak must be the least one of all cuts.
-
-    Some of the depths divide evenly and some do not.
-    """
-    depths = [*range(2, 20), *cases([25, 50, 64], lambda rng: rng.randint(20, 90)), 100]
-    raw = [answer(depth) for depth in depths]
-    if all(given is None for given in raw) or all(
-        hasattr(given, "__len__") and [*given] == [0, depth]
-        for given, depth in zip(raw, depths, strict=True)
-    ):
-        return not_answered()
-    for given, depth in zip(raw, depths, strict=True):
-        if given is None:
-            return returns_none(f"depth = {depth}")
-    given = [_cuts_of(one, depth) for one, depth in zip(raw, depths, strict=True)]
-    peaks, least = [*map(_peak, given)], [*map(least_peak, depths)]
-    if peaks == least:
-        count = f"{peaks[-1] / B:g}"
-        return right(
-            text(
-                "Right: no other cuts have a lower peak. With 100 layers it is {count} B.",
-                count=count,
-            )
-        )
-    first = next(i for i, (peak, best) in enumerate(zip(peaks, least, strict=True)) if peak != best)
-    turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
-    if [*map(_peak, turned)] == least:
-        message = (
-            "Your cuts are the wrong way round. While the first segment runs backward, only"
-            " its own input is kept, so it may be the longest."
-        )
-        return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
-    sizes = [[end - start for start, end in pairwise(cuts)] for cuts in given]
-    if all(max(each) - min(each) <= 1 for each in sizes):
-        message = (
-            "Your segments are equal, so only the last one reaches the peak. Make the early"
-            " ones longer."
-        )
-        return wrong(text("Not yet. {reason}", reason=text(message)), exact=True)
-    values = {"depth": depths[first], "cuts": _format_cuts(given[first])}
-    values |= {"peak": f"{peaks[first] / B:g}", "least": f"{least[first] / B:g}"}
-    return wrong(
-        text(
-            "Not yet: {depth} layers with the cuts {cuts} have a peak of {peak} B, but other"
-            " cuts have one of {least} B.",
-            **values,
-        )
-    )
+        say.wrong("common.cannot_simulate", error=f"`{error!r}`")
