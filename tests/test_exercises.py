@@ -154,6 +154,21 @@ def test_table_with_rows_and_cases_names_case_row_and_mistake(made):
     assert check(lambda n: {"a": n + 1, "b": n + 5}).hint == "hint"
 
 
+def test_table_of_cases_that_are_no_numbers_puts_no_case_before_a_mistake(tmp_path):
+    (tmp_path / "messages.toml").write_text(MESSAGES, "utf-8")
+    source = """
+@numbers({"double": each(lambda count, *_: 2 * count)}, cases=("ab", "c"), place="")
+def check_rows(word):
+    return len(word)
+"""
+    (tmp_path / "made.py").write_text(source, "utf-8")
+    names = {"numbers": numbers, "each": each}
+    exec(compile(source, str(tmp_path / "made.py"), "exec"), names)
+    check = names["check_rows"]
+    assert check(len) and check(lambda word: 2 * len(word)).message == "Not yet. You doubled it."
+    assert "returns None for word = c" in check({"ab": 2}.get).message
+
+
 def test_largest_size_names_the_peaks_of_the_answer_and_of_the_next_size(made):
     _, check = made
     assert check(4) and check(4).message == "Right: 40, then 50."

@@ -265,8 +265,9 @@ class Numbers(Exercise):
         return any(given is blank or (blank == 0 and _is_zero(given)) for blank in self._blank)
 
     def _case_name(self, case: tuple) -> str:
-        pairs = zip(self._names, case, strict=True)
-        return verbatim(", ".join(f"{name} = {value:,}" for name, value in pairs))
+        values = (f"{value:,}" if isinstance(value, kinds.Number) else f"{value}" for value in case)
+        pairs = zip(self._names, values, strict=True)
+        return verbatim(", ".join(f"{name} = {value}" for name, value in pairs))
 
     def _problem(self, case: tuple, given: Any) -> Verdict | None:
         """Return the verdict on what was given for a case, or None if it is right."""
@@ -310,6 +311,8 @@ class Numbers(Exercise):
 
     def _with_place(self, case: tuple, row: Any, message: str) -> str:
         """Put the case and the row before the message of a verdict."""
+        if self._place == "":
+            return message
         if self._place:
             values = dict(zip(self._names, case, strict=True)) | {"row": row, "message": message}
             return self._say.fill(f"{self._table}.{self._place}", **values)
@@ -363,6 +366,7 @@ def numbers(
         in_bytes: Whether bytes are expected (`expect_number`).
         place: Name of a message that puts case and row before another {message}; its placeholders
             are the case's arguments, {row} and {message}. By default "For k = 3: " and "`row`: ".
+            "" puts nothing before it, for cases that are no numbers.
         hint_below: Name of the hint for all rows after the first.
         blank: Values that mean that nothing was answered yet.
         same: Name of a message on a function that gives the first case's number for all cases.
