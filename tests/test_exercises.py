@@ -38,7 +38,8 @@ def names_in(file):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
 def test_each_message_is_used_and_belongs_to_an_exercise(file):
     used, number = set(names_in(file)), file.parent.name[-2:]
-    tables = {name[3:] for name in CHECKS if name[:2] == number} | {"common"}
+    # the check of the reader's own model has no exercise
+    tables = {name[3:] for name in [*CHECKS, "09.slots"] if name[:2] == number} | {"common"}
     of_all = {"hint", "later_hint", "right", "raised", "keys", "not_a_size"}
     unused = [
         name
@@ -80,6 +81,14 @@ def test_unknown_message_or_wrong_values_are_errors(tmp_path):
         say("a.c")
     with pytest.raises(LabelError, match="placeholders"):
         say("a.b", m=3)
+
+
+def test_reasons_are_messages_by_wrong_number_and_the_first_mistake_counts(tmp_path):
+    (tmp_path / "messages.toml").write_text(
+        '[a]\nm = {en = "m", zh = "甲"}\nn = {en = "n", zh = "乙"}', "utf-8"
+    )
+    say = Messages(tmp_path / "exercises.py")
+    assert say.reasons("a", {"m": (1, 2.5), "n": (2.5, 3)}) == {1: "m", 2.5: "m", 3: "n"}
 
 
 # Tables of mistakes
@@ -271,6 +280,21 @@ def check_seconds(n):
     assert check(lambda n: n * 0.46).message == "Not yet. Half."
     assert check(lambda n: n * 0.55 - 2).message == "Case 10: Not yet. The number is too small."
     assert len(names["entered"]) == 12
+
+
+def test_table_of_cases_that_are_no_numbers_puts_no_case_before_a_mistake(tmp_path):
+    (tmp_path / "messages.toml").write_text(MESSAGES, "utf-8")
+    source = """
+@numbers({"double": each(lambda count, *_: 2 * count)}, cases=("ab", "c"), place="")
+def check_rows(word):
+    return len(word)
+"""
+    (tmp_path / "made.py").write_text(source, "utf-8")
+    names = {"numbers": numbers, "each": each}
+    exec(compile(source, str(tmp_path / "made.py"), "exec"), names)
+    check = names["check_rows"]
+    assert check(len) and check(lambda word: 2 * len(word)).message == "Not yet. You doubled it."
+    assert "returns None for word = c" in check({"ab": 2}.get).message
 
 
 def test_largest_size_names_the_peaks_of_the_answer_and_of_the_next_size(made):

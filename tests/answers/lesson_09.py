@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.budget import Recipe
-from course_lib.lessons.lesson_09.exercises import model_of, parameters_of
+from course_lib.lessons.lesson_09.exercises import MISTAKES, model_of, parameters_of, say
 
 
 def loss_sum(model, batch, shift=1, reduction="sum", count=lambda labels: (labels != -100).sum()):
@@ -19,10 +19,6 @@ def loss_sum(model, batch, shift=1, reduction="sum", count=lambda labels: (label
         logits, labels = logits[:, 1:], labels[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
     return losses, count(labels)
-
-
-def predicts_the_inputs(model, batch):
-    return loss_sum(model, {**batch, "labels": batch["input_ids"]})
 
 
 def by_its_own_loss(model, batch):
@@ -41,10 +37,6 @@ def predicts_padding(model, batch):
     return loss_sum(model, batch)
 
 
-def applies_softmax(model, batch):
-    return loss_sum(lambda tokens: SimpleNamespace(logits=model(tokens).logits.softmax(-1)), batch)
-
-
 def shifts_the_samples(model, batch):
     logits, labels = model(batch["input_ids"]).logits[:-1], batch["labels"][1:]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -57,22 +49,15 @@ def adds_up_means(model, batch):
     return sum(means), (batch["labels"][:, 1:] != -100).sum()
 
 
-def ten_tokens(model, batch):
-    return loss_sum(model, batch)[0], 10
-
-
 def subtracts_the_first(model, batch):
     """Right if the first token of each sample has a label, which a prompt has not."""
     labels = batch["labels"]
     return loss_sum(model, batch)[0], (labels != -100).sum() - len(labels)
 
 
-def only_tied(config):
-    return parameters_of(config) if config["tie_word_embeddings"] else None
-
-
-def only_untied(config):
-    return None if config["tie_word_embeddings"] else parameters_of(config)
+def only(tied):
+    """Right if the embedding and the head are one matrix, or only if they are two."""
+    return lambda config: parameters_of(config) if config["tie_word_embeddings"] == tied else None
 
 
 def takes_the_size_out(config):
@@ -86,20 +71,14 @@ def doubles_the_vocabulary(config):
     return parameters_of(config)
 
 
-def with_positions(config):
-    return parameters_of(config) + config["max_position_embeddings"] * config["hidden_size"]
-
-
 def slip(*names):
     return lambda config: parameters_of(config, *names)
 
 
 def heads_of_128(config):
     """As in Llama 3 8B, but not here."""
-    keys = 2 * config["hidden_size"] * 128 * config["num_key_value_heads"]
-    return parameters_of(config, "keys") + config["num_hidden_layers"] * (
-        keys - 2 * config["hidden_size"] ** 2
-    )
+    keys = 2 * config["hidden_size"] * (128 * config["num_key_value_heads"] - config["hidden_size"])
+    return parameters_of(config, "heads_of_keys") + config["num_hidden_layers"] * keys
 
 
 def counted_on_meta(config):
@@ -129,19 +108,24 @@ ANSWERS = {
             (partial(loss_sum, reduction="mean"), "You returned a mean"),
             (partial(loss_sum, shift=0), "shift the labels"),
             (partial(loss_sum, shift=-1), "in the wrong direction"),
-            (predicts_the_inputs, "You used `input_ids`"),
+            (lambda m, b: loss_sum(m, {**b, "labels": b["input_ids"]}), "You used `input_ids`"),
             (predicts_padding, "changes the batch"),
-            (applies_softmax, "You applied softmax"),
+            (
+                lambda model, batch: loss_sum(
+                    lambda x: SimpleNamespace(logits=model(x).logits.softmax(-1)), batch
+                ),
+                "You applied softmax",
+            ),
             (shifts_the_samples, "the second dimension"),
             (adds_up_means, "one mean per sample"),
-            (ten_tokens, "The sum is right"),
+            (partial(loss_sum, count=lambda labels: 10), "The sum is right"),
             (subtracts_the_first, "The sum is right"),
             (partial(loss_sum, reduction="none"), "one number each"),
             (lambda model, batch: loss_sum(model, batch)[::-1], "You swapped the two"),
             (lambda model, batch: (loss_sum(model, batch)[0].detach(), 9), "no gradient"),
             (partial(loss_sum, count=lambda labels: labels.numel()), "-100"),
             (partial(loss_sum, count=lambda labels: 9 + 0 * labels.sum()), None),
-            (partial(loss_sum, count=lambda labels: len(labels)), "not over samples"),
+            (partial(loss_sum, count=len), "not over samples"),
             (partial(loss_sum, count=lambda labels: 1), "your weight is 1"),
             (lambda model, batch: loss_sum(model, batch)[0], "Return a pair"),
             (lambda model, batch: (float(loss_sum(model, batch)[0]), 9), "no gradient"),
@@ -150,32 +134,20 @@ ANSWERS = {
     "parameters": (
         [parameters_of, counted_on_meta, takes_the_size_out],
         [
-            (slip("keys"), "num_key_value_heads"),
-            (slip("gate"), "It has three"),
-            (slip("output"), "four matrices"),
-            (slip("norms"), "two norms"),
-            (slip("last norm"), "after the last layer"),
-            (slip("tied"), "they are one matrix"),
-            (slip("head"), "of its own"),
-            (slip("layers"), "You counted one layer"),
-            (slip("values"), "counted keys or values"),
-            (slip("head size"), "one number"),
-            (slip("tables"), "left out the embedding"),
-            (only_tied, "returns None for `tie_word_embeddings = False`"),
-            (only_untied, "returns None for `tie_word_embeddings = True`"),
+            *((slip(name), say(f"parameters.{name}")) for name in MISTAKES),
+            (only(True), "returns None for `tie_word_embeddings = False`"),
+            (only(False), "returns None for `tie_word_embeddings = True`"),
             doubles_the_vocabulary,
-            (slip("one norm"), "two norms"),
-            (lambda config: 4 * parameters_of(config), "bytes in fp32"),
-            (with_positions, "a table of positions"),
-            (slip("gate", "one norm"), "gate, up and down. You left out norms"),
-            (slip("keys", "gate"), "as many heads as queries. They have fewer"),
-            (slip("keys", "gate"), "You counted two matrices"),
-            (slip("output"), "Not yet. You left out the output matrix"),
+            (slip("gate", "one_norm"), "gate, up and down. You counted one norm"),
+            (slip("heads_of_keys", "gate"), "as many heads as queries. They have fewer"),
+            (slip("heads_of_keys", "gate"), "You counted two matrices"),
             (heads_of_128, None),
-            (slip("keys", "output"), None),  # as large as with the mistakes "keys" and "values"
+            (slip("heads_of_keys", "output"), None),  # as with "heads_of_keys", "keys_or_values"
             (lambda config: 31_141_376, "for the small Llama"),
-            (lambda config: 2 * parameters_of(config), "bytes in bf16"),
-            (lambda config: 16 * parameters_of(config), "bytes of Adam's step"),
+            *(
+                (lambda config, size=size: size * parameters_of(config), f"bytes {unit}")
+                for size, unit in ((2, "in bf16"), (4, "in fp32"), (16, "of Adam's step"))
+            ),
         ],
     ),
     "recipe": (

@@ -14,14 +14,16 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, category_label, phase_label, text
 from course_lib.teaching.exercises import (
-    WrongAnswer,
+    Messages,
     cases,
+    each,
     exercise,
     expect_number,
     not_answered,
-    right,
-    wrong,
+    numbers,
 )
+
+say = Messages(__file__)
 
 LAYERS = 8  # of the course's decoder
 
@@ -37,133 +39,86 @@ def make_batch() -> torch.Tensor:
 
 
 # Exercise 1: an estimate
-# ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+
+_Sizes = tuple[int, ...]  # vocabulary, hidden, heads, layers, sequence, batch
+_SIZES = ((64, 32, 2, 3, 32, 16), (64, 64, 4, 1, 4, 1))
 
 
-@exercise(
-    hint=(
-        (
-            "The peak of a step has parameters, Adam's state, gradients and activations. Which of"
-            " them does your meter count?"
-        ),
-        (
-            "Adam has no state before its first step. A meter counts tensors that are older than"
-            " itself only if you pass it their model and optimizer."
-        ),
-    )
-)
+def _draw_sizes(rng: random.Random) -> _Sizes:
+    vocabulary, layers, sequence = 8 * rng.randint(5, 12), rng.randint(2, 4), rng.randint(24, 40)
+    return vocabulary, 32, 2, layers, sequence, rng.randint(8, 20)
+
+
+def _decoder(sizes: _Sizes) -> Decoder:
+    names = ("vocabulary", "hidden", "heads", "layers", "sequence")
+    return Decoder(**dict(zip(names, sizes[:-1], strict=True)))
+
+
+def _tokens(sizes: _Sizes) -> torch.Tensor:
+    vocabulary, *_, sequence, batch = sizes
+    return random_tokens(batch, sequence, vocabulary)
+
+
+@exercise()
 def check_peak_without_memory(function: Any) -> Verdict:
     """Check `function(make_model, make_batch)`: the second step's peak, found on symbolic tensors.
 
     One network peaks in backward, the other in the optimizer step, so the whole step must be
     measured.
     """
-    decoders = (((64, 32, 2, 3, 32), 16), ((64, 64, 4, 1, 4), 1))
-    for sizes, batch in cases(decoders, _draw_decoder, count=1):
-        vocabulary, hidden, heads, layers, sequence = sizes
-        shape = {
-            "vocabulary": vocabulary,
-            "hidden": hidden,
-            "heads": heads,
-            "layers": layers,
-            "sequence": sequence,
-        }
-        seen = []
-        try:
-            answer = function(
-                lambda shape=shape, seen=seen: seen.append(is_symbolic()) or Decoder(**shape),
-                lambda shape=shape, batch=batch: random_tokens(
-                    batch, shape["sequence"], shape["vocabulary"]
-                ),
-            )
-        except Exception:
-            if all(seen):
-                raise
-        if not all(seen):  # an error, if there was one, is a consequence
-            return wrong(
-                "You called `make_model` outside `with symbolic():`, so the model takes memory.",
-                exact=True,
-            )
-        if answer is None:
-            return not_answered()
-        if not seen:
-            message = "You never called `make_model`. Measure the model that it returns."
-            return wrong(message, exact=True)
-        peaks, mistakes = _peaks(shape, batch)
-        for peak in peaks:
-            verdict = expect_number(answer, peak, wrong_answers=mistakes, in_bytes=True)
-            if verdict or verdict.exact:
-                break
+    for sizes in cases(_SIZES, _draw_sizes, count=1):
+        verdict = _verdict_on_peak(function, sizes)
         if not verdict:
             return verdict
-    return right(
-        "Right for both models: one peaks in backward, the other in the optimizer step. Neither"
-        " took any memory."
-    )
+    return say.right("peak_without_memory.right")
 
 
-def _draw_decoder(rng: random.Random) -> tuple[tuple[int, ...], int]:
-    return (8 * rng.randint(5, 12), 32, 2, rng.randint(2, 4), rng.randint(24, 40)), rng.randint(
-        8, 20
-    )
-
-
-def _inputs(shape: dict[str, int], batch: int) -> int:
-    """Return the bytes of the batch."""
-    return 8 * batch * (shape["sequence"] + 1)
-
-
-def _peaks(shape: dict[str, int], batch: int) -> tuple[list[int], dict[float, str]]:
-    """Return the peaks of the second step that are right, and those that mistakes give.
-
-    The batch may be created inside the meter's block or before it, and a variable may keep the
-    batch or the loss until the optimizer step.
-    """
-    whole = _step_peak(shape, batch)
-    inside = {
+def _verdict_on_peak(function: Any, sizes: _Sizes) -> Verdict:
+    """Check the peak that a function returns for one decoder."""
+    answer, seen = None, []
+    try:
+        answer = function(
+            lambda: seen.append(is_symbolic()) or _decoder(sizes), lambda: _tokens(sizes)
+        )
+    except Exception:
+        if all(seen):  # otherwise the error is a consequence of a real model
+            raise
+    say.refuse_if(not all(seen), "peak_without_memory.outside")
+    if answer is None:
+        return not_answered()
+    say.refuse_if(not seen, "peak_without_memory.never_called")
+    # The batch may be created inside the meter's block or before it, and a variable may keep the
+    # batch or the loss until the optimizer step.
+    inputs, loss = _tokens(sizes).nbytes, 4
+    extras = [kept + more for kept in (0, -inputs, inputs) for more in (0, loss)]
+    right = [_step_peak(sizes) + extra for extra in extras]
+    mistakes = {
         # A fused update creates no temporaries either, so both mistakes may give this peak.
-        _step_peak(shape, batch, update=False): (
-            "You left out the temporaries of Adam's update. Call `adam.step()` inside the"
-            " meter's block, and create Adam with `foreach=False` and without `fused=True`."
-        ),
-        _step_peak(shape, batch, zero=False): (
-            "In your second step, the gradients of the first one are still live. Release them"
-            " with `adam.zero_grad()`. With `set_to_none=False` they keep their memory."
-        ),
-        _step_peak(shape, batch, steps=1): (
-            "Adam's state is missing. The first step of Adam creates it, so measure the second step"
-            " of Adam, with `MemoryMeter(model, adam)`."
-        ),
-        _step_peak(shape, batch, watched=False): (
-            "Your meter counts neither parameters nor Adam's state, because they are older than the"
-            " meter. Create it with `MemoryMeter(model, adam)`."
-        ),
+        "no_temporaries": _step_peak(sizes, update=False),
+        "old_gradients": _step_peak(sizes, zero=False),
+        "no_state": _step_peak(sizes, steps=1),
+        "not_watched": _step_peak(sizes, watched=False),
     }
-    inputs = _inputs(shape, batch)
-    extras = [kept + loss for kept in (0, -inputs, inputs) for loss in (0, _LOSS_BYTES)]
-    peaks = [whole + extra for extra in extras]
-    return peaks, {
-        peak + extra: reason
-        for extra in extras
-        for peak, reason in inside.items()
-        if peak + extra not in peaks
-    }
-
-
-_LOSS_BYTES = 4  # one fp32 number
+    reasons = say.reasons(
+        "peak_without_memory",
+        {name: tuple(peak + extra for extra in extras) for name, peak in mistakes.items()},
+    )
+    verdicts = [expect_number(answer, peak, wrong_answers=reasons, in_bytes=True) for peak in right]
+    return max(verdicts, key=lambda verdict: (bool(verdict), verdict.exact))
 
 
 @cache
-def _measure_peak(
-    items: tuple, batch: int, steps: int, update: bool, zero: bool, watched: bool
+def _step_peak(
+    sizes: _Sizes, *, steps: int = 2, update: bool = True, zero: bool = True, watched: bool = True
 ) -> int:
-    shape = dict(items)
+    """Return the peak of the last of several steps with Adam, with a mistake if an option asks."""
     with symbolic():
-        model = Decoder(**shape)
+        model = _decoder(sizes)
         adam = torch.optim.Adam(model.parameters(), foreach=False)
         for _ in range(steps):
             with MemoryMeter(*[model, adam] * watched) as meter:
-                model.loss(random_tokens(batch, shape["sequence"], shape["vocabulary"])).backward()
+                model.loss(_tokens(sizes)).backward()
                 if update:
                     adam.step()
             if not update:
@@ -173,182 +128,85 @@ def _measure_peak(
     return meter.peak_bytes
 
 
-def _step_peak(
-    shape: dict[str, int],
-    batch: int,
-    *,
-    steps: int = 2,
-    update: bool = True,
-    zero: bool = True,
-    watched: bool = True,
-) -> int:
-    return _measure_peak(tuple(shape.items()), batch, steps, update, zero, watched)
-
-
 # Exercise 2: which of two is cheaper
-# ----------------------------------------------------------------------------------
-
-_PAIRS = (  # (FLOPs, bytes moved) of one step by two recipes
-    # The results, 29.6875 and 87.5, are not whole numbers, so that rounding is detected.
-    ((54_600_000_000, 129_000_000), (45_100_000_000, 449_000_000)),
-    ((3_000_000_000, 40_000_000), (5_100_000_000, 16_000_000)),
-)
+# --------------------------------------------------------------------------------------------------
 
 
-def _draw_pair(rng: random.Random) -> tuple[tuple[int, int], tuple[int, int]]:
-    flops, moved = rng.randrange(10**9, 10**11), rng.randrange(10**7, 10**8)
+def _pair(*costs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return two recipes' estimates from the FLOPs and moved bytes of each."""
+    flops, moved, other_flops, other_moved = costs
     return (
-        (flops + rng.randrange(10**9, 10**10), moved),
-        (flops, moved + rng.randrange(10**7, 10**9)),
+        SimpleNamespace(flops=flops, moved_bytes=moved),
+        SimpleNamespace(flops=other_flops, moved_bytes=other_moved),
     )
 
 
-@exercise(
-    hint=(
-        (
-            "One recipe takes more FLOPs, and the other moves more bytes. How many additional"
-            " FLOPs does it take to move one byte less?"
-        ),
-        (
-            "The time of a recipe is its FLOPs divided by the rate, plus its moved bytes divided by"
-            " the link. Write this down for both recipes, and set the two equal."
-        ),
-    )
+_PAIRS = (
+    # The results, 29.6875 and 87.5, are not whole numbers, so that rounding is detected.
+    _pair(54_600_000_000, 129_000_000, 45_100_000_000, 449_000_000),
+    _pair(3_000_000_000, 40_000_000, 5_100_000_000, 16_000_000),
 )
-def check_break_even(function: Any) -> Verdict:
-    """Check `function(first, second)`: the FLOP per byte at which both recipes are equally fast."""
-    for one, other in cases(_PAIRS, _draw_pair):
-        first, second = (
-            SimpleNamespace(flops=flops, moved_bytes=moved) for flops, moved in (one, other)
-        )
-        expected = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
-        mistakes = {
-            1 / expected: "You returned bytes per FLOP. Return FLOP per byte.",
-            -expected: (
-                "Your result has the wrong sign. The recipe with more FLOPs moves fewer bytes,"
-                " so the ratio is positive."
-            ),
-            2 * expected: (
-                "Your result is twice as large as it should be. `moved_bytes` already counts"
-                " both directions, so do not divide it by 2."
-            ),
-            expected / 2: (
-                "Your result is half as large as it should be. `moved_bytes` already counts"
-                " both directions, so do not multiply it by 2."
-            ),
-            **dict.fromkeys(
-                (int(expected), *(round(expected, digits) for digits in (0, 1, 2))),
-                "You rounded the result. Return the quotient itself.",
-            ),
-            first.flops / first.moved_bytes: (
-                "You returned the FLOPs per byte of one recipe. Use the differences between the"
-                " two recipes."
-            ),
-            second.flops / second.moved_bytes: (
-                "You returned the FLOPs per byte of one recipe. Use the differences between the"
-                " two recipes."
-            ),
-        }
-        verdict = expect_number(
-            function(first, second), expected, tolerance=1e-6, wrong_answers=mistakes
-        )
-        if not verdict:
-            return verdict
-    return right(
-        "Right: below this number the recipe that moves more bytes is faster, above it the one"
-        " that computes more."
-    )
+
+
+def _draw_pair(rng: random.Random) -> tuple[SimpleNamespace, SimpleNamespace]:
+    flops, moved = rng.randrange(10**9, 10**11), rng.randrange(10**7, 10**8)
+    more_flops, more_moved = rng.randrange(10**9, 10**10), rng.randrange(10**7, 10**9)
+    return _pair(flops + more_flops, moved, flops, moved + more_moved)
+
+
+@numbers(
+    {
+        "inverse": each(lambda ratio, *_: 1 / ratio),
+        "wrong_sign": each(lambda ratio, *_: -ratio),
+        "bytes_halved": each(lambda ratio, *_: 2 * ratio),
+        "bytes_doubled": each(lambda ratio, *_: ratio / 2),
+        "rounded": each(
+            lambda ratio, *_: (int(ratio), *(round(ratio, digits) for digits in (0, 1, 2)))
+        ),
+        "one_recipe": lambda *recipes: tuple(one.flops / one.moved_bytes for one in recipes),
+    },
+    cases=lambda: cases(_PAIRS, _draw_pair),
+    tolerance=1e-6,
+    place="",
+)
+def check_break_even(first: Any, second: Any) -> float:
+    """Check a function of two recipes: the FLOP per byte at which both are equally fast."""
+    return (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
 
 
 # Exercises 3 to 5: a recipe for a budget
-# ------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-@exercise(
-    hint=(
-        "FLOPs may not grow, so nothing may be computed twice. What else makes activations"
-        " smaller?",
-        "Activations grow with the number of samples that are computed at a time. How many samples"
-        " are few enough?",
-    )
-)
+@exercise()
 def check_same_flops(recipe: Any) -> Verdict:
     """Check a recipe for 160 MB with the baseline's FLOPs and nothing moved."""
-    found = _fitting_estimate(recipe, 160_000_000)
-    _refuse_moves(found)
-    _refuse_flops_above(found, 1.0)
-    message = (
-        "Right: {mb}. Micro-batches cost no FLOPs, and only one micro-batch's activations are"
-        " live at a time."
-    )
-    return right(text(message, mb=_mb(found.peak_bytes)))
+    found = _fitting_estimate(recipe, 160_000_000, most_flops=1.0)
+    return say.right("same_flops.right", mb=_mb(found.peak_bytes))
 
 
-@exercise(
-    hint=(
-        (
-            "Parameters, gradients and optimizer state take 110 of the 120 MB. What makes the"
-            " rest small enough?"
-        ),
-        (
-            "With a checkpoint for each layer, a step takes 1.214 times the baseline's FLOPs."
-            " Around which layer does a checkpoint free nothing?"
-        ),
-    )
-)
+@exercise()
 def check_keeps_clipping(recipe: Any) -> Verdict:
     """Check a recipe for 120 MB with at most 1.19 times the baseline's FLOPs and nothing moved.
 
     The norm of all gradients must be known before the update.
     """
-    if isinstance(recipe, Recipe) and recipe.in_backward:
-        return wrong(
-            "You update in backward, before the norm of all gradients is known, so clipping is"
-            " impossible.",
-            exact=True,
-        )
-    found = _fitting_estimate(recipe, 120_000_000)
-    _refuse_moves(found)
-    _refuse_flops_above(found, 1.19)
-    message = (
-        "Right: {mb} at {ratio:.3f} times the FLOPs. A checkpoint around the last layer would free"
-        " nothing, because that layer's backward follows its forward at once."
+    in_backward = isinstance(recipe, Recipe) and recipe.in_backward
+    say.refuse_if(in_backward, "keeps_clipping.in_backward")
+    found = _fitting_estimate(recipe, 120_000_000, most_flops=1.19)
+    fewer = recipe.first_blocks is not None and recipe.first_blocks < LAYERS - 1
+    return say.right(
+        "keeps_clipping.right_with_fewer" if fewer else "keeps_clipping.right",
+        mb=_mb(found.peak_bytes),
+        ratio=_ratio(found),
     )
-    values = {"mb": _mb(found.peak_bytes), "ratio": found.flops / _baseline().flops}
-    if recipe.first_blocks is not None and recipe.first_blocks < LAYERS - 1:
-        message = (
-            "Right: {mb} at {ratio:.3f} times the FLOPs. A checkpoint around the last layer would"
-            " free nothing. The activations of the other layers without a checkpoint still fit"
-            " into the budget."
-        )
-    return right(text(message, **values))
 
 
-@exercise(
-    hint=(
-        (
-            "Look at the peak of the recipe without checkpoints in section 7.5. It has 27.5 MB"
-            " of parameters. What are the next 16.8 MB?"
-        ),
-        (
-            "Together with most of the activations, they are three tensors of the logits' size."
-            " Lesson 02 made these tensors smaller."
-        ),
-    )
-)
+@exercise()
 def check_fifty(recipe: Any) -> Verdict:
     """Check a recipe for 50 MB, by any means."""
     found = _fitting_estimate(recipe, 50_000_000)
-    message = (
-        "Right: {mb}. Single tensors come back instead of whole layers, and the logits are"
-        " computed in chunks."
-    )
-    return right(text(message, mb=_mb(found.peak_bytes)))
-
-
-@cache
-def _baseline() -> Estimate:
-    return estimate(make_model, make_batch, Recipe())
+    return say.right("fifty.right", mb=_mb(found.peak_bytes))
 
 
 @cache
@@ -356,54 +214,40 @@ def _estimate_recipe(recipe: Recipe) -> Estimate:
     return estimate(make_model, make_batch, recipe)
 
 
-def _fitting_estimate(recipe: Any, budget: int) -> Estimate:
-    """Return the estimate of a recipe that fits the budget, in fp32 with Adam.
+def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None) -> Estimate:
+    """Return the estimate of a recipe that fits the budget, in fp32 with Adam; refuse any other.
 
-    A recipe that does not fit is refused with the contents of its peak.
+    Args:
+        recipe: The answer.
+        budget: The budget in bytes.
+        most_flops: Most FLOPs relative to the baseline. With it, nothing may be moved.
     """
     if not isinstance(recipe, Recipe):
-        kind = type(recipe).__name__
-        raise WrongAnswer(text("Expected a `Recipe`, got a `{kind}`.", kind=kind), exact=True)
-    if (recipe.precision, recipe.optimizer, recipe.ranks) != ("fp32", "adam", 1):
-        raise WrongAnswer(
-            "Keep the precision, the optimizer and the single device: fp32, Adam and one rank.",
-            exact=True,
-        )
+        say.refuse("common.no_recipe", kind=type(recipe).__name__)
+    same = (recipe.precision, recipe.optimizer, recipe.ranks) == ("fp32", "adam", 1)
+    say.refuse_if(not same, "common.another_training")
     try:
         found = _estimate_recipe(recipe)
     except Exception as error:
-        raise WrongAnswer(
-            text("Your recipe cannot be estimated: {error}.", error=error), exact=True
-        ) from None
+        say.refuse("common.no_estimate", error=error)
     if found.peak_bytes > budget:
-        peaks = f"{_mb(found.peak_bytes)} > {budget / 1e6:,.0f} MB"
-        raise WrongAnswer(
-            text(
-                "Your recipe does not fit: {peaks}. Its peak has {held}.",
-                peaks=peaks,
-                held=filled_by(found),
-            )
+        counts = sorted(((count, name) for name, count in found.at_peak.items()), reverse=True)
+        held = join_labels(
+            text("{category} {size} MB", category=category_label(name), size=f"{count / 1e6:.1f}")
+            for count, name in counts
+            if count >= 500_000
         )
+        say.wrong(
+            "common.does_not_fit",
+            peaks=f"{_mb(found.peak_bytes)} > {budget / 1e6:,.0f} MB",
+            held=held,
+            phase=phase_label(peak_phase(found)),
+        )
+    if most_flops is not None:
+        say.refuse_if(found.moved_bytes, "common.moves_bytes", mb=_mb(found.moved_bytes))
+        if _ratio(found) > most_flops:
+            say.wrong("common.too_many_flops", ratio=_ratio(found))
     return found
-
-
-def filled_by(found: Estimate) -> str:
-    """List the categories at a peak, the largest first, and name the phase.
-
-    Categories below half a megabyte are left out.
-    """
-    held = sorted(
-        ((count, name) for name, count in found.at_peak.items() if count >= 500_000), reverse=True
-    )
-    parts = [
-        text("{category} {size} MB", category=category_label(name), size=f"{count / 1e6:.1f}")
-        for count, name in held
-    ]
-    return text(
-        "{parts}, in the {phase} phase",
-        parts=join_labels(parts),
-        phase=phase_label(peak_phase(found)),
-    )
 
 
 def peak_phase(found: Estimate) -> str:
@@ -411,27 +255,9 @@ def peak_phase(found: Estimate) -> str:
     return max(found.phase_peaks, key=found.phase_peaks.get)
 
 
-def _refuse_moves(found: Estimate) -> None:
-    if found.moved_bytes:
-        raise WrongAnswer(
-            text(
-                "Your recipe fits, but it moves {mb} to and from the lower tier. Nothing may be"
-                " moved here.",
-                mb=_mb(found.moved_bytes),
-            ),
-            exact=True,
-        )
-
-
-def _refuse_flops_above(found: Estimate, limit: float) -> None:
-    ratio = found.flops / _baseline().flops
-    if ratio > limit:
-        raise WrongAnswer(
-            text(
-                "Your recipe fits, but needs {ratio:.3f} times the baseline's FLOPs.",
-                ratio=ratio,
-            )
-        )
+def _ratio(found: Estimate) -> float:
+    """Return the FLOPs relative to the baseline's."""
+    return found.flops / _estimate_recipe(Recipe()).flops
 
 
 def _mb(count: int) -> str:

@@ -4,7 +4,8 @@ import json
 import os
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -16,18 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib.budget import Estimate, Recipe, estimate
+from course_lib.labels import join_labels
 from course_lib.lessons import text as corpus
 from course_lib.memory import CATEGORIES
-from course_lib.teaching import Verdict, category_label, text
+from course_lib.teaching import Verdict, category_label
 from course_lib.teaching.exercises import (
+    Messages,
     cases,
     exercise,
     expect_number,
     not_answered,
     returns_none,
-    right,
-    wrong,
 )
+
+say = Messages(__file__)
 
 FOLDER = Path(__file__).parent
 #: A Llama of 31 million parameters, whose tokens are characters
@@ -82,152 +85,84 @@ class _PositionDependent(nn.Module):
         return SimpleNamespace(logits=logits, loss=F.cross_entropy(*pairs))
 
 
-def _padded_batch() -> dict[str, Tensor]:
-    tokens = torch.tensor([[1, 5, 2, 4, 3, 1], [2, 2, 1, 0, 0, 0], [4, 1, 5, 3, 0, 0]])
-    labels = tokens.clone()
-    labels[1, 3:], labels[2, 4:] = IGNORED, IGNORED
-    return {"input_ids": tokens, "labels": labels}
+def _batch(tokens: list[list[int]], labeled: tuple[range, ...]) -> dict[str, Tensor]:
+    """Return a batch with labels only at the given positions of each sample."""
+    labels = [
+        [token if i in positions else IGNORED for i, token in enumerate(row)]
+        for row, positions in zip(tokens, labeled, strict=True)
+    ]
+    return {"input_ids": torch.tensor(tokens), "labels": torch.tensor(labels)}
 
 
-def _prompted_batch() -> dict[str, Tensor]:
-    """Return a batch whose prompt is not predicted, so that its first label is `IGNORED`, too."""
-    tokens = torch.tensor([[0, 3, 1, 0, 2, 5], [2, 0, 4, 1, 3, 1]])
-    labels = tokens.clone()
-    labels[0, :3] = IGNORED
-    return {"input_ids": tokens, "labels": labels}
-
-
-def _draw_batch(rng: random.Random) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that returns the padded batch with other tokens."""
-    tokens, labels = _padded_batch().values()
-    rows = [[rng.randint(0, 5) for _ in row] for row in tokens]
-    drawn = torch.tensor(rows)
-    return lambda: {
-        "input_ids": drawn.clone(),
-        "labels": torch.where(labels == IGNORED, labels, drawn),
-    }
-
-
-@exercise(
-    hint=(
-        "Which label does the first position predict, and which labels are not predicted?",
-        (
-            "Drop the last logits and the first labels, so that both have the same length."
-            " `cross_entropy` can skip a label and add up the losses of the others."
-        ),
-    )
+_PADDED = (range(6), range(3), range(4))
+_BATCHES = (
+    _batch([[1, 5, 2, 4, 3, 1], [2, 2, 1, 0, 0, 0], [4, 1, 5, 3, 0, 0]], _PADDED),
+    # The first sample begins with a prompt, so its first label is `IGNORED`, too.
+    _batch([[0, 3, 1, 0, 2, 5], [2, 0, 4, 1, 3, 1]], (range(3, 6), range(6))),
 )
+
+
+def _draw_batch(rng: random.Random) -> dict[str, Tensor]:
+    return _batch([[rng.randint(0, 5) for _ in range(6)] for _ in _PADDED], _PADDED)
+
+
+@exercise()
 def check_loss_sum(function: Any) -> Verdict:
     """Check `function(model, batch)`: the sum and the number of the tokens' cross-entropies."""
-    for make_batch in cases((_padded_batch, _prompted_batch), _draw_batch):
-        verdict = _loss_verdict(function, make_batch)
+    for batch in cases(_BATCHES, _draw_batch):
+        given = deepcopy(batch)
+        found = function(_PositionDependent(), given)
+        if found is None:
+            return not_answered()
+        unchanged = given.keys() == batch.keys() and all(
+            torch.equal(given[name], batch[name]) for name in batch
+        )
+        say.refuse_if(not unchanged, "loss_sum.changes_the_batch")
+        verdict = _verdict_on_loss(found, batch)
         if not verdict:
             return verdict
-    return right("Right: ten tokens are predicted here.")
+    return say.right("loss_sum.right")
 
 
-def _loss_verdict(function: Any, make_batch: Callable[[], dict[str, Tensor]]) -> Verdict:
-    """Check the sum and the number that the function returns for one batch."""
-    model, batch, given = _PositionDependent(), make_batch(), make_batch()
-    found = function(model, given)
-    if found is None:
-        return not_answered()
-    if given.keys() != batch.keys() or not all(
-        torch.equal(given[key], batch[key]) for key in batch
-    ):
-        return wrong(
-            "Your function changes the batch. Work on a copy, because the batch is used again.",
-            exact=True,
-        )
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        return wrong("Return a pair: the sum of the losses and their number.", exact=True)
+def _verdict_on_loss(found: Any, batch: Mapping[str, Tensor]) -> Verdict:
+    """Check the sum and the number that a function returned for one batch."""
+    say.refuse_if(not isinstance(found, tuple | list) or len(found) != 2, "loss_sum.pair")
     loss, weight = found
     if loss is None or weight is None:
         return not_answered()
     if not _has_gradient(loss):
-        return wrong(
-            "You swapped the two. Return the sum first, then the number."
-            if _has_gradient(weight)
-            else "Your sum has no gradient. Return a tensor that is neither detached nor a Python"
-            " number.",
-            exact=True,
-        )
-    if any(isinstance(each, Tensor) and each.numel() != 1 for each in (loss, weight)):
-        return wrong(
-            "The sum and the number must be one number each. Add up the tokens.", exact=True
-        )
-    # another model, because the function may have changed this one
+        say.refuse("loss_sum.swapped" if _has_gradient(weight) else "loss_sum.no_gradient")
+    several = any(isinstance(each, Tensor) and each.numel() != 1 for each in found)
+    say.refuse_if(several, "loss_sum.several_numbers")
+    # another model, because the function may have changed its own
     logits, labels = _PositionDependent()(batch["input_ids"]).logits, batch["labels"]
-    each = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
-    )  # 0 for an ignored label
-    unshifted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    backward_shift = F.cross_entropy(
-        logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten(), reduction="sum"
-    )
-    inputs = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum"
-    )
-    softmax = F.cross_entropy(
-        logits[:, :-1].softmax(-1).flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-    )
-    samples = F.cross_entropy(logits[:-1].flatten(0, 1), labels[1:].flatten(), reduction="sum")
-    predicted = labels[:, 1:] != IGNORED
-    means = (each.view_as(predicted).sum(1) / predicted.sum(1)).sum()
-    count, total = int(predicted.sum()), each.sum().item()
+    before, after = logits[:, :-1], labels[:, 1:]
+    total, count = _sum_of_losses(before, after), int((after != IGNORED).sum())
     mistakes = {
-        total / count: (
-            "You returned a mean. It cannot be added to the mean of another micro-batch, so"
-            " return the sum."
-        ),
-        total / each.numel(): (
-            "You returned a mean. It cannot be added to the mean of another micro-batch, so"
-            " return the sum."
-        ),
-        unshifted.item(): (
-            "You compared each position with its own token. It predicts the token after it, so"
-            " shift the labels by one."
-        ),
-        backward_shift.item(): (
-            "You shifted the labels in the wrong direction. Each position predicts the token"
-            " after it, not the one before."
-        ),
-        inputs.item(): (
-            "You used `input_ids` as labels, so padding is predicted, too. Use"
-            " `batch['labels']`, where padding is −100."
-        ),
-        softmax.item(): (
-            "You applied softmax before `cross_entropy`, which applies it itself. Pass the logits."
-        ),
-        samples.item(): (
-            "You shifted along the samples. Shift along the tokens, the second dimension."
-        ),
-        means.item(): (
-            "You added up one mean per sample. Add up the losses of all predicted tokens."
-        ),
+        "mean": (total / count, total / after.numel()),
+        "not_shifted": _sum_of_losses(logits, labels),
+        "other_direction": _sum_of_losses(logits[:, 1:], labels[:, :-1]),
+        "inputs": _sum_of_losses(before, batch["input_ids"][:, 1:]),
+        "softmax": _sum_of_losses(before.softmax(-1), after),
+        "samples": _sum_of_losses(logits[:-1], labels[1:]),
+        "means": sum(map(F.cross_entropy, before, after)).item(),
     }
-    verdict = expect_number(loss.detach(), total, wrong_answers=mistakes, tolerance=1e-4)
+    reasons = say.reasons("loss_sum", mistakes)
+    verdict = expect_number(loss.detach(), total, wrong_answers=reasons, tolerance=1e-4)
     if not verdict:
         return verdict
-    counted = {
-        each.numel(): (
-            "The sum is right, but you counted the labels of -100. They are not predicted."
-        ),
-        int((labels != IGNORED).sum()): (
-            "The sum is right, but you counted the first token of each sample. It is not predicted."
-        ),
-        len(labels): (
-            "The sum is right, but you counted samples. The sum is over tokens, not over samples."
-        ),
-        1: (
-            "The sum is right, but your weight is 1. The weight must be the number of tokens"
-            " that are predicted."
-        ),
+    counts = {
+        "counted_ignored": after.numel(),
+        "counted_first": int((labels != IGNORED).sum()),
+        "counted_samples": len(labels),
+        "counted_one": 1,
     }
-    verdict = expect_number(weight, count, wrong_answers=counted)
-    if verdict or verdict.exact:
-        return verdict
-    return wrong("The sum is right, but your number is not that of the predicted tokens.")
+    verdict = expect_number(weight, count, wrong_answers=say.reasons("loss_sum", counts))
+    return verdict if verdict or verdict.exact else say.wrong("loss_sum.another_number")
+
+
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> float:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
 
 
 def _has_gradient(value: Any) -> bool:
@@ -236,49 +171,6 @@ def _has_gradient(value: Any) -> bool:
 
 # Exercise 2: parameters from a configuration
 # --------------------------------------------------------------------------------------------------
-
-_PARAMETER_MISTAKES = {
-    "keys": (
-        "You gave keys and values as many heads as queries. They have fewer, namely"
-        " `num_key_value_heads`."
-    ),
-    "gate": (
-        "You counted two matrices in the network after attention. It has three: gate, up and down."
-    ),
-    "output": (
-        "You left out the output matrix of attention. Attention has four matrices: query, key,"
-        " value and output."
-    ),
-    "norms": (
-        "You left out norms. Each layer has two norms of `hidden_size` numbers, and one more"
-        " norm follows the last layer."
-    ),
-    "one norm": (
-        "You left out norms. Each layer has two norms of `hidden_size` numbers, and one more"
-        " norm follows the last layer."
-    ),
-    "positions": (
-        "You counted a table of positions. A Llama has none, because it rotates queries and"
-        " keys instead, without parameters."
-    ),
-    "last norm": "You left out the norm after the last layer.",
-    "tied": (
-        "You counted the embedding and the head as two matrices. If `tie_word_embeddings` is"
-        " true, they are one matrix."
-    ),
-    "head": (
-        "You left out the matrix of the head. If `tie_word_embeddings` is false, the head has a"
-        " matrix of its own."
-    ),
-    "layers": "You counted one layer. The model has `num_hidden_layers` layers.",
-    "values": "You counted keys or values. They have a matrix each.",
-    "head size": (
-        "You gave each head of keys and values one number. It has `hidden_size /"
-        " num_attention_heads` numbers."
-    ),
-    "tables": "You left out the embedding. Its matrix has parameters, too.",
-}
-
 
 #: A Llama for which no two mistakes give the same count, and pairs only where they do for any
 #: sizes. In `LLAMA` a table of positions is as large as the embedding, for example.
@@ -294,21 +186,39 @@ UNTIED = {
 }
 
 
+#: Mistakes that `parameters_of` can make, by the names of their messages
+MISTAKES = (
+    "heads_of_keys",
+    "keys_or_values",
+    "size_of_a_head",
+    "output",
+    "gate",
+    "norms",
+    "one_norm",
+    "last_norm",
+    "layers",
+    "tied",
+    "head",
+    "embedding",
+    "positions",
+)
+
+
 def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
     """Return the number of a Llama's parameters, or the result of the named mistakes."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_size = 1 if "head size" in mistakes else hidden // heads
-    keys = hidden * head_size * (heads if "keys" in mistakes else key_heads)
+    head_size = 1 if "size_of_a_head" in mistakes else hidden // heads
+    keys = hidden * head_size * (heads if "heads_of_keys" in mistakes else key_heads)
     attention = (1 if "output" in mistakes else 2) * hidden**2
-    attention += (1 if "values" in mistakes else 2) * keys
+    attention += (1 if "keys_or_values" in mistakes else 2) * keys
     network = (2 if "gate" in mistakes else 3) * hidden * width
-    norms = 0 if "norms" in mistakes else hidden if "one norm" in mistakes else 2 * hidden
+    norms = 0 if "norms" in mistakes else hidden if "one_norm" in mistakes else 2 * hidden
     layers = 1 if "layers" in mistakes else config["num_hidden_layers"]
-    last = 0 if {"norms", "last norm"} & set(mistakes) else hidden
+    last = 0 if {"norms", "last_norm"} & set(mistakes) else hidden
     tables = 1 if config["tie_word_embeddings"] else 2
     tables = 2 if "tied" in mistakes else 1 if "head" in mistakes else tables
-    tables = 0 if "tables" in mistakes else tables
+    tables = 0 if "embedding" in mistakes else tables
     rows = tables * config["vocab_size"]
     if "positions" in mistakes:
         rows += config["max_position_embeddings"]
@@ -330,44 +240,28 @@ def _draw_config(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _parameter_mistakes(config: Mapping[str, Any]) -> dict[float, str]:
-    """Return wrong count -> what went wrong, for one mistake and for two at once.
+def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
+    """Return wrong count -> message on one mistake, on two at once, or on another unit.
 
-    A count that different mistakes give is left out, because the check cannot tell which it was.
+    A count that several mistakes give is left out, because the check cannot tell which it was.
     """
-    count = parameters_of(config)
-    single = {mistake: parameters_of(config, mistake) for mistake in _PARAMETER_MISTAKES}
-    reasons: defaultdict[float, set[str]] = defaultdict(set)
-    for mistake, reason in _PARAMETER_MISTAKES.items():
-        reasons[single[mistake]].add(reason)
-    for (one, a), (other, b) in combinations(_PARAMETER_MISTAKES.items(), 2):
-        both = parameters_of(config, one, other)
-        if a != b and both not in (single[one], single[other]):  # each of them changes the count
-            reasons[both].add(text("{first} {second}", first=a, second=b))
-    found = {number: min(named) for number, named in reasons.items() if len(named) == 1}
-    found |= {
-        parameters_of(LLAMA): (
-            "You gave the number for the small Llama. Compute it from `config`, which also has"
-            " other sizes."
-        ),
-        2 * count: "You gave the bytes in bf16. Give the number of parameters.",
-        4 * count: "You gave the bytes in fp32. Give the number of parameters.",
-        16 * count: "You gave the bytes of Adam's step in fp32. Give the number of parameters.",
+    count, found = parameters_of(config), defaultdict(list)
+    for names in (*((name,) for name in MISTAKES), *combinations(MISTAKES, 2)):
+        wrong = parameters_of(config, *names)
+        fewer = combinations(names, len(names) - 1)
+        if all(parameters_of(config, *some) != wrong for some in fewer):  # each one changes it
+            found[wrong].append(join_labels((say(f"parameters.{name}") for name in names), " "))
+    units = {
+        "small_llama": parameters_of(LLAMA),
+        "in_bf16": 2 * count,
+        "in_fp32": 4 * count,
+        "in_adam": 16 * count,
     }
-    found.pop(count, None)
-    return found
+    known = {wrong: messages[0] for wrong, messages in found.items() if len(messages) == 1}
+    return known | say.reasons("parameters", units)
 
 
-@exercise(
-    hint=(
-        "Write down the shape of each matrix of one layer. Keys and values have fewer heads than"
-        " queries.",
-        (
-            "A head has `hidden_size / num_attention_heads` numbers. Which parameters does the"
-            " model have only once, outside its layers?"
-        ),
-    )
-)
+@exercise()
 def check_parameters(function: Any) -> Verdict:
     """Check `function(config)`, the number of a Llama's parameters, for four configurations."""
     tied = {**UNTIED, "tie_word_embeddings": True}
@@ -378,12 +272,10 @@ def check_parameters(function: Any) -> Verdict:
             if config is UNTIED and function({**LLAMA}) is None:
                 return not_answered()
             return returns_none(f"`tie_word_embeddings = {config['tie_word_embeddings']}`")
-        verdict = expect_number(
-            answer, parameters_of(config), wrong_answers=_parameter_mistakes(config)
-        )
+        verdict = expect_number(answer, parameters_of(config), wrong_answers=_reasons(config))
         if not verdict:
             return verdict
-    return right("Right: 31,141,376 here, and 8,030,261,248 for Llama 3 8B.")
+    return say.right("parameters.right")
 
 
 # Exercise 3: a recipe for 200 MB
@@ -415,61 +307,29 @@ def _techniques_of(recipe: Recipe) -> set[str]:
     return found - {"attention"} if recipe.attention in (None, "sdpa") else found
 
 
-@exercise(
-    hint=(
-        "What fills the peak, and which technique reduces it? Then look again, because now"
-        " something else fills the peak.",
-        (
-            "The state takes 249 MB, the activations 222 MB and the gradients 125 MB. Each of them"
-            " needs its own technique."
-        ),
-    )
-)
+@exercise()
 def check_recipe(recipe: Any) -> Verdict:
     """Check a recipe whose step stays within 200 MB and trains like the baseline."""
-    if not isinstance(recipe, Recipe):
-        return wrong("Pass a `Recipe` to this check.", exact=True)
-    plain = Recipe()
-    if (recipe.precision, recipe.optimizer) not in {
-        (plain.precision, plain.optimizer),
-        (None, plain.optimizer),
-    }:
-        return wrong(
-            "Your recipe changes the precision or the optimizer, so it trains differently. Keep"
-            " fp32 and Adam.",
-            exact=True,
-        )
-    if recipe.ranks > 1:
-        return wrong("Your recipe uses several devices. Only one is available.", exact=True)
-    if _techniques_of(recipe) == _techniques_of(THREE):
-        return wrong(
-            "You used exactly the three techniques of section 9.3. Find a recipe with another set.",
-            exact=True,
-        )
+    say.refuse_if(not isinstance(recipe, Recipe), "recipe.no_recipe")
+    same = recipe.precision in (None, Recipe().precision) and recipe.optimizer == Recipe().optimizer
+    say.refuse_if(not same, "recipe.another_training")
+    say.refuse_if(recipe.ranks > 1, "recipe.several_devices")
+    techniques, three = _techniques_of(recipe), _techniques_of(THREE)
+    say.refuse_if(techniques == three, "recipe.the_three")
     found = estimate_recipe(recipe)
-    if _techniques_of(recipe) > _techniques_of(THREE) and found.peak_bytes >= (
-        peak := estimate_recipe(THREE).peak_bytes
-    ):
-        return wrong(
-            text(
-                "You added something to the three techniques of section 9.3 that saves nothing,"
-                " because they alone peak at {peak} MB. Find a recipe with another set.",
-                peak=f"{peak / 1e6:.1f}",
-            ),
-            exact=True,
-        )
-    if found.peak_bytes <= BUDGET:
-        return right(text("Right: {peak} MB.", peak=f"{found.peak_bytes / 1e6:.1f}"))
-    largest = max(
-        (name for name in CATEGORIES if name != "parameter"),
-        key=lambda name: found.at_peak.get(name, 0),
-    )
-    return wrong(
-        text(
-            "Your recipe peaks at {peak} MB. Apart from the parameters, the largest part of it"
-            " is {category} with {size} MB.",
-            peak=f"{found.peak_bytes / 1e6:.1f}",
+    if techniques > three and found.peak_bytes >= estimate_recipe(THREE).peak_bytes:
+        say.refuse("recipe.saves_nothing", peak=_mb(estimate_recipe(THREE).peak_bytes))
+    if found.peak_bytes > BUDGET:
+        held = {name: found.at_peak.get(name, 0) for name in CATEGORIES if name != "parameter"}
+        largest = max(held, key=lambda name: held[name])
+        say.wrong(
+            "recipe.too_much",
+            peak=_mb(found.peak_bytes),
             category=category_label(largest),
-            size=f"{found.at_peak[largest] / 1e6:.1f}",
+            size=_mb(held[largest]),
         )
-    )
+    return say.right("recipe.right", peak=_mb(found.peak_bytes))
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.1f}"

@@ -14,8 +14,10 @@ from course_lib.budget import Recipe, estimate, run
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import verbatim
 from course_lib.memory import Trace
-from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+from course_lib.teaching import Verdict
+from course_lib.teaching.exercises import Messages, exercise, not_answered
+
+say = Messages(__file__)
 
 Make = Callable[..., Any]
 
@@ -32,7 +34,7 @@ def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None
             dictionaries.
         loss_sum: Function (model, batch) -> (sum of losses, weight), or None for the model's own.
     """
-    return _slots((make_model, make_batch, loss_sum))
+    return _check_slots((make_model, make_batch, loss_sum))
 
 
 def own_model(
@@ -40,131 +42,71 @@ def own_model(
 ) -> Verdict | str:
     """Check the model of the reader's project, if its fill-ins are complete."""
     if make_model is None or make_batch is None:
-        return text("The fill-ins are still empty.")
+        return say("slots.empty")
     return check_slots(make_model, make_batch, loss_sum)
 
 
-@exercise(
-    hint=(
-        "The check calls `make_model()`, `make_batch(0)` and `loss_sum(model, batch)` in this"
-        " order. Then it does one step with symbolic tensors and one with real ones."
-    )
-)
-def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
+@exercise()
+def _check_slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
     make_model, make_batch, loss_sum = slots
     functions = {"make_model": make_model, "make_batch": make_batch, "loss_sum": loss_sum}
     for name, given in functions.items():
         if given is not None and (isinstance(given, nn.Module) or not callable(given)):
-            return wrong(
-                text(
-                    "`{name}` must be a function, got a `{kind}`.",
-                    name=name,
-                    kind=type(given).__name__,
-                ),
-                exact=True,
-            )
+            say.refuse("slots.no_function", name=name, kind=type(given).__name__)
     model = make_model()
     if model is None:
         return not_answered()
-    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-        return wrong(
-            "`make_model()` must return a module that has trainable parameters.", exact=True
-        )
-    if any(
-        p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
-    ):
-        return wrong(
-            "`make_model()` must return a model in fp32. The recipe sets the precision.", exact=True
-        )
-    if make_model() is model:
-        return wrong(
-            "`make_model()` returned the same model twice. Build a new model in each call.",
-            exact=True,
-        )
-    batches = [make_batch(step) for step in (0, 1)]
-    if batches[0] is None:
+    trained = isinstance(model, nn.Module) and [p for p in model.parameters() if p.requires_grad]
+    say.refuse_if(not trained, "slots.no_module")
+    halves = torch.float16, torch.bfloat16
+    say.refuse_if(any(p.dtype in halves for p in trained), "slots.fp32")
+    say.refuse_if(make_model() is model, "slots.same_model")
+    first, second = make_batch(0), make_batch(1)
+    if first is None:
         return not_answered()
-    for problem in (_batch_problem(batches), _token_problem(model, batches[0])):
-        if (
-            problem is not None
-        ):  # a verdict on a wrong answer is false, so `if problem` would skip it
-            return problem
-    if loss_sum is None and not has_loss_sum(model):
-        return wrong(
-            "The check cannot tell what the model's own loss is averaged over, so write"
-            " `loss_sum`.",
-            exact=True,
-        )
-    problem = _loss_problem(model, batches[0], loss_sum)
-    return _check_step(make_model, make_batch, loss_sum) if problem is None else problem
+    _refuse_batches(first, second)
+    _refuse_tokens(model, first)
+    say.refuse_if(loss_sum is None and not has_loss_sum(model), "slots.unknown_loss")
+    _refuse_loss(model, first, loss_sum)
+    return _check_step(make_model, make_batch, loss_sum)
 
 
-def _batch_problem(batches: list[Any]) -> Verdict | None:
+def _refuse_batches(*batches: Any) -> None:
+    """Refuse two batches without tensors, with unequal numbers of samples, or that are equal."""
     first, second = (list(tensors_in(batch)) for batch in batches)
-    if not first:
-        return wrong(
-            "`make_batch(step)` must return one tensor, or a tuple or dictionary of tensors.",
-            exact=True,
-        )
-    if len({len(tensor) for tensor in first}) > 1:
-        return wrong(
-            "The tensors of your batch have different numbers of samples. They must have the"
-            " same first dimension.",
-            exact=True,
-        )
-    if len(first) == len(second) and all(map(torch.equal, first, second)):
-        return wrong(
-            "`make_batch` returned the same batch for steps 0 and 1, so nothing new is learned.",
-            exact=True,
-        )
-    return None
+    say.refuse_if(not first, "slots.no_tensors")
+    say.refuse_if(len({len(tensor) for tensor in first}) > 1, "slots.sample_counts")
+    same = len(first) == len(second) and all(map(torch.equal, first, second))
+    say.refuse_if(same, "slots.same_batch")
 
 
-def _token_problem(model: nn.Module, batch: Any) -> Verdict | None:
+def _refuse_tokens(model: nn.Module, batch: Any) -> None:
+    """Refuse tokens for which no embedding of the model has a row."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = max((embedding.num_embeddings for embedding in embeddings), default=0)
     tokens = [t for t in tensors_in(batch) if not t.is_floating_point() and t.dtype != torch.bool]
     most = max((int(tensor.max()) for tensor in tokens if tensor.numel()), default=0)
     if rows and most >= rows:
-        message = text(
-            "Your batch has the token {token}, but the embedding has only {rows} rows.",
-            token=most,
-            rows=rows,
-        )
-        return wrong(message, exact=True)
-    return None
+        say.refuse("slots.token", token=most, rows=rows)
 
 
-def _loss_problem(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdict | None:
-    """Check that the losses of single samples add up to the batch's."""
+def _refuse_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> None:
+    """Refuse a loss unless the losses of single samples add up to the batch's."""
     model.eval()  # without dropout, so that the sums are equal
-    whole = _loss_of(model, batch, loss_sum)
+    whole, *singles = (_loss_of(model, each, loss_sum) for each in (batch, *split(batch, 1)))
     if whole is None:
-        return not_answered()
-    singles = [_loss_of(model, sample, loss_sum) for sample in split(batch, 1)]
-    if not all(map(_is_pair, (whole, *singles))):
-        return wrong(
-            "`loss_sum` must return a pair: the sum, which is one number with a gradient, and"
-            " its weight.",
-            exact=True,
-        )
-    names = (
-        "The sums that `loss_sum` returns do not add up",
-        "The weights that `loss_sum` returns do not add up",
-    )
-    for i, name in enumerate(names):
+        raise NotImplementedError
+    say.refuse_if(not all(map(_is_pair, (whole, *singles))), "slots.pair")
+    for i, name in enumerate(("slots.sums", "slots.weights")):
         alone, together = sum(_number(single[i]) for single in singles), _number(whole[i])
         if abs(alone - together) > 1e-3 * abs(alone):
-            message = text(
-                "{name}. Single samples give {pieces} in total, one batch of {count} samples"
-                " gives {whole}. Did you return a mean?",
-                name=text(name),
+            say.refuse(
+                "slots.do_not_add_up",
+                name=say(name),
                 pieces=f"{alone:,.1f}",
                 whole=f"{together:,.1f}",
                 count=samples_in(batch),
             )
-            return wrong(message, exact=True)
-    return None
 
 
 def _loss_of(model: nn.Module, batch: Any, loss_sum: Make | None) -> Any:
@@ -187,44 +129,24 @@ def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
     """Compare the baseline's prediction with a real step, and list the blocks for checkpoints."""
     recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
     estimated = estimate(make_model, lambda: make_batch(0), recipe, **options)
-    predicted = estimated.peak_bytes
     model: list[nn.Module] = []  # the model that does the step
     taken = run(
         lambda: model.append(make_model()) or model[0], lambda: make_batch(0), recipe, **options
     )
-    if predicted != taken.meter.peak_bytes:
-        message = text(
-            "The predicted peak is {predicted} bytes, but the measured one is {taken}."
-            " {difference}",
-            predicted=f"{predicted:,}",
+    peak = f"{estimated.peak_bytes:,}"
+    if estimated.peak_bytes != taken.meter.peak_bytes:
+        say.refuse(
+            "slots.another_peak",
+            predicted=peak,
             taken=f"{taken.meter.peak_bytes:,}",
             difference=first_difference(estimated.trace(), taken.meter.trace()),
         )
-        return wrong(message, exact=True)
-    values = {
-        "count": f"{sum(p.numel() for p in model[0].parameters()):,}",
-        "peak": f"{predicted:,}",
-    }
+    values = {"count": f"{sum(p.numel() for p in model[0].parameters()):,}", "peak": peak}
     try:
         names = names_of(model[0], None)
     except ValueError:
-        return right(
-            text(
-                "Right: the model has {count} parameters, and the baseline peaks at {peak}"
-                " bytes, as predicted. No list of equal blocks was found, so pass `blocks=` for"
-                " checkpoints.",
-                **values,
-            )
-        )
-    return right(
-        text(
-            "Right: the model has {count} parameters and {blocks} blocks from `{first}` on. The"
-            " baseline peaks at {peak} bytes, as predicted.",
-            blocks=len(names),
-            first=names[0],
-            **values,
-        )
-    )
+        return say.right("slots.right_without_blocks", **values)
+    return say.right("slots.right", blocks=len(names), first=names[0], **values)
 
 
 def first_difference(predicted: Trace, taken: Trace) -> str:
@@ -237,24 +159,8 @@ def first_difference(predicted: Trace, taken: Trace) -> str:
             "ran": verbatim(f"`{ran}`"),
         }
         if expected is not ran and expected != ran:
-            return text(
-                "They differ from operator {number} on, in {module}: {expected} was predicted,"
-                " but {ran} ran. With real values the step takes another path, for example"
-                " because a mask is not all ones or because layers are dropped at random.",
-                expected=verbatim(f"`{expected}`"),
-                **place,
-            )
-        bytes_live = [int(trace.live[moment].sum()) for trace in (predicted, taken)]
-        if bytes_live[0] != bytes_live[1]:
-            return text(
-                "They differ from operator {number} on, in {module}: after {ran}, {expected}"
-                " live bytes were predicted, but {measured} were measured. Please report this"
-                " operator.",
-                expected=f"{bytes_live[0]:,}",
-                measured=f"{bytes_live[1]:,}",
-                **place,
-            )
-    return text(
-        "Both run the same {count} operators, and then one of the two runs more.",
-        count=min(len(predicted.operators), len(taken.operators)) - 1,
-    )
+            return say("slots.another_operator", expected=verbatim(f"`{expected}`"), **place)
+        expected, measured = (f"{int(each.live[moment].sum()):,}" for each in (predicted, taken))
+        if expected != measured:
+            return say("slots.other_bytes", expected=expected, measured=measured, **place)
+    return say("slots.runs_more", count=min(len(predicted.operators), len(taken.operators)) - 1)

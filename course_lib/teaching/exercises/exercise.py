@@ -138,8 +138,8 @@ def told_by(
 
 
 def table_of(check: Callable) -> str:
-    """Return the table of a check's messages: its name without `check_`."""
-    return check.__name__.removeprefix("check_")
+    """Return the table of a check's messages: its name without `check_` or `_check_`."""
+    return check.__name__.removeprefix("_").removeprefix("check_")
 
 
 def in_words(model: str) -> Exercise:

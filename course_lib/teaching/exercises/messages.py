@@ -10,9 +10,10 @@ The code has only the name: `say("peak_formula.no_inputs")`.
 """
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from course_lib.labels import Label, LabelError, pair, placeholders
 
@@ -50,6 +51,20 @@ class Messages:
         """Return a message with those of the values that it has placeholders for."""
         wanted = placeholders(self._messages[name][0]) if name in self else ()
         return self(name, **{each: values[each] for each in wanted})
+
+    def reasons(self, table: str, mistakes: Mapping[str, Any]) -> dict[float, str]:
+        """Return wrong number -> message, for `expect_number`.
+
+        Args:
+            table: Table of the messages.
+            mistakes: Name of a message -> the wrong number that it explains, or a tuple of them. Of
+                two mistakes with the same number, the first one is named.
+        """
+        found: dict[float, str] = {}
+        for name, numbers in mistakes.items():
+            for number in numbers if isinstance(numbers, tuple) else (numbers,):
+                found.setdefault(number, self(f"{table}.{name}"))
+        return found
 
     def right(self, name: str, /, **values: object) -> Verdict:
         """Return the verdict on a right answer."""

@@ -395,6 +395,8 @@ class Numbers(Exercise):
 
     def _with_place(self, case: tuple, row: Any, message: str) -> str:
         """Put the case and the row before the message of a verdict."""
+        if self._place == "":
+            return message
         if self._place:
             values = dict(zip(self._names, case, strict=True)) | {"row": row, "message": message}
             return self._say.fill(self._full_name(self._place), **values)
@@ -460,6 +462,7 @@ def numbers(
         in_bytes: Whether bytes are expected (`expect_number`), or the rows with bytes.
         place: Name of a message that puts case and row before another {message}; its placeholders
             are the case's arguments, {row} and {message}. By default "For k = 3: " and "`row`: ".
+            "" puts nothing before it, for cases that are no numbers.
         hint_below: Name of the hint for all rows after the first.
         blank: Values that mean that nothing was answered yet, or a function that returns whether
             the cell is unchanged, of what the answer gives for a case and of the case.
