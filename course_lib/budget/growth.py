@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from course_lib.memory import Trace
-from course_lib.memory.trace import Span
 
 
 class Irregular(Exception):
@@ -85,7 +84,7 @@ class Growth:
             yield self.few, at.few + at.cut, at.few + at.length, 0
 
     def trace(self, blocks: int) -> Trace:
-        """Return the trace of the step that has `blocks` blocks more than `few`."""
+        """Return the trace of the step that has `blocks` blocks more than `few`, without events."""
         few, more, operators, live = self.few, self.more, [], []
         for trace, start, stop, _ in self.sources(blocks):
             operators += trace.operators[start:stop]
@@ -103,164 +102,7 @@ class Growth:
             name: getattr(few, name) + blocks * (getattr(more, name) - getattr(few, name))
             for name in ("flops", "bytes_down", "bytes_up", "sent_bytes")
         }
-        return Trace(
-            operators,
-            np.concatenate(live),
-            **totals,
-            **({} if more.spans is None else self._events(blocks, len(operators))),
-        )
-
-    def _events(self, blocks: int, moments: int) -> dict[str, Any]:
-        return {
-            "flops_at": self._live_at(blocks, "flops_at"),
-            "modules": self._live_at(blocks, "modules"),
-            "lines": self._live_at(blocks, "lines"),
-            "spans": _GrownSpans(self, blocks, moments).found(),
-        }
-
-    def _live_at(self, blocks: int, name: str) -> dict[int, Any]:
-        found = {}
-        moment = 0
-        for trace, start, stop, _ in self.sources(blocks):
-            known = getattr(trace, name)
-            found |= {moment + i - start: known[i] for i in range(start, stop) if i in known}
-            moment += stop - start
-        return found
-
-
-class _GrownSpans:
-    """Storages of a grown step: those of `more`, and the new block's storages once for each
-    inserted block.
-
-    A storage of the new block may outlive the block. The corresponding storage of the block before
-    is then released one block earlier, one block later, or at the same moment, and the copies
-    follow the same pattern. A storage that changed its category has one span per category, and
-    these are joined at the end.
-    """
-
-    def __init__(self, growth: Growth, blocks: int, end: int):
-        self.few, self.more, self.passes = growth.few, growth.more, growth.passes
-        self.blocks, self.end = blocks, end
-
-    def found(self) -> list[Span]:
-        more, blocks, end = self.more, self.blocks, self.end
-        earlier = {}
-        for span in more.spans or ():
-            earlier.setdefault((span.start, span.bytes, span.category), []).append(span.stop)
-        seen: dict[tuple, int] = {}
-        continued = {(span.storage, span.start) for span in more.spans or ()}
-        found: list[tuple[int, int, Span, bool]] = [
-            (0, end, span, False) for span in self._held_from_the_start() for _ in range(blocks - 1)
-        ]
-        for span in more.spans or ():
-            goes_on = (span.storage, span.stop) in continued
-            p, region = self._locate(span.start)
-            at = self.passes[p]
-            if region != "new":
-                start = self._stretch(span.start)
-                found.append((start, self._stop_of_one(span, p, region), span, goes_on))
-                continue
-            key = span.start, span.bytes, span.category
-            number = seen[key] = seen.get(key, -1) + 1
-            before = earlier.get((span.start - at.block, span.bytes, span.category), ())
-            if number >= len(before):
-                raise Irregular
-            for copy in range(blocks):
-                start = self._offset(p) + span.start + copy * at.block
-                stop = self._stop_of_copy(span, p, before[number], copy)
-                found.append((start, stop, span, goes_on))
-        return _number_storages(found)
-
-    def _held_from_the_start(self) -> list[Span]:
-        """Return the spans that `more` holds through the whole step for the new block and `few`
-        does not hold, such as its parameters.
-
-        Raises:
-            Irregular: The spans of the two steps differ in another way.
-        """
-        ours, others = (
-            [span for span in trace.spans or () if span.start == 0]
-            for trace in (self.few, self.more)
-        )
-        kinds, longer = ([span[1:3] for span in spans] for spans in (ours, others))
-        head = _alike(kinds, longer)
-        extra = len(others) - len(ours)
-        new = others[head : head + extra]
-        if kinds[head:] != longer[head + extra :] or any(
-            span.stop < len(self.more) for span in new
-        ):
-            raise Irregular
-        return new
-
-    def _stop_of_one(self, span: Span, p: int, region: str) -> int:
-        if span.stop >= len(self.more):
-            return self.end
-        q, there = self._locate(span.stop)
-        if there != "new":
-            return self._stretch(span.stop)
-        # A storage that is made near the start of one pass is released near the end of the opposite
-        # pass.
-        mirrored = self._phase(p) != self._phase(q)
-        last = q != p and (region == "head") == mirrored
-        return self._offset(q) + span.stop + last * (self.blocks - 1) * self.passes[q].block
-
-    def _stop_of_copy(self, span: Span, p: int, before: int, copy: int) -> int:
-        if span.stop >= len(self.more):
-            return self.end
-        q, there = self._locate(span.stop)
-        block = self.passes[q].block
-        offset = self._offset(q) + span.stop
-        if q == p and there == "new":
-            return offset + copy * block
-        if before == span.stop and there != "new":
-            return self._stretch(span.stop)
-        if before == span.stop - block:  # each copy is released one block after the previous copy
-            return offset + copy * block
-        if before == span.stop + block:  # each copy is released one block before the previous copy
-            return offset + (self.blocks - 1 - copy) * block
-        raise Irregular
-
-    def _locate(self, moment: int) -> tuple[int, str]:
-        """Return the pass that contains a moment of `more`, and the part of it: "head" is before
-        the new block, "new" is in it, and "tail" is after it."""
-        p = max(i for i, at in enumerate(self.passes) if at.more <= moment)
-        at = self.passes[p]
-        within = moment - at.more
-        return p, "head" if within < at.cut else "new" if within < at.cut + at.block else "tail"
-
-    def _offset(self, p: int) -> int:
-        """Return the number of moments by which pass `p` of the grown step starts later than in
-        `more`."""
-        return sum((self.blocks - 1) * at.block for at in self.passes[:p])
-
-    def _stretch(self, moment: int) -> int:
-        p, region = self._locate(moment)
-        return (
-            self._offset(p) + moment + (region == "tail") * (self.blocks - 1) * self.passes[p].block
-        )
-
-    def _phase(self, p: int) -> bool:
-        return self.more.operators[self.passes[p].more][1] == "forward"
-
-
-def _number_storages(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
-    """Return the spans with a number for each storage.
-
-    A span that continues in another category has the number of the span that it continues.
-    """
-    found.sort(key=lambda each: each[:2])
-    waiting: dict[tuple[int, int], list[int]] = {}
-    spans = []
-    last = -1
-    for start, stop, span, goes_on in found:
-        if begun := waiting.get((start, span.bytes)):
-            number = begun.pop()
-        else:
-            number = last = last + 1
-        if goes_on:
-            waiting.setdefault((stop, span.bytes), []).append(number)
-        spans.append(Span(number, span.bytes, span.category, start, stop))
-    return spans
+        return Trace(operators, np.concatenate(live), **totals)
 
 
 def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
