@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from course_lib.budget.growth import Growth, Irregular
+from course_lib.budget.traces.equal_blocks import Growth, Irregular
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens

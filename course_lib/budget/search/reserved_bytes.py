@@ -1,6 +1,6 @@
 """Search by the memory that a GPU's caching allocator reserves, instead of by tensor bytes.
 
-`search.fit` calls this module for `count="reserved"`.
+`fit` calls this module for `count="reserved"`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from course_lib._check import InfeasibleBudget
+from course_lib.budget.estimate import Estimate
+from course_lib.budget.recipe import Recipe
 from course_lib.labels import text
 from course_lib.memory.show import bytes_text
-
-from .estimate import Estimate
-from .recipe import Recipe
 
 COUNTS = ("tensors", "reserved")
 

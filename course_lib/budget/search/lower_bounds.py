@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from course_lib.budget.estimate import Estimate
+from course_lib.budget.rates import Rates
+from course_lib.budget.recipe import Recipe
 from course_lib.offload import chosen_below
 from course_lib.symbolic import symbolic
 
-from .estimate import Estimate
-from .knowledge import EstimateCache
-from .rates import Rates
-from .recipe import Recipe
+from .estimate_cache import EstimateCache
 
 
 def held_bytes(known: EstimateCache, recipe: Recipe) -> int:
@@ -78,8 +78,8 @@ def state_moved(known: EstimateCache, recipe: Recipe) -> tuple[int, int]:
 def least_flops(known: EstimateCache, recipe: Recipe) -> int:
     """Return a lower bound on the FLOPs of a step.
 
-    If a recipe with the same values of the fields in `knowledge.COMPUTED` has been estimated, the
-    bound is its FLOPs. Otherwise the bound is the FLOPs of an estimated recipe with fewer
+    If a recipe with the same values of the fields in `estimate_cache.COMPUTED` has been estimated,
+    the bound is its FLOPs. Otherwise the bound is the FLOPs of an estimated recipe with fewer
     techniques, which needs no more. If there is none either, the bound is 0.
     """
     plain = replace(

@@ -1,14 +1,10 @@
 """Estimate the step of a model with many equal blocks from runs with only a few of them.
 
 Two runs are needed, one of them with one block more. At each moment of the step, each block adds
-the same number of live bytes, and also the same FLOPs and bytes moved (`growth` has the formula).
-This module runs forward and backward without an optimizer and takes the memory of the optimizer
-from `updates`, so recipes that differ only in their optimizer settings share a run. The result
-equals that of `estimate`, which runs the whole step.
-
-Other modules shorten a step in other ways: `alike` groups micro-batches that run the same
-operators, so that only one of each group is run, and `updates` measures optimizer steps with few
-parameters. `blocks` finds the equal blocks of a model and removes all except a few.
+the same number of live bytes, and also the same FLOPs and bytes moved (`traces.equal_blocks` has
+the formula). This module runs forward and backward without an optimizer and takes the memory of the
+optimizer from `optimizer_updates`, so recipes that differ only in their optimizer settings share a
+run. The result equals that of `estimate`, which runs the whole step.
 """
 
 from __future__ import annotations
@@ -25,25 +21,23 @@ from torch import Tensor, nn
 from course_lib._batches import Split
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import silence_operator_log
-from course_lib.budget.growth import Irregular
+from course_lib.budget.device_kinds import on_kind
+from course_lib.budget.estimate import Estimate
+from course_lib.budget.loss import LossSum, check_loss, trainable_parameters
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.stages import fastest
+from course_lib.budget.step import chain_of, check_model, default_dtype, micro_batches_of, model_of
+from course_lib.budget.techniques import TECHNIQUES
+from course_lib.budget.traces.equal_blocks import Growth, Irregular, equal_blocks, shorten_blocks
+from course_lib.budget.traces.equal_micro_batches import groups_of
+from course_lib.budget.traces.process_trace import check_arguments, trace_step
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 from course_lib.symbolic import Gpu, Symbolic, symbolic
 
-from .alike import groups_of
-from .blocks import equal_blocks, shorten_blocks
-from .estimate import Estimate
-from .growth import Growth
-from .kinds import on_kind
-from .loss import LossSum, check_loss, trainable_parameters
-from .process import check_arguments, trace_step
-from .recipe import Recipe
-from .stages import fastest
-from .step import chain_of, check_model, default_dtype, micro_batches_of, model_of
-from .techniques import TECHNIQUES
-from .updates import Updates
+from .optimizer_updates import Updates
 
 # The shortest run keeps two blocks, because the first and the last block may differ from the rest.
 FEW = 2

@@ -1,7 +1,7 @@
 """Find the cheapest recipe of one family (one combination of techniques) that fits the budget.
 
 A family fixes the techniques. This module chooses their numbers: micro-batches, segments, blocks,
-schedule bytes and copies in flight. `search` decides which families are refined at all.
+schedule bytes and copies in flight.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from course_lib._check import InfeasibleBudget
+from course_lib.budget.recipe import Recipe
 from course_lib.schedule import Cost
 
-from .bounds import floor_bytes, held_bytes
 from .candidates import Search
-from .recipe import Recipe
+from .lower_bounds import floor_bytes, held_bytes
 
 # Largest number of schedules that are estimated per family and number of micro-batches, in addition
 # to the schedule that needs the least memory.
 ROUNDS = 3
 
 
-def refine(search: Search, family: Recipe) -> Recipe | None:
+def best_of(search: Search, family: Recipe) -> Recipe | None:
     """Return the cheapest recipe of the family that fits, or None."""
     if family.offload_activations:
         return best_copies(search, family)
