@@ -177,24 +177,21 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
 def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
     """Return the cost of the fastest schedule whose activations take at most `nbytes` bytes.
 
-    If there is none, return the cost of the schedule that needs the least memory.
+    If there is none, return the cost of the schedule that needs the least memory. No step is
+    estimated.
     """
+    cost_of = search.known.composer.schedule_cost
     try:
-        return schedule_cost(search, replace(recipe, schedule_bytes=max(1, nbytes)))
+        return cost_of(replace(recipe, schedule_bytes=max(1, nbytes)))
     except InfeasibleBudget:
-        return schedule_cost(search, least_schedule(search, recipe))
-
-
-def schedule_cost(search: Search, recipe: Recipe) -> Cost:
-    """Return the cost of the recipe's schedule, without estimating its step."""
-    return search.known.composer.schedule_cost(recipe)
+        return cost_of(least_schedule(search, recipe))
 
 
 def least_schedule(search: Search, recipe: Recipe) -> Recipe:
     """Return the recipe with the schedule that needs the least memory."""
     least = 1
     try:
-        schedule_cost(search, replace(recipe, schedule_bytes=least))
+        search.known.composer.schedule_cost(replace(recipe, schedule_bytes=least))
     except InfeasibleBudget as error:
         least = error.least_bytes
     return replace(recipe, schedule_bytes=least)

@@ -194,14 +194,6 @@ class Search:
                 for number in self.doublings(family):
                     yield replace(family, micro_batches=number)
 
-    def with_least_memory_attention(self, recipe: Recipe) -> Recipe | None:
-        """Return the recipe with the attention that needs the least memory.
-
-        The result is None if `least_memory_attention` is empty.
-        """
-        kinds = self.least_memory_attention
-        return replace(recipe, attention=kinds[0]) if kinds else None
-
     @cached_property
     def least_memory_attention(self) -> tuple[str | None, ...]:
         """Tuple with the attention that needs the least memory in forward and in backward.

@@ -118,7 +118,10 @@ class BlockExtrapolator:
         self.updates = Updates(self.model, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
-        key = without_optimizer(recipe).for_tier(self.tier)
+        # Forward and backward do not depend on where the optimizer state is kept.
+        key = replace(
+            recipe, offload_optimizer=Recipe.offload_optimizer, page_bytes=Recipe.page_bytes
+        ).for_tier(self.tier)
         with self.check_equal_blocks(recipe):
             if key not in self._moments:
                 self._moments[key] = self.moments(key)
@@ -208,9 +211,22 @@ class BlockExtrapolator:
     def extend(self, runs: Sequence[StepTrace], blocks: int) -> StepTrace:
         """Return the moments with `blocks` more blocks than the first of two runs.
 
-        A single run already has all blocks of its kind, so its moments are returned unchanged.
+        The second run has one block more. A single run already has all blocks of its kind, so its
+        moments are returned unchanged. In `due` of the result, each parameter of a block is
+        replaced by the same parameter of the block that runs at that moment in the longer step.
         """
-        return runs[0] if len(runs) == 1 else self.extrapolate(*runs, blocks)
+        if len(runs) == 1:
+            return runs[0]
+        few, more = runs
+        growth = Growth(few.trace, more.trace)
+        due = {id(few.trace): few.due, id(more.trace): more.due}
+        rows: list[Sequence[Tensor]] = []
+        for trace, start, stop, by in growth.sources(blocks):
+            rows += [
+                [self.further(p, by) for p in row] if row else row
+                for row in due[id(trace)][start:stop]
+            ]
+        return StepTrace(growth.trace(blocks), rows)
 
     def measure_few(self, recipe: Recipe, count: int) -> StepTrace:
         if (recipe, count) not in self._few:
@@ -250,23 +266,6 @@ class BlockExtrapolator:
         return StepTrace(
             trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]
         )
-
-    def extrapolate(self, few: StepTrace, more: StepTrace, blocks: int) -> StepTrace:
-        """Return the moments of a step with `blocks` more blocks than the step of `few`.
-
-        `more` holds the moments of a step with one block more than `few`. In `due` of the result,
-        each parameter of a block is replaced by the same parameter of the block that runs at that
-        moment in the extrapolated step.
-        """
-        growth = Growth(few.trace, more.trace)
-        due = {id(few.trace): few.due, id(more.trace): more.due}
-        rows: list[Sequence[Tensor]] = []
-        for trace, start, stop, by in growth.sources(blocks):
-            rows += [
-                [self.further(p, by) for p in row] if row else row
-                for row in due[id(trace)][start:stop]
-            ]
-        return StepTrace(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
         """Return the corresponding parameter of the block `by` blocks later.
@@ -333,14 +332,6 @@ def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
 def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
     """Return the numbers of blocks to run in order to compute the step of `blocks` blocks."""
     return (blocks,) if blocks <= few + 1 else (few, few + 1)
-
-
-def without_optimizer(recipe: Recipe) -> Recipe:
-    """Return the recipe with the default values of `offload_optimizer` and `page_bytes`.
-
-    Forward and backward do not depend on where the optimizer state is kept.
-    """
-    return replace(recipe, offload_optimizer=0.0, page_bytes=Recipe.page_bytes)
 
 
 class RecordingOptimizer(torch.optim.Optimizer):

@@ -93,10 +93,10 @@ def fit_families(search: Search) -> list[Estimate]:
     known = search.known
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
-    for family in sorted(search.families(), key=lambda recipe: _size(search, recipe)):
-        if (
-            exceeds(known, family, search.budget)
-            or search.with_least_memory_attention(family) in too_large
+    for family in sorted(search.families(), key=lambda f: (search.amounts(f), f.micro_batches)):
+        if exceeds(known, family, search.budget) or (
+            (leanest := search.least_memory_attention)
+            and replace(family, attention=leanest[0]) in too_large
         ):
             too_large.add(family)
             continue
@@ -128,11 +128,6 @@ def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
     """Return the recipe with the largest pages that fit, because smaller ones are not cheaper."""
     pages = (replace(recipe, page_bytes=size) for size in search.pages_for(recipe))
     return next(filter(search.fits, pages))
-
-
-def _size(search: Search, recipe: Recipe) -> tuple[float, int]:
-    """Return the sort key of a recipe in the search: how many techniques and micro-batches."""
-    return search.amounts(recipe), recipe.micro_batches
 
 
 def _cannot_be_cheaper(search: Search, family: Recipe, found: list[Recipe]) -> bool:

@@ -29,7 +29,7 @@ from course_lib.workload import Workload
 from .candidates import ALL_RECIPES, Search, additions, not_tried
 from .estimate_cache import EstimateCache
 from .families import fit_families, fit_given, fit_on_ranks
-from .reserved_bytes import COUNTS, check_count, search_by_reserved, title_of
+from .reserved_bytes import COUNTS, search_by_reserved, title_of
 
 
 class Estimates(Table, list):
@@ -209,7 +209,11 @@ def fit(
         tier = "file" if rates in ("laptop", RATES["laptop"]) else "host"
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
-    check_count(one_of("count", count, COUNTS), kind)
+    if one_of("count", count, COUNTS) == "reserved" and kind != "cuda":
+        raise ValueError(
+            f"kind must be 'cuda' when count is 'reserved', got {kind!r}, which has no caching"
+            " allocator; or pass count='tensors'"
+        )
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
     gpu = rates.gpu if gpu is None else gpu
     base = of_kind("base", Recipe() if base is None else base, Recipe, "a Recipe")

@@ -26,14 +26,9 @@ def held_bytes(known: EstimateCache, recipe: Recipe) -> int:
         below = chosen_below(composer.trained, recipe.offload_optimizer)
         with symbolic(composer.mode):
             state = composer.updates.of_all(recipe, below).held
-        known.held[key] = state + model_bytes(known)
+        model = *known.model.parameters(), *known.model.buffers()
+        known.held[key] = state + sum(tensor.nbytes for tensor in model)
     return known.held[key]
-
-
-def model_bytes(known: EstimateCache) -> int:
-    """Return the bytes of all parameters and buffers."""
-    held = *known.model.parameters(), *known.model.buffers()
-    return sum(tensor.nbytes for tensor in held)
 
 
 def exceeds(known: EstimateCache, recipe: Recipe, limit: int) -> bool:

@@ -17,15 +17,6 @@ from course_lib.memory.show import bytes_text
 COUNTS = ("tensors", "reserved")
 
 
-def check_count(count: str, kind: str) -> None:
-    """Raise ValueError if `count` is "reserved" but the device has no caching allocator."""
-    if count == "reserved" and kind != "cuda":
-        raise ValueError(
-            f"kind must be 'cuda' when count is 'reserved', got {kind!r}, which has no caching"
-            " allocator; or pass count='tensors'"
-        )
-
-
 def title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
     """Return the caption of a search's result, whichever bytes it counts.
 
