@@ -19,8 +19,7 @@ from course_lib.budget.search.best_numbers import least_schedule, with_schedule
 from course_lib.budget.search.candidates import Search, additions
 from course_lib.budget.search.estimate_cache import EstimateCache
 from course_lib.budget.search.extrapolation import MANY, BlockExtrapolator
-from course_lib.budget.search.fit import Estimates, search_by_tensors
-from course_lib.budget.search.reserved_bytes import search_by_reserved
+from course_lib.budget.search.fit import Estimates, search_by_reserved, search_by_tensors
 from course_lib.budget.techniques.checkpoints import Checkpoint
 from course_lib.budget.techniques.head import ChunkedHead
 from course_lib.budget.traces.equal_blocks import equal_blocks

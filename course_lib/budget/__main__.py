@@ -38,7 +38,7 @@ from .rates import DEVICE_NAMES, RATES, Rates, this_machine
 from .recipe import Recipe
 from .report import Result, nothing_fits
 from .scripts import FRAMEWORKS
-from .search.reserved_bytes import COUNTS
+from .search.fit import COUNTS
 from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
 from .waterfall import Way, waterfall

@@ -21,7 +21,7 @@ from course_lib.budget.recipe import Recipe
 from course_lib.budget.scripts import FRAMEWORKS, Framework, Limits
 from course_lib.budget.waterfall import Way, steps_to
 from course_lib.checkpoint.blocks import names_of
-from course_lib.labels import join_labels, say
+from course_lib.labels import join_labels, say, text
 from course_lib.memory.show import Table, bytes_text, decimal
 from course_lib.symbolic import Gpu
 from course_lib.workload import Workload
@@ -29,7 +29,8 @@ from course_lib.workload import Workload
 from .candidates import ALL_RECIPES, Search, additions, not_tried
 from .estimate_cache import EstimateCache
 from .families import fit_families, fit_given, fit_on_ranks
-from .reserved_bytes import COUNTS, search_by_reserved, title_of
+
+COUNTS = ("tensors", "reserved")
 
 
 class Estimates(Table, list):
@@ -189,8 +190,7 @@ def fit(
             default is that GPU.
         count: Quantity that must fit. "tensors" counts the bytes of live tensors. "reserved", which
             requires the kind "cuda", counts what PyTorch's allocator reserves by its rules
-            (`course_lib.budget.search.reserved_bytes`), and runs the step of each recipe again for
-            this.
+            (`Estimate.reserved_bytes`), and runs the step of each recipe again for this.
         quick: Whether to search fewer recipes. This takes less time but may miss the cheapest one.
             The recipes have checkpoints around all blocks or none, all of the optimizer state
             offloaded or none, one micro-batch or the largest number, and the fewest or the default
@@ -313,10 +313,77 @@ def search_by_tensors(
             reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
     count = len(known.estimates)
-    title = title_of(len(found), search.budget, count, search.quick)
+    title = _title_of(len(found), search.budget, count, search.quick)
     return Estimates(
         found, search.rates, title, known.estimate, whole=len(known.whole), known=count
     )
+
+
+def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
+    """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
+
+    The search itself counts tensor bytes. If its cheapest recipe reserves too much, the search is
+    repeated with a limit on tensor bytes that is lower by the excess, until the cheapest recipe
+    fits. A recipe between two limits may be missed.
+
+    Args:
+        budget_bytes: Limit in bytes for the memory that the allocator reserves.
+        within: Function that returns the `Estimates` that fit a limit in tensor bytes.
+        quick: Whether to count the reserved bytes of only the cheapest recipe for each limit. The
+            others are then left out.
+
+    Raises:
+        InfeasibleBudget: No recipe was found. The message names the fewest bytes reserved, or the
+            lowest peak of tensor bytes if even the tensors of no recipe fit.
+    """
+    taken: dict[Recipe, tuple[int, Estimate]] = {}
+    room = budget_bytes
+    found = None
+    while room > 0:
+        try:
+            found = within(room)
+        except InfeasibleBudget:
+            if found is None:
+                # The tensors alone exceed the budget, for all recipes.
+                raise
+            break
+        for each in found[:1] if quick else found:
+            if each.recipe not in taken:
+                taken[each.recipe] = each.reserved_bytes(), each
+        reserved, first = taken[found[0].recipe]
+        if reserved <= budget_bytes:
+            break
+        room = first.peak_bytes - (reserved - budget_bytes)
+    kept = [each for reserved, each in taken.values() if reserved <= budget_bytes]
+    if not kept:
+        least, each = min(taken.values(), key=lambda pair: pair[0])
+        reason = f"the least that is reserved is {bytes_text(least)}, for {each.recipe!r}"
+        raise InfeasibleBudget(budget_bytes, least, reason, each)
+    found.title = _title_of(len(kept), budget_bytes, found.known, quick)
+    found[:] = sorted(kept, key=found.rates.seconds)
+    return found
+
+
+def _title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
+    """Return the caption of a search's result, whichever bytes it counts.
+
+    Args:
+        count: Number of recipes that fit.
+        known: Number of recipes that were estimated.
+    """
+    title = text(
+        (
+            "{count} recipe fits into {budget}; {known} were estimated"
+            if count == 1
+            else "{count} recipes fit into {budget}; {known} were estimated"
+        ),
+        count=count,
+        budget=bytes_text(budget_bytes),
+        known=known,
+    )
+    if quick:
+        title = text("{found}, by a quick search, which may miss cheaper ones", found=title)
+    return title
 
 
 @contextmanager
