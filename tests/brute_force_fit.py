@@ -30,10 +30,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib._check import InfeasibleBudget
-from course_lib.budget import Estimate, Rates, Recipe, candidates
-from course_lib.budget.candidates import Search
-from course_lib.budget.knowledge import EstimateCache
-from course_lib.budget.search import search_by_tensors
+from course_lib.budget import Estimate, Rates, Recipe
+from course_lib.budget.search import candidates
+from course_lib.budget.search.candidates import Search
+from course_lib.budget.search.estimate_cache import EstimateCache
+from course_lib.budget.search.fit import search_by_tensors
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
 MOST = 300  # recipes in a grid

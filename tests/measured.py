@@ -8,7 +8,7 @@ import pytest
 
 from course_lib._torch.steps import not_collecting
 from course_lib.budget import Estimate, InfeasibleBudget, Recipe, estimate, run
-from course_lib.budget.extrapolate import BlockExtrapolator, NotComposable
+from course_lib.budget.search.extrapolation import BlockExtrapolator, NotComposable
 from course_lib.memory import CATEGORIES
 
 

@@ -18,11 +18,11 @@ from course_lib._batches import parts_of, samples_in
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.budget import Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.__main__ import main
-from course_lib.budget.candidates import Search
 from course_lib.budget.check import check
-from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.rates import RATES
-from course_lib.budget.search import InfeasibleBudget
+from course_lib.budget.search.candidates import Search
+from course_lib.budget.search.estimate_cache import EstimateCache
+from course_lib.budget.search.fit import InfeasibleBudget
 from course_lib.budget.techniques.micro_batches import counts_by_split, counts_of_batch
 from course_lib.distributed.prediction import predict
 from course_lib.distributed.training.tasks import task_of

@@ -31,15 +31,15 @@ from course_lib.budget import (
     run,
     train_step,
 )
-from course_lib.budget.bounds import floor_bytes, least_seconds
-from course_lib.budget.candidates import Search
-from course_lib.budget.knowledge import EstimateCache
-from course_lib.budget.refine import refine
-from course_lib.budget.show import added_techniques, steps_to
+from course_lib.budget.search.best_numbers import best_of
+from course_lib.budget.search.candidates import Search
+from course_lib.budget.search.estimate_cache import EstimateCache
+from course_lib.budget.search.lower_bounds import floor_bytes, least_seconds
 from course_lib.budget.techniques import APPLIED, TECHNIQUES
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.head import ChunkedHead
 from course_lib.budget.techniques.micro_batches import counts_allowed
+from course_lib.budget.waterfall import added_techniques, steps_to
 from course_lib.labels import chinese
 from course_lib.memory import MemoryBudgetExceeded
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
@@ -547,7 +547,7 @@ def test_segments_are_as_few_as_fit():
     assert nine < three < two and found[0].flops < found[1].flops < found[2].flops
     facts = EstimateCache(make, tiny_batch, Recipe(), **FILE)
     for budget, count in ((two, 2), (two - 1, 3), (three, 3), (three - 1, 9), (nine - 1, None)):
-        best = refine(Search(facts, budget, RATE), family)
+        best = best_of(Search(facts, budget, RATE), family)
         assert best == (count and replace(family, segments=count))
 
 

@@ -38,7 +38,7 @@ from course_lib.budget import (
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
 from course_lib.budget.device_memory import context_bytes, kept_bytes, workspace_bytes
-from course_lib.budget.show import steps_to
+from course_lib.budget.waterfall import steps_to
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
 from course_lib.memory import CachingAllocator, symbolic

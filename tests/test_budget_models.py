@@ -34,7 +34,7 @@ from torch.testing import assert_close
 
 from course_lib import models
 from course_lib.budget import Recipe, build, estimate, run, train_step
-from course_lib.budget.kinds import on_kind
+from course_lib.budget.device_kinds import on_kind
 from course_lib.budget.optimizers import OPTIMIZERS, class_and_settings
 from course_lib.memory import MemoryMeter, cast
 from course_lib.models import seed_generators

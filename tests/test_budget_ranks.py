@@ -18,9 +18,9 @@ from course_lib.budget import (
     Recipe,
     estimate,
     fit,
-    rank,
 )
 from course_lib.budget.__main__ import main
+from course_lib.budget.traces import rank_trace
 from course_lib.distributed import held_bytes, predict, sent_bytes, shapes_of
 from course_lib.distributed.formulas import ring_bytes
 from course_lib.models import Decoder, random_tokens
@@ -56,14 +56,14 @@ def test_a_rank_is_composed_to_the_byte_of_the_whole_and_of_a_prediction(
     """Clipping sends no additional bytes."""
     given, counts = (make_model, make_batch, recipe_for(shard)), []
     composed = estimate(*given, max_norm=max_norm)
-    monkeypatch.setattr(rank, "MANY", LAYERS + 1)
-    measured = rank._measure
+    monkeypatch.setattr(rank_trace, "MANY", LAYERS + 1)
+    measured = rank_trace._measure
 
     def counted(*arguments, **options):
         counts.append(arguments[6])
         return measured(*arguments, **options)
 
-    monkeypatch.setattr(rank, "_measure", counted)
+    monkeypatch.setattr(rank_trace, "_measure", counted)
     assert estimate(*given, max_norm=max_norm) == composed and counts == [LAYERS]
     shapes, mode = shapes_of(make_model()), MODES[shard]
     states = [each["optimizer"] for each in held_bytes(shapes, mode, 4)]

@@ -12,18 +12,18 @@ import torch
 from brute_force_fit import Chain
 from torch import nn
 
-from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
-from course_lib.budget.blocks import equal_blocks
-from course_lib.budget.candidates import Search, additions
-from course_lib.budget.extrapolate import MANY, BlockExtrapolator
-from course_lib.budget.knowledge import EstimateCache
+from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, run
 from course_lib.budget.optimizers import OPTIMIZERS
-from course_lib.budget.refine import least_schedule, with_schedule
-from course_lib.budget.repeats import Repeats
-from course_lib.budget.reservation import search_by_reserved
-from course_lib.budget.search import search_by_tensors
+from course_lib.budget.search import families
+from course_lib.budget.search.best_numbers import least_schedule, with_schedule
+from course_lib.budget.search.candidates import Search, additions
+from course_lib.budget.search.estimate_cache import EstimateCache
+from course_lib.budget.search.extrapolation import MANY, BlockExtrapolator
+from course_lib.budget.search.fit import Estimates, search_by_reserved, search_by_tensors
 from course_lib.budget.techniques.checkpoints import Checkpoint
 from course_lib.budget.techniques.head import ChunkedHead
+from course_lib.budget.traces.equal_blocks import equal_blocks
+from course_lib.budget.traces.equal_stages import Repeats
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below
@@ -566,7 +566,7 @@ def test_grid_varies_every_field_that_the_search_varies():
 
 def test_brute_force_sees_a_rule_that_is_wrong(monkeypatch):
     # a wrong rule: adding a technique never moves fewer bytes
-    monkeypatch.setattr(search, "_moves_as_much", lambda recipe, smaller: True)
+    monkeypatch.setattr(families, "_moves_as_much", lambda recipe, smaller: True)
     with brute_force_fit.small_pages():
         assert brute_force_fit.compare(known_of("chain"), 150, budgets=1)[1]
 
@@ -672,7 +672,7 @@ def test_a_search_by_what_is_reserved_finds_what_the_allocator_would_let_run():
         fitting = sorted((e for e in found if e.peak_bytes <= room), key=rates.seconds)
         if not fitting:
             raise InfeasibleBudget(room, min(e.peak_bytes for e in found), "none was found")
-        return search.Estimates(fitting, rates)
+        return Estimates(fitting, rates)
 
     cheapest = min(found, key=rates.seconds)
     assert taken[cheapest.recipe] > cheapest.peak_bytes

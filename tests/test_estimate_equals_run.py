@@ -26,7 +26,7 @@ from torch import nn
 
 from course_lib._torch.tensors import map_tensors, tensors_in
 from course_lib.budget import Recipe, estimate, fit, run
-from course_lib.budget.extrapolate import MANY
+from course_lib.budget.search.extrapolation import MANY
 from course_lib.configs import model_from
 from course_lib.memory import cast
 from course_lib.models import Decoder, random_tokens

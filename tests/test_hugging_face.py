@@ -26,7 +26,7 @@ from test_estimate_equals_run import checkpointing
 from test_matrix import assert_plain, plain_gradients
 
 from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
-from course_lib.budget.extrapolate import BlockExtrapolator
+from course_lib.budget.search.extrapolation import BlockExtrapolator
 from course_lib.checkpoint import checkpoint_blocks
 
 transformers = pytest.importorskip(

@@ -16,10 +16,10 @@ from course_lib import labels
 from course_lib.budget import Recipe
 from course_lib.budget import __main__ as command
 from course_lib.budget.answer import ForFramework, workload_for
-from course_lib.budget.knowledge import EstimateCache
 from course_lib.budget.report import Result, fits
 from course_lib.budget.scripts import FRAMEWORKS
-from course_lib.budget.search import Estimates
+from course_lib.budget.search.estimate_cache import EstimateCache
+from course_lib.budget.search.fit import Estimates
 from course_lib.lessons import LESSONS, claims_of
 
 ROOT = Path(__file__).parents[1]

@@ -23,10 +23,10 @@ from course_lib._hugging_face_losses import hugging_face_loss
 from .estimate import Estimate, Run, estimate, run
 from .rates import RATES, Rates, measured_rates, this_machine
 from .recipe import Recipe
-from .search import Estimates, fit
-from .show import steps_to, waterfall
+from .search.fit import Estimates, fit
 from .step import build, train_step
 from .techniques.head import chunked_head
+from .waterfall import steps_to, waterfall
 
 __all__ = [
     "RATES",

@@ -37,11 +37,11 @@ from .optimizers import OPTIMIZERS
 from .rates import DEVICE_NAMES, RATES, Rates, this_machine
 from .recipe import Recipe
 from .report import Result, nothing_fits
-from .reservation import COUNTS
 from .scripts import FRAMEWORKS
-from .show import Way, waterfall
+from .search.fit import COUNTS
 from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
+from .waterfall import Way, waterfall
 
 THIS = "this"
 SECONDS_BETWEEN_LINES = 30

@@ -25,7 +25,7 @@ from .estimate import Estimate
 from .rates import Rates
 from .recipe import Recipe
 from .scripts import FRAMEWORKS, Framework
-from .search import Estimates, fit
+from .search.fit import Estimates, fit
 
 # Value of --precision that stands for None in a recipe.
 OWN = "own"

@@ -16,7 +16,7 @@ from .device_memory import context_bytes, workspace_bytes
 from .estimate import Estimate
 from .optimizers import OPTIMIZERS
 from .rates import Rates, rates_of
-from .search import Estimates
+from .search.fit import Estimates
 
 
 def host_state_bytes(found: Estimate) -> int:

@@ -1,7 +1,7 @@
 """Estimate the memory and FLOPs of a recipe's step, and run the same step on real tensors.
 
 `estimate` runs the whole step on symbolic tensors, which need no memory, and reads the result from
-the trace of the step. The module `extrapolate` makes equal estimates with less work, for a search.
+the trace of the step. For a search, `search.extrapolation` makes equal estimates with less work.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from course_lib.memory.show import Table, decimal
 from course_lib.offload import DiskStore, Traffic
 from course_lib.symbolic import Gpu
 
+from .device_kinds import KINDS
 from .device_memory import kept_bytes
-from .kinds import KINDS
 from .loss import LossSum, check_loss
-from .process import check_arguments, process_trace
-from .rank import rank_trace
 from .rates import Rates, rates_of
 from .recipe import Recipe
 from .step import build, default_dtype, make_state, micro_batches_of, run_micro_batches
 from .symbolic_copies import functions_of, name_of
+from .traces.process_trace import check_arguments, process_trace
+from .traces.rank_trace import rank_trace
 
 TIERS = ("file", "host")
 BASELINE = Recipe()
@@ -156,10 +156,10 @@ class Estimate(Table):
 
         The bytes that the allocator reserves for the step, by the rules of `reserved_bytes`, are
         added to those that CUDA and cuBLAS keep. Workspaces that operators allocate while they run
-        are not known; `course_lib.budget.kinds` lists some. If `estimate` made this estimate, the
-        step is estimated again with the kernels of that device, and offloaded state is in host
-        memory. An estimate of `fit` is used unchanged, and its kind must be "cuda". For `Rates`
-        without a GPU and an estimate of kind "cpu", only `peak_bytes` is compared.
+        are not known; `course_lib.budget.device_kinds` lists some. If `estimate` made this
+        estimate, the step is estimated again with the kernels of that device, and offloaded state
+        is in host memory. An estimate of `fit` is used unchanged, and its kind must be "cuda". For
+        `Rates` without a GPU and an estimate of kind "cpu", only `peak_bytes` is compared.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
@@ -285,7 +285,7 @@ def estimate(
 
     **Accuracy on a GPU.** With the kind "cuda", the peak equals that of the step's tensors on an
     H200 for every model and recipe that was measured there, except for models that make tensors on
-    the CPU themselves. `course_lib.budget.kinds` has the details.
+    the CPU themselves. `course_lib.budget.device_kinds` has the details.
 
     **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because the fused
     operator of an LSTM on a CPU keeps a workspace. Without oneDNN it is not fused and can be
@@ -327,7 +327,7 @@ def estimate(
             the most bytes. In an estimate, tensors have shapes but no values, so `split` must take
             the sizes of the parts from shapes or from Python numbers.
         tier: Lower tier: "file", as on a CPU, or "host", as on a GPU.
-        kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.kinds`.
+        kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.device_kinds`.
         gpu: GPU and version of PyTorch that decide which kernel of attention runs, if the kind is
             "cuda". The default is an H100 or H200 with the installed version.
 

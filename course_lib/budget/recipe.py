@@ -95,7 +95,7 @@ class Recipe:
             `update` is always "fused".
         shard: Tensors that are sharded across the ranks: none with "ddp", the optimizer state with
             "zero1", the gradients as well with "zero2", and the parameters as well with "zero3"
-            (see `course_lib.budget.rank`). None leaves the choice to `fit`.
+            (see `course_lib.budget.traces.rank_trace`). None leaves the choice to `fit`.
 
     Raises:
         TypeError, ValueError: A field has the wrong type, is out of its range, or cannot be

@@ -22,9 +22,9 @@ from .device import EstimatesOnDevice, OnDevice, host_state_bytes
 from .estimate import Estimate
 from .rates import Rates
 from .scripts import FRAMEWORKS, Framework
-from .search import Estimates
-from .show import Way
+from .search.fit import Estimates
 from .techniques import TECHNIQUES
+from .waterfall import Way
 
 
 class PerFramework(Table):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from course_lib._check import any_of
-from course_lib.budget.rank import single
 from course_lib.budget.recipe import Recipe
+from course_lib.budget.traces.rank_trace import single
 from course_lib.symbolic import symbolic
 
 from .framework import Framework

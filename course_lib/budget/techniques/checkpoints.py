@@ -108,8 +108,8 @@ class Checkpoint(Technique):
     def candidates(self, search: Search) -> list[Mapping[str, Any]]:
         """Return the kinds of checkpoints that the model supports.
 
-        The candidates have the fewest segments and schedule bytes. The module `refine` tries larger
-        numbers later.
+        The candidates have the fewest segments and schedule bytes. The module `best_numbers` tries
+        larger numbers later.
         """
         known = search.known
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]

@@ -16,8 +16,8 @@ from torch import nn
 from course_lib._check import kind, number, one_of, whole
 
 if TYPE_CHECKING:
-    from course_lib.budget.candidates import Search
     from course_lib.budget.recipe import Recipe
+    from course_lib.budget.search.candidates import Search
 else:
     # Their modules import the techniques, so only a type checker can import them here.
     Recipe = Search = Any
@@ -42,9 +42,9 @@ class Technique:
             that the technique is not applied to a model and that the baseline already has it, such
             as the precision.
         composable: Whether the step of a recipe with this technique grows evenly with the equal
-            blocks of a model, so that `course_lib.budget.extrapolate` can compose its estimate from
-            steps with few blocks. Recipes that use any other technique are estimated by their whole
-            steps.
+            blocks of a model, so that `course_lib.budget.search.extrapolation` can compose its
+            estimate from steps with few blocks. Recipes that use any other technique are estimated
+            by their whole steps.
         computes: Whether the technique changes which operators run, and with them the FLOPs.
         graded: Whether each candidate uses more of the technique than the one before. Otherwise the
             candidates exclude one another.

@@ -1,8 +1,4 @@
-"""List the candidates of each technique, and the families of recipes that a search can try.
-
-`knowledge` stores the estimates. `refine` finds the best numbers for one family, and `search`
-decides which families are tried.
-"""
+"""List the candidates of each technique, and the families of recipes that a search can try."""
 
 from __future__ import annotations
 
@@ -16,17 +12,17 @@ from itertools import product
 from typing import Any
 
 from course_lib._batches import mixes_samples, samples_in
+from course_lib.budget.estimate import Estimate
+from course_lib.budget.loss import has_loss_sum
+from course_lib.budget.optimizers import OPTIMIZERS
+from course_lib.budget.rates import Rates
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.scripts import Limits
+from course_lib.budget.techniques import BY_FIELD, TECHNIQUES, Technique
+from course_lib.budget.techniques.precision import PRECISIONS
 
-from .bounds import exceeds
-from .estimate import Estimate
-from .knowledge import EstimateCache
-from .loss import has_loss_sum
-from .optimizers import OPTIMIZERS
-from .rates import Rates
-from .recipe import Recipe
-from .scripts import Limits
-from .techniques import BY_FIELD, TECHNIQUES, Technique
-from .techniques.precision import PRECISIONS
+from .estimate_cache import EstimateCache
+from .lower_bounds import exceeds
 
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
 ALL_RECIPES = Limits()
@@ -181,7 +177,7 @@ class Search:
         """Yield one recipe for each family, that is, for each combination of techniques.
 
         The numbers of micro-batches, segments and schedule bytes of a family are found later
-        (`refine`). With offloaded activations, each number of micro-batches makes a separate
+        (`best_numbers`). With offloaded activations, each number of micro-batches makes a separate
         family, because it decides which activations are large enough to be offloaded.
         """
         for chosen in product(*map(self.candidates, BY_FIELD)):
@@ -197,14 +193,6 @@ class Search:
             elif family.checkpoint != "segments" or self.known.base.checkpoint == "segments":
                 for number in self.doublings(family):
                     yield replace(family, micro_batches=number)
-
-    def with_least_memory_attention(self, recipe: Recipe) -> Recipe | None:
-        """Return the recipe with the attention that needs the least memory.
-
-        The result is None if `least_memory_attention` is empty.
-        """
-        kinds = self.least_memory_attention
-        return replace(recipe, attention=kinds[0]) if kinds else None
 
     @cached_property
     def least_memory_attention(self) -> tuple[str | None, ...]:

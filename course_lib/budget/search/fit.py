@@ -1,18 +1,11 @@
-"""Search for the recipes that fit a memory budget, cheapest first.
-
-This module decides in which order combinations of techniques are tried, and which can be skipped.
-Other modules do the rest: `candidates` lists the values that can be tried, `knowledge` makes and
-stores the estimates, and `refine` finds the best numbers (of micro-batches, segments, blocks or
-schedule bytes) for one combination of techniques, which is called a family.
-"""
+"""Find the recipes that fit a memory budget, cheapest first, and list them in a table."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from torch import nn
@@ -20,27 +13,24 @@ from torch import nn
 from course_lib._batches import Split, samples_in
 from course_lib._check import InfeasibleBudget, one_of, whole
 from course_lib._check import kind as of_kind
+from course_lib.budget.device_kinds import KINDS
+from course_lib.budget.estimate import TIERS, Estimate
+from course_lib.budget.loss import LossSum
+from course_lib.budget.rates import RATES, Rates
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.scripts import FRAMEWORKS, Framework, Limits
+from course_lib.budget.waterfall import Way, steps_to
 from course_lib.checkpoint.blocks import names_of
-from course_lib.labels import join_labels, say
+from course_lib.labels import join_labels, say, text
 from course_lib.memory.show import Table, bytes_text, decimal
-from course_lib.symbolic import Gpu, symbolic
+from course_lib.symbolic import Gpu
 from course_lib.workload import Workload
 
-from . import rank
-from .bounds import exceeds, floor_bytes, least_seconds, moves_nothing, recomputed_flops
 from .candidates import ALL_RECIPES, Search, additions, not_tried
-from .estimate import TIERS, Estimate
-from .kinds import KINDS
-from .knowledge import EstimateCache
-from .loss import CHAINED, LossSum
-from .rates import RATES, Rates
-from .recipe import Recipe
-from .refine import fewest_blocks, fewest_micro_batches, least_schedule, refine
-from .reservation import COUNTS, check_count, search_by_reserved, title_of
-from .scripts import FRAMEWORKS, Framework, Limits
-from .show import Way, steps_to
-from .step import model_of
-from .techniques import BY_FIELD
+from .estimate_cache import EstimateCache
+from .families import fit_families, fit_given, fit_on_ranks
+
+COUNTS = ("tensors", "reserved")
 
 
 class Estimates(Table, list):
@@ -170,9 +160,9 @@ def fit(
 
     **Estimates.** If the model has equal blocks and its step grows evenly with them, an estimate is
     composed from the steps of a model with few blocks and from updates of few parameters
-    (`course_lib.budget.extrapolate`). It equals the estimate of the whole step. The estimate of the
-    cheapest recipe is compared with a step of all blocks. If they differ, the search is repeated
-    with whole steps.
+    (`course_lib.budget.search.extrapolation`). It equals the estimate of the whole step. The
+    estimate of the cheapest recipe is compared with a step of all blocks. If they differ, the
+    search is repeated with whole steps.
 
     Args:
         make_model, make_batch, loss_sum: Functions as in `estimate`. More than one micro-batch is
@@ -200,7 +190,7 @@ def fit(
             default is that GPU.
         count: Quantity that must fit. "tensors" counts the bytes of live tensors. "reserved", which
             requires the kind "cuda", counts what PyTorch's allocator reserves by its rules
-            (`course_lib.budget.reservation`), and runs the step of each recipe again for this.
+            (`Estimate.reserved_bytes`), and runs the step of each recipe again for this.
         quick: Whether to search fewer recipes. This takes less time but may miss the cheapest one.
             The recipes have checkpoints around all blocks or none, all of the optimizer state
             offloaded or none, one micro-batch or the largest number, and the fewest or the default
@@ -219,7 +209,11 @@ def fit(
         tier = "file" if rates in ("laptop", RATES["laptop"]) else "host"
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
-    check_count(one_of("count", count, COUNTS), kind)
+    if one_of("count", count, COUNTS) == "reserved" and kind != "cuda":
+        raise ValueError(
+            f"kind must be 'cuda' when count is 'reserved', got {kind!r}, which has no caching"
+            " allocator; or pass count='tensors'"
+        )
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
     gpu = rates.gpu if gpu is None else gpu
     base = of_kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
@@ -303,11 +297,11 @@ def search_by_tensors(
     known = search.known
     while True:
         if recipes is not None:
-            found, tried = _fit_given(search, recipes)
+            found, tried = fit_given(search, recipes)
         elif base.ranks > 1:
-            found, tried = _on_ranks(search, base)
+            found, tried = fit_on_ranks(search, base)
         else:
-            found = _fit_all(search)
+            found = fit_families(search)
             tried = [e for e in known.estimates.values() if not search.limits.conflict(e.recipe)]
         found.sort(key=search.order)
         least = min(tried, key=lambda e: e.peak_bytes, default=None)
@@ -319,249 +313,77 @@ def search_by_tensors(
             reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
     count = len(known.estimates)
-    title = title_of(len(found), search.budget, count, search.quick)
+    title = _title_of(len(found), search.budget, count, search.quick)
     return Estimates(
         found, search.rates, title, known.estimate, whole=len(known.whole), known=count
     )
 
 
-# ---- Which recipes are tried
+def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
+    """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
 
-
-def _fit_given(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates that fit, and all estimates, of the given recipes with a schedule."""
-    tried = []
-    for recipe in dict.fromkeys(recipes):
-        # InfeasibleBudget means that no schedule fits the recipe's own schedule_bytes.
-        with suppress(InfeasibleBudget):
-            tried.append(search.known.estimate(recipe))
-    return [e for e in tried if e.peak_bytes <= search.budget], tried
-
-
-def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates that fit on several ranks, and all estimates that were made.
-
-    Each value of `shard` is tried with the fewest micro-batches that fit. Checkpoints are added
-    only if the step does not fit without them.
-    """
-    known = search.known
-    make_model, make_batch = known.given
-    with symbolic():
-        shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
-        allowed = rank.counts_for(replace(base, micro_batches=1), make_batch(), known.split)
-    counts = search.options("micro_batches", *search.limits.even_counts(allowed, base.ranks))
-    keeps = search.options("checkpoint", "none", "selective", "layers")
-    keeps = tuple(keep for keep in keeps if search.limits.allow(checkpoint=keep))
-    shards = [shard for shard in rank.MODES if search.limits.allow(shard=shard)]
-    found = []
-    for shard, keep, attention in product(shards, keeps, search.values("attention")):
-        blocks = None if keep == "none" else known.blocks
-        family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
-        if base.shard not in (None, shard) or rank.floor_bytes(shapes, family) > search.budget:
-            continue
-        without = replace(
-            family, checkpoint=keeps[0], blocks=None if keeps[0] == "none" else blocks
-        )
-        if any(
-            replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found
-        ):
-            # This shard and this attention fit without checkpoints.
-            continue
-        try:
-            best = fewest_micro_batches(search, family, counts)
-        except ValueError:
-            # The model may have no blocks to checkpoint, or its loss may not call the model itself.
-            # It is an error only for the first kind of checkpoint, and if `base` names the shard or
-            # each rank holds all parameters. In other cases this recipe is skipped.
-            if keep == keeps[0] and (base.shard is not None or shard in rank.REPLICATED):
-                raise
-            continue
-        if best:
-            found.append(known.estimate(best))
-    tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
-    if not tried:
-        # Parameters, gradients and optimizer state alone exceed the budget.
-        shard = base.shard or "zero3"
-        blocks = None if keeps[-1] == "none" else known.blocks
-        more = {
-            "attention": search.values("attention")[-1],
-            "micro_batches": counts[-1],
-            "blocks": blocks,
-        }
-        tried = [known.estimate(replace(base, shard=shard, checkpoint=keeps[-1], **more))]
-    return found, tried
-
-
-def _fit_all(search: Search) -> list[Estimate]:
-    """Return the estimates that fit, trying combinations with few techniques first."""
-    known = search.known
-    found: list[Recipe] = []
-    too_large: set[Recipe] = set()
-    for family in sorted(search.families(), key=lambda recipe: _size(search, recipe)):
-        if (
-            exceeds(known, family, search.budget)
-            or search.with_least_memory_attention(family) in too_large
-        ):
-            too_large.add(family)
-            continue
-        if _cannot_be_cheaper(search, family, found) or _moves_nothing(search, family):
-            continue
-        try:
-            best = refine(search, family)
-        # A RuntimeError is raised, for example, if the model changes a tensor in place that
-        # "selective" has kept.
-        except (RuntimeError, InfeasibleBudget):
-            continue
-        if best is None:
-            too_large.add(family)
-        else:
-            found.append(best)
-    if not found:
-        _find_least(search)
-    else:
-        _add_first_blocks(search, found)
-    found = [_with_large_pages(search, recipe) for recipe in found]
-    return [
-        search.known.estimate(recipe)
-        for recipe in found
-        if not _can_do_with_less(search, recipe, found)
-    ]
-
-
-def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
-    """Return the recipe with the largest pages that fit, because smaller ones are not cheaper."""
-    pages = (replace(recipe, page_bytes=size) for size in search.pages_for(recipe))
-    return next(filter(search.fits, pages))
-
-
-def _size(search: Search, recipe: Recipe) -> tuple[float, int]:
-    """Return the sort key of a recipe in the search: how many techniques and micro-batches."""
-    return search.amounts(recipe), recipe.micro_batches
-
-
-def _cannot_be_cheaper(search: Search, family: Recipe, found: list[Recipe]) -> bool:
-    """Return whether a family extends a recipe that fits and cannot be cheaper.
-
-    Added techniques raise the cost, with two exceptions. With offloaded activations, a checkpoint,
-    a chunked head or more micro-batches leave fewer bytes to be copied. With a schedule or
-    segments, any memory that is saved makes the step cheaper. Families that extend recipes of these
-    two kinds are tried if a lower bound on their cost is below the lowest cost found.
-    """
-    smaller = [recipe for recipe in found if search.adds_to(family, recipe)]
-    if any(
-        recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller
-    ):
-        return True
-    return bool(smaller) and least_seconds(search.known, family, search.rates) >= min(
-        map(search.seconds, found)
-    )
-
-
-def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
-    """Return whether a recipe offloads at least as many bytes as the one that it extends."""
-    names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
-    return not smaller.offload_activations or all(
-        getattr(recipe, name) == getattr(smaller, name) for name in ("micro_batches", *names)
-    )
-
-
-def _moves_nothing(search: Search, family: Recipe) -> bool:
-    """Return whether the family offloads activations, but none is large enough to be offloaded.
-
-    This is known if an estimate with fewer micro-batches, whose activations are larger, offloads
-    none.
-    """
-    fewer = (
-        replace(family, micro_batches=count)
-        for count in search.counts_for(family)
-        if count < family.micro_batches
-    )
-    tried = (recipe for recipe in fewer if recipe in search.known.estimates)
-    return family.offload_activations and any(
-        moves_nothing(search.known, recipe) for recipe in tried
-    )
-
-
-def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
-    """Return whether a found recipe uses a subset of a recipe's techniques and ranks ahead."""
-    order = search.order(search.known.estimate(recipe))
-    others = (other for other in found if other != recipe and search.adds_to(recipe, other))
-    return any(search.order(search.known.estimate(other)) < order for other in others)
-
-
-def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Append recipes that checkpoint only the first blocks, if they are cheaper than all found."""
-    known = search.known
-    if (
-        search.quick
-        or not search.limits.allow(first_blocks=1)
-        or known.base.checkpoint != "none"
-        or "layers" not in search.values("checkpoint")
-    ):
-        return
-    cheapest = min(map(search.seconds, found))
-    for plain in search.families():
-        if plain.checkpoint != "none" or plain.offload_activations:
-            continue
-        if least_seconds(known, plain, search.rates) >= cheapest:
-            continue
-        one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
-        if exceeds(known, plain, search.budget) or search.seconds(one) >= cheapest:
-            continue
-        fewest = fewest_blocks(search, one, most_blocks(search, one, cheapest))
-        if fewest and search.seconds(fewest) < cheapest:
-            found.append(fewest)
-            cheapest = search.seconds(fewest)
-
-
-def most_blocks(search: Search, one: Recipe, cheapest: float) -> int:
-    """Return how many of the first blocks can be checkpointed at less than a given cost.
-
-    If the blocks are equal, recomputing each of them needs as many FLOPs as the first. If they are
-    not, the result is only an upper bound.
+    The search itself counts tensor bytes. If its cheapest recipe reserves too much, the search is
+    repeated with a limit on tensor bytes that is lower by the excess, until the cheapest recipe
+    fits. A recipe between two limits may be missed.
 
     Args:
-        search: The search.
-        one: Recipe that checkpoints the first block.
-        cheapest: Cost in seconds.
+        budget_bytes: Limit in bytes for the memory that the allocator reserves.
+        within: Function that returns the `Estimates` that fit a limit in tensor bytes.
+        quick: Whether to count the reserved bytes of only the cheapest recipe for each limit. The
+            others are then left out.
+
+    Raises:
+        InfeasibleBudget: No recipe was found. The message names the fewest bytes reserved, or the
+            lowest peak of tensor bytes if even the tensors of no recipe fit.
     """
-    known = search.known
-    found = known.estimate(one)
-    equal = known.blocks is None and len(known.composer.blocks) == known.layers
-    each = recomputed_flops(known, one) if equal else 0
-    return sum(
-        search.rates.seconds(replace(found, flops=found.flops + more * each)) < cheapest
-        for more in range(known.layers - 1)
-    )
+    taken: dict[Recipe, tuple[int, Estimate]] = {}
+    room = budget_bytes
+    found = None
+    while room > 0:
+        try:
+            found = within(room)
+        except InfeasibleBudget:
+            if found is None:
+                # The tensors alone exceed the budget, for all recipes.
+                raise
+            break
+        for each in found[:1] if quick else found:
+            if each.recipe not in taken:
+                taken[each.recipe] = each.reserved_bytes(), each
+        reserved, first = taken[found[0].recipe]
+        if reserved <= budget_bytes:
+            break
+        room = first.peak_bytes - (reserved - budget_bytes)
+    kept = [each for reserved, each in taken.values() if reserved <= budget_bytes]
+    if not kept:
+        least, each = min(taken.values(), key=lambda pair: pair[0])
+        reason = f"the least that is reserved is {bytes_text(least)}, for {each.recipe!r}"
+        raise InfeasibleBudget(budget_bytes, least, reason, each)
+    found.title = _title_of(len(kept), budget_bytes, found.known, quick)
+    found[:] = sorted(kept, key=found.rates.seconds)
+    return found
 
 
-def _find_least(search: Search) -> None:
-    """Estimate the recipes that may have the lowest peak, so that an error can name it.
+def _title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
+    """Return the caption of a search's result, whichever bytes it counts.
 
-    Only the recipes that use the most techniques are estimated.
+    Args:
+        count: Number of recipes that fit.
+        known: Number of recipes that were estimated.
     """
-    known = search.known
-    attentions = search.least_memory_attention or search.values("attention")
-    # For these fields the last candidate does not always need the least memory, whereas for all
-    # other fields it does.
-    either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
-    most = {field: search.values(field)[-1] for field in BY_FIELD if field not in either}
-    families = dict.fromkeys(
-        replace(recipe, micro_batches=search.counts_for(recipe)[-1])
-        for recipe in search.families()
-        if recipe.attention in attentions
-        and all(getattr(recipe, field) == value for field, value in most.items())
+    title = text(
+        (
+            "{count} recipe fits into {budget}; {known} were estimated"
+            if count == 1
+            else "{count} recipes fit into {budget}; {known} were estimated"
+        ),
+        count=count,
+        budget=bytes_text(budget_bytes),
+        known=known,
     )
-    lean = [each for each in families if each.offload_activations or each.checkpoint == "optimal"]
-    for recipe in sorted(lean or families, key=lambda each: -each.offload_optimizer):
-        least = min(
-            e.peak_bytes for e in known.estimates.values() if not search.limits.conflict(e.recipe)
-        )
-        if floor_bytes(known, recipe) >= least:
-            continue
-        # The step may raise these errors for the same reasons as in `_fit_all`.
-        with suppress(RuntimeError, InfeasibleBudget):
-            known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
+    if quick:
+        title = text("{found}, by a quick search, which may miss cheaper ones", found=title)
+    return title
 
 
 @contextmanager

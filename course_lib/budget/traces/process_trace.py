@@ -1,7 +1,4 @@
-"""Trace the step of a single process on symbolic tensors, which need no memory.
-
-`rank` does the same for one of several ranks.
-"""
+"""Trace the step of a single process on symbolic tensors."""
 
 from __future__ import annotations
 
@@ -20,20 +17,11 @@ from course_lib._torch.steps import not_collecting
 from course_lib._torch.symbolic import counted_kind
 from course_lib._torch.tensors import tensors_in
 from course_lib.attention.symbolic import TILES
-from course_lib.memory import Trace
-from course_lib.memory.meter import UnguardedMeter
-from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
-from course_lib.schedule.executor import forwards_run_by
-from course_lib.symbolic import Gpu, Symbolic, symbolic
-from course_lib.symbolic.cpu_kernels import INEXACT
-
-from .alike import groups_of
-from .kinds import on_kind
-from .loss import LossSum, check_loss, loss_of, trainable_parameters
-from .optimizers import LR, class_and_settings
-from .recipe import Recipe
-from .repeats import Repeats
-from .step import (
+from course_lib.budget.device_kinds import on_kind
+from course_lib.budget.loss import LossSum, check_loss, loss_of, trainable_parameters
+from course_lib.budget.optimizers import LR, class_and_settings
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.step import (
     check_function,
     check_recipe,
     default_dtype,
@@ -43,6 +31,15 @@ from .step import (
     optimizer_of,
     run_micro_batches,
 )
+from course_lib.memory import Trace
+from course_lib.memory.meter import UnguardedMeter
+from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
+from course_lib.schedule.executor import forwards_run_by
+from course_lib.symbolic import Gpu, Symbolic, symbolic
+from course_lib.symbolic.cpu_kernels import INEXACT
+
+from .equal_micro_batches import groups_of
+from .equal_stages import Repeats
 
 
 def check_arguments(make_model, make_batch, recipe) -> None:

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from course_lib.budget.device_kinds import on_kind
+from course_lib.budget.loss import trainable_parameters
+from course_lib.budget.optimizers import OPTIMIZERS
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.step import make_state
+from course_lib.budget.traces.process_trace import StepMeter, symbolic_optimizer
 from course_lib.offload import SymbolicStore, Traffic
-
-from .kinds import on_kind
-from .loss import trainable_parameters
-from .optimizers import OPTIMIZERS
-from .process import StepMeter, symbolic_optimizer
-from .recipe import Recipe
-from .step import make_state
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """Trace the step of one rank, with its share of the batch, for a recipe with several ranks.
 
 No process is started: the step of `course_lib.distributed.Trainer` runs on symbolic tensors. If the
-model has equal blocks and its step grows evenly with them, only a few blocks are run, as in
-`extrapolate`.
+model has equal blocks and its step grows evenly with them, only a few blocks are run.
 
 "zero2" is FSDP2 that keeps gathered parameters until backward has used them, because no engine of
 PyTorch implements ZeRO-2 itself. Therefore each rank holds its own shard of the parameters in
@@ -28,18 +27,16 @@ from course_lib._batches import split as cut
 from course_lib._check import any_of
 from course_lib._hugging_face_losses import GIVE_LOSS_SUM
 from course_lib._torch.tensors import tensors_in
-from course_lib.budget.growth import Irregular
+from course_lib.budget.loss import LossSum, check_loss, has_loss_sum, loss_of
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.step import apply_techniques, check_model, default_dtype, model_of
+from course_lib.budget.techniques.micro_batches import counts_by_split
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.memory import CATEGORIES, Trace
 from course_lib.symbolic import symbolic
 from course_lib.symbolic.quantization import quantization_state
 
-from .blocks import equal_blocks
-from .growth import Growth
-from .loss import LossSum, check_loss, has_loss_sum, loss_of
-from .recipe import Recipe
-from .step import apply_techniques, check_model, default_dtype, model_of
-from .techniques.micro_batches import counts_by_split
+from .equal_blocks import Growth, Irregular, equal_blocks
 
 # Maps each value of `shard` to the engine of `course_lib.distributed` that implements it. "zero1"
 # runs forward and backward as "ddp" does.

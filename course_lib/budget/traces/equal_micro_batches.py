@@ -1,7 +1,4 @@
-"""Group micro-batches that run the same operators, so that an estimate runs only one of each group.
-
-Here the step runs fewer micro-batches; in `extrapolate` it runs fewer blocks of the model.
-"""
+"""Group micro-batches that run the same operators, so that a trace runs only one of each group."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ from course_lib._torch.generators import RandomState
 from course_lib._torch.modes import TorchDispatchMode
 from course_lib._torch.symbolic import detect_fake_mode
 from course_lib._torch.tensors import items_in, tensors_in
-
-from .hugging_face import without_cache
-from .loss import LossSum, loss_of
-from .recipe import Recipe
+from course_lib.budget.hugging_face import without_cache
+from course_lib.budget.loss import LossSum, loss_of
+from course_lib.budget.recipe import Recipe
 
 
 class OpSignature(TorchDispatchMode):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from course_lib.budget.estimate import Estimate
+from course_lib.budget.rates import Rates
+from course_lib.budget.recipe import Recipe
 from course_lib.offload import chosen_below
 from course_lib.symbolic import symbolic
 
-from .estimate import Estimate
-from .knowledge import EstimateCache
-from .rates import Rates
-from .recipe import Recipe
+from .estimate_cache import EstimateCache
 
 
 def held_bytes(known: EstimateCache, recipe: Recipe) -> int:
@@ -26,14 +26,9 @@ def held_bytes(known: EstimateCache, recipe: Recipe) -> int:
         below = chosen_below(composer.trained, recipe.offload_optimizer)
         with symbolic(composer.mode):
             state = composer.updates.of_all(recipe, below).held
-        known.held[key] = state + model_bytes(known)
+        model = *known.model.parameters(), *known.model.buffers()
+        known.held[key] = state + sum(tensor.nbytes for tensor in model)
     return known.held[key]
-
-
-def model_bytes(known: EstimateCache) -> int:
-    """Return the bytes of all parameters and buffers."""
-    held = *known.model.parameters(), *known.model.buffers()
-    return sum(tensor.nbytes for tensor in held)
 
 
 def exceeds(known: EstimateCache, recipe: Recipe, limit: int) -> bool:
@@ -78,8 +73,8 @@ def state_moved(known: EstimateCache, recipe: Recipe) -> tuple[int, int]:
 def least_flops(known: EstimateCache, recipe: Recipe) -> int:
     """Return a lower bound on the FLOPs of a step.
 
-    If a recipe with the same values of the fields in `knowledge.COMPUTED` has been estimated, the
-    bound is its FLOPs. Otherwise the bound is the FLOPs of an estimated recipe with fewer
+    If a recipe with the same values of the fields in `estimate_cache.COMPUTED` has been estimated,
+    the bound is its FLOPs. Otherwise the bound is the FLOPs of an estimated recipe with fewer
     techniques, which needs no more. If there is none either, the bound is 0.
     """
     plain = replace(

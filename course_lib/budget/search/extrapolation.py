@@ -1,14 +1,10 @@
 """Estimate the step of a model with many equal blocks from runs with only a few of them.
 
 Two runs are needed, one of them with one block more. At each moment of the step, each block adds
-the same number of live bytes, and also the same FLOPs and bytes moved (`growth` has the formula).
-This module runs forward and backward without an optimizer and takes the memory of the optimizer
-from `updates`, so recipes that differ only in their optimizer settings share a run. The result
-equals that of `estimate`, which runs the whole step.
-
-Other modules shorten a step in other ways: `alike` groups micro-batches that run the same
-operators, so that only one of each group is run, and `updates` measures optimizer steps with few
-parameters. `blocks` finds the equal blocks of a model and removes all except a few.
+the same number of live bytes, and also the same FLOPs and bytes moved (`traces.equal_blocks` has
+the formula). This module runs forward and backward without an optimizer and takes the memory of the
+optimizer from `optimizer_updates`, so recipes that differ only in their optimizer settings share a
+run. The result equals that of `estimate`, which runs the whole step.
 """
 
 from __future__ import annotations
@@ -25,25 +21,23 @@ from torch import Tensor, nn
 from course_lib._batches import Split
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import silence_operator_log
-from course_lib.budget.growth import Irregular
+from course_lib.budget.device_kinds import on_kind
+from course_lib.budget.estimate import Estimate
+from course_lib.budget.loss import LossSum, check_loss, trainable_parameters
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.stages import fastest
+from course_lib.budget.step import chain_of, check_model, default_dtype, micro_batches_of, model_of
+from course_lib.budget.techniques import TECHNIQUES
+from course_lib.budget.traces.equal_blocks import Growth, Irregular, equal_blocks, shorten_blocks
+from course_lib.budget.traces.equal_micro_batches import groups_of
+from course_lib.budget.traces.process_trace import check_arguments, trace_step
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, Trace
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 from course_lib.symbolic import Gpu, Symbolic, symbolic
 
-from .alike import groups_of
-from .blocks import equal_blocks, shorten_blocks
-from .estimate import Estimate
-from .growth import Growth
-from .kinds import on_kind
-from .loss import LossSum, check_loss, trainable_parameters
-from .process import check_arguments, trace_step
-from .recipe import Recipe
-from .stages import fastest
-from .step import chain_of, check_model, default_dtype, micro_batches_of, model_of
-from .techniques import TECHNIQUES
-from .updates import Updates
+from .optimizer_updates import Updates
 
 # The shortest run keeps two blocks, because the first and the last block may differ from the rest.
 FEW = 2
@@ -124,7 +118,10 @@ class BlockExtrapolator:
         self.updates = Updates(self.model, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
-        key = without_optimizer(recipe).for_tier(self.tier)
+        # Forward and backward do not depend on where the optimizer state is kept.
+        key = replace(
+            recipe, offload_optimizer=Recipe.offload_optimizer, page_bytes=Recipe.page_bytes
+        ).for_tier(self.tier)
         with self.check_equal_blocks(recipe):
             if key not in self._moments:
                 self._moments[key] = self.moments(key)
@@ -214,9 +211,22 @@ class BlockExtrapolator:
     def extend(self, runs: Sequence[StepTrace], blocks: int) -> StepTrace:
         """Return the moments with `blocks` more blocks than the first of two runs.
 
-        A single run already has all blocks of its kind, so its moments are returned unchanged.
+        The second run has one block more. A single run already has all blocks of its kind, so its
+        moments are returned unchanged. In `due` of the result, each parameter of a block is
+        replaced by the same parameter of the block that runs at that moment in the longer step.
         """
-        return runs[0] if len(runs) == 1 else self.extrapolate(*runs, blocks)
+        if len(runs) == 1:
+            return runs[0]
+        few, more = runs
+        growth = Growth(few.trace, more.trace)
+        due = {id(few.trace): few.due, id(more.trace): more.due}
+        rows: list[Sequence[Tensor]] = []
+        for trace, start, stop, by in growth.sources(blocks):
+            rows += [
+                [self.further(p, by) for p in row] if row else row
+                for row in due[id(trace)][start:stop]
+            ]
+        return StepTrace(growth.trace(blocks), rows)
 
     def measure_few(self, recipe: Recipe, count: int) -> StepTrace:
         if (recipe, count) not in self._few:
@@ -256,23 +266,6 @@ class BlockExtrapolator:
         return StepTrace(
             trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]
         )
-
-    def extrapolate(self, few: StepTrace, more: StepTrace, blocks: int) -> StepTrace:
-        """Return the moments of a step with `blocks` more blocks than the step of `few`.
-
-        `more` holds the moments of a step with one block more than `few`. In `due` of the result,
-        each parameter of a block is replaced by the same parameter of the block that runs at that
-        moment in the extrapolated step.
-        """
-        growth = Growth(few.trace, more.trace)
-        due = {id(few.trace): few.due, id(more.trace): more.due}
-        rows: list[Sequence[Tensor]] = []
-        for trace, start, stop, by in growth.sources(blocks):
-            rows += [
-                [self.further(p, by) for p in row] if row else row
-                for row in due[id(trace)][start:stop]
-            ]
-        return StepTrace(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
         """Return the corresponding parameter of the block `by` blocks later.
@@ -339,14 +332,6 @@ def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
 def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
     """Return the numbers of blocks to run in order to compute the step of `blocks` blocks."""
     return (blocks,) if blocks <= few + 1 else (few, few + 1)
-
-
-def without_optimizer(recipe: Recipe) -> Recipe:
-    """Return the recipe with the default values of `offload_optimizer` and `page_bytes`.
-
-    Forward and backward do not depend on where the optimizer state is kept.
-    """
-    return replace(recipe, offload_optimizer=0.0, page_bytes=Recipe.page_bytes)
 
 
 class RecordingOptimizer(torch.optim.Optimizer):

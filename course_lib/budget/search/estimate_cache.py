@@ -1,7 +1,7 @@
 """Make and store the estimates of one model and batch.
 
-`extrapolate` composes an estimate from steps with few blocks. If it cannot, the whole step is run.
-`bounds` derives bounds for other recipes, and `candidates` lists the recipes that a search can try.
+`extrapolation` composes an estimate from steps with few blocks. If it cannot, the whole step is
+run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import nn
 
 from course_lib._batches import Split, has_batch_norm
 from course_lib._origin import explain_symbolic_errors
+from course_lib.budget.estimate import Estimate, estimate
+from course_lib.budget.recipe import Recipe
+from course_lib.budget.stages import most_segments, own_stages
+from course_lib.budget.techniques import TECHNIQUES
+from course_lib.budget.techniques.micro_batches import counts_of_batch
+from course_lib.budget.traces.process_trace import process_trace
 from course_lib.checkpoint.blocks import names_of
 from course_lib.symbolic import symbolic
 
-from .estimate import Estimate, estimate
-from .extrapolate import BlockExtrapolator, NotComposable
-from .process import process_trace
-from .recipe import Recipe
-from .stages import most_segments, own_stages
-from .techniques import TECHNIQUES
-from .techniques.micro_batches import counts_of_batch
+from .extrapolation import BlockExtrapolator, NotComposable
 
 # Fields that determine the FLOPs of a step.
 COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fields]
@@ -44,7 +44,7 @@ class EstimateCache:
         options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind`
             and `gpu`.
         estimates: Mapping from each estimated recipe to its estimate.
-        held: Mapping from optimizer settings to the bytes that `bounds.held_bytes` returns.
+        held: Mapping from optimizer settings to the bytes that `lower_bounds.held_bytes` returns.
         whole: Recipes of a single rank that `estimate` ran with all blocks, because their step
             cannot be composed.
         composes: Whether estimates are composed from steps with few blocks, where possible.
@@ -102,7 +102,7 @@ class EstimateCache:
                 run = partial(process_trace, *self.given, recipe, events=True, **self.options)
                 return found.traced_by(lambda places: run(places=places)[0])
         found = estimate(*self.given, recipe, **self.options)
-        if recipe.ranks == 1:  # `rank` shortens the steps of several ranks itself
+        if recipe.ranks == 1:  # `rank_trace` shortens the steps of several ranks itself
             self.whole.add(recipe)
         # Only the whole step could run, so later estimates are not composed from steps with few
         # blocks.

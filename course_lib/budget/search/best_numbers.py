@@ -1,7 +1,7 @@
 """Find the cheapest recipe of one family (one combination of techniques) that fits the budget.
 
 A family fixes the techniques. This module chooses their numbers: micro-batches, segments, blocks,
-schedule bytes and copies in flight. `search` decides which families are refined at all.
+schedule bytes and copies in flight.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from course_lib._check import InfeasibleBudget
+from course_lib.budget.recipe import Recipe
 from course_lib.schedule import Cost
 
-from .bounds import floor_bytes, held_bytes
 from .candidates import Search
-from .recipe import Recipe
+from .lower_bounds import floor_bytes, held_bytes
 
 # Largest number of schedules that are estimated per family and number of micro-batches, in addition
 # to the schedule that needs the least memory.
 ROUNDS = 3
 
 
-def refine(search: Search, family: Recipe) -> Recipe | None:
+def best_of(search: Search, family: Recipe) -> Recipe | None:
     """Return the cheapest recipe of the family that fits, or None."""
     if family.offload_activations:
         return best_copies(search, family)
@@ -177,24 +177,21 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
 def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
     """Return the cost of the fastest schedule whose activations take at most `nbytes` bytes.
 
-    If there is none, return the cost of the schedule that needs the least memory.
+    If there is none, return the cost of the schedule that needs the least memory. No step is
+    estimated.
     """
+    cost_of = search.known.composer.schedule_cost
     try:
-        return schedule_cost(search, replace(recipe, schedule_bytes=max(1, nbytes)))
+        return cost_of(replace(recipe, schedule_bytes=max(1, nbytes)))
     except InfeasibleBudget:
-        return schedule_cost(search, least_schedule(search, recipe))
-
-
-def schedule_cost(search: Search, recipe: Recipe) -> Cost:
-    """Return the cost of the recipe's schedule, without estimating its step."""
-    return search.known.composer.schedule_cost(recipe)
+        return cost_of(least_schedule(search, recipe))
 
 
 def least_schedule(search: Search, recipe: Recipe) -> Recipe:
     """Return the recipe with the schedule that needs the least memory."""
     least = 1
     try:
-        schedule_cost(search, replace(recipe, schedule_bytes=least))
+        search.known.composer.schedule_cost(replace(recipe, schedule_bytes=least))
     except InfeasibleBudget as error:
         least = error.least_bytes
     return replace(recipe, schedule_bytes=least)
