@@ -168,7 +168,7 @@ class Ledger:
         records: Records of all storages.
         repeated: List of (number of the first operator, int64 array of shape (moments,
             categories)). The array holds the bytes of temporaries that have no records
-            (`course_lib.budget.repeats`).
+            (`course_lib.budget.traces.equal_stages`).
         lock: Lock for the attributes above. Autograd runs one thread per device.
     """
 

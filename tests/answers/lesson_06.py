@@ -13,9 +13,9 @@ from course_lib.lessons.lesson_06.exercises import (
     FORWARD_MISTAKES,
     KERNEL_MISTAKES,
     LOG_SUM_EXP_MISTAKES,
-    counted,
     log_sum_exp,
     say,
+    tile_count,
 )
 from course_lib.lessons.lesson_06.tiles import (
     attention,
@@ -345,9 +345,9 @@ ANSWERS = {
         ],
     ),
     "causal_tiles": (
-        [counted()],
+        [tile_count()],
         [
-            (lambda *case: counted()(*case) if case[0] <= case[1] else None, "returns None for"),
+            (lambda *case: tile_count()(*case) if case[0] <= case[1] else None, "returns None for"),
             lambda q, k, bq, bk: 36,
         ],
     ),
