@@ -7,7 +7,7 @@ from functools import cache, partial
 import numpy
 import torch
 
-from course_lib.lessons.lesson_03.exercises import five_stages
+from course_lib.lessons import lesson_03
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -22,32 +22,20 @@ from course_lib.schedule.rules import segment_schedule
 six = Chain.uniform(6, saved_bytes=2)
 
 
-five = five_stages()
-EARLY = [
-    Forward(0, "input"),
-    Forward(1, "input"),
-    Forward(2, "nothing"),
-    Forward(3, "nothing"),
-    Forward(4, "all"),
-]
-EARLY += [
-    Backward(4),
-    Forward(1, "nothing"),
-    Forward(2, "all"),
-    Forward(3, "all"),
-    Backward(3),
-    Backward(2),
-]
-EARLY += [Forward(0, "all"), Forward(1, "all"), Backward(1), Backward(0)]
+five = lesson_03.five_stages()
 
-LATE = [
-    *[*optimal(five, 13)][:12],
-    Forward(0, "input"),
-    Forward(1, "all"),
-    Backward(1),
-    Forward(0, "all"),
-    Backward(0),
-]
+
+def actions_of(words):
+    """Return actions from words such as "0i" for Forward(0, "input"), and "B0" for Backward(0)."""
+    keeps = {"i": "input", "n": "nothing", "a": "all"}
+    return [
+        Backward(int(word[1])) if word[0] == "B" else Forward(int(word[0]), keeps[word[1]])
+        for word in words.split()
+    ]
+
+
+EARLY = actions_of("0i 1i 2n 3n 4a B4 1n 2a 3a B3 B2 0a 1a B1 B0")
+LATE = [*optimal(five, 13)][:12] + actions_of("0i 1a B1 0a B0")
 
 
 def sizes_of(cuts):

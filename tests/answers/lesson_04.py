@@ -7,7 +7,7 @@ import numpy
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from course_lib.lessons.lesson_04.simulation import clock
+from course_lib.lessons.lesson_04 import clock
 from course_lib.offload import offload_activations
 
 # The time of a step
@@ -63,10 +63,11 @@ def whole(tensor):
 def hooks(
     key=lambda storage: storage,
     known=WeakKeyDictionary,
-    moves=lambda storage, stay: storage not in stay,
+    moves=lambda tensor, stay: tensor.untyped_storage() not in stay,
     view=lambda row, *view: row.as_strided(*view),
     hold=None,
     versions=True,
+    early=False,
 ):
     """The right hooks, except for what is given instead."""
 
@@ -75,7 +76,7 @@ def hooks(
 
         def pack(tensor):
             storage = tensor.untyped_storage()
-            if not moves(storage, stay):
+            if not moves(tensor, stay):
                 return tensor.detach()
             room = None if rooms is None else rooms.get(key(storage))
             if room is None or (versions and room.version != tensor._version):
@@ -85,13 +86,14 @@ def hooks(
                     rooms[key(storage)] = room
             if hold is not None:
                 hold.append(tensor)
-            return room, tensor.shape, tensor.stride(), tensor.storage_offset()
+            fetch = room.get() if early else lambda: room.get()()
+            return fetch, tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(packed):
             if isinstance(packed, torch.Tensor):
                 return packed
-            room, *place = packed
-            return view(room.get()(), *place)
+            fetch, *place = packed
+            return view(fetch(), *place)
 
         return saved_tensors_hooks(pack, unpack)
 
@@ -115,15 +117,6 @@ def with_closures(store, stay):
     return saved_tensors_hooks(pack, lambda packed: packed() if callable(packed) else packed)
 
 
-def moves_what_needs_a_gradient(store, stay):
-    """Leaves masks and batches where they are."""
-    known = hooks()(store, stay)
-    return saved_tensors_hooks(
-        lambda tensor: known.pack_hook(tensor) if tensor.requires_grad else tensor,
-        lambda packed: known.unpack_hook(packed),
-    )
-
-
 def library(prefetch):
     return lambda store, stay: offload_activations(store, min_bytes=1, prefetch=prefetch)
 
@@ -136,20 +129,6 @@ def elsewhere(store, stay):
     )
 
 
-def copies_back_at_once(store, stay):
-    """Calls `room.get()` in `pack`, so that the data are in memory again during forward."""
-    known = hooks()(store, stay)
-
-    def pack(tensor):
-        packed = known.pack_hook(tensor)
-        return packed if isinstance(packed, torch.Tensor) else (packed[0].get(), *packed[1:])
-
-    def unpack(packed):
-        return packed if isinstance(packed, torch.Tensor) else packed[0]().as_strided(*packed[1:])
-
-    return saved_tensors_hooks(pack, unpack)
-
-
 # Waits
 # --------------------------------------------------------------------------------------------------
 
@@ -159,11 +138,11 @@ def wait_for(device, copied, waits):
         {"finish": device.finish, "wait": device.wait}[wait](copied)
 
 
-def read(device, x, waits=("finish",), result=torch.Tensor.tolist):
+def read(device, x, waits=("finish",), result=lambda y, host: host.tolist()):
     y = x * 2
     host = device.pinned(y.shape, y.dtype)
     wait_for(device, device.copy(host, y, "down"), waits)
-    return result(host)
+    return result(y, host)
 
 
 def use(device, host, waits=("wait",)):
@@ -183,13 +162,6 @@ def let_go(device, x, waits=("wait",), keeps=False, again=True, at_the_end=("fin
         z = x * 100  # noqa: F841
     wait_for(device, copied, at_the_end)
     return host.tolist()
-
-
-def reads_the_source(device, x):
-    y = x * 2
-    host = device.pinned(y.shape, y.dtype)
-    device.copy(host, y, "down")
-    return y.tolist()
 
 
 def three(*, first=read, second=use, third=let_go):
@@ -228,16 +200,21 @@ ANSWERS = {
         [hooks(), with_closures, library(0), library(1)],
         [
             (elsewhere, "moved nothing into the store"),
-            (copies_back_at_once, "copied back during forward"),
+            (hooks(early=True), "copied back during forward"),
             (lambda store, stay: (store, stay), "got a `tuple`"),
             (lambda store, stay: None, "got a `NoneType`"),
             (lambda store, stay: save_on_cpu(), "moved nothing into the store"),
-            (hooks(moves=lambda storage, stay: True), "moved a parameter"),
+            (hooks(moves=lambda tensor, stay: True), "moved a parameter"),
             (hooks(known=lambda: None), "even if it is saved twice"),
             (hooks(key=lambda storage: storage.data_ptr(), known=WeakValueDictionary), _ADDRESS),
             (hooks(key=lambda storage: storage.data_ptr(), known=dict), _ADDRESS),
             (hooks(versions=False), "changed in place"),
-            (moves_what_needs_a_gradient, "still held"),
+            (
+                hooks(
+                    moves=lambda one, stay: one.requires_grad and one.untyped_storage() not in stay
+                ),
+                "still held",
+            ),
             (hooks(known=dict), "still held"),
             (
                 hooks(view=lambda row, shape, *_: row[: shape.numel()].view(shape)),
@@ -263,9 +240,12 @@ ANSWERS = {
             (three(third=partial(let_go, waits=(), again=False)), "reuses its memory"),
             (three(first=lambda device, x: (x * 2).tolist()), "nothing is copied"),
             (three(first=partial(read, waits=["wait", "finish"])), "compute stream waits as well"),
-            (three(first=partial(read, result=torch.Tensor.clone)), "a list of numbers"),
+            (three(first=partial(read, result=lambda y, host: host.clone())), "a list of numbers"),
             (three(first=lambda device, x: print(end="")), "`read`: it returns nothing"),
-            (three(first=reads_the_source), "Read the copy, `host`"),
+            (
+                three(first=partial(read, waits=(), result=lambda y, host: y.tolist())),
+                "Read the copy, `host`",
+            ),
             (
                 three(third=partial(let_go, waits=["finish"], at_the_end=())),
                 "the host waits",

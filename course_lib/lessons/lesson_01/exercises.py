@@ -33,8 +33,8 @@ say = Messages(__file__)
 # --------------------------------------------------------------------------------------------------
 
 
-def _rounded(count: int) -> tuple[int, ...]:
-    """Return a number of bytes, rounded to thousands, and to up to three digits more."""
+def _roundings(count: int) -> tuple[int, ...]:
+    """Return a number of bytes rounded to thousands, and with one to three digits less."""
     return tuple(round(count, -digits) for digits in range(3, 7))
 
 
@@ -61,6 +61,7 @@ def _forgotten() -> dict[str, dict[str, int]]:
     return {names: {"weights": count} for count, names in found.items() if count != WEIGHTS}
 
 
+#: Kind of memory -> its bytes
 _KINDS = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}
 
 
@@ -68,7 +69,7 @@ _KINDS = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WE
     _forgotten()
     | {
         "not_bytes": {"weights": 4 * WEIGHTS},
-        "rounded": {kind: _rounded(count) for kind, count in _KINDS.items()},
+        "rounded": {kind: _roundings(count) for kind, count in _KINDS.items()},
         "count": {"parameter": WEIGHTS, "gradient": WEIGHTS, "optimizer": 2 * WEIGHTS},
         "two_bytes": {"parameter": 2 * WEIGHTS, "gradient": 2 * WEIGHTS},
         "two_numbers": {"parameter": 8 * WEIGHTS, "gradient": 8 * WEIGHTS},
@@ -86,13 +87,14 @@ def check_training_state() -> dict[str, int]:
     return {"weights": WEIGHTS, **_KINDS}
 
 
+# Bytes of a tensor (b, s, h), of the statistics of a LayerNorm, and of the logits
 _WIDTH, _STATISTICS, _LOGITS = 4 * 8 * 128 * 256, 8 * 8 * 128, 4 * 8 * 128 * 2048
 _NORM_AND_HEAD = 2 * _WIDTH + _STATISTICS
 
 
 @numbers(
     {
-        "rounded": each(_rounded),
+        "rounded": each(_roundings),
         "elements": each(lambda count: count // 4),
         "weights_alone": {"state": 4 * WEIGHTS},
         "adam_alone": {"state": 8 * WEIGHTS},
@@ -132,6 +134,7 @@ def check_whole_peak() -> dict[str, int]:
     }
 
 
+# Numbers of weights
 _FROZEN, _TRAINED = 7 * 10**9, 2 * 10**7
 
 
@@ -182,7 +185,9 @@ def check_largest_batch(batch: int) -> int:
 # Formulas for the bytes that one layer keeps for backward
 # --------------------------------------------------------------------------------------------------
 
+#: Rows that the learner fills in
 _OPEN_ROWS = ("attention", "probabilities", "feed-forward")
+#: Mistakes that are possible in each row
 _EACH_ROW = {
     "empty": each(lambda count, *_: 0),
     "one_sequence": each(lambda count, b, *_: count // b),

@@ -321,6 +321,28 @@ def _least_times(chains: tuple[Chain, ...]) -> list[tuple[Chain, int, float]]:
     return found
 
 
+#: Mistake -> bytes that the later stages leave to the input that is kept.
+_KEPT: dict[str, Callable[[tuple[Stage, ...], int], int]] = {
+    "all_of_room": lambda stages, e: 0,
+    "one_byte": lambda stages, e: 1,
+    "output_of_e": lambda stages, e: stages[e].output_bytes,
+    "output_of_first": lambda stages, e: stages[0].output_bytes,
+    "saved_bytes": lambda stages, e: stages[e - 1].saved_bytes,
+    "all_outputs": lambda stages, e: sum(stage.output_bytes for stage in stages[:e]),
+    "exchanged": lambda stages, e: 0,
+}
+#: Mistake -> stages whose forward times are added. Those without a message share `other_stages`.
+_PASSED: dict[str, Callable[[tuple[Stage, ...], int], tuple[Stage, ...]]] = {
+    "no_time": lambda stages, e: (),
+    "past_e": lambda stages, e: stages[: e + 1],
+    "not_first": lambda stages, e: stages[1:e],
+    "first_alone": lambda stages, e: stages[:1],
+    "e_alone": lambda stages, e: stages[e : e + 1],
+    "twice": lambda stages, e: stages[:e] * 2,
+}
+_OTHERS = ("earlier_too_little", "backward_times", "no_earlier", "no_e", "longer")
+
+
 @cache
 def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
     """Return the least time of the stages by the recurrence, with one mistake in running on.
@@ -328,7 +350,7 @@ def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
     Args:
         stages: The stages that are left to do.
         room: Bytes besides the input of the first stage.
-        mistake: A mistake of `_MISTAKES`, or "never runs on".
+        mistake: A mistake of `_KEPT`, `_PASSED` or `_OTHERS`, or "never runs on".
     """
     if not stages:
         return 0
@@ -343,23 +365,8 @@ def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
 def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float:
     """Return the time of running on to stage e, with the mistake in it."""
     output = stages[e - 1].output_bytes
-    kept = {
-        "all_of_room": 0,
-        "one_byte": 1,
-        "output_of_e": stages[e].output_bytes,
-        "output_of_first": stages[0].output_bytes,
-        "saved_bytes": stages[e - 1].saved_bytes,
-        "all_outputs": sum(stage.output_bytes for stage in stages[:e]),
-        "exchanged": 0,
-    }.get(mistake, output)
-    passed = {
-        "no_time": (),
-        "past_e": stages[: e + 1],
-        "not_first": stages[1:e],
-        "first_alone": stages[:1],
-        "e_alone": stages[e : e + 1],
-        "twice": stages[:e] * 2,
-    }.get(mistake, stages[:e])
+    kept = _KEPT[mistake](stages, e) if mistake in _KEPT else output
+    passed = _PASSED[mistake](stages, e) if mistake in _PASSED else stages[:e]
     ahead = sum(stage.forward_time for stage in passed)
     if mistake == "backward_times":
         ahead += sum(stage.backward_time for stage in passed)
@@ -370,31 +377,6 @@ def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float
     earlier_room = room - output if mistake in ("earlier_too_little", "exchanged") else room
     earlier = _fastest(stages[:e], earlier_room, mistake)
     return ahead + (max(later, earlier) if mistake == "longer" else later + earlier)
-
-
-#: Mistake in running on -> the message on it.
-_MISTAKES = {
-    **{
-        mistake: mistake
-        for mistake in (
-            "all_of_room",
-            "one_byte",
-            "output_of_e",
-            "output_of_first",
-            "saved_bytes",
-            "all_outputs",
-            "earlier_too_little",
-            "exchanged",
-            "no_time",
-            "twice",
-            "backward_times",
-            "no_earlier",
-            "no_e",
-            "longer",
-        )
-    },
-    **dict.fromkeys(("past_e", "not_first", "first_alone", "e_alone"), "other_stages"),
-}
 
 
 @exercise(errors={"maximum recursion depth": "recurrence.endless"})
@@ -413,8 +395,10 @@ def check_recurrence(answer: Any) -> Verdict:
         return not_answered()
     if given == [least for *_, least in tried]:
         return say.right("recurrence.right", number=len(tried))
-    for mistake, name in _MISTAKES.items():
-        say.refuse_if(given == times_with(mistake), f"recurrence.{name}")
+    for mistake in (*_KEPT, *_PASSED, *_OTHERS):
+        name = f"recurrence.{mistake}"
+        name = name if name in say else "recurrence.other_stages"
+        say.refuse_if(given == times_with(mistake), name)
     for (chain, room, least), time in zip(tried, given, strict=True):
         if time != least:
             numbers = {"best": f"{least:g}", "given": f"{_number(time):g}"}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._torch.modes import disable_current_modes
 from course_lib.lessons.ledger import PARAMETERS
 from course_lib.lessons.work import WorkLimit
 from course_lib.offload import Store
@@ -64,6 +64,7 @@ def _step(
 
 
 _step_time = _step()
+#: Mistake -> formula with that mistake
 _TIMES: dict[str, Time] = {
     "no_copies": lambda L, f, g, c, p: L * (f + g),
     "all_at_once": lambda L, f, g, c, p: max(L * (f + g), 4 * L * c),
@@ -148,7 +149,7 @@ class _Below(Store):
 
     def write(self, room: Any, data: Tensor) -> Callable[[], None]:
         self.addresses.append(data.data_ptr())
-        with disable_current_modes():
+        with _disable_current_modes():
             room.place = data.clone()
         return lambda: None
 
@@ -419,6 +420,7 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
 
 #: Page size in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
+#: Mistake -> formula with that mistake, of the number of parameters and the bytes of a page
 _PAGES: dict[str, Callable[[int, int], Any]] = {
     "one_page": lambda n, page: (8 * n + page, 8 * n + min(page, 8 * n)),
     "two_pages": lambda n, page: (8 * n + 2 * page, 8 * n + min(2 * page, 8 * n)),

@@ -171,6 +171,93 @@ class throughout:
     tolerance: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Table:
+    """The right and the wrong numbers of an exercise, for each case; `numbers` explains them.
+
+    Attributes:
+        compute: Function of a case that returns the right number, or row -> number.
+        cases: Arguments of each case, or None if the answer is no function.
+    """
+
+    compute: Callable[..., Any]
+    mistakes: Mapping[str, Any]
+    cases: Callable[[], Iterable] | Iterable | None
+    tolerance: float | Callable[..., float]
+
+    def list_cases(self) -> list[tuple]:
+        """Return the arguments of each case, or one case without arguments if the answer is no
+        function."""
+        if self.cases is None:
+            return [()]
+        found = self.cases() if callable(self.cases) else self.cases
+        return [case if isinstance(case, tuple) else (case,) for case in found]
+
+    def has_rows(self, *case: Any) -> bool:
+        return isinstance(self.compute(*case), Mapping)
+
+    def rows(self, *case: Any) -> dict[Any, Any]:
+        """Return row -> right number; a single number is in row None."""
+        return dict(_by_row(self.compute(*case)))
+
+    def values(self, mistake: Any, *case: Any) -> list[dict[Any, Any]]:
+        """Return what a mistake gives in a case: row -> wrong number, for each way to make it."""
+        if isinstance(mistake, throughout):
+            mistake = mistake.mistake
+        if isinstance(mistake, each):
+            found: Any = {row: mistake.of(count, *case) for row, count in self.rows(*case).items()}
+        else:
+            found = mistake(*case) if callable(mistake) else mistake
+        return _ways(_by_row(found))
+
+    def wrong_answers(self, name: str) -> Iterator[Any]:
+        """Yield an answer for each way to make a mistake."""
+        mistake = self.mistakes[name]
+        for choice in range(max(len(self.values(mistake, *case)) for case in self.list_cases())):
+
+            def answer(*case: Any, choice: int = choice) -> Any:
+                wanted, wrong_rows = self.rows(*case), self.values(mistake, *case)
+                if choice < len(wrong_rows):
+                    wanted |= wrong_rows[choice]
+                return wanted if self.has_rows(*case) else wanted[None]
+
+            yield answer() if self.cases is None else answer
+
+    def tolerance_in(self, case: tuple) -> float:
+        return self.tolerance(*case) if callable(self.tolerance) else self.tolerance
+
+    def right_case(self, row: Any, answers: _Answers) -> tuple | None:
+        """Return the first case in which a row is right, or None."""
+        for case, given in answers:
+            rows = _by_row(given)
+            if row in rows and _is(rows[row], self.rows(*case)[row], self.tolerance_in(case)):
+                return case
+        return None
+
+    def mistakes_of_row(self, row: Any, case: tuple) -> dict[float, str]:
+        """Return wrong number -> name of its mistake."""
+        found: dict[float, str] = {}
+        for name, mistake in self.mistakes.items():
+            if isinstance(mistake, throughout):
+                continue
+            for values in self.values(mistake, *case):
+                if row in values:
+                    found.setdefault(values[row], name)
+        return found
+
+    def mistake_throughout(self, answers: _Answers) -> str | None:
+        """Return the name of the mistake that gives all of the numbers, or None."""
+        for name, mistake in self.mistakes.items():
+            if not isinstance(mistake, throughout):
+                continue
+            ways = zip(*(self.values(mistake, *case) for case, _ in answers), strict=True)
+            for way in ways:
+                pairs = zip(answers, way, strict=True)
+                if all(_are(given, rows, mistake.tolerance) for (_, given), rows in pairs):
+                    return name
+        return None
+
+
 class Numbers(Exercise):
     """An exercise whose answer is a number, or a table of them, or a function that returns one of
     these; `numbers` makes it.
@@ -198,10 +285,10 @@ class Numbers(Exercise):
         otherwise: str | None,
     ) -> None:
         super().__init__(compute, *told_by(compute, {}))
-        self._check, self._compute, self._table = self._verdict, compute, table_of(compute)
+        self._check, self._table = self._verdict, table_of(compute)
+        self._numbers = _Table(compute, mistakes, cases, tolerance)
         self._say = Messages(inspect.getfile(compute))
-        self.mistakes, self._also, self._cases = mistakes, also, cases
-        self._tolerance, self._in_bytes, self._blank = tolerance, in_bytes, blank
+        self.mistakes, self._also, self._in_bytes, self._blank = mistakes, also, in_bytes, blank
         self._place, self._hint_below, self._same = place, hint_below, same
         self._elsewhere, self._otherwise = elsewhere, otherwise
         self._within, self._right_values = within, right_values
@@ -216,51 +303,15 @@ class Numbers(Exercise):
         """Return the message of a mistake, or of several with spaces between their names."""
         return join_labels((self._say(self._full_name(name)) for name in names.split()), " ")
 
-    def cases(self) -> list[tuple]:
-        """Return the arguments of each case, or one case without arguments if the answer is no
-        function."""
-        if self._cases is None:
-            return [()]
-        found = self._cases() if callable(self._cases) else self._cases
-        return [case if isinstance(case, tuple) else (case,) for case in found]
-
     def right_answer(self) -> Any:
         """Return an answer that is right."""
-        return self._compute() if self._cases is None else self._compute
+        return self._numbers.compute() if self._numbers.cases is None else self._numbers.compute
 
     def wrong_answers(self) -> Iterator[tuple[Any, str]]:
         """Yield an answer for each wrong number of the table, and what it is told."""
-        for name, mistake in self.mistakes.items():
-            for choice in range(max(len(self._values(mistake, *case)) for case in self.cases())):
-
-                def answer(*case: Any, mistake: Any = mistake, choice: int = choice) -> Any:
-                    wanted, wrong_rows = self._rows(*case), self._values(mistake, *case)
-                    if choice < len(wrong_rows):
-                        wanted |= wrong_rows[choice]
-                    return wanted if self._has_rows(*case) else wanted[None]
-
-                yield answer() if self._cases is None else answer, self._message(name)
-
-    def _has_rows(self, *case: Any) -> bool:
-        return isinstance(self._compute(*case), Mapping)
-
-    def _rows(self, *case: Any) -> dict[Any, Any]:
-        """Return row -> right number; a single number is in row None."""
-        wanted = self._compute(*case)
-        return dict(wanted) if isinstance(wanted, Mapping) else {None: wanted}
-
-    def _values(self, mistake: Any, *case: Any) -> list[dict[Any, Any]]:
-        """Return what a mistake gives in a case: row -> wrong number, for each way to make it."""
-        if isinstance(mistake, throughout):
-            mistake = mistake.mistake
-        if isinstance(mistake, each):
-            found: Any = {row: mistake.of(count, *case) for row, count in self._rows(*case).items()}
-        else:
-            found = mistake(*case) if callable(mistake) else mistake
-        rows = found if isinstance(found, Mapping) else {None: found}
-        ways = {row: _several(value) for row, value in rows.items() if value is not None}
-        most = max(map(len, ways.values()), default=0)
-        return [{row: way[i] for row, way in ways.items() if i < len(way)} for i in range(most)]
+        for name in self.mistakes:
+            for answer in self._numbers.wrong_answers(name):
+                yield answer, self._message(name)
 
     def _verdict(self, answer: Any) -> Verdict:
         answers = list(self._answers_of(answer))
@@ -271,26 +322,12 @@ class Numbers(Exercise):
         for case, given in answers:
             problem = self._problem(case, given, answers)
             if problem is not None:
-                everywhere = self._problem_throughout(answers)
-                return problem if everywhere is None else everywhere
+                name = self._numbers.mistake_throughout(answers)
+                if name is None:
+                    return problem
+                return wrong(text("Not yet. {reason}", reason=self._message(name)), exact=True)
         values = self._right_values(answers) if self._right_values else {}
         return self._say.right(f"{self._table}.right", **values)
-
-    def _problem_throughout(self, answers: _Answers) -> Verdict | None:
-        """Return the verdict on a mistake that gives all of the numbers, or None."""
-        for name, mistake in self.mistakes.items():
-            if not isinstance(mistake, throughout):
-                continue
-            ways = zip(*(self._values(mistake, *case) for case, _ in answers), strict=True)
-            for way in ways:
-                pairs = zip(answers, way, strict=True)
-                if all(_are(given, rows, mistake.tolerance) for (_, given), rows in pairs):
-                    reason = self._message(name)
-                    return wrong(text("Not yet. {reason}", reason=reason), exact=True)
-        return None
-
-    def _tolerance_in(self, case: tuple) -> float:
-        return self._tolerance(*case) if callable(self._tolerance) else self._tolerance
 
     def _answers_of(self, answer: Any) -> Iterator[tuple[tuple, Any]]:
         """Yield each case with what the answer gives for it.
@@ -298,10 +335,10 @@ class Numbers(Exercise):
         Raises:
             WrongAnswer: It gives nothing for a case.
         """
-        if self._cases is None:
+        if self._numbers.cases is None:
             yield (), answer
             return
-        cases = self.cases()
+        cases = self._numbers.list_cases()
         for case in cases:
             with self._within():
                 given = answer(*case)
@@ -330,35 +367,23 @@ class Numbers(Exercise):
 
     def _problem(self, case: tuple, given: Any, answers: _Answers) -> Verdict | None:
         """Return the verdict on what was given for a case, or None if it is right."""
-        wanted = self._rows(*case)
-        if self._has_rows(*case):
+        wanted = self._numbers.rows(*case)
+        if self._numbers.has_rows(*case):
             if not isinstance(given, Mapping) or set(given) != set(wanted):
-                names = join_labels(f"`{name}`" for name in wanted)
                 keys = f"{self._table}.keys"
-                if keys in self._say:
-                    return wrong(self._say(keys), exact=True)
-                return wrong(
-                    text("Give a dictionary with the keys {names}.", names=names)
-                    if self._cases is None
-                    else text("Return a dictionary with the keys {names}.", names=names),
-                    exact=True,
-                )
+                message = self._say(keys) if keys in self._say else _keys_of(wanted, *case)
+                return wrong(message, exact=True)
             if self._is_blank(given, *case):
                 return not_answered()
         else:
             given = {None: given}
-        tolerance = self._tolerance_in(case)
+        tolerance = self._numbers.tolerance_in(case)
         for row, count in wanted.items():
-            others = self._values(self._also, *case)
+            others = self._numbers.values(self._also, *case)
             if any(row in also and _is(given[row], also[row], tolerance) for also in others):
                 continue
-            reasons: dict[float, str] = {}
-            for name, mistake in self.mistakes.items():
-                if isinstance(mistake, throughout):
-                    continue
-                for values in self._values(mistake, *case):
-                    if row in values:
-                        reasons.setdefault(values[row], self._message(name))
+            mistakes = self._numbers.mistakes_of_row(row, case)
+            reasons = {number: self._message(name) for number, name in mistakes.items()}
             verdict = expect_number(
                 given[row],
                 count,
@@ -372,25 +397,13 @@ class Numbers(Exercise):
                 values = dict(zip(self._names, case, strict=True)) | {"row": row}
                 values |= {"given": float(given[row]), "wanted": count}
                 return wrong(self._say.fill(self._full_name(self._otherwise), **values))
-            if self._elsewhere and (other := self._right_case(row, answers)):
-                values = {
-                    "row": f"`{row}`",
-                    "right": self._case_name(other),
-                    "wrong": self._case_name(case),
-                }
-                message = self._say.fill(self._full_name(self._elsewhere), **values)
-                return wrong(message, exact=True)
+            if self._elsewhere and (other := self._numbers.right_case(row, answers)):
+                values = {"right": self._case_name(other), "wrong": self._case_name(case)}
+                name = self._full_name(self._elsewhere)
+                return wrong(self._say.fill(name, row=f"`{row}`", **values), exact=True)
             if self._hint_below and row != next(iter(wanted)) and not verdict.exact:
                 verdict = replace(verdict, hint=self._message(self._hint_below))
             return replace(verdict, message=self._with_place(case, row, verdict.message))
-        return None
-
-    def _right_case(self, row: Any, answers: _Answers) -> tuple | None:
-        """Return the first case in which a row is right, or None."""
-        for case, given in answers:
-            rows = given if isinstance(given, Mapping) else {None: given}
-            if row in rows and _is(rows[row], self._rows(*case)[row], self._tolerance_in(case)):
-                return case
         return None
 
     def _with_place(self, case: tuple, row: Any, message: str) -> str:
@@ -407,6 +420,25 @@ class Numbers(Exercise):
         return text("For {case}: {message}", case=self._case_name(case), message=message)
 
 
+def _by_row(found: Any) -> Mapping[Any, Any]:
+    """Return row -> number; a single number is in row None."""
+    return found if isinstance(found, Mapping) else {None: found}
+
+
+def _ways(rows: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    """Return row -> wrong number for each way to make a mistake, from row -> number or tuple."""
+    ways = {row: _several(value) for row, value in rows.items() if value is not None}
+    most = max(map(len, ways.values()), default=0)
+    return [{row: way[i] for row, way in ways.items() if i < len(way)} for i in range(most)]
+
+
+def _keys_of(rows: Mapping[Any, Any], *case: Any) -> str:
+    names = join_labels(f"`{name}`" for name in rows)
+    if case:
+        return text("Return a dictionary with the keys {names}.", names=names)
+    return text("Give a dictionary with the keys {names}.", names=names)
+
+
 def _several(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)
 
@@ -421,9 +453,9 @@ def _is(given: Any, expected: float, tolerance: float) -> bool:
 
 def _are(given: Any, rows: Mapping[Any, Any], tolerance: float) -> bool:
     """Return whether an answer gives these numbers: row -> number."""
-    given = given if isinstance(given, Mapping) else {None: given}
-    return given.keys() == rows.keys() and all(
-        _is(given[row], number, tolerance) for row, number in rows.items()
+    numbers = _by_row(given)
+    return numbers.keys() == rows.keys() and all(
+        _is(numbers[row], number, tolerance) for row, number in rows.items()
     )
 
 
