@@ -87,87 +87,60 @@ _NO = "–"
 _BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷\u00a0e"
 _MATRICES = "matrices ÷\u00a0t"  # norms, and biases of matrices that are cut by rows, stay whole
 _SHARE = "÷\u00a0N for a fixed batch"
-#: (kind; what a rank holds of weights, gradients, Adam's state and activations; collectives per
-#: step; source).
+#: (kind, what a rank holds of weights, gradients, Adam's state and activations, collectives per
+#: step, source).
 PARALLELISMS = (
     (
         "data (DP): DDP",
-        _NO,
-        _NO,
-        _NO,
-        _SHARE,
+        (_NO, _NO, _NO, _SHARE),
         "all-reduce of gradients",
         "Li et al. 2020, arXiv:2006.15704",
     ),
     (
         "ZeRO 1",
-        _NO,
-        _NO,
-        _BY_N,
-        _SHARE,
+        (_NO, _NO, _BY_N, _SHARE),
         "reduce-scatter of gradients, all-gather of weights",
         "Rajbhandari et al. 2020, arXiv:1910.02054",
     ),
     (
         "ZeRO 2",
-        _NO,
-        _BY_N,
-        _BY_N,
-        _SHARE,
+        (_NO, _BY_N, _BY_N, _SHARE),
         "same as ZeRO 1",
         "Rajbhandari et al. 2020, arXiv:1910.02054",
     ),
     (
         "ZeRO 3 (FSDP2)",
-        _BY_N,
-        _BY_N,
-        _BY_N,
-        _SHARE,
+        (_BY_N, _BY_N, _BY_N, _SHARE),
         "two all-gathers, one reduce-scatter",
         "Zhao et al. 2023, arXiv:2304.11277",
     ),
     (
         "tensor (TP), t",
-        _MATRICES,
-        _MATRICES,
-        _MATRICES,
-        "activations inside attention and MLP ÷\u00a0t",
+        (_MATRICES, _MATRICES, _MATRICES, "activations inside attention and MLP ÷\u00a0t"),
         "four all-reduces per layer",
         "Shoeybi et al. 2019, arXiv:1909.08053",
     ),
     (
         "tensor and sequence (TP, SP), t",
-        _MATRICES,
-        _MATRICES,
-        _MATRICES,
-        _BY_T,
+        (_MATRICES, _MATRICES, _MATRICES, _BY_T),
         "four all-gathers and four reduce-scatters per layer",
         "Korthikanti et al. 2022, arXiv:2205.05198",
     ),
     (
         "context (CP), c",
-        _NO,
-        _NO,
-        _NO,
-        "÷\u00a0c, along the sequence",
+        (_NO, _NO, _NO, "÷\u00a0c, along the sequence"),
         "keys and values passed around a ring",
         "Liu et al. 2023, arXiv:2310.01889",
     ),
     (
         "pipeline (PP), p",
-        _BY_P,
-        _BY_P,
-        _BY_P,
-        "÷\u00a0p, times the micro-batches in flight",
+        (_BY_P, _BY_P, _BY_P, "÷\u00a0p, times the micro-batches in flight"),
         "activations sent to the next stage",
         "Huang et al. 2018, arXiv:1811.06965",
     ),
     (
         "expert (EP), e",
-        _BY_E,
-        _BY_E,
-        _BY_E,
-        "share of the tokens",
+        (_BY_E, _BY_E, _BY_E, "share of the tokens"),
         "two all-to-alls per layer in forward, two in backward",
         "Lepikhin et al. 2020, arXiv:2006.16668",
     ),
@@ -185,4 +158,5 @@ def parallelisms() -> Table:
         "communicated per step",
         "source",
     ]
-    return table(columns, PARALLELISMS)
+    rows = [(kind, *shares, *rest) for kind, shares, *rest in PARALLELISMS]
+    return table(columns, rows)
