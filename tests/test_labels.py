@@ -44,12 +44,20 @@ def constants(tree):
             yield node
 
 
+# Functions of `course_lib.teaching.marks` whose arguments are labels.
+MARKS = ("label_axes", "note", "write")
+
+
 def labels_in(tree):
-    """(line, first argument) of each call of `text` whose label is written there."""
+    """(line, label) of each label that is written in a call of `text` or of a function in MARKS."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            if ast.unparse(node.func) in ("text", "labels.text"):
-                yield node.lineno, node.args[0].value
+        if isinstance(node, ast.Call):
+            words = node.args[:1] if ast.unparse(node.func) in ("text", "labels.text") else []
+            if ast.unparse(node.func) in MARKS:
+                words = [*node.args, *(each.value for each in node.keywords if each.arg in "xy")]
+            for each in words:
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    yield each.lineno, each.value
 
 
 def sentences_in(tree):

@@ -23,7 +23,7 @@ from course_lib import labels, teaching
 from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.schedule import COLORS as SCHEDULE_COLORS
 from course_lib.schedule import Chain, simulate
-from course_lib.teaching import figures, pictures
+from course_lib.teaching import figures, marks, pictures
 from course_lib.teaching.exercises import (
     Verdict,
     WrongAnswer,
@@ -236,6 +236,39 @@ def test_the_colours_are_told_apart_without_colour_vision_and_in_grey():
     # green and orange are equal without red cones, blue and green in grey
     assert confusable({"a": "#228833", "b": "#EE7733"}, {"a": "//"})
     assert confusable({"a": "#4477AA", "b": "#228833"}, {})
+
+
+# Marks
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("upright", [True, False])
+def test_stacked_bars_add_up_to_the_bytes_of_the_shown_categories(upright):
+    bars = {2: {"parameter": 3_000_000, "input": 9_000_000}, 5: {"activation": 500_000}}
+    _, ax = teaching.figure()
+    ends = marks.stacked_bars(ax, bars, ["activation", "parameter"], 0.5, upright=upright)
+    assert ends == [3.0, 0.5]
+    boxes = [bar.get_bbox().bounds for bar in ax.patches]  # left, bottom, width, height
+    if upright:
+        boxes = [(y, x, height, width) for x, y, width, height in boxes]
+    assert boxes == [(0, 1.75, 0, 0.5), (0, 4.75, 0.5, 0.5), (0, 1.75, 3, 0.5), (0.5, 4.75, 0, 0.5)]
+    assert ax.get_legend_handles_labels()[1] == ["activation", "parameter"]
+
+
+def test_marks_are_drawn_at_their_places_in_both_languages():
+    rows = [{"words": "device", "first": n, "last": 2 * n} for n in (1, 3)]
+    alt = marks.listed("{words} from {first} to {last}", rows)
+    drawn, ax = teaching.figure("vs first", alt=alt)
+    marks.label_axes(ax, "bytes", "peak (MB)", ticks=[1, 16], ylim=(0, 2))
+    marks.note(ax, "device", (1, 1), (-4, 2))
+    marks.write(ax, 16, 0.5, "gradient")
+    marks.points(ax, {1: 2e6, 16: 1e6}, "s--", unit=1e6)
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_ylim()) == ("bytes", "peak (MB)", (0, 2))
+    assert ax.lines[0].get_xydata().tolist() == [[1, 2], [16, 1]]
+    assert [(each.xy, each.xyann) for each in ax.texts[:1]] == [((1, 1), (-4, 2))]
+    assert ax.texts[1].get_position() == (16, 0.5)
+    assert {"字节", "峰值（MB）", "设备", "梯度", "1", "16"} <= set(drawn_words(drawn, "zh"))
+    assert pictures.description(drawn)[1] == "首行的倍数。设备从 1 到 2；设备从 3 到 6。"
 
 
 # Figures in words

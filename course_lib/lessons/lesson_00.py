@@ -10,6 +10,7 @@ import torch
 
 from course_lib.teaching import Table, figure, table, text
 from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import arrow, write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,34 +81,22 @@ def _gpu() -> tuple[str, str]:
 
 def course_map() -> "Figure":
     """Draw the lessons and the order between them."""
+    from matplotlib.patches import FancyBboxPatch
+
     title = "Measure first; then the ways to save; then all of them together"
     drawn, ax = figure(title, width=8.6, height=3.6, alt=_ALT)
     drawn.course_larger = 1.3  # larger words would not fit into the boxes
     places = {number: (x, y) for number, x, y, _ in _PLACES}
-    for arrow in _ARROWS:
-        (x, y), (to_x, to_y) = (places[number] for number in arrow.split("-"))
-        start, end = (x + _WIDTH / 2, y), (to_x - _WIDTH / 2, to_y)
-        ax.annotate(
-            "", end, start, arrowprops={"arrowstyle": "-|>", "color": "#888888", "linewidth": 1.2}
-        )
+    for arrow_name in _ARROWS:
+        (x, y), (to_x, to_y) = (places[number] for number in arrow_name.split("-"))
+        look = {"color": "#888888", "linewidth": 1.2}
+        arrow(ax, (x + _WIDTH / 2, y), (to_x - _WIDTH / 2, to_y), "-|>", **look)
+    rounded = {"boxstyle": "round,pad=0,rounding_size=0.06", "edgecolor": "none"}
     for number, x, y, question in _PLACES:
         corner, color = (x - _WIDTH / 2, y - _HEIGHT / 2), _COLORS.get(number, "#E6F0E4")
-        ax.add_patch(_box(corner, color))
-        ax.text(x, y + 0.24, number, ha="center", va="center", fontsize=9, color="#777777")
-        ax.text(x, y - 0.08, question, ha="center", va="center", fontsize=8, linespacing=1.15)
+        ax.add_patch(FancyBboxPatch(corner, _WIDTH, _HEIGHT, facecolor=color, **rounded))
+        write(ax, x, y + 0.24, number, fontsize=9, color="#777777")
+        write(ax, x, y - 0.08, question, fontsize=8, linespacing=1.15)
     ax.set(xlim=(-0.5, 5.5), ylim=(-0.5, 2.5))
     ax.axis("off")
     return shown_once(drawn)
-
-
-def _box(corner: tuple[float, float], color: str):
-    from matplotlib.patches import FancyBboxPatch
-
-    return FancyBboxPatch(
-        corner,
-        _WIDTH,
-        _HEIGHT,
-        boxstyle="round,pad=0,rounding_size=0.06",
-        facecolor=color,
-        edgecolor="none",
-    )

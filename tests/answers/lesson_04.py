@@ -7,7 +7,7 @@ import numpy
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from course_lib.lessons.lesson_04 import clock
+from course_lib.lessons.lesson_04.simulation import clock
 from course_lib.offload import offload_activations
 
 # The time of a step

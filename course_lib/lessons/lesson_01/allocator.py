@@ -14,10 +14,12 @@ from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Table, category_label, figure, table, text
 from course_lib.teaching.claims import what_you_may_have_read
 from course_lib.teaching.figures import category_look, phase_label, shown_once
+from course_lib.teaching.marks import label_axes
 
 from .claims import ALLOCATOR_CLAIMS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MIB = 1 << 20
@@ -198,25 +200,15 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
     with tempfile.TemporaryDirectory() as folder:
         trace.save_snapshot(Path(folder, "step.pickle"))
         snapshot = pickle.loads(Path(folder, "step.pickle").read_bytes())
-    drawn, (above, below) = figure(
-        "The live bytes of one step, and the places of the same storages in the segments",
-        rows=2,
-        height=5.6,
-    )
-    series = {name: trace.series()[name] / 1e6 for name in CATEGORIES}
-    bottom = 0
-    for name, values in series.items():
-        if values.any():
-            above.fill_between(
-                range(len(trace)),
-                bottom,
-                bottom + values,
-                step="post",
-                label=category_label(name),
-                **category_look(name),
-            )
+    title = "The live bytes of one step, and the places of the same storages in the segments"
+    drawn, (above, below) = figure(title, rows=2, height=5.6)
+    bottom, series = 0, trace.series()
+    for name in CATEGORIES:
+        if (values := series[name] / 1e6).any():
+            look = {"label": category_label(name), **category_look(name)}
+            above.fill_between(range(len(trace)), bottom, bottom + values, step="post", **look)
         bottom = bottom + values
-    above.set(xlabel=text("operators"), ylabel=text("live (MB)"), xlim=(0, len(trace)))
+    label_axes(above, "operators", "live (MB)", xlim=(0, len(trace)))
     on_entry = sum(1 for span in trace.spans or () if span.start == 0 and span.bytes)
     _draw_blocks(below, snapshot["device_traces"][0], on_entry)
     for ax in (above, below):
@@ -225,46 +217,46 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
     return shown_once(drawn)
 
 
-_PHASE_COLORS = {"forward": "#228833", "backward": "#EE6677", "optimizer": "#AA3377"}
+#: Phase in which a block was allocated -> label and color; the first stands for before the step.
+_ORIGINS = {
+    "held": (text("live before the step"), "#4477AA"),
+    "forward": (phase_label("forward"), "#228833"),
+    "backward": (phase_label("backward"), "#EE6677"),
+    "optimizer": (phase_label("optimizer"), "#AA3377"),
+}
 
 
-def _draw_blocks(ax, entries: Sequence[dict], on_entry: int) -> None:
+def _draw_blocks(ax: "Axes", entries: Sequence[dict], on_entry: int) -> None:
+    """Draw segments and, on top of them, blocks as boxes: time on x, addresses on y."""
     from matplotlib.collections import PolyCollection
 
     base = min(entry["addr"] for entry in entries)
     segments = [entry for entry in entries if entry["action"] == "segment_alloc"]
-    boxes: dict[str, list] = {"held": [], **{phase: [] for phase in _PHASE_COLORS}}
+    boxes: dict[str, list] = {origin: [] for origin in _ORIGINS}
     born: dict[int, tuple[int, int, str]] = {}
     made = 0
 
-    def box(start: int, stop: int, address: int, size: int) -> list[tuple[float, float]]:
+    def outline(start: int, stop: int, address: int, size: int) -> list[tuple[float, float]]:
         low, high = (address - base) / 1e6, (address - base + size) / 1e6
         return [(start, low), (stop, low), (stop, high), (start, high)]
 
     for now, entry in enumerate(entries):
         if entry["action"] == "alloc":
             made += 1
-            phase = "held" if made <= on_entry else entry["frames"][0]["filename"]
-            born[entry["addr"]] = now, entry["size"], phase
+            origin = "held" if made <= on_entry else entry["frames"][0]["filename"]
+            born[entry["addr"]] = now, entry["size"], origin
         elif entry["action"] == "free_completed":
-            start, size, phase = born.pop(entry["addr"])
-            boxes[phase].append(box(start, now, entry["addr"], size))
-    for address, (start, size, phase) in born.items():
-        boxes[phase].append(box(start, len(entries), address, size))
-    reserved = [
-        box(entry["time_us"], len(entries), entry["addr"], entry["size"]) for entry in segments
-    ]
-    look = {"linewidths": 0.2, "edgecolors": "white"}
-    name = text("reserved, free")
-    ax.add_collection(PolyCollection(reserved, facecolors="#DDDDDD", label=name, **look))
-    names = {
-        "held": text("live before the step"),
-        **{phase: phase_label(phase) for phase in boxes if phase != "held"},
-    }
-    for phase, found in boxes.items():
-        color = {"held": "#4477AA", **_PHASE_COLORS}[phase]
+            start, size, origin = born.pop(entry["addr"])
+            boxes[origin].append(outline(start, now, entry["addr"], size))
+    for address, (start, size, origin) in born.items():
+        boxes[origin].append(outline(start, len(entries), address, size))
+    reserved = [outline(s["time_us"], len(entries), s["addr"], s["size"]) for s in segments]
+    shown = [(reserved, text("reserved, free"), "#DDDDDD")]
+    shown += [(boxes[origin], *look) for origin, look in _ORIGINS.items()]
+    for found, name, color in shown:
+        look = {"facecolors": color, "label": name, "linewidths": 0.2, "edgecolors": "white"}
         if found:
-            ax.add_collection(PolyCollection(found, facecolors=color, label=names[phase], **look))
+            ax.add_collection(PolyCollection(found, **look))
     top = max(entry["addr"] - base + entry["size"] for entry in segments) / 1e6
-    ax.set(xlim=(0, len(entries)), ylim=(0, 1.03 * top))
-    ax.set(xlabel=text("allocations and releases"), ylabel=text("address (MB)"))
+    label_axes(ax, "allocations and releases", "address (MB)", ylim=(0, 1.03 * top))
+    ax.set_xlim(0, len(entries))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import (
     COLORS,
     Table,
-    category_label,
     claims,
     figure,
     playground,
@@ -28,7 +28,8 @@ from course_lib.teaching import (
     table,
     text,
 )
-from course_lib.teaching.figures import category_look, shown_once
+from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import label_axes, note, stacked_bars, write
 from course_lib.teaching.tables import NumberText
 
 from .claims import CLAIMS
@@ -113,38 +114,26 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8
     """
     steps = list(meter.timeline)
     peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes)
-    moved = [
-        i
-        for i in range(1, len(steps))
-        if abs(steps[i].live_bytes - steps[i - 1].live_bytes) >= unit_bytes // 8
-    ]
+    changes = [after.live_bytes - before.live_bytes for before, after in pairwise(steps)]
+    moved = [i for i, change in enumerate(changes, 1) if abs(change) >= unit_bytes // 8]
     first = max(0, moved.index(peak) - operators // 2)
     chosen = [steps[i] for i in moved[first : first + operators]]
 
     drawn, ax = figure("At the peak, three tensors have the logits' size", height=3.0)
-    bottom = [0.0] * len(chosen)
-    floors = {"activation": min(step.bytes["activation"] for step in chosen), "temporary": 0}
-    for kind, floor in floors.items():
-        heights = [(step.bytes[kind] - floor) / 1e6 for step in chosen]
-        ax.bar(
-            range(len(chosen)),
-            heights,
-            0.8,
-            bottom,
-            label=category_label(kind),
-            **category_look(kind),
-        )
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    at = chosen.index(steps[peak])
-    for count in (1, 2, 3):
-        ax.axhline(
-            count * unit_bytes / 1e6, color="#888888", linewidth=0.8, linestyle="--", zorder=0
-        )
-    size = text("peak: {size} MB", size=f"{meter.peak_bytes / 1e6:.1f}")
-    ax.annotate(size, (at, bottom[at]), (0, 4), textcoords="offset points", ha="center", fontsize=9)
+    floor = min(step.bytes["activation"] for step in chosen)
+    bars = {
+        n: {**step.bytes, "activation": step.bytes["activation"] - floor}
+        for n, step in enumerate(chosen)
+    }
+    ends = stacked_bars(ax, bars, ("activation", "temporary"), 0.8, upright=True)
+    for height in (unit_bytes / 1e6, 2 * unit_bytes / 1e6, 3 * unit_bytes / 1e6):
+        ax.axhline(height, color="#888888", linewidth=0.8, linestyle="--", zorder=0)
+    at, size = chosen.index(steps[peak]), f"{meter.peak_bytes / 1e6:.1f}"
+    words = text("peak: {size} MB", size=size)
+    note(ax, words, (at, ends[at]), (0, 4), ha="center", va="baseline", fontsize=9)
     names = [step.operator.rpartition(".")[0] for step in chosen]
     ax.set_xticks(range(len(chosen)), names, rotation=28, ha="right", fontsize=8)
-    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("other live bytes (MB)"))
+    label_axes(ax, y="other live bytes (MB)", ylim=(0, 1.18 * max(ends)))
     ax.legend(loc="upper left")
     return shown_once(drawn)
 
@@ -169,42 +158,27 @@ def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None 
     lengths = (128, 256, 512, 768, 1024)
     layer_mb, p_mb = zip(*map(_saved_at, lengths), strict=True)
     drawn, ax = figure("From 512 tokens on, P is larger than all the rest", height=3.2)
-    ax.set(
-        xlim=(0, 1.17 * lengths[-1]),
-        ylim=(0, 1.08 * layer_mb[-1]),
-        xlabel=text("sequence length s (tokens)"),
-    )
-    ax.set_ylabel(text("saved by one layer (MB)"))
+    top = 1.08 * layer_mb[-1]
+    label_axes(ax, "sequence length s (tokens)", "saved by one layer (MB)", ylim=(0, top))
+    ax.set_xlim(0, 1.17 * lengths[-1])
     marks = {512: "16 h / a"} if guess is None else {512: "16 h / a", guess: "your guess"}
     for number, (length, name) in enumerate(marks.items()):
         ax.axvline(length, color="#888888", linewidth=0.8, linestyle=("--", ":")[number])
-        ax.text(
-            length + 6,
-            (0.97 - 0.09 * number) * ax.get_ylim()[1],
-            text(name),
-            va="top",
-            color="#555555",
-        )
+        look = {"ha": "left", "va": "top", "color": "#555555"}
+        write(ax, length + 6, (0.97 - 0.09 * number) * top, name, **look)
 
     def predict(length: int, *, p: bool, rest: bool) -> float:
         rows = formula(8, length, 256, 8)
-        return (
-            sum(count for row, count in rows.items() if (p if row == "probabilities" else rest))
-            / 1e6
-        )
+        return sum(rows[row] for row in rows if (p if row == "probabilities" else rest)) / 1e6
 
     rest_mb = [layer - part for layer, part in zip(layer_mb, p_mb, strict=True)]
-    curves = [
-        (layer_mb, "the layer", True, True),
-        (p_mb, "P", True, False),
-        (rest_mb, "the rest", False, True),
-    ]
-    for (measured, name, p, rest), color in zip(
-        curves, (COLORS["measured"], _P, _REST), strict=True
+    for measured, name, color, p, rest in (
+        (layer_mb, "the layer", COLORS["measured"], True, True),
+        (p_mb, "P", _P, True, False),
+        (rest_mb, "the rest", _REST, False, True),
     ):
-        predicted_and_measured(
-            ax, lengths, partial(predict, p=p, rest=rest), measured, name, color=color
-        )
+        line = partial(predict, p=p, rest=rest)
+        predicted_and_measured(ax, lengths, line, measured, name, color=color)
     return shown_once(drawn)
 
 
@@ -325,43 +299,35 @@ def draw_activation_bytes(
 
     total = gigabytes(sequence, "none")
     share = f"{1 - gigabytes(sequence, 'selective') / total:.0%}"
-    title = text(
-        "{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²",
-        layers=layers,
-        sequence=sequence,
-        total=total,
-        share=share,
-    )
+    words = "{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²"
+    title = text(words, layers=layers, sequence=sequence, total=total, share=share)
     drawn, ax = figure(title, height=3.2)
-    everything, proportional = (
-        [gigabytes(n, kind) for n in lengths] for kind in ("none", "selective")
-    )
-    look = {"alpha": 0.75, "linewidth": 0}
-    name, square_name = text("grows with s"), text("grows with s²")
-    ax.fill_between(lengths, 0, proportional, color=_REST, label=name, **look)
-    ax.fill_between(lengths, proportional, everything, color=_P, label=square_name, **look)
+    proportional = [gigabytes(length, "selective") for length in lengths]
+    everything = [gigabytes(length, "none") for length in lengths]
+    for low, high, name, color in (
+        (0, proportional, "grows with s", _REST),
+        (proportional, everything, "grows with s²", _P),
+    ):
+        look = {"color": color, "alpha": 0.75, "linewidth": 0}
+        ax.fill_between(lengths, low, high, label=text(name), **look)
     ax.plot(lengths, everything, color=COLORS["predicted"])
     ax.plot(sequence, total, "o", color=COLORS["predicted"])
-    ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations (GB)"))
-    ax.set_xlabel(text("sequence length s (tokens)"))
+    label_axes(ax, "sequence length s (tokens)", "activations (GB)", xlim=(256, 8192))
+    ax.set_ylim(0, max(everything) * 1.08)
     ax.legend(loc="upper left", reverse=True)
     return shown_once(drawn)
 
 
 def activation_playground() -> None:
     """Show `draw_activation_bytes` with three sliders."""
+    steady = {"continuous_update": False}
+    counts = [8, 16, 32, 64, 128]
     playground(
         draw_activation_bytes,
         lambda widgets: {
-            "sequence": widgets.IntSlider(
-                2048, 256, 8192, 256, description="s", continuous_update=False
-            ),
-            "layers": widgets.IntSlider(
-                32, 1, 96, 1, description=text("layers"), continuous_update=False
-            ),
-            "heads": widgets.SelectionSlider(
-                options=[8, 16, 32, 64, 128], value=32, description=text("heads")
-            ),
+            "sequence": widgets.IntSlider(2048, 256, 8192, 256, description="s", **steady),
+            "layers": widgets.IntSlider(32, 1, 96, 1, description=text("layers"), **steady),
+            "heads": widgets.SelectionSlider(options=counts, value=32, description=text("heads")),
         },
     )
 

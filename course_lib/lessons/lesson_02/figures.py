@@ -16,6 +16,7 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import behind, label_axes, listed, note, write
 
 from .claims import CLAIMS
 
@@ -160,38 +161,17 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     for time, (kind, name) in enumerate(events):
         row, again = names.index(name), kind == "forward" and name in started
         if kind == "backward":  # its input was kept until here
-            kept = time - 1 - started[name]
-            ax.barh(
-                row, kept, 0.14, started[name] + 1, color=_RUNS["forward"][1], alpha=0.3, zorder=0.5
-            )
+            kept = {"color": _RUNS["forward"][1], "alpha": 0.3, "zorder": 0.5}
+            ax.barh(row, time - 1 - started[name], 0.14, started[name] + 1, **kept)
         started.setdefault(name, time)
         words, color = _RUNS["again" if again else kind]
-        ax.barh(
-            row,
-            0.94,
-            0.7,
-            time + 0.03,
-            color=color,
-            edgecolor="white",
-            hatch="///" if again else None,
-        )
-        description = text(words, name=name)
-        alt.append(description)
-        box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
-        ax.text(
-            time + 0.5,
-            row,
-            description,
-            ha="center",
-            va="center",
-            color="white",
-            fontsize=8.5,
-            bbox=box,
-        )
-    ax.text(
-        len(events) / 2, 0.12, text("the input is kept"), ha="center", va="bottom", fontsize=8.5
-    )
-    ax.set(xlim=(0, len(events)), ylim=(-0.5, len(names) - 0.5), xticks=[], xlabel=text("time"))
+        hatch = "///" if again else None
+        ax.barh(row, 0.94, 0.7, time + 0.03, color=color, edgecolor="white", hatch=hatch)
+        alt.append(text(words, name=name))
+        look = {"color": "white", "fontsize": 8.5, "bbox": behind(color, 1.5)}
+        write(ax, time + 0.5, row, alt[-1], **look)
+    write(ax, len(events) / 2, 0.12, "the input is kept", va="bottom", fontsize=8.5)
+    label_axes(ax, "time", xlim=(0, len(events)), ylim=(-0.5, len(names) - 0.5), xticks=[])
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)
     drawn.course_alt = text("In this order: {events}.", events=join_labels(alt, "; "))
@@ -199,6 +179,8 @@ def draw_order(heard: Sequence[str]) -> "Figure":
 
 
 _OTHER = "#F8C9AA"  # for measurements that are not the subject of the figure
+_DOTTED = {"facecolor": "white", "edgecolor": "#888888", "linestyle": ":"}
+_HATCHED = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///"}
 
 
 def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None, int]) -> "Figure":
@@ -210,48 +192,34 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         whole: The same for the decoder, with its head and loss.
     """
     networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
-    description = (
-        "{name}: {none} MB without a checkpoint; {first} MB less around layer 0, {last} MB less"
-        " around layer 7."
-    )
-    alt = [
-        text(
-            description,
-            name=text(name),
-            none=_mb(peaks[None]),
-            first=_mb(peaks[None] - peaks[0]),
-            last=_mb(peaks[None] - peaks[7]),
-        )
-        for name, peaks in networks.items()
-    ]
     title = (
         "A checkpoint around the last of eight layers saves nothing, because of when the peak"
         " occurs"
     )
-    drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=join_labels(alt, " "))
-    for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
-        layers = [layer for layer in peaks if layer is not None]
-        saved = [(peaks[None] - peaks[layer]) / 1e6 for layer in layers]
-        colors = [COLORS["measured"] if layer == 7 else _OTHER for layer in layers]
-        ax.bar(layers, saved, color=colors, width=0.8)
-        for layer, less in zip(layers, saved, strict=True):
-            ax.text(layer, max(less, 0) + 0.4, _mb(1e6 * less), ha="center", fontsize=8)
-            look = {"facecolor": "white", "edgecolor": "#888888", "linestyle": ":"}
-            # it saves nothing, since its layer is recomputed before the time of the baseline's peak
-            if less <= 0:
-                look = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///"}
-            ax.bar(layer, -2.6, 0.8, -0.8, **look)
-            box = {"facecolor": look["facecolor"], "edgecolor": "none", "pad": 1}
-            ax.text(layer, -2.1, f"{layer}", ha="center", va="center", bbox=box)
-        ax.set(xticks=[], xlabel=text("layer with the checkpoint"), ylim=(-4, 24), xlim=(-0.6, 7.6))
-        ax.set_title(text("{name}: {peak} MB", name=text(name), peak=_mb(peaks[None])))
-    panels[0].set_ylabel(text("reduction of the peak (MB)"))
-    drawn.supxlabel(
-        text(
-            "dotted: not in memory when the baseline reaches its peak; hatched: recomputed by then"
-        ),
-        fontsize=9,
+    description = (
+        "{name}: {none} MB without a checkpoint; {first} MB less around layer 0, {last} MB less"
+        " around layer 7."
     )
+    drawn, panels = figure(title, columns=2, height=3.2, sharey=True)
+    alt = []
+    for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
+        none, saved = peaks[None], {n: peaks[None] - peaks[n] for n in peaks if n is not None}
+        ends = {"first": _mb(saved[0]), "last": _mb(saved[7])}
+        alt.append(text(description, name=name, none=_mb(none), **ends))
+        for layer, less in saved.items():
+            color = COLORS["measured"] if layer == 7 else _OTHER
+            ax.bar(layer, less / 1e6, color=color, width=0.8)
+            write(ax, layer, max(less / 1e6, 0) + 0.4, _mb(less), va="baseline", fontsize=8)
+            # it saves nothing if its layer is recomputed before the time of the baseline's peak
+            look = _HATCHED if less <= 0 else _DOTTED
+            ax.bar(layer, -2.6, 0.8, -0.8, **look)
+            write(ax, layer, -2.1, f"{layer}", bbox=behind(look["facecolor"]))
+        label_axes(ax, "layer with the checkpoint", xticks=[], ylim=(-4, 24), xlim=(-0.6, 7.6))
+        ax.set_title(text("{name}: {peak} MB", name=name, peak=_mb(none)))
+    panels[0].set_ylabel(text("reduction of the peak (MB)"))
+    below = "dotted: not in memory when the baseline reaches its peak; hatched: recomputed by then"
+    drawn.supxlabel(text(below), fontsize=9)
+    drawn.course_alt = join_labels(alt, " ")
     return shown_once(drawn)
 
 
@@ -262,30 +230,21 @@ _PLACES = {"each layer": (-8, 2, "right"), "eight layers per checkpoint": (0, -1
 def draw_policies(variants: Mapping[str, Any]) -> "Figure":
     """Draw peak and FLOPs of policies (`peak_bytes`, `flops`), each relative to the first one."""
     plain = next(iter(variants.values()))
-    points = {
-        name: (variant.peak_bytes / 1e6, variant.flops / plain.flops)
-        for name, variant in variants.items()
-    }
-    description = "{name}: {peak} MB, {times} times the FLOPs"
-    alt = [
-        text(description, name=text(name), peak=f"{x:.1f}", times=f"{y:.3f}")
-        for name, (x, y) in points.items()
-    ]
+    costs = {name: (v.peak_bytes / 1e6, v.flops / plain.flops) for name, v in variants.items()}
+    alt = listed(
+        "{name}: {peak} MB, {times} times the FLOPs",
+        [{"name": n, "peak": f"{x:.1f}", "times": f"{y:.3f}"} for n, (x, y) in costs.items()],
+    )
     title = (
         "The lower left would be best, but is empty. Here groups of layers are worse on both axes"
     )
-    drawn, ax = figure(title, height=3.2, alt=text("{points}.", points=join_labels(alt, "; ")))
-    ax.set(
-        xlim=(70, 320),
-        ylim=(0.96, 1.36),
-        xlabel=text("peak (MB)"),
-        ylabel=text("FLOPs (× baseline)"),
-    )
+    drawn, ax = figure(title, height=3.2, alt=alt)
+    label_axes(ax, "peak (MB)", "FLOPs (× baseline)", xlim=(70, 320), ylim=(0.96, 1.36))
     ax.grid(True, axis="x")
-    for name, point in points.items():
+    for name, point in costs.items():
         x, y, side = _PLACES.get(name, (8, 4, "left"))
         ax.plot(*point, "o", color=COLORS["measured"])
-        ax.annotate(text(name), point, xytext=(x, y), textcoords="offset points", ha=side)
+        note(ax, name, point, (x, y), ha=side, va="baseline")
     drawn.course_larger = 1.3  # a larger name would reach the next point
     return shown_once(drawn)
 
@@ -316,39 +275,28 @@ def _draw_bars(
 
     The ratios are in ascending order.
     """
-    middle = [median(each) for each in ratios]
-    description = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
-    alt = [
-        text(
-            description,
-            name=text(name),
-            flops=f"{f:.2f}",
-            seconds=f"{m:.2f}",
-            least=f"{r[0]:.2f}",
-            most=f"{r[-1]:.2f}",
-        )
-        for name, f, m, r in zip(names, flops, middle, ratios, strict=True)
-    ]
     title = "FLOPs count matrix products only. The seconds are those of this machine"
-    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=join_labels(alt, "; ")))
-    places = range(len(names))
-    spread = [
-        [m - r[0] for m, r in zip(middle, ratios, strict=True)],
-        [r[-1] - m for m, r in zip(middle, ratios, strict=True)],
-    ]
-    ax.bar([x - 0.2 for x in places], flops, 0.38, color="#4477AA", label=text("FLOPs"))
-    ax.bar(
-        [x + 0.2 for x in places], middle, 0.38, color=COLORS["measured"], yerr=spread,
-        error_kw={"ecolor": "#444444", "capsize": 3, "elinewidth": 1},
-        label=text("CPU seconds (median and range of six rounds)"),
-    )  # fmt: skip
-    for x, f, m in zip(places, flops, middle, strict=True):
-        # at the foot of the bars, where no line shows the range
-        ax.text(x - 0.2, 0.04, f"{f:.2f}", ha="center", va="bottom", color="white")
-        ax.text(x + 0.2, 0.04, f"{m:.2f}", ha="center", va="bottom", color="white")
-    ax.set_xticks(list(places), [text(name) for name in names])
-    ax.set(ylabel=text("ratio to the baseline"), ylim=(0, None))
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    drawn, ax = figure(title, height=3.0)
+    looks = {"ecolor": "#444444", "capsize": 3, "elinewidth": 1}
+    rows, bars = [], ()
+    for x, (name, f, r) in enumerate(zip(names, flops, ratios, strict=True)):
+        m = median(r)
+        spread = {"yerr": [[m - r[0]], [r[-1] - m]], "error_kw": looks}
+        bars = (
+            ax.bar(x - 0.2, f, 0.38, color="#4477AA"),
+            ax.bar(x + 0.2, m, 0.38, color=COLORS["measured"], **spread),
+        )
+        numbers = {"flops": f, "seconds": m, "least": r[0], "most": r[-1]}
+        rows.append({"name": name} | {key: f"{number:.2f}" for key, number in numbers.items()})
+        for shift, key in ((-0.2, "flops"), (0.2, "seconds")):
+            # at the foot of the bars, where no line shows the range
+            write(ax, x + shift, 0.04, rows[-1][key], va="bottom", color="white")
+    ax.set_xticks(range(len(names)), [text(name) for name in names])
+    label_axes(ax, y="ratio to the baseline", ylim=(0, None))
+    labels = [text("FLOPs"), text("CPU seconds (median and range of six rounds)")]
+    ax.legend(bars, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    alt = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
+    drawn.course_alt = listed(alt, rows)
     return shown_once(drawn)
 
 

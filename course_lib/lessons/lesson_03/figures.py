@@ -14,6 +14,7 @@ from course_lib.schedule import Chain, Schedule, simulate, store_all
 from course_lib.schedule.actions import Simulation
 from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import arrow, label_axes, note, points
 
 from .claims import CLAIMS
 from .exercises import (
@@ -41,22 +42,20 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
         measured: Number of segments -> peak in bytes.
         marked: Two numbers of segments to label, before and after the jump.
     """
-    description = [
-        text("k = {k}: {peak} B", k=k, peak=f"{peak / B:.0f}") for k, peak in measured.items()
-    ]
-    alt = text("Measured peaks by the number of segments: {peaks}.", peaks=join_labels(description))
+    peaks = {k: text("k = {k}: {peak} B", k=k, peak=f"{p / B:.0f}") for k, p in measured.items()}
+    alt = text(
+        "Measured peaks by the number of segments: {peaks}.", peaks=join_labels(peaks.values())
+    )
     drawn, ax = figure("From 50 to 51 segments the peak nearly triples", height=3.6, alt=alt)
-    _sweep(ax, depth, measured)
-    before, after = marked
-    ax.annotate(
-        "", (after, measured[after] / B), xytext=(before, measured[before] / B),
-        arrowprops={"arrowstyle": "->", "color": "#222222"},
-    )  # fmt: skip
-    for k, lower in ((before, -9), (after, 0)):
-        ax.annotate(
-            text("k = {k}: {peak} B", k=k, peak=f"{measured[k] / B:.0f}"), (k, measured[k] / B),
-            xytext=(9, lower), textcoords="offset points", va="center",
-        )  # fmt: skip
+    rule = {k: (k * B + depth / k * A + B) / B for k in range(1, depth + 1)}
+    look = {"color": COLORS["predicted"], "alpha": 0.6}
+    points(ax, rule, "-", label=text("the rule, k·B + (L/k)·A + B"), **look)
+    points(ax, measured, ".", unit=B, label=text("measured"))
+    before, after = ((k, measured[k] / B) for k in marked)
+    arrow(ax, before, after)
+    note(ax, peaks[marked[0]], before, (9, -9))
+    note(ax, peaks[marked[1]], after, (9, 0))
+    label_axes(ax, "segments k", "peak (units of B)", xlim=(0, depth + 1), ylim=(0, 2.1 * depth))
     ax.legend()
     drawn.course_larger = 1.15  # the words at k = 51 are next to the legend
     return shown_once(drawn)
@@ -68,48 +67,15 @@ def draw_sweeps(
     """Draw the same for several depths, with the reader's prediction for each k as a dot."""
     title = "The zigzag is the same at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
+    look = {"color": COLORS["predicted"], "alpha": 0.6, "markersize": 3}
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
-        ks = range(1, depth + 1)
-        peaks = [predicted(depth, k) / B for k in ks]
-        ax.plot(
-            ks,
-            peaks,
-            ".",
-            color=COLORS["predicted"],
-            alpha=0.6,
-            markersize=3,
-            label=text("predicted"),
-        )
-        _points(ax, measured)
-        ax.set(title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None), xlabel=text("segments k"))
+        peaks = {k: predicted(depth, k) for k in range(1, depth + 1)}
+        points(ax, peaks, ".", unit=B, label=text("predicted"), **look)
+        points(ax, measured, ".", unit=B, label=text("measured"))
+        label_axes(ax, "segments k", title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None))
     axes[0].set_ylabel(text("peak (units of B)"))
     axes[0].legend()
     return shown_once(drawn)
-
-
-def _sweep(ax: "Axes", depth: int, measured: Mapping[int, int]) -> None:
-    ks = range(1, depth + 1)
-    rule = [(k * B + depth / k * A + B) / B for k in ks]
-    ax.plot(
-        ks, rule, color=COLORS["predicted"], alpha=0.6, label=text("the rule, k·B + (L/k)·A + B")
-    )
-    _points(ax, measured)
-    ax.set(
-        xlim=(0, depth + 1),
-        ylim=(0, 2.1 * depth),
-        xlabel=text("segments k"),
-        ylabel=text("peak (units of B)"),
-    )
-
-
-def _points(ax: "Axes", measured: Mapping[int, int]) -> None:
-    ax.plot(
-        list(measured),
-        [peak / B for peak in measured.values()],
-        ".",
-        color=COLORS["measured"],
-        label=text("measured"),
-    )
 
 
 def peak_and_flops(
@@ -187,40 +153,25 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
         " the same height"
     )
     drawn, axes = figure(title, columns=len(cuts), height=3.4, sharey=True)
-    description = []
+    layer = A / B
+    heads = []
     for ax, (name, places) in zip(axes, cuts.items(), strict=True):
         sizes = [end - start for start, end in pairwise(places)]
         peak = max(j + 2 + size * A // B for j, size in enumerate(sizes))
         for j, size in enumerate(sizes):
-            layers = range(size)
-            ax.bar(
-                j,
-                j + 2,
-                0.84,
-                color=COLORS["input"],
-                label=text("inputs and a gradient") if j == 0 else None,
-            )
-            ax.bar(
-                [j] * size,
-                A / B,
-                0.84,
-                [j + 2 + A / B * layer for layer in layers],
-                color=COLORS["activation"],
-                edgecolor="white",
-                linewidth=0.6,
-                label=text("one layer") if j == 0 else None,
-            )
+            names = ("inputs and a gradient", "one layer") if j == 0 else ("_", "_")
+            ax.bar(j, j + 2, 0.84, color=COLORS["input"], label=text(names[0]))
+            bottoms = [j + 2 + layer * n for n in range(size)]
+            look = {"color": COLORS["activation"], "edgecolor": "white", "linewidth": 0.6}
+            ax.bar([j] * size, layer, 0.84, bottoms, label=text(names[1]), **look)
         ax.axhline(peak, color=COLORS["predicted"], linewidth=1, linestyle="--")
-        head = text("{name}: peak {peak} B", name=text(name), peak=peak)
-        description.append(head)
-        ax.set_title(head)
-        ax.set(xticks=[], xlabel=text("segments, from first to last"))
+        heads.append(text("{name}: peak {peak} B", name=name, peak=peak))
+        label_axes(ax, "segments, from first to last", title=heads[-1], xticks=[])
     axes[0].set_ylabel(text("live (units of B)"))
     axes[-1].legend(loc="upper right")
     drawn.course_larger = 1.15  # the legend is above the columns
-    drawn.course_alt = text(
-        "One column per segment, one box per layer. {peaks}.", peaks=join_labels(description, "; ")
-    )
+    alt = "One column per segment, one box per layer. {peaks}."
+    drawn.course_alt = text(alt, peaks=join_labels(heads, "; "))
     return shown_once(drawn)
 
 
@@ -252,45 +203,38 @@ def schedule_pictures(
         The figure; each pair of panels has the label, the peak and the time as its title.
     """
     fastest = simulate(store_all(chain), chain).time
-    costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
-    longest, most = (
-        max(cost.time for cost in costs.values()),
-        max(cost.peak_bytes for cost in costs.values()),
-    )
+    costs = [simulate(schedule, chain) for schedule in schedules.values()]
+    longest, most = max(cost.time for cost in costs), max(cost.peak_bytes for cost in costs)
     count = len(schedules)
     wide, height = (7.2 if count < 3 else 8.2), panel_height + 2.0
-    drawn, _ = figure(title, rows=2, columns=count, width=wide, height=height, sharex=True)
-    axes = drawn.axes  # first the schedules, then their bytes
-    axes[0].get_gridspec().set_height_ratios([panel_height, 0.6])
-    description = []
-    for (name, schedule), above, below in zip(
-        schedules.items(), axes[:count], axes[count:], strict=True
+    drawn, axes = figure(title, rows=2, columns=count, width=wide, height=height, sharex=True)
+    axes = axes.reshape(2, count)  # first the schedules, then their bytes
+    axes[0, 0].get_gridspec().set_height_ratios([panel_height, 0.6])
+    heads = []
+    for (name, schedule), cost, (above, below) in zip(
+        schedules.items(), costs, axes.T, strict=True
     ):
         schedule.plot(above, chain=chain)
         above.get_legend().remove()
-        cost = costs[name]
-        values = {
-            "peak": f"{cost.peak_bytes / scale:.4g}",
-            "unit": unit,
-            "time": f"{cost.time / fastest:.2f}",
-        }
-        head = text("{name} · {peak} {unit} · {time} ×", name=text(name), **values)
-        description.append(head)
-        above.set_title(head, fontsize=9)
-        above.set(xlabel="", ylabel=text("stage") if above is axes[0] else "", xlim=(0, longest))
+        values = {"peak": f"{cost.peak_bytes / scale:.4g}", "time": f"{cost.time / fastest:.2f}"}
+        heads.append(text("{name} · {peak} {unit} · {time} ×", name=name, unit=unit, **values))
+        above.set_title(heads[-1], fontsize=9)
+        above.set(xlabel="", ylabel="", xlim=(0, longest))
         above.grid(visible=False)
         if rows is not None:
             above.set_yticks(range(len(chain)), rows, fontsize=7)
-        _draw_bytes(below, schedule, chain, most, scale)
+        _draw_bytes(below, schedule, chain, scale)
+        below.set_ylim(0, 1.1 * most / scale)
         below.set_xlabel(text("time (a step that stores all = 1)"), fontsize=8.5)
-    axes[count].set_ylabel(unit)
+    axes[0, 0].set_ylabel(text("stage"))
+    axes[1, 0].set_ylabel(unit)
     ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
-    axes[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
+    axes[-1, -1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
     _legend(drawn)
     drawn.course_alt = text(
         "The actions of each schedule, with time on the x axis and stages on the y axis, and"
         " what is kept meanwhile. Under each of them, the live bytes. Peak and time: {costs}.",
-        costs=join_labels(description, "; "),
+        costs=join_labels(heads, "; "),
     )
     return shown_once(drawn)
 
@@ -309,7 +253,7 @@ def live_bytes(schedule: Schedule, chain: Chain) -> list[tuple[float, float, int
     return [(*edge, count) for edge, count in zip(edges, counts, strict=True)]
 
 
-def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: float) -> None:
+def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, scale: float) -> None:
     """Draw the bytes that are live during each action, with the peak marked."""
     spans = live_bytes(schedule, chain)
     edges = [start for start, _, _ in spans] + [spans[-1][1]]
@@ -318,33 +262,28 @@ def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: 
     ax.stairs(heights, edges, baseline=None, color="#444444", linewidth=0.8)
     start, end, peak = max(spans, key=lambda span: span[2])
     ax.plot([(start + end) / 2], [peak / scale], "o", color="#222222", markersize=4, clip_on=False)
-    ax.set(ylim=(0, 1.1 * most / scale))
     ax.set_yticks([0, round(peak / scale)])
 
 
 def _legend(drawn: "Figure") -> None:
+    """Name the colors of the actions, and the pale ones of what is kept meanwhile."""
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=KEEP_COLORS[kind], label=text(words)) for kind, words in _NAMES.items()]
-    handles += [Patch(color=KEEP_COLORS["all"], alpha=0.25, label=text("all is kept"))]
-    handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("the input is kept"))]
-    handles += [
-        Patch(
-            color=_blend(KEEP_COLORS["input"], 0.35, _blend(KEEP_COLORS["all"], 0.25)),
-            label=text("both are kept"),
-        )
-    ]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
-
-
-def _blend(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple[float, ...]:
-    """Return a transparent color on top of another one, by default white."""
-    from matplotlib.colors import to_rgb
-
-    return tuple(
-        alpha * above + (1 - alpha) * under
-        for above, under in zip(to_rgb(color), below, strict=True)
+    kept = (
+        {"alpha": 0.25, "color": KEEP_COLORS["all"]},
+        {"alpha": 0.35, "color": KEEP_COLORS["input"]},
     )
+    pale = zip(to_rgb(KEEP_COLORS["all"]), to_rgb(KEEP_COLORS["input"]), strict=True)
+    both = [0.35 * above + 0.65 * (0.25 * under + 0.75) for under, above in pale]
+    looks = {
+        **{words: {"color": KEEP_COLORS[kind]} for kind, words in _NAMES.items()},
+        "all is kept": kept[0],
+        "the input is kept": kept[1],
+        "both are kept": {"color": both},
+    }
+    handles = [Patch(label=text(words), **look) for words, look in looks.items()]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
 
 def what_you_may_have_read(

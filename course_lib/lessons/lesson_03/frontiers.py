@@ -11,6 +11,7 @@ from course_lib.schedule import Chain, Cost, frontier, simulate
 from course_lib.schedule.rules import Sizes, segment_schedule
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import behind, label_axes, listed, note
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,32 +120,28 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
         " goes lower"
     )
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
-    description = []
+    rows = []
     for ax, (name, chain) in zip(axes, chains.items(), strict=True):
-        points, cuts = frontier(chain), best_cuts(chain)
-        plain = points[-1].time
-        line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
-        across, up = zip(*((cut.peak_bytes / 1e6, cut.time / plain) for cut in cuts), strict=True)
-        ax.step(
-            *zip(*line, strict=True),
-            where="post",
-            color=COLORS["predicted"],
-            label=text("frontier"),
-        )
-        ax.plot(across, up, "s", color="#4477AA", markersize=4, label=text("best cuts"))
-        ax.set(xlim=(0, None), ylim=(0.98, 1.36), xlabel=text("peak (MB)"))
+        line = frontier(chain)
+        (across, up), (peaks, times) = (_costs(each, line[-1]) for each in (line, best_cuts(chain)))
+        ax.step(across, up, where="post", color=COLORS["predicted"], label=text("frontier"))
+        ax.plot(peaks, times, "s", color="#4477AA", markersize=4, label=text("best cuts"))
+        label_axes(ax, "peak (MB)", xlim=(0, None), ylim=(0.98, 1.36))
         ax.set_title(text(name), fontsize=9)
-        values = {
-            "least": f"{min(across):.1f}",
-            "line": f"{line[0][0]:.1f}",
-            "times": f"{line[0][1]:.2f}",
-        }
-        words = "{name}: cuts reach {least} MB, the frontier {line} MB at {times} times the time"
-        description.append(text(words, name=text(name), **values))
+        row = {"least": f"{min(peaks):.1f}", "line": f"{across[0]:.1f}", "times": f"{up[0]:.2f}"}
+        rows.append({"name": name, **row})
     axes[0].set_ylabel(text("time (× baseline)"))
     axes[0].legend()
-    drawn.course_alt = text("{points}.", points=join_labels(description, "; "))
+    alt = "{name}: cuts reach {least} MB, the frontier {line} MB at {times} times the time"
+    drawn.course_alt = listed(alt, rows)
     return shown_once(drawn)
+
+
+def _costs(points: Sequence[Cost], baseline: Cost) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the peaks in MB, and the times relative to the baseline's."""
+    costs = ((point.peak_bytes / 1e6, point.time / baseline.time) for point in points)
+    across, up = zip(*costs, strict=True)
+    return across, up
 
 
 def draw_frontier(
@@ -161,58 +158,34 @@ def draw_frontier(
         variants: Label -> (name -> (peak in bytes, FLOPs), marker, color); a name is written at its
             point if it contains words.
     """
-    plain = next(iter(lines.values()))[-1].time
+    baseline = next(iter(lines.values()))[-1]
     drawn, ax = figure(title, height=4.0)
-    drawn.course_alt = _frontier_in_words(lines, variants)
-    for (name, points), color in zip(lines.items(), (COLORS["predicted"], EARLY), strict=False):
-        line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
-        ax.step(*zip(*line, strict=True), where="post", color=color, label=text(name))
-    points_run = [
-        (peak / 1e6, flops / plain)
-        for costs, _, _ in variants.values()
-        for peak, flops in costs.values()
-    ]
-    for name, (costs, marker, color) in variants.items():
-        across, up = zip(
-            *((peak / 1e6, flops / plain) for peak, flops in costs.values()), strict=True
-        )
-        ax.plot(across, up, marker, color=color, label=text(name))
-        for word, x, y in zip(costs, across, up, strict=True):
-            if isinstance(word, str):
-                crowded = any(
-                    0 < other - x < 10 and abs(height - y) < 0.05 for other, height in points_run
-                )
-                ax.annotate(
-                    text(word),
-                    (x, y),
-                    xytext=(-4, -12) if crowded else (6, 4),
-                    ha="right" if crowded else "left",
-                    textcoords="offset points",
-                    fontsize=8,
-                    color=color,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
-                )
-    ax.set(
-        xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak (MB)"), ylabel=text("FLOPs (× baseline)")
-    )
-    ax.legend()
-    return shown_once(drawn)
-
-
-def _frontier_in_words(
-    lines: Mapping[str, Sequence[Cost]], variants: Mapping[str, tuple[Mapping, str, str]]
-) -> str:
-    plain, description = next(iter(lines.values()))[-1].time, []
-    for name, points in lines.items():
-        least, most = points[0], points[-1]
-        ends = {"least": f"{least.peak_bytes / 1e6:.1f}", "most": f"{most.peak_bytes / 1e6:.1f}"}
+    alt = []
+    for (name, line), color in zip(lines.items(), (COLORS["predicted"], EARLY), strict=False):
+        across, up = _costs(line, baseline)
+        ax.step(across, up, where="post", color=color, label=text(name))
+        ends = {"least": f"{across[0]:.1f}", "times": f"{up[0]:.2f}", "most": f"{across[-1]:.1f}"}
         words = "{name}: from {least} MB at {times} times the FLOPs to {most} MB at 1"
-        description.append(text(words, name=text(name), times=f"{least.time / plain:.2f}", **ends))
-    for name, (costs, _, _) in variants.items():
-        for word, (peak, flops) in costs.items():
-            called = join_labels([name, word]) if isinstance(word, str) else name
-            values = {"peak": f"{peak / 1e6:.1f}", "times": f"{flops / plain:.3f}"}
-            description.append(
-                text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values)
-            )
-    return text("{points}.", points=join_labels(description, "; "))
+        alt.append(text(words, name=name, **ends))
+    runs = [
+        (name, word, color, (peak / 1e6, flops / baseline.time))
+        for name, (costs, _, color) in variants.items()
+        for word, (peak, flops) in costs.items()
+    ]
+    for name, (_, marker, color) in variants.items():
+        across, up = zip(*(point for of, *_, point in runs if of == name), strict=True)
+        ax.plot(across, up, marker, color=color, label=text(name))
+    for name, word, color, (x, y) in runs:
+        named = isinstance(word, str)
+        values = {"peak": f"{x:.1f}", "times": f"{y:.3f}"}
+        called = join_labels([name, word]) if named else name
+        alt.append(text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values))
+        if named:
+            crowded = any(0 < a - x < 10 and abs(b - y) < 0.05 for *_, (a, b) in runs)
+            offset, side = ((-4, -12), "right") if crowded else ((6, 4), "left")
+            look = {"ha": side, "va": "baseline", "fontsize": 8, "color": color}
+            note(ax, word, (x, y), offset, bbox=behind("white", 0.5) | {"alpha": 0.8}, **look)
+    label_axes(ax, "peak (MB)", "FLOPs (× baseline)", xlim=xlim, ylim=(0.98, 1.72))
+    ax.legend()
+    drawn.course_alt = text("{points}.", points=join_labels(alt, "; "))
+    return shown_once(drawn)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from course_lib.labels import join_labels
 from course_lib.lessons.ledger import PARAMETERS
 from course_lib.simulated import SimulatedDevice
-from course_lib.simulated.lanes import LANE_COLORS
+from course_lib.simulated.lanes import LANE_COLORS, LANE_NAMES
 from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import arrow, label_axes, note, points, write
 
 from .claims import CLAIMS
 from .simulation import (
@@ -16,7 +17,6 @@ from .simulation import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: Name, bytes, and bandwidth to the next tier, for an H100 and its server.
@@ -30,24 +30,19 @@ _TIERS = (
 
 def draw_tiers() -> "Figure":
     """Draw four tiers as boxes of increasing width, with arrows between them, from data sheets."""
-    description = [
-        text("{name}: {size}", name=text(name), size=text(size)) for name, size, _ in _TIERS
-    ]
-    alt = text("Four tiers: {tiers}. Between them {links}.", tiers=join_labels(description, "; "),
-               links=join_labels([text(link) for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
-    drawn, ax = figure(
-        "Each lower tier holds more, and access to it is slower", height=3.1, alt=alt
-    )
-    for i, (name, size, link) in enumerate(_TIERS):
+    names = [text("{name}: {size}", name=name, size=size) for name, size, _ in _TIERS]
+    alt = text("Four tiers: {tiers}. Between them {links}.", tiers=join_labels(names, "; "),
+               links=join_labels([link for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
+    title = "Each lower tier holds more, and access to it is slower"
+    drawn, ax = figure(title, height=3.1, alt=alt)
+    for i, (name, (*_, link)) in enumerate(zip(names, _TIERS, strict=True)):
         half, top = 1.0 + 0.55 * i, -1.3 * i
         ax.fill_between([-half, half], top - 0.7, top, color="#DDE6EE", edgecolor="#004488")
-        label = text("{name}: {size}", name=text(name), size=text(size))
-        ax.text(0, top - 0.35, label, ha="center", va="center", fontsize=10)
+        write(ax, 0, top - 0.35, name, fontsize=10)
         if link:
-            arrow = {"arrowstyle": "<->", "color": "#222222", "linewidth": 1.4}
-            arrow |= {"mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}  # heads do not grow
-            ax.annotate("", (-0.3, top - 1.28), xytext=(-0.3, top - 0.72), arrowprops=arrow)
-            ax.text(-0.1, top - 1.0, text(link), va="center", fontsize=10)
+            look = {"linewidth": 1.4, "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
+            arrow(ax, (-0.3, top - 0.72), (-0.3, top - 1.28), "<->", **look)
+            write(ax, -0.1, top - 1.0, link, ha="left", fontsize=10)
     ax.set(xlim=(-3.2, 3.2), ylim=(-4.75, 0.1))
     ax.axis("off")
     return shown_once(drawn)
@@ -64,6 +59,8 @@ _STEPS = {
 def draw_step(p: int, run: tuple[SimulatedDevice, float, int], plain: float) -> "Figure":
     """Draw the lanes of compute and of copies both ways, with the live bytes below.
 
+    The bytes are relative to those that were live before the step.
+
     Args:
         p: Number of storages that are fetched ahead.
         run: The device after its block, when the step began, and live bytes at that time.
@@ -79,18 +76,13 @@ def draw_step(p: int, run: tuple[SimulatedDevice, float, int], plain: float) -> 
     drawn, (lanes, below) = figure(title, rows=2, height=3.0, sharex=True, alt=alt)
     device.plot(lanes, since=began)
     device.plot_bytes(below, since=began)
-    _above(below, held, (device.peak_bytes - held) / 1e6)
+    low, high = held / 1e6, device.peak_bytes / 1e6
+    below.set(ylim=(low, low + 1.1 * (high - low)), ylabel=text("MB"))
+    below.set_yticks([low, low + 5, low + 10], ["0", "5", "10"])
     lanes.axvline(plain, color="#222222", linewidth=1.0, linestyle="--")
     lanes.set(xlabel="", xlim=(0, 1.36 * plain))
-    lanes.annotate(
-        text("without copies"),
-        (plain, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="center",
-        fontsize=9,
-    )
+    look = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "baseline"}
+    note(lanes, "without copies", (plain, 1.0), (0, 3), fontsize=9, **look)
     return shown_once(drawn)
 
 
@@ -113,15 +105,6 @@ def draw_forward(run: tuple[SimulatedDevice, float, int], shown: float) -> "Figu
     return shown_once(drawn)
 
 
-def _above(ax: "Axes", held: int, top: float) -> None:
-    """Show bytes relative to those that were live before the step."""
-    ax.set_ylim(held / 1e6, held / 1e6 + 1.1 * top)
-    ax.set_yticks([held / 1e6, held / 1e6 + 5, held / 1e6 + 10], ["0", "5", "10"])
-    ax.set_ylabel(text("MB"))
-
-
-_STYLES = ("-", "--", ":")
-_MARKERS = ("o", "s", "D")
 #: Time without copies of 16 layers with f = 1 and g = 2: 16 f + 16 g - f.
 _BASE = 47
 
@@ -133,58 +116,41 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
         typed: The reader's `step_time`, evaluated for 16 layers with f = 1 and g = 2.
         clock: (c, p) -> simulated time; both in units of f.
     """
-    description = [
+    times = [
         text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / _BASE:.2f}")
         for (c, p), t in clock.items()
     ]
-    alt = text(
-        "Times relative to the step without copies: {points}.",
-        points=join_labels(description, "; "),
-    )
+    alt = "Times relative to the step without copies: {points}."
     title = (
         "Up to the threshold c = f/2, fetching two ahead is almost free, but fetching none is not"
     )
-    drawn, ax = figure(title, height=3.6, alt=alt)
+    drawn, ax = figure(title, height=3.6, alt=text(alt, points=join_labels(times, "; ")))
     across = [i / 50 for i in range(1, 106)]
-    for p, style, marker in zip((0, 1, 2), _STYLES, _MARKERS, strict=True):
-        line = [typed(16, 1.0, 2.0, c, p) for c in across]
-        if None not in line:  # otherwise the formula is not written yet
-            ax.plot(
-                across,
-                [seconds / _BASE for seconds in line],
-                style,
-                color=COLORS["predicted"],
-            )
-        points = {c: t / _BASE for (c, ahead), t in clock.items() if ahead == p}
-        ax.plot(
-            list(points),
-            list(points.values()),
-            marker,
-            color=COLORS["measured"],
-            label=text("p = {p}", p=p),
-        )
+    for p, (style, marker) in enumerate((("-", "o"), ("--", "s"), (":", "D"))):
+        line = {c: typed(16, 1.0, 2.0, c, p) for c in across}
+        if None not in line.values():  # otherwise the formula is not written yet
+            points(ax, line, style, unit=_BASE, color=COLORS["predicted"])
+        measured = {c: t for (c, ahead), t in clock.items() if ahead == p}
+        points(ax, measured, marker, unit=_BASE, label=text("p = {p}", p=p))
     ax.vlines(0.5, 0, 2.6, color="#888888", linewidth=0.8)  # ends below the legend
-    ax.text(0.52, 0.1, text("threshold"), fontsize=9)
-    ax.set(
-        xlim=(0, 2.1),
-        ylim=(0, 4.9),
-        xlabel=text("time of a copy (in units of f)"),
-        ylabel=text("time (× baseline)"),
-    )
+    write(ax, 0.52, 0.1, "threshold", ha="left", va="baseline", fontsize=9)
+    label_axes(ax, "time of a copy (in units of f)", "time (× baseline)", xlim=(0, 2.1))
+    ax.set_ylim(0, 4.9)
     title = text("line: your formula; points: clock")
     ax.legend(loc="upper left", title=title, ncols=3, alignment="left", columnspacing=1.2)
     return shown_once(drawn)
 
 
-#: (lane, start, length, label) of the operations on one storage.
+#: Lanes from top to bottom, and (lane, start, length, label) of the operations on one storage.
+_LANES = ("compute", "down", "up", "host")
 _BOXES = (
     (0, 0.0, 1.6, "make"),
     (1, 1.9, 3.2, "copy"),
     (0, 5.4, 1.9, "release"),
     (2, 7.6, 3.2, "copy"),
     (0, 11.1, 1.6, "use"),
+    (3, 5.4, 1.9, "read"),
 )
-_HOST = (3, 5.4, 1.9, "read")
 
 
 def draw_order() -> "Figure":
@@ -194,35 +160,18 @@ def draw_order() -> "Figure":
         " This copy points to “release”, “read” on the host and the copy to the GPU. The copy to"
         " the GPU points to “use”."
     )
-    drawn, ax = figure(
-        "Each arrow is a wait. Without it, nothing determines which of the two comes first",
-        height=2.7,
-        alt=alt,
-    )
-    kinds = ("compute", "down", "up", "host")
-    for lane, start, length, label in (*_BOXES, _HOST):
-        light = kinds[lane] == "up"
-        ax.broken_barh([(start, length)], (-lane - 0.35, 0.7), color=LANE_COLORS[kinds[lane]])
-        color = "black" if light else "white"
-        ax.text(
-            start + length / 2,
-            -lane,
-            text(label),
-            ha="center",
-            va="center",
-            color=color,
-            fontsize=9,
-        )
-    boxes = (*_BOXES, _HOST)
+    title = "Each arrow is a wait. Without it, nothing determines which of the two comes first"
+    drawn, ax = figure(title, height=2.7, alt=alt)
+    for lane, start, length, label in _BOXES:
+        kind = _LANES[lane]
+        ax.broken_barh([(start, length)], (lane - 0.35, 0.7), color=LANE_COLORS[kind])
+        color = "black" if kind == "up" else "white"
+        write(ax, start + length / 2, lane, label, color=color, fontsize=9)
     for before, after in ((0, 1), (1, 2), (1, 5), (1, 3), (3, 4)):
-        (lane, start, length, _), (to, begin, *_) = boxes[before], boxes[after]
-        arrow = {"arrowstyle": "->", "color": "#222222", "linewidth": 1.3}
-        ax.annotate("", (begin, -to), xytext=(start + length, -lane), arrowprops=arrow)
-    ax.set_yticks(
-        [0, -1, -2, -3],
-        [text(name) for name in ("compute", "to the host (D2H)", "to the GPU (H2D)", "host")],
-    )
-    ax.set(xlim=(-0.2, 12.9), ylim=(-3.6, 0.6), xticks=[], xlabel=text("time"))
+        (lane, start, length, _), (to, begin, *_) = _BOXES[before], _BOXES[after]
+        arrow(ax, (start + length, lane), (begin, to), linewidth=1.3)
+    ax.set_yticks(range(4), [LANE_NAMES[lane] for lane in _LANES])
+    label_axes(ax, "time", xlim=(-0.2, 12.9), ylim=(3.6, -0.6), xticks=[])
     return shown_once(drawn)
 
 
@@ -236,14 +185,11 @@ def draw_pages(
         peaks: MiB of a page -> bytes.
         plain: Peak in bytes with all the state in memory.
     """
-    description = [
-        text("{mib} MiB: {peak} MB", mib=mib, peak=f"{peak / 1e6:.1f}")
-        for mib, peak in peaks.items()
-    ]
+    sizes = [text("{mib} MiB: {peak} MB", mib=m, peak=f"{p / 1e6:.1f}") for m, p in peaks.items()]
     alt = text(
         "Peak of the optimizer step for each page size: {peaks}. With all the state in"
         " memory: {plain} MB.",
-        peaks=join_labels(description, "; "),
+        peaks=join_labels(sizes, "; "),
         plain=f"{plain / 1e6:.1f}",
     )
     title = (
@@ -251,30 +197,18 @@ def draw_pages(
         " is saved"
     )
     drawn, ax = figure(title, height=3.2, alt=alt)
-    across = [i / 4 for i in range(4, 141)]
-    line = [typed(PARAMETERS, int(mib * 2**20)) for mib in across]
-    if None not in line:  # otherwise the formula is not written yet
-        ax.plot(
-            across,
-            [peak / 1e6 for peak in line],
-            color=COLORS["predicted"],
-            label=text("your formula"),
-        )
-    heights = [peak / 1e6 for peak in peaks.values()]
-    ax.plot(list(peaks), heights, "o", color=COLORS["measured"], label=text("measured"))
-    lines = (
+    line = {i / 4: typed(PARAMETERS, int(i / 4 * 2**20)) for i in range(4, 141)}
+    if None not in line.values():  # otherwise the formula is not written yet
+        label = text("your formula")
+        points(ax, line, "-", unit=1e6, color=COLORS["predicted"], label=label)
+    points(ax, peaks, unit=1e6, label=text("measured"))
+    for height, x, side, name in (
         (55.0, 35, "right", "weights and gradients"),
         (plain / 1e6, 0.4, "left", "all the state in memory"),
-    )
-    for height, x, side, name in lines:
+    ):
         ax.axhline(height, color="#888888", linewidth=0.9, linestyle="--")
-        ax.text(x, height + 2, text(name), ha=side, fontsize=9)
-    ax.set(
-        xlim=(0, 35.5),
-        ylim=(0, 130),
-        xlabel=text("page size (MiB)"),
-        ylabel=text("peak of the step (MB)"),
-    )
+        write(ax, x, height + 2, name, ha=side, va="baseline", fontsize=9)
+    label_axes(ax, "page size (MiB)", "peak of the step (MB)", xlim=(0, 35.5), ylim=(0, 130))
     ax.legend(loc="lower right")
     return shown_once(drawn)
 
@@ -291,18 +225,17 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
     widths = [512 * 2 ** (i / 4) for i in range(27)]
     title = "Above a link's line, copies can hide. Checkpointed inputs get there at a smaller h"
     drawn, ax = figure(title, height=3.8)
-    ticks = [1024, 4096, 16384]
     ax.set(xscale="log", yscale="log", xlim=(512, 120000), ylim=(500, 2e6))
-    ax.set(xlabel=text("hidden size h"), ylabel=text("FLOPs per byte"))
-    ax.set(xticks=ticks, xticklabels=[str(tick) for tick in ticks])
+    label_axes(ax, "hidden size h", "FLOPs per byte")
+    ax.set_xticks([1024, 4096, 16384], ["1024", "4096", "16384"])
     variants = {"everything saved, 34 h": (34, "-"), "checkpointed inputs, 2 h": (2, "--")}
     for name, (factor, style) in variants.items():
-        intensity = [(24 * h + 2 * 4096) / factor for h in widths]
-        ax.plot(widths, intensity, style, color=COLORS["predicted"], label=text(name))
+        line = {h: (24 * h + 2 * 4096) / factor for h in widths}
+        points(ax, line, style, color=COLORS["predicted"], label=text(name))
     for name, bandwidth in links.items():
         ax.axhline(rate / bandwidth, color="#888888", linewidth=0.8, linestyle="--")
         place = (50000, rate / bandwidth)  # right of the curves
-        ax.annotate(name, place, xytext=(0, 2), textcoords="offset points", fontsize=9)
+        note(ax, name, place, (0, 2), va="baseline", fontsize=9)
     ax.legend(loc="upper left", fontsize=9)
     return shown_once(drawn)
 

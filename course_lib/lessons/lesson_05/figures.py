@@ -5,8 +5,9 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from course_lib.labels import join_labels
-from course_lib.teaching import COLORS, Table, category_label, claims, figure, table, text
-from course_lib.teaching.figures import category_look, shown_once
+from course_lib.teaching import COLORS, Table, claims, figure, table, text
+from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import box, label_axes, listed, note, points, stacked_bars, write
 
 from .bugs import PLANTED
 from .claims import CLAIMS
@@ -29,40 +30,26 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         meters: Sequences in a micro-batch -> a meter of the step.
         line: Function of m that returns predicted bytes; drawn from 0 to 4.
     """
-    description = [
-        text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}")
-        for m in sorted(meters)
-    ]
+    peaks = {m: meter.peak_bytes / 1e6 for m, meter in meters.items()}
+    alt = listed("m = {m}: {peak} MB", [{"m": m, "peak": f"{peaks[m]:.1f}"} for m in sorted(peaks)])
     title = "Activations shrink with the micro-batch, and 110 MB stay"
-    drawn, ax = figure(
-        title, height=3.6, alt=text("{points}.", points=join_labels(description, "; "))
-    )
-    for m, meter in meters.items():
-        bottom = 0.0
-        for part in _PARTS:
-            here = meter.at_peak()[part] / 1e6
-            label = category_label(part) if m == min(meters) else None
-            ax.bar(m, here, bottom=bottom, width=0.5, label=label, **category_look(part))
-            bottom += here
-        above, side = (9, "center") if m < 8 else (-12, "right")
-        ax.text(m - (0.35 if m == 8 else 0), bottom + above, f"{bottom:.1f}", ha=side, fontsize=9)
+    drawn, ax = figure(title, height=3.6, alt=alt)
+    bars = {m: meter.at_peak() for m, meter in meters.items()}
+    for m, end in zip(bars, stacked_bars(ax, bars, _PARTS, 0.5, upright=True), strict=True):
+        x, above, side = (m, 9, "center") if m < 8 else (m - 0.35, -12, "right")
+        write(ax, x, end + above, f"{end:.1f}", ha=side, va="baseline", fontsize=9)
     if (ends := (line(2), line(4))) != (None, None):  # None if the reader has no formula yet
         at = [(ends[0] + (m - 2) * (ends[1] - ends[0]) / 2) / 1e6 for m in (0, 4, 8)]
         ax.plot([0, 4], at[:2], color=COLORS["predicted"], linewidth=1.4)
         ax.plot([4, 8], at[1:], color=COLORS["predicted"], linewidth=1.2, linestyle=":")
-        ax.text(3, at[1] - 52, text("your line"), ha="center", fontsize=9)
-    if single := meters.get(8):
-        top, missing = single.peak_bytes / 1e6, single.at_peak()["parameter"] / 1e6
+        write(ax, 3, at[1] - 52, "your line", va="baseline", fontsize=9)
+    if 8 in bars:
+        missing = bars[8]["parameter"] / 1e6
         look = {"facecolor": "none", "edgecolor": COLORS["gradient"], "linestyle": "--"}
-        ax.bar(8, missing, bottom=top, width=0.5, **look)
-        ax.text(8.4, top + missing / 2, text("no gradients yet"), va="center", fontsize=9)
-    ax.set(
-        xlabel=text("sequences per micro-batch (of 8)"),
-        ylabel=text("peak (MB)"),
-        xlim=(-0.2, 10.6),
-        ylim=(0, 325),
-    )
-    ax.set_xticks([0, *meters])
+        ax.bar(8, missing, bottom=peaks[8], width=0.5, **look)
+        write(ax, 8.4, peaks[8] + missing / 2, "no gradients yet", ha="left", fontsize=9)
+    label_axes(ax, "sequences per micro-batch (of 8)", "peak (MB)", ticks=[0, *meters])
+    ax.set(xlim=(-0.2, 10.6), ylim=(0, 325))
     ax.legend(fontsize=9, loc="center right")
     drawn.course_larger = 1.0  # a larger legend would cover the last bar
     return shown_once(drawn)
@@ -76,43 +63,27 @@ def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "F
         errors: Samples in a micro-batch -> relative errors of the gradient, one per batch.
     """
     say = [sum(tokens) / (len(tokens) * each) for each in tokens]
+    ranges = [f"{size}: {min(each):.0%} – {max(each):.0%}" for size, each in errors.items()]
     alt = text(
         "A token has {least} to {most} times its fair weight. Error of the gradient by samples"
         " per micro-batch: {points}.",
         least=f"{min(say):.2f}",
         most=f"{max(say):.1f}",
-        points=join_labels(
-            [f"{size}: {min(each):.0%} – {max(each):.0%}" for size, each in errors.items()], "; "
-        ),
+        points=join_labels(ranges, "; "),
     )
     title = "A token of a short sample has a larger weight"
     drawn, (left, right) = figure(title, columns=2, height=3.2, alt=alt)
     left.plot(tokens, say, "o", color=COLORS["measured"], alpha=0.8)
     left.axhline(1, color=COLORS["predicted"], linewidth=1.2)
-    left.set(
-        xscale="log",
-        yscale="log",
-        xlabel=text("characters in the sample"),
-        ylabel=text("weight of one character"),
-    )
-    left.set_xticks([16, 32, 64, 128], ["16", "32", "64", "128"])
+    left.set(xscale="log", yscale="log")
+    label_axes(left, "characters in the sample", "weight of one character", ticks=[16, 32, 64, 128])
     left.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     left.minorticks_off()
     for size, found in errors.items():
-        right.plot(
-            [size] * len(found),
-            [100 * each for each in found],
-            "o",
-            color=COLORS["measured"],
-            alpha=0.6,
-        )
-    right.set(
-        xscale="log",
-        xlabel=text("samples per micro-batch (of 16)"),
-        ylabel=text("gradient error (%)"),
-        ylim=(0, None),
-    )
-    right.set_xticks(list(errors), [str(size) for size in errors])
+        percent = [100 * each for each in found]
+        right.plot([size] * len(found), percent, "o", color=COLORS["measured"], alpha=0.6)
+    right.set(xscale="log", ylim=(0, None))
+    label_axes(right, "samples per micro-batch (of 16)", "gradient error (%)", ticks=errors)
     right.minorticks_off()
     return shown_once(drawn)
 
@@ -135,37 +106,21 @@ def draw_order() -> "Figure":
         " the three remaining micro-batches run, and the same operations follow once more."
     )
     title = "Each micro-batch adds to the gradients; all other work is done once per step"
-    words = join_labels([text(name) for name in _ONCE])
-    drawn, ax = figure(title, height=2.6, alt=text(alt, once=words))
-    at = 0.0
+    drawn, ax = figure(title, height=2.6, alt=text(alt, once=join_labels(_ONCE)))
+    at, edge = 0.0, {"edgecolor": "#888888", "linewidth": 0.8}
     for count in (4, 3):
         for _ in range(count):
-            ax.add_patch(_box(at, 1.25, "#EEEEEE"))
-            ax.text(
-                at + 0.575,
-                0.5,
-                text("forward\nbackward"),
-                ha="center",
-                va="center",
-                fontsize=8,
-            )
+            box(ax, (at, 0), 1.15, 1, facecolor="#EEEEEE", **edge)
+            write(ax, at + 0.575, 0.5, "forward\nbackward", fontsize=8)
             at += 1.25
-        ax.add_patch(_box(at, 2.5, "#FBE0CC"))
+        box(ax, (at, 0), 2.4, 1, facecolor="#FBE0CC", **edge)
         for place, name in enumerate(_ONCE):
-            ax.text(
-                at + 1.2, 0.91 - 0.137 * place, text(name), ha="center", va="center", fontsize=8.5
-            )
+            write(ax, at + 1.2, 0.91 - 0.137 * place, name, fontsize=8.5)
         at += 2.9
     ax.set(xlim=(-0.1, at), ylim=(-0.05, 1.05))
     ax.axis("off")
     drawn.course_larger = 1.0  # larger words would not fit into the boxes
     return shown_once(drawn)
-
-
-def _box(left: float, width: float, color: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((left, 0), width - 0.1, 1, facecolor=color, edgecolor="#888888", linewidth=0.8)
 
 
 def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -191,33 +146,35 @@ def draw_training() -> "Figure":
     """
     made = load_record()
     found, every = differences(made["runs"]), made["every"]
-    last = list(zip(*(each[-1] for each in found.values()), strict=True))
-    below, above = sum(x < 0 for x in last[0]), sum(x > 0 for x in last[1])
-    description = (
+    short, long = zip(*(each[-1] for each in found.values()), strict=True)
+    alt = text(
         "After {steps} steps, the loss of the mean of means is lower on short samples for"
-        " {below} of {n} seeds, and higher on long samples for {above}."
+        " {below} of {n} seeds, and higher on long samples for {above}.",
+        steps=made["steps"],
+        below=sum(x < 0 for x in short),
+        above=sum(x > 0 for x in long),
+        n=len(found),
     )
-    alt = text(description, steps=made["steps"], below=below, above=above, n=len(found))
     title = "The mean of means is mostly better on short samples and worse on long ones"
     drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=alt)
-    for place, (ax, name) in enumerate(
-        zip(panels, ("on lines of code", "on paragraphs"), strict=True)
-    ):
-        for looks in found.values():
-            steps = [every * i for i in range(len(looks))]
-            ax.plot(
-                steps,
-                [each[place] for each in looks],
-                color=COLORS["measured"],
-                alpha=0.35,
-                linewidth=1.2,
-            )
-            ax.plot(steps[-1], looks[-1][place], "o", color=COLORS["measured"], markersize=4.5)
-        ax.axhline(0, color=COLORS["predicted"], linewidth=1.2)
-        ax.set_title(text(name))
-        ax.set(xlabel=text("step"), xlim=(0, 126))
+    for place, name in enumerate(("on lines of code", "on paragraphs")):
+        for pairs in found.values():
+            line = [pair[place] for pair in pairs]
+            steps = [every * i for i in range(len(line))]
+            panels[place].plot(steps, line, color=COLORS["measured"], alpha=0.35, linewidth=1.2)
+            points(panels[place], {steps[-1]: line[-1]}, markersize=4.5)
+        panels[place].axhline(0, color=COLORS["predicted"], linewidth=1.2)
+        panels[place].set_title(text(name))
+        label_axes(panels[place], "step", xlim=(0, 126))
     panels[0].set_ylabel(text("difference in loss"))
     return shown_once(drawn)
+
+
+#: dtype of the sums -> color, style, name, and color of the name.
+_SUMS = {
+    "bf16": (COLORS["measured"], "o-", "sums in bf16", "#A84B0C"),
+    "fp32": (_OTHER, "s--", "sums in fp32", "#555555"),
+}
 
 
 def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
@@ -226,10 +183,6 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     Args:
         errors: "bf16" and "fp32" -> number of micro-batches -> relative errors, one for each seed.
     """
-    looks = {
-        "bf16": (COLORS["measured"], "o-", "sums in bf16"),
-        "fp32": (_OTHER, "s--", "sums in fp32"),
-    }
     title = "With more micro-batches, sums in bf16 become less exact, but sums in fp32 do not"
     alt = (
         "With sums in bf16, the error rises from 1 micro-batch to 256 to about three times its"
@@ -237,34 +190,15 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     )
     drawn, ax = figure(title, height=3.2, alt=alt)
     for kind, each in errors.items():
-        color, style, name = looks[kind]
-        counts, means = list(each), [100 * mean(found) for found in each.values()]
-        ax.plot(counts, means, style, color=color)
+        color, style, name, dark = _SUMS[kind]
+        means = {n: 100 * mean(found) for n, found in each.items()}
+        points(ax, means, style, color=color)
         for n, found in each.items():
-            ax.plot(
-                [n] * len(found),
-                [100 * one for one in found],
-                ".",
-                color=color,
-                alpha=0.5,
-                markersize=4,
-            )
-        ax.annotate(
-            text(name),
-            (counts[-1], means[-1]),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color="#A84B0C" if kind == "bf16" else "#555555",
-        )
-    ax.set(
-        xscale="log",
-        xlabel=text("micro-batches"),
-        ylabel=text("gradient error (%)"),
-        ylim=(0, None),
-        xlim=(0.8, 900),
-    )
-    ax.set_xticks(list(errors["bf16"]), [str(n) for n in errors["bf16"]])
+            percent = [100 * one for one in found]
+            ax.plot([n] * len(found), percent, ".", color=color, alpha=0.5, markersize=4)
+        note(ax, name, list(means.items())[-1], color=dark)
+    ax.set(xscale="log", ylim=(0, None), xlim=(0.8, 900))
+    label_axes(ax, "micro-batches", "gradient error (%)", ticks=errors["bf16"])
     ax.minorticks_off()
     return shown_once(drawn)
 

@@ -21,6 +21,7 @@ from course_lib.teaching import (
     timelines,
 )
 from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import label_axes, note
 
 from .claims import CLAIMS
 from .exercises import peak_phase
@@ -140,38 +141,26 @@ def waterfall_picture(
         measured: Peak of each step in bytes.
         budget_bytes: The budget, drawn as a line.
     """
-    peaks = join_labels(
-        (
-            text("{name} {peak}", name=name, peak=f"{each.peak_bytes / 1e6:,.0f}")
-            for name, each in zip(names, estimates, strict=True)
-        ),
-        "; ",
-    )
-    alt = text(
-        "Predicted peaks (MB): {peaks}. The budget is {budget} MB.",
-        peaks=peaks,
-        budget=f"{budget_bytes / 1e6:,.0f}",
-    )
+    sizes = [f"{found.peak_bytes / 1e6:,.0f}" for found in estimates]
+    peaks = [text("{name} {peak}", name=n, peak=p) for n, p in zip(names, sizes, strict=True)]
+    budget = f"{budget_bytes / 1e6:,.0f}"
+    alt = "Predicted peaks (MB): {peaks}. The budget is {budget} MB."
+    alt = text(alt, peaks=join_labels(peaks, "; "), budget=budget)
     drawn, ax = figure(title, height=4.6, alt=alt)
     shown = [_IN_LINES.get(name, name) for name in names]
     labels = {name: category_label(name) for name in CATEGORIES}
     labels |= {"measured": text("measured"), "budget": text("budget")}
-    waterfall(
-        estimates, measured=measured, budget_bytes=budget_bytes, names=shown, labels=labels, ax=ax
-    )
+    options = {"measured": measured, "budget_bytes": budget_bytes, "names": shown}
+    waterfall(estimates, **options, labels=labels, ax=ax)
     ax.grid(False)
     return shown_once(drawn)
 
 
 def both_timelines(with_checkpoints: MemoryMeter, without_checkpoints: MemoryMeter) -> "Figure":
     """Draw the steps of two recipes that offload activations, one of them with checkpoints."""
-    meters = {
-        "with checkpoints": with_checkpoints,
-        "without checkpoints": without_checkpoints,
-    }
-    return timelines(
-        meters, title="The peak is lower without checkpoints, because only single tensors come back"
-    )
+    title = "The peak is lower without checkpoints, because only single tensors come back"
+    meters = {"with checkpoints": with_checkpoints, "without checkpoints": without_checkpoints}
+    return timelines(meters, title=title)
 
 
 def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> "Figure":
@@ -182,36 +171,20 @@ def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> 
         names: Labels of the two.
     """
     equal = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
-    ratios = [10 * 1.06**n for n in range(60)]
-    least = min(first.flops, second.flops)
+    ratios, least = [10 * 1.06**n for n in range(60)], min(first.flops, second.flops)
     alt = text("The two lines cross at {equal} FLOP per byte.", equal=f"{equal:.1f}")
-    drawn, ax = figure(
-        "The machine decides which of the two recipes is faster", height=2.9, alt=alt
-    )
-    for found, name, color in zip(
-        (first, second), names, (COLORS["predicted"], COLORS["measured"]), strict=True
-    ):
+    title = "The machine decides which of the two recipes is faster"
+    drawn, ax = figure(title, height=2.9, alt=alt)
+    colors = (COLORS["predicted"], COLORS["measured"])
+    for found, name, color in zip((first, second), names, colors, strict=True):
         times = [(found.flops + ratio * found.moved_bytes) / least for ratio in ratios]
         ax.plot(ratios, times, color=color)
-        ax.annotate(
-            text(name),
-            (ratios[-1], times[-1]),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-        )
+        note(ax, name, (ratios[-1], times[-1]), (4, 0), color=color)
     ax.axvline(equal, color="black", linestyle="--", linewidth=1)
-    ax.annotate(f"{equal:.1f}", (equal, 0.15), xytext=(4, 0), textcoords="offset points")
-    ax.set(
-        xscale="log",
-        xlim=(10, 700),
-        ylim=(0, 5),
-        xlabel=text("FLOP per byte (rate / link)"),
-        ylabel=text("time (× baseline)"),
-    )
-    ax.set_xticks([10, 30, 100, 300], ["10", "30", "100", "300"])
-    ax.xaxis.set_minor_formatter("")
+    note(ax, f"{equal:.1f}", (equal, 0.15), (4, 0), va="baseline")
+    ax.set(xscale="log", xlim=(10, 700), ylim=(0, 5))
+    words = "FLOP per byte (rate / link)", "time (× baseline)"
+    label_axes(ax, *words, ticks=[10, 30, 100, 300])
     return shown_once(drawn)
 
 
@@ -238,55 +211,40 @@ def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int
         raise ValueError("points must contain at least one stored estimate, got none")
     rate = RATES["laptop"].fp32_flops
     seconds = {point: (point.flops + intensity * point.moved_bytes) / rate for point in points}
-    fitting = sorted(
-        (p for p in points if p.peak_bytes <= budget * 1e6),
-        key=lambda p: (seconds[p], p.peak_bytes),
-    )
-    if fitting:
+    fitting = [p for p in points if p.peak_bytes <= budget * 1e6]
+    best = min(fitting, key=lambda p: (seconds[p], p.peak_bytes), default=None)
+    if best:
         title = text(
             "{budget} MB, {intensity} FLOP per byte: {count} recipes fit, the fastest takes"
             " {seconds} s",
             budget=budget,
             intensity=intensity,
             count=len(fitting),
-            seconds=f"{seconds[fitting[0]]:.3f}",
+            seconds=f"{seconds[best]:.3f}",
         )
     else:
         least = min(p.peak_bytes for p in points) / 1e6
-        title = text(
-            "No recipe fits into {budget} MB, the smallest needs {least:.1f} MB",
-            budget=budget,
-            least=least,
-        )
+        title = "No recipe fits into {budget} MB, the smallest needs {least:.1f} MB"
+        title = text(title, budget=budget, least=least)
     drawn, ax = figure(title, height=3.4)
     for kind, (marker, name) in _MARKERS.items():
-        some = [
-            p
-            for p in points
-            if (p.recipe.checkpoint != "none", p.recipe.offload_activations) == kind
-        ]
         for inside in (True, False):
-            here = [p for p in some if (p.peak_bytes <= budget * 1e6) == inside]
-            ax.plot(
-                [p.peak_bytes / 1e6 for p in here],
-                [seconds[p] for p in here],
-                marker,
-                color=COLORS["measured"] if inside else COLORS["input"],
-                label=text(name) if inside else "_",
-            )
-    if fitting:
-        ax.set_title(
-            text("recipe: {recipe}", recipe=str(fitting[0].recipe)), loc="left", fontsize=9
-        )
-        best = (fitting[0].peak_bytes / 1e6, seconds[fitting[0]])
-        ax.plot(*best, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
+            here = [
+                (p.peak_bytes / 1e6, seconds[p])
+                for p in points
+                if (p.recipe.checkpoint != "none", p.recipe.offload_activations) == kind
+                and (p.peak_bytes <= budget * 1e6) == inside
+            ]
+            color, label = (COLORS["measured"], name) if inside else (COLORS["input"], "_")
+            across, up = zip(*here, strict=True) if here else ((), ())
+            ax.plot(across, up, marker, color=color, label=text(label))
+    if best:
+        ax.set_title(text("recipe: {recipe}", recipe=str(best.recipe)), loc="left", fontsize=9)
+        look = {"markersize": 14, "markerfacecolor": "none", "markeredgecolor": "black"}
+        ax.plot(best.peak_bytes / 1e6, seconds[best], "o", **look)
     ax.axvline(budget, color="black", linestyle="--", linewidth=1)
-    ax.set(
-        xlim=(0, 300),
-        ylim=(0, None),
-        xlabel=text("peak (MB)"),
-        ylabel=text("time at 100 GFLOP/s (s)"),
-    )
+    words = "peak (MB)", "time at 100 GFLOP/s (s)"
+    label_axes(ax, *words, xlim=(0, 300), ylim=(0, None))
     ax.legend(loc="upper right")
     drawn.course_larger = 1.0  # the points leave no corner for a larger legend
     return shown_once(drawn)
@@ -294,13 +252,12 @@ def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int
 
 def recipes_playground(points: Sequence[RecipeCosts]) -> None:
     """Show `draw_recipes` with two sliders."""
+    steady = {"continuous_update": False}
     playground(
         lambda budget, intensity: draw_recipes(points, budget, intensity),
         lambda widgets: {
-            "budget": widgets.IntSlider(60, 40, 300, 1, description="MB", continuous_update=False),
-            "intensity": widgets.IntSlider(
-                100, 5, 200, 5, description="FLOP/byte", continuous_update=False
-            ),
+            "budget": widgets.IntSlider(60, 40, 300, 1, description="MB", **steady),
+            "intensity": widgets.IntSlider(100, 5, 200, 5, description="FLOP/byte", **steady),
         },
     )
 

@@ -11,13 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 from course_lib.distributed import RankUsage, Trainer, last_complete, load, predict, task_of
 from course_lib.labels import join_labels, verbatim
 from course_lib.memory import CATEGORIES, MemoryMeter
-from course_lib.teaching import COLORS, Table, category_label, claims, figure, text
-from course_lib.teaching.figures import category_look, shown_once
+from course_lib.teaching import COLORS, Table, claims, figure, text
+from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import (
+    category_legend,
+    label_axes,
+    name_rows,
+    note,
+    points,
+    stacked_bars,
+)
 
 from .claims import CLAIMS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STAGE_OF = {
@@ -56,128 +63,70 @@ def draw_ranks(
     """
     title = "Sharded bytes fall to 1/n per rank, but the communication volume stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
-    for stage, color in _COLORS.items():
-        own = sorted((run["ranks"], held_by(run)) for run in runs if STAGE_OF[run["mode"]] == stage)
-        ranks, counts = list(lines), [line[stage] / 1e6 for line in lines.values()]
-        left.plot(
-            ranks, counts, color=color, alpha=0.55, linestyle="--" if stage == "ZeRO 2" else "-"
-        )
-        filled = "none" if stage == "ZeRO 2" else color
-        left.plot(
-            [n for n, _ in own],
-            [count / 1e6 for _, count in own],
-            "o",
-            color=color,
-            markerfacecolor=filled,
-        )
-        left.annotate(
-            stage,
-            (ranks[-1], counts[-1]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-        )
-    left.set(
-        xlim=(0.7, 8),
-        ylim=(0, 122),
-        xlabel=text("ranks"),
-        ylabel=text("held per rank (MB)"),
-        xticks=[1, 2, 4, 8],
-    )
-    _draw_sent(right, runs)
+    held, sent = [], {}
+    for (stage, color), above in zip(_COLORS.items(), (-8, 7, 7, -7), strict=True):
+        own = [run for run in runs if STAGE_OF[run["mode"]] == stage]
+        line = {n: counts[stage] for n, counts in lines.items()}
+        style, filled = ("--", "none") if stage == "ZeRO 2" else ("-", color)
+        points(left, line, style, unit=1e6, color=color, alpha=0.55)
+        for run in own:
+            look = {"color": color, "markerfacecolor": filled}
+            points(left, {run["ranks"]: held_by(run)}, unit=1e6, **look)
+        most = max(line)
+        note(left, stage, (most, line[most] / 1e6), (6, 0), color=color)
+        ends = {"first": f"{line[min(line)] / 1e6:.1f}", "last": f"{line[most] / 1e6:.1f}"}
+        held.append(text("{stage} from {first} to {last} MB", stage=stage, **ends))
+        if own:
+            predicted = own[0]["communicated"]["predicted"]
+            points(right, dict.fromkeys((2, 8), predicted), "-", unit=1e6, color=color, alpha=0.55)
+            counts = [run["communicated"]["measured"] / 1e6 for run in own]
+            right.plot([run["ranks"] for run in own], counts, "o", color=color)
+            words = text("{stage} {sent} MB", stage=stage, sent=f"{predicted / 1e6:.1f}")
+            note(right, words, (8, predicted / 1e6), (0, above), ha="right", color=color)
+    for run in runs:
+        sent[STAGE_OF[run["mode"]]] = f"{run['communicated']['measured'] / 1e6:.1f}"
+    label_axes(left, "ranks", "held per rank (MB)", xlim=(0.7, 8), ylim=(0, 122))
+    label_axes(right, "ranks", "communicated per step (MB)", xlim=(1.5, 8), ylim=(0, 122))
+    left.set_xticks([1, 2, 4, 8])
+    right.set_xticks([2, 4, 8])
     drawn.get_layout_engine().set(wspace=0.06)  # room for the names at the ends of the lines
-    drawn.course_alt = _alt_text(lines, runs)
+    drawn.course_alt = text(
+        "Bytes held per rank, from 1 to 8 ranks: {held}. Bytes communicated per step, for any"
+        " number of ranks: {sent}.",
+        held=join_labels(held),
+        sent=join_labels([text("{stage} {sent} MB", stage=s, sent=sent[s]) for s in sent]),
+    )
     return shown_once(drawn)
 
 
-def _draw_sent(ax: "Axes", runs: Sequence[Mapping[str, Any]]) -> None:
-    for (stage, color), above in zip(_COLORS.items(), (-8, 7, 7, -7), strict=True):
-        own = [
-            (run["ranks"], run["communicated"]) for run in runs if STAGE_OF[run["mode"]] == stage
-        ]
-        if own:
-            predicted = own[0][1]["predicted"] / 1e6
-            ax.plot([2, 8], [predicted] * 2, "-", color=color, alpha=0.55)
-            ax.plot(
-                [n for n, _ in own],
-                [counts["measured"] / 1e6 for _, counts in own],
-                "o",
-                color=color,
-            )
-            place = {
-                "xytext": (0, above),
-                "textcoords": "offset points",
-                "va": "center",
-                "ha": "right",
-            }
-            ax.annotate(
-                text("{stage} {sent} MB", stage=stage, sent=f"{predicted:.1f}"),
-                (8, predicted),
-                **place,
-                color=color,
-            )
-    ax.set(xlim=(1.5, 8), ylim=(0, 122), xlabel=text("ranks"), xticks=[2, 4, 8])
-    ax.set_ylabel(text("communicated per step (MB)"))
-
-
-def _alt_text(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> str:
-    def ends(stage: str) -> str:
-        first, last = (f"{lines[n][stage] / 1e6:.1f}" for n in (min(lines), max(lines)))
-        return text("{stage} from {first} to {last} MB", stage=stage, first=first, last=last)
-
-    sent = {STAGE_OF[run["mode"]]: f"{run['communicated']['measured'] / 1e6:.1f}" for run in runs}
-    return text(
-        "Bytes held per rank, from 1 to 8 ranks: {held}. Bytes communicated per step, for any"
-        " number of ranks: {sent}.",
-        held=join_labels([ends(stage) for stage in _COLORS]),
-        sent=join_labels(
-            [text("{stage} {sent} MB", stage=stage, sent=count) for stage, count in sent.items()]
-        ),
-    )
+_STACK = ("parameter", "optimizer", "gradient", "activation", "temporary", "input")
 
 
 def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
     """Draw what is live at the peak of each variant, as stacked bars.
 
     Args:
-        variants: Label -> category -> bytes. "gathered" is added to the parameters, and its number
-            is written next to them.
+        variants: Label -> category -> bytes. "gathered" is added to the parameters.
     """
     drawn, ax = figure(title, height=0.9 + 0.46 * len(variants), width=8.2)
-    description = []
-    for place, (name, parts) in enumerate(variants.items()):
-        start, peak = 0.0, sum(parts.values()) / 1e6
-        for category in ("parameter", "optimizer", "gradient", "activation", "temporary", "input"):
-            count = (
-                parts[category] + (parts.get("gathered", 0) if category == "parameter" else 0)
-            ) / 1e6
-            ax.barh(place, count, left=start, height=0.66, **category_look(category))
-            start += count
-        ax.annotate(
-            f"{peak:.1f}", (start, place), xytext=(5, 0), textcoords="offset points", va="center"
-        )
-        description.append(text("{name}: {peak} MB", name=name, peak=f"{peak:.1f}"))
-    ax.set_yticks(range(len(variants)), [text(name) for name in variants])
-    ax.invert_yaxis()
-    ax.grid(visible=False)
-    ax.set(xlim=(0, 305), xlabel=text("live at the peak (MB)"))
-    _legend(drawn, variants)
+    bars = {
+        place: {**parts, "parameter": parts["parameter"] + parts.get("gathered", 0)}
+        for place, parts in enumerate(variants.values())
+    }
+    peaks = [f"{sum(parts.values()) / 1e6:.1f}" for parts in variants.values()]
+    for place, end in enumerate(stacked_bars(ax, bars, _STACK, 0.66)):
+        note(ax, peaks[place], (end, place), (5, 0))
+    name_rows(ax, list(variants))
+    label_axes(ax, "live at the peak (MB)", xlim=(0, 305))
+    large = [c for c in CATEGORIES if max(parts.get(c, 0) for parts in variants.values()) > 1e6]
+    category_legend(drawn, large, fontsize=8.5)
+    words = [
+        text("{name}: {peak} MB", name=n, peak=p) for n, p in zip(variants, peaks, strict=True)
+    ]
     drawn.course_alt = text(
-        "Bytes that are live at the peak of a step. {variants}.",
-        variants=join_labels(description, "; "),
+        "Bytes that are live at the peak of a step. {variants}.", variants=join_labels(words, "; ")
     )
     return shown_once(drawn)
-
-
-def _legend(drawn: "Figure", variants: Mapping[str, Mapping[str, int]]) -> None:
-    from matplotlib.patches import Patch
-
-    shown = [
-        name for name in CATEGORIES if max(parts.get(name, 0) for parts in variants.values()) > 1e6
-    ]
-    handles = [Patch(label=category_label(name), **category_look(name)) for name in shown]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5)
 
 
 def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figure":
@@ -188,64 +137,33 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
         run: A line of `launch` under a budget.
         device_bytes: Budget of the device.
     """
-    peaks = [taken["peak_bytes"] for taken in run["taken"]]
-    drawn, ax = figure(
-        "One device runs out of memory, but four smaller ones process the whole batch",
-        height=2.9,
-        width=8.2,
-    )
-    wanted = (alone.live_bytes + alone.wanted_bytes) / 1e6
-    ax.barh(0, alone.live_bytes / 1e6, height=0.6, color="#999999")
-    ax.barh(
-        0,
-        alone.wanted_bytes / 1e6,
-        left=alone.live_bytes / 1e6,
-        height=0.6,
-        facecolor="none",
-        edgecolor="#CC3311",
-    )
-    ax.annotate(
-        text("needs {wanted} MB", wanted=f"{wanted:.1f}"),
-        (device_bytes / 1e6, -0.32),
-        xytext=(8, 0),
-        textcoords="offset points",
-        va="center",
-        color="#CC3311",
-        fontsize=8.5,
-    )
+    title = "One device runs out of memory, but four smaller ones process the whole batch"
+    drawn, ax = figure(title, height=2.9, width=8.2)
+    held, more = alone.live_bytes / 1e6, alone.wanted_bytes / 1e6
+    device, budget = device_bytes / 1e6, run["budget_bytes"] / 1e6
+    peaks = [taken["peak_bytes"] / 1e6 for taken in run["taken"]]
+    wanted = f"{(alone.live_bytes + alone.wanted_bytes) / 1e6:.1f}"
+    ax.barh(0, held, height=0.6, color="#999999")
+    ax.barh(0, more, left=held, height=0.6, facecolor="none", edgecolor="#CC3311")
+    needs = text("needs {wanted} MB", wanted=wanted)
+    note(ax, needs, (device, -0.32), color="#CC3311", fontsize=8.5)
     for rank, peak in enumerate(peaks, 1):
-        ax.barh(rank, peak / 1e6, height=0.6, color=COLORS["measured"])
-        ax.annotate(
-            f"{peak / 1e6:.1f}", (1, rank), xytext=(4, 0), textcoords="offset points", va="center"
-        )
-    for budget, first, last in (
-        (device_bytes, -0.5, 0.5),
-        (run["budget_bytes"], 0.5, len(peaks) + 0.5),
-    ):
-        ax.plot([budget / 1e6] * 2, [first, last], color="#222222", linewidth=1.8)
-        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        description = text("budget {budget} MB", budget=f"{budget / 1e6:.0f}")
-        ax.annotate(
-            description,
-            (budget / 1e6, (first + last) / 2 + (0.32 if last == 0.5 else 0)),
-            **place,
-            fontsize=8.5,
-        )
-    names = [
-        "one device, 1 sequence",
-        *(text("rank {rank}, 2 sequences", rank=rank) for rank in range(len(peaks))),
-    ]
-    ax.set_yticks(range(len(names)), [text(names[0]), *names[1:]])
-    ax.invert_yaxis()
-    ax.grid(visible=False)
-    ax.set(xlim=(0, 76), xlabel=text("live at the peak (MB)"))
+        ax.barh(rank, peak, height=0.6, color=COLORS["measured"])
+        note(ax, f"{peak:.1f}", (1, rank), (4, 0))
+    last = len(peaks) + 0.5
+    for limit, ends, y in ((device, (-0.5, 0.5), 0.32), (budget, (0.5, last), (0.5 + last) / 2)):
+        ax.plot([limit] * 2, ends, color="#222222", linewidth=1.8)
+        note(ax, text("budget {budget} MB", budget=f"{limit:.0f}"), (limit, y), fontsize=8.5)
+    ranks = [text("rank {rank}, 2 sequences", rank=rank) for rank in range(len(peaks))]
+    name_rows(ax, [text("one device, 1 sequence"), *ranks])
+    label_axes(ax, "live at the peak (MB)", xlim=(0, 76))
     drawn.course_alt = text(
         "One device of {device} MB is stopped when it needs {wanted} MB. With a budget of"
         " {budget} MB each, the ranks peak at {peaks} MB.",
-        device=f"{device_bytes / 1e6:.0f}",
-        wanted=f"{wanted:.1f}",
-        budget=f"{run['budget_bytes'] / 1e6:.0f}",
-        peaks=join_labels([f"{peak / 1e6:.1f}" for peak in peaks]),
+        device=f"{device:.0f}",
+        wanted=wanted,
+        budget=f"{budget:.0f}",
+        peaks=join_labels([f"{peak:.1f}" for peak in peaks]),
     )
     return shown_once(drawn)
 
@@ -260,38 +178,27 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
         compute_a_token: Seconds per token.
         least: Tokens from which the first traffic takes no longer than the compute.
     """
-    drawn, ax = figure(
-        "Compute grows with the tokens per rank and communication does not, so long steps hide it",
-        width=8.2,
+    title = (
+        "Compute grows with the tokens per rank and communication does not, so long steps hide it"
     )
+    drawn, ax = figure(title, width=8.2)
     most = 1.4 * least or 1.0  # if nothing is solved yet, axes of some width
     ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
-    place = {"xytext": (-18, 0), "textcoords": "offset points"}
-    ax.annotate(text("compute"), (most, most * compute_a_token), **place, ha="right", va="center")
-    for (name, seconds), shade in zip(
-        traffic.items(), (COLORS["measured"], "#AA3377", "#4477AA"), strict=False
-    ):
-        ax.plot([0, most], [seconds] * 2, color=shade, linestyle="--")
-        description = text("{name}: {seconds} s", name=verbatim(name), seconds=f"{seconds:.1f}")
-        ax.annotate(
-            description, (0, seconds), xytext=(6, 4), textcoords="offset points", color=shade
-        )
-    ax.plot([least], [least * compute_a_token], "o", color=COLORS["measured"])
-    ax.set(
-        xlim=(0, most),
-        ylim=(0, None),
-        xlabel=text("tokens per rank and step"),
-        ylabel=text("seconds"),
-    )
+    note(ax, "compute", (most, most * compute_a_token), (-18, 0), ha="right")
+    words = [
+        text("{name}: {seconds} s", name=verbatim(n), seconds=f"{s:.1f}")
+        for n, s in traffic.items()
+    ]
+    shades = (COLORS["measured"], "#AA3377", "#4477AA")
+    for name, seconds, shade in zip(words, traffic.values(), shades, strict=False):
+        points(ax, dict.fromkeys((0, most), seconds), "--", color=shade)
+        note(ax, name, (0, seconds), (6, 4), va="baseline", color=shade)
+    points(ax, {least: least * compute_a_token})
+    label_axes(ax, "tokens per rank and step", "seconds", xlim=(0, most), ylim=(0, None))
     drawn.course_alt = text(
         "Communication: {traffic}. From {tokens} tokens on, compute takes at least as long as"
         " the first of them.",
-        traffic=join_labels(
-            [
-                text("{name}: {seconds} s", name=verbatim(n), seconds=f"{s:.1f}")
-                for n, s in traffic.items()
-            ]
-        ),
+        traffic=join_labels(words),
         tokens=f"{least:,.0f}",
     )
     return shown_once(drawn)

@@ -15,8 +15,6 @@ from course_lib.models import random_tokens
 from course_lib.teaching import (
     COLORS,
     Table,
-    category_label,
-    category_look,
     claims,
     figure,
     predictions,
@@ -24,6 +22,7 @@ from course_lib.teaching import (
     text,
 )
 from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import behind, label_axes, name_rows, note, stacked_bars
 
 from .claims import CLAIMS
 from .exercises import (
@@ -52,45 +51,22 @@ def draw_lora(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
 
 
 def _draw_peaks(found: Mapping[str, Estimate], budget_bytes: int, title: str) -> "Figure":
-    description = [
-        text("{name} {peak} MB", name=text(name), peak=f"{each.peak_bytes / 1e6:.1f}")
-        for name, each in found.items()
-    ]
-    drawn, ax = figure(
-        title,
-        height=0.9 + 0.42 * len(found),
-        alt=text("Peaks: {peaks}.", peaks=join_labels(description, "; ")),
-    )
-    total = [each.peak_bytes / 1e6 for each in found.values()]
-    ends = [0.0] * len(found)
-    for category in CATEGORIES:
-        sizes = [each.at_peak.get(category, 0) / 1e6 for each in found.values()]
-        if max(sizes) > max(total) / 500:
-            label = category_label(category)
-            look = category_look(category)
-            ax.barh(range(len(found)), sizes, left=ends, height=0.62, label=label, **look)
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    for place, end in enumerate(ends):
-        ax.annotate(
-            f"{end:.1f}",
-            (end, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # covers the budget's line
-        )
-    ax.axvline(budget_bytes / 1e6, color="black", linestyle="--", linewidth=1, zorder=1.5)
-    ax.annotate(
-        text("budget"),
-        (budget_bytes / 1e6, len(found) - 1),
-        xytext=(22, 0),  # next to the last bar's number
-        textcoords="offset points",
-        va="center",
-    )
-    ax.set_yticks(range(len(found)), [text(name) for name in found])
-    ax.invert_yaxis()
-    ax.grid(visible=False)
-    ax.set(xlim=(0, 1.14 * max(ends)), xlabel=text("live at the peak (MB)"))
+    peaks = {name: each.peak_bytes / 1e6 for name, each in found.items()}
+    words = [text("{name} {peak} MB", name=name, peak=f"{p:.1f}") for name, p in peaks.items()]
+    alt = text("Peaks: {peaks}.", peaks=join_labels(words, "; "))
+    drawn, ax = figure(title, height=0.9 + 0.42 * len(found), alt=alt)
+    bars = {place: each.at_peak for place, each in enumerate(found.values())}
+    least = max(peaks.values()) * 1e6 / 500
+    visible = [c for c in CATEGORIES if max(bar.get(c, 0) for bar in bars.values()) > least]
+    stacked_bars(ax, bars, visible, 0.62)
+    for place, peak in enumerate(peaks.values()):
+        # the background covers the budget's line
+        note(ax, f"{peak:.1f}", (peak, place), (4, 0), bbox=behind("white"))
+    budget = budget_bytes / 1e6
+    ax.axvline(budget, color="black", linestyle="--", linewidth=1, zorder=1.5)
+    note(ax, "budget", (budget, len(found) - 1), (22, 0))  # next to the last bar's number
+    name_rows(ax, list(found))
+    label_axes(ax, "live at the peak (MB)", xlim=(0, 1.14 * max(peaks.values())))
     drawn.legend(loc="outside lower center", ncols=5, frameon=False)
     return shown_once(drawn)
 
@@ -105,19 +81,14 @@ def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
     apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
     # Rounding differs between CPUs, by some powers of ten, so a bound for all of them is shown.
     bound = 1e-5 if apart < 1e-5 else 10.0 ** math.floor(math.log10(apart) + 1)
-    drawn, ax = figure(
-        "The loss curve is the same with less than a third of the memory",
-        height=2.9,
-        alt=text(
-            "The two curves differ by less than {apart} over {steps} steps.",
-            steps=len(first),
-            apart=f"{bound:.0e}",
-        ),
-    )
+    alt = "The two curves differ by less than {apart} over {steps} steps."
+    alt = text(alt, steps=len(first), apart=f"{bound:.0e}")
+    title = "The loss curve is the same with less than a third of the memory"
+    drawn, ax = figure(title, height=2.9, alt=alt)
     steps = range(1, len(first) + 1)
     ax.plot(steps, first, color=COLORS["predicted"], linewidth=5, alpha=0.35, label=text(plain))
     ax.plot(steps, second, "o-", color=COLORS["measured"], markersize=4, label=text(other))
-    ax.set(xlabel=text("step"), ylabel=text("loss per token"), ylim=(0, 1.15 * max(first)))
+    label_axes(ax, "step", "loss per token", ylim=(0, 1.15 * max(first)))
     ax.set_xticks(steps if len(first) < 12 else [1, len(first)])
     ax.legend()
     return shown_once(drawn)

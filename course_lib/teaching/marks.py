@@ -1,0 +1,133 @@
+"""Marks that figures of several lessons share: words, boxes, arrows, points, bars and axes.
+
+Words are labels; a figure of `course_lib.teaching.figures` shows them in the language of the page.
+The arguments `look` are those of matplotlib's own functions.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from course_lib.labels import Label, join_labels, text
+
+from .figures import COLORS, category_label, category_look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def label_axes(
+    ax: "Axes", x: str = "", y: str = "", *, ticks: Iterable[float] | None = None, **look: Any
+) -> None:
+    """Label the axes of a panel, and set further properties of it, such as limits and scales.
+
+    Args:
+        x, y: Labels of the axes, with their units.
+        ticks: Positions on the x axis where a number is written; all other ticks are removed.
+    """
+    ax.set(xlabel=text(x), ylabel=text(y), **look)
+    if ticks is not None:
+        ax.set_xticks([*ticks], [str(tick) for tick in ticks])
+        ax.xaxis.set_minor_formatter("")
+
+
+def note(
+    ax: "Axes", words: str, point: tuple[float, float], offset: Any = (8, 0), **look: Any
+) -> None:
+    """Write words next to a point, by default to its right.
+
+    Args:
+        point: The point, in data coordinates.
+        offset: Distance of the words from the point, (right, up), in units of 1/72 inch.
+    """
+    look = {"textcoords": "offset points", "va": "center", **look}
+    ax.annotate(text(words), point, offset, **look)
+
+
+def write(ax: "Axes", x: float, y: float, words: str, **look: Any) -> None:
+    """Write words with their center at a point in data coordinates."""
+    ax.text(x, y, text(words), **{"ha": "center", "va": "center", **look})
+
+
+def behind(color: str, pad: float = 1) -> dict[str, Any]:
+    """Return the `bbox` of words with a colored background; `pad` is in units of 1/72 inch."""
+    return {"facecolor": color, "edgecolor": "none", "pad": pad}
+
+
+def box(ax: "Axes", corner: tuple[float, float], width: float, height: float, **look: Any) -> None:
+    """Draw a rectangle; `corner` is its lower left corner in data coordinates."""
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(Rectangle(corner, width, height, **look))
+
+
+def arrow(
+    ax: "Axes", start: tuple[float, float], end: tuple[float, float], style: str = "->", **look: Any
+) -> None:
+    """Draw an arrow between two points in data coordinates."""
+    look = {"arrowstyle": style, "color": "#222222", **look}
+    ax.annotate("", end, start, arrowprops=look)
+
+
+def points(
+    ax: "Axes", values: Mapping[Any, float], style: str = "o", *, unit: float = 1, **look: Any
+) -> None:
+    """Draw values (x -> y) as points or as a line, in the color of measurements by default.
+
+    Args:
+        style: matplotlib's marker and line style, such as "o" or "s--".
+        unit: Number by which the values are divided, such as 1e6 for MB.
+    """
+    heights = [value / unit for value in values.values()]
+    ax.plot([*values], heights, style, **{"color": COLORS["measured"], **look})
+
+
+def stacked_bars(
+    ax: "Axes",
+    bars: Mapping[Any, Mapping[str, float]],
+    categories: Sequence[str],
+    width: float,
+    *,
+    upright: bool = False,
+) -> list[float]:
+    """Draw one bar per place, stacked from categories of bytes, and return the ends of the bars.
+
+    Args:
+        bars: Place -> category -> bytes, drawn in MB. A missing category has none.
+        categories: The categories that are drawn, in this order, and added to the legend.
+        width: Width of a bar, in data coordinates.
+        upright: Whether the bars go upwards, not to the right.
+    """
+    draw, first = (ax.bar, "bottom") if upright else (ax.barh, "left")
+    ends = [0.0] * len(bars)
+    for category in categories:
+        sizes = [parts.get(category, 0) / 1e6 for parts in bars.values()]
+        look = {"label": category_label(category), **category_look(category)}
+        draw([*bars], sizes, width, **{first: ends}, **look)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    return ends
+
+
+def name_rows(ax: "Axes", names: Sequence[str]) -> None:
+    """Write names at the rows 0, 1, ... of a panel, from top to bottom, without a grid."""
+    ax.set_yticks(range(len(names)), [text(name) for name in names])
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+
+
+def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
+    """Add a legend of categories of bytes below a figure."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(label=category_label(name), **category_look(name)) for name in names]
+    drawn.legend(handles=handles, **{"loc": "outside lower center", "ncols": len(handles), **look})
+
+
+def listed(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
+    """Return a sentence for an alternative text that lists values.
+
+    Args:
+        pattern: A label with placeholders.
+        rows: The values of the placeholders for each item of the list.
+    """
+    return text("{points}.", points=join_labels([text(pattern, **row) for row in rows], "; "))
