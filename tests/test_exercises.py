@@ -109,12 +109,12 @@ def test_each_mistake_of_a_table_is_told_its_own_message(name):
 MESSAGES = """
 [rows]
 hint = {en = "hint", zh = "提示"}
-right = {en = "Right.", zh = "对。"}
+right = {en = "Right.", zh = "正确。"}
 double = {en = "You doubled it.", zh = "翻倍了。"}
 swapped = {en = "You swapped them.", zh = "换了。"}
 [area]
 hint = {en = "hint", zh = "提示"}
-right = {en = "Right.", zh = "对。"}
+right = {en = "Right.", zh = "正确。"}
 other = {en = "{sides}: not {given:g} but {wanted}.", zh = "{sides}：是 {wanted}，不是 {given:g}。"}
 [size]
 hint = {en = "hint", zh = "提示"}
@@ -182,7 +182,7 @@ def test_number_that_no_mistake_explains_is_shown_beside_the_right_one(made):
 FORMULA = """
 [formula]
 hint = {en = "hint", zh = "提示"}
-right = {en = "Right.", zh = "对。"}
+right = {en = "Right.", zh = "正确。"}
 one_size = {en = "{row}: right for {right}, not {wrong}.", zh = "{row}：{right} 对，{wrong} 不对。"}
 halved = {en = "All halved.", zh = "全折半。"}
 no_s = {en = "No s.", zh = "漏 s。"}

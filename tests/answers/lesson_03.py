@@ -7,7 +7,7 @@ from functools import cache, partial
 import numpy
 import torch
 
-from course_lib.lessons import lesson_03
+from course_lib.lessons.lesson_03.exercises import five_stages
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -22,7 +22,7 @@ from course_lib.schedule.rules import segment_schedule
 six = Chain.uniform(6, saved_bytes=2)
 
 
-five = lesson_03.five_stages()
+five = five_stages()
 
 
 def actions_of(words):
