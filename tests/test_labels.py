@@ -54,7 +54,10 @@ def labels_in(tree):
         if isinstance(node, ast.Call):
             words = node.args[:1] if ast.unparse(node.func) in ("text", "labels.text") else []
             if ast.unparse(node.func) in MARKS:
-                words = [*node.args, *(each.value for each in node.keywords if each.arg in "xy")]
+                words = [
+                    *node.args,
+                    *(each.value for each in node.keywords if each.arg in ("x", "y")),
+                ]
             for each in words:
                 if isinstance(each, ast.Constant) and isinstance(each.value, str):
                     yield each.lineno, each.value
