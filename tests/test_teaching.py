@@ -257,7 +257,7 @@ def test_stacked_bars_add_up_to_the_bytes_of_the_shown_categories(upright):
 
 def test_marks_are_drawn_at_their_places_in_both_languages():
     rows = [{"words": "device", "first": n, "last": 2 * n} for n in (1, 3)]
-    alt = marks.listed("{words} from {first} to {last}", rows)
+    alt = marks.clauses("{words} from {first} to {last}", rows)
     drawn, ax = teaching.figure("vs first", alt=alt)
     marks.label_axes(ax, "bytes", "peak (MB)", ticks=[1, 16], ylim=(0, 2))
     marks.note(ax, "device", (1, 1), (-4, 2))

@@ -49,7 +49,7 @@ def write(ax: "Axes", x: float, y: float, words: str, **look: Any) -> None:
     ax.text(x, y, text(words), **{"ha": "center", "va": "center", **look})
 
 
-def behind(color: str, pad: float = 1) -> dict[str, Any]:
+def background(color: str, pad: float = 1) -> dict[str, Any]:
     """Return the `bbox` of words with a colored background; `pad` is in units of 1/72 inch."""
     return {"facecolor": color, "edgecolor": "none", "pad": pad}
 
@@ -123,7 +123,7 @@ def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
     drawn.legend(handles=handles, **{"loc": "outside lower center", "ncols": len(handles), **look})
 
 
-def listed(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
+def clauses(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
     """Return a sentence for an alternative text that lists values.
 
     Args:

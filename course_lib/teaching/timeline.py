@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.labels import Label, join_labels, text
 
 from .figures import CATEGORY_NAMES, PHASE_NAMES, category_label, category_look, figure, shown_once
+from .marks import category_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -329,17 +330,12 @@ def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
 
 def _add_legend(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -> None:
     """Add a legend below the figure for the categories whose areas are too thin to write in."""
-    from matplotlib.patches import Patch
-
     visible = {
         c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200
     }
     rest = [category for category in STACK if category in visible - named]
     if rest:
-        patches = [
-            Patch(label=category_label(category), **category_look(category)) for category in rest
-        ]
-        drawn.legend(
-            handles=patches, loc="outside lower right", ncols=len(rest), fontsize=8.5,
+        category_legend(
+            drawn, rest, loc="outside lower right", fontsize=8.5,
             handlelength=0.9, handleheight=0.9, handletextpad=0.5, columnspacing=1.4,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.marks import behind, label_axes, listed, note, write
+from course_lib.teaching.marks import background, box, clauses, label_axes, note, write
 
 from .claims import CLAIMS
 
@@ -161,14 +161,16 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     for time, (kind, name) in enumerate(events):
         row, again = names.index(name), kind == "forward" and name in started
         if kind == "backward":  # its input was kept until here
-            kept = {"color": _RUNS["forward"][1], "alpha": 0.3, "zorder": 0.5}
-            ax.barh(row, time - 1 - started[name], 0.14, started[name] + 1, **kept)
+            kept = {"facecolor": _RUNS["forward"][1], "alpha": 0.3, "zorder": 0.5}
+            since = started[name] + 1
+            box(ax, (since, row - 0.07), time - since, 0.14, **kept)
         started.setdefault(name, time)
         words, color = _RUNS["again" if again else kind]
         hatch = "///" if again else None
-        ax.barh(row, 0.94, 0.7, time + 0.03, color=color, edgecolor="white", hatch=hatch)
+        look = {"facecolor": color, "edgecolor": "white", "hatch": hatch}
+        box(ax, (time + 0.03, row - 0.35), 0.94, 0.7, **look)
         alt.append(text(words, name=name))
-        look = {"color": "white", "fontsize": 8.5, "bbox": behind(color, 1.5)}
+        look = {"color": "white", "fontsize": 8.5, "bbox": background(color, 1.5)}
         write(ax, time + 0.5, row, alt[-1], **look)
     write(ax, len(events) / 2, 0.12, "the input is kept", va="bottom", fontsize=8.5)
     label_axes(ax, "time", xlim=(0, len(events)), ylim=(-0.5, len(names) - 0.5), xticks=[])
@@ -213,7 +215,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
             # it saves nothing if its layer is recomputed before the time of the baseline's peak
             look = _HATCHED if less <= 0 else _DOTTED
             ax.bar(layer, -2.6, 0.8, -0.8, **look)
-            write(ax, layer, -2.1, f"{layer}", bbox=behind(look["facecolor"]))
+            write(ax, layer, -2.1, f"{layer}", bbox=background(look["facecolor"]))
         label_axes(ax, "layer with the checkpoint", xticks=[], ylim=(-4, 24), xlim=(-0.6, 7.6))
         ax.set_title(text("{name}: {peak} MB", name=name, peak=_mb(none)))
     panels[0].set_ylabel(text("reduction of the peak (MB)"))
@@ -231,7 +233,7 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
     """Draw peak and FLOPs of policies (`peak_bytes`, `flops`), each relative to the first one."""
     plain = next(iter(variants.values()))
     costs = {name: (v.peak_bytes / 1e6, v.flops / plain.flops) for name, v in variants.items()}
-    alt = listed(
+    alt = clauses(
         "{name}: {peak} MB, {times} times the FLOPs",
         [{"name": n, "peak": f"{x:.1f}", "times": f"{y:.3f}"} for n, (x, y) in costs.items()],
     )
@@ -296,7 +298,7 @@ def _draw_bars(
     labels = [text("FLOPs"), text("CPU seconds (median and range of six rounds)")]
     ax.legend(bars, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     alt = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
-    drawn.course_alt = listed(alt, rows)
+    drawn.course_alt = clauses(alt, rows)
     return shown_once(drawn)
 
 

@@ -11,7 +11,7 @@ from course_lib.schedule import Chain, Cost, frontier, simulate
 from course_lib.schedule.rules import Sizes, segment_schedule
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.marks import behind, label_axes, listed, note
+from course_lib.teaching.marks import background, clauses, label_axes, note
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,7 +133,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
     axes[0].set_ylabel(text("time (× baseline)"))
     axes[0].legend()
     alt = "{name}: cuts reach {least} MB, the frontier {line} MB at {times} times the time"
-    drawn.course_alt = listed(alt, rows)
+    drawn.course_alt = clauses(alt, rows)
     return shown_once(drawn)
 
 
@@ -184,7 +184,7 @@ def draw_frontier(
             crowded = any(0 < a - x < 10 and abs(b - y) < 0.05 for *_, (a, b) in runs)
             offset, side = ((-4, -12), "right") if crowded else ((6, 4), "left")
             look = {"ha": side, "va": "baseline", "fontsize": 8, "color": color}
-            note(ax, word, (x, y), offset, bbox=behind("white", 0.5) | {"alpha": 0.8}, **look)
+            note(ax, word, (x, y), offset, bbox=background("white", 0.5) | {"alpha": 0.8}, **look)
     label_axes(ax, "peak (MB)", "FLOPs (× baseline)", xlim=xlim, ylim=(0.98, 1.72))
     ax.legend()
     drawn.course_alt = text("{points}.", points=join_labels(alt, "; "))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.labels import join_labels
 from course_lib.teaching import COLORS, Table, claims, figure, table, text
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.marks import box, label_axes, listed, note, points, stacked_bars, write
+from course_lib.teaching.marks import box, clauses, label_axes, note, points, stacked_bars, write
 
 from .bugs import PLANTED
 from .claims import CLAIMS
@@ -31,9 +31,9 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         line: Function of m that returns predicted bytes; drawn from 0 to 4.
     """
     peaks = {m: meter.peak_bytes / 1e6 for m, meter in meters.items()}
-    alt = listed("m = {m}: {peak} MB", [{"m": m, "peak": f"{peaks[m]:.1f}"} for m in sorted(peaks)])
+    rows = [{"m": m, "peak": f"{peak:.1f}"} for m, peak in sorted(peaks.items())]
     title = "Activations shrink with the micro-batch, and 110 MB stay"
-    drawn, ax = figure(title, height=3.6, alt=alt)
+    drawn, ax = figure(title, height=3.6, alt=clauses("m = {m}: {peak} MB", rows))
     bars = {m: meter.at_peak() for m, meter in meters.items()}
     for m, end in zip(bars, stacked_bars(ax, bars, _PARTS, 0.5, upright=True), strict=True):
         x, above, side = (m, 9, "center") if m < 8 else (m - 0.35, -12, "right")

@@ -7,7 +7,7 @@ from course_lib.attention import attention_cost
 from course_lib.labels import join_labels
 from course_lib.teaching import COLORS, Table, claims, figure, table, text
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.marks import arrow, box, label_axes, listed, note, points, write
+from course_lib.teaching.marks import arrow, box, clauses, label_axes, note, points, write
 
 from .claims import CLAIMS
 
@@ -147,7 +147,7 @@ def draw_roofline(
     """
     rows = [{"name": name, "x": round(x)} for name, x in reached.items()]
     title = "The size of the block limits flash attention, and the L2 cache raises the limit"
-    drawn, ax = figure(title, height=3.4, alt=listed("{name}: {x} FLOPs per byte", rows))
+    drawn, ax = figure(title, height=3.4, alt=clauses("{name}: {x} FLOPs per byte", rows))
     intensities = [8 * 2 ** (n / 8) for n in range(60)]
     for (name, (rate, bandwidth)), style in zip(devices.items(), ("-", "--"), strict=True):
         roof = {x: min(rate, bandwidth * x) for x in (*intensities, *reached.values())}
@@ -174,7 +174,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
     """
     rows = [{"name": n, "peak": f"{x:.1f}", "flops": f"{y:.2f}"} for n, (x, y) in costs.items()]
     title = "Checkpointed attention has the FLOPs of flash, but four times its peak"
-    alt = listed("{name}: {peak} MB, {flops} GFLOPs", rows)
+    alt = clauses("{name}: {peak} MB, {flops} GFLOPs", rows)
     drawn, ax = figure(title, height=3.0, alt=alt)
     for name, point in costs.items():
         color, marker = _KINDS[name]

@@ -22,7 +22,7 @@ from course_lib.teaching import (
     text,
 )
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.marks import behind, label_axes, name_rows, note, stacked_bars
+from course_lib.teaching.marks import background, label_axes, name_rows, note, stacked_bars
 
 from .claims import CLAIMS
 from .exercises import (
@@ -61,7 +61,7 @@ def _draw_peaks(found: Mapping[str, Estimate], budget_bytes: int, title: str) ->
     stacked_bars(ax, bars, visible, 0.62)
     for place, peak in enumerate(peaks.values()):
         # the background covers the budget's line
-        note(ax, f"{peak:.1f}", (peak, place), (4, 0), bbox=behind("white"))
+        note(ax, f"{peak:.1f}", (peak, place), (4, 0), bbox=background("white"))
     budget = budget_bytes / 1e6
     ax.axvline(budget, color="black", linestyle="--", linewidth=1, zorder=1.5)
     note(ax, "budget", (budget, len(found) - 1), (22, 0))  # next to the last bar's number
